@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+""":"
+# Two programs in one file. Read by bash, as in
+#     bash launch/train.sh recipes/quickstart.yaml optim.lr=1e-3
+# it starts torchrun with one process a GPU (on a CPU: as many as the recipe's mesh asks for); for several nodes set
+# NNODES, NODE_RANK and MASTER_ADDR on each. Read by Python, as DeepSpeed's launcher does in
+#     deepspeed launch/train.sh recipes/edit_1b.yaml
+# it is one rank, and this part is a string.
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=python3
+if [ -x "$root/.venv/bin/python" ] && [ -z "$VIRTUAL_ENV" ]; then python="$root/.venv/bin/python"; fi
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+exec "$python" -m llmtrain launch "$@"
+":"""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from llmtrain.cli import main
+
+main(["train", *sys.argv[1:]])

@@ -1,0 +1,5 @@
+"""`python -m llmtrain`."""
+
+from llmtrain.cli import main
+
+main()

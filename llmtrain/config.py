@@ -1,0 +1,306 @@
+"""The recipe as typed sections: every key, its default, its unit, and what is allowed.
+
+This file is only the schema; `recipe.py` reads files and overrides into it and checks what one key alone
+can't tell. `docs/recipes.md` and the JSON schema are generated from here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _count(value: Any) -> Any:
+    """`100e9` is a float to YAML and a count to everybody else."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Count = Annotated[PositiveInt, BeforeValidator(_count)]
+
+
+def _kind(value: Any) -> Any:
+    """`layerwise` is short for `{kind: layerwise}`."""
+    return {"kind": value} if isinstance(value, str) else value
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """The name of a run and what all its randomness comes from."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Directory of the run below `out_dir`; the recipe's file name when left out."""
+    out_dir: str = "runs"
+    """Where run directories are made."""
+    seed: NonNegativeInt = 1234
+    """The one seed. Initialisation, data order and every random choice derive from it by name."""
+    timeout_seconds: PositiveFloat = 600
+    """How long a collective may wait for a peer before the run fails. Longer than the slowest replica's round."""
+
+
+class ModelSection(Section):
+    """Which decoder-only transformers model is trained, from random initialisation."""
+
+    type: str = "llama"
+    """`model_type` of a transformers causal language model (`llama`, `gpt_neo`, ...)."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of that model's transformers config (`hidden_size`, `num_hidden_layers`, ...)."""
+    from_config: str | None = None
+    """Name or folder of a transformers config to start from; `config` then changes single values. Weights are not loaded."""
+
+
+class DataSection(Section):
+    """The text, its tokenizer, and where token shards are kept."""
+
+    source: str = "stdlib"
+    """`stdlib`, a `.txt`/`.jsonl`/`.parquet` file, a folder of those, or `hf:OWNER/NAME` on the Hugging Face hub."""
+    subset: str | None = None
+    """Configuration name of a hub data set (`sample-100BT`)."""
+    split: str = "train"
+    """Split of a hub data set."""
+    text_key: str = "text"
+    """Column or JSON key that holds the text."""
+    separator: str | None = "<|endoftext|>"
+    """What separates documents in a `.txt` file; `null`: each file is one document."""
+    tokenizer: str = "gpt2"
+    """A tokenizer's name on the hub, a folder or `tokenizer.json`, or `train:SIZE` (sentencepiece BPE trained on the source)."""
+    validation: str | None = None
+    """Another source for validation (a file or folder, or a split name of the hub data set); `null`: held-out documents."""
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """Share of documents held out when `validation` is not given."""
+    max_tokens: Count | None = None
+    """Stop preparing after so many training tokens; `null`: files whole, of a hub data set as much as the run reads."""
+    cache_dir: str = "data"
+    """Where token shards are kept; prepared once, found again by source and tokenizer."""
+
+
+class TrainSection(Section):
+    """How long, and how much at once.
+
+    global_batch (sequences) = micro_batch x accumulation x replicas x shard. It is what *all* replicas together
+    consume in one step, so runs of every method have seen the same tokens after the same number of steps.
+    The accumulation follows from the other four numbers.
+    """
+
+    steps: Count | None = None
+    """Optimizer steps. Give this or `tokens`."""
+    tokens: Count | None = None
+    """Training tokens of all replicas; rounded down to whole steps. Give this or `steps`."""
+    sequence_length: PositiveInt = 512
+    """Tokens that one sequence predicts."""
+    global_batch: PositiveInt = 32
+    """Sequences per step, of all replicas together."""
+    micro_batch: PositiveInt = 8
+    """Sequences per forward pass on one rank."""
+    deterministic: bool = False
+    """Use only deterministic kernels (always so on the CPU); slower on GPUs."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.sequence_length
+
+    @property
+    def total_steps(self) -> int:
+        return self.steps if self.steps is not None else (self.tokens or 0) // self.tokens_per_step
+
+
+class OptimSection(Section):
+    """The inner optimizer, AdamW or SGD, and gradient clipping."""
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    """Inner optimizer; `sgd` is plain (no momentum), for checks against theory."""
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate."""
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay on matrices; vectors (norms, biases) have none."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest gradient norm, over the whole model of one replica; `null`: no clipping."""
+
+
+class ScheduleSection(Section):
+    """Learning rate over steps: linear warm-up, then the given shape."""
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up from 0."""
+    final_ratio: Fraction = 0.1
+    """Learning rate of the last step over the peak's (cosine and linear)."""
+
+
+class ParallelSection(Section):
+    """The mesh: `replicas` copies of the model, each held by `shard` ranks."""
+
+    engine: Literal["fsdp2"] = "fsdp2"
+    """What runs one replica."""
+    replicas: PositiveInt | Literal["auto"] = "auto"
+    """Whole copies of the model; slow network between them. `auto`: one a node; on one node, as many as fit in memory."""
+    shard: PositiveInt | Literal["auto"] = "auto"
+    """Ranks that hold one copy together; fast network between them. `auto`: the ranks of a node."""
+    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
+    """What forward and backward compute in; masters and optimizer stay fp32 (fp64: everything, for verification)."""
+    compile: bool = False
+    """torch.compile every layer on its own."""
+    activation_checkpointing: bool = False
+    """Recompute every layer in backward instead of keeping its activations."""
+    loss_chunk: PositiveInt = 1024
+    """Positions whose logits exist at once; bounds the memory of tokens x vocabulary."""
+    replica_backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """What carries traffic between replicas; `auto`: nccl on GPUs, gloo on CPUs."""
+
+
+class EverySteps(Section):
+    """A round is `every` local steps."""
+
+    kind: Literal["steps"] = "steps"
+    """`steps`: a round is a fixed number of local steps."""
+    every: PositiveInt = 128
+    """Local steps H in a round."""
+
+
+class EveryStep(Section):
+    """Gradients are averaged over the replicas in every step: synchronous data parallelism."""
+
+    kind: Literal["every_step"] = "every_step"
+    """`every_step`: no local steps at all."""
+
+
+class AverageOuter(Section):
+    """The next anchor is the replicas' mean."""
+
+    kind: Literal["average"] = "average"
+    """`average`: anchor <- anchor - reduced pseudo-gradient."""
+
+
+class SgdOuter(Section):
+    """SGD on the pseudo-gradient."""
+
+    kind: Literal["sgd"] = "sgd"
+    """`sgd`: anchor <- anchor - lr x reduced pseudo-gradient."""
+    lr: PositiveFloat = 1.0
+    """Outer learning rate."""
+
+
+class NesterovOuter(Section):
+    """SGD with Nesterov momentum on the pseudo-gradient."""
+
+    kind: Literal["nesterov"] = "nesterov"
+    """`nesterov`: b <- momentum x b + D; anchor <- anchor - lr x (D + momentum x b)."""
+    lr: PositiveFloat = 0.7
+    """Outer learning rate."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Outer momentum."""
+
+
+class PenaltySection(Section):
+    """EDiT's pseudo-gradient penalty; each part can be switched off with `null`."""
+
+    z: PositiveFloat | None = 3.0
+    """Anomaly elimination: a norm more than z deviations above its running mean is left out; `null`: off."""
+    ema: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    """Weight of the newest norm in the running mean and variance (which are bias-corrected)."""
+    min_rounds: Annotated[int, Field(ge=2)] = 10
+    """Rounds of a replica's block before the test may flag it. A non-finite norm is always flagged."""
+    temperature: PositiveFloat | None = 1.0
+    """Weighted averaging: weights softmax(-norm / temperature); `null`: equal weights."""
+    clip: PositiveFloat | None = 10.0
+    """Clipping: largest norm of a block's averaged pseudo-gradient; `null`: off."""
+
+
+class Blocking(Section):
+    """Synchronise all blocks at the end of the round's last step."""
+
+    kind: Literal["blocking"] = "blocking"
+    """`blocking`: training waits while all blocks synchronise."""
+
+
+class Layerwise(Section):
+    """Synchronise each block just before the next forward pass gathers it."""
+
+    kind: Literal["layerwise"] = "layerwise"
+    """`layerwise`: block by block inside the next forward pass."""
+    prefetch: NonNegativeInt = 2
+    """How many following blocks' reductions are under way while a block computes."""
+
+
+Period = Annotated[EverySteps | EveryStep, Field(discriminator="kind"), BeforeValidator(_kind)]
+Outer = Annotated[AverageOuter | SgdOuter | NesterovOuter, Field(discriminator="kind"), BeforeValidator(_kind)]
+SyncSchedule = Annotated[Blocking | Layerwise, Field(discriminator="kind"), BeforeValidator(_kind)]
+
+
+class SyncSection(Section):
+    """How replicas agree. `method` is a preset; each other key has the method's own default (docs/methods.md)."""
+
+    method: str = "edit"
+    """The published method whose choices are the defaults of the keys below."""
+    warmup_steps: NonNegativeInt = 0
+    """Synchronous steps (gradients averaged over replicas) before local training begins."""
+    period: Period = Field(default_factory=EverySteps)
+    """When: `{kind: steps, every: H}` or `{kind: every_step}`."""
+    outer: Outer = Field(default_factory=AverageOuter)
+    """How applied: `average`, `{kind: sgd, lr}` or `{kind: nesterov, lr, momentum}`."""
+    penalty: PenaltySection | None = None
+    """What: EDiT's `{z, ema, min_rounds, temperature, clip}`, or `null` for the plain mean."""
+    schedule: SyncSchedule = Field(default_factory=Blocking)
+    """How run: `blocking` or `layerwise` (`{kind: layerwise, prefetch: 2}`)."""
+    offload: bool = False
+    """Keep anchor and outer momentum in CPU memory between synchronisations."""
+
+
+class CheckpointSection(Section):
+    """When the complete state is written, and how much of it stays."""
+
+    every: PositiveInt | None = 1000
+    """Steps between checkpoints; `null`: only the last one."""
+    keep: PositiveInt = 3
+    """How many of the newest checkpoints stay."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints at multiples of so many steps stay for good."""
+
+
+class LogSection(Section):
+    """What a run reports while it trains."""
+
+    every: PositiveInt = 10
+    """Steps between lines of metrics."""
+    tensorboard: bool = True
+    """Also write TensorBoard events."""
+
+
+class EvalSection(Section):
+    """Validation of the replicas' mean, on a copy: measuring never changes the run."""
+
+    every: PositiveInt | None = 1000
+    """Steps between validations; `null`: only after the last step."""
+    tokens: Count = 1_000_000
+    """Validation tokens, always the same ones; fewer if there are fewer."""
+    sample_prompt: str | None = None
+    """After training, let the model continue this text (`samples.txt`); `""`: from nothing; `null`: no sample."""
+    sample_tokens: PositiveInt = 120
+    """Length of that sample."""
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    run: RunSection
+    model: ModelSection = Field(default_factory=ModelSection)
+    data: DataSection = Field(default_factory=DataSection)
+    train: TrainSection = Field(default_factory=TrainSection)
+    optim: OptimSection = Field(default_factory=OptimSection)
+    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    sync: SyncSection = Field(default_factory=SyncSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    log: LogSection = Field(default_factory=LogSection)
+    eval: EvalSection = Field(default_factory=EvalSection)

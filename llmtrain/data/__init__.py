@@ -1,0 +1,1 @@
+"""Text to batches: sources -> tokenizer -> token shards on disk (prepare) -> who reads what (loader)."""

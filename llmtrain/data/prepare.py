@@ -1,0 +1,247 @@
+"""Text to token shards on disk: done once, found again, safe against interruption and against company.
+
+A folder of `data.cache_dir` appears complete or not at all: everything is written into a temporary one beside it, under
+a lock, flushed to the disk and renamed. Every document is tokenised without special tokens and followed by eos.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from llmtrain.config import DataSection
+from llmtrain.data.index import FORMAT, INDEX, TOKENIZER, Index, Prepared, SplitIndex, open_prepared, verify
+from llmtrain.data.progress import Progress
+from llmtrain.data.shards import ShardWriter, fsync_and_close
+from llmtrain.data.sources import HUB, SPLITS, Split, documents, fingerprint
+from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, vocab_size
+from llmtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Prepared", "folder", "open_prepared", "prepare", "verify"]
+
+BATCH_CHARACTERS = 4_000_000
+"""Text that is tokenised at once, spread over the cores."""
+PIECE_CHARACTERS = 1_000_000
+"""A longer document is tokenised in pieces, to bound memory."""
+
+
+def prepare(
+    data: DataSection,
+    train_tokens: int,
+    eval_tokens: int,
+    *,
+    show_progress: bool = False,
+    lock_timeout: float = 24 * 3600,
+) -> Prepared:
+    """Token shards of `data`, from the cache or made now.
+
+    `train_tokens` and `eval_tokens` are what a run reads. Files are tokenised whole, since a short run should still see
+    all kinds of documents; of a hub data set only as much as the run reads. `data.max_tokens` bounds either. A cached
+    folder serves if it has as many or if its source had no more, else it is made anew, larger. Of processes that start together one
+    prepares, the others wait for it up to `lock_timeout` seconds. Raises DataError.
+    """
+    # one more than is read: the last token is only a label
+    whole = train_tokens + 1 if data.source.startswith(HUB) else sys.maxsize
+    needed: dict[Split, int] = {"train": data.max_tokens or whole, "validation": eval_tokens + 1}
+    directory = folder(data)
+    try:
+        cached = open_prepared(directory, needed)
+    except DataError:  # absent, or being replaced right now; looked at again with the lock held
+        cached = None
+    if cached is not None and _enough(cached, needed):
+        return cached
+    with _lock(directory, lock_timeout, show_progress):
+        cached = open_prepared(directory, needed) if directory.exists() else None
+        if cached is None or not _enough(cached, needed):
+            _replace(directory, data, needed, cached, show_progress)
+    return open_prepared(directory, needed)
+
+
+def folder(data: DataSection) -> Path:
+    """Where `data` is cached: a readable name and a hash of all that decides what the tokens are."""
+    tokenizer = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(data.tokenizer)]
+    keys = ("text_key", "separator", "validation_fraction")
+    identity = {
+        "format": FORMAT,
+        "source": fingerprint(data),
+        "tokenizer": tokenizer or data.tokenizer,
+        **{key: getattr(data, key) for key in keys},
+    }
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+    labels = (data.source.removeprefix(HUB), data.subset, data.tokenizer.replace(":", "_"))
+    name = "-".join(Path(label).name.partition(".")[0] for label in labels if label)
+    return Path(data.cache_dir) / f"{re.sub(r'[^A-Za-z0-9_-]+', '_', name)}-{digest}"
+
+
+def _enough(cached: Prepared, needed: Mapping[Split, int]) -> bool:
+    splits = cached.index.splits
+    return all(splits[split].exhausted or splits[split].tokens >= needed[split] for split in SPLITS)
+
+
+@contextmanager
+def _lock(directory: Path, timeout: float, say: bool) -> Iterator[None]:
+    lock = FileLock(f"{directory}.lock")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if say:
+                print(f"waiting for another process that prepares {directory} (lock {lock.lock_file})", flush=True)
+            lock.acquire(timeout=timeout)
+    except Timeout:
+        raise DataError(
+            f"{lock.lock_file}: another process has held this lock for {timeout:g} s; wait for it or stop it"
+        ) from None
+    except OSError as error:
+        raise DataError(
+            f"data.cache_dir: {directory.parent}: {error.strerror}; expected a folder to write in"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _replace(
+    directory: Path,
+    data: DataSection,
+    needed: Mapping[Split, int],
+    old: Prepared | None,
+    show_progress: bool,
+) -> None:
+    """Make the folder, or a larger one in its place. Only the holder of the lock comes here."""
+    for leftover in directory.parent.glob(f"{directory.name}.*-tmp"):  # of a process that was killed
+        shutil.rmtree(leftover)
+    new, retired = (directory.with_name(f"{directory.name}.{word}-tmp") for word in ("new", "old"))
+    new.mkdir()
+    try:
+        if old is not None:
+            shutil.copytree(directory / TOKENIZER, new / TOKENIZER)
+            needed = {split: max(needed[split], old.index.splits[split].tokens) for split in SPLITS}
+        _write(new, data, needed, show_progress)
+        if old is not None:
+            directory.rename(retired)
+        new.rename(directory)
+        _fsync_folder(directory.parent)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(retired, ignore_errors=True)
+
+
+def _write(new: Path, data: DataSection, needed: Mapping[Split, int], show_progress: bool) -> None:
+    tokenizer = load_tokenizer(data, new / TOKENIZER)
+    size = vocab_size(tokenizer)
+    dtype = np.dtype("<u2" if size <= 1 << 16 else "<u4")
+    # validation first: it is soon there, and soon known when it is missing
+    splits = {
+        split: _write_split(new, data, split, needed[split], tokenizer, dtype, show_progress)
+        for split in reversed(SPLITS)
+    }
+    index = Index(
+        format=FORMAT,
+        source=data.source,
+        tokenizer=data.tokenizer,
+        vocab_size=size,
+        eos_id=tokenizer.eos_token_id,
+        dtype=dtype.str,
+        splits=splits,
+    )
+    with (new / INDEX).open("wb") as file:
+        file.write(index.model_dump_json(indent=1).encode())
+        fsync_and_close(file)
+    _fsync_folder(new)
+
+
+def _write_split(
+    new: Path,
+    data: DataSection,
+    split: Split,
+    needed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: np.dtype,
+    show_progress: bool,
+) -> SplitIndex:
+    writer = ShardWriter(new, split, dtype)
+    count, exhausted = 0, True
+    with Progress(f"{split} tokens", needed, show_progress) as progress:
+        # a split that needs little must not wait for a whole batch from a stream that is mostly the other split
+        for texts in _batches(documents(data, split), min(BATCH_CHARACTERS, 6 * needed)):
+            ids = _tokenize(tokenizer, texts)
+            writer.append(ids)
+            count += len(texts)
+            progress.advance(sum(len(text.encode()) for text in texts), len(ids))
+            if progress.tokens >= needed:
+                exhausted = False
+                break
+    writer.close()
+    if not count:
+        raise DataError(
+            f"{data.source}: no {split} documents; give more of them (data.separator={data.separator!r} cuts a .txt), "
+            f"change data.validation_fraction (now {data.validation_fraction:g}), or data.validation"
+        )
+    return SplitIndex(
+        tokens=progress.tokens,
+        documents=count,
+        text_bytes=progress.text_bytes,
+        exhausted=exhausted,
+        shards=tuple(writer.shards),
+    )
+
+
+def _batches(texts: Iterable[str], size: int) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= size:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> np.ndarray:
+    """The ids of all texts, each followed by eos: [tokens] of uint32."""
+    # tokenizers spreads a batch over the cores; saying so also silences its warning in processes that fork later
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    pieces = [
+        (text[start : start + PIECE_CHARACTERS], start + PIECE_CHARACTERS >= len(text))
+        for text in texts
+        for start in range(0, len(text), PIECE_CHARACTERS)
+    ]
+    encoded = tokenizer(
+        [piece for piece, _ in pieces],
+        add_special_tokens=False,
+        split_special_tokens=True,  # a document that quotes the eos token does not end there
+        return_attention_mask=False,
+        verbose=False,
+    )["input_ids"]
+    eos = np.array([tokenizer.eos_token_id], dtype=np.uint32)
+    parts = ((np.array(ids, dtype=np.uint32), eos[: int(last)]) for ids, (_, last) in zip(encoded, pieces, strict=True))
+    return np.concatenate(list(itertools.chain.from_iterable(parts)))
+
+
+def _fsync_folder(path: Path) -> None:
+    """Flush names: without it a rename can be on the disk before what it names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

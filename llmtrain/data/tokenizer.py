@@ -1,0 +1,181 @@
+"""A tokenizer by name, folder or file, or a sentencepiece BPE trained on the source; always with an eos token."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.config import DataSection
+from llmtrain.data.hub import first_line, require
+from llmtrain.data.sources import documents
+from llmtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+    from transformers import PreTrainedTokenizerBase
+
+TRAIN = "train:"
+EOS = "<|endoftext|>"
+KNOWN_EOS = (EOS, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+"""What special tokens that end a text are called; looked for when a tokenizer.json comes without its config."""
+SAMPLE_BYTES = 10_000_000
+"""Text that a tokenizer is trained on."""
+SAMPLE_FROM_BYTES = 20 * SAMPLE_BYTES
+"""Text that the sample is taken from, so that a huge source is not read to its end for a tokenizer."""
+
+
+def load_tokenizer(data: DataSection, cache: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer kept in folder `cache`; if there is none yet, what `data.tokenizer` asks for, then kept there."""
+    from transformers import AutoTokenizer
+
+    if not (cache / "tokenizer_config.json").exists():
+        tokenizer = _new_tokenizer(data)
+        if tokenizer.eos_token_id is None:
+            raise DataError(f"data.tokenizer: {data.tokenizer} has no eos token; it has to separate documents")
+        tokenizer.save_pretrained(cache)
+    return AutoTokenizer.from_pretrained(cache)
+
+
+def tokenizer_files(name: str) -> list[Path]:
+    """The files a local tokenizer consists of; none for a hub name or `train:SIZE`."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return sorted(file for pattern in ("*token*", "vocab*", "merges*", "*.model") for file in path.glob(pattern))
+    return [path] if path.is_file() else []
+
+
+def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id, added tokens included."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def _new_tokenizer(data: DataSection) -> PreTrainedTokenizerBase:
+    name = data.tokenizer
+    if name.startswith(TRAIN):
+        size = name.removeprefix(TRAIN)
+        if not size.isdecimal():
+            raise DataError(f"data.tokenizer: {name}: expected train:SIZE with a whole number, like train:4096")
+        return train_tokenizer(documents(data, "train"), int(size))
+    path = Path(name).expanduser()
+    return _load_local(path) if path.exists() else _load_hub(name)
+
+
+def _load_local(path: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if path.is_file():
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exception
+        raise DataError(
+            f"data.tokenizer: {path}: not a tokenizer ({first_line(error)}); expected a tokenizer.json or its folder"
+        ) from None
+    if tokenizer.eos_token is None:
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        tokenizer.eos_token = next((token for token in KNOWN_EOS if token in special), None)
+    return tokenizer
+
+
+def _load_hub(name: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True)  # downloaded before: no network needed
+    except (OSError, ValueError):
+        require(name, "model", key="data.tokenizer", instead="a folder that has its tokenizer.json, or train:SIZE")
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.tokenizer: {name}: {first_line(error)}") from None
+
+
+def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerBase:
+    """A sentencepiece BPE of `size` pieces, as a fast tokenizer that gives back any text exactly.
+
+    Nothing is normalised: whitespace is kept as it is, and characters without a piece are spelled in bytes.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_chunks(sample(texts)),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=size,
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            unk_id=0,
+            eos_id=1,
+            bos_id=-1,
+            pad_id=-1,
+            eos_piece=EOS,
+            max_sentence_length=1 << 20,
+            num_threads=2,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = first_line(error).rpartition("] ")[2]  # after the place in its source and the failed condition
+        raise DataError(f"data.tokenizer: {TRAIN}{size}: can't be trained on this source: {reason}") from None
+    return fast_tokenizer(sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()))
+
+
+def fast_tokenizer(pieces: SentencePieceProcessor) -> PreTrainedTokenizerBase:
+    """The same BPE without sentencepiece's escape for spaces, so that text which has that character survives too."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = range(pieces.get_piece_size())
+    vocab = {pieces.id_to_piece(i).replace("\u2581", " "): i for i in ids}
+    special = [piece for piece, i in vocab.items() if pieces.is_control(i) or pieces.is_unknown(i) or pieces.is_byte(i)]
+    ordinary = vocab.keys() - set(special)
+    # sentencepiece joins the pair whose union has the best score, and ids are in the order of scores
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in vocab
+        if piece in ordinary
+        for cut in range(1, len(piece))
+        if piece[:cut] in ordinary and piece[cut:] in ordinary
+    ]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    # No piece goes on after a word with a space, so cutting there first changes nothing and is faster
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" *[^ ]+| +"), behavior="isolated")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
+def sample(texts: Iterable[str], size: int = SAMPLE_BYTES, of: int = SAMPLE_FROM_BYTES) -> list[str]:
+    """About size/2 to size bytes of whole documents, spread evenly over the first `of` bytes.
+
+    Every stride-th document is kept; when that becomes too much, every other one goes and the stride doubles.
+    """
+    kept: list[str] = []
+    stride, kept_bytes, seen_bytes = 1, 0, 0
+    for number, text in enumerate(texts):
+        seen_bytes += len(text.encode())
+        if number % stride == 0:
+            kept.append(text)
+            kept_bytes += len(text.encode())
+        while kept_bytes > size and len(kept) > 1:
+            kept, stride = kept[::2], stride * 2
+            kept_bytes = sum(len(text.encode()) for text in kept)
+        if seen_bytes >= of:
+            break
+    return kept
+
+
+def _chunks(texts: Iterable[str]) -> Iterator[str]:
+    """Parts of 4,000 characters: sentencepiece's BPE can't hold a longer word, and not every script has spaces."""
+    for text in texts:
+        for start in range(0, len(text), 4000):
+            yield text[start : start + 4000]

@@ -1,0 +1,58 @@
+"""Start torchrun on this machine for a recipe: how many processes, and what their end means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmtrain.errors import DONE, FAILED, RecipeError
+from llmtrain.recipe import load_recipe
+from llmtrain.recipe_check import check
+
+
+def launch_torchrun(recipe_path: Path, overrides: Sequence[str]) -> int:
+    """Check the recipe here, once, then run `llmtrain train` in as many processes as it needs. Returns their exit code.
+
+    Raises RecipeError before anything is started.
+    """
+    recipe = load_recipe(recipe_path, overrides)
+    nodes = _number("NNODES", 1)
+    per_node = _number("NPROC_PER_NODE", 0) or _processes_here(recipe.parallel.replicas, recipe.parallel.shard, nodes)
+    check(recipe, nodes * per_node)
+
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // per_node)))
+    where = ["--standalone"]
+    if nodes > 1:
+        for name in ("NODE_RANK", "MASTER_ADDR"):
+            if name not in os.environ:
+                raise RecipeError(f"NNODES={nodes} needs {name} in the environment: this node's number, and node 0's address")
+        port = os.environ.get("MASTER_PORT", "29400")
+        where = ["--node-rank", os.environ["NODE_RANK"], "--master-addr", os.environ["MASTER_ADDR"], "--master-port", port]
+    command = ["--nnodes", str(nodes), "--nproc-per-node", str(per_node), *where]
+    try:
+        run(parse_args([*command, "-m", "llmtrain", "train", str(recipe_path), *overrides]))
+    except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        return codes.pop() if len(codes) == 1 and min(codes) > 0 else FAILED
+    return DONE
+
+
+def _processes_here(replicas: int | str, shard: int | str, nodes: int) -> int:
+    """One a GPU; on a CPU what the mesh asks for (1 for `auto`), divided over the nodes."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    asked = (1 if replicas == "auto" else int(replicas)) * (1 if shard == "auto" else int(shard))
+    return max(1, asked // nodes)
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise RecipeError(f"{name}={text!r} in the environment is not a number")
+    return int(text)

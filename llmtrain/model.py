@@ -1,0 +1,172 @@
+"""A transformers causal language model from a config, cut into the blocks that are gathered and synchronised.
+
+Models are built on the meta device; `initialise` gives one block at a time its weights, so that a rank never
+holds more than one whole block beside its shards. Every weight comes from (seed, its own name): the same on all
+replicas, whatever the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from llmtrain.config import ModelSection
+from llmtrain.errors import ModelError
+from llmtrain.loss import LossHead
+from llmtrain.seeding import derive_seed
+
+LOGIT_CHANGING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Config keys of models that do more to the logits than the head; our loss computes plain logits."""
+
+
+@dataclass(frozen=True)
+class ModelBlock:
+    """Modules that are gathered together, in forward order; `name` appears in messages and checkpoints."""
+
+    name: str
+    modules: list[nn.Module]
+
+
+class LanguageModel(nn.Module):
+    """A causal language model whose forward is its loss: (input_ids, labels) [B, T] -> summed loss, a scalar.
+
+    Labels are already shifted; -100 is left out. Logits exist for `loss_chunk` positions at a time.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, loss_chunk: int):
+        super().__init__()
+        self.causal_lm = causal_lm
+        head = causal_lm.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            raise ModelError(f"model: {type(causal_lm).__name__} has no linear output head; choose a causal language model")
+        causal_lm.set_output_embeddings(LossHead.from_linear(head, loss_chunk))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return self.causal_lm.get_output_embeddings()(hidden, labels)
+
+
+def model_config(section: ModelSection, vocab_size: int | None = None) -> PretrainedConfig:
+    """The transformers config a recipe's `model` section describes.
+
+    `vocab_size` (the tokenizer's) is used where the section names none. Raises ModelError for an unknown type.
+    """
+    changes = dict(section.config)
+    if vocab_size is not None and section.from_config is None:
+        changes.setdefault("vocab_size", vocab_size)
+    for special in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        changes.setdefault(special, None)  # they belong to the tokenizer, which export sets
+    try:
+        if section.from_config is not None:
+            return AutoConfig.from_pretrained(section.from_config, **changes)
+        return AutoConfig.for_model(section.type, **changes)
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"model.from_config={section.from_config!r} can't be read ({reason}); give a folder with config.json")
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"model: {section.type!r} can't be built from model.config: {str(error).splitlines()[0]}") from error
+
+
+def build(config: PretrainedConfig, loss_chunk: int) -> LanguageModel:
+    """The model with weights on the meta device (buffers are real)."""
+    from accelerate import init_empty_weights
+
+    for key in LOGIT_CHANGING_KEYS:
+        if getattr(config, key, None) not in (None, 1.0):
+            raise ModelError(f"model.config.{key}={getattr(config, key)} changes the logits, which this loss does not do; choose another model")
+    try:
+        with init_empty_weights(include_buffers=False):
+            causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"model: transformers can't build {config.model_type!r}: {str(error).splitlines()[0]}") from error
+    model = LanguageModel(causal_lm, loss_chunk)
+    if config.tie_word_embeddings:
+        causal_lm.tie_weights()
+    return model
+
+
+def blocks_of(model: LanguageModel) -> list[ModelBlock]:
+    """Embedding, each layer, final norm + head; a tied head joins the embedding, since they share their weight."""
+    base = model.causal_lm.base_model
+    config = model.causal_lm.config
+    children = [child for child in base.children() if isinstance(child, nn.ModuleList) or any(True for _ in child.parameters())]
+    at = next((i for i, child in enumerate(children) if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers), None)
+    if at is None:
+        raise ModelError(f"model: {type(base).__name__} has no list of {config.num_hidden_layers} layers; choose a decoder-only model")
+    before, layers, after = children[:at], children[at], children[at + 1 :]
+    head = model.causal_lm.get_output_embeddings()
+    named_layers = [ModelBlock(f"layer {i}", [layer]) for i, layer in enumerate(layers)]
+    if head.weight is model.causal_lm.get_input_embeddings().weight:
+        return [ModelBlock("embedding and head", [*before, *after, head]), *named_layers]
+    return [ModelBlock("embedding", before), *named_layers, ModelBlock("head", [*after, head])]
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(full name, owning module, its name there, parameter), a shared parameter under each of its names."""
+    for path, owner in model.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            yield (f"{path}.{name}" if path else name), owner, name, parameter
+
+
+def initialise(model: LanguageModel, block: ModelBlock, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Give the block's meta parameters their initial values: N(0, initializer_range) for matrices and embeddings,
+    0 for biases, and for norms what makes them leave unit variance alone. Drawn on the CPU, so that every device
+    starts from the same numbers."""
+    std = getattr(model.causal_lm.config, "initializer_range", None) or 0.02
+    inside = {id(module) for top in block.modules for module in top.modules()}
+    done: dict[int, nn.Parameter] = {}
+    for name, owner, key, parameter in list(named_weights(model)):
+        if id(owner) not in inside or not parameter.is_meta:
+            continue
+        if id(parameter) not in done:
+            generator = torch.Generator().manual_seed(derive_seed(seed, "initialisation", name))
+            value = _initial_value(owner, key, parameter.shape, std, generator, name)
+            done[id(parameter)] = nn.Parameter(value.to(device=device, dtype=dtype), requires_grad=parameter.requires_grad)
+        setattr(owner, key, done[id(parameter)])
+
+
+def _initial_value(owner: nn.Module, key: str, shape: torch.Size, std: float, generator: torch.Generator, name: str) -> torch.Tensor:
+    if key == "bias":
+        return torch.zeros(shape)
+    if isinstance(owner, nn.Linear | nn.Embedding | Conv1D):
+        value = torch.empty(shape).normal_(0.0, std, generator=generator)
+        if isinstance(owner, nn.Embedding) and owner.padding_idx is not None:
+            value[owner.padding_idx] = 0
+        return value
+    if type(owner).__name__.endswith(("LayerNorm", "RMSNorm")) and len(shape) == 1:
+        return _identity_norm_weight(owner, shape)
+    raise ModelError(f"model: no initialisation is known for {name} of {type(owner).__name__}; choose a model of linear layers, embeddings and norms")
+
+
+def _identity_norm_weight(norm: nn.Module, shape: torch.Size) -> torch.Tensor:
+    """Ones for most norms, zeros for those that scale by 1 + weight: whichever keeps unit variance."""
+    x = torch.randn((8, *shape), generator=torch.Generator().manual_seed(0))
+    for value in (torch.ones(shape), torch.zeros(shape)):
+        parameters = {key: value if key == "weight" else torch.zeros(p.shape) for key, p in norm.named_parameters()}
+        if abs(torch.func.functional_call(norm, parameters, (x,)).pow(2).mean().item() - 1) < 0.1:
+            return value
+    raise ModelError(f"model: no initial weight makes {type(norm).__name__} keep unit variance; choose another model")
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Trainable parameters; shared ones once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def flops_per_token(model: LanguageModel, sequence_length: int) -> float:
+    """Floating-point operations of forward and backward for one token: 6 per weight that multiplies (all but
+    embedding look-ups) and 12 x layers x hidden x T for attention (PaLM, arXiv 2204.02311, appendix B);
+    recomputed activations are not counted."""
+    config = model.causal_lm.config
+    causal_lm = model.causal_lm
+    looked_up = {id(m.weight): m.weight.numel() for m in causal_lm.modules() if isinstance(m, nn.Embedding)}
+    looked_up.pop(id(causal_lm.get_output_embeddings().weight), None)
+    multiplying = count_parameters(model) - sum(looked_up.values())
+    return 6.0 * multiplying + 12.0 * config.num_hidden_layers * config.hidden_size * sequence_length
+
+

@@ -1,0 +1,73 @@
+"""What the rest of the package knows of an engine: the thing that runs one replica."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+MicroBatch = torch.Tensor
+"""Token ids [micro_batch, sequence_length + 1]: inputs are all but the last, labels all but the first."""
+
+
+@dataclass
+class Block:
+    """A unit that is gathered and synchronised on its own. `shards` are this rank's master tensors, in a fixed
+    order; a synchronisation changes them in place and then tells the engine (`publish`)."""
+
+    name: str
+    shards: list[torch.Tensor]
+    parameter_names: list[str] = field(default_factory=list)
+    """The whole model's name of each shard's parameter."""
+
+
+class Engine(ABC):
+    """One replica: forward, backward and the inner optimizer over the ranks of a shard group."""
+
+    blocks: list[Block]
+    """In forward order."""
+    average_gradients: bool = True
+    """Synchronous phase: gradients are averaged over the replicas too, overlapped with backward."""
+    gradient_wait_seconds: float = 0.0
+    """How long steps have waited for that so far."""
+
+    @abstractmethod
+    def before_block(self, hook: Callable[[int], None]) -> None:
+        """Call `hook(index)` in every training forward, before block `index` is gathered."""
+
+    @abstractmethod
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Gradients of the replica's mean loss for one step. Returns this rank's summed loss, still on the device."""
+
+    @abstractmethod
+    def step(self, lr: float) -> torch.Tensor:
+        """Clip, update with the inner optimizer, drop the gradients. Returns the replica's gradient norm before
+        clipping, still on the device."""
+
+    @abstractmethod
+    def publish(self, block: Block) -> None:
+        """`block.shards` were changed: make what the next forward computes with follow."""
+
+    @abstractmethod
+    def evaluation(self) -> AbstractContextManager[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+        """Within it, the given function returns summed losses of (input_ids, labels); hooks are not called."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Weights and optimizer state of this replica by name, as tensors that know their shards."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """The inverse; `state` has what `state_dict` returned."""
+
+    @abstractmethod
+    def as_sharded(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """View a flat tensor shaped like `block.shards` end to end (an anchor, say) as sharded tensors by parameter name."""
+
+    @abstractmethod
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        """The replica's whole weights by transformers' names, on the CPU of the shard group's first rank (empty on
+        the others). A collective of the shard group."""

@@ -1,0 +1,208 @@
+"""FSDP2 as the engine: every block sharded over the shard axis, by torch's public API alone.
+
+Gradients are *summed* over the shard group, the loss having been divided by the replica's tokens, so the gradient
+is the replica's mean whether or not replicas take part; a hook after each reduce-scatter averages over the
+replicas in the synchronous phase.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from llmtrain.config import OptimSection, ParallelSection
+from llmtrain.model import LanguageModel, ModelBlock, blocks_of, initialise
+from llmtrain.parallel.comms import Pending
+from llmtrain.parallel.engine import Block, Engine, MicroBatch
+from llmtrain.parallel.mesh import Mesh
+
+COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+class Fsdp2Engine(Engine):
+    """One replica under FSDP2. Builds nothing larger than a block at a time; see `engine.Engine` for the calls."""
+
+    def __init__(self, model: LanguageModel, mesh: Mesh, parallel: ParallelSection, optim: OptimSection, seed: int):
+        self.model, self.mesh = model, mesh
+        self._clip_norm = optim.clip_norm
+        self._hooks: list[Callable[[int], None]] = []
+        self._averaging: list[Pending] = []
+        self._in_forward = False
+        master = torch.float64 if parallel.precision == "fp64" else torch.float32
+        model_blocks = blocks_of(model)
+        for layer in (m for b in model_blocks if b.name.startswith("layer") for m in b.modules):
+            _wrap_layer(layer, parallel)
+        policy = MixedPrecisionPolicy(param_dtype=COMPUTE[parallel.precision], reduce_dtype=master)
+        for index, block in enumerate(model_blocks):
+            initialise(model, block, seed, mesh.device, master)
+            unit = block.modules if len(block.modules) > 1 else block.modules[0]
+            fully_shard(unit, mesh=mesh.devices["shard"], mp_policy=policy)
+            # Registered after FSDP's own hook and prepended: runs first, on sharded parameters.
+            block.modules[0].register_forward_pre_hook(self._run_hooks(index), prepend=True)
+        fully_shard(model, mesh=mesh.devices["shard"], mp_policy=policy)
+        self._units: list[FSDPModule] = [block.modules[0] for block in model_blocks]
+        for unit in self._units:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_all_reduce_hook(self._average_over_replicas)
+        self.blocks = [self._shards_of(block) for block in model_blocks]
+        self.optimizer = _optimizer(model, optim)
+
+    # -- the interface -------------------------------------------------------------------------------------------
+
+    def before_block(self, hook: Callable[[int], None]) -> None:
+        self._hooks.append(hook)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches) * self.mesh.shard.size
+        total = torch.zeros((), device=self.mesh.device)
+        for number, batch in enumerate(micro_batches, start=1):
+            # Gradients of earlier micro-batches stay whole on this rank; only the last one is reduced.
+            self.model.set_requires_gradient_sync(number == len(micro_batches))
+            batch = batch.to(self.mesh.device, non_blocking=True)
+            self._in_forward = True
+            loss = self.model(batch[:, :-1], batch[:, 1:])
+            self._in_forward = False
+            (loss / tokens).backward()
+            total = total + loss.detach()
+        return total
+
+    def step(self, lr: float) -> torch.Tensor:
+        self._finish_averaging()
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = self._gradient_norm(parameters)
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def publish(self, block: Block) -> None:
+        unit = self._units[self.blocks.index(block)]
+        unit.reshard()  # whatever was gathered before the change is stale
+        if self._in_forward and self.mesh.device.type == "cuda":
+            # FSDP's gather streams waited for this stream at the root's forward only, before the change; a gather
+            # from the current stream sees it, and FSDP then finds the block gathered.
+            unit.unshard(async_op=True)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+        def summed_loss(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return self.model(input_ids.to(self.mesh.device), labels.to(self.mesh.device))
+
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield summed_loss
+        finally:
+            self.model.train()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        weights = {f"weights.{name}": p.detach() for name, p in self.model.named_parameters()}
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer)["state"]
+        return weights | {f"optimizer.{name}.{key}": value for name, slot in optimizer.items() for key, value in slot.items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(state[f"weights.{name}"])
+        whole = get_optimizer_state_dict(self.model, self.optimizer)
+        whole["state"] = {
+            name: {key: state[f"optimizer.{name}.{key}"] for key in slot} for name, slot in whole["state"].items()
+        }
+        set_optimizer_state_dict(self.model, self.optimizer, whole)
+        for unit in self._units:
+            unit.reshard()
+
+    def as_sharded(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        parameters = dict(self.model.named_parameters())
+        parts = flat.split([shard.numel() for shard in block.shards])
+        return {
+            name: DTensor.from_local(
+                part.view(shard.shape),
+                parameters[name].device_mesh,
+                parameters[name].placements,
+                run_check=False,
+                shape=parameters[name].shape,
+                stride=parameters[name].stride(),
+            )
+            for name, shard, part in zip(block.parameter_names, block.shards, parts, strict=True)
+        }
+
+    @torch.no_grad()
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        weights = {}
+        for name, parameter in self.model.causal_lm.named_parameters():
+            whole = parameter.full_tensor()  # one at a time, so that the others' ranks never hold two
+            if self.mesh.shard.rank == 0:
+                weights[name] = whole.cpu()
+        return weights
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _run_hooks(self, index: int) -> Callable[[nn.Module, tuple], None]:
+        def run(module: nn.Module, inputs: tuple) -> None:
+            if self._in_forward:
+                for hook in self._hooks:
+                    hook(index)
+
+        return run
+
+    def _average_over_replicas(self, gradient: torch.Tensor) -> None:
+        """FSDP calls this with a block's reduce-scattered gradients, which alias what `step` will read."""
+        if self.average_gradients and self.mesh.replicas > 1:
+            self._averaging.append(self.mesh.replica.all_reduce(gradient, "averaging gradients"))
+
+    def _finish_averaging(self) -> None:
+        started = time.monotonic()
+        for pending in self._averaging:
+            pending.wait().div_(self.mesh.replica.size)
+        self._averaging.clear()
+        self.gradient_wait_seconds += time.monotonic() - started
+
+    def _gradient_norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
+        """L2 norm over the whole model: local squares, one scalar over the shard group."""
+        local = torch.nn.utils.get_total_norm([p.grad.to_local() for p in parameters])
+        return self.mesh.shard.all_reduce(local.square(), "summing gradient norms").wait().sqrt()
+
+    def _shards_of(self, block: ModelBlock) -> Block:
+        inside = {id(module) for top in block.modules for module in top.modules()}
+        owners = {id(p) for m in self.model.modules() if id(m) in inside for p in m.parameters(recurse=False)}
+        named = [(name, p) for name, p in self.model.named_parameters() if id(p) in owners]
+        return Block(block.name, [p.detach().to_local() for _, p in named], [name for name, _ in named])
+
+
+def _wrap_layer(layer: nn.Module, parallel: ParallelSection) -> None:
+    """Checkpoint, then compile, the layer's forward. Hooks stay outside both, so they run once a forward."""
+    forward = layer.forward
+    if parallel.activation_checkpointing:
+        plain = forward
+
+        def forward(*args, **kwargs):
+            return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+
+    if parallel.compile:
+        forward = torch.compile(forward)
+    if forward is not layer.forward:
+        layer.forward = forward
+
+
+def _optimizer(model: nn.Module, optim: OptimSection) -> torch.optim.Optimizer:
+    """AdamW (fused) or plain SGD; weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    if optim.kind == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)

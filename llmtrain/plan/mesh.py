@@ -1,0 +1,3 @@
+def choose_mesh(recipe, world, local_world):
+    p = recipe.parallel
+    return p.replicas, p.shard, "given"

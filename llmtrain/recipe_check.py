@@ -1,0 +1,183 @@
+"""What keys of a recipe can't tell alone: combinations that can't run, each refused with the reason.
+
+`check` needs no process group, no data and no GPU, so `recipe check` says on a laptop what a cluster would say.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmtrain.config import AverageOuter, EveryStep, Layerwise, ModelSection, ParallelSection, Recipe, TrainSection
+from llmtrain.errors import RecipeError
+from llmtrain.recipe_messages import nearest
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def check(recipe: Recipe, world_size: int | None) -> None:
+    """Raise RecipeError for the first impossible combination.
+
+    `world_size` is how many processes there are; None leaves out what only they can tell.
+    """
+    _check_length(recipe)
+    _check_sync(recipe)
+    if world_size is not None:
+        check_mesh(recipe.parallel, world_size)
+        _check_backend(recipe.parallel)
+    ranks = world_size or _explicit_ranks(recipe.parallel)
+    if ranks is not None:
+        _check_batch(recipe.train, ranks)
+    _check_model(recipe)
+
+
+def check_vocabulary(recipe: Recipe, vocab_size: int) -> None:
+    """Raise RecipeError if the model has fewer rows than the tokenizer has tokens (`vocab_size`)."""
+    given = recipe.model.config.get("vocab_size")
+    if given is not None and given < vocab_size:
+        raise RecipeError(
+            f"model.config.vocab_size is {given}, but the tokenizer {recipe.data.tokenizer} has {vocab_size} tokens; "
+            f"give at least {vocab_size}, or leave it out to take the tokenizer's"
+        )
+
+
+def check_mesh(parallel: ParallelSection, world_size: int) -> None:
+    """Raise RecipeError if replicas x shard can't be `world_size`."""
+    given = {f"parallel.{key}": getattr(parallel, key) for key in ("replicas", "shard") if getattr(parallel, key) != "auto"}
+    ranks = _explicit_ranks(parallel)
+    if ranks is not None and ranks != world_size:
+        raise RecipeError(
+            f"parallel.replicas x parallel.shard = {parallel.replicas} x {parallel.shard} needs {ranks} processes, there "
+            f"are {world_size}; start them with `bash launch/train.sh RECIPE`, or change parallel.replicas or parallel.shard"
+        )
+    for key, size in given.items():
+        if world_size % size:
+            raise RecipeError(
+                f"{key} is {size}, which does not divide {world_size} processes; "
+                f"start a multiple of {size} with `bash launch/train.sh RECIPE`, or change {key}"
+            )
+
+
+def _explicit_ranks(parallel: ParallelSection) -> int | None:
+    if parallel.replicas == "auto" or parallel.shard == "auto":
+        return None
+    return parallel.replicas * parallel.shard
+
+
+def _check_length(recipe: Recipe) -> None:
+    train, total = recipe.train, recipe.train.total_steps
+    if (train.steps is None) == (train.tokens is None):
+        both = "both are" if train.steps is not None else "neither is"
+        raise RecipeError(f"train.steps and train.tokens: {both} given, expected one of them; it is the run's length")
+    if total == 0:
+        raise RecipeError(
+            f"train.tokens is {train.tokens}, less than one step of global_batch x sequence_length = "
+            f"{train.tokens_per_step} tokens; give more tokens or a smaller batch"
+        )
+    if recipe.schedule.warmup_steps > total:
+        raise RecipeError(
+            f"schedule.warmup_steps is {recipe.schedule.warmup_steps}, but the run has {total} steps; "
+            f"lower it or train longer"
+        )
+    if recipe.eval.tokens < train.sequence_length:
+        raise RecipeError(
+            f"eval.tokens is {recipe.eval.tokens}, less than one sequence of train.sequence_length = "
+            f"{train.sequence_length}; give at least that many"
+        )
+
+
+def _check_sync(recipe: Recipe) -> None:
+    sync, total = recipe.sync, recipe.train.total_steps
+    if not isinstance(sync.period, EveryStep):
+        if sync.warmup_steps >= total:
+            raise RecipeError(
+                f"sync.warmup_steps is {sync.warmup_steps}, which leaves none of {total} steps to sync.method={sync.method}; "
+                f"lower it, or say sync.method=synchronous"
+            )
+        return
+    why = "there is no round with sync.period=every_step: gradients are averaged in every step"
+    if isinstance(sync.schedule, Layerwise):
+        raise RecipeError(f"sync.schedule is layerwise, but {why}; use blocking, or a period of steps")
+    if sync.penalty is not None:
+        raise RecipeError(f"sync.penalty is given, but {why}, and no pseudo-gradient to penalise; use null, or a period of steps")
+    if not isinstance(sync.outer, AverageOuter):
+        raise RecipeError(f"sync.outer is {sync.outer.kind}, but {why}; use average, or a period of steps")
+
+
+def _check_batch(train: TrainSection, ranks: int) -> None:
+    at_once = train.micro_batch * ranks
+    if train.global_batch % at_once == 0:
+        return
+    below = train.global_batch // at_once * at_once
+    works = f"{below} or {below + at_once}" if below else str(at_once)
+    micro = next((m for m in range(train.micro_batch, 0, -1) if train.global_batch % (m * ranks) == 0), None)
+    or_micro = f", or train.micro_batch={micro}" if micro else ""
+    raise RecipeError(
+        f"train.global_batch is {train.global_batch}, not a multiple of micro_batch x replicas x shard = "
+        f"{train.micro_batch} x {ranks} = {at_once}; use train.global_batch={works}{or_micro}"
+    )
+
+
+def _check_backend(parallel: ParallelSection) -> None:
+    if parallel.replica_backend == "nccl":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise RecipeError("parallel.replica_backend is nccl, which needs GPUs, and there is none here; use auto or gloo")
+
+
+def _check_model(recipe: Recipe) -> None:
+    from huggingface_hub.errors import StrictDataclassError
+
+    from llmtrain.model import model_config
+
+    section = recipe.model
+    _check_model_keys(section)
+    try:
+        config = model_config(section)
+    except StrictDataclassError as error:  # its first line names the validator, the rest what is wrong
+        reason = " ".join(str(error).partition("\n")[2].split()).partition(": ")[2]
+        raise RecipeError(f"model.config does not make a {section.type} model: {reason}") from None
+    _check_heads(section, config)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and recipe.train.sequence_length > positions:
+        raise RecipeError(
+            f"train.sequence_length is {recipe.train.sequence_length}, but the model has {positions} positions; "
+            f"shorten it or raise model.config.max_position_embeddings"
+        )
+
+
+def _check_model_keys(section: ModelSection) -> None:
+    """transformers' configs swallow any key; here an unknown one is refused."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
+
+    if section.from_config is None and section.type not in causal:
+        near = nearest(section.type, causal)
+        hint = f"did you mean {near}?" if near else "llama and gpt_neo are two of them"
+        raise RecipeError(f"model.type is {section.type!r}, not one of transformers' {len(causal)} causal language models; {hint}")
+    if section.from_config is not None:
+        from llmtrain.model import model_config
+
+        default = model_config(section.model_copy(update={"config": {}}))
+    else:
+        default = AutoConfig.for_model(section.type)
+    known = {*default.to_dict(), *default.attribute_map}
+    for key in section.config:
+        if key not in known:
+            near = nearest(key, known)
+            hint = f"did you mean model.config.{near}?" if near else f"see transformers' {type(default).__name__}"
+            raise RecipeError(f"model.config.{key} is not a key of {default.model_type}'s config; {hint}")
+
+
+def _check_heads(section: ModelSection, config: PretrainedConfig) -> None:
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    if hidden and heads and "head_dim" not in section.config and hidden % heads:
+        raise RecipeError(
+            f"model.config: hidden_size {hidden} is not divisible by {heads} attention heads; change one of them"
+        )
+    groups = getattr(config, "num_key_value_heads", None)
+    if heads and groups and heads % groups:
+        raise RecipeError(
+            f"model.config: {heads} attention heads are not divisible by num_key_value_heads {groups}; change one of them"
+        )

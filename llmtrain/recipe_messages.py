@@ -1,0 +1,150 @@
+"""What is wrong with a recipe, in one line: the file, the key, what was given, what is allowed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from llmtrain.config import Recipe, Section
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Keys that one place gave; `label` names the place in messages."""
+
+    label: str
+    data: dict[str, Any]
+
+
+def nearest(given: str, names: Iterable[str]) -> str | None:
+    """The name that was probably meant, if any is near."""
+    return next(iter(get_close_matches(given, list(names), n=1)), None)
+
+
+def one_of(names: Iterable[str]) -> str:
+    """`a, b or c`."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def explain(error: ValidationError, layers: Sequence[Layer], data: dict[str, Any]) -> str:
+    """The first problem of a failed validation of `data`, which `layers` were merged into."""
+    problems = error.errors(include_url=False)
+    # An unknown key explains more than the wrong value that it may have caused.
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    path = _key_path(first["loc"], data)
+    key = ".".join(path)
+    label = next((layer.label for layer in reversed(layers) if _contains(layer.data, path)), layers[-1].label)
+    if first["type"] == "extra_forbidden":
+        return f"{label}: {_unknown_key(path, data)}"
+    if first["type"].startswith("union_tag"):
+        key, given = f"{key}.kind", first["ctx"].get("tag")
+        return f"{label}: {key} is {_shown(given)}, expected {one_of(_variants(path))}"
+    alternatives = [_expected(p) for p in problems if _key_path(p["loc"], data) == path]
+    return f"{label}: {key} is {_shown(first['input'])}, expected {' or '.join(dict.fromkeys(alternatives))}"
+
+
+def _key_path(loc: Sequence[str | int], data: Any) -> list[str]:
+    """pydantic's location without the tags of unions, which are no keys of the recipe."""
+    path = []
+    for part in loc:
+        if isinstance(data, dict) and part in data:
+            data = data[part]
+            path.append(str(part))
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            path[-1] += f"[{part}]"
+            break
+    return path
+
+
+def _contains(data: Any, path: Sequence[str]) -> bool:
+    for part in path:
+        name = part.partition("[")[0]
+        if not isinstance(data, dict) or name not in data:
+            return False
+        data = data[name]
+    return True
+
+
+def _unknown_key(path: list[str], data: dict[str, Any]) -> str:
+    *parents, name = path
+    section = _section(parents, data)
+    known = [".".join([*parents, key]) for key in section.model_fields]
+    key = ".".join(path)
+    if not parents:
+        elsewhere = [k for k in _all_keys(Recipe) if k.rpartition(".")[2] == name]
+        near = nearest(name, known) or next(iter(elsewhere), None)
+        return f"{key} is not a section; " + (f"did you mean {near}?" if near else f"sections are {', '.join(known)}")
+    for kind, other in _variants(parents).items():
+        if name in other.model_fields and other is not section:
+            chosen = section.model_fields["kind"].default
+            return f"{key} belongs to kind {kind}, and {'.'.join(parents)}.kind is {chosen}; change the kind or leave {name} out"
+    near = nearest(name, section.model_fields)
+    if near:
+        return f"{key} is not a key; did you mean {'.'.join([*parents, near])}?"
+    elsewhere = [k for k in _all_keys(Recipe) if k.rpartition(".")[2] == name]
+    if elsewhere:
+        return f"{key} is not a key; did you mean {elsewhere[0]}?"
+    return f"{key} is not a key; keys of {'.'.join(parents)} are {', '.join(section.model_fields)}"
+
+
+def _section(path: Sequence[str], data: dict[str, Any]) -> type[Section]:
+    """The class that a mapping in the recipe is read into; of several kinds, the one that `data` names."""
+    section: type[Section] = Recipe
+    for name in path:
+        data = data[name]
+        candidates = list(_sections_in(section.model_fields[name].annotation))
+        by_kind = {c.model_fields["kind"].default: c for c in candidates if "kind" in c.model_fields}
+        section = by_kind.get(data.get("kind"), candidates[0])
+    return section
+
+
+def _variants(path: Sequence[str]) -> dict[str, type[Section]]:
+    """{kind: class} of a tagged value, {} of a plain section."""
+    section: type[Section] = Recipe
+    for name in path[:-1]:
+        section = next(_sections_in(section.model_fields[name].annotation))
+    candidates = list(_sections_in(section.model_fields[path[-1]].annotation))
+    return {c.model_fields["kind"].default: c for c in candidates} if len(candidates) > 1 else {}
+
+
+def _sections_in(annotation: Any) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections_in(inner)
+
+
+def _all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner = list(_sections_in(field.annotation))
+        yield prefix + name
+        for other in inner:
+            yield from _all_keys(other, f"{prefix}{name}.")
+
+
+def _expected(problem: dict[str, Any]) -> str:
+    by_type = {
+        "missing": "one more value",
+        "string_pattern_mismatch": "letters, digits, '.', '_' and '-', not starting with a dot",
+        "model_type": "a mapping of keys",
+        "model_attributes_type": "a mapping of keys",
+        "dict_type": "a mapping of keys",
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "float_type": "a number",
+        "string_type": "text",
+        "bool_type": "true or false",
+    }
+    text = by_type.get(problem["type"], problem["msg"].removeprefix("Input should be "))
+    return f"a number {text}" if text.startswith(("greater", "less")) else text
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

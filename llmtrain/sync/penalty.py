@@ -1,0 +1,95 @@
+"""EDiT's pseudo-gradient penalty: which replicas count in a block's mean, and how much (arXiv 2412.07210).
+
+Everything is computed from the [replicas, blocks] matrix of norms that all ranks have gathered, in float64, with
+operations that round alike everywhere: all ranks take the same decision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmtrain.config import PenaltySection
+
+EPSILON = 1e-6
+
+
+class RunningMoments:
+    """Exponentially weighted mean and variance of every entry of a matrix, each with its own count.
+
+    Of the values x_1..x_k the weights are ema (1 - ema)^(k - i), normalised to sum to 1; this normalisation is the
+    bias correction. Updated incrementally with a = ema / (1 - (1 - ema)^k):
+    mean += a (x - mean); var = (1 - a) (var + a (x - mean_before)^2).
+    """
+
+    def __init__(self, shape: tuple[int, int], ema: float):
+        self.ema = ema
+        self.count = torch.zeros(shape, dtype=torch.int64)
+        self.mean = torch.zeros(shape, dtype=torch.float64)
+        self.variance = torch.zeros(shape, dtype=torch.float64)
+
+    def deviations(self, values: torch.Tensor) -> torch.Tensor:
+        """(value - mean) / std; a value above a mean without spread is infinitely far."""
+        distance = values - self.mean
+        z = distance / self.variance.sqrt()
+        return torch.where(self.variance > 0, z, torch.where(distance > 0, torch.inf, 0.0))
+
+    def update(self, values: torch.Tensor, include: torch.Tensor) -> None:
+        """Add the entries of `values` for which `include` is true."""
+        count = self.count + 1
+        a = (self.ema / (1 - (1 - self.ema) ** count.double())).clamp(max=1)
+        distance = values - self.mean
+        self.mean = torch.where(include, self.mean + a * distance, self.mean)
+        self.variance = torch.where(include, (1 - a) * (self.variance + a * distance**2), self.variance)
+        self.count = torch.where(include, count, self.count)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one round's norms lead to."""
+
+    weights: torch.Tensor
+    """[replicas, blocks], float64; a block's column sums to 1, or to 0 when all its replicas are anomalous."""
+    anomalous: torch.Tensor
+    """[replicas, blocks], bool."""
+
+
+class Penalty:
+    """Anomaly elimination, softmax weights and the clip's factor for all blocks of all replicas."""
+
+    def __init__(self, section: PenaltySection, replicas: int, blocks: int):
+        self.section = section
+        self.norms = RunningMoments((replicas, blocks), section.ema)
+
+    def judge(self, norms: torch.Tensor) -> Verdict:
+        """Weights for these norms [replicas, blocks] (float64); the ordinary ones join the statistics."""
+        anomalous = ~norms.isfinite()
+        if self.section.z is not None:
+            tested = self.norms.count >= self.section.min_rounds
+            anomalous |= tested & (self.norms.deviations(norms) > self.section.z)
+        self.norms.update(norms.nan_to_num(0.0, 0.0, 0.0), ~anomalous)
+        return Verdict(self._weights(norms, anomalous), anomalous)
+
+    def _weights(self, norms: torch.Tensor, anomalous: torch.Tensor) -> torch.Tensor:
+        if self.section.temperature is None:
+            weights = (~anomalous).double()
+            return weights / weights.sum(0).clamp(min=1)
+        logits = (-norms / self.section.temperature).masked_fill(anomalous, -torch.inf)
+        return logits.softmax(0).masked_fill(anomalous.all(0), 0.0)
+
+    def clip_factor(self, squared_norm: torch.Tensor) -> torch.Tensor:
+        """min(clip / (||D|| + 1e-6), 1) for one block, given ||D||^2 over all its shards."""
+        if self.section.clip is None:
+            return torch.ones_like(squared_norm)
+        return (self.section.clip / (squared_norm.sqrt() + EPSILON)).clamp(max=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The statistics as plain lists."""
+        return {key: getattr(self.norms, key).tolist() for key in ("count", "mean", "variance")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        for key in ("count", "mean", "variance"):
+            setattr(self.norms, key, torch.tensor(state[key], dtype=getattr(self.norms, key).dtype))

@@ -1,0 +1,41 @@
+"""What synchronising has cost and done so far on this rank; metrics reduce and log it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass
+class SyncReport:
+    """Counters since the start of the run, and the last round's findings. Seconds are the main thread's."""
+
+    count: int = 0
+    """Rounds completed."""
+    anomalies: int = 0
+    """Blocks of replicas left out of a mean."""
+    rollbacks: int = 0
+    """Blocks put back to their anchor because every replica was anomalous."""
+    seconds: float = 0.0
+    """From a round's opening to its close, forward passes in between included."""
+    exposed_seconds: float = 0.0
+    """Training stood still for synchronisation: waiting, messages and arithmetic."""
+    wait_seconds: float = 0.0
+    """Of these, waiting for the slowest replica to arrive."""
+    weights_max: float = 0.0
+    """Largest weight that the last round gave one replica in one block."""
+    slowest_replica: int = 0
+    """The replica that computed longest in the last round."""
+    mean_squared: float = 0.0
+    """Last round: this rank's part of ||D||^2, of the reduced pseudo-gradient before clipping."""
+    spread_squared: float = 0.0
+    """Last round: this rank's part of ||D_n - mean||^2, how far its replica was from the mean."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values by name."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        for entry in fields(self):
+            setattr(self, entry.name, state[entry.name])

@@ -1,0 +1,151 @@
+"""Checkpoints: the complete state of a run, written under a temporary name and renamed when it is whole.
+
+    checkpoints/step-00001000/   torch.distributed.checkpoint files and state.json
+    checkpoints/latest           the newest one's name, written last
+
+Tensors that replicas have for themselves (weights, optimizer moments) are stored under `replica<r>.`, what they
+share (anchor, outer momentum) once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from llmtrain.errors import CheckpointError
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.sync.method import Method
+
+FORMAT = 1
+NAME = re.compile(r"step-(\d{8})")
+SHARED = ("anchor", "momentum")
+
+
+class Checkpoints:
+    """The checkpoints of one run directory, seen by all ranks."""
+
+    def __init__(self, directory: Path, mesh: Mesh, engine: Engine, method: Method, keep: int, keep_every: int | None):
+        self.directory, self.mesh, self.engine, self.method = directory, mesh, engine, method
+        self.keep, self.keep_every = keep, keep_every
+
+    def save(self, step: int, progress: dict[str, Any]) -> Path:
+        """Write the state after `step`; `progress` is this rank's part that is plain values. A collective of all ranks."""
+        final = self.directory / f"step-{step:08d}"
+        temporary = final.with_suffix(".tmp")
+        if self.mesh.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        self._barrier()
+        method = self.method.state_dict()
+        shared = {key: method.pop(key) for key in SHARED}
+        tensors = self._tensors(shared)
+        dcp.save(tensors, checkpoint_id=temporary, process_group=self.mesh.everyone.group, no_dist=self.mesh.world.size == 1)
+        ranks = self._gather({"method": method, **progress})
+        if self.mesh.is_main:
+            state = {"format": FORMAT, "step": step, "mesh": [self.mesh.replicas, self.mesh.shard.size]}
+            state |= {"anchored": bool(shared["anchor"]), "ranks": ranks}
+            _write_durably(temporary / "state.json", json.dumps(state))
+            if final.exists():
+                shutil.rmtree(final)
+            temporary.rename(final)
+            _write_durably(self.directory / "latest", final.name + "\n")
+            self._retain(step)
+        self._barrier()
+        return final
+
+    def load(self, path: Path) -> tuple[int, dict[str, Any]]:
+        """Put the state in `path` back: (step, this rank's `progress`). Raises CheckpointError for a damaged one, or
+        one of another mesh."""
+        state = read_state(path)
+        mesh = [self.mesh.replicas, self.mesh.shard.size]
+        if state["mesh"] != mesh:
+            there = "{} replicas x {} shards".format(*state["mesh"])
+            raise CheckpointError(
+                f"{path} was written by {there}, this run has {mesh[0]} x {mesh[1]}; start it with the same mesh or another run.name"
+            )
+        progress = state["ranks"][self.mesh.world.rank]
+        method = progress.pop("method")
+        anchors = self.method.synchroniser.anchors
+        if state["anchored"]:
+            anchors.take()
+        shared = anchors.state_dict() if state["anchored"] else {key: [] for key in SHARED}
+        tensors = self._tensors(shared)
+        try:
+            dcp.load(tensors, checkpoint_id=path, process_group=self.mesh.everyone.group, no_dist=self.mesh.world.size == 1)
+        except Exception as error:  # torch reports damage in many ways
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"{path} can't be read: {reason}; delete it to continue from the one before") from error
+        prefix = f"replica{self.mesh.replica.rank}."
+        self.engine.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+        torch.set_rng_state(tensors[f"rank{self.mesh.world.rank}.rng"])
+        if self.mesh.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors[f"rank{self.mesh.world.rank}.cuda_rng"], self.mesh.device)
+        self.method.load_state_dict({**method, **shared})
+        return state["step"], progress
+
+    def _tensors(self, shared: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        replica, rank = self.mesh.replica.rank, self.mesh.world.rank
+        tensors = {f"replica{replica}.{name}": tensor for name, tensor in self.engine.state_dict().items()}
+        for kind, flats in shared.items():
+            for block, flat in zip(self.engine.blocks, flats, strict=False):
+                named = self.engine.as_sharded(block, flat)
+                tensors |= {f"{kind}.{name}": tensor for name, tensor in named.items()}
+        tensors[f"rank{rank}.rng"] = torch.get_rng_state()
+        if self.mesh.device.type == "cuda":
+            tensors[f"rank{rank}.cuda_rng"] = torch.cuda.get_rng_state(self.mesh.device)
+        return tensors
+
+    def _retain(self, newest: int) -> None:
+        """Delete what is neither among the newest nor kept for good; runs after the new one is complete."""
+        steps = sorted(step for step, _ in complete(self.directory) if step <= newest)
+        for step in steps[: -self.keep]:
+            if self.keep_every is None or step % self.keep_every:
+                shutil.rmtree(self.directory / f"step-{step:08d}", ignore_errors=True)
+
+    def _gather(self, value: dict[str, Any]) -> list[dict[str, Any]] | None:
+        if self.mesh.world.size == 1:
+            return [value]
+        values = [None] * self.mesh.world.size if self.mesh.is_main else None
+        dist.gather_object(value, values, group=self.mesh.everyone.group)
+        return values
+
+    def _barrier(self) -> None:
+        self.mesh.everyone.all_reduce(torch.zeros(1), "meeting around a checkpoint").wait()
+
+
+def complete(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of all complete checkpoints in a `checkpoints` folder, oldest first."""
+    if not directory.is_dir():
+        return []
+    named = ((NAME.fullmatch(path.name), path) for path in directory.iterdir())
+    return sorted((int(match[1]), path) for match, path in named if match and (path / "state.json").exists())
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """A checkpoint's state.json. Raises CheckpointError if it is damaged or of another format."""
+    try:
+        state = json.loads((path / "state.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}/state.json can't be read ({error}); delete {path} to continue from the one before") from error
+    if state.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {state.get('format')}, this version reads {FORMAT}; use the version that wrote it")
+    return state
+
+
+def _write_durably(path: Path, text: str) -> None:
+    """Write a file so that a crash leaves the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)

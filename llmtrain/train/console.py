@@ -1,0 +1,80 @@
+"""What a person sees: a progress bar on a terminal, plain lines elsewhere; on the main rank only."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from llmtrain.train.validation import Validation
+
+
+def human(number: float) -> str:
+    """Three digits and a unit: 41200 -> 41.2k."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(number) < 999.5 or unit == "T":
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    raise AssertionError
+
+
+class Console:
+    """Progress of one run. With `enabled=False` (all other ranks) it is silent."""
+
+    def __init__(self, enabled: bool):
+        self.out = RichConsole(file=sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._enabled = enabled
+
+    def start(self, step: int, total: int) -> None:
+        """Training begins (or goes on) after `step`."""
+        self._total, self._first, self._started = total, step, time.monotonic()
+        if self._enabled and self.out.is_terminal:
+            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self.out)
+            self._task = self._bar.add_task("training", total=total, completed=step)
+            self._bar.start()
+
+    def advance(self, step: int) -> None:
+        """Step `step` is done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def line(self, step: int, tokens: int, tags: dict[str, float]) -> None:
+        """One log line."""
+        parts = [
+            f"step {step}/{self._total}",
+            f"loss {tags['train/loss']:.3f}",
+            f"lr {tags['train/lr']:.2e}",
+            f"gn {tags['train/grad_norm']:.2f}",
+            f"{human(tags['perf/tokens_per_second'])} tok/s",
+        ]
+        if "perf/mfu" in tags:
+            parts.append(f"mfu {100 * tags['perf/mfu']:.1f}%")
+        parts.append(f"sync {tags['sync/count']:.0f} rounds {human(tags['comm/bytes_total'])}B")
+        parts.append(f"mem {tags['perf/peak_memory_gib']:.2f} GiB")
+        if self._bar is None:
+            parts.append(f"eta {self._time_left(step)}")
+        self.note(" | ".join(parts))
+
+    def evaluation(self, step: int, result: Validation) -> None:
+        """A validation."""
+        self.note(f"step {step}/{self._total} | validation loss {result.loss:.4f} | ppl {result.perplexity:.2f}")
+
+    def note(self, text: str) -> None:
+        """Any other line."""
+        self.out.print(text, markup=False)
+
+    def stop(self) -> None:
+        """Training has ended."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _time_left(self, step: int) -> str:
+        seconds = (time.monotonic() - self._started) / max(1, step - self._first) * (self._total - step)
+        minutes, seconds = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"

@@ -1,0 +1,34 @@
+"""What devices can do at most, for MFU: dense bf16 operations a second, from the vendors' data sheets."""
+
+from __future__ import annotations
+
+import torch
+
+PEAK_BF16 = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+}
+"""Looked up in this order by a part of the device's name. Sparse figures, twice as high, are not used."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Operations a second of this device, or None for one whose peak is not known here."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_BF16.items() if part in name), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this process has used: the device's allocator on a GPU, resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

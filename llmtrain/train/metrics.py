@@ -1,0 +1,193 @@
+"""Metrics: what every rank measures between two log lines, brought together without a barrier, and written.
+
+Each rank hands in a row of numbers; the gather of the rows runs in the background and is picked up when it is done
+and no later than the next log line. So no replica waits for another just to print.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmtrain.errors import TrainingError
+from llmtrain.parallel.comms import Pending
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.sync.penalty import RunningMoments
+
+SPIKE_DEVIATIONS = 6.0
+"""A logged loss so many standard deviations above its running mean counts as a spike (OLMo's threshold)."""
+SPIKE_AFTER_LINES = 10
+
+
+@dataclass
+class RankRow:
+    """One rank's numbers since its last line (sums), or since the start of the run (totals)."""
+
+    loss_sum: float
+    predicted_tokens: float
+    grad_norm: float
+    """Mean over the interval's steps, of the rank's replica."""
+    step_seconds: float
+    """Sum over the interval's steps."""
+    data_seconds: float
+    peak_memory: float
+    bytes_total: float
+    """Total on the replica axis."""
+    comm_seconds: float
+    exposed_seconds: float
+    wait_seconds: float
+    sync_seconds: float
+    mean_squared: float
+    spread_squared: float
+    stop: float
+    """1 when this process was asked to stop."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """All ranks' rows for one log line."""
+
+    step: int
+    tokens: int
+    seconds: float
+    common: dict[str, float]
+    """What all ranks know anyway: learning rate, period, counters."""
+    rows: torch.Tensor
+    """[ranks, fields of RankRow], float64."""
+
+    def column(self, name: str) -> torch.Tensor:
+        """One field of all ranks."""
+        return self.rows[:, [field.name for field in fields(RankRow)].index(name)]
+
+    @property
+    def stop_requested(self) -> bool:
+        return bool(self.column("stop").sum() > 0)
+
+
+class Collector:
+    """Brings rows together. All ranks call `submit` and `settle` at the same steps."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self._under_way: tuple[int, int, float, dict[str, float], Pending] | None = None
+
+    def submit(self, step: int, tokens: int, seconds: float, common: dict[str, float], row: RankRow) -> None:
+        """Start gathering this line's rows. The one before must have been settled."""
+        assert self._under_way is None
+        values = torch.tensor([float(value) for value in asdict(row).values()], dtype=torch.float64)
+        self._under_way = (step, tokens, seconds, common, self.mesh.everyone.gather(values, "gathering metrics"))
+
+    def settle(self, only_if_done: bool = False) -> Line | None:
+        """The line under way, if there is one; waits for the slowest rank's row unless `only_if_done`."""
+        if self._under_way is None or (only_if_done and not self._under_way[-1].is_done):
+            return None
+        *known, pending = self._under_way
+        self._under_way = None
+        return Line(*known, rows=pending.wait())
+
+
+class Summariser:
+    """Turns a line's rows into the tags of docs/metrics.md."""
+
+    def __init__(self, mesh: Mesh, flops_per_token: float, peak: float | None):
+        self.mesh, self.flops_per_token, self.peak = mesh, flops_per_token, peak
+        self.spikes = 0
+        self._losses = RunningMoments((1, 1), ema=0.05)
+
+    def tags(self, line: Line) -> dict[str, float]:
+        """Tags of one line."""
+        loss_sums, tokens = line.column("loss_sum"), line.column("predicted_tokens")
+        loss = float(loss_sums.sum() / tokens.sum())
+        seconds = float(line.column("step_seconds").max())
+        rate = float(tokens.sum()) / seconds if seconds > 0 else math.nan
+        mean, spread = (line.column(name).sum().item() / self.mesh.replicas for name in ("mean_squared", "spread_squared"))
+        tags = {
+            "train/loss": loss,
+            "train/ppl": math.exp(min(loss, 700.0)),
+            "train/grad_norm": float(line.column("grad_norm").mean()),
+            "perf/tokens_per_second": rate,
+            "perf/step_seconds": seconds / line.common["interval_steps"],
+            "perf/data_seconds": float(line.column("data_seconds").max()) / line.common["interval_steps"],
+            "perf/peak_memory_gib": float(line.column("peak_memory").max()) / 2**30,
+            "comm/bytes_total": float(line.column("bytes_total").sum()),
+            "comm/seconds": float(line.column("comm_seconds").mean()),
+            "comm/exposed_seconds": float(line.column("exposed_seconds").mean()),
+            "comm/wait_seconds": float(line.column("wait_seconds").mean()),
+            "sync/pseudo_grad_norm": math.sqrt(mean),
+            "sync/divergence": math.sqrt(spread),
+            "health/loss_spikes": float(self._count_spike(loss)),
+            "health/nonfinite": float((~loss_sums.isfinite()).sum()),
+            **{tag: value for tag, value in line.common.items() if "/" in tag},
+        }
+        if self.peak is not None:
+            tags["perf/mfu"] = rate * self.flops_per_token / (self.peak * self.mesh.world.size)
+        return tags
+
+    def check(self, line: Line) -> None:
+        """Raises TrainingError, on every rank alike, for a loss that is not finite."""
+        losses = line.column("loss_sum")
+        if not losses.isfinite().all():
+            rank = int((~losses.isfinite()).nonzero()[0])
+            raise TrainingError(
+                f"the loss is {losses[rank].item()} on rank {rank} (replica {rank // self.mesh.shard.size}) at step {line.step} "
+                f"or in the {line.common['interval_steps']} steps before it; start again to continue from the last "
+                "checkpoint, with a smaller optim.lr under another run.name if it comes back"
+            )
+
+    def _count_spike(self, loss: float) -> int:
+        if not math.isfinite(loss):
+            return self.spikes
+        value = torch.tensor([[loss]], dtype=torch.float64)
+        is_spike = self._losses.count >= SPIKE_AFTER_LINES and self._losses.deviations(value) > SPIKE_DEVIATIONS
+        self.spikes += int(is_spike)
+        self._losses.update(value, torch.tensor([[not is_spike]]))
+        return self.spikes
+
+
+class MetricsWriter:
+    """metrics.jsonl always, TensorBoard if wanted. On other ranks than the main one it writes nothing."""
+
+    def __init__(self, path: Path, tensorboard: Path | None, resumed_step: int, enabled: bool):
+        self._file, self._board = None, None
+        if not enabled:
+            return
+        kept = [line for line in _lines(path) if line["step"] <= resumed_step]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self._file = path.open("a", buffering=1)
+        if tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(tensorboard), purge_step=resumed_step + 1 if resumed_step else None)
+
+    def write(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
+        """One line; values that are not finite become null."""
+        if self._file is None:
+            return
+        values = {tag: value if math.isfinite(value) else None for tag, value in tags.items()}
+        self._file.write(json.dumps({"step": step, "tokens": tokens, "seconds": round(seconds, 3), **values}) + "\n")
+        if self._board is not None:
+            for tag, value in tags.items():
+                self._board.add_scalar(tag, value, step)
+
+    def close(self) -> None:
+        """Flush everything."""
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a metrics.jsonl; a line cut off by a crash is left out."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines

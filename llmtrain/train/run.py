@@ -1,0 +1,159 @@
+"""From a recipe to a finished run: everything the training loop needs, built in order."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from llmtrain.config import Recipe
+from llmtrain.data.index import Prepared
+from llmtrain.data.loader import Loader
+from llmtrain.data.prepare import prepare
+from llmtrain.errors import DONE, STOPPED_EARLY, TrainingError
+from llmtrain.model import build, count_parameters, flops_per_token, model_config
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.fsdp import Fsdp2Engine
+from llmtrain.parallel.mesh import Mesh, World, open_mesh
+from llmtrain.plan.mesh import choose_mesh
+from llmtrain.recipe_check import check, check_vocabulary
+from llmtrain.seeding import derive_seed
+from llmtrain.sync.method import build_method
+from llmtrain.train.checkpoint import Checkpoints
+from llmtrain.train.console import Console, human
+from llmtrain.train.devices import peak_flops
+from llmtrain.train.ending import closing_lines, draw_losses, write_sample
+from llmtrain.train.metrics import Summariser
+from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.signals import StopRequest, stop_requests
+from llmtrain.train.trainer import Trainer
+
+
+def run_training(recipe: Recipe, world: World) -> int:
+    """Train `recipe` on this rank of `world`, or continue it. Returns the exit code.
+
+    Raises UserError for what can't be trained, TrainingError for a run that broke; both on every rank.
+    """
+    check(recipe, world.size)
+    console = Console(enabled=world.rank == 0)
+    prepared = prepare_for(recipe, show_progress=world.local_rank == 0)
+    check_vocabulary(recipe, prepared.vocab_size)
+    replicas, shard, reason = choose_mesh(recipe, world.size, world.local_size)
+    with (
+        stop_requests() as stop,
+        open_mesh(world, replicas, shard, recipe.parallel.replica_backend, recipe.run.timeout_seconds) as mesh,
+    ):
+        directory = RunDirectory(recipe)
+        finished, resume_from = mesh.from_main(lambda: _open(directory))
+        if finished:
+            console.note(already_complete(directory))
+            return DONE
+        trainer = build_trainer(recipe, mesh, prepared, directory, resume_from, console, reason, stop)
+        try:
+            ended = trainer.fit()
+        except TrainingError:
+            if mesh.is_main:
+                directory.write_summary(trainer.summary("error"))
+            raise
+        if mesh.is_main:
+            directory.write_summary(trainer.summary(ended))
+            draw_losses(directory.metrics, directory.plot, f"{recipe.run.name} · {recipe.sync.method}")
+        if ended != "done":
+            console.note(f"stopped at step {trainer.step}; start the same command again to continue")
+            return STOPPED_EARLY
+        _show_ending(recipe, mesh, prepared, trainer, console)
+    return DONE
+
+
+def prepare_for(recipe: Recipe, show_progress: bool) -> Prepared:
+    """The token shards a recipe needs, made now if they are not there."""
+    tokens = recipe.train.total_steps * recipe.train.tokens_per_step + 1
+    return prepare(recipe.data, tokens, recipe.eval.tokens + 1, show_progress=show_progress)
+
+
+def already_complete(directory: RunDirectory) -> str:
+    """What to say of a run that needs nothing more."""
+    summary = directory.finished()
+    assert summary is not None
+    return (
+        f"{directory.path} is complete: {summary['steps']} steps, validation loss {summary['final_eval_loss']:.4f}. "
+        f"Start another with run.name=NAME, or delete the folder to train it again."
+    )
+
+
+def _open(directory: RunDirectory) -> tuple[bool, Path | None]:
+    """(complete?, checkpoint to continue from); makes the directory. Asked of the main rank only."""
+    directory.check_recipe()
+    if directory.finished():
+        return True, None
+    directory.open()
+    return False, directory.newest_checkpoint
+
+
+def build_trainer(
+    recipe: Recipe,
+    mesh: Mesh,
+    prepared: Prepared,
+    directory: RunDirectory,
+    resume_from: Path | None,
+    console: Console,
+    mesh_reason: str,
+    stop: StopRequest,
+) -> Trainer:
+    """Model, engine, method and loader of this rank, in a Trainer. `mesh_reason` is shown to the user."""
+    if recipe.train.deterministic and mesh.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.manual_seed(derive_seed(recipe.run.seed, "rank", mesh.world.rank))
+    model = build(model_config(recipe.model, prepared.vocab_size), recipe.parallel.loss_chunk)
+    parameters, flops = count_parameters(model), flops_per_token(model, recipe.train.sequence_length)
+    engine: Engine = Fsdp2Engine(model, mesh, recipe.parallel, recipe.optim, recipe.run.seed)
+    method = build_method(recipe.sync, engine, mesh.replica, mesh.shard)
+    loader = Loader(
+        prepared.tokens("train"),
+        sequence_length=recipe.train.sequence_length,
+        global_batch=recipe.train.global_batch,
+        micro_batch=recipe.train.micro_batch,
+        replica=mesh.replica.rank,
+        replicas=mesh.replicas,
+        shard_rank=mesh.shard.rank,
+        shard=mesh.shard.size,
+        seed=recipe.run.seed,
+    )
+    peak = peak_flops(mesh.device)
+    total = recipe.train.total_steps
+    console.note(f"mesh: {mesh.replicas} replicas x {mesh.shard.size} shards on {mesh.device.type} ({mesh_reason})")
+    console.note(
+        f"model: {human(parameters)} parameters in {len(engine.blocks)} blocks · data: {human(len(prepared.tokens('train')))} tokens, "
+        f"{total * recipe.train.global_batch / loader.num_samples:.2f} epochs · {total} steps of {human(recipe.train.tokens_per_step)} tokens"
+    )
+    if peak is None:
+        console.note(f"no MFU is shown: the peak of this {mesh.device.type} device is not known")
+    return Trainer(
+        recipe=recipe,
+        mesh=mesh,
+        engine=engine,
+        method=method,
+        loader=loader,
+        validation_tokens=prepared.tokens("validation"),
+        checkpoints=Checkpoints(directory.checkpoints, mesh, engine, method, recipe.checkpoint.keep, recipe.checkpoint.keep_every),
+        summariser=Summariser(mesh, flops, peak),
+        console=console,
+        directory=directory,
+        resume_from=resume_from,
+        stop=stop,
+    )
+
+
+def _show_ending(recipe: Recipe, mesh: Mesh, prepared: Prepared, trainer: Trainer, console: Console) -> None:
+    directory = trainer.directory
+    parameters = sum(p.numel() for p in trainer.engine.model.parameters())
+    if recipe.eval.sample_prompt is not None:
+        text = write_sample(recipe, trainer.engine, mesh, model_config(recipe.model, prepared.vocab_size), prepared)
+        if mesh.is_main:
+            directory.samples.write_text(text + "\n")
+            console.note(f"\nThe model writes ({directory.samples}):\n\n{text}\n")
+    if mesh.is_main:
+        for line in closing_lines(recipe, trainer.summary("done"), trainer.first_eval.loss, parameters, directory):
+            console.note(line)

@@ -1,0 +1,65 @@
+"""What a run leaves behind, and whether a directory can be continued by a recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llmtrain.config import Recipe
+from llmtrain.errors import RecipeError
+from llmtrain.recipe import differences, load_recipe, resolved_yaml
+from llmtrain.train.checkpoint import complete
+
+FREE_TO_CHANGE = ("run.out_dir", "run.timeout_seconds", "checkpoint", "log", "eval", "data.cache_dir", "parallel.replica_backend")
+"""Keys that change nothing about the training itself."""
+
+
+class RunDirectory:
+    """`runs/<name>/`: recipe.yaml, metrics.jsonl, tensorboard/, checkpoints/, summary.json, loss.png, samples.txt."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        self.path = Path(recipe.run.out_dir) / recipe.run.name
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.plot = self.path / "loss.png"
+        self.samples = self.path / "samples.txt"
+
+    @property
+    def newest_checkpoint(self) -> Path | None:
+        found = complete(self.checkpoints)
+        return found[-1][1] if found else None
+
+    def summary(self) -> dict[str, Any] | None:
+        """summary.json of a run that has ended."""
+        path = self.path / "summary.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def finished(self) -> dict[str, Any] | None:
+        """The summary, if this very run is complete."""
+        summary = self.summary()
+        done = summary is not None and summary["stopped"] == "done" and summary["steps"] >= self.recipe.train.total_steps
+        return summary if done else None
+
+    def check_recipe(self) -> None:
+        """Raises RecipeError when the directory belongs to a run of another recipe."""
+        there = self.path / "recipe.yaml"
+        if not there.exists():
+            return
+        changed = differences(load_recipe(there), self.recipe, ignore=FREE_TO_CHANGE)
+        if changed:
+            raise RecipeError(
+                f"{self.path} holds a run of another recipe ({'; '.join(changed)}); choose another run.name, or delete that folder"
+            )
+
+    def open(self) -> None:
+        """Make the directory and write the resolved recipe. By the main rank only."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "recipe.yaml").write_text(resolved_yaml(self.recipe))
+        (self.path / "summary.json").unlink(missing_ok=True)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """By the main rank, when the run ends."""
+        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -1,0 +1,264 @@
+"""The training loop.
+
+Read `Trainer.fit`, then `Trainer.train_step`. What runs a replica is the engine, how replicas agree is the method; the
+loop knows both only by their interfaces.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmtrain.config import Recipe
+from llmtrain.data.loader import Loader, eval_batches
+from llmtrain.data.shards import TokenShards
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.sync.method import Method
+from llmtrain.train.checkpoint import Checkpoints
+from llmtrain.train.console import Console
+from llmtrain.train.devices import peak_memory_bytes
+from llmtrain.train.lr import learning_rate
+from llmtrain.train.metrics import Collector, Line, MetricsWriter, RankRow, Summariser
+from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.signals import StopRequest
+from llmtrain.train.validation import Validation, mean_of_replicas, validate
+
+
+@dataclass
+class Interval:
+    """What this rank has gathered since its last log line. Losses and norms stay on the device until then."""
+
+    loss: torch.Tensor | float = 0.0
+    grad_norm: torch.Tensor | float = 0.0
+    steps: int = 0
+    predicted_tokens: int = 0
+    step_seconds: float = 0.0
+    data_seconds: float = 0.0
+
+
+class Trainer:
+    """One run on one rank. All ranks call `fit` and make the same calls in the same order."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        mesh: Mesh,
+        engine: Engine,
+        method: Method,
+        loader: Loader,
+        validation_tokens: TokenShards,
+        checkpoints: Checkpoints,
+        summariser: Summariser,
+        console: Console,
+        directory: RunDirectory,
+        resume_from: Path | None,
+        stop: StopRequest,
+    ):
+        self.recipe, self.mesh, self.engine, self.method = recipe, mesh, engine, method
+        self.loader, self.checkpoints, self.directory, self.resume_from = loader, checkpoints, directory, resume_from
+        self.summariser, self.console, self.stop = summariser, console, stop
+        self.collector = Collector(mesh)
+        self.validation_batches = partial(
+            eval_batches,
+            validation_tokens,
+            max_tokens=recipe.eval.tokens,
+            sequence_length=recipe.train.sequence_length,
+            micro_batch=recipe.train.micro_batch,
+            rank=mesh.world.rank,
+            world=mesh.world.size,
+        )
+        self.total_steps = recipe.train.total_steps
+        self.step = 0
+        self.train_seconds = 0.0
+        self.interval = Interval()
+        self.published: Line | None = None
+        self.last_line: dict[str, float] = {}
+        self.first_eval: Validation | None = None
+        self.last_eval: Validation | None = None
+        self.last_saved = 0
+        self.agreed_to_stop = False
+
+    def fit(self) -> str:
+        """Train to the end: "done". Asked to stop: write a checkpoint, "signal"."""
+        self._resume()
+        board = self.directory.tensorboard if self.recipe.log.tensorboard else None
+        self.writer = MetricsWriter(self.directory.metrics, board, self.step, enabled=self.mesh.is_main)
+        self.console.start(self.step, self.total_steps)
+        if self.step == 0:
+            self._evaluate()
+        while self.step < self.total_steps and not self.agreed_to_stop:
+            self.train_step()
+            if self.step == self.total_steps:
+                break
+            if self._due(self.recipe.log.every) or self.step == 1:
+                self._log()
+            if self._due(self.recipe.eval.every):
+                self._evaluate()
+            if self._due(self.recipe.checkpoint.every):
+                self._save()
+            self._publish_early()
+        if self.step == self.total_steps:
+            self.method.finish()
+            self._log()
+            self._evaluate()
+        self._save()
+        self.writer.close()
+        self.console.stop()
+        return "done" if self.step == self.total_steps else "signal"
+
+    def train_step(self) -> None:
+        started = time.monotonic()
+        self.step += 1
+        micro_batches = self.loader.next()
+        loaded = time.monotonic()
+        self.method.begin_step(self.step)
+        loss = self.engine.forward_backward(micro_batches)
+        grad_norm = self.engine.step(self._learning_rate())
+        self.method.end_step(self.step)
+        interval = self.interval
+        interval.loss += loss
+        interval.grad_norm += grad_norm
+        interval.steps += 1
+        interval.predicted_tokens += sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches)
+        interval.data_seconds += loaded - started
+        interval.step_seconds += time.monotonic() - started
+        self.train_seconds += time.monotonic() - started
+        self.console.advance(self.step)
+
+    def _log(self) -> None:
+        """Settle the line before and hand in this interval."""
+        self._settle()
+        report, period = self.method.report(), self.method.period.length(self.step)
+        loss, grad_norm = float(self.interval.loss), float(self.interval.grad_norm)  # waits for the device
+        common = {
+            "interval_steps": self.interval.steps,
+            "train/lr": self._learning_rate(),
+            "sync/count": report.count,
+            "sync/period": period,
+            "sync/weights_max": report.weights_max,
+            "sync/anomalies": report.anomalies,
+            "sync/rollbacks": report.rollbacks,
+            "sync/staleness": 0,
+            "health/slowest_replica": report.slowest_replica,
+        }
+        row = RankRow(
+            loss_sum=loss,
+            predicted_tokens=self.interval.predicted_tokens,
+            grad_norm=grad_norm / self.interval.steps,
+            step_seconds=self.interval.step_seconds,
+            data_seconds=self.interval.data_seconds,
+            peak_memory=peak_memory_bytes(self.mesh.device),
+            bytes_total=self.mesh.replica.traffic.bytes,
+            comm_seconds=self.mesh.replica.traffic.seconds,
+            exposed_seconds=self.exposed_seconds,
+            wait_seconds=report.wait_seconds,
+            sync_seconds=report.seconds,
+            mean_squared=report.mean_squared,
+            spread_squared=report.spread_squared,
+            stop=self.stop.requested,
+        )
+        self.collector.submit(self.step, self.tokens, self.train_seconds, common, row)
+        self.interval = Interval()
+
+    def _settle(self) -> None:
+        """Wait for the line under way and act on it: all ranks do so at the same step, on the same numbers."""
+        line, self.published = self.published or self._publish(self.collector.settle()), None
+        if line is not None:
+            self.summariser.check(line)
+            self.agreed_to_stop |= line.stop_requested
+
+    def _publish_early(self) -> None:
+        """Only for the eye: show the line under way as soon as it is there, without acting on it."""
+        if self.mesh.is_main and self.published is None:
+            self.published = self._publish(self.collector.settle(only_if_done=True))
+
+    def _publish(self, line: Line | None) -> Line | None:
+        if line is not None:
+            self.last_line = self.summariser.tags(line)
+            self.writer.write(line.step, line.tokens, line.seconds, self.last_line)
+            self.console.line(line.step, line.tokens, self.last_line)
+        return line
+
+    def _evaluate(self) -> None:
+        """Validation loss of the replicas' mean; their own parameters stay as they are."""
+        self._settle()  # validating brings all ranks together anyway
+        equal = self.method.is_synchronised or self.mesh.replicas == 1
+        with nullcontext() if equal else mean_of_replicas(self.engine, self.mesh):
+            self.last_eval = validate(self.engine, self.mesh, self.validation_batches)
+        self.first_eval = self.first_eval or self.last_eval
+        tags = {"eval/loss": self.last_eval.loss, "eval/ppl": self.last_eval.perplexity}
+        self.writer.write(self.step, self.tokens, self.train_seconds, tags)
+        self.console.evaluation(self.step, self.last_eval)
+
+    def _save(self) -> None:
+        if self.step == self.last_saved:
+            return
+        self._settle()  # never keep a state that a bad number is known to have reached
+        progress = {
+            "loader": self.loader.state_dict(),
+            "interval": {**vars(self.interval), "loss": float(self.interval.loss), "grad_norm": float(self.interval.grad_norm)},
+            "train_seconds": self.train_seconds,
+            "gradient_wait_seconds": self.engine.gradient_wait_seconds,
+            "first_eval": vars(self.first_eval),
+            "traffic": vars(self.mesh.replica.traffic),
+        }
+        path = self.checkpoints.save(self.step, progress)
+        self.last_saved = self.step
+        self.console.note(f"checkpoint {path}")
+
+    def _resume(self) -> None:
+        if self.resume_from is None:
+            return
+        self.step, progress = self.checkpoints.load(self.resume_from)
+        self.loader.load_state_dict(progress["loader"])
+        self.interval = Interval(**progress["interval"])
+        self.train_seconds = progress["train_seconds"]
+        self.engine.gradient_wait_seconds = progress["gradient_wait_seconds"]
+        self.first_eval = Validation(**progress["first_eval"])
+        vars(self.mesh.replica.traffic).update(progress["traffic"])
+        self.last_saved = self.step
+        self.console.note(f"continuing from {self.resume_from}")
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens of all replicas so far."""
+        return self.step * self.recipe.train.tokens_per_step
+
+    @property
+    def exposed_seconds(self) -> float:
+        """How long training stood still for traffic between replicas: synchronisations and averaged gradients."""
+        return self.method.report().exposed_seconds + self.engine.gradient_wait_seconds
+
+    def summary(self, stopped: str) -> dict[str, Any]:
+        """What summary.json holds: what was run, what it cost, where it ended. Sums over ranks are the last line's."""
+        report = self.method.report()
+        return {
+            "method": self.recipe.sync.method,
+            "replicas": self.mesh.replicas,
+            "shard": self.mesh.shard.size,
+            "steps": self.step,
+            "tokens": self.tokens,
+            "train_seconds": round(self.train_seconds, 3),
+            "tokens_per_second": round(self.tokens / self.train_seconds, 1) if self.train_seconds else None,
+            "final_train_loss": self.last_line.get("train/loss"),
+            "final_eval_loss": self.last_eval.loss if self.last_eval else None,
+            "bytes_sent": round(self.last_line.get("comm/bytes_total", 0)),
+            "sync_count": report.count,
+            "sync_seconds": round(report.seconds, 3),
+            "exposed_sync_seconds": round(self.exposed_seconds, 3),
+            "peak_memory_bytes": round(self.last_line.get("perf/peak_memory_gib", 0) * 2**30),
+            "stopped": stopped,
+        }
+
+    def _learning_rate(self) -> float:
+        return learning_rate(self.step, self.total_steps, self.recipe.optim.lr, self.recipe.schedule)
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.step % every == 0

@@ -1,0 +1,61 @@
+"""Validation loss of the replicas' mean, on a fixed token set; measuring never changes the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from llmtrain.loss import IGNORED
+from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.sync.anchors import flatten, unflatten_into
+
+Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
+"""(input_ids, labels) [micro_batch, T]: this rank's part, the same number on every rank."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Mean loss in nats per token, over `tokens` tokens."""
+
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss."""
+        return math.exp(min(self.loss, 700.0))
+
+
+@contextmanager
+def mean_of_replicas(engine: Engine, mesh: Mesh) -> Iterator[None]:
+    """The engine computes with the mean of all replicas' parameters; this replica's own come back bit by bit."""
+    # A Comms of its own: what measuring sends is not the method's traffic.
+    replica = Comms(mesh.replica.group, mesh.device, "replica")
+    own = [flatten(block).cpu() for block in engine.blocks]
+    for block in engine.blocks:
+        mean = replica.all_reduce(flatten(block) / replica.size, f"averaging {block.name} for validation").wait()
+        unflatten_into(mean, block)
+        engine.publish(block)
+    try:
+        yield
+    finally:
+        for block, parameters in zip(engine.blocks, own, strict=True):
+            unflatten_into(parameters.to(mesh.device), block)
+            engine.publish(block)
+
+
+def validate(engine: Engine, mesh: Mesh, batches: Callable[[], Batches]) -> Validation:
+    """Mean loss over all ranks' `batches`, with the parameters the engine has now. A collective of all ranks."""
+    totals = torch.zeros(2, dtype=torch.float64)  # summed loss, tokens that count
+    with engine.evaluation() as summed_loss:
+        for input_ids, labels in batches():
+            totals[0] += summed_loss(input_ids, labels).item()
+            totals[1] += int((labels != IGNORED).sum())
+    loss, tokens = mesh.everyone.all_reduce(totals, "summing validation losses").wait().tolist()
+    return Validation(loss / tokens, int(tokens))

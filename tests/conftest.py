@@ -1,0 +1,33 @@
+"""What all tests share: no network, a pool of ranks, and the real data where it is present."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import RankPool
+
+# Before any test imports transformers, and inherited by every process that a test starts.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four gloo ranks that live as long as the test session; started by the first test that runs something on them."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of real data: $LLMTRAIN_DATA, or `../shared/data` beside the repository."""
+    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("LLMTRAIN_DATA", beside))
+    if not folder.is_dir():
+        pytest.skip(f"no real data in {folder}; set LLMTRAIN_DATA to a folder that has it")
+    return folder

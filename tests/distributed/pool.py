@@ -1,0 +1,121 @@
+"""A pool of ranks: processes that outlive a test, so that each test pays for its collectives and not for imports.
+
+Importing this file must stay cheap and free of torch: a rank sets its threads before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from typing import Any
+
+GRACE_SECONDS = 5.0
+"""How long the other ranks may take to notice that one has failed, before they are killed."""
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not answer; the message names it and carries its traceback."""
+
+
+class RankPool:
+    """`world_size` spawned processes that run module-level functions inside a fresh gloo process group.
+
+    The processes start with the first call. After a rank has died or hung they are all killed, and the next call
+    starts new ones.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._ranks: list[tuple[Any, connection.Connection]] = []  # (process, our end of its pipe)
+
+    def run(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout: float = 120.0) -> list:
+        """`fn(*args)` on the first `world_size` ranks (default: all of them); the results, by rank.
+
+        `fn` travels by reference, arguments and results are pickled by value. Collectives time out at half of
+        `timeout` (seconds), so that a hanging one is reported with its traceback. Raises RankFailure.
+        """
+        size = world_size or self.world_size
+        assert size <= self.world_size, f"the pool has {self.world_size} ranks, {size} were asked for"
+        self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            task = pickle.dumps((fn, args))
+            meeting = (f"file://{folder}/store", size, timeout / 2)
+            for rank, (_, pipe) in enumerate(self._ranks[:size]):
+                pipe.send_bytes(pickle.dumps((list(sys.path), rank, *meeting, task)))
+            return self._collect(size, time.monotonic() + timeout)
+
+    def close(self) -> None:
+        """Kill the processes; the next call starts new ones."""
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._ranks = []
+
+    def _start(self) -> None:
+        if any(not process.is_alive() for process, _ in self._ranks):
+            self.close()
+        context = get_context("spawn")
+        while len(self._ranks) < self.world_size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _collect(self, size: int, deadline: float) -> list:
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks[:size])}
+        results: list[Any] = [None] * size
+        failures: list[tuple[float, str]] = []  # (when, what): most ranks fail only because the first one is gone
+        while waiting:
+            ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                silent = ", ".join(str(rank) for rank in waiting.values())
+                failures.append((time.monotonic(), f"rank {silent}: no answer in time; the pool was killed"))
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    failed_at, results[rank] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    process = self._ranks[rank][0]
+                    process.join(GRACE_SECONDS)
+                    failed_at, results[rank] = 0.0, f"died with exit code {process.exitcode}"
+                if failed_at is not None:
+                    failures.append((failed_at, f"rank {rank}: {results[rank]}"))
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failures:
+            raise RankFailure(min(failures)[1])
+        return results
+
+
+def _serve(pipe: connection.Connection) -> None:
+    """A rank's life: take a task, answer (None, result) or (time of failure, traceback), until the parent is gone."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch.distributed as dist
+
+    while True:
+        try:
+            sys.path[:], rank, store, size, seconds, task = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+            )
+            fn, args = pickle.loads(task)
+            # Plain pickle copies tensors; the pipe's own send() would pass them through shared memory.
+            answer = pickle.dumps((None, fn(*args)))
+        except BaseException:  # also SystemExit: whatever happens in a rank is the test's to see
+            answer = pickle.dumps((time.monotonic(), traceback.format_exc()))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        pipe.send_bytes(answer)

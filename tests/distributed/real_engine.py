@@ -1,0 +1,100 @@
+"""A few steps of a tiny model under the real FSDP2 engine, on the ranks of the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmtrain.config import ModelSection, OptimSection, ParallelSection, SyncSection
+from llmtrain.model import build, model_config
+from llmtrain.parallel.fsdp import Fsdp2Engine
+from llmtrain.parallel.mesh import Mesh, World, build_mesh
+from llmtrain.sync.method import Method, build_method
+from tests.distributed.fake_engine import choices
+
+VOCABULARY, LENGTH = 61, 16
+LLAMA = ModelSection(type="llama", config={"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2})
+GPT_NEO = ModelSection(
+    type="gpt_neo",
+    config={"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4},
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One small training run."""
+
+    sync: SyncSection = field(default_factory=lambda: choices("synchronous"))
+    replicas: int = 1
+    shard: int = 1
+    model: ModelSection = LLAMA
+    parallel: dict[str, Any] = field(default_factory=lambda: {"precision": "fp32"})
+    optim: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
+    steps: int = 6
+    global_batch: int = 8
+    micro_batch: int = 2
+    same_data: bool = False
+    """Every replica gets the same batches."""
+
+
+@dataclass
+class Outcome:
+    """What one rank saw."""
+
+    losses: list[float]
+    """Mean over all ranks, of each step."""
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+    """This rank's shards after `finish`, by parameter."""
+    rounds: int
+    master_dtype: torch.dtype
+
+
+def mesh_of(replicas: int, shard: int) -> Mesh:
+    """A mesh over the first ranks of the pool's process group."""
+    world = World(dist.get_rank(), replicas * shard, dist.get_rank(), replicas * shard)
+    return build_mesh(world, torch.device("cpu"), replicas, shard, "auto", timedelta(seconds=60))
+
+
+def build_case(case: Case, mesh: Mesh) -> tuple[Fsdp2Engine, Method]:
+    """Engine and method of a case."""
+    model = build(model_config(case.model, VOCABULARY), loss_chunk=11)
+    engine = Fsdp2Engine(model, mesh, ParallelSection(**case.parallel), OptimSection(**case.optim), seed=3)
+    return engine, build_method(case.sync, engine, mesh.replica, mesh.shard)
+
+
+def micro_batches(case: Case, mesh: Mesh, step: int) -> list[torch.Tensor]:
+    """This rank's part of a global batch that is the same on every mesh."""
+    generator = torch.Generator().manual_seed(step)
+    batch = torch.randint(0, VOCABULARY, (case.global_batch, LENGTH + 1), generator=generator) % 17
+    parts = case.replicas * case.shard
+    part = mesh.shard.rank if case.same_data else mesh.world.rank
+    mine = batch.chunk(case.shard if case.same_data else parts)[part]
+    return list(mine.split(case.micro_batch))
+
+
+def train(cases: list[Case]) -> list[Outcome]:
+    """Run the cases one after another on this rank; all have the same number of ranks."""
+    return [_train(case) for case in cases]
+
+
+def _train(case: Case) -> Outcome:
+    mesh = mesh_of(case.replicas, case.shard)
+    engine, method = build_case(case, mesh)
+    losses, norms = [], []
+    for step in range(1, case.steps + 1):
+        batches = micro_batches(case, mesh, step)
+        method.begin_step(step)
+        loss = engine.forward_backward(batches)
+        norms.append(float(engine.step(case.optim["lr"])))
+        method.end_step(step)
+        tokens = sum(batch.shape[0] for batch in batches) * LENGTH * mesh.world.size
+        losses.append(float(mesh.everyone.all_reduce(loss.double()).wait()) / tokens)
+    method.finish()
+    # Not the whole weights: DTensor caches the groups of earlier meshes, which the pool has destroyed.
+    shards = {n: t.clone() for b in engine.blocks for n, t in zip(b.parameter_names, b.shards, strict=True)}
+    return Outcome(losses, norms, shards, method.report().count, engine.blocks[0].shards[0].dtype)

@@ -1,0 +1,111 @@
+"""The pool of ranks itself: a test that fails on a rank must fail in pytest, name the rank, and never hang."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.pool import RankFailure, RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Two ranks of its own: these tests kill them."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def summed(values: torch.Tensor) -> torch.Tensor:
+    total = values + dist.get_rank()
+    dist.all_reduce(total)
+    return total
+
+
+def ranks_and_pids() -> tuple[int, int, int]:
+    return dist.get_rank(), dist.get_world_size(), os.getpid()
+
+
+def raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("the reason")
+    dist.barrier()
+
+
+def exit_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(7)
+    dist.barrier()
+
+
+def sleep_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def skip_collective_on(rank: int) -> None:
+    if dist.get_rank() != rank:
+        dist.barrier()
+    else:
+        time.sleep(60)
+
+
+def test_ranks_meet_and_answer_in_order(pool: RankPool) -> None:
+    results = pool.run(summed, torch.ones(3))
+    assert [result.tolist() for result in results] == [[3.0] * 3] * 2
+
+
+def test_the_same_processes_serve_smaller_worlds(pool: RankPool) -> None:
+    both = pool.run(ranks_and_pids)
+    assert [answer[:2] for answer in both] == [(0, 2), (1, 2)]
+    assert pool.run(ranks_and_pids, world_size=1) == [(0, 1, both[0][2])]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_names_its_rank_and_the_pool_goes_on(pool: RankPool, rank: int) -> None:
+    before = pool.run(ranks_and_pids)
+    with pytest.raises(RankFailure, match=rf"(?s)rank {rank}: Traceback.*raise_on.*ValueError: the reason"):
+        pool.run(raise_on, rank)
+    assert pool.run(ranks_and_pids) == before
+
+
+def test_an_argument_that_cannot_be_rebuilt_is_the_ranks_error(pool: RankPool) -> None:
+    with pytest.raises(RankFailure, match="will not come back"):
+        pool.run(print, Unloadable())
+    assert len(pool.run(ranks_and_pids)) == 2
+
+
+def test_a_rank_that_dies_is_named_and_replaced(pool: RankPool) -> None:
+    with pytest.raises(RankFailure, match="rank 1: died with exit code 7"):
+        pool.run(exit_on, 1, timeout=40)
+    assert [answer[:2] for answer in pool.run(ranks_and_pids)] == [(0, 2), (1, 2)]
+
+
+def test_a_rank_that_hangs_is_named_and_replaced(pool: RankPool) -> None:
+    pool.run(ranks_and_pids)  # the time limit below is not for starting processes
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="rank 1: no answer in time"):
+        pool.run(sleep_on, 1, timeout=2)
+    assert time.monotonic() - start < 20
+    assert [answer[:2] for answer in pool.run(ranks_and_pids)] == [(0, 2), (1, 2)]
+
+
+def test_a_collective_that_hangs_is_reported_with_its_traceback(pool: RankPool) -> None:
+    pool.run(ranks_and_pids)
+    with pytest.raises(RankFailure, match=r"(?s)rank 0: Traceback.*skip_collective_on"):
+        pool.run(skip_collective_on, 1, timeout=3)
+    assert len(pool.run(ranks_and_pids)) == 2
+
+
+class Unloadable:
+    def __reduce__(self) -> tuple:
+        return (_refuse, ())
+
+
+def _refuse() -> None:
+    raise RuntimeError("will not come back")

@@ -1,0 +1,157 @@
+"""What must come out equal whichever way it is computed: methods, schedules and placements against each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from llmtrain.parallel.comms import Comms
+from llmtrain.sync.method import build_method
+from tests.distributed.fake_engine import SHAPES, FakeEngine, Scenario, choices, edit, simulate, train
+from tests.distributed.pool import RankPool
+from tests.distributed.trace import assert_close, assert_same_bits, assert_same_run
+
+MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1")]
+SPIKES = {(9, 1, 1): 50.0, (11, 0, 2): float("nan"), **{(13, replica, 3): 50.0 for replica in range(4)}}
+"""An anomalous replica, a broken one, and a block in which everybody is anomalous."""
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("prefetch", [0, 1, 2, len(SHAPES) + 1])
+@pytest.mark.parametrize("method", ["local_sgd", "diloco", "edit"])
+def test_layerwise_is_blocking(ranks: RankPool, method: str, prefetch: int, replicas: int, shard: int) -> None:
+    """Every forward computes with the same bits, however many blocks' reductions are under way."""
+
+    def run(schedule: str | dict) -> Scenario:
+        changes = {"warmup_steps": 1, "schedule": schedule}
+        penalty = {"z": 6.0, "min_rounds": 3, "temperature": 0.3, "clip": 0.5}
+        sync = edit(**changes, penalty=penalty) if method == "edit" else choices(method, every=2, **changes)
+        return Scenario(sync, replicas, shard, steps=18, scales=SPIKES if method == "edit" else {})
+
+    blocking = simulate(ranks, run("blocking"))
+    assert_same_bits(simulate(ranks, run({"kind": "layerwise", "prefetch": prefetch})), blocking)
+    if method == "edit":
+        assert blocking.counts[1] > 3
+        assert blocking.counts[2] > 0
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, len(SHAPES) + 1])
+def test_layerwise_runs_inside_the_forward(prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing happens at the step's end; then each block follows just before its own forward, and by then the
+    reductions of `prefetch` more have started."""
+    one = Comms(None)
+    sync = edit(every=1, schedule={"kind": "layerwise", "prefetch": prefetch})
+    engine = FakeEngine(Scenario(sync, 1, 1), 0, 0, one.device)
+    method = build_method(sync, engine, one, Comms(None))
+    method.begin_step(1)
+    engine.step(1)
+
+    published, started, seen = [], [], []
+    reduce = one.all_reduce
+    monkeypatch.setattr(engine, "publish", lambda block: published.append(block.name))
+    monkeypatch.setattr(one, "all_reduce", lambda *args: started.append(args) or reduce(*args))
+    engine.before_block(lambda index: seen.append((list(published), len(started))))
+    method.end_step(1)
+    assert (published, started) == ([], [])
+    method.begin_step(2)
+    engine.forward()
+    names = [block.name for block in engine.blocks]
+    assert seen == [(names[:done], min(done + prefetch, len(names))) for done in range(1, len(names) + 1)]
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("schedule", ["blocking", "layerwise"])
+def test_edit_without_penalty_is_diloco(ranks: RankPool, schedule: str, replicas: int, shard: int) -> None:
+    outer = {"kind": "nesterov", "lr": 0.7, "momentum": 0.9}
+    bare = choices("edit", every=3, warmup_steps=2, outer=outer, penalty=None, schedule=schedule)
+    diloco = choices("diloco", every=3, warmup_steps=2, outer=outer)
+    got, expected = (simulate(ranks, Scenario(sync, replicas, shard, steps=10)) for sync in (bare, diloco))
+    assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize(
+    "outer",
+    [{"kind": "sgd", "lr": 1.0}, {"kind": "nesterov", "lr": 1.0, "momentum": 0.0}],
+    ids=["sgd", "nesterov"],
+)
+def test_diloco_with_a_plain_outer_step_is_local_sgd(ranks: RankPool, outer: dict, replicas: int, shard: int) -> None:
+    diloco = choices("diloco", every=3, outer=outer)
+    local_sgd = choices("local_sgd", every=3)
+    assert_same_run(*(simulate(ranks, Scenario(sync, replicas, shard, steps=10)) for sync in (diloco, local_sgd)))
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+def test_averaging_after_every_sgd_step_is_synchronous(ranks: RankPool, replicas: int, shard: int) -> None:
+    averaged = simulate(ranks, Scenario(choices("local_sgd", every=1), replicas, shard))
+    synchronous = simulate(ranks, Scenario(choices("synchronous"), replicas, shard))
+    assert (averaged.counts[0], synchronous.counts[0]) == (8, 0)
+    assert_close(averaged, synchronous)
+
+
+@pytest.mark.parametrize(("method", "lr", "momentum"), [("diloco", 0.7, 0.9), ("edit", 0.8, 0.85)])
+def test_first_nesterov_displacement(ranks: RankPool, method: str, lr: float, momentum: float) -> None:
+    """(1 + mu) lr D after the first round, and mu lr (1 + mu) D more after a second one in which nothing moved."""
+    changes = {"outer": {"kind": "nesterov", "lr": lr, "momentum": momentum}, "penalty": None, "warmup_steps": 0}
+    still = {(step, replica, block): 0.0 for step in (3, 4) for replica in range(2) for block in range(len(SHAPES))}
+    run = {"steps": 4, "scales": still, "pull": 0.0}
+    never = simulate(ranks, Scenario(choices(method, every=100, **changes), **run))
+    twice = simulate(ranks, Scenario(choices(method, every=2, **changes), **run))
+    for block in range(len(SHAPES)):
+        start, moved = never.forwards[0][block], never.forwards[2][block]
+        first = (1 + momentum) * lr * (start - moved).mean(0)
+        second = momentum**2 * lr * (start - moved).mean(0)
+        np.testing.assert_allclose(twice.forwards[2][block], start - first, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(twice.final[block], start - first - second, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("replicas", "shard"), [*MESHES, pytest.param(1, 4, id="1x4")])
+def test_every_element_of_every_parameter_is_averaged(ranks: RankPool, seed: int, replicas: int, shard: int) -> None:
+    """Whatever the sizes: some shards are empty on some ranks, and single elements are not skipped."""
+    draw = np.random.default_rng(seed)
+    shapes = tuple(
+        tuple(tuple(draw.integers(1, 8, draw.integers(1, 4)).tolist()) for _ in range(draw.integers(1, 5)))
+        for _ in range(draw.integers(1, 6))
+    )
+    without_anchor = choices("local_sgd", every=1)
+    with_anchor = edit(every=1, outer={"kind": "average"})
+    for sync in (without_anchor, with_anchor):
+        scenario = Scenario(sync, replicas, shard, steps=1, shapes=shapes, seed=seed)
+        for block, result in enumerate(simulate(ranks, scenario).final):
+            mean = (1 - scenario.pull) * scenario.start(block) + scenario.noise(1, block).mean(0)
+            np.testing.assert_allclose(result, mean[None].repeat(replicas, 0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("method", ["local_sgd", "diloco", "edit"])
+def test_bytes_are_those_of_the_rings(ranks: RankPool, method: str, replicas: int, shard: int) -> None:
+    """Per round and rank 2 (N-1)/N of its shards' bytes, plus a few scalars that the replicas gather."""
+    sync = choices(method, every=2, warmup_steps=2)
+    scenario = Scenario(sync, replicas, shard, steps=8)
+    values = sum(scenario.size(block) for block in range(len(SHAPES)))
+    vectors = 3 * replicas * 2 * (replicas - 1) / replicas * values * 8
+    scalars = simulate(ranks, scenario).bytes_sent - vectors
+    assert 0 <= scalars <= 3 * replicas * shard * (replicas - 1) * (len(SHAPES) + 1) * 8
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+def test_offload_changes_no_bit(ranks: RankPool, replicas: int, shard: int) -> None:
+    got, expected = (
+        simulate(ranks, Scenario(edit(warmup_steps=2, offload=offload), replicas, shard, resume_after=5))
+        for offload in (True, False)
+    )
+    assert_same_bits(got, expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has anything to offload from; there is none")
+def test_offload_on_a_gpu_changes_no_bit() -> None:
+    one = Comms(None, torch.device("cuda"))
+    kept, offloaded = (
+        train(Scenario(edit(warmup_steps=2, offload=offload), 1, 1, resume_after=5), one, one)
+        for offload in (False, True)
+    )
+    for ours, theirs in zip([*offloaded.forwards, offloaded.final], [*kept.forwards, kept.final], strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(np.concatenate(a, axis=None), np.concatenate(b, axis=None))

@@ -1,0 +1,176 @@
+"""Synchronisation on four gloo ranks against the float64 oracle: every step of a run, and what it counted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmtrain.config import PenaltySection
+from llmtrain.sync.penalty import Penalty
+from tests.distributed.fake_engine import Scenario, choices, edit, replay, simulate
+from tests.distributed.pool import RankPool
+from tests.distributed.trace import assert_same_bits, assert_same_run
+
+MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1")]
+
+
+ALL_PARTS = {"z": 1.5, "temperature": 0.3, "clip": 0.5}
+
+PLAIN = {
+    "local_sgd": choices("local_sgd", every=3),
+    "local_sgd-layerwise": choices("local_sgd", every=3, schedule="layerwise"),
+    "average-every-step": choices("local_sgd", every=1),
+    "diloco": choices("diloco", every=3),
+    "diloco-layerwise": choices("diloco", every=3, schedule="layerwise"),
+    "sgd-outer": choices("diloco", every=3, outer={"kind": "sgd", "lr": 0.6}),
+    "synchronous": choices("synchronous"),
+    "warm-up-then-diloco": choices("diloco", every=2, warmup_steps=3),
+    "warm-up-then-edit": edit(every=2, warmup_steps=3, penalty={"clip": 1.0, "temperature": 0.5}),
+    "warm-up-then-local_sgd": choices("local_sgd", every=2, warmup_steps=3),
+    "nothing-but-warm-up": choices("edit", warmup_steps=8),
+}
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("sync", PLAIN.values(), ids=PLAIN.keys())
+def test_methods(ranks: RankPool, sync: Any, replicas: int, shard: int) -> None:
+    scenario = Scenario(sync, replicas, shard, steps=8)
+    assert_same_run(simulate(ranks, scenario), replay(scenario))
+
+
+@pytest.mark.parametrize(("replicas", "shard"), [(1, 2), (3, 1), (1, 1)], ids=["1x2", "3x1", "1x1"])
+@pytest.mark.parametrize("sync", [edit(penalty=ALL_PARTS), choices("local_sgd", every=2)], ids=["edit", "local_sgd"])
+def test_meshes_that_are_not_square(ranks: RankPool, sync: Any, replicas: int, shard: int) -> None:
+    scenario = Scenario(sync, replicas, shard, steps=7)
+    assert_same_run(simulate(ranks, scenario), replay(scenario))
+
+
+PENALTIES = {
+    "no-part": {},
+    "clip": {"clip": 0.5},
+    "clip-that-never-clips": {"clip": 1e6},
+    "temperature": {"temperature": 0.3},
+    "z": {"z": 1.0},
+    "z-and-temperature": {"z": 1.0, "temperature": 0.3},
+    "all": ALL_PARTS,
+    "paper-values": {"z": 3.0, "temperature": 1.0, "clip": 10.0, "ema": 0.02, "min_rounds": 10},
+}
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES.keys())
+def test_penalty_parts(ranks: RankPool, penalty: dict, replicas: int, shard: int) -> None:
+    """Enough rounds for the running statistics to matter: the oracle flags ordinary norms now and then."""
+    scenario = Scenario(edit(penalty=penalty), replicas, shard, steps=26)
+    expected = replay(scenario)
+    if penalty.get("z") in (1.0, 1.5):
+        assert expected.counts[1] > 3, "the case would not test what it is for"
+    assert_same_run(simulate(ranks, scenario), expected)
+
+
+@pytest.mark.parametrize("schedule", ["blocking", "layerwise"])
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+def test_an_anomalous_replica(ranks: RankPool, replicas: int, shard: int, schedule: str) -> None:
+    """A spike before `min_rounds` counts, one after it is left out, and leaves no trace in the statistics."""
+    scales = {(3, 1, 0): 30.0, (9, 1, 1): 30.0, (11, 1, 1): 4.0, (13, 0, 2): 30.0, (13, 1, 3): 30.0}
+    sync = edit(penalty={**ALL_PARTS, "z": 4.0, "min_rounds": 3, "ema": 0.1}, schedule=schedule)
+    scenario = Scenario(sync, replicas, shard, steps=16, scales=scales)
+    expected = replay(scenario)
+    assert expected.counts[1] >= 4
+    assert expected.counts[2] == 0
+    assert_same_run(simulate(ranks, scenario), expected)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [None, 0.5])
+@pytest.mark.parametrize("z", [None, 3.0])
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+def test_a_non_finite_replica(
+    ranks: RankPool, replicas: int, shard: int, z: float | None, temperature: float | None, value: float
+) -> None:
+    """It is left out from the first round on, in that block alone, and follows the others again afterwards."""
+    sync = edit(penalty={"z": z, "min_rounds": 10, "temperature": temperature, "clip": 1.0})
+    scenario = Scenario(sync, replicas, shard, steps=8, scales={(2, 1, 1): value, (6, 0, 0): value})
+    got = simulate(ranks, scenario)
+    assert got.counts[1:] == (2, 0)
+    assert all(np.isfinite(block).all() for block in got.final)
+    assert_same_run(got, replay(scenario))
+
+
+@pytest.mark.parametrize("offender", [math.nan, 100.0])
+@pytest.mark.parametrize("schedule", ["blocking", "layerwise"])
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+def test_all_anomalous_is_a_rollback(
+    ranks: RankPool, replicas: int, shard: int, schedule: str, offender: float
+) -> None:
+    """The block returns to its anchor; anchor and momentum stay, which the rounds after it show."""
+    scales = {(9, replica, block): offender for replica in range(replicas) for block in (1, 3)}
+    sync = edit(penalty={**ALL_PARTS, "z": 6.0, "min_rounds": 3}, schedule=schedule)
+    scenario = Scenario(sync, replicas, shard, steps=14, scales=scales)
+    got = simulate(ranks, scenario)
+    assert got.counts[2] == 2
+    np.testing.assert_array_equal(got.forwards[10][1], got.forwards[8][1], err_msg="not the anchor")
+    assert_same_run(got, replay(scenario))
+
+
+def test_nobody_has_a_weight_where_all_are_anomalous() -> None:
+    """Zeros and not NaN: these weights are also reported."""
+    norms = torch.tensor([[math.nan, 1.0], [math.inf, 1.0]], dtype=torch.float64)
+    for temperature in (None, 1.0):
+        section = PenaltySection(temperature=temperature)
+        assert Penalty(section, 2, 2).judge(norms).weights.tolist() == [[0.0, 0.5], [0.0, 0.5]]
+
+
+def test_a_mean_without_spread(ranks: RankPool) -> None:
+    """Norms that have always been 0 have no deviation: 0 is ordinary, anything above it is infinitely far."""
+    scales = {(step, replica, block): 0.0 for step in range(1, 7) for replica in range(2) for block in range(4)}
+    sync = edit(penalty={"z": 5.0})
+    scenario = Scenario(sync, 2, 2, steps=8, scales=scales, pull=0.0)
+    expected = replay(scenario)
+    assert expected.counts == (4, 8, 4)
+    assert_same_run(simulate(ranks, scenario), expected)
+
+
+FINISHES = {
+    "truncated": (9, "blocking"),
+    "truncated-layerwise": (9, "layerwise"),
+    "armed-layerwise": (8, "layerwise"),
+    "nothing-left": (8, "blocking"),
+    "shorter-than-a-round": (3, "blocking"),
+    "shorter-than-a-round-layerwise": (3, "layerwise"),
+}
+
+
+@pytest.mark.parametrize(("steps", "schedule"), FINISHES.values(), ids=FINISHES.keys())
+@pytest.mark.parametrize("method", ["diloco", "edit", "local_sgd"])
+def test_finish(ranks: RankPool, method: str, steps: int, schedule: str) -> None:
+    changes = {"schedule": schedule, "warmup_steps": 2}
+    sync = edit(every=3, penalty=ALL_PARTS, **changes) if method == "edit" else choices(method, every=3, **changes)
+    scenario = Scenario(sync, 2, 2, steps=steps)
+    got = simulate(ranks, scenario)
+    assert got.counts[0] == math.ceil((steps - 2) / 3)
+    assert_same_run(got, replay(scenario))
+
+
+RESUMED = {
+    "diloco": choices("diloco", every=3, warmup_steps=2),
+    "local_sgd-layerwise": choices("local_sgd", every=3, warmup_steps=2, schedule="layerwise"),
+    "edit": edit(every=3, penalty={**ALL_PARTS, "z": 1.0}, warmup_steps=2),
+    "edit-blocking": edit(every=3, penalty={**ALL_PARTS, "z": 1.0}, warmup_steps=2, schedule="blocking"),
+}
+MOMENTS = {"in-warm-up": 1, "after-warm-up": 2, "in-first-round": 3, "armed": 11, "in-a-round": 13, "last-step": 18}
+
+
+@pytest.mark.parametrize("resume_after", MOMENTS.values(), ids=MOMENTS.keys())
+@pytest.mark.parametrize("sync", RESUMED.values(), ids=RESUMED.keys())
+def test_a_resumed_run_is_the_run_left_alone(ranks: RankPool, sync: Any, resume_after: int) -> None:
+    """To the last bit, with everything built anew and loaded; 11 is the last step of a round."""
+    alone = Scenario(sync, 2, 2, steps=18)
+    got = simulate(ranks, Scenario(sync, 2, 2, steps=18, resume_after=resume_after))
+    expected = simulate(ranks, alone)
+    assert_same_bits(got, expected)
+    assert_same_run(got, replay(alone))

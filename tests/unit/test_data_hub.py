@@ -1,0 +1,146 @@
+"""Hub data sets against a small hub of our own on this machine; and what is said, soon, when there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+FILES = {
+    "data/train.jsonl": "\n".join(json.dumps({"text": f"story {i}"}) for i in range(300)).encode(),
+    "data/test.jsonl": b'{"text": "held out"}\n',
+}
+COMMIT = "a" * 40
+
+READ = """
+from pathlib import Path
+from llmtrain.config import DataSection
+from llmtrain.data import hub
+from llmtrain.data.sources import documents
+from llmtrain.data.tokenizer import load_tokenizer
+from llmtrain.errors import DataError
+hub.TIMEOUT = {timeout}
+for keys, split in {attempts}:
+    try:
+        data = DataSection(**keys)
+        texts = load_tokenizer(data, Path("nowhere")) if split == "tokenizer" else list(documents(data, split))
+        print(len(texts), texts[0])
+    except DataError as error:
+        print(error)
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's API as streaming a data set of jsonl files needs."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path.startswith("/datasets/o/d/resolve/"):
+            self.send_data(FILES.get(path.split("/", 6)[6]))
+        elif path in ("/api/datasets/o/d", f"/api/datasets/o/d/revision/{COMMIT}"):
+            siblings = [{"rfilename": name} for name in FILES]
+            self.send_json({"id": "o/d", "sha": COMMIT, "siblings": siblings, "private": False, "gated": False})
+        elif path == f"/api/datasets/o/d/tree/{COMMIT}":
+            self.send_json([{"type": "directory", "path": "data", "oid": COMMIT, "size": 0}])
+        elif path == f"/api/datasets/o/d/tree/{COMMIT}/data":
+            self.send_json([{"type": "file", "path": n, "size": len(b), "oid": COMMIT} for n, b in FILES.items()])
+        else:
+            self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET
+
+    def send_json(self, content: object) -> None:
+        self.answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def send_data(self, content: bytes | None) -> None:
+        if content is None:
+            self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+            return
+        first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        part = content[int(first) : int(last or len(content)) + 1]
+        position = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
+        code = 206 if "Range" in self.headers else 200
+        self.answer(code, part, {"ETag": f'"{len(content)}"', "X-Repo-Commit": COMMIT, "Content-Range": position})
+
+    def answer(self, code: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def attempt(endpoint: str, home: Path, *attempts: tuple[dict[str, object], str], timeout: float = 5.0) -> list[str]:
+    """What each attempt printed, in a process that takes `endpoint` for the hub (it is read on import)."""
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+    environment.pop("HF_HUB_OFFLINE", None)
+    command = [sys.executable, "-c", READ.format(attempts=list(attempts), timeout=timeout)]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_hub_data_set_is_streamed_by_split_and_mistakes_are_named(hub: str, tmp_path: Path) -> None:
+    source = {"source": "hf:o/d"}
+    assert attempt(
+        hub,
+        tmp_path,
+        ({**source, "validation": "test"}, "train"),
+        ({**source, "validation": "test"}, "validation"),
+        ({**source, "text_key": "body"}, "train"),
+        ({**source, "split": "nothing"}, "train"),
+        ({**source, "validation": "nothing"}, "validation"),
+        ({**source, "subset": "small"}, "train"),
+        ({"source": "hf:o/none"}, "train"),
+    ) == [
+        "300 story 0",
+        "1 held out",
+        "hf:o/d: no column data.text_key=body; it has text",
+        "hf:o/d: data.subset=null, data.split=nothing: Bad split: nothing. Available splits: ['train', 'test']",
+        "hf:o/d: data.subset=null, data.validation=nothing: Bad split: nothing. Available splits: ['train', 'test']",
+        "hf:o/d: data.subset=small, data.split=train: BuilderConfig 'small' not found. Available: ['default']",
+        "data.source: the Hugging Face hub has no public dataset 'o/none'; check the name (log in if it is private)",
+    ]
+
+
+def test_without_a_hub_one_line_says_so_soon(tmp_path: Path) -> None:
+    with socket.socket() as silent:  # accepts and never answers: the worst that a network can do
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        start = time.monotonic()
+        said = attempt(
+            f"http://127.0.0.1:{silent.getsockname()[1]}",
+            tmp_path,
+            ({"source": "hf:roneneldan/TinyStories"}, "train"),
+            ({"tokenizer": "gpt2"}, "tokenizer"),
+            timeout=1.0,
+        )
+        assert time.monotonic() - start < 20
+    source, tokenizer = said
+    assert source.startswith("data.source: 'roneneldan/TinyStories' needs the Hugging Face hub, which can't be used")
+    assert source.endswith("connect to the internet, or use data.source=/path/to/files or data.source=stdlib")
+    assert tokenizer.startswith("data.tokenizer: 'gpt2' needs the Hugging Face hub, which can't be used from here")
+    assert tokenizer.endswith("connect to the internet, or use a folder that has its tokenizer.json, or train:SIZE")

@@ -1,0 +1,120 @@
+"""The loader: every sample once an epoch, one global order for every mesh, resumable by position; fixed validation."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from llmtrain.data.loader import IGNORED, Loader, eval_batches
+from llmtrain.data.shards import TokenShards
+from llmtrain.errors import DataError
+
+LENGTH, BATCH = 4, 8
+MESHES = [(1, 1), (2, 2), (4, 1), (1, 4)]
+
+
+def sequence(samples: int) -> TokenShards:
+    """Tokens that are their own positions, in two shards, with a tail too short for a window."""
+    return TokenShards(np.split(np.arange(samples * LENGTH + 3, dtype=np.uint32), [samples * LENGTH // 3]))
+
+
+def loader(tokens: TokenShards, replica: int = 0, replicas: int = 1, shard_rank: int = 0, shard: int = 1, **keys: int):
+    keys = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1, "seed": 7} | keys
+    return Loader(tokens, replica=replica, replicas=replicas, shard_rank=shard_rank, shard=shard, **keys)
+
+
+def steps(tokens: TokenShards, replicas: int, shard: int, count: int, micro_batch: int = 1) -> list[list[int]]:
+    """Samples of each step, in the order of ranks."""
+    ranks = [
+        loader(tokens, r, replicas, s, shard, micro_batch=micro_batch) for r in range(replicas) for s in range(shard)
+    ]
+    taken = []
+    for _ in range(count):
+        rows = torch.cat([batch for rank in ranks for batch in rank.next()])
+        assert rows.dtype == torch.int64 and rows.shape == (BATCH, LENGTH + 1)
+        assert torch.equal(rows, rows[:, :1] + torch.arange(LENGTH + 1))
+        taken.append((rows[:, 0] // LENGTH).tolist())
+    return taken
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+def test_every_sample_once_an_epoch(replicas: int, shard: int) -> None:
+    taken = list(itertools.chain(*steps(sequence(24), replicas, shard, 9)))
+    epochs = [taken[i : i + 24] for i in (0, 24, 48)]
+    assert all(sorted(epoch) == list(range(24)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != list(range(24))
+
+
+@pytest.mark.parametrize("samples", [24, 29])
+def test_global_order_depends_on_the_seed_alone(samples: int) -> None:
+    tokens = sequence(samples)
+    expected = steps(tokens, 1, 1, 12)
+    for replicas, shard in MESHES:
+        for micro_batch in (1, 2):
+            assert steps(tokens, replicas, shard, 12, micro_batch) == expected
+    endless = list(itertools.chain(*expected))
+    assert sorted(endless[samples : 2 * samples]) == list(range(samples))
+    assert endless[:samples] == np.random.default_rng([7, 0]).permutation(samples).tolist()
+
+
+def test_micro_batches_cut_a_rank_s_part_in_order() -> None:
+    micro = loader(sequence(24), 1, 2, micro_batch=2).next()
+    assert [batch.shape for batch in micro] == [(2, LENGTH + 1)] * 2
+    assert torch.equal(torch.cat(micro), torch.cat(loader(sequence(24), 1, 2, micro_batch=4).next()))
+
+
+@pytest.mark.parametrize("before", [0, 1, 3, 5])
+def test_resume_by_position(before: int) -> None:
+    first = loader(sequence(29), 1, 2)
+    for _ in range(before):
+        first.next()
+    assert first.state_dict() == {"position": before * BATCH}
+    assert first.epoch == before * BATCH / 29
+    second = loader(sequence(29), 1, 2)
+    second.next()
+    second.load_state_dict(first.state_dict())
+    for _ in range(8):
+        assert all(torch.equal(a, b) for a, b in zip(first.next(), second.next(), strict=True))
+
+
+def test_seeds_differ_and_a_window_s_last_token_is_the_next_one_s_first() -> None:
+    tokens = sequence(24)
+    assert not torch.equal(torch.cat(loader(tokens).next()), torch.cat(loader(tokens, seed=8).next()))
+    assert loader(tokens).num_samples == 24
+    exact = TokenShards([np.arange(24 * LENGTH, dtype=np.uint16)])
+    assert loader(exact).num_samples == 23
+
+
+def test_too_little_text_is_refused_with_both_numbers() -> None:
+    loader(sequence(BATCH))
+    with pytest.raises(DataError, match="training data: 31 tokens there, 33 needed for one step of 8 sequences of 4"):
+        loader(sequence(BATCH - 1))
+
+
+def evaluate(tokens: TokenShards, world: int, max_tokens: int, micro_batch: int = 2):
+    keys = {"max_tokens": max_tokens, "sequence_length": LENGTH, "micro_batch": micro_batch, "world": world}
+    return [list(eval_batches(tokens, rank=rank, **keys)) for rank in range(world)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("max_tokens", "windows"), [(1, 1), (4, 1), (27, 6), (28, 7), (10**6, 11)])
+def test_validation_windows_are_dealt_once_in_equal_numbers(world: int, max_tokens: int, windows: int) -> None:
+    ranks = evaluate(sequence(11), world, max_tokens)
+    assert len({len(batches) for batches in ranks}) == 1
+    seen = []
+    for inputs, labels in (batch for batches in ranks for batch in batches):
+        assert inputs.shape == labels.shape == (2, LENGTH) and inputs.dtype == labels.dtype == torch.int64
+        real = (labels != IGNORED).all(dim=1)
+        assert (labels[~real] == IGNORED).all()
+        assert torch.equal(labels[real], inputs[real] + 1)
+        seen += (inputs[real][:, 0] // LENGTH).tolist()
+    assert sorted(seen) == list(range(windows))
+
+
+def test_too_little_validation_text_is_refused_at_once() -> None:
+    with pytest.raises(DataError, match="validation data: 4 tokens there, 5 needed for one sequence"):
+        keys = {"max_tokens": 100, "sequence_length": LENGTH, "micro_batch": 1, "rank": 0, "world": 1}
+        eval_batches(TokenShards([np.arange(4, dtype=np.uint16)]), **keys)

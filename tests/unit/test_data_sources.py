@@ -1,0 +1,144 @@
+"""Every kind of source gives its documents, splits are disjoint, and what is wrong is said in one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sysconfig
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from llmtrain.config import DataSection
+from llmtrain.data.sources import documents, fingerprint
+from llmtrain.errors import DataError
+
+STORIES = [f"Story {i}.\n\nThe {i} cats sat." for i in range(40)]
+
+
+def write_jsonl(path: Path, texts: list[str | None], key: str = "text") -> Path:
+    raw = "\n".join(json.dumps({"id": i, key: text}) for i, text in enumerate(texts)).encode()
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+    return path
+
+
+def write_parquet(path: Path, texts: list[str | None], key: str = "text") -> Path:
+    pyarrow.parquet.write_table(pyarrow.table({"id": range(len(texts)), key: texts}), path, row_group_size=7)
+    return path
+
+
+def read(source: Path | str, **keys: object) -> list[str]:
+    data = DataSection(source=str(source), **keys)
+    return list(documents(data, "train")) + list(documents(data, "validation"))
+
+
+def test_txt_is_cut_at_the_separator_stripped_and_empties_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("\n<|endoftext|>\n".join(["", *STORIES, "  \n", "", "last"]))
+    assert sorted(read(path)) == sorted([*STORIES, "last"])
+    path.write_text("one\n---\ntwo")
+    assert sorted(read(path, separator="---")) == ["one", "two"]
+    assert read(path, separator=None) == ["one\n---\ntwo"]
+
+
+def test_txt_separator_across_read_chunks(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    first = "x" * ((1 << 20) - 5)
+    path.write_text(f"{first}<|endoftext|>second")
+    assert sorted(read(path)) == ["second", first]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.gz", "a.parquet"])
+def test_rows_of_text_skip_null_and_blank(tmp_path: Path, name: str) -> None:
+    write = write_parquet if name.endswith("parquet") else write_jsonl
+    path = write(tmp_path / name, [*STORIES, None, " \n"], key="body")
+    assert sorted(read(path, text_key="body")) == sorted(STORIES)
+    with pytest.raises(DataError, match=r"no column data\.text_key=text; it has id, body"):
+        read(path)
+
+
+def test_folder_is_sorted_mixed_and_without_hidden_files(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".cache").mkdir()
+    write_jsonl(tmp_path / "b.jsonl", ["from b"])
+    write_parquet(tmp_path / "sub" / "c.parquet", ["from c"])
+    (tmp_path / "a.txt").write_text("from a")
+    (tmp_path / ".cache" / "x.txt").write_text("hidden")
+    (tmp_path / "README.md").write_text("not data")
+    data = DataSection(source=str(tmp_path), validation=str(tmp_path / "b.jsonl"))
+    assert list(documents(data, "train")) == ["from a", "from b", "from c"]
+    assert list(documents(data, "validation")) == ["from b"]
+
+
+def test_held_out_documents_depend_on_their_text_alone(tmp_path: Path) -> None:
+    def splits(texts: list[str]) -> tuple[set[str], set[str]]:
+        data = DataSection(source=str(write_jsonl(tmp_path / "a.jsonl", texts)), validation_fraction=0.3)
+        return set(documents(data, "train")), set(documents(data, "validation"))
+
+    many = [f"document {i}" for i in range(2000)]
+    train, validation = splits(many)
+    assert not train & validation and train | validation == set(many)
+    assert 0.26 < len(validation) / len(many) < 0.34
+    assert splits(many[::-1]) == (train, validation)
+
+
+def test_half_a_surrogate_pair_becomes_a_replacement(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "bad \\ud83d end"}')
+    assert read(tmp_path / "a.jsonl") == ["bad ? end"]
+
+
+def test_stdlib_is_source_code_without_tests() -> None:
+    data = DataSection(source="stdlib", validation_fraction=0.05)
+    train, validation = set(documents(data, "train")), set(documents(data, "validation"))
+    root = Path(sysconfig.get_path("stdlib"))
+    assert (root / "json" / "decoder.py").read_text("utf-8") in train | validation
+    assert validation and not train & validation
+    tests = root / "test" / "test_json" / "test_decode.py"
+    assert not tests.exists() or tests.read_text("utf-8") not in train | validation
+    assert sum(map(len, train)) > 3_000_000
+    assert list(documents(data, "train")) == list(documents(data, "train"))
+
+
+def test_fingerprint_follows_files_and_python_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    data = DataSection(source=str(path))
+    before = fingerprint(data)
+    assert fingerprint(data) == before
+    monkeypatch.chdir(tmp_path)
+    assert fingerprint(DataSection(source="a.txt")) == before
+    path.write_text("other")
+    assert fingerprint(data) != before
+    stdlib = fingerprint(DataSection(source="stdlib"))
+    monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
+    assert fingerprint(DataSection(source="stdlib")) != stdlib
+
+
+def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.csv").write_text("text\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ')
+    (tmp_path / "list.jsonl").write_text("[1]")
+    (tmp_path / "number.jsonl").write_text('{"text": 3}')
+    (tmp_path / "bad.parquet").write_bytes(b"not parquet")
+    write_jsonl(tmp_path / "cut.jsonl.gz", STORIES)
+    (tmp_path / "cut.jsonl.gz").write_bytes((tmp_path / "cut.jsonl.gz").read_bytes()[:-20])
+    for name, message in {
+        "nothing": r"data\.source: .*nothing: no such file or folder; expected stdlib, a path, or hf:",
+        "empty": r"empty: no text in this folder; expected files that end in \.txt, \.jsonl",
+        "a.csv": r"a\.csv: unknown kind of file; expected \.txt",
+        "latin.txt": r"latin\.txt: not UTF-8",
+        "bad.jsonl": r"bad\.jsonl:2: not JSON",
+        "list.jsonl": r"list\.jsonl:1: expected a JSON object a line, found list",
+        "number.jsonl": r"number\.jsonl:1: data\.text_key=text holds int, expected text",
+        "bad.parquet": r"bad\.parquet: can't be read as parquet",
+        "cut.jsonl.gz": r"cut\.jsonl\.gz: damaged gzip file",
+    }.items():
+        with pytest.raises(DataError, match=message) as caught:
+            read(tmp_path / name)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match=r"data\.validation: .*nothing: no such file"):
+        read("stdlib", validation=str(tmp_path / "nothing"))

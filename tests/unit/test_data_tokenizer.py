@@ -1,0 +1,135 @@
+"""Tokenizers: trained ones give text back exactly and agree with sentencepiece; given ones need an eos."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from llmtrain.config import DataSection
+from llmtrain.data import tokenizer as module
+from llmtrain.data.sources import documents
+from llmtrain.data.tokenizer import load_tokenizer, sample, train_tokenizer, vocab_size
+from llmtrain.errors import DataError
+
+ODD = ["", " ", "  a\t\tb\n\n  c  ", "\u2581x \u2581", "<unk>", "<0x41>", "<|endoftext|>", "日本語 ü \0 \r\n", "🙂" * 3]
+
+
+def ids(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def python_files() -> list[str]:
+    return list(itertools.islice(documents(DataSection(source="stdlib"), "train"), 60))
+
+
+def test_trained_tokenizer_round_trips_and_agrees_with_sentencepiece(
+    python_files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    trained = []
+    convert = module.fast_tokenizer
+    monkeypatch.setattr(module, "fast_tokenizer", lambda pieces: trained.append(pieces) or convert(pieces))
+    tokenizer = train_tokenizer(python_files, 1000)
+    assert vocab_size(tokenizer) == 1000 and tokenizer.eos_token_id == 1
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for text in python_files[:20] + ODD:
+        assert loaded.decode(ids(loaded, text)) == text
+        assert ids(loaded, text) == ids(tokenizer, text)
+        assert loaded.eos_token_id not in ids(loaded, text)
+    for text in python_files[:20]:
+        assert ids(loaded, text) == trained[0].encode(text)
+    assert sum(len(ids(loaded, text)) for text in python_files) < 0.5 * sum(map(len, python_files))
+
+
+def test_training_is_deterministic(python_files: list[str]) -> None:
+    first, second = (train_tokenizer(python_files[:20], 600) for _ in range(2))
+    assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
+
+
+def test_long_words_and_null_bytes_can_be_trained_on() -> None:
+    texts = ["語" * 100_000 + "\0", "a b c d e f g" * 50]
+    tokenizer = train_tokenizer(texts, 275)
+    assert tokenizer.decode(ids(tokenizer, texts[0])) == texts[0]
+
+
+def test_sample_is_bounded_even_and_deterministic() -> None:
+    texts = [f"{i:010d}" for i in range(1000)]
+    kept = sample(texts, size=1000, of=8000)
+    assert 500 <= sum(map(len, kept)) <= 1000
+    assert len({int(b) - int(a) for a, b in itertools.pairwise(kept)}) == 1
+    assert 700 < int(kept[-1]) < 800
+    assert sample(texts, size=10**9, of=10**9) == texts
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("train:x", "expected train:SIZE with a whole number"),
+        ("train:100", "can't be trained on this source: Vocabulary size is smaller than required_chars"),
+        ("train:5000", "can't be trained on this source: Vocabulary size too high"),
+    ],
+)
+def test_impossible_training_is_one_line(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "a.txt").write_text("<|endoftext|>".join(f"a few words {i}" for i in range(50)))
+    with pytest.raises(DataError, match=message) as caught:
+        load_tokenizer(DataSection(source=str(tmp_path / "a.txt"), tokenizer=name), tmp_path / "tokenizer")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "tokenizer").exists()
+
+
+def bare_tokenizer(path: Path, special: str | None) -> Path:
+    """A tokenizer.json without a config beside it."""
+    from tokenizers import AddedToken, Tokenizer, models
+
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    if special:
+        tokenizer.add_special_tokens([AddedToken(special, special=True)])
+    tokenizer.save(str(path))
+    return path
+
+
+def test_eos_is_found_in_a_bare_file_or_the_tokenizer_refused(tmp_path: Path) -> None:
+    file = bare_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    for given in (file, tmp_path):
+        cache = tmp_path / f"cache-{given.name}"
+        tokenizer = load_tokenizer(DataSection(tokenizer=str(given)), cache)
+        assert tokenizer.eos_token == "</s>" and tokenizer.eos_token_id == 2 and vocab_size(tokenizer) == 3
+    file = bare_tokenizer(tmp_path / "none.json", None)
+    with pytest.raises(DataError, match=r"none\.json has no eos token"):
+        load_tokenizer(DataSection(tokenizer=str(file)), tmp_path / "other")
+
+
+def test_a_kept_tokenizer_is_loaded_again(tmp_path: Path) -> None:
+    file = bare_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    load_tokenizer(DataSection(tokenizer=str(file)), tmp_path / "cache")
+    assert load_tokenizer(DataSection(tokenizer="not/there"), tmp_path / "cache").eos_token_id == 2
+
+
+def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"data\.tokenizer: .*tokenizer\.json: not a tokenizer") as caught:
+        load_tokenizer(DataSection(tokenizer=str(tmp_path / "tokenizer.json")), tmp_path / "cache")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("folder", "size", "eos"), [("tokenizers/gpt2", 50257, 50256), ("models/stories260K", 512, 2)])
+def test_published_tokenizers(shared_data: Path, tmp_path: Path, folder: str, size: int, eos: int) -> None:
+    tokenizer = load_tokenizer(DataSection(tokenizer=str(shared_data / folder)), tmp_path / "cache")
+    assert (vocab_size(tokenizer), tokenizer.eos_token_id) == (size, eos)
+    stories = DataSection(source=str(shared_data / "tinystories/valid.txt"))
+    for text in itertools.islice(documents(stories, "train"), 20):
+        assert tokenizer.decode(ids(tokenizer, text)) == text
+        assert eos not in ids(tokenizer, text)
+
+
+def test_training_on_stories(shared_data: Path, tmp_path: Path) -> None:
+    data = DataSection(source=str(shared_data / "tinystories/valid.txt"), tokenizer="train:512")
+    tokenizer = load_tokenizer(data, tmp_path / "cache")
+    assert vocab_size(tokenizer) == 512
+    for text in itertools.islice(documents(data, "train"), 50):
+        assert tokenizer.decode(ids(tokenizer, text)) == text

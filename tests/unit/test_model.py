@@ -1,0 +1,125 @@
+"""Models from transformers configs: the same logits as transformers, sensible initial values, blocks in forward order."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from llmtrain.config import ModelSection
+from llmtrain.errors import ModelError
+from llmtrain.loss import IGNORED, summed_cross_entropy
+from llmtrain.model import blocks_of, build, count_parameters, flops_per_token, initialise, model_config, named_weights
+
+LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+NEO = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8}
+CPU = torch.device("cpu")
+
+
+def materialised(section: ModelSection, seed: int = 1, dtype: torch.dtype = torch.float32):
+    model = build(model_config(section, vocab_size=97), loss_chunk=7)
+    for block in blocks_of(model):
+        initialise(model, block, seed, CPU, dtype)
+    return model
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        ModelSection(type="llama", config=LLAMA),
+        ModelSection(type="llama", config={**LLAMA, "tie_word_embeddings": True}),
+        ModelSection(type="gpt_neo", config=NEO),
+        ModelSection(type="qwen3", config={**LLAMA, "head_dim": 8, "num_key_value_heads": 2}),
+        ModelSection(type="gpt2", config={"n_embd": 32, "n_layer": 2, "n_head": 4}),
+        ModelSection(type="gemma", config={**LLAMA, "head_dim": 8, "num_key_value_heads": 1}),
+    ],
+    ids=["llama", "llama-tied", "gpt_neo", "qwen3", "gpt2", "gemma"],
+)
+def test_loss_is_that_of_transformers(section):
+    """Built on meta, materialised block by block, ours equals a plain transformers model with the same weights."""
+    model = materialised(section).eval()
+    theirs = AutoModelForCausalLM.from_config(model.causal_lm.config, dtype=torch.float32).eval()
+    missing, unexpected = theirs.load_state_dict(model.causal_lm.state_dict(), strict=False)
+    assert not unexpected and all("bias" in name or "inv_freq" in name for name in missing)
+    tokens = torch.randint(0, 97, (2, 21), generator=torch.Generator().manual_seed(0))
+    ours = model(tokens[:, :-1], tokens[:, 1:])
+    logits = theirs(input_ids=tokens[:, :-1]).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-4)
+    assert abs(ours.item() / 40 - torch.log(torch.tensor(97.0)).item()) < 0.1, "a fresh model should be near uniform"
+
+
+@pytest.mark.parametrize("kind", [ModelSection(type="llama", config=LLAMA), ModelSection(type="gpt_neo", config=NEO)])
+def test_initial_values_have_the_statistics_of_transformers(kind):
+    ours = dict(materialised(kind).causal_lm.named_parameters())
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(model_config(kind, vocab_size=97), dtype=torch.float32)
+    for name, parameter in theirs.named_parameters():
+        assert ours[name].shape == parameter.shape
+        torch.testing.assert_close(ours[name].mean(), parameter.mean(), rtol=0.05, atol=0.003)
+        torch.testing.assert_close(ours[name].std(), parameter.std(), rtol=0.15, atol=1e-6)
+
+
+def test_initial_values_come_from_seed_and_name():
+    first, again, other = (materialised(ModelSection(config=LLAMA), seed) for seed in (1, 1, 2))
+    q0, q1 = ("causal_lm.model.layers.{}.self_attn.q_proj.weight".format(i) for i in (0, 1))
+    assert torch.equal(first.get_parameter(q0), again.get_parameter(q0))
+    assert not torch.equal(first.get_parameter(q0), other.get_parameter(q0))
+    assert not torch.equal(first.get_parameter(q0), first.get_parameter(q1))
+
+
+def test_blocks_hold_every_weight_once_in_forward_order():
+    model = build(model_config(ModelSection(config=LLAMA), 97), 64)
+    blocks = blocks_of(model)
+    assert [block.name for block in blocks] == ["embedding", "layer 0", "layer 1", "layer 2", "head"]
+    owners = [id(module) for block in blocks for top in block.modules for module in top.modules()]
+    assert len(owners) == len(set(owners))
+    assert {id(owner) for _, owner, _, _ in named_weights(model)} <= set(owners)
+
+
+def test_a_tied_head_joins_the_embedding_and_counts_once():
+    tied = build(model_config(ModelSection(type="gpt_neo", config=NEO), 97), 64)
+    assert [block.name for block in blocks_of(tied)] == ["embedding and head", "layer 0", "layer 1"]
+    untied = build(model_config(ModelSection(type="gpt_neo", config={**NEO, "tie_word_embeddings": False}), 97), 64)
+    assert count_parameters(untied) - count_parameters(tied) == 97 * 32
+
+
+def test_gpt_neo_8m_has_the_published_number_of_parameters():
+    config = {"hidden_size": 128, "num_layers": 8, "num_heads": 8, "attention_types": [[["global", "local"], 4]], "max_position_embeddings": 300}
+    assert count_parameters(build(model_config(ModelSection(type="gpt_neo", config=config), 50257), 64)) == 8_054_656
+
+
+def test_flops_leave_out_embedding_look_ups():
+    model = build(model_config(ModelSection(config=LLAMA), 97), 64)
+    expected = 6 * (count_parameters(model) - 97 * 32) + 12 * 3 * 32 * 16
+    assert flops_per_token(model, sequence_length=16) == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (ModelSection(type="gemma2", config=LLAMA), "final_logit_softcapping"),
+        (ModelSection(type="no_such_model"), "no_such_model"),
+        (ModelSection(from_config="/no/such/folder"), "model.from_config"),
+        (ModelSection(type="mixtral", config={**LLAMA, "num_key_value_heads": 2}), "no initialisation is known"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_one_line(section, message):
+    with pytest.raises(ModelError, match=message) as caught:
+        materialised(section)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_chunked_loss_and_gradients_are_those_of_cross_entropy(chunk, with_bias):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((3, 4, 8), (11, 8)))
+    bias = torch.randn(11, generator=generator, dtype=torch.float64, requires_grad=True) if with_bias else None
+    labels = torch.randint(0, 11, (3, 4), generator=generator)
+    labels[1, 2:] = IGNORED
+    inputs = [hidden, weight] + ([bias] if with_bias else [])
+    ours = torch.autograd.grad(3 * summed_cross_entropy(hidden, weight, bias, labels, chunk), inputs)
+    logits = F.linear(hidden, weight, bias).flatten(0, 1)
+    theirs = torch.autograd.grad(3 * F.cross_entropy(logits, labels.flatten(), reduction="sum"), inputs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
