@@ -36,7 +36,9 @@ def bare_loop(recipe, mesh, vocab_size: int, batches) -> Callable[[], None]:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in blocks_of(model):
         initialise(model, block, 0, mesh.device, torch.float32)
-        fully_shard(block.modules if len(block.modules) > 1 else block.modules[0], mesh=mesh.devices["shard"], mp_policy=policy)
+        fully_shard(
+            block.modules if len(block.modules) > 1 else block.modules[0], mesh=mesh.devices["shard"], mp_policy=policy
+        )
     fully_shard(model, mesh=mesh.devices["shard"], mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
 
@@ -62,8 +64,8 @@ def measure(replicas: int, shard: int, turns: int, steps: int) -> None:
     from llmtrain.parallel.mesh import World, open_mesh
     from llmtrain.recipe import load_recipe
     from llmtrain.train.console import Console
-    from llmtrain.train.rundir import RunDirectory
     from llmtrain.train.run import build_trainer, prepare_for
+    from llmtrain.train.rundir import RunDirectory
     from llmtrain.train.signals import StopRequest
 
     sync = {
@@ -112,14 +114,24 @@ def measure(replicas: int, shard: int, turns: int, steps: int) -> None:
         if not mesh.is_main:
             return
         local = statistics.median(times["trainer, local step"])
-        table = Table(title=f"{replicas} replicas x {shard} shards on {mesh.device.type}, torch {torch.__version__}, {turns} turns of {steps} steps")
-        for column in ("loop", "ms/step, median", "ratio to bare", "its quartiles", f"added by one sync in {PERIOD} steps"):
+        table = Table(
+            title=f"{replicas} replicas x {shard} shards on {mesh.device.type}, torch {torch.__version__}, {turns} turns of {steps} steps"
+        )
+        for column in (
+            "loop",
+            "ms/step, median",
+            "ratio to bare",
+            "its quartiles",
+            f"added by one sync in {PERIOD} steps",
+        ):
             table.add_column(column, justify="right" if column != "loop" else "left")
         for name, series in times.items():
             ratios = [a / b for a, b in zip(series, times["bare loop"], strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
             added = f"{100 * (statistics.median(series) - local) / PERIOD / local:+.2f} %" if "sync" in name else ""
-            table.add_row(name, f"{1000 * statistics.median(series):.1f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}", added)
+            table.add_row(
+                name, f"{1000 * statistics.median(series):.1f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}", added
+            )
         RichConsole(width=140).print(table)
 
 
@@ -135,5 +147,14 @@ if __name__ == "__main__":
         measure(options.replicas, options.shard, options.turns, options.steps)
     else:
         count = str(options.replicas * options.shard)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, __file__, "--rank"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            count,
+            __file__,
+            "--rank",
+        ]
         sys.exit(subprocess.run([*command, *sys.argv[1:]], cwd=ROOT).returncode)

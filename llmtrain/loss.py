@@ -46,7 +46,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, upstream):
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         scaled_bias = None if grad_bias is None else grad_bias * upstream.to(grad_bias.dtype)
-        return grad_hidden * upstream.to(grad_hidden.dtype), grad_weight * upstream.to(grad_weight.dtype), scaled_bias, None, None
+        return (
+            grad_hidden * upstream.to(grad_hidden.dtype),
+            grad_weight * upstream.to(grad_weight.dtype),
+            scaled_bias,
+            None,
+            None,
+        )
 
 
 def summed_cross_entropy(

@@ -43,7 +43,9 @@ class LanguageModel(nn.Module):
         self.causal_lm = causal_lm
         head = causal_lm.get_output_embeddings()
         if type(head) is not nn.Linear:
-            raise ModelError(f"model: {type(causal_lm).__name__} has no linear output head; choose a causal language model")
+            raise ModelError(
+                f"model: {type(causal_lm).__name__} has no linear output head; choose a causal language model"
+            )
         causal_lm.set_output_embeddings(LossHead.from_linear(head, loss_chunk))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -67,9 +69,13 @@ def model_config(section: ModelSection, vocab_size: int | None = None) -> Pretra
         return AutoConfig.for_model(section.type, **changes)
     except OSError as error:
         reason = str(error).splitlines()[0]
-        raise ModelError(f"model.from_config={section.from_config!r} can't be read ({reason}); give a folder with config.json")
+        raise ModelError(
+            f"model.from_config={section.from_config!r} can't be read ({reason}); give a folder with config.json"
+        ) from error
     except (ValueError, TypeError) as error:
-        raise ModelError(f"model: {section.type!r} can't be built from model.config: {str(error).splitlines()[0]}") from error
+        raise ModelError(
+            f"model: {section.type!r} can't be built from model.config: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def build(config: PretrainedConfig, loss_chunk: int) -> LanguageModel:
@@ -78,12 +84,16 @@ def build(config: PretrainedConfig, loss_chunk: int) -> LanguageModel:
 
     for key in LOGIT_CHANGING_KEYS:
         if getattr(config, key, None) not in (None, 1.0):
-            raise ModelError(f"model.config.{key}={getattr(config, key)} changes the logits, which this loss does not do; choose another model")
+            raise ModelError(
+                f"model.config.{key}={getattr(config, key)} changes the logits, which this loss does not do; choose another model"
+            )
     try:
         with init_empty_weights(include_buffers=False):
             causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"model: transformers can't build {config.model_type!r}: {str(error).splitlines()[0]}") from error
+        raise ModelError(
+            f"model: transformers can't build {config.model_type!r}: {str(error).splitlines()[0]}"
+        ) from error
     model = LanguageModel(causal_lm, loss_chunk)
     if config.tie_word_embeddings:
         causal_lm.tie_weights()
@@ -94,10 +104,21 @@ def blocks_of(model: LanguageModel) -> list[ModelBlock]:
     """Embedding, each layer, final norm + head; a tied head joins the embedding, since they share their weight."""
     base = model.causal_lm.base_model
     config = model.causal_lm.config
-    children = [child for child in base.children() if isinstance(child, nn.ModuleList) or any(True for _ in child.parameters())]
-    at = next((i for i, child in enumerate(children) if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers), None)
+    children = [
+        child for child in base.children() if isinstance(child, nn.ModuleList) or any(True for _ in child.parameters())
+    ]
+    at = next(
+        (
+            i
+            for i, child in enumerate(children)
+            if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers
+        ),
+        None,
+    )
     if at is None:
-        raise ModelError(f"model: {type(base).__name__} has no list of {config.num_hidden_layers} layers; choose a decoder-only model")
+        raise ModelError(
+            f"model: {type(base).__name__} has no list of {config.num_hidden_layers} layers; choose a decoder-only model"
+        )
     before, layers, after = children[:at], children[at], children[at + 1 :]
     head = model.causal_lm.get_output_embeddings()
     named_layers = [ModelBlock(f"layer {i}", [layer]) for i, layer in enumerate(layers)]
@@ -126,11 +147,15 @@ def initialise(model: LanguageModel, block: ModelBlock, seed: int, device: torch
         if id(parameter) not in done:
             generator = torch.Generator().manual_seed(derive_seed(seed, "initialisation", name))
             value = _initial_value(owner, key, parameter.shape, std, generator, name)
-            done[id(parameter)] = nn.Parameter(value.to(device=device, dtype=dtype), requires_grad=parameter.requires_grad)
+            done[id(parameter)] = nn.Parameter(
+                value.to(device=device, dtype=dtype), requires_grad=parameter.requires_grad
+            )
         setattr(owner, key, done[id(parameter)])
 
 
-def _initial_value(owner: nn.Module, key: str, shape: torch.Size, std: float, generator: torch.Generator, name: str) -> torch.Tensor:
+def _initial_value(
+    owner: nn.Module, key: str, shape: torch.Size, std: float, generator: torch.Generator, name: str
+) -> torch.Tensor:
     if key == "bias":
         return torch.zeros(shape)
     if isinstance(owner, nn.Linear | nn.Embedding | Conv1D):
@@ -140,7 +165,9 @@ def _initial_value(owner: nn.Module, key: str, shape: torch.Size, std: float, ge
         return value
     if type(owner).__name__.endswith(("LayerNorm", "RMSNorm")) and len(shape) == 1:
         return _identity_norm_weight(owner, shape)
-    raise ModelError(f"model: no initialisation is known for {name} of {type(owner).__name__}; choose a model of linear layers, embeddings and norms")
+    raise ModelError(
+        f"model: no initialisation is known for {name} of {type(owner).__name__}; choose a model of linear layers, embeddings and norms"
+    )
 
 
 def _identity_norm_weight(norm: nn.Module, shape: torch.Size) -> torch.Tensor:
@@ -168,5 +195,3 @@ def flops_per_token(model: LanguageModel, sequence_length: int) -> float:
     looked_up.pop(id(causal_lm.get_output_embeddings().weight), None)
     multiplying = count_parameters(model) - sum(looked_up.values())
     return 6.0 * multiplying + 12.0 * config.num_hidden_layers * config.hidden_size * sequence_length
-
-

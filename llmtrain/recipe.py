@@ -192,4 +192,3 @@ def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: data}
     dot = f"{prefix}." if prefix else ""
     return {key: leaf for name, value in data.items() for key, leaf in _leaves(value, f"{dot}{name}").items()}
-

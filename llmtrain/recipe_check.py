@@ -43,7 +43,9 @@ def check_vocabulary(recipe: Recipe, vocab_size: int) -> None:
 
 def check_mesh(parallel: ParallelSection, world_size: int) -> None:
     """Raise RecipeError if replicas x shard can't be `world_size`."""
-    given = {f"parallel.{key}": getattr(parallel, key) for key in ("replicas", "shard") if getattr(parallel, key) != "auto"}
+    given = {
+        f"parallel.{key}": getattr(parallel, key) for key in ("replicas", "shard") if getattr(parallel, key) != "auto"
+    }
     ranks = _explicit_ranks(parallel)
     if ranks is not None and ranks != world_size:
         raise RecipeError(
@@ -99,7 +101,9 @@ def _check_sync(recipe: Recipe) -> None:
     if isinstance(sync.schedule, Layerwise):
         raise RecipeError(f"sync.schedule is layerwise, but {why}; use blocking, or a period of steps")
     if sync.penalty is not None:
-        raise RecipeError(f"sync.penalty is given, but {why}, and no pseudo-gradient to penalise; use null, or a period of steps")
+        raise RecipeError(
+            f"sync.penalty is given, but {why}, and no pseudo-gradient to penalise; use null, or a period of steps"
+        )
     if not isinstance(sync.outer, AverageOuter):
         raise RecipeError(f"sync.outer is {sync.outer.kind}, but {why}; use average, or a period of steps")
 
@@ -123,7 +127,9 @@ def _check_backend(parallel: ParallelSection) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            raise RecipeError("parallel.replica_backend is nccl, which needs GPUs, and there is none here; use auto or gloo")
+            raise RecipeError(
+                "parallel.replica_backend is nccl, which needs GPUs, and there is none here; use auto or gloo"
+            )
 
 
 def _check_model(recipe: Recipe) -> None:
@@ -155,7 +161,9 @@ def _check_model_keys(section: ModelSection) -> None:
     if section.from_config is None and section.type not in causal:
         near = nearest(section.type, causal)
         hint = f"did you mean {near}?" if near else "llama and gpt_neo are two of them"
-        raise RecipeError(f"model.type is {section.type!r}, not one of transformers' {len(causal)} causal language models; {hint}")
+        raise RecipeError(
+            f"model.type is {section.type!r}, not one of transformers' {len(causal)} causal language models; {hint}"
+        )
     if section.from_config is not None:
         from llmtrain.model import model_config
 

@@ -23,7 +23,7 @@ def require(name: str, kind: Literal["dataset", "model"], *, key: str, instead: 
         ) from None
     except HFValidationError:
         raise DataError(f"{key}: {name!r} is neither a file or folder here nor a {kind} name; use {instead}") from None
-    except Exception as error:  # noqa: BLE001 - a different library's exception with each version of huggingface_hub
+    except Exception as error:
         raise DataError(
             f"{key}: {name!r} needs the Hugging Face hub, which can't be used from here ({first_line(error)}); "
             f"connect to the internet, or use {instead}"

@@ -94,6 +94,7 @@ class TokenShards:
 
 
 def fsync_and_close(file: BinaryIO) -> None:
+    """Flush to the disk, not only to the kernel."""
     file.flush()
     os.fsync(file.fileno())
     file.close()

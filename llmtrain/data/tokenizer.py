@@ -66,11 +66,11 @@ def _load_local(path: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        if path.is_file():
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exception
+        is_file = path.is_file()
+        tokenizer = (
+            PreTrainedTokenizerFast(tokenizer_file=str(path)) if is_file else AutoTokenizer.from_pretrained(path)
+        )
+    except Exception as error:
         raise DataError(
             f"data.tokenizer: {path}: not a tokenizer ({first_line(error)}); expected a tokenizer.json or its folder"
         ) from None

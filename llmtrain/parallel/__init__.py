@@ -1,0 +1,1 @@
+"""The mesh, counted collectives, and the engines that run one replica."""

@@ -96,4 +96,6 @@ class Comms:
         """One line that says what was being exchanged, by whom, and what the backend reported."""
         reason = " ".join(str(error).split("\n")[0].split())
         me = f"rank {dist.get_rank()} ({self.axis} {self.rank} of {self.size})"
-        return TrainingError(f"{what} over the {self.axis} axis failed on {me}: {reason}; a peer died or took longer than run.timeout_seconds")
+        return TrainingError(
+            f"{what} over the {self.axis} axis failed on {me}: {reason}; a peer died or took longer than run.timeout_seconds"
+        )

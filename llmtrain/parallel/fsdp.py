@@ -110,7 +110,9 @@ class Fsdp2Engine(Engine):
     def state_dict(self) -> dict[str, torch.Tensor]:
         weights = {f"weights.{name}": p.detach() for name, p in self.model.named_parameters()}
         optimizer = get_optimizer_state_dict(self.model, self.optimizer)["state"]
-        return weights | {f"optimizer.{name}.{key}": value for name, slot in optimizer.items() for key, value in slot.items()}
+        return weights | {
+            f"optimizer.{name}.{key}": value for name, slot in optimizer.items() for key, value in slot.items()
+        }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():

@@ -46,9 +46,13 @@ class World:
         try:
             rank, size, local_rank, local_size = (int(env.get(name) or defaults[name]) for name in names)
         except (KeyError, ValueError) as error:
-            raise RecipeError(f"environment: {', '.join(names)} must be whole numbers, got {error}; start with torchrun or srun") from error
+            raise RecipeError(
+                f"environment: {', '.join(names)} must be whole numbers, got {error}; start with torchrun or srun"
+            ) from error
         if not 0 <= rank < size or not 0 <= local_rank < local_size:
-            raise RecipeError(f"environment: rank {rank} of {size}, local rank {local_rank} of {local_size} is impossible; check the launcher")
+            raise RecipeError(
+                f"environment: rank {rank} of {size}, local rank {local_rank} of {local_size} is impossible; check the launcher"
+            )
         return cls(rank, size, local_rank, local_size)
 
 
@@ -134,13 +138,17 @@ def build_mesh(
     )
 
 
-def _replica_group(world: World, replicas: int, shard: int, backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
+def _replica_group(
+    world: World, replicas: int, shard: int, backend: str, timeout: timedelta
+) -> dist.ProcessGroup | None:
     """Groups of its own, so that traffic between replicas has its own backend and never queues behind FSDP's."""
     if replicas == 1:
         return None
     mine = None
     for first in range(shard):  # every rank takes part in making every group
-        group = dist.new_group([first + shard * replica for replica in range(replicas)], backend=backend, timeout=timeout)
+        group = dist.new_group(
+            [first + shard * replica for replica in range(replicas)], backend=backend, timeout=timeout
+        )
         if world.rank % shard == first:
             mine = group
     return mine
@@ -150,10 +158,13 @@ def _meet(world: World, backend: str, timeout: timedelta) -> None:
     if world.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    where = f"{os.environ.get('MASTER_ADDR', 'MASTER_ADDR (unset)')}:{os.environ.get('MASTER_PORT', 'MASTER_PORT (unset)')}"
+    where = (
+        f"{os.environ.get('MASTER_ADDR', 'MASTER_ADDR (unset)')}:{os.environ.get('MASTER_PORT', 'MASTER_PORT (unset)')}"
+    )
     try:
         dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise TrainingError(f"rank {world.rank} of {world.size} could not meet the others at {where}: {reason}") from error
-
+        raise TrainingError(
+            f"rank {world.rank} of {world.size} could not meet the others at {where}: {reason}"
+        ) from error

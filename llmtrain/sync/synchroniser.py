@@ -96,7 +96,9 @@ class Synchroniser:
 
     def _weight(self, index: int) -> float:
         """How much this replica counts in the block's mean."""
-        return 1 / self.replica.size if self._verdict is None else float(self._verdict.weights[self.replica.rank, index])
+        return (
+            1 / self.replica.size if self._verdict is None else float(self._verdict.weights[self.replica.rank, index])
+        )
 
     def _start(self, index: int) -> Pending:
         message, weight = self._message(index), self._weight(index)

@@ -48,7 +48,9 @@ class Checkpoints:
         method = self.method.state_dict()
         shared = {key: method.pop(key) for key in SHARED}
         tensors = self._tensors(shared)
-        dcp.save(tensors, checkpoint_id=temporary, process_group=self.mesh.everyone.group, no_dist=self.mesh.world.size == 1)
+        dcp.save(
+            tensors, checkpoint_id=temporary, process_group=self.mesh.everyone.group, no_dist=self.mesh.world.size == 1
+        )
         ranks = self._gather({"method": method, **progress})
         if self.mesh.is_main:
             state = {"format": FORMAT, "step": step, "mesh": [self.mesh.replicas, self.mesh.shard.size]}
@@ -80,10 +82,14 @@ class Checkpoints:
         shared = anchors.state_dict() if state["anchored"] else {key: [] for key in SHARED}
         tensors = self._tensors(shared)
         try:
-            dcp.load(tensors, checkpoint_id=path, process_group=self.mesh.everyone.group, no_dist=self.mesh.world.size == 1)
+            dcp.load(
+                tensors, checkpoint_id=path, process_group=self.mesh.everyone.group, no_dist=self.mesh.world.size == 1
+            )
         except Exception as error:  # torch reports damage in many ways
             reason = " ".join(str(error).split())[:200]
-            raise CheckpointError(f"{path} can't be read: {reason}; delete it to continue from the one before") from error
+            raise CheckpointError(
+                f"{path} can't be read: {reason}; delete it to continue from the one before"
+            ) from error
         prefix = f"replica{self.mesh.replica.rank}."
         self.engine.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
         torch.set_rng_state(tensors[f"rank{self.mesh.world.rank}.rng"])
@@ -135,9 +141,13 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads((path / "state.json").read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}/state.json can't be read ({error}); delete {path} to continue from the one before") from error
+        raise CheckpointError(
+            f"{path}/state.json can't be read ({error}); delete {path} to continue from the one before"
+        ) from error
     if state.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {state.get('format')}, this version reads {FORMAT}; use the version that wrote it")
+        raise CheckpointError(
+            f"{path} has format {state.get('format')}, this version reads {FORMAT}; use the version that wrote it"
+        )
     return state
 
 

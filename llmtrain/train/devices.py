@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+
 import torch
 
 PEAK_BF16 = {
@@ -25,10 +28,15 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for part, peak in PEAK_BF16.items() if part in name), None)
 
 
+def memory_bytes(device: torch.device) -> int:
+    """All memory of the GPU, or of the machine for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Most memory this process has used: the device's allocator on a GPU, resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

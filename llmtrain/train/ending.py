@@ -21,6 +21,7 @@ from llmtrain.train.rundir import RunDirectory
 def draw_losses(metrics: Path, target: Path, title: str) -> None:
     """Training and validation loss over tokens, from metrics.jsonl to a PNG."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     lines = [json.loads(text) for text in metrics.read_text().splitlines()]
     figure = Figure(figsize=(7, 4.2), layout="constrained")
@@ -30,6 +31,7 @@ def draw_losses(metrics: Path, target: Path, title: str) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     axes.set(xlabel="tokens of all replicas", ylabel="loss (nats per token)", title=title)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(target, dpi=130)
@@ -62,7 +64,9 @@ def write_sample(recipe: Recipe, engine: Engine, mesh: Mesh, model_config: Any, 
     return tokenizer.decode(written[0, 1:], skip_special_tokens=True)
 
 
-def closing_lines(recipe: Recipe, summary: dict[str, Any], first_eval_loss: float | None, parameters: int, directory: RunDirectory) -> list[str]:
+def closing_lines(
+    recipe: Recipe, summary: dict[str, Any], first_eval_loss: float | None, parameters: int, directory: RunDirectory
+) -> list[str]:
     """Three lines: what happened, what it sent, what to try next."""
     minutes, seconds = divmod(round(summary["train_seconds"]), 60)
     fell = f" from {first_eval_loss:.2f}" if first_eval_loss is not None else ""
@@ -79,4 +83,8 @@ def closing_lines(recipe: Recipe, summary: dict[str, Any], first_eval_loss: floa
     )
     other = "diloco" if recipe.sync.method != "diloco" else "synchronous"
     board = f" · tensorboard --logdir {recipe.run.out_dir}" if recipe.log.tensorboard else ""
-    return [happened, sent, f"Look at {directory.plot}{board} · next: the same command with sync.method={other} run.name={other}"]
+    return [
+        happened,
+        sent,
+        f"Look at {directory.plot}{board} · next: the same command with sync.method={other} run.name={other}",
+    ]

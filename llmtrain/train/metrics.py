@@ -105,7 +105,9 @@ class Summariser:
         loss = float(loss_sums.sum() / tokens.sum())
         seconds = float(line.column("step_seconds").max())
         rate = float(tokens.sum()) / seconds if seconds > 0 else math.nan
-        mean, spread = (line.column(name).sum().item() / self.mesh.replicas for name in ("mean_squared", "spread_squared"))
+        mean, spread = (
+            line.column(name).sum().item() / self.mesh.replicas for name in ("mean_squared", "spread_squared")
+        )
         tags = {
             "train/loss": loss,
             "train/ppl": math.exp(min(loss, 700.0)),

@@ -15,14 +15,15 @@ from llmtrain.errors import DONE, STOPPED_EARLY, TrainingError
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import Fsdp2Engine
-from llmtrain.parallel.mesh import Mesh, World, open_mesh
+from llmtrain.parallel.mesh import Mesh, World, local_device, open_mesh
+from llmtrain.plan.memory import estimate, size_of
 from llmtrain.plan.mesh import choose_mesh
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.seeding import derive_seed
 from llmtrain.sync.method import build_method
 from llmtrain.train.checkpoint import Checkpoints
 from llmtrain.train.console import Console, human
-from llmtrain.train.devices import peak_flops
+from llmtrain.train.devices import memory_bytes, peak_flops
 from llmtrain.train.ending import closing_lines, draw_losses, write_sample
 from llmtrain.train.metrics import Summariser
 from llmtrain.train.rundir import RunDirectory
@@ -39,7 +40,9 @@ def run_training(recipe: Recipe, world: World) -> int:
     console = Console(enabled=world.rank == 0)
     prepared = prepare_for(recipe, show_progress=world.local_rank == 0)
     check_vocabulary(recipe, prepared.vocab_size)
-    replicas, shard, reason = choose_mesh(recipe, world.size, world.local_size)
+    replicas, shard, reason = choose_mesh(
+        recipe.parallel, world.size, world.local_size, lambda shard: _fits(recipe, prepared.vocab_size, world, shard)
+    )
     with (
         stop_requests() as stop,
         open_mesh(world, replicas, shard, recipe.parallel.replica_backend, recipe.run.timeout_seconds) as mesh,
@@ -47,7 +50,7 @@ def run_training(recipe: Recipe, world: World) -> int:
         directory = RunDirectory(recipe)
         finished, resume_from = mesh.from_main(lambda: _open(directory))
         if finished:
-            console.note(already_complete(directory))
+            console.note(directory.already_complete())
             return DONE
         trainer = build_trainer(recipe, mesh, prepared, directory, resume_from, console, reason, stop)
         try:
@@ -72,14 +75,10 @@ def prepare_for(recipe: Recipe, show_progress: bool) -> Prepared:
     return prepare(recipe.data, tokens, recipe.eval.tokens + 1, show_progress=show_progress)
 
 
-def already_complete(directory: RunDirectory) -> str:
-    """What to say of a run that needs nothing more."""
-    summary = directory.finished()
-    assert summary is not None
-    return (
-        f"{directory.path} is complete: {summary['steps']} steps, validation loss {summary['final_eval_loss']:.4f}. "
-        f"Start another with run.name=NAME, or delete the folder to train it again."
-    )
+def _fits(recipe: Recipe, vocab_size: int, world: World, shard: int) -> bool:
+    """Whether a replica over `shard` ranks is estimated to fit in 90 % of this machine's memory for one rank."""
+    needs = estimate(recipe, size_of(recipe, vocab_size), world.size // shard, shard).device_total
+    return needs <= 0.9 * memory_bytes(local_device(world)) / (1 if torch.cuda.is_available() else world.local_size)
 
 
 def _open(directory: RunDirectory) -> tuple[bool, Path | None]:
@@ -124,9 +123,10 @@ def build_trainer(
     peak = peak_flops(mesh.device)
     total = recipe.train.total_steps
     console.note(f"mesh: {mesh.replicas} replicas x {mesh.shard.size} shards on {mesh.device.type} ({mesh_reason})")
+    epochs = total * recipe.train.global_batch / loader.num_samples
     console.note(
-        f"model: {human(parameters)} parameters in {len(engine.blocks)} blocks · data: {human(len(prepared.tokens('train')))} tokens, "
-        f"{total * recipe.train.global_batch / loader.num_samples:.2f} epochs · {total} steps of {human(recipe.train.tokens_per_step)} tokens"
+        f"model: {human(parameters)} parameters in {len(engine.blocks)} blocks · {total} steps of "
+        f"{human(recipe.train.tokens_per_step)} tokens · data: {human(loader.num_samples)} sequences, {epochs:.2f} epochs"
     )
     if peak is None:
         console.note(f"no MFU is shown: the peak of this {mesh.device.type} device is not known")
@@ -137,7 +137,9 @@ def build_trainer(
         method=method,
         loader=loader,
         validation_tokens=prepared.tokens("validation"),
-        checkpoints=Checkpoints(directory.checkpoints, mesh, engine, method, recipe.checkpoint.keep, recipe.checkpoint.keep_every),
+        checkpoints=Checkpoints(
+            directory.checkpoints, mesh, engine, method, recipe.checkpoint.keep, recipe.checkpoint.keep_every
+        ),
         summariser=Summariser(mesh, flops, peak),
         console=console,
         directory=directory,

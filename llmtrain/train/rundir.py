@@ -11,7 +11,15 @@ from llmtrain.errors import RecipeError
 from llmtrain.recipe import differences, load_recipe, resolved_yaml
 from llmtrain.train.checkpoint import complete
 
-FREE_TO_CHANGE = ("run.out_dir", "run.timeout_seconds", "checkpoint", "log", "eval", "data.cache_dir", "parallel.replica_backend")
+FREE_TO_CHANGE = (
+    "run.out_dir",
+    "run.timeout_seconds",
+    "checkpoint",
+    "log",
+    "eval",
+    "data.cache_dir",
+    "parallel.replica_backend",
+)
 """Keys that change nothing about the training itself."""
 
 
@@ -40,8 +48,19 @@ class RunDirectory:
     def finished(self) -> dict[str, Any] | None:
         """The summary, if this very run is complete."""
         summary = self.summary()
-        done = summary is not None and summary["stopped"] == "done" and summary["steps"] >= self.recipe.train.total_steps
+        done = (
+            summary is not None and summary["stopped"] == "done" and summary["steps"] >= self.recipe.train.total_steps
+        )
         return summary if done else None
+
+    def already_complete(self) -> str:
+        """What to say of a finished run."""
+        summary = self.finished()
+        assert summary is not None
+        return (
+            f"{self.path} is complete: {summary['steps']} steps, validation loss {summary['final_eval_loss']:.4f}. "
+            f"Start another with run.name=NAME, or delete the folder to train it again."
+        )
 
     def check_recipe(self) -> None:
         """Raises RecipeError when the directory belongs to a run of another recipe."""

@@ -203,7 +203,11 @@ class Trainer:
         self._settle()  # never keep a state that a bad number is known to have reached
         progress = {
             "loader": self.loader.state_dict(),
-            "interval": {**vars(self.interval), "loss": float(self.interval.loss), "grad_norm": float(self.interval.grad_norm)},
+            "interval": {
+                **vars(self.interval),
+                "loss": float(self.interval.loss),
+                "grad_norm": float(self.interval.grad_norm),
+            },
             "train_seconds": self.train_seconds,
             "gradient_wait_seconds": self.engine.gradient_wait_seconds,
             "first_eval": vars(self.first_eval),

@@ -17,10 +17,18 @@ from llmtrain.sync.method import Method, build_method
 from tests.distributed.fake_engine import choices
 
 VOCABULARY, LENGTH = 61, 16
-LLAMA = ModelSection(type="llama", config={"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2})
+LLAMA = ModelSection(
+    type="llama", config={"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+)
 GPT_NEO = ModelSection(
     type="gpt_neo",
-    config={"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4},
+    config={
+        "hidden_size": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 4,
+    },
 )
 
 

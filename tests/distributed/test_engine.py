@@ -76,7 +76,12 @@ def test_edit_without_penalty_is_diloco_layer_by_layer(ranks):
 
 
 def test_averaging_every_step_with_sgd_is_synchronous_sgd(ranks):
-    common = {"replicas": 2, "shard": 2, "parallel": {"precision": "fp64"}, "optim": {"kind": "sgd", "lr": 0.3, "clip_norm": None, "weight_decay": 0.0}}
+    common = {
+        "replicas": 2,
+        "shard": 2,
+        "parallel": {"precision": "fp64"},
+        "optim": {"kind": "sgd", "lr": 0.3, "clip_norm": None, "weight_decay": 0.0},
+    }
     local, synchronous = outcomes(ranks, Case(choices("local_sgd", every=1), **common), Case(**common))
     np.testing.assert_allclose(local[0].losses, synchronous[0].losses, rtol=1e-12)
     for name, tensor in local[0].weights.items():
@@ -102,7 +107,9 @@ def test_what_only_saves_memory_changes_nothing(ranks, other):
 
 
 def test_compiled_layers_survive_layerwise_synchronisation(ranks):
-    plain, compiled = outcomes(ranks, Case(edit(), 1, 2), Case(edit(), 1, 2, parallel={"precision": "fp32", "compile": True}))
+    plain, compiled = outcomes(
+        ranks, Case(edit(), 1, 2), Case(edit(), 1, 2, parallel={"precision": "fp32", "compile": True})
+    )
     np.testing.assert_allclose(compiled[0].losses, plain[0].losses, rtol=1e-5)
 
 

@@ -168,7 +168,7 @@ def test_waiting_says_for_what_and_ends(data: DataSection, capsys: pytest.Captur
     code += "lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code, lock], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout and holder.stdout.readline() == "held\n"
-        with pytest.raises(DataError, match="another process has held this lock for 0.2 s"):
+        with pytest.raises(DataError, match=r"another process has held this lock for 0\.2 s"):
             prepare(data, 100, 100, show_progress=True, lock_timeout=0.2)
         assert "waiting for another process that prepares" in capsys.readouterr().out
         holder.kill()

@@ -11,7 +11,13 @@ from llmtrain.loss import IGNORED, summed_cross_entropy
 from llmtrain.model import blocks_of, build, count_parameters, flops_per_token, initialise, model_config, named_weights
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-NEO = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8}
+NEO = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": 8,
+}
 CPU = torch.device("cpu")
 
 
@@ -61,7 +67,7 @@ def test_initial_values_have_the_statistics_of_transformers(kind):
 
 def test_initial_values_come_from_seed_and_name():
     first, again, other = (materialised(ModelSection(config=LLAMA), seed) for seed in (1, 1, 2))
-    q0, q1 = ("causal_lm.model.layers.{}.self_attn.q_proj.weight".format(i) for i in (0, 1))
+    q0, q1 = (f"causal_lm.model.layers.{i}.self_attn.q_proj.weight" for i in (0, 1))
     assert torch.equal(first.get_parameter(q0), again.get_parameter(q0))
     assert not torch.equal(first.get_parameter(q0), other.get_parameter(q0))
     assert not torch.equal(first.get_parameter(q0), first.get_parameter(q1))
@@ -84,7 +90,13 @@ def test_a_tied_head_joins_the_embedding_and_counts_once():
 
 
 def test_gpt_neo_8m_has_the_published_number_of_parameters():
-    config = {"hidden_size": 128, "num_layers": 8, "num_heads": 8, "attention_types": [[["global", "local"], 4]], "max_position_embeddings": 300}
+    config = {
+        "hidden_size": 128,
+        "num_layers": 8,
+        "num_heads": 8,
+        "attention_types": [[["global", "local"], 4]],
+        "max_position_embeddings": 300,
+    }
     assert count_parameters(build(model_config(ModelSection(type="gpt_neo", config=config), 50257), 64)) == 8_054_656
 
 
@@ -113,7 +125,10 @@ def test_what_cannot_be_built_is_refused_in_one_line(section, message):
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
 def test_chunked_loss_and_gradients_are_those_of_cross_entropy(chunk, with_bias):
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((3, 4, 8), (11, 8)))
+    hidden, weight = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((3, 4, 8), (11, 8))
+    )
     bias = torch.randn(11, generator=generator, dtype=torch.float64, requires_grad=True) if with_bias else None
     labels = torch.randint(0, 11, (3, 4), generator=generator)
     labels[1, 2:] = IGNORED

@@ -1,0 +1,236 @@
+"""The command line as a user meets it: launch, look, kill, continue, repeat."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = "recipes/quickstart.yaml"
+TINY = [
+    *(
+        f"model.config.{key}"
+        for key in ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=2", "num_attention_heads=2")
+    ),
+    *(f"train.{key}" for key in ("sequence_length=32", "micro_batch=2", "global_batch=16", "steps=24")),
+    *(f"sync.{key}" for key in ("warmup_steps=4", "period.every=5")),
+    *("schedule.warmup_steps=2", "checkpoint.every=6", "eval.every=8", "eval.tokens=4000", "log.every=4"),
+]
+EXACT = (
+    "step",
+    "tokens",
+    "train/loss",
+    "train/grad_norm",
+    "eval/loss",
+    "sync/count",
+    "sync/pseudo_grad_norm",
+    "comm/bytes_total",
+)
+
+
+class Runs:
+    """Starts runs of a tiny recipe in one scratch folder; token shards are made once."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def command(self, name: str, *overrides: str) -> list[str]:
+        keys = [f"run.name={name}", f"run.out_dir={self.folder / 'runs'}", f"data.cache_dir={self.folder / 'data'}"]
+        return ["bash", "launch/train.sh", RECIPE, *TINY, *keys, *overrides]
+
+    def start(self, command: list[str]) -> subprocess.Popen:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, name: str, *overrides: str) -> tuple[int, str]:
+        """(exit code, output)."""
+        process = self.start(self.command(name, *overrides))
+        output, _ = process.communicate(timeout=300)
+        return process.returncode, output
+
+    def path(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def lines(self, name: str) -> list[dict]:
+        return [json.loads(line) for line in (self.path(name) / "metrics.jsonl").read_text().splitlines()]
+
+    def wait_for(self, name: str, step: int) -> None:
+        """Until the checkpoint of `step` is there."""
+        deadline = time.monotonic() + 120
+        while not (self.path(name) / f"checkpoints/step-{step:08d}").exists():
+            assert time.monotonic() < deadline, f"no checkpoint of step {step} in 120 s"
+            time.sleep(0.02)
+
+
+def environment() -> dict[str, str]:
+    """This machine's, with the interpreter of the tests in front."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "VIRTUAL_ENV": sys.prefix, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def whole(runs: Runs) -> str:
+    """The output of a run that nobody disturbed."""
+    code, output = runs.run("whole")
+    assert code == 0, output
+    return output
+
+
+def exact(line: dict) -> dict:
+    return {key: line[key] for key in EXACT if key in line}
+
+
+def test_a_run_leaves_everything_it_promises(runs: Runs, whole: str):
+    path = runs.path("whole")
+    for name in ("recipe.yaml", "metrics.jsonl", "summary.json", "loss.png", "samples.txt", "checkpoints/latest"):
+        assert (path / name).stat().st_size > 0, name
+    assert list((path / "tensorboard").iterdir())
+    assert (path / "checkpoints/latest").read_text().strip() == "step-00000024"
+    summary = json.loads((path / "summary.json").read_text())
+    assert (summary["stopped"], summary["steps"], summary["tokens"]) == ("done", 24, 24 * 16 * 32)
+    assert summary["final_eval_loss"] < runs.lines("whole")[0]["eval/loss"] - 0.5
+    # Four synchronous warm-up steps and four rounds, each 2 (N-1)/N x 4 bytes x parameters per replica; meetings are small.
+    parameters = 2048 * 32 * 2 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
+    assert summary["sync_count"] == 4
+    assert summary["bytes_sent"] == pytest.approx((4 + 4) * 2 * 4 * parameters, rel=0.01)
+    assert "The model writes" in whole and "validation loss from" in whole
+    assert "\x1b" not in whole, "no colours or bars outside a terminal"
+
+
+def test_metrics_have_the_documented_tags_in_every_line(runs: Runs, whole: str):
+    documented = (ROOT / "docs/metrics.md").read_text()
+    lines = runs.lines("whole")
+    assert [line["step"] for line in lines if "train/loss" in line] == [1, 4, 8, 12, 16, 20, 24]
+    for tag in {tag for line in lines for tag in line}:
+        assert f"`{tag}`" in documented, f"{tag} is not in docs/metrics.md"
+    assert [line["sync/count"] for line in lines if "sync/count" in line] == [0, 0, 0, 1, 2, 3, 4]
+
+
+def test_the_same_command_again_says_that_the_run_is_complete(runs: Runs, whole: str):
+    code, output = runs.run("whole")
+    assert code == 0
+    assert "is complete: 24 steps" in output and "run.name=" in output
+
+
+def test_another_recipe_in_the_same_directory_is_refused_with_the_keys(runs: Runs, whole: str):
+    code, output = runs.run("whole", "optim.lr=0.5")
+    assert code == 2
+    assert "optim.lr" in output and "0.5 here" in output and "Traceback" not in output
+
+
+def test_a_killed_run_continues_to_the_same_losses(runs: Runs, whole: str):
+    process = runs.start(runs.command("killed"))
+    runs.wait_for("killed", 12)
+    os.killpg(process.pid, signal.SIGKILL)
+    subprocess.run(["pkill", "-9", "-f", "run.name=killed"], check=False)  # ranks have sessions of their own
+    process.wait()
+    assert not (runs.path("killed") / "summary.json").exists()
+    code, output = runs.run("killed")
+    assert code == 0 and "continuing from" in output, output
+    assert [exact(line) for line in runs.lines("killed")] == [exact(line) for line in runs.lines("whole")]
+
+
+def test_a_stopped_run_writes_a_checkpoint_exits_with_3_and_continues_to_the_same_losses(runs: Runs, whole: str):
+    process = runs.start(runs.command("stopped", "checkpoint.every=8"))
+    runs.wait_for("stopped", 8)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 3, output
+    assert json.loads((runs.path("stopped") / "summary.json").read_text())["stopped"] == "signal"
+    code, output = runs.run("stopped", "checkpoint.every=8")
+    assert code == 0, output
+    assert [exact(line) for line in runs.lines("stopped")] == [exact(line) for line in runs.lines("whole")]
+
+
+def test_other_meshes_methods_and_models_train_from_the_command_line(runs: Runs, whole: str):
+    neo = [
+        "model.type=gpt_neo",
+        "model.config={hidden_size: 32, num_layers: 2, num_heads: 2, attention_types: [[[global, local], 1]], max_position_embeddings: 64}",
+    ]
+    for name, overrides in {
+        "alone": ["parallel.replicas=1", "parallel.shard=1", "sync.method=diloco"],
+        "four": ["parallel.replicas=4", "parallel.shard=1", "sync.method=local_sgd"],
+        "neo": ["parallel.shard=1", *neo],
+    }.items():
+        code, output = runs.run(name, *overrides, "train.steps=8", "eval.sample_prompt=null")
+        assert code == 0, output
+
+
+def test_a_rank_that_dies_ends_the_run_with_an_error(runs: Runs):
+    process = runs.start(runs.command("broken", "train.steps=100000", "run.timeout_seconds=20"))
+    runs.wait_for("broken", 6)
+    victim = subprocess.run(
+        ["pgrep", "-f", "llmtrain train.*run.name=broken"], capture_output=True, text=True
+    ).stdout.split()[-1]
+    os.kill(int(victim), signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optim.lr=fast"], "optim.lr"),
+        (["sync.perod.every=3"], "did you mean"),
+        (["data.source=/no/such/file.txt"], "/no/such/file.txt"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(runs: Runs, overrides: list[str], message: str):
+    code, output = runs.run("bad", *overrides)
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert code == 2, output
+    assert len(errors) == 1 and message in errors[0] and "Traceback" not in output
+
+
+def test_one_process_trains_without_a_launcher(runs: Runs, whole: str):
+    arguments = runs.command("single", "parallel.replicas=1", "parallel.shard=1", "train.steps=8")[2:]
+    command = [sys.executable, "-m", "llmtrain", "train", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_python_runs_the_launch_script_as_deepspeed_does(runs: Runs, whole: str):
+    """DeepSpeed's launcher gives ranks by the environment and `--local_rank` before the script's arguments."""
+    arguments = runs.command("by_python", "parallel.replicas=1", "parallel.shard=1", "train.steps=8")[2:]
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    command = [sys.executable, "-u", "launch/train.sh", "--local_rank=0", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**environment(), **ranks}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_help_is_there_for_every_command():
+    for command in (
+        [],
+        ["train"],
+        ["launch"],
+        ["prepare"],
+        ["recipe"],
+        ["recipe", "check"],
+        ["recipe", "show"],
+        ["recipe", "schema"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "llmtrain", *command, "--help"], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0 and "Usage" in done.stdout
