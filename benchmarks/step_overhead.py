@@ -11,6 +11,7 @@ layer-wise. Ratios are medians over the turns; the last column is what one synch
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -61,7 +62,8 @@ def measure(replicas: int, shard: int, turns: int, steps: int) -> None:
     from rich.console import Console as RichConsole
     from rich.table import Table
 
-    from llmtrain.parallel.mesh import World, open_mesh
+    from llmtrain.parallel.mesh import open_mesh
+    from llmtrain.parallel.world import World
     from llmtrain.recipe import load_recipe
     from llmtrain.train.console import Console
     from llmtrain.train.run import build_trainer, prepare_for
@@ -157,4 +159,6 @@ if __name__ == "__main__":
             __file__,
             "--rank",
         ]
-        sys.exit(subprocess.run([*command, *sys.argv[1:]], cwd=ROOT).returncode)
+        sys.exit(
+            subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode
+        )

@@ -36,7 +36,7 @@ def train(
 
     Ranks come from the environment (torchrun, srun, DeepSpeed); without one, this is the only process.
     """
-    from llmtrain.parallel.mesh import World
+    from llmtrain.parallel.world import World
     from llmtrain.recipe import load_recipe
     from llmtrain.train.run import run_training
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -72,7 +73,7 @@ def model_config(section: ModelSection, vocab_size: int | None = None) -> Pretra
         raise ModelError(
             f"model.from_config={section.from_config!r} can't be read ({reason}); give a folder with config.json"
         ) from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, StrictDataclassError) as error:
         raise ModelError(
             f"model: {section.type!r} can't be built from model.config: {str(error).splitlines()[0]}"
         ) from error

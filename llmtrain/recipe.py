@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from llmtrain.config import Recipe, SyncSection
 from llmtrain.errors import RecipeError
-from llmtrain.recipe_messages import Layer, explain, nearest, one_of
+from llmtrain.recipe_messages import Layer, explain, nearest, one_of, shown
 from llmtrain.sync.methods import METHODS
 
 COMMAND_LINE = "command line"
@@ -37,17 +37,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = Path(path)
     layers = [*_read_with_bases(path, ()), Layer(COMMAND_LINE, parse_overrides(overrides))]
-    layers = _on_preset(layers)
+    layers = [Layer(str(path), {"run": {"name": path.stem}}), *_on_preset(layers)]
     data: dict[str, Any] = {}
     for layer in layers:
         data = _lay_over(data, layer.data)
-    run = data.setdefault("run", {})
-    if isinstance(run, dict):
-        name = run.get("name")
-        run["name"] = path.stem if name is None else name if isinstance(name, bool | dict | list) else str(name)
+    run = data["run"]
+    if isinstance(run, dict) and type(run["name"]) in (int, float):  # a run may be called 2024
+        run["name"] = str(run["name"])
     try:
         # Through JSON, because strict validation of JSON takes lists for tuples but no text for numbers.
-        return Recipe.model_validate_json(json.dumps(data, default=str), strict=True)
+        return Recipe.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise RecipeError(explain(error, layers, data)) from None
 
@@ -64,7 +63,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         if "=" not in item and argument.startswith("--"):
             value = next(rest, None)
             item = item if value is None else f"{item}={value}"
-        if not re.match(r"[^=\s]+=", item):
+        if not re.match(r"[\w-]+(\.[\w-]+)*=", item):
             raise RecipeError(f"{COMMAND_LINE}: {argument!r} is not an override; write section.key=value")
         try:
             data = OmegaConf.to_container(OmegaConf.from_dotlist([item]))
@@ -78,7 +77,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 def resolved_yaml(recipe: Recipe) -> str:
     """Every key of the recipe with its value, as YAML that `load_recipe` reads back to the same recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, default_flow_style=None)
+    # OmegaConf's dumper, since it quotes what its loader would take for a number (a run called "3e-4").
+    return OmegaConf.to_yaml(OmegaConf.create(recipe.model_dump(mode="json")))
 
 
 def differences(there: Recipe, here: Recipe, ignore: Iterable[str] = ()) -> list[str]:
@@ -87,11 +87,11 @@ def differences(there: Recipe, here: Recipe, ignore: Iterable[str] = ()) -> list
     ignored = tuple(ignore)
     keys = [key for key in {**left, **right} if not any(key == i or key.startswith(i + ".") for i in ignored)]
 
-    def shown(leaves: dict[str, Any], key: str) -> str:
+    def value(leaves: dict[str, Any], key: str) -> str:
         return json.dumps(leaves[key], ensure_ascii=False) if key in leaves else "not given"
 
     return [
-        f"{key}: {shown(left, key)} there, {shown(right, key)} here"
+        f"{key}: {value(left, key)} there, {value(right, key)} here"
         for key in keys
         if left.get(key, ...) != right.get(key, ...)
     ]
@@ -130,11 +130,12 @@ def _read(path: Path, named_by: Path | None) -> dict[str, Any]:
 
 
 def _normal(data: dict[Any, Any], label: str) -> dict[str, Any]:
-    """An empty section is one without keys, a bare word for a tagged value its `kind`; `${` is refused."""
+    """What JSON can hold: an empty section is one without keys, a bare word for a tagged value its `kind`; `${` is refused."""
     for key, value in _leaves(data).items():
         if isinstance(value, str) and "${" in value:
             raise RecipeError(f"{label}: {key} is {value!r}, but recipes have no interpolation; write the value itself")
-    data = {str(key): {} if value is None and key != "base" else value for key, value in data.items()}
+    data = json.loads(json.dumps(data, default=str))  # keys that YAML takes for numbers or truth values become text
+    data = {key: {} if value is None and key != "base" else value for key, value in data.items()}
     if isinstance(data.get("sync"), dict):
         data["sync"] = {
             key: {"kind": value} if key in TAGGED and isinstance(value, str) else value
@@ -152,7 +153,7 @@ def _on_preset(layers: list[Layer]) -> list[Layer]:
         if not isinstance(named, str) or named not in METHODS:
             near = nearest(str(named), METHODS)
             hint = f"; did you mean {near}?" if near else ""
-            raise RecipeError(f"{layer.label}: sync.method is {named!r}, expected {one_of(METHODS)}{hint}")
+            raise RecipeError(f"{layer.label}: sync.method is {shown(named)}, expected {one_of(METHODS)}{hint}")
         if named != method:
             kept = [Layer(below.label, _for_method(below.data, METHODS[named].PRESET)) for below in kept]
             method = named

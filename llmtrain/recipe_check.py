@@ -14,6 +14,11 @@ from llmtrain.recipe_messages import nearest
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+SIZES = {"hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "window_size", "head_dim"} | {
+    f"num_{part}" for part in ("layers", "hidden_layers", "heads", "attention_heads", "key_value_heads")
+}
+"""Keys of transformers' configs for which it takes a zero, then fails on it."""
+
 
 def check(recipe: Recipe, world_size: int | None) -> None:
     """Raise RecipeError for the first impossible combination.
@@ -133,17 +138,14 @@ def _check_backend(parallel: ParallelSection) -> None:
 
 
 def _check_model(recipe: Recipe) -> None:
-    from huggingface_hub.errors import StrictDataclassError
-
     from llmtrain.model import model_config
 
     section = recipe.model
     _check_model_keys(section)
-    try:
-        config = model_config(section)
-    except StrictDataclassError as error:  # its first line names the validator, the rest what is wrong
-        reason = " ".join(str(error).partition("\n")[2].split()).partition(": ")[2]
-        raise RecipeError(f"model.config does not make a {section.type} model: {reason}") from None
+    for key in SIZES & section.config.keys():
+        if isinstance(section.config[key], int) and section.config[key] < 1:
+            raise RecipeError(f"model.config.{key} is {section.config[key]}, expected a number greater than 0")
+    config = model_config(section)
     _check_heads(section, config)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and recipe.train.sequence_length > positions:

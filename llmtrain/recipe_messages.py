@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from types import NoneType
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -43,10 +44,11 @@ def explain(error: ValidationError, layers: Sequence[Layer], data: dict[str, Any
     if first["type"] == "extra_forbidden":
         return f"{label}: {_unknown_key(path, data)}"
     if first["type"].startswith("union_tag"):
-        key, given = f"{key}.kind", first["ctx"].get("tag")
-        return f"{label}: {key} is {_shown(given)}, expected {one_of(_variants(path))}"
+        return f"{label}: {key}.kind is {shown(first['input'].get('kind'))}, expected {one_of(_variants(path))}"
     alternatives = [_expected(p) for p in problems if _key_path(p["loc"], data) == path]
-    return f"{label}: {key} is {_shown(first['input'])}, expected {' or '.join(dict.fromkeys(alternatives))}"
+    if _takes_null(path, data):
+        alternatives.append("null")
+    return f"{label}: {key} is {shown(first['input'])}, expected {' or '.join(dict.fromkeys(alternatives))}"
 
 
 def _key_path(loc: Sequence[str | int], data: Any) -> list[str]:
@@ -93,6 +95,12 @@ def _unknown_key(path: list[str], data: dict[str, Any]) -> str:
     return f"{key} is not a key; keys of {'.'.join(parents)} are {', '.join(section.model_fields)}"
 
 
+def _takes_null(path: Sequence[str], data: dict[str, Any]) -> bool:
+    *parents, name = path
+    field = _section(parents, data).model_fields.get(name)
+    return field is not None and NoneType in get_args(field.annotation)
+
+
 def _section(path: Sequence[str], data: dict[str, Any]) -> type[Section]:
     """The class that a mapping in the recipe is read into; of several kinds, the one that `data` names."""
     section: type[Section] = Recipe
@@ -131,7 +139,9 @@ def _all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
 def _expected(problem: dict[str, Any]) -> str:
     by_type = {
         "missing": "one more value",
-        "string_pattern_mismatch": "letters, digits, '.', '_' and '-', not starting with a dot",
+        "too_long": f"at most {problem.get('ctx', {}).get('max_length')} values",
+        "tuple_type": "a list",
+        "string_pattern_mismatch": "letters, digits, '.', '_' and '-', the first a letter or digit",
         "model_type": "a mapping of keys",
         "model_attributes_type": "a mapping of keys",
         "dict_type": "a mapping of keys",
@@ -145,6 +155,6 @@ def _expected(problem: dict[str, Any]) -> str:
     return f"a number {text}" if text.startswith(("greater", "less")) else text
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,7 +1,4 @@
-"""Who this process is, and the mesh (replica, shard) it is part of, shard innermost.
-
-Ranks come from the environment: torchrun's and DeepSpeed's variables, then Slurm's, else one process.
-"""
+"""The mesh (replica, shard) that this process is part of, shard innermost."""
 
 from __future__ import annotations
 
@@ -18,42 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llmtrain.errors import RecipeError, TrainingError, UserError
 from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.world import World, meeting_point
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class World:
-    """Ranks as the launcher gave them."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-    @classmethod
-    def from_environment(cls) -> World:
-        """Read the launcher's variables. Raises RecipeError when they contradict each other."""
-        env = os.environ
-        if "RANK" in env and "WORLD_SIZE" in env:
-            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-            defaults = {"LOCAL_RANK": env["RANK"], "LOCAL_WORLD_SIZE": env["WORLD_SIZE"]}
-        elif int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
-            names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
-            defaults = {"SLURM_NTASKS_PER_NODE": str(int(env["SLURM_NTASKS"]) // int(env.get("SLURM_NNODES", "1")))}
-        else:
-            return cls(0, 1, 0, 1)
-        try:
-            rank, size, local_rank, local_size = (int(env.get(name) or defaults[name]) for name in names)
-        except (KeyError, ValueError) as error:
-            raise RecipeError(
-                f"environment: {', '.join(names)} must be whole numbers, got {error}; start with torchrun or srun"
-            ) from error
-        if not 0 <= rank < size or not 0 <= local_rank < local_size:
-            raise RecipeError(
-                f"environment: rank {rank} of {size}, local rank {local_rank} of {local_size} is impossible; check the launcher"
-            )
-        return cls(rank, size, local_rank, local_size)
 
 
 @dataclass(frozen=True)
@@ -158,13 +122,12 @@ def _meet(world: World, backend: str, timeout: timedelta) -> None:
     if world.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    where = (
-        f"{os.environ.get('MASTER_ADDR', 'MASTER_ADDR (unset)')}:{os.environ.get('MASTER_PORT', 'MASTER_PORT (unset)')}"
-    )
+    address, port = meeting_point()
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)
     try:
         dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise TrainingError(
-            f"rank {world.rank} of {world.size} could not meet the others at {where}: {reason}"
+            f"rank {world.rank} of {world.size} could not meet the others at {address}:{port}: {reason}"
         ) from error

@@ -15,7 +15,8 @@ from llmtrain.errors import DONE, STOPPED_EARLY, TrainingError
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import Fsdp2Engine
-from llmtrain.parallel.mesh import Mesh, World, local_device, open_mesh
+from llmtrain.parallel.mesh import Mesh, local_device, open_mesh
+from llmtrain.parallel.world import World
 from llmtrain.plan.memory import estimate, size_of
 from llmtrain.plan.mesh import choose_mesh
 from llmtrain.recipe_check import check, check_vocabulary

@@ -82,7 +82,7 @@ class Trainer:
         self.last_line: dict[str, float] = {}
         self.first_eval: Validation | None = None
         self.last_eval: Validation | None = None
-        self.last_saved = 0
+        self.last_saved = self.last_evaluated = -1
         self.agreed_to_stop = False
 
     def fit(self) -> str:
@@ -135,6 +135,8 @@ class Trainer:
     def _log(self) -> None:
         """Settle the line before and hand in this interval."""
         self._settle()
+        if self.interval.steps == 0:
+            return
         report, period = self.method.report(), self.method.period.length(self.step)
         loss, grad_norm = float(self.interval.loss), float(self.interval.grad_norm)  # waits for the device
         common = {
@@ -188,11 +190,13 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Validation loss of the replicas' mean; their own parameters stay as they are."""
+        if self.step == self.last_evaluated:
+            return
         self._settle()  # validating brings all ranks together anyway
         equal = self.method.is_synchronised or self.mesh.replicas == 1
         with nullcontext() if equal else mean_of_replicas(self.engine, self.mesh):
             self.last_eval = validate(self.engine, self.mesh, self.validation_batches)
-        self.first_eval = self.first_eval or self.last_eval
+        self.first_eval, self.last_evaluated = self.first_eval or self.last_eval, self.step
         tags = {"eval/loss": self.last_eval.loss, "eval/ppl": self.last_eval.perplexity}
         self.writer.write(self.step, self.tokens, self.train_seconds, tags)
         self.console.evaluation(self.step, self.last_eval)
@@ -211,6 +215,9 @@ class Trainer:
             "train_seconds": self.train_seconds,
             "gradient_wait_seconds": self.engine.gradient_wait_seconds,
             "first_eval": vars(self.first_eval),
+            "last_eval": vars(self.last_eval),
+            "last_evaluated": self.last_evaluated,
+            "last_line": self.last_line,
             "traffic": vars(self.mesh.replica.traffic),
         }
         path = self.checkpoints.save(self.step, progress)
@@ -226,6 +233,8 @@ class Trainer:
         self.train_seconds = progress["train_seconds"]
         self.engine.gradient_wait_seconds = progress["gradient_wait_seconds"]
         self.first_eval = Validation(**progress["first_eval"])
+        self.last_eval = Validation(**progress["last_eval"])
+        self.last_evaluated, self.last_line = progress["last_evaluated"], progress["last_line"]
         vars(self.mesh.replica.traffic).update(progress["traffic"])
         self.last_saved = self.step
         self.console.note(f"continuing from {self.resume_from}")

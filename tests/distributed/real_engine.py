@@ -12,7 +12,8 @@ import torch.distributed as dist
 from llmtrain.config import ModelSection, OptimSection, ParallelSection, SyncSection
 from llmtrain.model import build, model_config
 from llmtrain.parallel.fsdp import Fsdp2Engine
-from llmtrain.parallel.mesh import Mesh, World, build_mesh
+from llmtrain.parallel.mesh import Mesh, build_mesh
+from llmtrain.parallel.world import World
 from llmtrain.sync.method import Method, build_method
 from tests.distributed.fake_engine import choices
 

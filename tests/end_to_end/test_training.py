@@ -161,6 +161,16 @@ def test_a_stopped_run_writes_a_checkpoint_exits_with_3_and_continues_to_the_sam
     assert [exact(line) for line in runs.lines("stopped")] == [exact(line) for line in runs.lines("whole")]
 
 
+def test_a_run_killed_after_its_last_checkpoint_only_writes_its_summary(runs: Runs, whole: str):
+    lines = runs.lines("whole")
+    summary = (runs.path("whole") / "summary.json").read_text()
+    (runs.path("whole") / "summary.json").unlink()
+    code, output = runs.run("whole")
+    assert code == 0, output
+    assert runs.lines("whole") == lines
+    assert json.loads((runs.path("whole") / "summary.json").read_text()) == json.loads(summary)
+
+
 def test_other_meshes_methods_and_models_train_from_the_command_line(runs: Runs, whole: str):
     neo = [
         "model.type=gpt_neo",

@@ -138,3 +138,12 @@ def test_chunked_loss_and_gradients_are_those_of_cross_entropy(chunk, with_bias)
     theirs = torch.autograd.grad(3 * F.cross_entropy(logits, labels.flatten(), reduction="sum"), inputs)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_only_one_block_is_materialised_at_a_time():
+    model = build(model_config(ModelSection(config=LLAMA), 97), 64)
+    assert all(p.is_meta for p in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    initialise(model, blocks_of(model)[1], 0, CPU, torch.float32)
+    real = {name for name, p in model.named_parameters() if not p.is_meta}
+    assert real and all(".layers.0." in name for name in real)

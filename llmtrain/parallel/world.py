@@ -1,0 +1,71 @@
+"""Who this process is among the others, and where they meet.
+
+Ranks come from the environment: torchrun's and DeepSpeed's variables, then Slurm's, else this is the only process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+
+from llmtrain.errors import RecipeError
+
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks as the launcher gave them; `local` ones are this node's."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """Read the launcher's variables. Raises RecipeError when they contradict each other."""
+        env = os.environ
+        if "RANK" in env and "WORLD_SIZE" in env:
+            names, defaults = TORCH, {"LOCAL_RANK": env["RANK"], "LOCAL_WORLD_SIZE": env["WORLD_SIZE"]}
+        elif env.get("SLURM_PROCID") and env.get("SLURM_NTASKS", "1") != "1":
+            per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0]  # "4(x2)"
+            names, defaults = SLURM, {"SLURM_NTASKS_PER_NODE": per_node}
+        else:
+            return cls(0, 1, 0, 1)
+        given = {name: env.get(name) or defaults.get(name, "nothing") for name in names}
+        try:
+            rank, size, local_rank, local_size = map(int, given.values())
+        except ValueError:
+            rank = size = -1
+        if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+            told = ", ".join(f"{name}={value}" for name, value in given.items())
+            raise RecipeError(
+                f"environment: {told} are not a rank among others; start with launch/train.sh, torchrun or srun"
+            )
+        return cls(rank, size, local_rank, local_size)
+
+
+def meeting_point() -> tuple[str, str]:
+    """(address, port) of rank 0: MASTER_ADDR and MASTER_PORT, or the first host of the Slurm job and a port made from
+    its number. Raises RecipeError when neither is there."""
+    env = os.environ
+    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    if address is None and "SLURM_JOB_NODELIST" in env:
+        address = _first_host(env["SLURM_JOB_NODELIST"])
+        port = port or str(15000 + int(env.get("SLURM_JOB_ID", "0")) % 20000)
+    if address is None or port is None:
+        raise RecipeError(
+            f"environment: MASTER_ADDR={address}, MASTER_PORT={port}; give both (rank 0's host and a free port on it), "
+            "or start with launch/train.sh, torchrun or srun, which do"
+        )
+    return address, port
+
+
+def _first_host(nodes: str) -> str:
+    if "[" not in nodes:
+        return nodes.partition(",")[0]
+    names = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True).stdout
+    return names.split()[0]

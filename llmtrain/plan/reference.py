@@ -1,0 +1,152 @@
+"""docs/recipes.md, written from the schema: `python -m llmtrain.plan.reference`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmtrain.config import Recipe
+from llmtrain.sync.methods import METHODS
+
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+INTRODUCTION = """\
+# Recipes
+
+<!-- Written by `python -m llmtrain.plan.reference` from llmtrain/config.py; change it there. -->
+
+A recipe is a YAML file that describes a whole run, in sections of keys. Each key has a default; a recipe says what differs.
+
+    python -m llmtrain recipe check RECIPE        # can it be trained? (--processes N: on so many ranks?)
+    python -m llmtrain recipe show RECIPE         # every key's value, the model's size, memory on each GPU
+    python -m llmtrain recipe schema              # JSON schema, for editors
+
+**Base files.** `base: FILE` or `base: [FILE, ...]` at the top names recipes (relative to this one) that it is laid over;
+they may have base files themselves.
+
+**Overrides.** Every command that takes a recipe takes keys after it, in three forms that mean the same; values are YAML:
+
+    python -m llmtrain train recipes/quickstart.yaml optim.lr=1e-3 --run.name=mine --sync.period.every 32
+
+**Precedence.** Later wins: the method's preset, base files in their order, the file itself, the command line. Mappings merge
+key by key; a `sync.period`, `sync.outer` or `sync.schedule` of another kind replaces the whole. Where a layer names
+another method than the layers below it, their `outer`, `penalty` and `schedule` no longer apply (they were the old
+method's choices); the period and the warm-up stay, so that methods are compared at the same round length, except where
+one of the two methods has no rounds. There is no interpolation (`${...}`), and the environment is not read.
+
+**What is refused.** An unknown key (the message names the nearest one), a value of another type, and combinations that
+can't run, each with the reason, before anything starts.
+"""
+PRESETS = """\
+What each method chooses. A recipe that gives part of a mapping keeps the preset's other values, unless it names another
+kind; then, and where the preset has none, the defaults further down hold.
+
+"""
+WORDS = {"string": "text", "boolean": "`true` or `false`", "null": "`null`", "object": "mapping"}
+SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+PRESET_KEYS = ("warmup_steps", "period", "outer", "penalty", "schedule")
+
+
+def recipe_reference() -> str:
+    """The whole page, Markdown."""
+    schema = Recipe.model_json_schema()
+    parts = [INTRODUCTION]
+    for name, reference in schema["properties"].items():
+        section = _resolve(reference, schema)
+        parts.append(f"## `{name}`\n\n{section['description']}\n")
+        parts.append(_keys(section, schema, from_preset=PRESET_KEYS if name == "sync" else ()))
+        if name == "sync":
+            parts.append(_presets())
+        for key, value in section["properties"].items():
+            parts.extend(_below(f"{name}.{key}", value, schema))
+    return "\n".join(parts)
+
+
+def _keys(section: dict[str, Any], schema: dict[str, Any], from_preset: Sequence[str] = ()) -> str:
+    """A table of a section's keys."""
+    rows = [
+        (
+            f"`{key}`",
+            _allowed(value, schema),
+            "the method's" if key in from_preset else _default(value),
+            value["description"],
+        )
+        for key, value in section["properties"].items()
+    ]
+    return _table(("key", "value", "default", "meaning"), rows)
+
+
+def _below(key: str, value: dict[str, Any], schema: dict[str, Any]) -> list[str]:
+    """Headings and tables for the mappings a key can hold: one a kind, if it has kinds."""
+    parts = []
+    for mapping in (_resolve(option, schema) for option in _options(value) if "$ref" in option):
+        kind = mapping["properties"].get("kind", {}).get("const")
+        title = f"`{key}: {{kind: {kind}}}`" if kind else f"`{key}`"
+        parts.append(f"### {title}\n\n{mapping['description']}\n")
+        parts.append(_keys(mapping, schema))
+    return parts
+
+
+def _presets() -> str:
+    rows = [
+        (f"`{name}`", *(_code(method.PRESET[key]) if key in method.PRESET else "" for key in PRESET_KEYS), method.PAPER)
+        for name, method in METHODS.items()
+    ]
+    return PRESETS + _table(("method", *PRESET_KEYS, "paper"), rows)
+
+
+def _allowed(value: dict[str, Any], schema: dict[str, Any]) -> str:
+    """What a key may hold, in a few words."""
+    return " or ".join(_one_allowed(option, schema) for option in _options(value))
+
+
+def _one_allowed(option: dict[str, Any], schema: dict[str, Any]) -> str:
+    if "$ref" in option:
+        kind = _resolve(option, schema)["properties"].get("kind")
+        return f"`{kind['const']}`" if kind else "mapping"
+    if "const" in option:
+        return f"`{option['const']}`"
+    if "enum" in option:
+        return " or ".join(f"`{word}`" for word in option["enum"])
+    if "prefixItems" in option:
+        return "[" + ", ".join(_one_allowed(item, schema) for item in option["prefixItems"]) + "]"
+    word = WORDS.get(option["type"], option["type"])
+    bounds = " and ".join(f"{sign} {option[bound]}" for bound, sign in SIGNS.items() if bound in option)
+    pattern = f"matching `{option['pattern']}`" if "pattern" in option else ""
+    return " ".join(part for part in (word, bounds, pattern) if part)
+
+
+def _options(value: dict[str, Any]) -> list[dict[str, Any]]:
+    return value.get("anyOf") or value.get("oneOf") or [value]
+
+
+def _resolve(value: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    return schema["$defs"][value["$ref"].rpartition("/")[2]]
+
+
+def _default(value: dict[str, Any]) -> str:
+    return _code(value["default"]) if "default" in value else "`{}`" if value.get("type") == "object" else ""
+
+
+def _code(value: Any) -> str:
+    """A value as one writes it in a recipe: flow YAML without quotes around words."""
+    if isinstance(value, dict):
+        return "`{" + ", ".join(f"{key}: {_plain(inner)}" for key, inner in value.items()) + "}`"
+    return f"`{_plain(value)}`"
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(
+        "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in line) + " |\n" for line in lines
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(recipe_reference(), encoding="utf-8")
+    print(f"wrote {PAGE}")

@@ -1,0 +1,105 @@
+"""What a recipe amounts to, before it is run: the resolved keys, the model's size, the traffic, the memory."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.filesize import decimal, pick_unit_and_suffix
+from rich.table import Table
+
+from llmtrain.config import EveryStep, Recipe
+from llmtrain.plan.memory import BYTES, Memory, ModelSize, estimate, size_of
+from llmtrain.recipe import resolved_yaml
+from llmtrain.recipe_check import check
+
+MESHES = ((1, 1), (1, 8), (8, 8))
+"""(replicas, shard) that are shown for every recipe."""
+TYPICAL_REPLICAS = 8
+"""For the traffic of a recipe that leaves their number open."""
+
+
+def show(recipe: Recipe, console: Console) -> None:
+    """Print the resolved recipe, then what it costs; needs no data, GPU or network.
+
+    Raises UserError for a recipe that can't be trained, or whose vocabulary is not known without a download.
+    """
+    check(recipe, None)
+    size = size_of(recipe)
+    console.print(resolved_yaml(recipe), markup=False, highlight=False, soft_wrap=True)
+    console.print(_figures(recipe, size))
+    console.print()
+    console.print(_memory(recipe, size))
+
+
+def traffic_per_round(recipe: Recipe, size: ModelSize, replicas: int) -> float:
+    """Bytes one replica, all its ranks together, sends in a ring all-reduce of the whole model in master precision:
+    2 (N-1)/N x 4 x parameters. A synchronous step sends the same."""
+    return 2 * (replicas - 1) / replicas * BYTES[recipe.parallel.precision][0] * size.parameters
+
+
+def _figures(recipe: Recipe, size: ModelSize) -> Table:
+    steps, per_step = recipe.train.total_steps, recipe.train.tokens_per_step
+    layer, largest = size.block_parameters[1], max(size.block_parameters)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_row("parameters", f"{size.parameters:,}, {_si(size.embedding_parameters)} of them embedding")
+    table.add_row(
+        "blocks", f"{len(size.block_parameters)}: {_si(layer)} in a layer, {_si(largest)} in the largest block"
+    )
+    table.add_row("tokens", f"{_si(steps * per_step)}: {steps:,} steps of {per_step:,}")
+    table.add_row("FLOPs", f"{_si(size.flops_per_token)} a token, {size.flops_per_token * steps * per_step:.2e} in all")
+    table.add_row("traffic", _traffic(recipe, size))
+    return table
+
+
+def _traffic(recipe: Recipe, size: ModelSize) -> str:
+    replicas = TYPICAL_REPLICAS if recipe.parallel.replicas == "auto" else recipe.parallel.replicas
+    if replicas == 1:
+        return "none between replicas: there is one"
+    per_round = traffic_per_round(recipe, size, replicas)
+    whose = f"from each of {replicas} replicas"
+    if isinstance(recipe.sync.period, EveryStep):
+        return f"{decimal(int(per_round))} a step {whose} (gradients in every step)"
+    every, warmup = recipe.sync.period.every, recipe.sync.warmup_steps
+    return (
+        f"{decimal(int(per_round))} {whose} a round of {every} steps: {decimal(int(per_round / every))} a step\n"
+        f"{decimal(int(per_round))} a step when synchronous" + (f", as in the first {warmup:,} steps" if warmup else "")
+    )
+
+
+def _memory(recipe: Recipe, size: ModelSize) -> Table:
+    """A row a part, a column a mesh."""
+    given = (recipe.parallel.replicas, recipe.parallel.shard)
+    meshes = [*MESHES, *([given] if "auto" not in given and given not in MESHES else [])]
+    estimates = [estimate(recipe, size, *mesh) for mesh in meshes]
+    largest = max(memory.device_total for memory in estimates)
+    scale, unit = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+
+    table = Table(title=f"Estimated {unit} on each GPU, by replicas x shard", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("")
+    for replicas, shard in meshes:
+        table.add_column(f"{replicas} x {shard}", justify="right")
+    for part in (field.name for field in fields(Memory) if field.name != "host"):
+        table.add_row(part, *(f"{getattr(memory, part) / scale:,.2f}" for memory in estimates))
+    table.add_section()
+    table.add_row("total", *(f"{memory.device_total / scale:,.2f}" for memory in estimates), style="bold")
+    if any(memory.host_total for memory in estimates):
+        table.add_row("in CPU memory", *(f"{memory.host_total / scale:,.2f}" for memory in estimates))
+    table.add_row("micro-batches a step", *(_accumulation(recipe, replicas * shard) for replicas, shard in meshes))
+    return table
+
+
+def _accumulation(recipe: Recipe, ranks: int) -> str:
+    """Micro-batches of one rank in a step."""
+    at_once = recipe.train.micro_batch * ranks
+    return "uneven" if recipe.train.global_batch % at_once else str(recipe.train.global_batch // at_once)
+
+
+def _si(number: float) -> str:
+    """Three digits and a unit."""
+    number = float(f"{number:.3g}")
+    unit, suffix = pick_unit_and_suffix(int(number), ["", "k", "M", "G", "T"], 1000)
+    return f"{number / unit:.3g}{suffix}"

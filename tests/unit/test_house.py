@@ -1,0 +1,197 @@
+"""The rules of the house, held by reading the source: who imports whom, no private names, nothing of anybody's machine."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from llmtrain.sync.methods import METHODS
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = sorted((ROOT / "llmtrain").rglob("*.py"))
+PYTHON = PACKAGE + sorted(path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+
+LAYERS = [
+    {"errors", "config", "seeding"},
+    {"loss", "model", "data", "parallel"},
+    {"sync"},
+    {"recipe", "recipe_messages", "recipe_check", "plan"},
+    {"train"},
+    {"launch"},
+    {"cli", "__main__"},
+]
+"""A module imports from its own layer and those above it in this list."""
+
+SYNC_SEES = {"config", "errors", "seeding", "parallel", "sync"}
+MAX_LINES = 400
+STRANGERS = {"torch", "transformers", "deepspeed"}
+"""Libraries of which no private name is used."""
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def each(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", paths, ids=name_of)
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Dotted names that a module imports, wherever in it: `from a.b import c` is `a.b.c`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def parts_imported(tree: ast.Module) -> set[str]:
+    """Which parts of llmtrain (`sync`, `data`, ...) a module imports."""
+    return {name.split(".")[1] for name in imported(tree) if name.startswith("llmtrain.")}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT / "llmtrain").with_suffix("").parts[0]
+
+
+def layer_of(part: str) -> int:
+    return next(i for i, layer in enumerate(LAYERS) if part in layer)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def private_names(tree: ast.Module) -> list[str]:
+    """Private names of others that a module imports or reaches for.
+
+    `x._y` is somebody else's unless x is `self` or `cls`, or the module itself defines a `_y`.
+    """
+    names = [
+        name for name in imported(tree) if name.split(".")[0] in STRANGERS and any(map(is_private, name.split(".")))
+    ]
+    own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    own |= {
+        n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and on_self(n)
+    }
+    reached = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and is_private(n.attr) and not on_self(n)]
+    return names + [ast.unparse(n) for n in reached if n.attr not in own]
+
+
+def on_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def method_comparisons(tree: ast.Module) -> list[str]:
+    """Comparisons and `case`s with the name of a method, alone or in a collection."""
+    places = [node for node in ast.walk(tree) if isinstance(node, ast.Compare | ast.MatchValue)]
+    constants = ((place, node) for place in places for node in ast.walk(place) if isinstance(node, ast.Constant))
+    return [ast.unparse(place) for place, node in constants if node.value in METHODS]
+
+
+def kept_texts() -> list[Path]:
+    """Text files that are, or are about to be, under version control."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listing.returncode:
+        pytest.skip("not a git checkout, so there is no list of the repository's files")
+    paths = (ROOT / name for name in listing.stdout.split("\0") if name)
+    return [path for path in paths if path.is_file() and b"\0" not in path.read_bytes()[:8192]]
+
+
+@each(PACKAGE)
+def test_imports_point_one_way(path: Path) -> None:
+    if path == ROOT / "llmtrain" / "__init__.py":
+        assert not parts_imported(parsed(path))
+        return
+    above = {part for part in parts_imported(parsed(path)) if layer_of(part) > layer_of(part_of(path))}
+    assert not above, f"{part_of(path)} imports {above}, which are built on it"
+
+
+@each([path for path in PACKAGE if part_of(path) == "sync"])
+def test_sync_knows_no_model_recipe_or_data(path: Path) -> None:
+    assert parts_imported(parsed(path)) <= SYNC_SEES
+    assert "llmtrain.config.Recipe" not in imported(parsed(path))
+
+
+@each([path for path in PACKAGE if part_of(path) != "parallel"])
+def test_only_parallel_imports_fsdp_and_deepspeed(path: Path) -> None:
+    engines = ("torch.distributed.fsdp", "torch.distributed._composable", "deepspeed")
+    assert not [name for name in imported(parsed(path)) if name.startswith(engines)]
+
+
+@each([path for path in PACKAGE if "methods" not in path.parts])
+def test_methods_are_known_by_their_choices_alone(path: Path) -> None:
+    assert not method_comparisons(parsed(path)), "let the method's PRESET make this choice"
+
+
+@each(PYTHON)
+def test_no_private_names_of_others(path: Path) -> None:
+    assert not private_names(parsed(path))
+
+
+@each(PYTHON)
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < MAX_LINES
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from torch._utils import x", ["torch._utils.x"]),
+        ("from torch.distributed import _x", ["torch.distributed._x"]),
+        ("import torch._dynamo", ["torch._dynamo"]),
+        ("import torch as t\nt.nn._x", ["t.nn._x"]),
+        ("module._x", ["module._x"]),
+        ("import _thread\nfrom torch import __version__\nmodule.__class__", []),
+        ("self._x\nself._x = 1\nother._x", []),
+        ("def _x(): ...\nmodule._x", []),
+    ],
+)
+def test_private_names_are_found(source: str, found: list[str]) -> None:
+    assert private_names(ast.parse(source)) == found
+
+
+@pytest.mark.parametrize(
+    "source", ["a == 'edit'", "'edit' != a", "a in ('x', 'diloco')", "match a:\n  case 'edit': pass"]
+)
+def test_comparisons_with_methods_are_found(source: str) -> None:
+    assert method_comparisons(ast.parse(source))
+
+
+def test_nothing_of_this_machine_is_kept() -> None:
+    # Spelled so that this file does not hold what it looks for.
+    machine = re.compile(r"(?<![\w./-])/(?:wor" + r"k|roo" + r"t|hom" + r"e/\w+|User" + r"s/\w+)/")
+    registry = re.compile(r"index-ur" + r"l[ =]+\S+|https?://\S+/simp" + r"le\b\S*|regist" + r"ry[ =]+https?://\S+")
+    found = []
+    for path in kept_texts():
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            hosts = registry.findall(line)
+            if machine.search(line) or hosts:
+                found.append(f"{name_of(path)}:{number}: {line.strip()}")
+    assert not found, "\n".join(found)
+
+
+def test_help_does_not_import_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "llmtrain", "--help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "train" in shown.stdout
+    modules = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines() if line.startswith("import time:")}
+    assert "typer" in modules and not modules & {"torch", "transformers", "datasets", "deepspeed", "numpy"}

@@ -1,0 +1,157 @@
+"""The plan's arithmetic, against counts by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llmtrain.config import Recipe
+from llmtrain.errors import ModelError
+from llmtrain.plan.memory import ModelSize, estimate, size_of
+from llmtrain.recipe import load_recipe
+
+VOCABULARY, HIDDEN, INNER, LAYERS = 100, 8, 20, 3
+ATTENTION, MLP, NORMS = 4 * HIDDEN * HIDDEN, 3 * HIDDEN * INNER, 2 * HIDDEN
+LAYER = ATTENTION + MLP + NORMS
+EMBEDDING = VOCABULARY * HIDDEN
+LLAMA = (
+    "{type: llama, config: {hidden_size: 8, intermediate_size: 20, num_hidden_layers: 3, num_attention_heads: 2, "
+    "max_position_embeddings: 32}}"
+)
+
+
+def make(tmp_path, *overrides: str, model: str = LLAMA) -> Recipe:
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        f"model: {model}\n"
+        "data: {tokenizer: 'train:100'}\n"
+        "train: {steps: 1000, sequence_length: 16, global_batch: 8, micro_batch: 2}\n"
+        "sync: {method: diloco, period: {kind: steps, every: 10}}\n"
+    )
+    return load_recipe(path, overrides)
+
+
+def planned(tmp_path, *overrides: str, replicas: int = 1, shard: int = 1):
+    recipe = make(tmp_path, *overrides)
+    return estimate(recipe, size_of(recipe), replicas, shard)
+
+
+def test_untied_llama_by_hand(tmp_path) -> None:
+    size = size_of(make(tmp_path))
+    assert size.block_parameters == (EMBEDDING, LAYER, LAYER, LAYER, HIDDEN + EMBEDDING)
+    assert size.parameters == sum(size.block_parameters)
+    assert size.embedding_parameters == EMBEDDING
+    assert (size.vocabulary, size.hidden, size.layers, size.unfused_heads) == (VOCABULARY, HIDDEN, LAYERS, 0)
+    assert size.linear_features == 4 * (HIDDEN + HIDDEN) + 3 * (HIDDEN + INNER)
+
+
+def test_a_tied_head_counts_once(tmp_path) -> None:
+    size = size_of(make(tmp_path, "model.config.tie_word_embeddings=true"))
+    assert size.block_parameters == (EMBEDDING + HIDDEN, LAYER, LAYER, LAYER)
+    assert size.parameters == EMBEDDING + HIDDEN + LAYERS * LAYER
+
+
+def test_gpt_neo_keeps_its_attention_weights(tmp_path) -> None:
+    model = "{type: gpt_neo, config: {hidden_size: 8, num_layers: 2, num_heads: 4, attention_types: [[[global, local], 1]]}}"
+    recipe = make(tmp_path, model=model)
+    size = size_of(recipe)
+    assert size.unfused_heads == 4
+    more = estimate(recipe, size, 1, 1).activations - estimate(recipe, replace(size, unfused_heads=0), 1, 1).activations
+    assert more == (2 + 1) * 8 * 4 * (2 * 16) * 16  # layers + 1, bytes, heads, tokens, sequence
+
+
+def test_vocabulary_from_recipe_tokenizer_or_argument(tmp_path) -> None:
+    assert size_of(make(tmp_path, "model.config.vocab_size=128")).vocabulary == 128
+    assert size_of(make(tmp_path, "data.tokenizer=gpt2")).vocabulary == 50257
+    assert size_of(make(tmp_path, "data.tokenizer=some/tokenizer"), vocab_size=77).vocabulary == 77
+
+
+def test_unknown_vocabulary_says_what_to_give(tmp_path) -> None:
+    with pytest.raises(ModelError, match=r"some/tokenizer.*model\.config\.vocab_size"):
+        size_of(make(tmp_path, "data.tokenizer=some/tokenizer"))
+
+
+def test_bytes_of_one_rank_alone(tmp_path) -> None:
+    recipe = make(tmp_path)
+    size = size_of(recipe)
+    memory = estimate(recipe, size, 1, 1)
+    p = size.parameters
+    assert (memory.weights, memory.gradients, memory.optimizer, memory.anchors) == (4 * p, 4 * p, 8 * p, 8 * p)
+    layer = 1.25 * 2 * 32 * size.linear_features
+    assert memory.activations == (LAYERS + 1) * layer
+    assert memory.loss == 2 * 4 * 32 * VOCABULARY + (4 + 2) * EMBEDDING  # 32 tokens are fewer than loss_chunk
+    assert memory.device_total == sum(
+        (*(memory.weights, memory.gradients, memory.optimizer, memory.anchors), memory.gathered, memory.activations,
+         memory.loss, memory.messages)
+    )  # fmt: skip
+    assert memory.host_total == 0
+
+
+def test_sharding_divides_what_is_sharded(tmp_path) -> None:
+    whole, quarter = planned(tmp_path, "train.global_batch=2"), planned(tmp_path, "train.global_batch=8", shard=4)
+    for part in ("weights", "gradients", "optimizer", "anchors"):
+        assert getattr(quarter, part) == pytest.approx(getattr(whole, part) / 4, abs=8), part
+    for part in ("gathered", "activations", "loss"):
+        assert getattr(quarter, part) == getattr(whole, part), part
+
+
+def test_accumulated_gradients_stay_whole(tmp_path) -> None:
+    once = planned(tmp_path, "train.global_batch=8", shard=4)
+    twice = planned(tmp_path, "train.global_batch=16", shard=4)
+    assert twice.gradients == pytest.approx(4 * once.gradients, abs=16)
+
+
+def test_offload_moves_anchors_to_the_host(tmp_path) -> None:
+    here, there = planned(tmp_path), planned(tmp_path, "sync.offload=true")
+    assert here.anchors > 0
+    assert (there.anchors, there.host_total) == (0, here.anchors)
+    assert there.device_total < here.device_total
+
+
+@pytest.mark.parametrize(
+    ("overrides", "copies"),
+    [
+        (["sync.method=local_sgd"], 0),
+        (["sync.method=synchronous"], 0),
+        (["sync.method=diloco"], 2),
+        (["sync.method=edit"], 2),
+        (["sync.outer=sgd"], 1),
+        (["sync.method=edit", "sync.outer=average"], 1),  # its penalty needs the anchor
+    ],
+)
+def test_anchors_only_where_the_method_needs_them(tmp_path, overrides: list[str], copies: int) -> None:
+    memory = planned(tmp_path, "sync.warmup_steps=0", *overrides)
+    assert memory.anchors == copies * memory.weights
+
+
+def test_synchronous_has_no_messages_of_ours(tmp_path) -> None:
+    assert planned(tmp_path, "sync.method=synchronous").messages == 0
+    few, many = (planned(tmp_path, "sync.schedule=layerwise", f"sync.schedule.prefetch={n}") for n in (0, 2))
+    assert 0 < few.messages < many.messages
+
+
+def test_checkpointing_keeps_layer_inputs_only(tmp_path) -> None:
+    recipe = make(tmp_path, "parallel.activation_checkpointing=true")
+    size = size_of(recipe)
+    kept = LAYERS * 2 * 32 * HIDDEN
+    assert estimate(recipe, size, 1, 1).activations == kept + 2 * 1.25 * 2 * 32 * size.linear_features
+    deep = replace(size, layers=48)
+    plain = recipe.model_copy(
+        update={"parallel": recipe.parallel.model_copy(update={"activation_checkpointing": False})}
+    )
+    assert estimate(recipe, deep, 1, 1).activations < estimate(plain, deep, 1, 1).activations / 4
+
+
+def test_sgd_and_precision(tmp_path) -> None:
+    assert planned(tmp_path, "optim.kind=sgd").optimizer == 0
+    bf16, fp32, fp64 = (planned(tmp_path, f"parallel.precision={p}") for p in ("bf16", "fp32", "fp64"))
+    assert bf16.weights == fp32.weights == fp64.weights / 2
+    assert fp64.activations == 2 * fp32.activations == 4 * bf16.activations
+
+
+def test_a_7b_model_takes_no_memory_to_plan(tmp_path) -> None:
+    """Fails, by memory or time, if anything is allocated: 27 GB of weights."""
+    config = "{hidden_size: 4096, intermediate_size: 11008, num_hidden_layers: 32, num_attention_heads: 32}"
+    size: ModelSize = size_of(make(tmp_path, "data.tokenizer=train:32000", model=f"{{type: llama, config: {config}}}"))
+    assert size.parameters == 6_738_415_616  # Llama-2-7B's published count

@@ -1,0 +1,42 @@
+"""docs/recipes.md is generated: it must be what the schema says now."""
+
+from __future__ import annotations
+
+import re
+
+from llmtrain.config import Recipe
+from llmtrain.plan.reference import PAGE, recipe_reference
+from llmtrain.sync.methods import METHODS
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == recipe_reference(), "run: python -m llmtrain.plan.reference"
+
+
+def test_every_section_and_key_is_there() -> None:
+    page = recipe_reference()
+    for name, section in Recipe.model_fields.items():
+        part = page.split(f"\n## `{name}`\n")[1].split("\n## ")[0]
+        for key in section.annotation.model_fields:
+            assert f"\n| `{key}` | " in part, f"{name}.{key}"
+
+
+def test_every_kind_of_a_mapping_has_a_table() -> None:
+    page = recipe_reference()
+    for kind in ("period: {kind: steps}", "outer: {kind: nesterov}", "schedule: {kind: layerwise}", "penalty"):
+        assert f"### `sync.{kind}`" in page
+    assert "| `momentum` | number ≥ 0 and < 1 | `0.9` | Outer momentum. |" in page
+
+
+def test_every_methods_preset_is_there() -> None:
+    page = recipe_reference()
+    for name, method in METHODS.items():
+        line = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        assert method.PAPER in line
+
+
+def test_tables_are_whole() -> None:
+    """Each row has as many cells as its head; a `|` inside a cell is escaped."""
+    for table in re.findall(r"(?:^\|.*\n)+", recipe_reference(), flags=re.MULTILINE):
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+        assert len(widths) == 1, table

@@ -1,0 +1,90 @@
+"""`recipe show` for every recipe of the repository, and what its lines say."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from llmtrain.errors import RecipeError
+from llmtrain.plan.show import show
+from llmtrain.recipe import load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+QUICKSTART = RECIPES / "quickstart.yaml"
+
+
+def shown(path: Path, *overrides: str, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    show(load_recipe(path, overrides), console)
+    return console.file.getvalue()
+
+
+def row(text: str, name: str) -> list[str]:
+    """The cells of the table row or figure that starts with `name`."""
+    line = next(line for line in reversed(text.splitlines()) if line.strip().startswith(name))
+    return line.strip().removeprefix(name).split()
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_shows_within_100_columns(path: Path) -> None:
+    text = shown(path)
+    assert f"name: {path.stem}" in text
+    assert "…" not in text
+    tables = text[text.index("\nparameters") :]
+    assert max(len(line) for line in tables.splitlines()) <= 100
+    totals = [float(cell.replace(",", "")) for cell in row(text, "total")]
+    assert totals[0] > totals[1] >= totals[2] > 0
+
+
+def test_the_recipes_own_mesh_is_shown(tmp_path: Path) -> None:
+    assert len(row(shown(QUICKSTART, "parallel.replicas=4", "parallel.shard=1"), "total")) == 4
+    assert len(row(shown(QUICKSTART, "parallel.replicas=auto"), "total")) == 3
+
+
+def test_traffic_by_hand() -> None:
+    small = ["parallel.replicas=4", "parallel.shard=1", "sync.warmup_steps=0", "sync.period.every=10"]
+    text = shown(QUICKSTART, *small)
+    parameters = int(row(text, "parameters")[0].rstrip(",").replace(",", ""))
+    per_round = 2 * 3 / 4 * 4 * parameters / 1e6
+    assert f"{per_round:.1f} MB from each of 4 replicas a round of 10 steps" in text
+    assert f"{per_round * 100:.1f} kB a step" in text or f"{per_round / 10:.1f} MB a step" in text
+    assert f"{per_round:.1f} MB a step when synchronous\n" in text.replace(" \n", "\n").replace("  ", " ").replace(
+        " \n", "\n"
+    )
+
+
+def test_traffic_without_rounds_or_replicas() -> None:
+    assert "gradients in every step" in shown(QUICKSTART, "sync.method=synchronous")
+    assert "none between replicas" in shown(QUICKSTART, "parallel.replicas=1", "parallel.shard=4")
+
+
+def test_offloaded_anchors_have_a_row() -> None:
+    assert "in CPU memory" not in shown(QUICKSTART)
+    assert "in CPU memory" in shown(QUICKSTART, "sync.offload=true")
+
+
+def test_micro_batches_of_each_mesh() -> None:
+    assert row(shown(QUICKSTART, "train.global_batch=128", "train.micro_batch=8"), "micro-batches a step") == [
+        *("16", "2", "uneven", "4")
+    ]
+
+
+def test_a_model_from_a_folder_needs_no_download(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        vocab_size=2048, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    ).save_pretrained(tmp_path / "config")
+    recipe = tmp_path / "folder.yaml"
+    recipe.write_text(
+        f"model: {{from_config: {tmp_path / 'config'}}}\ntrain: {{steps: 10}}\nsync: {{method: local_sgd}}\n"
+    )
+    assert row(shown(recipe), "parameters")[0] == f"{2 * 2048 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 64) + 32:,},"
+
+
+def test_an_impossible_recipe_is_refused() -> None:
+    with pytest.raises(RecipeError, match="global_batch"):
+        shown(QUICKSTART, "train.global_batch=30")

@@ -1,0 +1,230 @@
+"""Reading a recipe: base files, presets, overrides, and writing it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmtrain.config import AverageOuter, Blocking, EveryStep, EverySteps, Layerwise, NesterovOuter, Recipe, SgdOuter
+from llmtrain.recipe import differences, load_recipe, parse_overrides, resolved_yaml
+from llmtrain.sync.methods import METHODS
+
+Write = Callable[[str, str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a recipe file: (name, text) -> path."""
+
+    def write_file(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write_file
+
+
+@pytest.fixture
+def sync_of(write: Write) -> Callable[..., object]:
+    """The sync section of a recipe that says `sync: TEXT`, after overrides."""
+    return lambda text, *overrides: load_recipe(write("r.yaml", f"train: {{steps: 5}}\nsync: {text}"), overrides).sync
+
+
+# -- where values come from --
+
+
+def test_later_wins(write: Write) -> None:
+    write("base/one.yaml", "optim: {lr: 1.0, eps: 1.0, weight_decay: 1.0, clip_norm: 1.0}")
+    write("base/two.yaml", "optim: {eps: 2.0, weight_decay: 2.0, clip_norm: 2.0}")
+    path = write("top.yaml", "base: [base/one.yaml, base/two.yaml]\noptim: {weight_decay: 3.0, clip_norm: 3.0}")
+    optim = load_recipe(path, ["optim.clip_norm=4"]).optim
+    assert (optim.lr, optim.eps, optim.weight_decay, optim.clip_norm) == (1, 2, 3, 4)
+    assert optim.betas == (0.9, 0.95)
+
+
+def test_base_files_are_found_beside_the_file_that_names_them(write: Write) -> None:
+    write("base/bottom.yaml", "run: {seed: 7}\noptim: {lr: 1.0}")
+    write("base/middle.yaml", "base: bottom.yaml\noptim: {lr: 2.0}")
+    recipe = load_recipe(write("top.yaml", "base: base/middle.yaml"))
+    assert (recipe.run.seed, recipe.optim.lr) == (7, 2.0)
+
+
+def test_lists_are_replaced_and_not_merged(write: Write) -> None:
+    path = write("r.yaml", "optim: {betas: [0.8, 0.9]}")
+    assert load_recipe(path, ["optim.betas=[0.5, 0.6]"]).optim.betas == (0.5, 0.6)
+
+
+def test_model_config_merges_key_by_key(write: Write) -> None:
+    write("base.yaml", "model: {config: {hidden_size: 64, num_hidden_layers: 2}}")
+    path = write("r.yaml", "base: base.yaml\nmodel: {config: {num_hidden_layers: 3}}")
+    config = load_recipe(path, ["model.config.vocab_size=99"]).model.config
+    assert config == {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 99}
+
+
+def test_empty_sections_and_empty_base_are_fine(write: Write) -> None:
+    recipe = load_recipe(write("r.yaml", "base:\ntrain:\noptim: {}"))
+    assert recipe.optim == load_recipe(write("empty.yaml", "")).optim
+
+
+def test_run_is_named_after_its_file_unless_named(write: Write) -> None:
+    path = write("my-run_2.yaml", "run: {seed: 1}")
+    assert load_recipe(path).run.name == "my-run_2"
+    assert load_recipe(path, ["run.name=other"]).run.name == "other"
+    assert load_recipe(path, ["run.name=2024"]).run.name == "2024"
+    assert load_recipe(write("named.yaml", "run: {name: given}")).run.name == "given"
+
+
+def test_numbers_as_people_write_them(write: Write) -> None:
+    recipe = load_recipe(write("r.yaml", "train: {tokens: 100e9}\noptim: {lr: 3e-4, eps: 1e-8}"))
+    assert (recipe.train.tokens, recipe.optim.lr, recipe.optim.eps) == (100_000_000_000, 0.0003, 1e-8)
+    assert isinstance(recipe.train.tokens, int)
+    assert load_recipe(write("s.yaml", ""), ["train.steps=1e3", "optim.lr=1"]).train.steps == 1000
+
+
+def test_length_in_tokens_is_rounded_down_to_steps(write: Write) -> None:
+    path = write("r.yaml", "train: {tokens: 1000, sequence_length: 16, global_batch: 4}")
+    assert load_recipe(path).train.total_steps == 1000 // 64
+
+
+# -- overrides --
+
+
+@pytest.mark.parametrize("arguments", [["optim.lr=2"], ["--optim.lr=2"], ["--optim.lr", "2"]])
+def test_three_forms_of_override(arguments: list[str]) -> None:
+    assert parse_overrides(arguments) == {"optim": {"lr": 2}}
+
+
+def test_overrides_merge_and_the_last_wins() -> None:
+    arguments = ["optim.lr=1", "--optim.eps", "3", "optim.lr=2", "eval.sample_prompt=a=b", "data.subset=null"]
+    expected = {"optim": {"lr": 2, "eps": 3}, "eval": {"sample_prompt": "a=b"}, "data": {"subset": None}}
+    assert parse_overrides(arguments) == expected
+
+
+def test_override_takes_a_negative_number_and_a_mapping() -> None:
+    assert parse_overrides(["--run.seed", "-1"]) == {"run": {"seed": -1}}
+    assert parse_overrides(["sync.period={kind: steps, every: 4}"]) == {
+        "sync": {"period": {"kind": "steps", "every": 4}}
+    }
+
+
+# -- methods are presets --
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_method_alone_is_its_preset(method: str, sync_of: Callable) -> None:
+    chosen = sync_of(f"{{method: {method}}}").model_dump()
+    for key, value in METHODS[method].PRESET.items():
+        value = {"kind": value} if isinstance(value, str) else value
+        assert value.items() <= chosen[key].items() if isinstance(value, dict) else chosen[key] == value
+
+
+def test_preset_lies_under_what_the_user_says(sync_of: Callable) -> None:
+    sync = sync_of("{method: edit, outer: {momentum: 0.5}, penalty: {clip: null}}", "sync.period.every=9")
+    assert sync.outer == NesterovOuter(lr=0.8, momentum=0.5)
+    assert sync.penalty.clip is None and sync.penalty.z == 3.0
+    assert sync.period == EverySteps(every=9)
+    assert sync.schedule == Layerwise()
+
+
+def test_edit_is_the_default_method(write: Write) -> None:
+    path = write("r.yaml", "train: {steps: 5}")
+    assert load_recipe(path).sync == load_recipe(path, ["sync.method=edit"]).sync
+
+
+def test_value_of_another_kind_replaces_the_whole(sync_of: Callable) -> None:
+    assert sync_of("{method: diloco, outer: sgd}").outer == SgdOuter(lr=1.0)  # not DiLoCo's 0.7
+    assert (
+        sync_of("{method: edit, schedule: {kind: layerwise, prefetch: 5}}", "sync.schedule=blocking").schedule
+        == Blocking()
+    )
+    assert (
+        sync_of("{method: edit, schedule: {kind: layerwise, prefetch: 5}}", "sync.schedule=layerwise").schedule.prefetch
+        == 5
+    )
+
+
+def test_another_kind_in_its_own_override_replaces_too(sync_of: Callable) -> None:
+    assert sync_of("{method: diloco}", "sync.outer.kind=sgd", "sync.outer.lr=0.5").outer == SgdOuter(lr=0.5)
+
+
+def test_penalty_null_switches_it_off_and_a_mapping_on(sync_of: Callable) -> None:
+    assert sync_of("{method: edit, penalty: null}").penalty is None
+    assert sync_of("{method: edit}", "sync.penalty=null").penalty is None
+    assert sync_of("{method: diloco, penalty: {z: 2}}").penalty.z == 2
+    assert sync_of("{method: diloco, penalty: {}}").penalty is not None
+
+
+def test_naming_another_method_leaves_the_old_ones_choices_behind(sync_of: Callable) -> None:
+    recipe = (
+        "{method: edit, warmup_steps: 3, period: {every: 4}, outer: {lr: 0.1}, penalty: {z: 1}, schedule: layerwise}"
+    )
+    sync = sync_of(recipe, "sync.method=diloco")
+    assert (sync.outer, sync.penalty, sync.schedule) == (NesterovOuter(lr=0.7, momentum=0.9), None, Blocking())
+    assert (sync.warmup_steps, sync.period) == (
+        3,
+        EverySteps(every=4),
+    )  # so that methods are compared at the same round
+    assert sync_of(recipe, "sync.method=diloco", "sync.outer=average").outer == AverageOuter()
+    assert sync_of(recipe, "sync.method=edit").outer.lr == 0.1  # not another method
+
+
+def test_synchronous_and_back_drops_rounds(sync_of: Callable) -> None:
+    there = sync_of("{method: edit, warmup_steps: 3, period: {every: 4}}", "sync.method=synchronous")
+    assert (there.period, there.warmup_steps, there.penalty, there.schedule) == (EveryStep(), 0, None, Blocking())
+    back = sync_of("{method: synchronous, period: every_step}", "sync.method=edit")
+    assert (back.period, back.warmup_steps) == (EverySteps(every=128), 1000)
+
+
+def test_method_of_a_base_file_is_left_behind_as_well(write: Write) -> None:
+    write("base.yaml", "sync: {method: edit, period: {every: 4}, outer: {lr: 0.1}}")
+    sync = load_recipe(write("r.yaml", "base: base.yaml\nsync: {method: local_sgd}")).sync
+    assert (sync.outer, sync.period) == (AverageOuter(), EverySteps(every=4))
+
+
+# -- written back --
+
+
+@pytest.mark.parametrize("name", ["run", "3e-4", "1_000", "2024", "true", "null", "2024-01-01", "0x10"])
+def test_resolved_recipe_reads_back_the_same(write: Write, name: str) -> None:
+    text = f"""
+run: {{name: "{name}"}}
+model: {{config: {{hidden_size: 64, rope_parameters: {{rope_type: default, rope_theta: 10000.0}}}}}}
+train: {{tokens: 100e9}}
+optim: {{lr: 3e-4, eps: 1e-8, clip_norm: null}}
+sync: {{method: edit, penalty: {{clip: null}}, schedule: {{kind: layerwise, prefetch: 1}}}}
+eval: {{sample_prompt: "def é: '\\"\\n"}}
+"""
+    recipe = load_recipe(write("r.yaml", text))
+    assert recipe.run.name == name
+    assert load_recipe(write("resolved.yaml", resolved_yaml(recipe))) == recipe
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_resolved_recipe_of_each_method_reads_back_the_same(write: Write, method: str) -> None:
+    recipe = load_recipe(write("r.yaml", f"sync: {{method: {method}}}"))
+    assert load_recipe(write("resolved.yaml", resolved_yaml(recipe))) == recipe
+
+
+def test_resolved_recipe_holds_every_key(write: Write) -> None:
+    text = resolved_yaml(load_recipe(write("r.yaml", "train: {steps: 5}")))
+    for section, field in Recipe.model_fields.items():
+        assert f"{section}:" in text
+        for key in field.annotation.model_fields:
+            assert f"\n  {key}:" in text
+
+
+def test_differences_name_keys_and_both_values(write: Write) -> None:
+    path = write("r.yaml", "train: {steps: 5}\nrun: {seed: 1}")
+    there = load_recipe(path)
+    here = load_recipe(path, ["optim.lr=0.5", "sync.outer=average", "run.seed=2", "model.config.vocab_size=9"])
+    found = differences(there, here, ignore=["run"])
+    assert "optim.lr: 0.0003 there, 0.5 here" in found
+    assert 'sync.outer.kind: "nesterov" there, "average" here' in found
+    assert "sync.outer.momentum: 0.85 there, not given here" in found
+    assert any(line.startswith("model.config") for line in found)
+    assert not any(line.startswith("run") for line in found)
+    assert differences(there, here, ignore=["optim.lr", "sync", "run.seed", "model"]) == []
+    assert differences(there, there) == []

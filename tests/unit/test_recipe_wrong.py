@@ -1,0 +1,227 @@
+"""Wrong recipes: each is refused before anything runs, in one line that names the key, what was given and what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmtrain.errors import RecipeError, UserError
+from llmtrain.recipe import load_recipe
+from llmtrain.recipe_check import check, check_vocabulary
+
+RECIPE = """
+model: {type: llama, config: {hidden_size: 160, num_hidden_layers: 2, num_attention_heads: 5, max_position_embeddings: 256}}
+data: {source: stdlib, tokenizer: "train:2048"}
+train: {steps: 200, sequence_length: 128, global_batch: 32, micro_batch: 8}
+parallel: {replicas: 2, shard: 2}
+sync: {method: edit, warmup_steps: 40, period: {kind: steps, every: 16}}
+"""
+PROCESSES = 4
+
+GPT_NEO = """
+train: {{steps: 10, sequence_length: 64}}
+sync: {{method: diloco}}
+model: {{type: gpt_neo, config: {{hidden_size: 64, num_heads: {heads}, num_layers: {layers}, attention_types: [[[global, local], 1]]}}}}
+"""
+
+WRONG_OVERRIDES = [
+    # unknown keys and sections
+    ("optim.lrr=1", ["optim.lrr is not a key", "did you mean optim.lr?"]),
+    ("optim.learning_rate=1", ["optim.learning_rate is not a key", "kind, lr, betas"]),
+    ("data.sorce=x", ["data.sorce is not a key", "did you mean data.source?"]),
+    ("train.batch=3", ["train.batch is not a key", "did you mean train."]),
+    ("parallel.replica=2", ["parallel.replica is not a key", "did you mean parallel.replicas?"]),
+    ("train.lr=1", ["train.lr is not a key", "did you mean optim.lr?"]),
+    ("sync.perod.every=3", ["sync.perod is not a key", "did you mean sync.period?"]),
+    ("sync.period.evry=3", ["sync.period.evry is not a key", "did you mean sync.period.every?"]),
+    ("sync.penalty.zz=1", ["sync.penalty.zz is not a key", "did you mean sync.penalty.z?"]),
+    ("optim={1: 2}", ["optim.1 is not a key", "kind, lr, betas"]),
+    ("modle.type=llama", ["modle is not a section", "did you mean model?"]),
+    ("lr=1", ["lr is not a section", "did you mean optim.lr?"]),
+    ("foo.bar=1", ["foo is not a section", "sections are run, model, data, train"]),
+    # choices
+    (
+        "sync.method=edti",
+        ['sync.method is "edti"', "expected synchronous, local_sgd, diloco or edit", "did you mean edit?"],
+    ),
+    ("sync.method=null", ["sync.method is null", "expected synchronous, local_sgd, diloco or edit"]),
+    ("sync.period.kind=hours", ['sync.period.kind is "hours"', "expected steps or every_step"]),
+    ("sync.period=hours", ['sync.period.kind is "hours"', "expected steps or every_step"]),
+    ("sync.outer={kind: null}", ["sync.outer.kind is null", "expected average, sgd or nesterov"]),
+    (
+        "sync.outer={kind: average, momentum: 0.9}",
+        ["sync.outer.momentum belongs to kind nesterov", "sync.outer.kind is average", "leave momentum out"],
+    ),
+    ("parallel.precision=fp16", ['parallel.precision is "fp16"', "'bf16', 'fp32' or 'fp64'"]),
+    ("parallel.shard=two", ['parallel.shard is "two"', "expected a whole number or 'auto'"]),
+    # wrong types and ranges
+    ("optim.lr=fast", ['optim.lr is "fast"', "expected a number"]),
+    ("optim.lr=-1", ["optim.lr is -1", "greater than 0"]),
+    ("optim.lr=.inf", ["optim.lr is Infinity", "expected a finite number"]),
+    ("optim.betas=[0.9]", ["optim.betas is [0.9]", "expected one more value"]),
+    ("optim.betas=[0.9,0.9,0.9]", ["optim.betas is [0.9, 0.9, 0.9]", "expected at most 2 values"]),
+    ("optim.betas=[0.9,1.0]", ["optim.betas[1] is 1.0", "less than 1"]),
+    ("optim.betas=0.9", ["optim.betas is 0.9", "expected a list"]),
+    ("train.micro_batch=0", ["train.micro_batch is 0", "greater than 0"]),
+    ("train.micro_batch=2.5", ["train.micro_batch is 2.5", "expected a whole number"]),
+    ("train.steps=0", ["train.steps is 0", "greater than 0"]),
+    ("train.steps=true", ["train.steps is true", "expected a whole number"]),
+    ("schedule.final_ratio=1.5", ["schedule.final_ratio is 1.5", "less than or equal to 1"]),
+    ("checkpoint.every=0", ["checkpoint.every is 0", "greater than 0 or null"]),
+    ("sync.outer.momentum=1.5", ["sync.outer.momentum is 1.5", "less than 1"]),
+    ("sync.penalty=off", ["sync.penalty is false", "a mapping of keys or null"]),
+    ("parallel.compile=maybe", ['parallel.compile is "maybe"', "expected true or false"]),
+    ("data.source=3", ["data.source is 3", "expected text"]),
+    ("train=5", ["train is 5", "expected a mapping of keys"]),
+    ("run.name=a/b", ['run.name is "a/b"', "letters, digits"]),
+    ("run.name=null", ["run.name is null", "expected text"]),
+    # overrides that are none
+    ("optim.lr", ["'optim.lr' is not an override", "section.key=value"]),
+    ("=3", ["'=3' is not an override", "section.key=value"]),
+    ("optim..lr=3", ["'optim..lr=3' is not an override", "section.key=value"]),
+    ("optim.betas[0]=0.8", ["'optim.betas[0]=0.8' is not an override", "section.key=value"]),
+    ("--optim.lr", ["'--optim.lr' is not an override", "section.key=value"]),
+    ("optim.lr=[1", ["'optim.lr=[1' is not YAML", "put it in quotes"]),
+    ("optim.lr=${train.lr}", ["optim.lr is '${train.lr}'", "no interpolation"]),
+    # length
+    ("train.tokens=1e6", ["train.steps and train.tokens", "both are given", "one of them"]),
+    ("train.steps=null", ["train.steps and train.tokens", "neither is given", "one of them"]),
+    ("train={steps: null, tokens: 100}", ["train.tokens is 100", "4096 tokens", "give more tokens or a smaller batch"]),
+    ("schedule.warmup_steps=201", ["schedule.warmup_steps is 201", "the run has 200 steps", "lower it"]),
+    ("eval.tokens=10", ["eval.tokens is 10", "train.sequence_length = 128", "give at least that many"]),
+    ("sync.warmup_steps=200", ["sync.warmup_steps is 200", "none of 200 steps", "sync.method=synchronous"]),
+    # batch and mesh
+    (
+        "train.global_batch=40",
+        ["train.global_batch is 40", "8 x 4 = 32", "train.global_batch=32 or 64", "train.micro_batch=5"],
+    ),
+    ("train.global_batch=6", ["train.global_batch is 6", "8 x 4 = 32", "use train.global_batch=32"]),
+    ("parallel.replicas=4", ["4 x 2 needs 8 processes", "there are 4", "change parallel.replicas or parallel.shard"]),
+    (
+        "parallel={replicas: 3, shard: auto}",
+        ["parallel.replicas is 3", "does not divide 4 processes", "a multiple of 3"],
+    ),
+    # model
+    ("model.type=lama", ["model.type is 'lama'", "causal language models", "did you mean llama?"]),
+    ("model.type=t5", ["model.type is 't5'", "causal language models", "llama and gpt_neo"]),
+    (
+        "model.config.hiden_size=3",
+        ["model.config.hiden_size is not a key of llama's config", "model.config.hidden_size?"],
+    ),
+    ("model.config.hidden_size=161", ["model.config", "161", "multiple of the number of attention heads (5)"]),
+    ("model.config.num_attention_heads=0", ["model.config.num_attention_heads is 0", "greater than 0"]),
+    ("model.config.num_hidden_layers=many", ["model.config", "'num_hidden_layers' expected int", "'many'"]),
+    ("model.config.num_key_value_heads=2", ["5 attention heads", "num_key_value_heads 2", "change one of them"]),
+    ("model.from_config=no/such", ["model.from_config='no/such' can't be read", "give a folder with config.json"]),
+    ("train.sequence_length=512", ["train.sequence_length is 512", "256 positions", "max_position_embeddings"]),
+    # a synchronous run has no rounds
+    ("sync={method: synchronous, schedule: layerwise}", ["sync.schedule is layerwise", "every_step", "use blocking"]),
+    ("sync={method: synchronous, penalty: {z: 3}}", ["sync.penalty is given", "every_step", "use null"]),
+    ("sync={method: synchronous, outer: nesterov}", ["sync.outer is nesterov", "every_step", "use average"]),
+    (
+        "sync={method: synchronous, period: {every: 5}}",
+        ["sync.period.every belongs to kind steps", "kind is every_step"],
+    ),
+]
+
+WRONG_FILES = [
+    ("train: {steps: 3, stepz: 4}", ["recipe.yaml: train.stepz is not a key", "did you mean train.steps?"]),
+    ("optim: {1: 2}", ["recipe.yaml: optim.1 is not a key", "kind, lr, betas"]),
+    ("[1, 2]", ["recipe.yaml", "holds a list", "expected sections"]),
+    ("just text", ["recipe.yaml: just text is not a section", "sections are run, model"]),
+    ("train: [1", ["recipe.yaml:2: not YAML", "expected ',' or ']'"]),
+    ("optim: {lr: 1, lr: 2}", ["recipe.yaml:1: not YAML", "duplicate key lr"]),
+    ("base: nowhere.yaml", ["nowhere.yaml: there is no such file", "named by `base:` in recipe.yaml"]),
+    ("base: recipe.yaml", ["recipe.yaml: base files form a circle (recipe.yaml -> recipe.yaml)", "remove one"]),
+    ("base: 3", ["recipe.yaml: base is 3", "expected a file name or a list of file names"]),
+    (GPT_NEO.format(heads=5, layers=2), ["hidden_size 64 is not divisible by 5 attention heads", "change one of them"]),
+    (GPT_NEO.format(heads=0, layers=2), ["model.config.num_heads is 0", "greater than 0"]),
+    (GPT_NEO.format(heads=4, layers=3), ["model.config", "gpt_neo", "config.num_layers = 3", "attention_types"]),
+]
+
+
+@pytest.fixture
+def right(tmp_path: Path) -> Path:
+    """A file with a recipe that is right."""
+    path = tmp_path / "right.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    """The message with which a recipe is refused when it is read or checked."""
+    with pytest.raises(UserError) as caught:
+        check(load_recipe(path, overrides), PROCESSES)
+    return str(caught.value)
+
+
+def assert_one_line_with(message: str, fragments: list[str]) -> None:
+    assert len(message.splitlines()) == 1, message
+    missing = [fragment for fragment in fragments if fragment not in message]
+    assert not missing, f"{missing} not in {message!r}"
+
+
+@pytest.mark.parametrize(("override", "fragments"), WRONG_OVERRIDES, ids=[override for override, _ in WRONG_OVERRIDES])
+def test_override_is_refused(right: Path, override: str, fragments: list[str]) -> None:
+    assert_one_line_with(refusal(right, override), fragments)
+
+
+@pytest.mark.parametrize(("text", "fragments"), WRONG_FILES, ids=[text.strip() for text, _ in WRONG_FILES])
+def test_file_is_refused(tmp_path: Path, text: str, fragments: list[str]) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    assert_one_line_with(refusal(path), fragments)
+
+
+def test_what_the_overrides_start_from_is_right(right: Path) -> None:
+    check(load_recipe(right), PROCESSES)
+
+
+def test_missing_file_suggests_a_neighbour(right: Path) -> None:
+    message = refusal(right.with_name("rigth.yaml"))
+    assert_one_line_with(message, ["rigth.yaml: there is no such file", "did you mean", "right.yaml?"])
+
+
+def test_circle_over_two_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base: b.yaml")
+    (tmp_path / "b.yaml").write_text("base: a.yaml")
+    assert_one_line_with(refusal(tmp_path / "a.yaml"), ["base files form a circle (a.yaml -> b.yaml -> a.yaml)"])
+
+
+def test_message_names_the_file_that_gave_the_value(tmp_path: Path) -> None:
+    (tmp_path / "below.yaml").write_text("optim: {lr: fast}")
+    (tmp_path / "above.yaml").write_text("base: below.yaml\noptim: {eps: 1e-8}")
+    assert_one_line_with(refusal(tmp_path / "above.yaml"), ["below.yaml: optim.lr is"])
+
+
+def test_file_name_that_is_no_run_name_is_blamed_on_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "my recipe.yaml"
+    path.write_text("train: {steps: 3}")
+    assert_one_line_with(refusal(path), ['my recipe.yaml: run.name is "my recipe"', "letters, digits"])
+
+
+def test_small_vocabulary_is_refused_only_when_given(right: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check_vocabulary(load_recipe(right, ["model.config.vocab_size=1000"]), 2048)
+    assert_one_line_with(
+        str(caught.value), ["model.config.vocab_size is 1000", "train:2048 has 2048 tokens", "at least 2048"]
+    )
+    check_vocabulary(load_recipe(right, ["model.config.vocab_size=2048"]), 2048)
+    check_vocabulary(load_recipe(right), 2048)
+
+
+def test_nccl_without_a_gpu_is_refused(right: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = refusal(right, "parallel.replica_backend=nccl")
+    assert_one_line_with(message, ["parallel.replica_backend is nccl", "needs GPUs", "use auto or gloo"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check(load_recipe(right, ["parallel.replica_backend=nccl"]), PROCESSES)
+
+
+def test_batch_is_checked_without_processes_where_the_mesh_is_given(right: Path) -> None:
+    with pytest.raises(RecipeError, match="train.global_batch is 40"):
+        check(load_recipe(right, ["train.global_batch=40"]), None)
+    check(load_recipe(right, ["train.global_batch=40", "parallel.shard=auto"]), None)
