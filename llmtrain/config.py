@@ -243,7 +243,7 @@ SyncSchedule = Annotated[Blocking | Layerwise, Field(discriminator="kind"), Befo
 
 
 class SyncSection(Section):
-    """How replicas agree. `method` is a preset; each other key has the method's own default (docs/methods.md)."""
+    """How replicas agree. `method` is a preset; each other key has the method's own default (table below)."""
 
     method: str = "edit"
     """The published method whose choices are the defaults of the keys below."""

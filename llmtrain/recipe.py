@@ -130,7 +130,7 @@ def _read(path: Path, named_by: Path | None) -> dict[str, Any]:
 
 
 def _normal(data: dict[Any, Any], label: str) -> dict[str, Any]:
-    """What JSON can hold: an empty section is one without keys, a bare word for a tagged value its `kind`; `${` is refused."""
+    """An empty section is one without keys, a bare word for a tagged value its `kind`; `${` is refused."""
     for key, value in _leaves(data).items():
         if isinstance(value, str) and "${" in value:
             raise RecipeError(f"{label}: {key} is {value!r}, but recipes have no interpolation; write the value itself")

@@ -156,5 +156,6 @@ def _expected(problem: dict[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
+    """A value as it is written in a recipe, cut to 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

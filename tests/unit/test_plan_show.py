@@ -45,15 +45,15 @@ def test_the_recipes_own_mesh_is_shown(tmp_path: Path) -> None:
 
 
 def test_traffic_by_hand() -> None:
-    small = ["parallel.replicas=4", "parallel.shard=1", "sync.warmup_steps=0", "sync.period.every=10"]
-    text = shown(QUICKSTART, *small)
-    parameters = int(row(text, "parameters")[0].rstrip(",").replace(",", ""))
-    per_round = 2 * 3 / 4 * 4 * parameters / 1e6
-    assert f"{per_round:.1f} MB from each of 4 replicas a round of 10 steps" in text
-    assert f"{per_round * 100:.1f} kB a step" in text or f"{per_round / 10:.1f} MB a step" in text
-    assert f"{per_round:.1f} MB a step when synchronous\n" in text.replace(" \n", "\n").replace("  ", " ").replace(
-        " \n", "\n"
-    )
+    mesh = ["parallel.replicas=4", "parallel.shard=1", "sync.period.every=2"]
+    text = shown(QUICKSTART, *mesh, "sync.warmup_steps=0")
+    parameters = int(row(text, "parameters")[0].strip(",").replace(",", ""))
+    per_round = 2 * 3 / 4 * 4 * parameters
+    assert f"{per_round / 1e6:.1f} MB from each of 4 replicas a round of 2 steps" in text
+    assert f": {per_round / 2 / 1e6:.1f} MB a step" in text
+    assert f"{per_round / 1e6:.1f} MB a step when synchronous" in text
+    assert "as in the first" not in text
+    assert "as in the first 40 steps" in shown(QUICKSTART, *mesh, "sync.warmup_steps=40")
 
 
 def test_traffic_without_rounds_or_replicas() -> None:

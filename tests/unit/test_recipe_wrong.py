@@ -1,4 +1,4 @@
-"""Wrong recipes: each is refused before anything runs, in one line that names the key, what was given and what to change."""
+"""Wrong recipes: each is refused in one line that names the key, what was given, and what is allowed or to change."""
 
 from __future__ import annotations
 
@@ -222,6 +222,6 @@ def test_nccl_without_a_gpu_is_refused(right: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_batch_is_checked_without_processes_where_the_mesh_is_given(right: Path) -> None:
-    with pytest.raises(RecipeError, match="train.global_batch is 40"):
+    with pytest.raises(RecipeError, match=r"train\.global_batch is 40"):
         check(load_recipe(right, ["train.global_batch=40"]), None)
     check(load_recipe(right, ["train.global_batch=40", "parallel.shard=auto"]), None)

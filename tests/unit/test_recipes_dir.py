@@ -54,7 +54,7 @@ def test_recipe_begins_with_a_comment_that_says_what_it_is(path: Path) -> None:
 
 @of(BASES)
 def test_base_is_no_recipe_of_its_own(path: Path) -> None:
-    with pytest.raises(RecipeError, match="train.steps and train.tokens: neither is given"):
+    with pytest.raises(RecipeError, match=r"train\.steps and train\.tokens: neither is given"):
         check(load_recipe(path), None)
 
 
