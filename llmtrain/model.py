@@ -73,7 +73,10 @@ def model_config(section: ModelSection, vocab_size: int | None = None) -> Pretra
         raise ModelError(
             f"model.from_config={section.from_config!r} can't be read ({reason}); give a folder with config.json"
         ) from error
-    except (ValueError, TypeError, StrictDataclassError) as error:
+    except StrictDataclassError as error:  # its first line names the validator, the rest what is wrong
+        reason = " ".join(str(error).partition("\n")[2].split()).partition(": ")[2]
+        raise ModelError(f"model.config does not make a {section.type} model: {reason}") from error
+    except (ValueError, TypeError) as error:
         raise ModelError(
             f"model: {section.type!r} can't be built from model.config: {str(error).splitlines()[0]}"
         ) from error

@@ -14,6 +14,7 @@ from llmtrain.data.index import Prepared
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.seeding import derive_seed
+from llmtrain.sync.methods import METHODS
 from llmtrain.train.console import human
 from llmtrain.train.rundir import RunDirectory
 
@@ -81,7 +82,7 @@ def closing_lines(
         f"synchronisations, {human(summary['bytes_sent'])}B between replicas"
         + (f" (gradients averaged in every step: {human(every_step)}B)." if summary["replicas"] > 1 else ".")
     )
-    other = "diloco" if recipe.sync.method != "diloco" else "synchronous"
+    other = next(method for method in reversed(METHODS) if method != recipe.sync.method)
     board = f" · tensorboard --logdir {recipe.run.out_dir}" if recipe.log.tensorboard else ""
     return [
         happened,
