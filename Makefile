@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 .PHONY: quickstart test lint format docs clean
 
 quickstart: $(READY)
-	@$(BIN)/python -m llmtrain launch recipes/quickstart.yaml $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m llmtrain launch recipes/quickstart.yaml $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)

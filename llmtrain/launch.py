@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ def launch_torchrun(recipe_path: Path, overrides: Sequence[str]) -> int:
     """
     recipe = load_recipe(recipe_path, overrides)
     nodes = _number("NNODES", 1)
-    per_node = _number("NPROC_PER_NODE", 0) or _processes_here(recipe.parallel.replicas, recipe.parallel.shard, nodes)
+    per_node = _number("NPROC_PER_NODE", 0) or processes_here(recipe.parallel.replicas, recipe.parallel.shard, nodes)
     check(recipe, nodes * per_node)
 
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -64,14 +65,15 @@ def launch_torchrun(recipe_path: Path, overrides: Sequence[str]) -> int:
     return DONE
 
 
-def _processes_here(replicas: int | str, shard: int | str, nodes: int) -> int:
-    """One a GPU; on a CPU what the mesh asks for (1 for `auto`), divided over the nodes."""
+def processes_here(replicas: int | str, shard: int | str, nodes: int) -> int:
+    """One a GPU, or fewer if the recipe's mesh is smaller; on a CPU what the mesh asks for (1 for `auto`)."""
     import torch
 
-    if torch.cuda.is_available():
-        return torch.cuda.device_count()
-    asked = (1 if replicas == "auto" else int(replicas)) * (1 if shard == "auto" else int(shard))
-    return max(1, asked // nodes)
+    given = [int(size) for size in (replicas, shard) if size != "auto"]
+    asked, gpus = max(1, math.prod(given) // nodes), torch.cuda.device_count()
+    if gpus == 0:
+        return asked
+    return min(gpus, asked) if len(given) == 2 else gpus
 
 
 def _number(name: str, default: int) -> int:

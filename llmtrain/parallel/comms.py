@@ -15,12 +15,16 @@ import torch.distributed as dist
 from llmtrain.errors import TrainingError
 
 
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank is gone or too late, and not for a fault in the program."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
 @dataclass
 class Traffic:
     """What went over one axis so far, on this rank."""
 
     bytes: float = 0.0
-    messages: int = 0
     seconds: float = 0.0
     """Waiting for messages to complete, on this rank's main thread."""
 
@@ -52,12 +56,14 @@ class Pending:
 class Comms:
     """The ranks along one axis of the mesh. With `group=None`, or one rank, nothing is sent.
 
-    `axis` is what messages call it ("replica", "shard").
+    `axis` is what messages call it ("replica", "shard"). `device` is where the tensors are that its backend sends
+    best: gloo gathers on the CPU only.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | None = None, axis: str = "replica"):
         self.group, self.axis = group, axis
-        self.device = device or torch.device("cpu")
+        over_gloo = group is not None and dist.get_backend(group) == dist.Backend.GLOO
+        self.device = torch.device("cpu") if over_gloo or device is None else device
         self.size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.traffic = Traffic()
@@ -67,7 +73,6 @@ class Comms:
         if self.size == 1:
             return Pending(self, what, None, tensor)
         self.traffic.bytes += 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()
-        self.traffic.messages += 1
         try:
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
         except RuntimeError as error:
@@ -81,7 +86,6 @@ class Comms:
             gathered[0] = tensor
             return Pending(self, what, None, gathered)
         self.traffic.bytes += (self.size - 1) * tensor.numel() * tensor.element_size()
-        self.traffic.messages += 1
         try:
             work = dist.all_gather(list(gathered.unbind(0)), tensor, group=self.group, async_op=True)
         except RuntimeError as error:

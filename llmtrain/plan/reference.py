@@ -1,4 +1,4 @@
-"""docs/recipes.md, written from the schema: `python -m llmtrain.plan.reference`."""
+"""docs/recipes.md and README's table of methods, written from the code: `python -m llmtrain.plan.reference`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 from llmtrain.config import Recipe
 from llmtrain.sync.methods import METHODS
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "recipes.md"
+README = ROOT / "README.md"
+METHODS_BEGIN, METHODS_END = "<!-- methods: written by `make docs` -->", "<!-- end of methods -->"
 INTRODUCTION = """\
 # Recipes
 
@@ -88,6 +91,28 @@ def _below(key: str, value: dict[str, Any], schema: dict[str, Any]) -> list[str]
     return parts
 
 
+def methods_table() -> str:
+    """README's table: what each method is and chooses."""
+    rows = []
+    for name, method in METHODS.items():
+        title = method.__doc__.split("\n")[0].rstrip(".")
+        period, outer = method.PRESET["period"], method.PRESET["outer"]
+        when = "every step" if period["kind"] == "every_step" else f"every {period['every']} steps"
+        how = outer["kind"] + "".join(f", {key} {value}" for key, value in outer.items() if key != "kind")
+        penalty = "EDiT's penalty" if method.PRESET["penalty"] else "mean"
+        rows.append(
+            (f"[`{name}`](llmtrain/sync/methods/{name}.py)", title, when, penalty, how, method.PRESET["schedule"])
+        )
+    return _table(("`sync.method`", "what", "when", "reduction", "outer step", "schedule"), rows)
+
+
+def readme_with_methods(readme: str) -> str:
+    """README's text with the table between its two marks written anew."""
+    before, _, rest = readme.partition(METHODS_BEGIN)
+    _, _, after = rest.partition(METHODS_END)
+    return f"{before}{METHODS_BEGIN}\n{methods_table()}{METHODS_END}{after}"
+
+
 def _presets() -> str:
     rows = [
         (f"`{name}`", *(_code(method.PRESET[key]) if key in method.PRESET else "" for key in PRESET_KEYS), method.PAPER)
@@ -149,4 +174,5 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(recipe_reference(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    README.write_text(readme_with_methods(README.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote {PAGE} and the methods in {README}")

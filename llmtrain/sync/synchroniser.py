@@ -38,7 +38,8 @@ class Synchroniser:
         self.report = SyncReport()
         self._verdict: Verdict | None = None
         self._pending: dict[int, Pending] = {}
-        self._spread = self._mean = torch.zeros(())
+        self._spread: torch.Tensor | float = 0.0
+        self._mean: torch.Tensor | float = 0.0
         self._opened_at = self._closed_at = time.monotonic()
 
     def open(self) -> None:
@@ -54,7 +55,7 @@ class Synchroniser:
             self.report.anomalies += int(self._verdict.anomalous.sum())
             self.report.rollbacks += int(self._verdict.anomalous.all(0).sum())
         self.report.weights_max = float(self._verdict.weights.max()) if self._verdict else 1 / self.replica.size
-        self._spread = self._mean = torch.zeros((), dtype=torch.float64, device=self.replica.device)
+        self._spread = self._mean = 0.0
 
     def synchronise(self, index: int) -> None:
         """Finish block `index`: after it, its parameters are the next anchor on every replica."""

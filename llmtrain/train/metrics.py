@@ -41,7 +41,6 @@ class RankRow:
     comm_seconds: float
     exposed_seconds: float
     wait_seconds: float
-    sync_seconds: float
     mean_squared: float
     spread_squared: float
     stop: float

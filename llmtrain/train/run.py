@@ -13,6 +13,7 @@ from llmtrain.data.loader import Loader
 from llmtrain.data.prepare import prepare
 from llmtrain.errors import DONE, STOPPED_EARLY, TrainingError
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
+from llmtrain.parallel.comms import is_lost_peer
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import Fsdp2Engine
 from llmtrain.parallel.mesh import Mesh, local_device, open_mesh
@@ -56,10 +57,16 @@ def run_training(recipe: Recipe, world: World) -> int:
         trainer = build_trainer(recipe, mesh, prepared, directory, resume_from, console, reason, stop)
         try:
             ended = trainer.fit()
-        except TrainingError:
+        except RuntimeError as error:
             if mesh.is_main:
                 directory.write_summary(trainer.summary("error"))
-            raise
+            if isinstance(error, TrainingError) or not is_lost_peer(error):
+                raise
+            reason = " ".join(str(error).splitlines()[0].split())
+            raise TrainingError(
+                f"rank {world.rank} (replica {mesh.replica.rank}, shard {mesh.shard.rank}) lost a peer in step "
+                f"{trainer.step}: {reason}; start the same command again to continue from the last checkpoint"
+            ) from error
         if mesh.is_main:
             directory.write_summary(trainer.summary(ended))
             draw_losses(directory.metrics, directory.plot, f"{recipe.run.name} · {recipe.sync.method}")

@@ -114,6 +114,7 @@ class Trainer:
         return "done" if self.step == self.total_steps else "signal"
 
     def train_step(self) -> None:
+        """One optimizer step: data, gradients, update, and the synchronisation that is due."""
         started = time.monotonic()
         self.step += 1
         micro_batches = self.loader.next()
@@ -161,7 +162,6 @@ class Trainer:
             comm_seconds=self.mesh.replica.traffic.seconds,
             exposed_seconds=self.exposed_seconds,
             wait_seconds=report.wait_seconds,
-            sync_seconds=report.seconds,
             mean_squared=report.mean_squared,
             spread_squared=report.spread_squared,
             stop=self.stop.requested,

@@ -1,0 +1,170 @@
+"""The parts around the loop: learning rate, stop requests, metrics, checkpoint names."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from llmtrain.config import ScheduleSection
+from llmtrain.errors import CheckpointError, TrainingError
+from llmtrain.train import signals
+from llmtrain.train.checkpoint import FORMAT, complete, read_state
+from llmtrain.train.console import human
+from llmtrain.train.lr import learning_rate
+from llmtrain.train.metrics import Line, MetricsWriter, RankRow, Summariser
+from llmtrain.train.signals import stop_requests
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+def test_learning_rate_warms_up_and_ends_where_it_should(kind):
+    schedule = ScheduleSection(kind=kind, warmup_steps=10, final_ratio=0.1)
+    rates = [learning_rate(step, 110, 2.0, schedule) for step in range(1, 111)]
+    assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
+    assert rates[-1] == pytest.approx(2.0 if kind == "constant" else 0.2)
+    assert all(later <= earlier for earlier, later in pairwise(rates[9:]))
+    halfway = {"cosine": 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.5)), "linear": 0.55, "constant": 1.0}[kind]
+    assert rates[59] == pytest.approx(2.0 * halfway)
+
+
+def test_learning_rate_without_warm_up_starts_at_the_peak():
+    assert learning_rate(1, 10**6, 3.0, ScheduleSection(kind="cosine")) == pytest.approx(3.0)
+
+
+def test_a_signal_sets_a_flag_and_handlers_come_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_requests() as stop:
+        assert not stop.requested
+        signal.raise_signal(signal.SIGUSR1)
+        assert stop.requested
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_two_interrupts_together_are_one_and_a_later_one_ends_at_once(monkeypatch):
+    with stop_requests() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+        monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", -1.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+MESH = SimpleNamespace(replicas=2, shard=SimpleNamespace(size=2), world=SimpleNamespace(size=4))
+
+
+def line(step: int = 10, **changed: list[float]) -> Line:
+    """What four ranks handed in; `changed` gives a column."""
+    columns = {
+        "loss_sum": [100.0, 120.0, 140.0, 160.0],
+        "predicted_tokens": [50.0] * 4,
+        "grad_norm": [1.0, 1.0, 3.0, 3.0],
+        "step_seconds": [2.0, 2.0, 2.0, 2.5],
+        "data_seconds": [0.1] * 4,
+        "peak_memory": [2.0**30] * 4,
+        "bytes_total": [1e6] * 4,
+        "comm_seconds": [0.5] * 4,
+        "exposed_seconds": [0.6] * 4,
+        "wait_seconds": [0.1] * 4,
+        "mean_squared": [2.0] * 4,
+        "spread_squared": [1.0, 1.0, 2.0, 4.0],
+        "stop": [0.0] * 4,
+        **changed,
+    }
+    assert set(columns) == set(RankRow.__dataclass_fields__)
+    rows = torch.tensor([columns[name] for name in RankRow.__dataclass_fields__], dtype=torch.float64).T
+    common = {"interval_steps": 5, "train/lr": 1e-3}
+    return Line(step=step, tokens=step * 100, seconds=1.0, common=common, rows=rows)
+
+
+def test_tags_are_reduced_over_ranks():
+    tags = Summariser(MESH, flops_per_token=1e9, peak=1e12).tags(line())
+    assert tags["train/loss"] == pytest.approx(520 / 200)
+    assert tags["train/grad_norm"] == pytest.approx(2.0)
+    assert tags["perf/tokens_per_second"] == pytest.approx(200 / 2.5)
+    assert tags["perf/step_seconds"] == pytest.approx(0.5)
+    assert tags["perf/mfu"] == pytest.approx(80 * 1e9 / (1e12 * 4))
+    assert tags["comm/bytes_total"] == 4e6
+    # ||D||^2 is spread over the shards and the same in every replica; ||D_n - D||^2 is averaged over replicas.
+    assert tags["sync/pseudo_grad_norm"] == pytest.approx(math.sqrt(4.0))
+    assert tags["sync/divergence"] == pytest.approx(math.sqrt(8 / 2))
+    assert "perf/mfu" not in Summariser(MESH, 1e9, peak=None).tags(line())
+    assert "interval_steps" not in tags
+
+
+def test_a_loss_that_is_not_finite_names_rank_and_replica():
+    summariser = Summariser(MESH, 1e9, None)
+    bad = line(loss_sum=[100.0, 120.0, math.nan, 160.0])
+    assert summariser.tags(bad)["health/nonfinite"] == 1
+    with pytest.raises(TrainingError, match=r"rank 2 \(replica 1\) at step 10"):
+        summariser.check(bad)
+    summariser.check(line())
+
+
+def test_a_spike_is_counted_and_does_not_move_the_mean():
+    summariser = Summariser(MESH, 1e9, None)
+    counts = []
+    for step in range(40):
+        factor = 5.0 if step in (25, 30) else 1.0 + 0.01 * (step % 3)
+        sums = [factor * value for value in (100.0, 120.0, 140.0, 160.0)]
+        counts.append(summariser.tags(line(step, loss_sum=sums))["health/loss_spikes"])
+    assert (counts[24], counts[25], counts[29], counts[-1]) == (0, 1, 1, 2)
+
+
+def test_a_stop_asked_of_one_rank_is_seen_in_the_line():
+    assert line(stop=[0.0, 0.0, 1.0, 0.0]).stop_requested
+    assert not line().stop_requested
+
+
+def test_metrics_continue_without_lines_after_the_checkpoint(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path, None, resumed_step=0, enabled=True)
+    for step in (1, 10, 20):
+        writer.write(step, step, 0.5, {"train/loss": math.nan if step == 20 else 1.0})
+    writer.close()
+    with path.open("a") as file:
+        file.write('{"step": 30, "tok')  # cut off by a crash
+    writer = MetricsWriter(path, None, resumed_step=10, enabled=True)
+    writer.write(20, 20, 0.6, {"train/loss": 2.0})
+    writer.close()
+    assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [1, 10, 20]
+
+
+def test_metrics_write_null_for_what_is_not_finite(tmp_path: Path):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl", None, resumed_step=0, enabled=True)
+    writer.write(1, 1, 0.1, {"train/loss": math.nan})
+    writer.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["train/loss"] is None
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path):
+    for name, whole in (("step-00000020", True), ("step-00000010", True), ("step-00000030", False)):
+        (tmp_path / name).mkdir()
+        if whole:
+            (tmp_path / name / "state.json").write_text("{}")
+    (tmp_path / "step-00000040.tmp").mkdir()
+    assert [step for step, _ in complete(tmp_path)] == [10, 20]
+    assert complete(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "can't be read"), ('{"format": 99}', f"format 99, this version reads {FORMAT}")]
+)
+def test_a_damaged_or_foreign_checkpoint_is_named(tmp_path: Path, text: str, message: str):
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_state(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (999, "999"), (41_200, "41.2k"), (3.03e9, "3.03G"), (2e15, "2e+03T")]
+)
+def test_numbers_for_people(number, text):
+    assert human(number) == text
