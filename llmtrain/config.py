@@ -172,6 +172,17 @@ class EverySteps(Section):
     """Local steps H in a round."""
 
 
+class QsrPeriod(Section):
+    """QSR: rounds of max(base, floor((alpha / lr)^2)) local steps, longer as the learning rate falls."""
+
+    kind: Literal["qsr"] = "qsr"
+    """`qsr`: the length follows from the learning rate at the round's start."""
+    base: PositiveInt = 4
+    """Local steps at least; those of every round until the learning rate has fallen below alpha / sqrt(base)."""
+    alpha: PositiveFloat
+    """Growth, in units of the learning rate: with `optim.lr` x sqrt(base), rounds grow from the peak on."""
+
+
 class EveryStep(Section):
     """Gradients are averaged over the replicas in every step: synchronous data parallelism."""
 
@@ -237,7 +248,8 @@ class Layerwise(Section):
     """How many following blocks' reductions are under way while a block computes."""
 
 
-Period = Annotated[EverySteps | EveryStep, Field(discriminator="kind"), BeforeValidator(_kind)]
+AnyPeriod = EverySteps | QsrPeriod | EveryStep
+Period = Annotated[AnyPeriod, Field(discriminator="kind"), BeforeValidator(_kind)]
 Outer = Annotated[AverageOuter | SgdOuter | NesterovOuter, Field(discriminator="kind"), BeforeValidator(_kind)]
 SyncSchedule = Annotated[Blocking | Layerwise, Field(discriminator="kind"), BeforeValidator(_kind)]
 
@@ -250,7 +262,7 @@ class SyncSection(Section):
     warmup_steps: NonNegativeInt = 0
     """Synchronous steps (gradients averaged over replicas) before local training begins."""
     period: Period = Field(default_factory=EverySteps)
-    """When: `{kind: steps, every: H}` or `{kind: every_step}`."""
+    """When: `{kind: steps, every: H}`, `{kind: qsr, base, alpha}` or `{kind: every_step}`."""
     outer: Outer = Field(default_factory=AverageOuter)
     """How applied: `average`, `{kind: sgd, lr}` or `{kind: nesterov, lr, momentum}`."""
     penalty: PenaltySection | None = None

@@ -168,10 +168,11 @@ def _for_method(data: dict[str, Any], preset: Mapping[str, Any]) -> dict[str, An
     if not isinstance(sync, dict):
         return data
     dropped = {"outer", "penalty", "schedule"}
-    every_step = {"kind": "every_step"}
-    if every_step in (preset["period"], sync.get("period")):
-        dropped.add("period")  # a length of rounds says nothing to a method without rounds, and the reverse
-    if preset["period"] == every_step:
+    kind = preset["period"]["kind"]
+    period = sync.get("period")
+    if isinstance(period, dict) and period.get("kind", "steps") != kind:
+        dropped.add("period")  # one kind of period has no length to hand to another
+    if kind == "every_step":
         dropped.add("warmup_steps")
     return data | {"sync": {key: value for key, value in sync.items() if key not in dropped}}
 

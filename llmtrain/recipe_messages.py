@@ -45,6 +45,10 @@ def explain(error: ValidationError, layers: Sequence[Layer], data: dict[str, Any
         return f"{label}: {_unknown_key(path, data)}"
     if first["type"].startswith("union_tag"):
         return f"{label}: {key}.kind is {shown(first['input'].get('kind'))}, expected {one_of(_variants(path))}"
+    if first["type"] == "missing" and isinstance(first["loc"][-1], str):
+        name = first["loc"][-1]
+        meaning = _section(path, data).model_fields[name].description
+        return f"{label}: {key}.{name} is not given and has no default; {meaning[0].lower()}{meaning[1:]}"
     alternatives = [_expected(p) for p in problems if _key_path(p["loc"], data) == path]
     if _takes_null(path, data):
         alternatives.append("null")

@@ -97,7 +97,8 @@ def methods_table() -> str:
     for name, method in METHODS.items():
         title = method.__doc__.split("\n")[0].rstrip(".")
         period, outer = method.PRESET["period"], method.PRESET["outer"]
-        when = "every step" if period["kind"] == "every_step" else f"every {period['every']} steps"
+        when = {"every_step": "every step", "qsr": "more rarely as the learning rate falls"}.get(period["kind"])
+        when = when or f"every {period['every']} steps"
         how = outer["kind"] + "".join(f", {key} {value}" for key, value in outer.items() if key != "kind")
         penalty = "EDiT's penalty" if method.PRESET["penalty"] else "mean"
         rows.append(

@@ -10,9 +10,11 @@ from rich.filesize import decimal, pick_unit_and_suffix
 from rich.table import Table
 
 from llmtrain.config import EveryStep, Recipe
+from llmtrain.lr import LearningRates
 from llmtrain.plan.memory import BYTES, Memory, ModelSize, estimate, size_of
 from llmtrain.recipe import resolved_yaml
 from llmtrain.recipe_check import check
+from llmtrain.sync.period import build_period
 
 MESHES = ((1, 1), (1, 8), (8, 8))
 """(replicas, shard) that are shown for every recipe."""
@@ -63,9 +65,13 @@ def _traffic(recipe: Recipe, size: ModelSize) -> str:
     whose = f"from each of {replicas} replicas"
     if isinstance(recipe.sync.period, EveryStep):
         return f"{decimal(int(per_round))} a step {whose} (gradients in every step)"
-    every, warmup = recipe.sync.period.every, recipe.sync.warmup_steps
+    warmup, steps = recipe.sync.warmup_steps, recipe.train.total_steps
+    period = build_period(recipe.sync.period, warmup, LearningRates.of(recipe))
+    rounds = sum(period.ends_round(step) for step in range(warmup + 1, steps + 1)) + (not period.ends_round(steps))
+    every = (steps - warmup) / rounds
     return (
-        f"{decimal(int(per_round))} {whose} a round of {every} steps: {decimal(int(per_round / every))} a step\n"
+        f"{decimal(int(per_round))} {whose} a round, {rounds:,} rounds of about {every:.0f} steps: "
+        f"{decimal(int(per_round / every))} a step\n"
         f"{decimal(int(per_round))} a step when synchronous" + (f", as in the first {warmup:,} steps" if warmup else "")
     )
 

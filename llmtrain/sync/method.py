@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from llmtrain.config import Layerwise, SyncSection
+from llmtrain.lr import LearningRates
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Engine
 from llmtrain.sync.anchors import Anchors
@@ -113,10 +114,10 @@ class Method:
         self.synchroniser.report.exposed_seconds += time.monotonic() - started
 
 
-def build_method(sync: SyncSection, engine: Engine, replica: Comms, shard: Comms) -> Method:
+def build_method(sync: SyncSection, engine: Engine, replica: Comms, shard: Comms, rates: LearningRates) -> Method:
     """Put a method together from the choices of a recipe's `sync` section.
 
-    `replica` and `shard` are the two axes of the mesh.
+    `replica` and `shard` are the two axes of the mesh; `rates` are the run's, for periods that follow them.
     """
     outer = build_outer(sync.outer)
     needs_anchor = sync.penalty is not None or sync.outer.kind != "average"
@@ -130,4 +131,4 @@ def build_method(sync: SyncSection, engine: Engine, replica: Comms, shard: Comms
         Penalty(sync.penalty, replica.size, len(engine.blocks)) if sync.penalty else None,
         sync.schedule.prefetch if layerwise else BLOCKING_PREFETCH,
     )
-    return Method(engine, build_period(sync.period, sync.warmup_steps), synchroniser, layerwise)
+    return Method(engine, build_period(sync.period, sync.warmup_steps, rates), synchroniser, layerwise)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 
 from llmtrain import config
+from llmtrain.lr import LearningRates
 
 
 class Period(ABC):
@@ -52,8 +55,37 @@ class EverySteps(Period):
         return 0 if self.is_synchronous(step) else self.every
 
 
-def build_period(section: config.EverySteps | config.EveryStep, warmup_steps: int) -> Period:
-    """The period a recipe's `sync.period` and `sync.warmup_steps` describe."""
+class Qsr(Period):
+    """The quadratic synchronisation rule (arXiv 2310.14423): max(base, floor((alpha / lr)^2)) local steps, lr being
+    that of the round's first step, or the peak while the learning rate warms up. The last round is cut so that the
+    run ends synchronised."""
+
+    def __init__(self, base: int, alpha: float, warmup: int, rates: LearningRates):
+        self.warmup, self._ends = warmup, [warmup]
+        while self._ends[-1] < rates.total_steps:
+            lr = rates.at(max(self._ends[-1] + 1, rates.warmup_steps))
+            longest = rates.total_steps - self._ends[-1]
+            # The margin keeps (2 x lr / lr)^2 from being 3.99...; a learning rate of 0 never synchronises but at the end.
+            length = max(base, math.floor((alpha / lr) ** 2 * (1 + 1e-12))) if lr > 0 else longest
+            self._ends.append(self._ends[-1] + min(length, longest))
+
+    def is_synchronous(self, step: int) -> bool:
+        return step <= self.warmup
+
+    def ends_round(self, step: int) -> bool:
+        return step > self.warmup and self._ends[bisect_left(self._ends, step)] == step
+
+    def length(self, step: int) -> int:
+        if self.is_synchronous(step):
+            return 0
+        index = bisect_left(self._ends, step)
+        return self._ends[index] - self._ends[index - 1]
+
+
+def build_period(section: config.AnyPeriod, warmup_steps: int, rates: LearningRates) -> Period:
+    """The period a recipe's `sync.period` and `sync.warmup_steps` describe; some follow the learning rate."""
     if isinstance(section, config.EveryStep):
         return EveryStep()
+    if isinstance(section, config.QsrPeriod):
+        return Qsr(section.base, section.alpha, warmup_steps, rates)
     return EverySteps(section.every, warmup_steps)

@@ -12,6 +12,7 @@ from llmtrain.data.index import Prepared
 from llmtrain.data.loader import Loader
 from llmtrain.data.prepare import prepare
 from llmtrain.errors import DONE, STOPPED_EARLY, TrainingError
+from llmtrain.lr import LearningRates
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
 from llmtrain.parallel.comms import is_lost_peer
 from llmtrain.parallel.engine import Engine
@@ -116,7 +117,7 @@ def build_trainer(
     model = build(model_config(recipe.model, prepared.vocab_size), recipe.parallel.loss_chunk)
     parameters, flops = count_parameters(model), flops_per_token(model, recipe.train.sequence_length)
     engine: Engine = Fsdp2Engine(model, mesh, recipe.parallel, recipe.optim, recipe.run.seed)
-    method = build_method(recipe.sync, engine, mesh.replica, mesh.shard)
+    method = build_method(recipe.sync, engine, mesh.replica, mesh.shard, LearningRates.of(recipe))
     loader = Loader(
         prepared.tokens("train"),
         sequence_length=recipe.train.sequence_length,

@@ -18,13 +18,13 @@ import torch
 from llmtrain.config import Recipe
 from llmtrain.data.loader import Loader, eval_batches
 from llmtrain.data.shards import TokenShards
+from llmtrain.lr import LearningRates
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.sync.method import Method
 from llmtrain.train.checkpoint import Checkpoints
 from llmtrain.train.console import Console
 from llmtrain.train.devices import peak_memory_bytes
-from llmtrain.train.lr import learning_rate
 from llmtrain.train.metrics import Collector, Line, MetricsWriter, RankRow, Summariser
 from llmtrain.train.rundir import RunDirectory
 from llmtrain.train.signals import StopRequest
@@ -74,6 +74,7 @@ class Trainer:
             rank=mesh.world.rank,
             world=mesh.world.size,
         )
+        self.rates = LearningRates.of(recipe)
         self.total_steps = recipe.train.total_steps
         self.step = 0
         self.train_seconds = 0.0
@@ -121,7 +122,7 @@ class Trainer:
         loaded = time.monotonic()
         self.method.begin_step(self.step)
         loss = self.engine.forward_backward(micro_batches)
-        grad_norm = self.engine.step(self._learning_rate())
+        grad_norm = self.engine.step(self.rates.at(self.step))
         self.method.end_step(self.step)
         interval = self.interval
         interval.loss += loss
@@ -142,7 +143,7 @@ class Trainer:
         loss, grad_norm = float(self.interval.loss), float(self.interval.grad_norm)  # waits for the device
         common = {
             "interval_steps": self.interval.steps,
-            "train/lr": self._learning_rate(),
+            "train/lr": self.rates.at(self.step),
             "sync/count": report.count,
             "sync/period": period,
             "sync/weights_max": report.weights_max,
@@ -269,9 +270,6 @@ class Trainer:
             "peak_memory_bytes": round(self.last_line.get("perf/peak_memory_gib", 0) * 2**30),
             "stopped": stopped,
         }
-
-    def _learning_rate(self) -> float:
-        return learning_rate(self.step, self.total_steps, self.recipe.optim.lr, self.recipe.schedule)
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0

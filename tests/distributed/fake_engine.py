@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from llmtrain.config import SyncSection
+from llmtrain.config import ScheduleSection, SyncSection
+from llmtrain.lr import LearningRates
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Block
 from llmtrain.sync.method import Method, build_method
@@ -59,8 +60,14 @@ class Scenario:
     """(step, replica, block) -> factor on that update."""
     pull: float = 0.1
     """Updates also pull towards zero, so that they depend on what the last synchronisation left."""
+    schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(kind="constant"))
+    """Of the learning rate, which only a period may look at; its peak is 1."""
     resume_after: int | None = None
     """After this step everything is built anew and loaded from the state that was saved."""
+
+    @property
+    def rates(self) -> LearningRates:
+        return LearningRates(1.0, self.steps, self.schedule)
 
     def size(self, block: int) -> int:
         return sum(math.prod(shape) for shape in self.shapes[block])
@@ -190,7 +197,7 @@ def train(scenario: Scenario, replica: Comms, shard: Comms) -> Answer:
 
     def build() -> tuple[FakeEngine, Method]:
         engine = FakeEngine(scenario, replica.rank, shard.rank, replica.device)
-        return engine, build_method(scenario.sync, engine, replica, shard)
+        return engine, build_method(scenario.sync, engine, replica, shard, scenario.rates)
 
     engine, method = build()
     forwards, synchronous = [], []

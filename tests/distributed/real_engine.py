@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain.config import ModelSection, OptimSection, ParallelSection, SyncSection
+from llmtrain.config import ModelSection, OptimSection, ParallelSection, ScheduleSection, SyncSection
+from llmtrain.lr import LearningRates
 from llmtrain.model import build, model_config
 from llmtrain.parallel.fsdp import Fsdp2Engine
 from llmtrain.parallel.mesh import Mesh, build_mesh
@@ -72,8 +73,9 @@ def mesh_of(replicas: int, shard: int) -> Mesh:
 def build_case(case: Case, mesh: Mesh) -> tuple[Fsdp2Engine, Method]:
     """Engine and method of a case."""
     model = build(model_config(case.model, VOCABULARY), loss_chunk=11)
+    rates = LearningRates(case.optim["lr"], case.steps, ScheduleSection(kind="constant"))
     engine = Fsdp2Engine(model, mesh, ParallelSection(**case.parallel), OptimSection(**case.optim), seed=3)
-    return engine, build_method(case.sync, engine, mesh.replica, mesh.shard)
+    return engine, build_method(case.sync, engine, mesh.replica, mesh.shard, rates)
 
 
 def micro_batches(case: Case, mesh: Mesh, step: int) -> list[torch.Tensor]:

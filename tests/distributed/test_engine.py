@@ -38,7 +38,8 @@ def test_synchronous_losses_do_not_depend_on_the_mesh(ranks):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_on_every_mesh_and_ends_with_equal_replicas(ranks, method):
-    changes = {} if method == "synchronous" else {"every": 2, "warmup_steps": 2}
+    rounds = {"qsr": {"period": {"kind": "qsr", "base": 2, "alpha": 1e-9}}, "synchronous": {}}.get(method, {"every": 2})
+    changes = rounds if method == "synchronous" else {"warmup_steps": 2, **rounds}
     cases = [Case(choices(method, **changes), n, m, steps=8) for n, m in MESHES]
     for case, result in zip(cases, outcomes(ranks, *cases), strict=True):
         assert result[0].losses[-1] < result[0].losses[0] - 0.3

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from llmtrain.config import ScheduleSection
 from llmtrain.parallel.comms import Comms
 from llmtrain.sync.method import build_method
 from tests.distributed.fake_engine import SHAPES, FakeEngine, Scenario, choices, edit, simulate, train
@@ -42,8 +43,9 @@ def test_layerwise_runs_inside_the_forward(prefetch: int, monkeypatch: pytest.Mo
     reductions of `prefetch` more have started."""
     one = Comms(None)
     sync = edit(every=1, schedule={"kind": "layerwise", "prefetch": prefetch})
-    engine = FakeEngine(Scenario(sync, 1, 1), 0, 0, one.device)
-    method = build_method(sync, engine, one, Comms(None))
+    scenario = Scenario(sync, 1, 1)
+    engine = FakeEngine(scenario, 0, 0, one.device)
+    method = build_method(sync, engine, one, Comms(None), scenario.rates)
     method.begin_step(1)
     engine.step(1)
 
@@ -155,3 +157,29 @@ def test_offload_on_a_gpu_changes_no_bit() -> None:
     for ours, theirs in zip([*offloaded.forwards, offloaded.final], [*kept.forwards, kept.final], strict=True):
         for a, b in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(np.concatenate(a, axis=None), np.concatenate(b, axis=None))
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("method", ["local_sgd", "diloco", "edit"])
+def test_qsr_at_a_constant_learning_rate_is_a_fixed_period(
+    ranks: RankPool, method: str, replicas: int, shard: int
+) -> None:
+    """Under any method: (alpha / lr)^2 = 2.25 gives rounds of 2, in every run the same bits as a period of 2."""
+    qsr = {"kind": "qsr", "base": 1, "alpha": 1.5}
+    fixed, following = (
+        Scenario(choices(method, warmup_steps=1, period=period), replicas, shard, steps=9)
+        for period in ({"kind": "steps", "every": 2}, qsr)
+    )
+    assert_same_bits(simulate(ranks, following), simulate(ranks, fixed))
+
+
+def test_qsr_synchronises_more_rarely_as_the_learning_rate_falls(ranks: RankPool) -> None:
+    """Half the learning rate, four times the round; the last one is cut by the run's end."""
+    sync = choices("qsr", period={"kind": "qsr", "base": 1, "alpha": 1.0})
+    falling = ScheduleSection(kind="linear", final_ratio=0.0)  # 1, 15/16, 14/16, ... of the peak in 16 steps
+    got = simulate(ranks, Scenario(sync, 4, 1, steps=16, schedule=falling))
+    expected, end = 0, 0
+    while end < 16:
+        rate = 1 - (end + 1) / 16
+        end, expected = min(16, end + max(1, int(1 / rate**2) if rate else 16)), expected + 1
+    assert got.counts[0] == expected < 16

@@ -49,7 +49,7 @@ def test_traffic_by_hand() -> None:
     text = shown(QUICKSTART, *mesh, "sync.warmup_steps=0")
     parameters = int(row(text, "parameters")[0].strip(",").replace(",", ""))
     per_round = 2 * 3 / 4 * 4 * parameters
-    assert f"{per_round / 1e6:.1f} MB from each of 4 replicas a round of 2 steps" in text
+    assert f"{per_round / 1e6:.1f} MB from each of 4 replicas a round, 150 rounds of about 2 steps" in text
     assert f": {per_round / 2 / 1e6:.1f} MB a step" in text
     assert f"{per_round / 1e6:.1f} MB a step when synchronous" in text
     assert "as in the first" not in text

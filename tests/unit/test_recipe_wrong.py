@@ -43,11 +43,13 @@ WRONG_OVERRIDES = [
     # choices
     (
         "sync.method=edti",
-        ['sync.method is "edti"', "expected synchronous, local_sgd, diloco or edit", "did you mean edit?"],
+        ['sync.method is "edti"', "expected synchronous, local_sgd, qsr, diloco or edit", "did you mean edit?"],
     ),
-    ("sync.method=null", ["sync.method is null", "expected synchronous, local_sgd, diloco or edit"]),
-    ("sync.period.kind=hours", ['sync.period.kind is "hours"', "expected steps or every_step"]),
-    ("sync.period=hours", ['sync.period.kind is "hours"', "expected steps or every_step"]),
+    ("sync.method=null", ["sync.method is null", "expected synchronous, local_sgd, qsr, diloco or edit"]),
+    ("sync.period.kind=hours", ['sync.period.kind is "hours"', "expected steps, qsr or every_step"]),
+    ("sync.period=qsr", ["sync.period.alpha is not given", "in units of the learning rate"]),
+    ("sync.method=qsr", ["sync.period.alpha is not given", "in units of the learning rate"]),
+    ("sync.period=hours", ['sync.period.kind is "hours"', "expected steps, qsr or every_step"]),
     ("sync.outer={kind: null}", ["sync.outer.kind is null", "expected average, sgd or nesterov"]),
     (
         "sync.outer={kind: average, momentum: 0.9}",

@@ -14,10 +14,10 @@ import torch
 
 from llmtrain.config import ScheduleSection
 from llmtrain.errors import CheckpointError, TrainingError
+from llmtrain.lr import LearningRates
 from llmtrain.train import signals
 from llmtrain.train.checkpoint import FORMAT, complete, read_state
 from llmtrain.train.console import human
-from llmtrain.train.lr import learning_rate
 from llmtrain.train.metrics import Line, MetricsWriter, RankRow, Summariser
 from llmtrain.train.signals import stop_requests
 
@@ -25,7 +25,7 @@ from llmtrain.train.signals import stop_requests
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
 def test_learning_rate_warms_up_and_ends_where_it_should(kind):
     schedule = ScheduleSection(kind=kind, warmup_steps=10, final_ratio=0.1)
-    rates = [learning_rate(step, 110, 2.0, schedule) for step in range(1, 111)]
+    rates = [LearningRates(2.0, 110, schedule).at(step) for step in range(1, 111)]
     assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
     assert rates[-1] == pytest.approx(2.0 if kind == "constant" else 0.2)
     assert all(later <= earlier for earlier, later in pairwise(rates[9:]))
@@ -34,7 +34,7 @@ def test_learning_rate_warms_up_and_ends_where_it_should(kind):
 
 
 def test_learning_rate_without_warm_up_starts_at_the_peak():
-    assert learning_rate(1, 10**6, 3.0, ScheduleSection(kind="cosine")) == pytest.approx(3.0)
+    assert LearningRates(3.0, 10**6, ScheduleSection(kind="cosine")).at(1) == pytest.approx(3.0)
 
 
 def test_a_signal_sets_a_flag_and_handlers_come_back():

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from llmtrain.sync.methods import diloco, edit, local_sgd, synchronous
+from llmtrain.sync.methods import diloco, edit, local_sgd, qsr, synchronous
 
 METHODS: dict[str, ModuleType] = {
-    module.__name__.rpartition(".")[2]: module for module in (synchronous, local_sgd, diloco, edit)
+    module.__name__.rpartition(".")[2]: module for module in (synchronous, local_sgd, qsr, diloco, edit)
 }

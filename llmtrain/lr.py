@@ -1,0 +1,39 @@
+"""The learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from llmtrain.config import Recipe, ScheduleSection
+
+
+@dataclass(frozen=True)
+class LearningRates:
+    """The learning rates of a whole run: linear warm-up to `peak`, then the schedule's shape down to
+    `final_ratio * peak` in the last step."""
+
+    peak: float
+    total_steps: int
+    schedule: ScheduleSection
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> LearningRates:
+        """Those a recipe describes."""
+        return cls(recipe.optim.lr, recipe.train.total_steps, recipe.schedule)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the linear warm-up; the last of them has the peak."""
+        return self.schedule.warmup_steps
+
+    def at(self, step: int) -> float:
+        """Learning rate of step `step`, from 1 to `total_steps`."""
+        schedule = self.schedule
+        if step <= schedule.warmup_steps:
+            return self.peak * step / schedule.warmup_steps
+        if schedule.kind == "constant":
+            return self.peak
+        progress = (step - schedule.warmup_steps) / max(1, self.total_steps - schedule.warmup_steps)
+        remaining = 1 - progress if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return self.peak * (schedule.final_ratio + (1 - schedule.final_ratio) * remaining)

@@ -1,0 +1,83 @@
+"""When replicas synchronise; QSR's rounds against the published schedules."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from llmtrain.config import EveryStep, EverySteps, QsrPeriod, ScheduleSection
+from llmtrain.lr import LearningRates
+from llmtrain.sync.period import Period, Qsr, build_period
+
+
+def rounds(period: Period, total: int) -> list[int]:
+    """Lengths of the rounds, from the decisions alone; the run's end closes the last one."""
+    ends = [step for step in range(1, total + 1) if period.ends_round(step)]
+    warmup = sum(period.is_synchronous(step) for step in range(1, total + 1))
+    return [end - start for start, end in zip([warmup, *ends], ends, strict=False)]
+
+
+def published(peak: float, total: int, warmup: int, shape: str) -> SimpleNamespace:
+    """The papers' schedules: from 0 to the peak, then to 1e-6, as a function of the steps already done."""
+
+    def at(step: int) -> float:
+        done = step - 1
+        if done < warmup:
+            return peak * done / warmup
+        progress = (done - warmup) / (total - warmup)
+        falling = 0.5 * (1 + math.cos(math.pi * progress)) if shape == "cosine" else 1 - progress
+        return 1e-6 + (peak - 1e-6) * falling
+
+    return SimpleNamespace(at=at, total_steps=total, warmup_steps=warmup)
+
+
+VIT = {"peak": 8e-3, "total": 93_600, "warmup": 10_000}
+RESNET = {"peak": 0.8, "total": 62_400, "warmup": 1_560}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "base", "alpha", "expected", "longest"),
+    [
+        (VIT, "cosine", 4, 0.0175, 9_711, 8_142),
+        (VIT, "cosine", 8, 0.0175, 6_461, 6_461),
+        (VIT, "linear", 4, 0.0175, 8_741, 2_785),
+        (RESNET, "cosine", 2, 0.2, 24_792, 2_051),
+        (RESNET, "cosine", 4, 0.25, 12_539, 2_876),
+    ],
+)
+def test_rounds_of_the_published_schedules(schedule, shape, base, alpha, expected, longest):
+    lengths = rounds(Qsr(base, alpha, 0, published(**schedule, shape=shape)), schedule["total"])
+    assert len(lengths) == expected
+    assert sum(lengths) == schedule["total"], "the last round is cut at the run's end"
+    assert max(lengths) == longest
+
+
+def test_at_a_constant_learning_rate_rounds_have_one_length():
+    rates = LearningRates(3e-3, 100, ScheduleSection(kind="constant", warmup_steps=10))
+    constant = build_period(QsrPeriod(base=1, alpha=9e-3), 10, rates)
+    fixed = build_period(EverySteps(every=9), 10, rates)
+    for step in range(1, 101):
+        assert constant.is_synchronous(step) == fixed.is_synchronous(step)
+        assert constant.ends_round(step) == fixed.ends_round(step)
+        assert constant.length(step) == fixed.length(step)
+
+
+def test_rounds_do_not_depend_on_where_a_run_was_resumed():
+    """Decisions are functions of the step: asking in any order, of a new object, gives the same."""
+    rates = LearningRates(1e-3, 500, ScheduleSection(kind="cosine", warmup_steps=20, final_ratio=0.01))
+    first, again = (Qsr(2, 3e-3, 30, rates) for _ in range(2))
+    assert [first.ends_round(s) for s in range(1, 501)] == [again.ends_round(s) for s in range(500, 0, -1)][::-1]
+    assert all(first.length(s) == (0 if s <= 30 else first.length(s)) for s in range(1, 501))
+    assert sum(rounds(first, 500)) == 470
+
+
+def test_a_learning_rate_that_ends_at_zero_is_no_division_by_zero():
+    rates = LearningRates(1e-3, 50, ScheduleSection(kind="linear", final_ratio=0.0))
+    assert sum(rounds(Qsr(1, 1e-3, 0, rates), 50)) == 50
+
+
+def test_every_step_has_no_rounds():
+    period = build_period(EveryStep(), 0, LearningRates(1.0, 10, ScheduleSection()))
+    assert all(period.is_synchronous(s) and not period.ends_round(s) and period.length(s) == 0 for s in range(1, 11))
