@@ -54,7 +54,8 @@ class ModelSection(Section):
     type: str = "llama"
     """`model_type` of a transformers causal language model (`llama`, `gpt_neo`, ...)."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of that model's transformers config (`hidden_size`, `num_hidden_layers`, ...)."""
+    """Arguments of that model's transformers config (`hidden_size`, `num_hidden_layers`, ...), by transformers 5's names:
+    the base of rotary positions is `rope_parameters: {rope_type: default, rope_theta: 10000.0}`."""
     from_config: str | None = None
     """Name or folder of a transformers config to start from; `config` then changes single values. Weights are not loaded."""
 
