@@ -45,7 +45,7 @@ def test_the_recipes_own_mesh_is_shown(tmp_path: Path) -> None:
 
 
 def test_traffic_by_hand() -> None:
-    mesh = ["parallel.replicas=4", "parallel.shard=1", "sync.period.every=2"]
+    mesh = ["parallel.replicas=4", "parallel.shard=1", "sync.period.every=2", "train.steps=300"]
     text = shown(QUICKSTART, *mesh, "sync.warmup_steps=0")
     parameters = int(row(text, "parameters")[0].strip(",").replace(",", ""))
     per_round = 2 * 3 / 4 * 4 * parameters
