@@ -189,8 +189,7 @@ def test_nothing_of_this_machine_is_kept() -> None:
     found = []
     for path in kept_texts():
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
-            hosts = registry.findall(line)
-            if machine.search(line) or hosts:
+            if machine.search(line) or registry.search(line):
                 found.append(f"{name_of(path)}:{number}: {line.strip()}")
     assert not found, "\n".join(found)
 
