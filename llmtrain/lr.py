@@ -27,6 +27,11 @@ class LearningRates:
         """Steps of the linear warm-up; the last of them has the peak."""
         return self.schedule.warmup_steps
 
+    def first_below(self, share: float) -> int:
+        """The first step after the warm-up whose learning rate is at most `share` of the peak; beyond the run if none."""
+        steps = range(self.warmup_steps + 1, self.total_steps + 1)
+        return next((step for step in steps if self.at(step) <= share * self.peak), self.total_steps + 1)
+
     def at(self, step: int) -> float:
         """Learning rate of step `step`, from 1 to `total_steps`."""
         schedule = self.schedule
@@ -34,6 +39,9 @@ class LearningRates:
             return self.peak * step / schedule.warmup_steps
         if schedule.kind == "constant":
             return self.peak
+        if schedule.kind == "step":
+            drops = sum(step > share * self.total_steps for share in schedule.decay_at)
+            return self.peak * schedule.decay_factor**drops
         progress = (step - schedule.warmup_steps) / max(1, self.total_steps - schedule.warmup_steps)
         remaining = 1 - progress if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return self.peak * (schedule.final_ratio + (1 - schedule.final_ratio) * remaining)

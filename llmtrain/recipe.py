@@ -1,9 +1,9 @@
 """Reading a recipe: base files, then overrides, laid over the method's preset, then the schema.
 
 Later wins: preset < base files in their order < the file itself < the command line. Mappings merge key by key; a
-`sync.period`, `sync.outer` or `sync.schedule` of another kind replaces the whole. Where a layer names another method
-than the layers below it, their `outer`, `penalty` and `schedule` no longer apply (they were the old method's choices);
-the period and the warm-up stay, so that methods are compared at the same round length.
+`sync.period`, `sync.outer` or the like of another kind replaces the whole. Where a layer names another method than the
+layers below it, their group, outer step, penalty, schedule and pull no longer apply (they were the old method's choices);
+the period, the warm-up and the wire stay, so that methods are compared at the same round length.
 There is no interpolation and the environment is not read.
 """
 
@@ -26,7 +26,7 @@ from llmtrain.recipe_messages import Layer, explain, nearest, one_of, shown
 from llmtrain.sync.methods import METHODS
 
 COMMAND_LINE = "command line"
-TAGGED = ("period", "outer", "schedule")
+TAGGED = ("period", "group", "outer", "schedule", "wire")
 """Keys of `sync` whose value has a `kind`."""
 
 
@@ -167,7 +167,7 @@ def _for_method(data: dict[str, Any], preset: Mapping[str, Any]) -> dict[str, An
     sync = data.get("sync")
     if not isinstance(sync, dict):
         return data
-    dropped = {"outer", "penalty", "schedule"}
+    dropped = {"group", "outer", "penalty", "schedule", "pull"}
     kind = preset["period"]["kind"]
     period = sync.get("period")
     if isinstance(period, dict) and period.get("kind", "steps") != kind:

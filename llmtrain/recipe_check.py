@@ -7,9 +7,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmtrain.config import AverageOuter, EveryStep, Layerwise, ModelSection, ParallelSection, Recipe, TrainSection
+from llmtrain.config import (
+    Butterfly,
+    EveryStep,
+    EverySteps,
+    ModelSection,
+    Overlapped,
+    ParallelSection,
+    QsrPeriod,
+    Recipe,
+    TrainSection,
+)
 from llmtrain.errors import RecipeError
+from llmtrain.lr import LearningRates
 from llmtrain.recipe_messages import nearest
+from llmtrain.sync.butterfly import group_size
+from llmtrain.sync.compose import refusal
+from llmtrain.sync.period import warmup_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -30,6 +44,8 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     if world_size is not None:
         check_mesh(recipe.parallel, world_size)
         _check_backend(recipe.parallel)
+    if recipe.parallel.replicas != "auto":
+        check_group(recipe, recipe.parallel.replicas)
     ranks = world_size or _explicit_ranks(recipe.parallel)
     if ranks is not None:
         _check_batch(recipe.train, ranks)
@@ -95,22 +111,45 @@ def _check_length(recipe: Recipe) -> None:
 
 def _check_sync(recipe: Recipe) -> None:
     sync, total = recipe.sync, recipe.train.total_steps
-    if not isinstance(sync.period, EveryStep):
-        if sync.warmup_steps >= total:
-            raise RecipeError(
-                f"sync.warmup_steps is {sync.warmup_steps}, which leaves none of {total} steps to sync.method={sync.method}; "
-                f"lower it, or say sync.method=synchronous"
-            )
+    if (reason := refusal(sync)) is not None:
+        raise RecipeError(reason)
+    if isinstance(sync.period, EveryStep):
         return
-    why = "there is no round with sync.period=every_step: gradients are averaged in every step"
-    if isinstance(sync.schedule, Layerwise):
-        raise RecipeError(f"sync.schedule is layerwise, but {why}; use blocking, or a period of steps")
-    if sync.penalty is not None:
+    warmup = warmup_of(sync, LearningRates.of(recipe))
+    if warmup >= total:
+        key = f"sync.warmup_steps is {sync.warmup_steps}"
+        if sync.warmup_steps < total:
+            key = f"sync.warmup_until_lr is {sync.warmup_until_lr}, which optim.lr's schedule never falls to"
         raise RecipeError(
-            f"sync.penalty is given, but {why}, and no pseudo-gradient to penalise; use null, or a period of steps"
+            f"{key}, which leaves none of {total} steps to sync.method={sync.method}; "
+            f"lower it, or say sync.method=synchronous"
         )
-    if not isinstance(sync.outer, AverageOuter):
-        raise RecipeError(f"sync.outer is {sync.outer.kind}, but {why}; use average, or a period of steps")
+    if isinstance(sync.schedule, Overlapped):
+        _check_overlap(sync.schedule, sync.period)
+    if sync.pull is not None:
+        kappa = recipe.optim.lr * sync.pull.strength / sync.pull.probability
+        if kappa > 1:
+            raise RecipeError(
+                f"optim.lr x sync.pull.strength / sync.pull.probability is {kappa:.3g}: a pull would go beyond the anchor; "
+                f"expected at most 1, so lower sync.pull.strength to {recipe.sync.pull.probability / recipe.optim.lr:.3g}"
+            )
+
+
+def _check_overlap(schedule: Overlapped, period: EverySteps | QsrPeriod) -> None:
+    shortest, key = (
+        (period.every, "sync.period.every") if isinstance(period, EverySteps) else (period.base, "sync.period.base")
+    )
+    if schedule.steps > shortest:
+        raise RecipeError(
+            f"sync.schedule.steps is {schedule.steps}, but {key} is {shortest}: a fragment's mean would arrive after its next "
+            f"turn; give at most {shortest}"
+        )
+
+
+def check_group(recipe: Recipe, replicas: int) -> None:
+    """Raise RecipeError if `sync.group` can't be made of so many replicas."""
+    if isinstance(recipe.sync.group, Butterfly):
+        group_size(replicas, recipe.sync.group.size)
 
 
 def _check_batch(train: TrainSection, ranks: int) -> None:
@@ -147,11 +186,21 @@ def _check_model(recipe: Recipe) -> None:
             raise RecipeError(f"model.config.{key} is {section.config[key]}, expected a number greater than 0")
     config = model_config(section)
     _check_heads(section, config)
+    _check_fragments(recipe, config)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and recipe.train.sequence_length > positions:
         raise RecipeError(
             f"train.sequence_length is {recipe.train.sequence_length}, but the model has {positions} positions; "
             f"shorten it or raise model.config.max_position_embeddings"
+        )
+
+
+def _check_fragments(recipe: Recipe, config: PretrainedConfig) -> None:
+    schedule, blocks = recipe.sync.schedule, config.num_hidden_layers + 2  # embedding, layers, head
+    if isinstance(schedule, Overlapped) and schedule.fragments > blocks:
+        raise RecipeError(
+            f"sync.schedule.fragments is {schedule.fragments}, but the model has {blocks} blocks (embedding, "
+            f"{blocks - 2} layers, head); give at most {blocks}"
         )
 
 

@@ -1,18 +1,21 @@
 """Collectives along one axis of the mesh: the only place that sends, so bytes and seconds are counted once.
 
 Bytes are what one rank sends with the ring algorithm: 2 (n-1)/n of the tensor in an all-reduce, (n-1) times
-its own tensor in an all-gather.
+its own tensor in an all-gather; with a wire format, (n-1)/n of its bytes on the way out and as much on the way back.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from llmtrain.errors import TrainingError
+from llmtrain.parallel.wire import Wire
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -40,17 +43,76 @@ class Pending:
         """The result is there; `wait` will not block."""
         return self._work is None or self._work.is_completed()
 
+    def proceed(self) -> None:
+        """Start what can only start now, if there is anything. All ranks call it between the same collectives."""
+
     def wait(self) -> torch.Tensor:
         """The result. Raises TrainingError, naming the axis and this rank, when a peer is gone or too late."""
-        if self._work is not None:
-            started = time.perf_counter()
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise self._comms.failure(self._what, error) from error
-            self._comms.traffic.seconds += time.perf_counter() - started
-            self._work = None
+        self._finish()
         return self.result
+
+    def _finish(self) -> None:
+        if self._work is None:
+            return
+        started = time.perf_counter()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._comms.failure(self._what, error) from error
+        self._comms.traffic.seconds += time.perf_counter() - started
+        self._work = None
+
+
+class RoundedReduction(Pending):
+    """A sum in two exchanges of rounded values: each rank gets its chunk of everybody's message, sums it, and sends the
+    sum to all. So every rank ends with the same bits, whatever was rounded."""
+
+    def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: Wire):
+        super().__init__(comms, what, None, tensor)
+        self._wire = wire
+        self._chunk = wire.chunk(tensor.numel(), comms.size)
+        self._message = tensor.new_zeros(comms.size, self._chunk)
+        self._message.view(-1)[: tensor.numel()] = tensor.reshape(-1)
+        self._sent = wire.encode(self._message).to(comms.device)
+        self._received = torch.empty_like(self._sent)
+        self._mine: torch.Tensor | None = None  # my chunk of the sum, as I sent it
+        self._mine_lost: torch.Tensor | None = None  # what rounding it left out
+        self._gathered: list[torch.Tensor] = []
+        comms.traffic.bytes += (comms.size - 1) * self._sent.shape[1]
+        self._work = comms.begin(what, dist.all_to_all_single, self._received, self._sent)
+
+    @property
+    def is_done(self) -> bool:
+        return self._mine is not None and super().is_done
+
+    def proceed(self) -> None:
+        """Start the second exchange. Waits for the first."""
+        if self._mine is not None:
+            return
+        self._finish()
+        total = self._wire.decode(self._received.to(self.result.device), self.result.dtype).sum(0, keepdim=True)
+        self._mine = self._wire.encode(total)
+        self._mine_lost = total - self._wire.decode(self._mine, total.dtype)
+        self._mine = self._mine.to(self._comms.device)
+        self._gathered = [torch.empty_like(self._mine) for _ in range(self._comms.size)]
+        self._comms.traffic.bytes += (self._comms.size - 1) * self._mine.numel()
+        self._work = self._comms.begin(self._what, dist.all_gather, self._gathered, self._mine)
+
+    def wait(self) -> torch.Tensor:
+        self.proceed()
+        self._finish()
+        if self._gathered:
+            whole = self._wire.decode(torch.cat(self._gathered).to(self.result.device), self.result.dtype)
+            self.result.copy_(whole.view(-1)[: self.result.numel()].view(self.result.shape))
+            self._gathered = []
+        return self.result
+
+    def lost(self) -> torch.Tensor:
+        """After `wait`: what this rank's rounding left out, flat. Added to its next message, the sum makes up for it."""
+        decoded = self._wire.decode(self._sent.to(self._message.device), self._message.dtype)
+        lost = self._message - decoded
+        lost[self._comms.rank] += self._mine_lost.view(-1)
+        return lost.view(-1)[: self.result.numel()]
 
 
 class Comms:
@@ -68,16 +130,14 @@ class Comms:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.traffic = Traffic()
 
-    def all_reduce(self, tensor: torch.Tensor, what: str = "all-reduce") -> Pending:
-        """Start summing `tensor` over the axis, in place; do not touch it before `wait`."""
-        if self.size == 1:
+    def all_reduce(self, tensor: torch.Tensor, what: str = "all-reduce", wire: Wire | None = None) -> Pending:
+        """Start summing `tensor` over the axis, in place; do not touch it before `wait`. With a wire the sum is rounded."""
+        if self.size == 1 or tensor.numel() == 0:
             return Pending(self, what, None, tensor)
+        if wire is not None:
+            return RoundedReduction(self, what, tensor, wire)
         self.traffic.bytes += 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()
-        try:
-            work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise self.failure(what, error) from error
-        return Pending(self, what, work, tensor)
+        return Pending(self, what, self.begin(what, dist.all_reduce, tensor), tensor)
 
     def gather(self, tensor: torch.Tensor, what: str = "all-gather") -> Pending:
         """Start collecting every rank's `tensor` (equal shapes) in rank order: [size, *shape] on every rank."""
@@ -86,15 +146,19 @@ class Comms:
             gathered[0] = tensor
             return Pending(self, what, None, gathered)
         self.traffic.bytes += (self.size - 1) * tensor.numel() * tensor.element_size()
-        try:
-            work = dist.all_gather(list(gathered.unbind(0)), tensor, group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise self.failure(what, error) from error
+        work = self.begin(what, dist.all_gather, list(gathered.unbind(0)), tensor)
         return Pending(self, what, work, gathered)
 
     def all_gather(self, tensor: torch.Tensor, what: str = "all-gather") -> torch.Tensor:
         """Every rank's `tensor`, stacked in rank order: [size, *shape]."""
         return self.gather(tensor, what).wait()
+
+    def begin(self, what: str, collective: Callable[..., dist.Work], *tensors: Any) -> dist.Work:
+        """Start a collective of torch.distributed over this axis."""
+        try:
+            return collective(*tensors, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self.failure(what, error) from error
 
     def failure(self, what: str, error: Exception) -> TrainingError:
         """One line that says what was being exchanged, by whom, and what the backend reported."""

@@ -23,6 +23,7 @@ from llmtrain.model import LanguageModel, ModelBlock, blocks_of, initialise
 from llmtrain.parallel.comms import Pending
 from llmtrain.parallel.engine import Block, Engine, MicroBatch
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.wire import Wire
 
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -30,8 +31,16 @@ COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 class Fsdp2Engine(Engine):
     """One replica under FSDP2. Builds nothing larger than a block at a time; see `engine.Engine` for the calls."""
 
-    def __init__(self, model: LanguageModel, mesh: Mesh, parallel: ParallelSection, optim: OptimSection, seed: int):
-        self.model, self.mesh = model, mesh
+    def __init__(
+        self,
+        model: LanguageModel,
+        mesh: Mesh,
+        parallel: ParallelSection,
+        optim: OptimSection,
+        seed: int,
+        gradient_wire: Wire | None = None,
+    ):
+        self.model, self.mesh, self._gradient_wire = model, mesh, gradient_wire
         self._clip_norm = optim.clip_norm
         self._hooks: list[Callable[[int], None]] = []
         self._averaging: list[Pending] = []
@@ -163,10 +172,13 @@ class Fsdp2Engine(Engine):
     def _average_over_replicas(self, gradient: torch.Tensor) -> None:
         """FSDP calls this with a block's reduce-scattered gradients, which alias what `step` will read."""
         if self.average_gradients and self.mesh.replicas > 1:
-            self._averaging.append(self.mesh.replica.all_reduce(gradient, "averaging gradients"))
+            pending = self.mesh.replica.all_reduce(gradient, "averaging gradients", self._gradient_wire)
+            self._averaging.append(pending)
 
     def _finish_averaging(self) -> None:
         started = time.monotonic()
+        for pending in self._averaging:
+            pending.proceed()
         for pending in self._averaging:
             pending.wait().div_(self.mesh.replica.size)
         self._averaging.clear()

@@ -33,6 +33,8 @@ class Mesh:
     """The ranks of this replica; the fast network."""
     everyone: Comms
     """All ranks, over CPU tensors: metrics and agreement, never weights."""
+    store: dist.Store | None = None
+    """The job's key-value store; None for a single process."""
 
     @property
     def replicas(self) -> int:
@@ -78,15 +80,21 @@ def open_mesh(world: World, replicas: int, shard: int, replica_backend: str, tim
     device = local_device(world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _meet(world, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
+    store = _meet(world, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
     try:
-        yield build_mesh(world, device, replicas, shard, replica_backend, timeout)
+        yield build_mesh(world, device, replicas, shard, replica_backend, timeout, store)
     finally:
         dist.destroy_process_group()
 
 
 def build_mesh(
-    world: World, device: torch.device, replicas: int, shard: int, replica_backend: str, timeout: timedelta
+    world: World,
+    device: torch.device,
+    replicas: int,
+    shard: int,
+    replica_backend: str,
+    timeout: timedelta,
+    store: dist.Store | None = None,
 ) -> Mesh:
     """The mesh over a process group that is there already. A collective of all ranks."""
     assert replicas * shard == world.size, (replicas, shard, world.size)
@@ -99,6 +107,7 @@ def build_mesh(
         replica=Comms(_replica_group(world, replicas, shard, backend, timeout), device, "replica"),
         shard=Comms(devices.get_group("shard") if shard > 1 else None, device, "shard"),
         everyone=Comms(dist.new_group(backend="gloo", timeout=timeout) if world.size > 1 else None, axis="world"),
+        store=store,
     )
 
 
@@ -118,16 +127,24 @@ def _replica_group(
     return mine
 
 
-def _meet(world: World, backend: str, timeout: timedelta) -> None:
+def _meet(world: World, backend: str, timeout: timedelta) -> dist.Store | None:
     if world.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
+        return None
     address, port = meeting_point()
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)
     try:
-        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
+        store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("process groups", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
+        )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise TrainingError(
             f"rank {world.rank} of {world.size} could not meet the others at {address}:{port}: {reason}"
         ) from error
+    return store

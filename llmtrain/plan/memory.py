@@ -16,12 +16,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.config import EveryStep, Layerwise, Recipe
+from llmtrain.config import EveryStep, Layerwise, Overlapped, Recipe, Stale
 from llmtrain.data.tokenizer import TRAIN, load_tokenizer
 from llmtrain.data.tokenizer import vocab_size as size_of_tokenizer
 from llmtrain.errors import ModelError
 from llmtrain.model import blocks_of, build, count_parameters, flops_per_token, model_config
-from llmtrain.sync.method import BLOCKING_PREFETCH
+from llmtrain.sync.build import needs_anchor
+from llmtrain.sync.outer import build_outer
+from llmtrain.sync.schedules.overlapped import fragments_of
+from llmtrain.sync.synchroniser import PREFETCH
 
 BYTES = {"bf16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}
 """By precision: of a master value, of a value in compute precision."""
@@ -118,15 +121,16 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     weights      w P / M
     gradients    w P / M; w P when a step accumulates over micro-batches, since only the last one is reduced
     optimizer    AdamW: 2 w P / M; SGD: 0
-    anchors      w P / M for the anchor, where there is a penalty or an outer step, and as much for outer momentum;
-                 with `sync.offload` they count as `host`
+    anchors      w P / M for the anchor, unless plain averages are waited for and sent unrounded, and as much for
+                 outer momentum; with `sync.offload` they count as `host`
     gathered     the two largest blocks in c, the largest one's gradient in c and, on its way to being reduced, in w
     activations  a layer keeps l = 1.25 c t F, where F is the sum of its linear layers' inputs and outputs, plus, if its
                  attention is not fused, 8 bytes for each of heads x t x sequence_length weights. layers x l and one l
                  more for gradients; with checkpointing, c t hidden for each layer and 2 l
     loss         two copies of loss_chunk x vocabulary logits in at least fp32; the head's gradient, vocabulary x hidden, in w and c
     messages     during a synchronisation, shards of the largest block in w: prefetch + 1 under way and 2 in work, and
-                 2 more to bring offloaded ones in
+                 2 more to bring offloaded ones in. Means under way while training goes on (a fragment's, or all of
+                 them) and rounding errors that are carried over come on top, w / M for each value
     """
     master, compute = BYTES[recipe.parallel.precision]
     train, sync = recipe.train, recipe.sync
@@ -136,8 +140,9 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
 
     accumulates = train.global_batch > train.micro_batch * replicas * shard
     anchors = 0
-    if sync.penalty is not None or sync.outer.kind != "average":
-        anchors = shard_of_all * (2 if sync.outer.kind == "nesterov" else 1)
+    under_way = _under_way(recipe, size)
+    if needs_anchor(sync):
+        anchors = shard_of_all * (2 if build_outer(sync.outer).has_momentum else 1)
 
     layer = int(SAVED_PER_LINEAR * compute * tokens * size.linear_features)
     layer += SAVED_PER_ATTENTION_WEIGHT * size.unfused_heads * tokens * train.sequence_length
@@ -145,7 +150,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     logits = min(recipe.parallel.loss_chunk, tokens) * size.vocabulary
 
     rounds = not isinstance(sync.period, EveryStep)
-    prefetch = sync.schedule.prefetch if isinstance(sync.schedule, Layerwise) else BLOCKING_PREFETCH
+    prefetch = sync.schedule.prefetch if isinstance(sync.schedule, Layerwise) else PREFETCH
     in_flight = min(prefetch + 1, len(size.block_parameters)) + 2 + (2 if sync.offload and anchors else 0)
     return Memory(
         weights=shard_of_all,
@@ -155,9 +160,24 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
         gathered=compute * (largest + second) + (compute + master) * largest,
         activations=checkpointed if recipe.parallel.activation_checkpointing else (size.layers + 1) * layer,
         loss=2 * max(4, compute) * logits + (master + compute) * size.vocabulary * size.hidden,
-        messages=in_flight * master * -(-largest // shard) if rounds else 0,
+        messages=(
+            (in_flight * master * -(-largest // shard) if rounds else 0)
+            + master * -(-under_way // shard)
+            + (shard_of_all if sync.wire.feedback else 0)
+        ),
         host=anchors if sync.offload else 0,
     )
+
+
+def _under_way(recipe: Recipe, size: ModelSize) -> int:
+    """Parameters whose mean is under way while training goes on: a fragment's, or with a stale schedule all."""
+    schedule = recipe.sync.schedule
+    if isinstance(schedule, Stale):
+        return size.parameters * schedule.rounds
+    if isinstance(schedule, Overlapped):
+        fragments = fragments_of(schedule, len(size.block_parameters))
+        return max(sum(size.block_parameters[index] for index in fragment) for fragment in fragments)
+    return 0
 
 
 def _vocabulary(recipe: Recipe) -> int | None:

@@ -6,17 +6,19 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from llmtrain import config
+from llmtrain.config import AnyOuter, MomentumOuter, NesterovOuter, SgdOuter
+from llmtrain.sync.round import Round
 
 
 class Outer(ABC):
     """An outer optimizer; its state, if any, is one flat tensor a block, shaped like the anchor."""
 
     has_momentum = False
+    normalise = "none"
 
     @abstractmethod
-    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None) -> None:
-        """Change `anchor` (and `momentum`) in place; `mean` is D."""
+    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: Round) -> None:
+        """Change `anchor` (and `momentum`) in place; `mean` is D, `since` the local steps that led to it."""
 
 
 class Sgd(Outer):
@@ -25,26 +27,48 @@ class Sgd(Outer):
     def __init__(self, lr: float):
         self.lr = lr
 
-    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None) -> None:
+    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: Round) -> None:
         anchor.add_(mean, alpha=-self.lr)
 
 
 class Nesterov(Outer):
-    """b <- mu b + D; anchor <- anchor - lr (D + mu b). The first displacement is (1 + mu) lr D."""
+    """b <- mu b + D / g; anchor <- anchor - lr (D + mu g b), g = 1 or, normalised, the round's learning rate. The first
+    displacement is (1 + mu) lr D."""
 
     has_momentum = True
 
-    def __init__(self, lr: float, momentum: float):
-        self.lr, self.momentum = lr, momentum
+    def __init__(self, lr: float, momentum: float, normalise: str = "none"):
+        self.lr, self.momentum, self.normalise = lr, momentum, normalise
 
-    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None) -> None:
+    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: Round) -> None:
         assert momentum is not None
-        momentum.mul_(self.momentum).add_(mean)
-        anchor.add_(mean, alpha=-self.lr).add_(momentum, alpha=-self.lr * self.momentum)
+        unit = since.unit(self.normalise)
+        momentum.mul_(self.momentum).add_(mean, alpha=1 / unit)
+        anchor.add_(mean, alpha=-self.lr).add_(momentum, alpha=-self.lr * self.momentum * unit)
 
 
-def build_outer(section: config.AverageOuter | config.SgdOuter | config.NesterovOuter) -> Outer:
+class Momentum(Outer):
+    """b <- mu b + D / g, its elements kept within +-clip; anchor <- anchor - lr g b. SlowMo (arXiv 1910.00643) has
+    g = the learning rate, CO2 (arXiv 2401.16265) g = 1 and a clip."""
+
+    has_momentum = True
+
+    def __init__(self, lr: float, momentum: float, clip: float | None, normalise: str):
+        self.lr, self.momentum, self.clip, self.normalise = lr, momentum, clip, normalise
+
+    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: Round) -> None:
+        assert momentum is not None
+        unit = since.unit(self.normalise)
+        momentum.mul_(self.momentum).add_(mean, alpha=1 / unit)
+        if self.clip is not None:
+            momentum.clamp_(-self.clip, self.clip)
+        anchor.add_(momentum, alpha=-self.lr * unit)
+
+
+def build_outer(section: AnyOuter) -> Outer:
     """The outer optimizer a recipe's `sync.outer` describes."""
-    if isinstance(section, config.NesterovOuter):
-        return Nesterov(section.lr, section.momentum)
-    return Sgd(section.lr if isinstance(section, config.SgdOuter) else 1.0)
+    if isinstance(section, NesterovOuter):
+        return Nesterov(section.lr, section.momentum, section.normalise)
+    if isinstance(section, MomentumOuter):
+        return Momentum(section.lr, section.momentum, section.clip, section.normalise)
+    return Sgd(section.lr if isinstance(section, SgdOuter) else 1.0)

@@ -63,14 +63,20 @@ class Penalty:
         self.section = section
         self.norms = RunningMoments((replicas, blocks), section.ema)
 
-    def judge(self, norms: torch.Tensor) -> Verdict:
-        """Weights for these norms [replicas, blocks] (float64); the ordinary ones join the statistics."""
+    def judge(self, norms: torch.Tensor, steps: torch.Tensor) -> Verdict:
+        """Weights for these norms [replicas, blocks] (float64); the ordinary ones join the statistics. `steps` are each
+        replica's local steps in the round [replicas]."""
         anomalous = ~norms.isfinite()
         if self.section.z is not None:
             tested = self.norms.count >= self.section.min_rounds
             anomalous |= tested & (self.norms.deviations(norms) > self.section.z)
         self.norms.update(norms.nan_to_num(0.0, 0.0, 0.0), ~anomalous)
-        return Verdict(self._weights(norms, anomalous), anomalous)
+        weights = self._weights(norms, anomalous)
+        if self.section.step_weight > 0:
+            share = steps[:, None].expand_as(norms).masked_fill(anomalous, 0.0)
+            share = share / share.sum(0).clamp(min=1)
+            weights = (1 - self.section.step_weight) * weights + self.section.step_weight * share
+        return Verdict(weights, anomalous)
 
     def _weights(self, norms: torch.Tensor, anomalous: torch.Tensor) -> torch.Tensor:
         if self.section.temperature is None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from typing import Any
 
-from llmtrain import config
+from llmtrain.config import AnyPeriod, EveryStep, QsrPeriod, SyncSection
 from llmtrain.lr import LearningRates
 
 
 class Period(ABC):
-    """Decides from the step number alone, so that all ranks decide alike."""
+    """Divides a run into synchronous steps and rounds of local ones. All replicas do the same steps, and the step number
+    alone decides, so all ranks decide alike (`timed.Timed` is the exception)."""
 
     @abstractmethod
     def is_synchronous(self, step: int) -> bool:
@@ -25,8 +27,23 @@ class Period(ABC):
     def length(self, step: int) -> int:
         """Local steps in the round that `step` belongs to; 0 in a synchronous phase."""
 
+    @abstractmethod
+    def place(self, step: int) -> int:
+        """Which local step of its round this is, from 1; 0 in a synchronous phase."""
 
-class EveryStep(Period):
+    def agreed(self, step: int) -> int | None:
+        """After step `step`: the step at which the run as a whole is, where all ranks know it."""
+        return step
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers: nothing, where the step number decides."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+
+
+class Always(Period):
     """Every step synchronous."""
 
     def is_synchronous(self, step: int) -> bool:
@@ -38,8 +55,11 @@ class EveryStep(Period):
     def length(self, step: int) -> int:
         return 0
 
+    def place(self, step: int) -> int:
+        return 0
 
-class EverySteps(Period):
+
+class Fixed(Period):
     """`warmup` synchronous steps, then rounds of `every` local steps."""
 
     def __init__(self, every: int, warmup: int):
@@ -49,10 +69,13 @@ class EverySteps(Period):
         return step <= self.warmup
 
     def ends_round(self, step: int) -> bool:
-        return step > self.warmup and (step - self.warmup) % self.every == 0
+        return self.place(step) == self.every
 
     def length(self, step: int) -> int:
         return 0 if self.is_synchronous(step) else self.every
+
+    def place(self, step: int) -> int:
+        return 0 if self.is_synchronous(step) else (step - self.warmup - 1) % self.every + 1
 
 
 class Qsr(Period):
@@ -73,7 +96,7 @@ class Qsr(Period):
         return step <= self.warmup
 
     def ends_round(self, step: int) -> bool:
-        return step > self.warmup and self._ends[bisect_left(self._ends, step)] == step
+        return step > self.warmup and self.place(step) == self.length(step)
 
     def length(self, step: int) -> int:
         if self.is_synchronous(step):
@@ -81,11 +104,23 @@ class Qsr(Period):
         index = bisect_left(self._ends, step)
         return self._ends[index] - self._ends[index - 1]
 
+    def place(self, step: int) -> int:
+        if self.is_synchronous(step):
+            return 0
+        return step - self._ends[bisect_left(self._ends, step) - 1]
 
-def build_period(section: config.AnyPeriod, warmup_steps: int, rates: LearningRates) -> Period:
-    """The period a recipe's `sync.period` and `sync.warmup_steps` describe; some follow the learning rate."""
-    if isinstance(section, config.EveryStep):
-        return EveryStep()
-    if isinstance(section, config.QsrPeriod):
-        return Qsr(section.base, section.alpha, warmup_steps, rates)
-    return EverySteps(section.every, warmup_steps)
+
+def warmup_of(sync: SyncSection, rates: LearningRates) -> int:
+    """Synchronous steps before the first local one: `warmup_steps`, or more until the learning rate has fallen."""
+    if sync.warmup_until_lr is None:
+        return sync.warmup_steps
+    return max(sync.warmup_steps, rates.first_below(sync.warmup_until_lr) - 1)
+
+
+def build_period(section: AnyPeriod, warmup: int, rates: LearningRates) -> Period:
+    """The period of steps that a recipe's `sync.period` describes; some follow the learning rate."""
+    if isinstance(section, EveryStep):
+        return Always()
+    if isinstance(section, QsrPeriod):
+        return Qsr(section.base, section.alpha, warmup, rates)
+    return Fixed(section.every, warmup)

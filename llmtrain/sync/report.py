@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -16,6 +19,8 @@ class SyncReport:
     """Blocks of replicas left out of a mean."""
     rollbacks: int = 0
     """Blocks put back to their anchor because every replica was anomalous."""
+    late: int = 0
+    """Group averages that this replica was late for."""
     seconds: float = 0.0
     """From a round's opening to its close, forward passes in between included."""
     exposed_seconds: float = 0.0
@@ -30,6 +35,13 @@ class SyncReport:
     """Last round: this rank's part of ||D||^2, of the reduced pseudo-gradient before clipping."""
     spread_squared: float = 0.0
     """Last round: this rank's part of ||D_n - mean||^2, how far its replica was from the mean."""
+
+    @contextmanager
+    def exposed(self) -> Iterator[None]:
+        """Training stands still for what happens within."""
+        started = time.monotonic()
+        yield
+        self.exposed_seconds += time.monotonic() - started
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values by name."""

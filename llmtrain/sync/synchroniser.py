@@ -1,26 +1,43 @@
-"""One synchronisation of all blocks, in the pieces that schedules put in order: open, block by block, close."""
+"""What every schedule does with one block: send this replica's part, receive the mean, take the outer step."""
 
 from __future__ import annotations
 
-import time
-
 import torch
 
-from llmtrain.parallel.comms import Comms, Pending
+from llmtrain.parallel.comms import Comms, Pending, RoundedReduction
 from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.wire import Wire
 from llmtrain.sync.anchors import Anchors, flatten, unflatten_into
 from llmtrain.sync.outer import Outer
-from llmtrain.sync.penalty import Penalty, Verdict
 from llmtrain.sync.report import SyncReport
+from llmtrain.sync.round import Round
+
+PREFETCH = 2
+"""Reductions under way beyond the one being finished when blocks synchronise one after another."""
+
+
+class Reduction:
+    """A block's mean on its way; `wait` may be called more than once."""
+
+    def __init__(self, pending: Pending, errors: list[torch.Tensor] | None, index: int):
+        self._pending, self._errors, self._index = pending, errors, index
+
+    def proceed(self) -> None:
+        """Start its second exchange, if the wire has one; all replicas at the same moment."""
+        self._pending.proceed()
+
+    def wait(self) -> torch.Tensor:
+        """The mean. What rounding left out of this replica's message is kept for the next one."""
+        mean = self._pending.wait()
+        if self._errors is not None and isinstance(self._pending, RoundedReduction):
+            self._errors[self._index] = self._pending.lost()
+            self._errors = None
+        return mean
 
 
 class Synchroniser:
-    """Brings the replicas together: reduces each block's pseudo-gradient and applies the outer step.
-
-    Without `anchors` the parameters themselves are averaged, which needs no extra memory. A round is `open`, then
-    `synchronise(0..L-1)` in order, then `close`; while block i is finished, the reductions of the next `prefetch`
-    blocks are under way.
-    """
+    """The parts of a synchronisation, block by block. Without `anchors` the parameters themselves are averaged, which
+    needs no extra memory. With `feedback`, rounding errors of the wire are carried over."""
 
     def __init__(
         self,
@@ -29,88 +46,71 @@ class Synchroniser:
         shard: Comms,
         outer: Outer,
         anchors: Anchors | None,
-        penalty: Penalty | None,
-        prefetch: int,
+        wire: Wire | None,
+        feedback: bool,
     ):
-        assert anchors is not None or penalty is None, "a penalty is on pseudo-gradients, which need an anchor"
         self.engine, self.replica, self.shard = engine, replica, shard
-        self.outer, self.anchors, self.penalty, self.prefetch = outer, anchors, penalty, prefetch
+        self.outer, self.anchors, self.wire, self.feedback = outer, anchors, wire, feedback
+        self.errors: list[torch.Tensor] = []
+        """By block: what this rank's rounding has left out so far; empty without feedback."""
         self.report = SyncReport()
-        self._verdict: Verdict | None = None
-        self._pending: dict[int, Pending] = {}
-        self._spread: torch.Tensor | float = 0.0
-        self._mean: torch.Tensor | float = 0.0
-        self._opened_at = self._closed_at = time.monotonic()
 
-    def open(self) -> None:
-        """Meet the other replicas; with a penalty, agree from everybody's norms on who counts in which block."""
-        self._opened_at = time.monotonic()
-        busy = torch.tensor([self._opened_at - self._closed_at], dtype=torch.float64)
-        row = torch.cat([busy, self._norms()]) if self.penalty is not None else busy
-        gathered = self.replica.all_gather(row.to(self.replica.device), "meeting for a synchronisation").cpu()
-        self.report.wait_seconds += time.monotonic() - self._opened_at
-        self.report.slowest_replica = int(gathered[:, 0].argmax())
-        if self.penalty is not None:
-            self._verdict = self.penalty.judge(gathered[:, 1:])
-            self.report.anomalies += int(self._verdict.anomalous.sum())
-            self.report.rollbacks += int(self._verdict.anomalous.all(0).sum())
-        self.report.weights_max = float(self._verdict.weights.max()) if self._verdict else 1 / self.replica.size
-        self._spread = self._mean = 0.0
+    @property
+    def blocks(self) -> range:
+        """Indices of all blocks, in forward order."""
+        return range(len(self.engine.blocks))
 
-    def synchronise(self, index: int) -> None:
-        """Finish block `index`: after it, its parameters are the next anchor on every replica."""
-        for ahead in range(index, min(index + self.prefetch + 1, len(self.engine.blocks))):
-            if ahead not in self._pending and not self._rolls_back(ahead):
-                self._pending[ahead] = self._start(ahead)
-        block = self.engine.blocks[index]
-        anchor, momentum = self.anchors.load(index) if self.anchors is not None else (None, None)
-        if self._rolls_back(index):
-            unflatten_into(anchor, block)
-        elif anchor is None:
-            mean = self._pending.pop(index).wait()
-            self._spread = self._spread + (flatten(block) - mean).square().sum()
-            unflatten_into(mean, block)
-        else:
-            mean = self._pending.pop(index).wait()
-            if self._weight(index) > 0:
-                self._spread = self._spread + (anchor - flatten(block) - mean).square().sum()
-            squared = mean.square().sum()
-            self._mean = self._mean + squared
-            if self.penalty is not None and self.penalty.section.clip is not None:
-                mean *= self.penalty.clip_factor(self.shard.all_reduce(squared, "norm of a pseudo-gradient").wait())
-            self.outer.step(anchor, mean, momentum)
-            self.anchors.store(index, anchor, momentum)
-            unflatten_into(anchor, block)
-        self.engine.publish(block)
+    def begin(self) -> None:
+        """Replicas are equal and local steps begin: take the anchor, if there is one to take."""
+        if self.anchors is not None and not self.anchors.taken:
+            self.anchors.take()
+        if self.feedback and not self.errors:
+            self.errors = [torch.zeros_like(flatten(block)) for block in self.engine.blocks]
 
-    def close(self) -> None:
-        """All blocks are done: count the round."""
-        self._closed_at = time.monotonic()
-        self.report.count += 1
-        self.report.seconds += self._closed_at - self._opened_at
-        self.report.mean_squared, self.report.spread_squared = float(self._mean), float(self._spread)
-
-    def _message(self, index: int) -> torch.Tensor:
+    def message(self, index: int) -> torch.Tensor:
         """What this replica has to say of a block: its pseudo-gradient, or its parameters where no anchor is kept."""
         parameters = flatten(self.engine.blocks[index])
         return parameters if self.anchors is None else self.anchors.load_anchor(index) - parameters
 
-    def _weight(self, index: int) -> float:
-        """How much this replica counts in the block's mean."""
-        return (
-            1 / self.replica.size if self._verdict is None else float(self._verdict.weights[self.replica.rank, index])
-        )
-
-    def _start(self, index: int) -> Pending:
-        message, weight = self._message(index), self._weight(index)
-        # An anomalous replica sends zeros, not 0 x its pseudo-gradient: that may hold NaN.
+    def send(self, index: int, weight: float | None = None) -> Reduction:
+        """Start the weighted sum (default: the mean) over the replicas of their messages on a block."""
+        weight = 1 / self.replica.size if weight is None else weight
+        message = self.message(index)
+        # A replica that does not count sends zeros, not 0 x its pseudo-gradient: that may hold NaN.
         message = message.zero_() if weight == 0 else message.mul_(weight)
-        return self.replica.all_reduce(message, f"synchronising {self.engine.blocks[index].name}")
+        if self.errors and weight > 0:
+            message += self.errors[index]
+        pending = self.replica.all_reduce(message, f"synchronising {self.engine.blocks[index].name}", self.wire)
+        return Reduction(pending, self.errors if self.errors and weight > 0 else None, index)
 
-    def _norms(self) -> torch.Tensor:
-        """This replica's pseudo-gradient norm of every block, over all its shards: [blocks], float64, one collective."""
-        squares = [self._message(i).double().square().sum() for i in range(len(self.engine.blocks))]
-        return self.shard.all_reduce(torch.stack(squares), "norms of pseudo-gradients").wait().sqrt().cpu()
+    def arrived(self, index: int, mean: torch.Tensor) -> Reduction:
+        """A reduction that is complete already: one taken from a checkpoint."""
+        device = self.engine.blocks[index].shards[0].device
+        return Reduction(Pending(self.replica, "", None, mean.to(device)), None, index)
 
-    def _rolls_back(self, index: int) -> bool:
-        return self._verdict is not None and bool(self._verdict.anomalous[:, index].all())
+    def step(self, index: int, mean: torch.Tensor, since: Round) -> torch.Tensor:
+        """The block's next anchor, from the mean pseudo-gradient over the local steps `since`."""
+        anchor, momentum = self.anchors.load(index)
+        self.outer.step(anchor, mean, momentum, since)
+        self.anchors.store(index, anchor, momentum)
+        return anchor
+
+    def install(self, index: int, parameters: torch.Tensor, mix: float = 0.0) -> None:
+        """The block's parameters become `mix` x their own + (1 - mix) x the given ones."""
+        block = self.engine.blocks[index]
+        if mix:
+            parameters = torch.lerp(parameters, flatten(block), mix)
+        unflatten_into(parameters, block)
+        self.engine.publish(block)
+
+    def together(self, since: Round) -> None:
+        """Synchronise all blocks now, each replica counting alike; after it all replicas are equal. Needs anchors."""
+        under_way = [self.send(index) for index in self.blocks[: PREFETCH + 1]]
+        for index in self.blocks:
+            mean = under_way[index].wait()
+            if index + 1 < len(under_way):
+                under_way[index + 1].proceed()
+            if len(under_way) < len(self.blocks):
+                under_way.append(self.send(len(under_way)))
+            self.install(index, self.step(index, mean, since))
+            under_way[index] = None  # frees the message

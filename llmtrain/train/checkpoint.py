@@ -3,8 +3,8 @@
     checkpoints/step-00001000/   torch.distributed.checkpoint files and state.json
     checkpoints/latest           the newest one's name, written last
 
-Tensors that replicas have for themselves (weights, optimizer moments) are stored under `replica<r>.`, what they
-share (anchor, outer momentum) once.
+Tensors that replicas have for themselves (weights, optimizer moments, rounding errors) are stored under `replica<r>.`,
+what they share (anchor, outer momentum, means under way) once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import torch.distributed.checkpoint as dcp
 from llmtrain.errors import CheckpointError
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.sync.anchors import flatten
 from llmtrain.sync.method import Method
+from llmtrain.sync.schedules.schedule import ByBlock
 
-FORMAT = 1
+FORMAT = 2
 NAME = re.compile(r"step-(\d{8})")
-SHARED = ("anchor", "momentum")
 
 
 class Checkpoints:
@@ -45,16 +46,15 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         self._barrier()
-        method = self.method.state_dict()
-        shared = {key: method.pop(key) for key in SHARED}
-        tensors = self._tensors(shared)
+        shared, own = self.method.shared_tensors(), self.method.own_tensors()
+        tensors = self._tensors(shared, own)
         dcp.save(
             tensors, checkpoint_id=temporary, process_group=self.mesh.everyone.group, no_dist=self.mesh.world.size == 1
         )
-        ranks = self._gather({"method": method, **progress})
+        ranks = self._gather({"method": self.method.state_dict(), **progress})
         if self.mesh.is_main:
             state = {"format": FORMAT, "step": step, "mesh": [self.mesh.replicas, self.mesh.shard.size]}
-            state |= {"anchored": bool(shared["anchor"]), "ranks": ranks}
+            state |= {"shared": _blocks_there(shared), "own": _blocks_there(own), "ranks": ranks}
             _write_durably(temporary / "state.json", json.dumps(state))
             if final.exists():
                 shutil.rmtree(final)
@@ -76,11 +76,8 @@ class Checkpoints:
             )
         progress = state["ranks"][self.mesh.world.rank]
         method = progress.pop("method")
-        anchors = self.method.synchroniser.anchors
-        if state["anchored"]:
-            anchors.take()
-        shared = anchors.state_dict() if state["anchored"] else {key: [] for key in SHARED}
-        tensors = self._tensors(shared)
+        shared, own = self._empty(state["shared"]), self._empty(state["own"])
+        tensors = self._tensors(shared, own)
         try:
             dcp.load(
                 tensors, checkpoint_id=path, process_group=self.mesh.everyone.group, no_dist=self.mesh.world.size == 1
@@ -91,20 +88,31 @@ class Checkpoints:
                 f"{path} can't be read: {reason}; delete it to continue from the one before"
             ) from error
         prefix = f"replica{self.mesh.replica.rank}."
-        self.engine.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+        of_engine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        self.engine.load_state_dict({k: v for k, v in of_engine.items() if not k.startswith("sync.")})
         torch.set_rng_state(tensors[f"rank{self.mesh.world.rank}.rng"])
         if self.mesh.device.type == "cuda":
             torch.cuda.set_rng_state(tensors[f"rank{self.mesh.world.rank}.cuda_rng"], self.mesh.device)
-        self.method.load_state_dict({**method, **shared})
+        self.method.load_state_dict(method, {**shared, **own})
         return state["step"], progress
 
-    def _tensors(self, shared: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def _empty(self, there: dict[str, list[bool]]) -> dict[str, ByBlock]:
+        """Room for the method's tensors that a checkpoint has."""
+        blocks = self.engine.blocks
+        return {
+            kind: [torch.empty_like(flatten(blocks[i])) if is_there else None for i, is_there in enumerate(present)]
+            for kind, present in there.items()
+        }
+
+    def _tensors(self, shared: dict[str, ByBlock], own: dict[str, ByBlock]) -> dict[str, torch.Tensor]:
         replica, rank = self.mesh.replica.rank, self.mesh.world.rank
         tensors = {f"replica{replica}.{name}": tensor for name, tensor in self.engine.state_dict().items()}
-        for kind, flats in shared.items():
+        kinds = {**shared, **{f"replica{replica}.sync.{kind}": flats for kind, flats in own.items()}}
+        for kind, flats in kinds.items():
             for block, flat in zip(self.engine.blocks, flats, strict=False):
-                named = self.engine.as_sharded(block, flat)
-                tensors |= {f"{kind}.{name}": tensor for name, tensor in named.items()}
+                if flat is not None:
+                    named = self.engine.as_sharded(block, flat)
+                    tensors |= {f"{kind}.{name}": tensor for name, tensor in named.items()}
         tensors[f"rank{rank}.rng"] = torch.get_rng_state()
         if self.mesh.device.type == "cuda":
             tensors[f"rank{rank}.cuda_rng"] = torch.cuda.get_rng_state(self.mesh.device)
@@ -126,6 +134,10 @@ class Checkpoints:
 
     def _barrier(self) -> None:
         self.mesh.everyone.all_reduce(torch.zeros(1), "meeting around a checkpoint").wait()
+
+
+def _blocks_there(kinds: dict[str, ByBlock]) -> dict[str, list[bool]]:
+    return {kind: [flat is not None for flat in flats] for kind, flats in kinds.items()}
 
 
 def complete(directory: Path) -> list[tuple[int, Path]]:

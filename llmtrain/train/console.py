@@ -74,7 +74,8 @@ class Console:
             self._bar = None
 
     def _time_left(self, step: int) -> str:
-        seconds = (time.monotonic() - self._started) / max(1, step - self._first) * (self._total - step)
+        left = max(0, self._total - step)
+        seconds = (time.monotonic() - self._started) / max(1, step - self._first) * left
         minutes, seconds = divmod(round(seconds), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"

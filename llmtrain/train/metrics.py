@@ -28,10 +28,16 @@ SPIKE_AFTER_LINES = 10
 class RankRow:
     """One rank's numbers since its last line (sums), or since the start of the run (totals)."""
 
+    steps: float
     loss_sum: float
     predicted_tokens: float
+    tokens_total: float
+    """Since the start of the run."""
+    steps_total: float
+    gradients_total: float
+    late_total: float
     grad_norm: float
-    """Mean over the interval's steps, of the rank's replica."""
+    """Mean over the interval's gradients, of the rank's replica."""
     step_seconds: float
     """Sum over the interval's steps."""
     data_seconds: float
@@ -52,7 +58,6 @@ class Line:
     """All ranks' rows for one log line."""
 
     step: int
-    tokens: int
     seconds: float
     common: dict[str, float]
     """What all ranks know anyway: learning rate, period, counters."""
@@ -64,6 +69,11 @@ class Line:
         return self.rows[:, [field.name for field in fields(RankRow)].index(name)]
 
     @property
+    def tokens(self) -> int:
+        """Training tokens of all replicas so far."""
+        return int(self.column("tokens_total").sum())
+
+    @property
     def stop_requested(self) -> bool:
         return bool(self.column("stop").sum() > 0)
 
@@ -73,13 +83,13 @@ class Collector:
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
-        self._under_way: tuple[int, int, float, dict[str, float], Pending] | None = None
+        self._under_way: tuple[int, float, dict[str, float], Pending] | None = None
 
-    def submit(self, step: int, tokens: int, seconds: float, common: dict[str, float], row: RankRow) -> None:
+    def submit(self, step: int, seconds: float, common: dict[str, float], row: RankRow) -> None:
         """Start gathering this line's rows. The one before must have been settled."""
         assert self._under_way is None
         values = torch.tensor([float(value) for value in asdict(row).values()], dtype=torch.float64)
-        self._under_way = (step, tokens, seconds, common, self.mesh.everyone.gather(values, "gathering metrics"))
+        self._under_way = (step, seconds, common, self.mesh.everyone.gather(values, "gathering metrics"))
 
     def settle(self, only_if_done: bool = False) -> Line | None:
         """The line under way, if there is one; waits for the slowest rank's row unless `only_if_done`."""
@@ -101,8 +111,8 @@ class Summariser:
     def tags(self, line: Line) -> dict[str, float]:
         """Tags of one line."""
         loss_sums, tokens = line.column("loss_sum"), line.column("predicted_tokens")
-        loss = float(loss_sums.sum() / tokens.sum())
-        seconds = float(line.column("step_seconds").max())
+        loss = float(loss_sums.sum() / tokens.sum())  # NaN, written as null, where nobody computed a gradient
+        seconds, steps = float(line.column("step_seconds").max()), line.column("steps")
         rate = float(tokens.sum()) / seconds if seconds > 0 else math.nan
         mean, spread = (
             line.column(name).sum().item() / self.mesh.replicas for name in ("mean_squared", "spread_squared")
@@ -110,10 +120,12 @@ class Summariser:
         tags = {
             "train/loss": loss,
             "train/ppl": math.exp(min(loss, 700.0)),
+            "train/steps": float(line.column("steps_total").mean()),
+            "train/gradient_steps": float(line.column("gradients_total").mean()),
             "train/grad_norm": float(line.column("grad_norm").mean()),
             "perf/tokens_per_second": rate,
-            "perf/step_seconds": seconds / line.common["interval_steps"],
-            "perf/data_seconds": float(line.column("data_seconds").max()) / line.common["interval_steps"],
+            "perf/step_seconds": float((line.column("step_seconds") / steps).max()),
+            "perf/data_seconds": float((line.column("data_seconds") / steps).max()),
             "perf/peak_memory_gib": float(line.column("peak_memory").max()) / 2**30,
             "comm/bytes_total": float(line.column("bytes_total").sum()),
             "comm/seconds": float(line.column("comm_seconds").mean()),
@@ -121,6 +133,7 @@ class Summariser:
             "comm/wait_seconds": float(line.column("wait_seconds").mean()),
             "sync/pseudo_grad_norm": math.sqrt(mean),
             "sync/divergence": math.sqrt(spread),
+            "sync/late": float(line.column("late_total").sum()) / self.mesh.shard.size,
             "health/loss_spikes": float(self._count_spike(loss)),
             "health/nonfinite": float((~loss_sums.isfinite()).sum()),
             **{tag: value for tag, value in line.common.items() if "/" in tag},
@@ -136,7 +149,7 @@ class Summariser:
             rank = int((~losses.isfinite()).nonzero()[0])
             raise TrainingError(
                 f"the loss is {losses[rank].item()} on rank {rank} (replica {rank // self.mesh.shard.size}) at step {line.step} "
-                f"or in the {line.common['interval_steps']} steps before it; start again to continue from the last "
+                f"or in the {line.column('steps')[rank]:.0f} steps before it; start again to continue from the last "
                 "checkpoint, with a smaller optim.lr under another run.name if it comes back"
             )
 

@@ -21,9 +21,9 @@ from llmtrain.parallel.mesh import Mesh, local_device, open_mesh
 from llmtrain.parallel.world import World
 from llmtrain.plan.memory import estimate, size_of
 from llmtrain.plan.mesh import choose_mesh
-from llmtrain.recipe_check import check, check_vocabulary
+from llmtrain.recipe_check import check, check_group, check_vocabulary
 from llmtrain.seeding import derive_seed
-from llmtrain.sync.method import build_method
+from llmtrain.sync.build import build_method, build_wire
 from llmtrain.train.checkpoint import Checkpoints
 from llmtrain.train.console import Console, human
 from llmtrain.train.devices import memory_bytes, peak_flops
@@ -46,6 +46,7 @@ def run_training(recipe: Recipe, world: World) -> int:
     replicas, shard, reason = choose_mesh(
         recipe.parallel, world.size, world.local_size, lambda shard: _fits(recipe, prepared.vocab_size, world, shard)
     )
+    check_group(recipe, replicas)
     with (
         stop_requests() as stop,
         open_mesh(world, replicas, shard, recipe.parallel.replica_backend, recipe.run.timeout_seconds) as mesh,
@@ -59,6 +60,7 @@ def run_training(recipe: Recipe, world: World) -> int:
         try:
             ended = trainer.fit()
         except RuntimeError as error:
+            trainer.method.close()
             if mesh.is_main:
                 directory.write_summary(trainer.summary("error"))
             if isinstance(error, TrainingError) or not is_lost_peer(error):
@@ -116,8 +118,18 @@ def build_trainer(
     torch.manual_seed(derive_seed(recipe.run.seed, "rank", mesh.world.rank))
     model = build(model_config(recipe.model, prepared.vocab_size), recipe.parallel.loss_chunk)
     parameters, flops = count_parameters(model), flops_per_token(model, recipe.train.sequence_length)
-    engine: Engine = Fsdp2Engine(model, mesh, recipe.parallel, recipe.optim, recipe.run.seed)
-    method = build_method(recipe.sync, engine, mesh.replica, mesh.shard, LearningRates.of(recipe))
+    gradient_wire = build_wire(recipe.sync.wire.kind) if recipe.sync.wire.gradients else None
+    engine: Engine = Fsdp2Engine(model, mesh, recipe.parallel, recipe.optim, recipe.run.seed, gradient_wire)
+    method = build_method(
+        recipe.sync,
+        engine,
+        mesh.replica,
+        mesh.shard,
+        LearningRates.of(recipe),
+        seed=recipe.run.seed,
+        store=mesh.store,
+        timeout_seconds=recipe.run.timeout_seconds,
+    )
     loader = Loader(
         prepared.tokens("train"),
         sequence_length=recipe.train.sequence_length,

@@ -38,6 +38,8 @@ class Interval:
     loss: torch.Tensor | float = 0.0
     grad_norm: torch.Tensor | float = 0.0
     steps: int = 0
+    gradients: int = 0
+    """Steps that computed one."""
     predicted_tokens: int = 0
     step_seconds: float = 0.0
     data_seconds: float = 0.0
@@ -77,6 +79,15 @@ class Trainer:
         self.rates = LearningRates.of(recipe)
         self.total_steps = recipe.train.total_steps
         self.step = 0
+        """This replica's."""
+        self.position = self.position_before = 0
+        """Steps of the whole run as all ranks agree, now and the time before: `step`, where replicas keep step."""
+        self.gradients = 0
+        """This replica's gradient computations."""
+        self.predicted_tokens = 0
+        """This rank's."""
+        self.tokens = 0
+        """Training tokens of all replicas when they last were counted together."""
         self.train_seconds = 0.0
         self.interval = Interval()
         self.published: Line | None = None
@@ -91,48 +102,66 @@ class Trainer:
         self._resume()
         board = self.directory.tensorboard if self.recipe.log.tensorboard else None
         self.writer = MetricsWriter(self.directory.metrics, board, self.step, enabled=self.mesh.is_main)
-        self.console.start(self.step, self.total_steps)
-        if self.step == 0:
+        self.console.start(self.position, self.total_steps)
+        if self.position == 0:
             self._evaluate()
-        while self.step < self.total_steps and not self.agreed_to_stop:
+        while self.position < self.total_steps and not self.agreed_to_stop:
             self.train_step()
-            if self.step == self.total_steps:
-                break
-            if self._due(self.recipe.log.every) or self.step == 1:
+            self._publish_early()
+            if not self._agree() or self.position >= self.total_steps:
+                continue
+            if self._due(self.recipe.log.every) or self.position_before == 0:
                 self._log()
             if self._due(self.recipe.eval.every):
                 self._evaluate()
             if self._due(self.recipe.checkpoint.every):
                 self._save()
-            self._publish_early()
-        if self.step == self.total_steps:
+        if self.position >= self.total_steps:
             self.method.finish()
             self._log()
             self._evaluate()
         self._save()
+        self.method.close()
         self.writer.close()
         self.console.stop()
-        return "done" if self.step == self.total_steps else "signal"
+        return "done" if self.position >= self.total_steps else "signal"
 
     def train_step(self) -> None:
-        """One optimizer step: data, gradients, update, and the synchronisation that is due."""
+        """One step: data, gradients, update, and the synchronisation that is due."""
         started = time.monotonic()
         self.step += 1
-        micro_batches = self.loader.next()
-        loaded = time.monotonic()
-        self.method.begin_step(self.step)
-        loss = self.engine.forward_backward(micro_batches)
-        grad_norm = self.engine.step(self.rates.at(self.step))
+        plan = self.method.begin_step(self.step, self.rates.at(min(self.step, self.total_steps)))
+        micro_batches = self._next_batch() if plan.takes_batch else []
+        if plan.computes_gradient:
+            self.interval.loss += self.engine.forward_backward(micro_batches)
+            self.interval.grad_norm += self.engine.step(plan.lr)
+            self._count_gradient(micro_batches)
         self.method.end_step(self.step)
-        interval = self.interval
-        interval.loss += loss
-        interval.grad_norm += grad_norm
-        interval.steps += 1
-        interval.predicted_tokens += sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches)
-        interval.data_seconds += loaded - started
-        interval.step_seconds += time.monotonic() - started
+        self.interval.steps += 1
+        self.interval.step_seconds += time.monotonic() - started
         self.train_seconds += time.monotonic() - started
-        self.console.advance(self.step)
+        self.console.advance(self.position)
+
+    def _next_batch(self) -> list[torch.Tensor]:
+        started = time.monotonic()
+        micro_batches = self.loader.next()
+        self.interval.data_seconds += time.monotonic() - started
+        return micro_batches
+
+    def _count_gradient(self, micro_batches: list[torch.Tensor]) -> None:
+        tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches)
+        self.interval.gradients += 1
+        self.interval.predicted_tokens += tokens
+        self.gradients += 1
+        self.predicted_tokens += tokens
+
+    def _agree(self) -> bool:
+        """Whether all ranks now know how far the run is, and know it alike: only then may they do something together."""
+        position = self.method.agreed_step(self.step)
+        if position is None:
+            return False
+        self.position_before, self.position = self.position, position
+        return True
 
     def _log(self) -> None:
         """Settle the line before and hand in this interval."""
@@ -140,22 +169,27 @@ class Trainer:
         if self.interval.steps == 0:
             return
         report, period = self.method.report(), self.method.period.length(self.step)
+        gradients = max(1, self.interval.gradients)
         loss, grad_norm = float(self.interval.loss), float(self.interval.grad_norm)  # waits for the device
         common = {
-            "interval_steps": self.interval.steps,
-            "train/lr": self.rates.at(self.step),
+            "train/lr": self.rates.at(min(self.step, self.total_steps)),
             "sync/count": report.count,
             "sync/period": period,
             "sync/weights_max": report.weights_max,
             "sync/anomalies": report.anomalies,
             "sync/rollbacks": report.rollbacks,
-            "sync/staleness": 0,
+            "sync/staleness": self.method.schedule.staleness,
             "health/slowest_replica": report.slowest_replica,
         }
         row = RankRow(
+            steps=self.interval.steps,
             loss_sum=loss,
             predicted_tokens=self.interval.predicted_tokens,
-            grad_norm=grad_norm / self.interval.steps,
+            tokens_total=self.predicted_tokens,
+            steps_total=self.step,
+            gradients_total=self.gradients,
+            late_total=report.late,
+            grad_norm=grad_norm / gradients,
             step_seconds=self.interval.step_seconds,
             data_seconds=self.interval.data_seconds,
             peak_memory=peak_memory_bytes(self.mesh.device),
@@ -167,7 +201,7 @@ class Trainer:
             spread_squared=report.spread_squared,
             stop=self.stop.requested,
         )
-        self.collector.submit(self.step, self.tokens, self.train_seconds, common, row)
+        self.collector.submit(self.position, self.train_seconds, common, row)
         self.interval = Interval()
 
     def _settle(self) -> None:
@@ -184,29 +218,37 @@ class Trainer:
 
     def _publish(self, line: Line | None) -> Line | None:
         if line is not None:
-            self.last_line = self.summariser.tags(line)
+            self.last_line, self.tokens = self.summariser.tags(line), line.tokens
             self.writer.write(line.step, line.tokens, line.seconds, self.last_line)
             self.console.line(line.step, line.tokens, self.last_line)
         return line
 
     def _evaluate(self) -> None:
         """Validation loss of the replicas' mean; their own parameters stay as they are."""
-        if self.step == self.last_evaluated:
+        if self.position == self.last_evaluated:
             return
         self._settle()  # validating brings all ranks together anyway
+        self._count_tokens()
         equal = self.method.is_synchronised or self.mesh.replicas == 1
         with nullcontext() if equal else mean_of_replicas(self.engine, self.mesh):
             self.last_eval = validate(self.engine, self.mesh, self.validation_batches)
-        self.first_eval, self.last_evaluated = self.first_eval or self.last_eval, self.step
+        self.first_eval, self.last_evaluated = self.first_eval or self.last_eval, self.position
         tags = {"eval/loss": self.last_eval.loss, "eval/ppl": self.last_eval.perplexity}
-        self.writer.write(self.step, self.tokens, self.train_seconds, tags)
-        self.console.evaluation(self.step, self.last_eval)
+        self.writer.write(self.position, self.tokens, self.train_seconds, tags)
+        self.console.evaluation(self.position, self.last_eval)
+
+    def _count_tokens(self) -> None:
+        mine = torch.tensor(float(self.predicted_tokens), dtype=torch.float64)
+        self.tokens = int(self.mesh.everyone.all_reduce(mine, "counting tokens").wait())
 
     def _save(self) -> None:
-        if self.step == self.last_saved:
+        if self.position == self.last_saved:
             return
         self._settle()  # never keep a state that a bad number is known to have reached
         progress = {
+            "step": self.step,
+            "gradients": self.gradients,
+            "predicted_tokens": self.predicted_tokens,
             "loader": self.loader.state_dict(),
             "interval": {
                 **vars(self.interval),
@@ -221,14 +263,18 @@ class Trainer:
             "last_line": self.last_line,
             "traffic": vars(self.mesh.replica.traffic),
         }
-        path = self.checkpoints.save(self.step, progress)
-        self.last_saved = self.step
+        path = self.checkpoints.save(self.position, progress)
+        self.last_saved = self.position
         self.console.note(f"checkpoint {path}")
 
     def _resume(self) -> None:
         if self.resume_from is None:
             return
-        self.step, progress = self.checkpoints.load(self.resume_from)
+        self.position, progress = self.checkpoints.load(self.resume_from)
+        self.position_before = self.position
+        self.step, self.gradients = progress["step"], progress["gradients"]
+        self.predicted_tokens = progress["predicted_tokens"]
+        self._count_tokens()
         self.loader.load_state_dict(progress["loader"])
         self.interval = Interval(**progress["interval"])
         self.train_seconds = progress["train_seconds"]
@@ -237,13 +283,8 @@ class Trainer:
         self.last_eval = Validation(**progress["last_eval"])
         self.last_evaluated, self.last_line = progress["last_evaluated"], progress["last_line"]
         vars(self.mesh.replica.traffic).update(progress["traffic"])
-        self.last_saved = self.step
+        self.last_saved = self.position
         self.console.note(f"continuing from {self.resume_from}")
-
-    @property
-    def tokens(self) -> int:
-        """Training tokens of all replicas so far."""
-        return self.step * self.recipe.train.tokens_per_step
 
     @property
     def exposed_seconds(self) -> float:
@@ -257,7 +298,8 @@ class Trainer:
             "method": self.recipe.sync.method,
             "replicas": self.mesh.replicas,
             "shard": self.mesh.shard.size,
-            "steps": self.step,
+            "steps": self.position,
+            "gradient_steps": self.last_line.get("train/gradient_steps"),
             "tokens": self.tokens,
             "train_seconds": round(self.train_seconds, 3),
             "tokens_per_second": round(self.tokens / self.train_seconds, 1) if self.train_seconds else None,
@@ -272,4 +314,5 @@ class Trainer:
         }
 
     def _due(self, every: int | None) -> bool:
-        return every is not None and self.step % every == 0
+        """Whether a multiple of `every` has been reached or passed."""
+        return every is not None and self.position // every > self.position_before // every

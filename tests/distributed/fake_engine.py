@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from llmtrain.config import ScheduleSection, SyncSection
 from llmtrain.lr import LearningRates
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Block
-from llmtrain.sync.method import Method, build_method
+from llmtrain.sync.build import build_method
+from llmtrain.sync.method import Method
 from llmtrain.sync.methods import METHODS
 from tests.distributed.oracle import Oracle
 from tests.distributed.pool import RankPool
@@ -120,13 +122,13 @@ class FakeEngine:
             seen.append(self.computed[block.name])
         return seen
 
-    def step(self, step: int) -> None:
-        """Add this replica's update, or the mean of all replicas' while gradients are averaged."""
+    def step(self, step: int, lr: float = 1.0) -> None:
+        """Add `lr` x this replica's update, or the mean of all replicas' while gradients are averaged."""
         for index, block in enumerate(self.blocks):
             noise = self.scenario.noise(step, index)
             noise = noise.mean(0) if self.average_gradients else noise[self.replica]
             for shard, part in zip(block.shards, self.scenario.shards(index, noise, self.rank), strict=True):
-                shard += part.to(shard.device) - self.scenario.pull * shard
+                shard += lr * (part.to(shard.device) - self.scenario.pull * shard)
             self.publish(block)
 
 
@@ -189,34 +191,58 @@ def _assemble(scenario: Scenario, by_rank: Sequence[Shards]) -> list[np.ndarray]
 def _train_on_mesh(scenario: Scenario) -> Answer:
     """One rank's run."""
     axes = init_device_mesh("cpu", (scenario.replicas, scenario.shard), mesh_dim_names=("replica", "shard"))
-    return train(scenario, Comms(axes.get_group("replica")), Comms(axes.get_group("shard")))
+    return train(scenario, Comms(axes.get_group("replica")), Comms(axes.get_group("shard")), _store_for(scenario.sync))
 
 
-def train(scenario: Scenario, replica: Comms, shard: Comms) -> Answer:
+def _store_for(sync: SyncSection) -> dist.Store | None:
+    return meeting_store() if sync.schedule.kind == "wait_avoiding" else None
+
+
+def meeting_store() -> dist.Store:
+    """A store that all ranks of the process group share. A collective of all ranks."""
+    rank, port = dist.get_rank(), [0]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    if store is not None:
+        port[0] = store.port
+    dist.broadcast_object_list(port)
+    store = store or dist.TCPStore("127.0.0.1", port[0], is_master=False)
+    dist.barrier()
+    return store
+
+
+def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | None = None) -> Answer:
     """The run of this rank of the given axes."""
 
     def build() -> tuple[FakeEngine, Method]:
         engine = FakeEngine(scenario, replica.rank, shard.rank, replica.device)
-        return engine, build_method(scenario.sync, engine, replica, shard, scenario.rates)
+        method = build_method(
+            scenario.sync, engine, replica, shard, scenario.rates, seed=scenario.seed, store=store, timeout_seconds=20
+        )
+        return engine, method
 
     engine, method = build()
     forwards, synchronous = [], []
     for step in range(1, scenario.steps + 1):
-        method.begin_step(step)
+        plan = method.begin_step(step, scenario.rates.at(step))
         if engine.average_gradients:
             synchronous.append(step)
-        forwards.append(engine.forward())
-        engine.step(step)
+        if plan.computes_gradient:
+            forwards.append(engine.forward())
+            engine.step(step, plan.lr)
+        else:
+            forwards.append([engine.computed[block.name] for block in engine.blocks])
         method.end_step(step)
         if step == scenario.resume_after:
-            saved = pickle.dumps((engine.blocks, method.state_dict()))
+            tensors = {**method.shared_tensors(), **method.own_tensors()}
+            saved = pickle.dumps((engine.blocks, method.state_dict(), tensors))
+            method.close()
             engine, method = build()
-            blocks, state = pickle.loads(saved)
+            blocks, state, tensors = pickle.loads(saved)
             for block, values in zip(engine.blocks, blocks, strict=True):
                 for tensor, value in zip(block.shards, values.shards, strict=True):
                     tensor.copy_(value)
                 engine.publish(block)
-            method.load_state_dict(state)
+            method.load_state_dict(state, tensors)
     method.finish()
     report = method.report()
     return Answer(

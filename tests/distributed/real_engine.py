@@ -15,8 +15,9 @@ from llmtrain.model import build, model_config
 from llmtrain.parallel.fsdp import Fsdp2Engine
 from llmtrain.parallel.mesh import Mesh, build_mesh
 from llmtrain.parallel.world import World
-from llmtrain.sync.method import Method, build_method
-from tests.distributed.fake_engine import choices
+from llmtrain.sync.build import build_method
+from llmtrain.sync.method import Method
+from tests.distributed.fake_engine import choices, meeting_store
 
 VOCABULARY, LENGTH = 61, 16
 LLAMA = ModelSection(
@@ -75,7 +76,8 @@ def build_case(case: Case, mesh: Mesh) -> tuple[Fsdp2Engine, Method]:
     model = build(model_config(case.model, VOCABULARY), loss_chunk=11)
     rates = LearningRates(case.optim["lr"], case.steps, ScheduleSection(kind="constant"))
     engine = Fsdp2Engine(model, mesh, ParallelSection(**case.parallel), OptimSection(**case.optim), seed=3)
-    return engine, build_method(case.sync, engine, mesh.replica, mesh.shard, rates)
+    store = meeting_store() if case.sync.schedule.kind == "wait_avoiding" else None
+    return engine, build_method(case.sync, engine, mesh.replica, mesh.shard, rates, seed=3, store=store)
 
 
 def micro_batches(case: Case, mesh: Mesh, step: int) -> list[torch.Tensor]:
@@ -99,9 +101,11 @@ def _train(case: Case) -> Outcome:
     losses, norms = [], []
     for step in range(1, case.steps + 1):
         batches = micro_batches(case, mesh, step)
-        method.begin_step(step)
-        loss = engine.forward_backward(batches)
-        norms.append(float(engine.step(case.optim["lr"])))
+        plan = method.begin_step(step, case.optim["lr"])
+        loss = torch.zeros(())
+        if plan.computes_gradient:
+            loss = engine.forward_backward(batches)
+            norms.append(float(engine.step(plan.lr)))
         method.end_step(step)
         tokens = sum(batch.shape[0] for batch in batches) * LENGTH * mesh.world.size
         losses.append(float(mesh.everyone.all_reduce(loss.double()).wait()) / tokens)

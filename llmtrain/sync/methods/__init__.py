@@ -7,8 +7,35 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from llmtrain.sync.methods import diloco, edit, local_sgd, qsr, synchronous
+from llmtrain.sync.methods import (
+    a_edit,
+    co2,
+    diloco,
+    edit,
+    local_sgd,
+    palsgd,
+    post_local_sgd,
+    qsr,
+    slowmo,
+    streaming_diloco,
+    synchronous,
+    wagma,
+)
 
 METHODS: dict[str, ModuleType] = {
-    module.__name__.rpartition(".")[2]: module for module in (synchronous, local_sgd, qsr, diloco, edit)
+    module.__name__.rpartition(".")[2]: module
+    for module in (
+        synchronous,
+        local_sgd,
+        post_local_sgd,
+        qsr,
+        slowmo,
+        diloco,
+        streaming_diloco,
+        co2,
+        palsgd,
+        wagma,
+        edit,
+        a_edit,
+    )
 }

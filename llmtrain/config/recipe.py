@@ -1,38 +1,13 @@
-"""The recipe as typed sections: every key, its default, its unit, and what is allowed.
-
-This file is only the schema; `recipe.py` reads files and overrides into it and checks what one key alone
-can't tell. `docs/recipes.md` and the JSON schema are generated from here.
-"""
+"""A whole recipe: every section but `sync`, which has a file of its own."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-DecayRate = Annotated[float, Field(ge=0, lt=1)]
-
-
-def _count(value: Any) -> Any:
-    """`100e9` is a float to YAML and a count to everybody else."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Count = Annotated[PositiveInt, BeforeValidator(_count)]
-
-
-def _kind(value: Any) -> Any:
-    """`layerwise` is short for `{kind: layerwise}`."""
-    return {"kind": value} if isinstance(value, str) else value
-
-
-class Section(BaseModel):
-    """Unknown keys are refused; values don't change once read."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
-    )
+from llmtrain.config.section import Count, DecayRate, Fraction, Section
+from llmtrain.config.sync import SyncSection
 
 
 class RunSection(Section):
@@ -135,12 +110,16 @@ class OptimSection(Section):
 class ScheduleSection(Section):
     """Learning rate over steps: linear warm-up, then the given shape."""
 
-    kind: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape after the warm-up."""
+    kind: Literal["cosine", "linear", "constant", "step"] = "cosine"
+    """Shape after the warm-up; `step` stays at the peak and is multiplied by `decay_factor` at each of `decay_at`."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up from 0."""
     final_ratio: Fraction = 0.1
     """Learning rate of the last step over the peak's (cosine and linear)."""
+    decay_at: tuple[Fraction, ...] = (0.5, 0.75)
+    """Shares of the run's steps after which the learning rate drops (step)."""
+    decay_factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """What it is multiplied by (step)."""
 
 
 class ParallelSection(Section):
@@ -162,116 +141,6 @@ class ParallelSection(Section):
     """Positions whose logits exist at once; bounds the memory of tokens x vocabulary."""
     replica_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """What carries traffic between replicas; `auto`: nccl on GPUs, gloo on CPUs."""
-
-
-class EverySteps(Section):
-    """A round is `every` local steps."""
-
-    kind: Literal["steps"] = "steps"
-    """`steps`: a round is a fixed number of local steps."""
-    every: PositiveInt = 128
-    """Local steps H in a round."""
-
-
-class QsrPeriod(Section):
-    """QSR: rounds of max(base, floor((alpha / lr)^2)) local steps, longer as the learning rate falls."""
-
-    kind: Literal["qsr"] = "qsr"
-    """`qsr`: the length follows from the learning rate at the round's start."""
-    base: PositiveInt = 4
-    """Local steps at least; those of every round until the learning rate has fallen below alpha / sqrt(base)."""
-    alpha: PositiveFloat
-    """Growth, in units of the learning rate: with `optim.lr` x sqrt(base), rounds grow from the peak on."""
-
-
-class EveryStep(Section):
-    """Gradients are averaged over the replicas in every step: synchronous data parallelism."""
-
-    kind: Literal["every_step"] = "every_step"
-    """`every_step`: no local steps at all."""
-
-
-class AverageOuter(Section):
-    """The next anchor is the replicas' mean."""
-
-    kind: Literal["average"] = "average"
-    """`average`: anchor <- anchor - reduced pseudo-gradient."""
-
-
-class SgdOuter(Section):
-    """SGD on the pseudo-gradient."""
-
-    kind: Literal["sgd"] = "sgd"
-    """`sgd`: anchor <- anchor - lr x reduced pseudo-gradient."""
-    lr: PositiveFloat = 1.0
-    """Outer learning rate."""
-
-
-class NesterovOuter(Section):
-    """SGD with Nesterov momentum on the pseudo-gradient."""
-
-    kind: Literal["nesterov"] = "nesterov"
-    """`nesterov`: b <- momentum x b + D; anchor <- anchor - lr x (D + momentum x b)."""
-    lr: PositiveFloat = 0.7
-    """Outer learning rate."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Outer momentum."""
-
-
-class PenaltySection(Section):
-    """EDiT's pseudo-gradient penalty; each part can be switched off with `null`."""
-
-    z: PositiveFloat | None = 3.0
-    """Anomaly elimination: a norm more than z deviations above its running mean is left out; `null`: off."""
-    ema: Annotated[float, Field(gt=0, lt=1)] = 0.02
-    """Weight of the newest norm in the running mean and variance (which are bias-corrected)."""
-    min_rounds: Annotated[int, Field(ge=2)] = 10
-    """Rounds of a replica's block before the test may flag it. A non-finite norm is always flagged."""
-    temperature: PositiveFloat | None = 1.0
-    """Weighted averaging: weights softmax(-norm / temperature); `null`: equal weights."""
-    clip: PositiveFloat | None = 10.0
-    """Clipping: largest norm of a block's averaged pseudo-gradient; `null`: off."""
-
-
-class Blocking(Section):
-    """Synchronise all blocks at the end of the round's last step."""
-
-    kind: Literal["blocking"] = "blocking"
-    """`blocking`: training waits while all blocks synchronise."""
-
-
-class Layerwise(Section):
-    """Synchronise each block just before the next forward pass gathers it."""
-
-    kind: Literal["layerwise"] = "layerwise"
-    """`layerwise`: block by block inside the next forward pass."""
-    prefetch: NonNegativeInt = 2
-    """How many following blocks' reductions are under way while a block computes."""
-
-
-AnyPeriod = EverySteps | QsrPeriod | EveryStep
-Period = Annotated[AnyPeriod, Field(discriminator="kind"), BeforeValidator(_kind)]
-Outer = Annotated[AverageOuter | SgdOuter | NesterovOuter, Field(discriminator="kind"), BeforeValidator(_kind)]
-SyncSchedule = Annotated[Blocking | Layerwise, Field(discriminator="kind"), BeforeValidator(_kind)]
-
-
-class SyncSection(Section):
-    """How replicas agree. `method` is a preset; each other key has the method's own default (table below)."""
-
-    method: str = "edit"
-    """The published method whose choices are the defaults of the keys below."""
-    warmup_steps: NonNegativeInt = 0
-    """Synchronous steps (gradients averaged over replicas) before local training begins."""
-    period: Period = Field(default_factory=EverySteps)
-    """When: `{kind: steps, every: H}`, `{kind: qsr, base, alpha}` or `{kind: every_step}`."""
-    outer: Outer = Field(default_factory=AverageOuter)
-    """How applied: `average`, `{kind: sgd, lr}` or `{kind: nesterov, lr, momentum}`."""
-    penalty: PenaltySection | None = None
-    """What: EDiT's `{z, ema, min_rounds, temperature, clip}`, or `null` for the plain mean."""
-    schedule: SyncSchedule = Field(default_factory=Blocking)
-    """How run: `blocking` or `layerwise` (`{kind: layerwise, prefetch: 2}`)."""
-    offload: bool = False
-    """Keep anchor and outer momentum in CPU memory between synchronisations."""
 
 
 class CheckpointSection(Section):

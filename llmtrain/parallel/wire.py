@@ -1,0 +1,60 @@
+"""Wire formats: what a message's values are rounded to on their way. Codes of 8 or 4 bits share a scale by blocks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+BLOCK = 128
+"""Values that share one fp32 scale."""
+SCALE_BYTES = 4
+
+
+class Wire:
+    """bf16: 2 bytes a value. int8, int4: x is sent as round(x / s), s = max |x| of its block / 127 or 7; so a value is off
+    by at most s / 2, and takes 1 or 1/2 byte and 4/128 for its share of s.
+
+    What is not finite makes its block not finite, so a broken replica is never rounded to a healthy one.
+    """
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self._levels = {"bf16": 0, "int8": 127, "int4": 7}[kind]
+
+    def size(self, values: int) -> int:
+        """Bytes of so many values, a multiple of BLOCK."""
+        assert values % BLOCK == 0, values
+        if self.kind == "bf16":
+            return 2 * values
+        return (values if self.kind == "int8" else values // 2) + values // BLOCK * SCALE_BYTES
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """[rows, n] floats, n a multiple of BLOCK, as bytes: uint8 [rows, size(n)]."""
+        if self.kind == "bf16":
+            return values.to(torch.bfloat16).view(torch.uint8)
+        blocks = values.view(len(values), -1, BLOCK)
+        scales = (blocks.abs().amax(-1, keepdim=True) / self._levels).to(torch.float32)
+        quotients = torch.where(scales > 0, blocks / scales, 0.0).round_().clamp_(-self._levels, self._levels)
+        codes = quotients.nan_to_num_(0.0).to(torch.int8).view(len(values), -1)
+        if self.kind == "int4":
+            offset = (codes + 8).view(torch.uint8)
+            codes = offset[:, 0::2] | (offset[:, 1::2] << 4)
+        return torch.cat([codes.view(torch.uint8), scales.view(len(values), -1).view(torch.uint8)], dim=1)
+
+    def decode(self, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The inverse, up to rounding: [rows, n] of `dtype`."""
+        if self.kind == "bf16":
+            return payload.view(torch.bfloat16).to(dtype)
+        rows = len(payload)
+        per_block = BLOCK if self.kind == "int8" else BLOCK // 2
+        blocks = payload.shape[1] // (per_block + SCALE_BYTES)
+        codes, scales = payload.split([blocks * per_block, blocks * SCALE_BYTES], dim=1)
+        if self.kind == "int4":
+            codes = torch.stack([codes & 15, codes >> 4], dim=-1).to(torch.int8) - 8
+        values = codes.contiguous().view(torch.int8).view(rows, blocks, BLOCK).to(dtype)
+        return (values * scales.contiguous().view(torch.float32).view(rows, blocks, 1).to(dtype)).view(rows, -1)
+
+    def chunk(self, numel: int, ranks: int) -> int:
+        """Values of each rank's part of a message of `numel` values: whole blocks, the last ones padded."""
+        return math.ceil(numel / ranks / BLOCK) * BLOCK

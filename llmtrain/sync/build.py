@@ -1,0 +1,132 @@
+"""From the choices of a recipe's `sync` section to a method."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+from llmtrain.config import (
+    AverageOuter,
+    EverySeconds,
+    Layerwise,
+    SyncSection,
+)
+from llmtrain.config import (
+    Overlapped as OverlappedSection,
+)
+from llmtrain.config import (
+    Stale as StaleSection,
+)
+from llmtrain.config import (
+    WaitAvoiding as WaitAvoidingSection,
+)
+from llmtrain.lr import LearningRates
+from llmtrain.parallel.activation import Activation
+from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.groups import replica_groups, shard_group
+from llmtrain.parallel.wire import Wire
+from llmtrain.sync import butterfly
+from llmtrain.sync.anchors import Anchors
+from llmtrain.sync.group_worker import GroupWorker
+from llmtrain.sync.method import Method
+from llmtrain.sync.outer import build_outer
+from llmtrain.sync.penalty import Penalty
+from llmtrain.sync.period import Period, build_period, warmup_of
+from llmtrain.sync.pull import Pull
+from llmtrain.sync.schedules.meeting import Meeting
+from llmtrain.sync.schedules.overlapped import Overlapped
+from llmtrain.sync.schedules.schedule import Schedule
+from llmtrain.sync.schedules.stale import Stale
+from llmtrain.sync.schedules.wait_avoiding import WaitAvoiding
+from llmtrain.sync.synchroniser import PREFETCH, Synchroniser
+from llmtrain.sync.timed import Clock, Timed
+
+
+def build_wire(kind: str) -> Wire | None:
+    """The format that messages are rounded to; None for none."""
+    return None if kind == "fp32" else Wire(kind)
+
+
+def needs_anchor(sync: SyncSection) -> bool:
+    """Whether replicas keep the parameters of the last synchronisation, 4 bytes a parameter. Only a plain average that
+    is waited for and sent unrounded does without."""
+    plain = isinstance(sync.outer, AverageOuter) and sync.penalty is None and sync.pull is None
+    late = isinstance(sync.schedule, OverlappedSection | StaleSection | WaitAvoidingSection)
+    return late or not plain or sync.wire.kind != "fp32"
+
+
+def build_method(
+    sync: SyncSection,
+    engine: Engine,
+    replica: Comms,
+    shard: Comms,
+    rates: LearningRates,
+    *,
+    seed: int,
+    store: dist.Store | None = None,
+    timeout_seconds: float = 600,
+    clock: Clock = time.monotonic,
+) -> Method:
+    """Put a method together. A collective of all ranks.
+
+    `replica` and `shard` are the two axes of the mesh (rank = replica x shards + shard), `rates` the run's learning
+    rates. `store` is the job's, for schedules that need to be woken; `clock` is what rounds of seconds are kept by.
+    """
+    outer = build_outer(sync.outer)
+    anchors = Anchors(engine.blocks, outer.has_momentum, sync.offload) if needs_anchor(sync) else None
+    wire = build_wire(sync.wire.kind)
+    synchroniser = Synchroniser(engine, replica, shard, outer, anchors, wire, sync.wire.feedback)
+    warmup = warmup_of(sync, rates)
+    if isinstance(sync.period, EverySeconds):
+        period: Period = Timed(sync.period, warmup, rates.total_steps, replica, shard, clock)
+    else:
+        period = build_period(sync.period, warmup, rates)
+    pull = Pull(sync.pull, synchroniser, seed) if sync.pull is not None else None
+    if isinstance(sync.schedule, WaitAvoidingSection):
+        schedule: Schedule = _wait_avoiding(sync, synchroniser, period, warmup, store, timeout_seconds)
+    else:
+        schedule = _schedule(sync, synchroniser, period)
+    return Method(engine, period, schedule, pull)
+
+
+def _schedule(sync: SyncSection, synchroniser: Synchroniser, period: Period) -> Schedule:
+    if isinstance(sync.schedule, OverlappedSection):
+        return Overlapped(synchroniser, period, sync.schedule)
+    if isinstance(sync.schedule, StaleSection):
+        return Stale(synchroniser, sync.schedule)
+    penalty = Penalty(sync.penalty, synchroniser.replica.size, len(synchroniser.blocks)) if sync.penalty else None
+    in_forward = isinstance(sync.schedule, Layerwise)
+    return Meeting(synchroniser, penalty, in_forward, sync.schedule.prefetch if in_forward else PREFETCH)
+
+
+def _wait_avoiding(
+    sync: SyncSection,
+    synchroniser: Synchroniser,
+    period: Period,
+    warmup: int,
+    store: dist.Store | None,
+    timeout_seconds: float,
+) -> WaitAvoiding:
+    """With its thread and the groups it works in; a single replica needs neither."""
+    replica, shard = synchroniser.replica, synchroniser.shard
+    if replica.size == 1:
+        return WaitAvoiding(synchroniser, None, 1)
+    assert store is not None, "waking the others needs the job's store"
+    size = butterfly.group_size(replica.size, sync.group.size)
+    patterns = sorted({butterfly.bits(iteration, size, replica.size) for iteration in range(replica.size.bit_length())})
+    comms = {
+        bits: replica_groups(replica, shard, butterfly.groups(bits, replica.size), timeout_seconds) for bits in patterns
+    }
+    worker = GroupWorker(
+        group_of=lambda iteration: comms[butterfly.bits(iteration, size, replica.size)],
+        is_global=lambda iteration: period.ends_round(warmup + 1 + iteration),
+        shard=shard_group(replica, shard, timeout_seconds),
+        activation=Activation(store),
+        wire=synchroniser.wire,
+        timeout_seconds=timeout_seconds,
+    )
+    for group in comms.values():
+        group.traffic = worker.traffic
+    return WaitAvoiding(synchroniser, worker, size)

@@ -1,0 +1,117 @@
+"""WAGMA (arXiv 2005.00124): an average within a group after every step, for which no replica waits for a slow one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from llmtrain.sync.group_worker import GroupWorker, Message
+from llmtrain.sync.round import Round
+from llmtrain.sync.schedules.schedule import ByBlock, Schedule
+from llmtrain.sync.synchroniser import Synchroniser
+
+
+class WaitAvoiding(Schedule):
+    """Messages are pseudo-gradients D = anchor - theta, the anchor being the last average over all replicas.
+
+    After a step the replica takes its group's sum: it goes on from anchor - sum / S if its own D is in it, and from
+    anchor - (sum + D) / (S + 1) if it was late and an older one is. At a round's end all replicas synchronise.
+    """
+
+    def __init__(self, synchroniser: Synchroniser, worker: GroupWorker | None, size: int):
+        """`worker` counts iterations from 0 in the first local step; None for a single replica. `size` is S."""
+        super().__init__(synchroniser)
+        self.worker, self.size = worker, size
+        self._round = Round()
+        self._iteration = 0
+        self._resumed: tuple[int, Message] | None = None
+        self._counted_bytes = 0.0
+
+    def end_step(self, step: int, lr: float, ends_round: bool) -> None:
+        self._start()
+        self._round = self._round.then(lr)
+        with self.synchroniser.report.exposed():
+            if ends_round:
+                self._average_all()
+                self._restart()
+            elif self.worker is not None:
+                self._average_group()
+        self._iteration += 1
+
+    def finish(self) -> None:
+        if self._round.steps > 0:
+            self._average_all()
+        if self.worker is not None:
+            self.worker.finish(self._iteration)
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
+
+    @property
+    def is_synchronised(self) -> bool:
+        return self._round.steps == 0
+
+    def own_tensors(self) -> dict[str, ByBlock]:
+        """The newest message: a late replica will contribute it again."""
+        if self.worker is None or not self.worker.is_running:
+            return {"posted": []}
+        device = self.synchroniser.engine.blocks[0].shards[0].device
+        return {"posted": [part.to(device) for part in self.worker.newest()[1]]}
+
+    def state_dict(self) -> dict[str, Any]:
+        running = self.worker is not None and self.worker.is_running
+        newest = self.worker.newest()[0] if running else None
+        return {"round": self._round.state(), "iteration": self._iteration, "newest": newest}
+
+    def load_state_dict(self, state: dict[str, Any], tensors: dict[str, ByBlock]) -> None:
+        self._round, self._iteration = Round(**state["round"]), state["iteration"]
+        if state["newest"] is not None:
+            self._resumed = state["newest"], [part.cpu().clone() for part in tensors["posted"]]
+
+    def _start(self) -> None:
+        """The thread starts with the first local step. The newest message before it: replicas are at the anchor."""
+        if self.worker is not None and not self.worker.is_running:
+            newest, message = self._resumed or (self._iteration - 1, self._at_anchor())
+            self.worker.start(self._iteration, newest, message)
+
+    def _average_group(self) -> None:
+        synchroniser, iteration = self.synchroniser, self._iteration
+        own = [synchroniser.message(index).cpu() for index in synchroniser.blocks]
+        started = time.monotonic()
+        self.worker.post(iteration, own)
+        sums, version = self.worker.take(iteration)
+        synchroniser.report.wait_seconds += time.monotonic() - started
+        is_late = version != iteration
+        synchroniser.report.late += is_late
+        self.staleness = iteration - version
+        for index, (total, mine) in enumerate(zip(sums, own, strict=True)):
+            mean = (total + mine) / (self.size + 1) if is_late else total / self.size
+            anchor = synchroniser.anchors.load_anchor(index)
+            synchroniser.install(index, anchor - mean.to(anchor.device))
+        self._count_bytes()
+
+    def _average_all(self) -> None:
+        synchroniser = self.synchroniser
+        synchroniser.together(self._round)
+        synchroniser.report.count += 1
+        self._round = Round()
+
+    def _restart(self) -> None:
+        """From now on nobody contributes what is older than the average just made."""
+        if self.worker is None:
+            return
+        self.worker.post(self._iteration, self._at_anchor())
+        if self.synchroniser.replica.rank == 0 and self.synchroniser.shard.rank == 0:
+            # All replicas have arrived here, so every iteration before is carried out everywhere.
+            self.worker.forget_before(self._iteration)
+
+    def _at_anchor(self) -> Message:
+        return [torch.zeros_like(synchronised, device="cpu") for synchronised in self.synchroniser.anchors.anchor]
+
+    def _count_bytes(self) -> None:
+        sent = self.worker.traffic.bytes  # only the thread adds to it
+        self.synchroniser.replica.traffic.bytes += sent - self._counted_bytes
+        self._counted_bytes = sent

@@ -1,0 +1,273 @@
+"""Wire formats: against a rounding written here in NumPy, bit for bit, and against what they promise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from llmtrain.parallel.wire import Wire
+
+BLOCK = 128
+LEVELS = {"int8": 127, "int4": 7}
+BYTES_PER_BLOCK = {"bf16": 256, "int8": 128 + 4, "int4": 64 + 4}
+KINDS = list(BYTES_PER_BLOCK)
+FLOATS = [np.float32, np.float64]
+BLOCKS = 60
+
+
+def rounded(values: np.ndarray, kind: str) -> np.ndarray:
+    """The reference: what arrives of [..., multiple of 128] float32 or float64 values, in their own precision."""
+    if kind == "bf16":
+        bits = values.astype(np.float32).view(np.uint32)
+        nearest = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)  # ties to even
+        return np.where(np.isnan(values), np.nan, nearest).astype(values.dtype)
+    arrived = []
+    for block in values.reshape(-1, BLOCK):
+        scale = np.float32(np.max(np.abs(block)) / values.dtype.type(LEVELS[kind]))
+        if not np.isfinite(scale):
+            arrived.append(np.full_like(block, np.nan))
+        elif scale == 0:
+            arrived.append(np.zeros_like(block))
+        else:
+            codes = np.clip(np.rint(block / scale), -LEVELS[kind], LEVELS[kind]).astype(np.int64)  # no -0.0
+            arrived.append(codes.astype(values.dtype) * values.dtype.type(scale))
+    return np.stack(arrived).reshape(values.shape)
+
+
+def sent(values: np.ndarray, kind: str) -> np.ndarray:
+    """`values` over the wire."""
+    wire, tensor = Wire(kind), torch.from_numpy(values.copy())
+    payload = wire.encode(tensor)
+    assert torch.equal(tensor.nan_to_num(), torch.from_numpy(values).nan_to_num()), "encode changed its input"
+    return wire.decode(payload, tensor.dtype).numpy()
+
+
+def one_outlier_per_block(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    values = rng.normal(size=shape)
+    blocks = values.reshape(-1, BLOCK)
+    blocks[np.arange(len(blocks)), rng.integers(BLOCK, size=len(blocks))] *= 1e4
+    return values
+
+
+def magnitude_by_block(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Blocks 30 orders of magnitude apart: a scale taken from another block shows."""
+    powers = 10.0 ** rng.uniform(-15, 15, size=(shape[0], shape[1] // BLOCK))
+    return rng.normal(size=shape) * powers.repeat(BLOCK, axis=1)
+
+
+DISTRIBUTIONS = {
+    "normal": lambda rng, shape: rng.normal(size=shape),
+    "uniform": lambda rng, shape: rng.uniform(-1, 1, size=shape),
+    "positive": lambda rng, shape: rng.uniform(0.5, 1, size=shape),
+    "negative": lambda rng, shape: -rng.uniform(0.5, 1, size=shape),
+    "constant": lambda rng, shape: np.full(shape, -0.3),
+    "student": lambda rng, shape: rng.standard_t(1.1, size=shape),
+    "lognormal": lambda rng, shape: rng.lognormal(sigma=4, size=shape) * rng.choice([-1, 1], size=shape),
+    "sparse": lambda rng, shape: rng.normal(size=shape) * (rng.uniform(size=shape) < 0.01),
+    "outlier": one_outlier_per_block,
+    "by block": magnitude_by_block,
+    "tiny": lambda rng, shape: rng.normal(size=shape) * 1e-34,
+    "huge": lambda rng, shape: rng.uniform(-3e38, 3e38, size=shape),
+}
+
+
+def draw(distribution: str, dtype: type, rows: int, seed: int = 0) -> np.ndarray:
+    return DISTRIBUTIONS[distribution](np.random.default_rng(seed), (rows, BLOCKS * BLOCK)).astype(dtype)
+
+
+def steps(values: np.ndarray, kind: str) -> np.ndarray:
+    """The distance between two levels at each value, exact."""
+    largest = np.abs(values.astype(np.float64)).reshape(-1, BLOCK).max(axis=1)
+    return (largest / LEVELS[kind]).repeat(BLOCK).reshape(values.shape)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bit_for_bit_as_the_reference(kind, dtype, rows, distribution):
+    values = draw(distribution, dtype, rows)
+    arrived = sent(values, kind)
+    assert arrived.dtype == dtype and arrived.shape == values.shape
+    np.testing.assert_array_equal(arrived.view(np.uint8), rounded(values, kind).view(np.uint8))
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", LEVELS)
+def test_off_by_half_a_step_at_most(kind, dtype, rows, distribution):
+    """Half a step, and two roundings of the arithmetic: the quotient's and the product's, of up to `levels` steps, each
+    half an epsilon. The step itself is kept as a float32, off by 2^-24 of itself."""
+    for seed in range(5):
+        values = draw(distribution, dtype, rows, seed)
+        error = np.abs(sent(values, kind).astype(np.float64) - values.astype(np.float64))
+        allowed = 0.5 * (1 + 2.0**-24) + LEVELS[kind] * np.finfo(dtype).eps
+        assert (error <= steps(values, kind) * allowed).all()
+
+
+@pytest.mark.parametrize("kind", LEVELS)
+def test_the_bound_is_reached_and_not_one_sided(kind):
+    """An error that were always far below half a step would mean more levels than the bytes can hold."""
+    values = draw("uniform", np.float64, 1)
+    error = (sent(values, kind) - values) / steps(values, kind)
+    assert error.max() > 0.49 and error.min() < -0.49
+    assert abs(error.mean()) < 4 * math.sqrt(1 / 12 / error.size), "a rounding to the nearest has no drift"
+
+
+@pytest.mark.parametrize("distribution", ["normal", "outlier", "lognormal", "tiny"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_bf16_is_off_by_one_part_in_256_at_most(dtype, distribution):
+    values = draw(distribution, dtype, 2)
+    assert (np.abs(sent(values, "bf16") - values) <= np.abs(values) * 2.0**-8).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", LEVELS)
+def test_where_the_scale_is_subnormal_the_error_stays_below_any_normal_number(kind, dtype):
+    """A scale below 2^-126 is itself a multiple of 2^-149, so off by up to 2^-150, which the largest code multiplies."""
+    least = 2.0**-149
+    for largest in (1, 3, 10, 60, 63, 64, 70, 190, 191, 1000, 10**4, 10**6):
+        values = (np.linspace(-largest, largest, BLOCK).round()[None] * least).astype(dtype)
+        error = np.abs(sent(values, kind).astype(np.float64) - values.astype(np.float64))
+        assert (error <= steps(values, kind) / 2 + (LEVELS[kind] + 0.5) * least / 2).all(), largest
+    vanishing = np.full((1, BLOCK), least / 8, np.float64)
+    assert not sent(vanishing, kind).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_zeros_arrive_as_zeros(kind, dtype):
+    values = np.zeros((3, 2 * BLOCK), dtype)
+    values[1, :BLOCK] = 5.0  # a block of zeros beside one that is not
+    values[2, ::2] = -0.0
+    arrived = sent(values, kind)
+    assert not arrived[values == 0].any() and arrived[values != 0].all()
+
+
+@pytest.mark.parametrize("kind", LEVELS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_multiples_of_the_scale_arrive_exactly(kind, dtype):
+    rng, levels = np.random.default_rng(1), LEVELS[kind]
+    codes = rng.integers(-levels, levels + 1, size=(200, BLOCK))
+    codes[np.arange(200), rng.integers(BLOCK, size=200)] = levels * rng.choice([-1, 1], size=200)
+    # 17 bits of scale times 7 of code: every product is a float32
+    scales = rng.integers(1, 2**17, size=(200, 1)) * 2.0 ** rng.integers(-100, 80, size=(200, 1))
+    values = (codes * scales).astype(dtype).reshape(4, -1)
+    np.testing.assert_array_equal(sent(values, kind), values)
+
+
+def test_what_bf16_holds_arrives_exactly():
+    """All 2^16 of its numbers, infinities and NaNs."""
+    values = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32).reshape(2, -1)
+    arrived = sent(values, "bf16")
+    numbers = ~np.isnan(values)
+    assert np.isnan(arrived[~numbers]).all() and (~numbers).sum() == 2 * 127
+    np.testing.assert_array_equal(arrived[numbers].view(np.uint32), values[numbers].view(np.uint32))
+
+
+@pytest.mark.parametrize("kind", LEVELS)
+def test_halfway_goes_to_the_even_code(kind):
+    levels = LEVELS[kind]
+    halves = np.arange(-levels + 0.5, levels)[:127]
+    values = np.zeros((1, BLOCK), np.float32)
+    values[0, : len(halves)], values[0, -1] = halves * 0.25, levels * 0.25
+    codes = sent(values, kind)[0, : len(halves)] / 0.25
+    assert set(np.abs(codes - halves)) == {0.5} and not (codes % 2).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("distribution", ["normal", "outlier"])
+def test_the_sign_changes_nothing_else(kind, distribution):
+    values = draw(distribution, np.float32, 2)
+    np.testing.assert_array_equal(sent(-values, kind), -sent(values, kind))
+
+
+def test_int4_keeps_every_pair_of_levels():
+    """15 x 15 neighbours, so that each level is seen in both halves of a byte."""
+    pairs = np.array([(a, b) for a in range(-7, 8) for b in range(-7, 8)]).reshape(-1)
+    values = np.full((1, 8 * BLOCK), 7.0, np.float32)
+    for block in range(8):  # 63 pairs a block, and a pair of sevens that makes its scale 1
+        part = pairs[block * 126 :][:126]
+        values[0, block * BLOCK :][: len(part)] = part
+    np.testing.assert_array_equal(sent(values, "int4"), values)
+    codes = Wire("int4").encode(torch.from_numpy(values))[:, : values.size // 2]
+    assert len(codes.unique()) == 15 * 15, "two codes a byte"
+
+
+def test_int8_keeps_every_level():
+    values = np.full((1, 4 * BLOCK), 127.0, np.float32)
+    for block, low in enumerate([-127, -64, 0, 64]):
+        part = np.arange(low, min(low + BLOCK - 1, 128))
+        values[0, block * BLOCK :][: len(part)] = part
+    assert len(np.unique(values)) == 255
+    np.testing.assert_array_equal(sent(values, "int8"), values)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_payload_is_as_long_as_size_says(kind, rows, dtype):
+    for blocks in (1, 2, 7):
+        wire, values = Wire(kind), torch.from_numpy(draw("normal", dtype, rows)[:, : blocks * BLOCK].copy())
+        payload = wire.encode(values)
+        assert payload.dtype == torch.uint8
+        assert payload.shape == (rows, wire.size(blocks * BLOCK)) == (rows, blocks * BYTES_PER_BLOCK[kind])
+        back = wire.decode(payload, values.dtype)
+        assert back.shape == values.shape and back.dtype == values.dtype
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_a_message_of_its_own(kind):
+    """Rows are cut apart, sent and put together in another order."""
+    wire, values = Wire(kind), torch.from_numpy(draw("by block", np.float32, 4))
+    payload = wire.encode(values)
+    for row in range(4):
+        assert torch.equal(payload[row : row + 1], wire.encode(values[row : row + 1]))
+    reordered = torch.cat([payload[i : i + 1] for i in (2, 0, 3, 1)])
+    assert torch.equal(wire.decode(reordered, torch.float32), wire.decode(payload, torch.float32)[[2, 0, 3, 1]])
+
+
+@pytest.mark.parametrize("bad", [[np.nan], [np.inf], [-np.inf], [np.inf, -np.inf], [np.nan, np.inf]], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_never_arrives_healthy_and_harms_no_other_block(kind, dtype, bad):
+    healthy = draw("normal", dtype, 3)
+    for row, block, place in [(0, 0, 0), (1, 1, 5), (2, BLOCKS - 1, 126)]:
+        values = healthy.copy()
+        at = slice(block * BLOCK + place, block * BLOCK + place + len(bad))
+        values[row, at] = bad
+        arrived = sent(values, kind)
+        broken = np.zeros(values.shape, bool)
+        # bf16 has no blocks: its values are rounded one by one
+        broken[row, at if kind == "bf16" else slice(block * BLOCK, (block + 1) * BLOCK)] = True
+        assert not np.isfinite(arrived[broken]).any()
+        np.testing.assert_array_equal(arrived[~broken], rounded(healthy, kind)[~broken])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_float32_cannot_hold_is_not_finite(kind):
+    values = draw("normal", np.float64, 1)
+    values[0, 130] = 1e300
+    arrived = sent(values, kind)
+    assert not np.isfinite(arrived[0, 130])
+    assert np.isfinite(arrived[0, :BLOCK]).all() and np.isfinite(arrived[0, 2 * BLOCK :]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_are_whole_blocks_that_cover_the_message_and_no_more(kind):
+    wire = Wire(kind)
+    small = [(numel, ranks) for numel in range(1, 1600) for ranks in range(1, 13)]
+    edges = [
+        (ranks * BLOCK * blocks + extra, ranks)
+        for ranks in (1, 2, 3, 7, 48, 64, 1000)
+        for blocks in (1, 5, 10**6 + 1, 2**30 + 1)
+        for extra in (-1, 0, 1)
+    ]
+    for numel, ranks in small + edges:
+        chunk = wire.chunk(numel, ranks)
+        assert chunk % BLOCK == 0
+        assert (chunk - BLOCK) * ranks < numel <= chunk * ranks, (numel, ranks)
