@@ -46,6 +46,8 @@ def check(recipe: Recipe, world_size: int | None) -> None:
         _check_backend(recipe.parallel)
     if recipe.parallel.replicas != "auto":
         check_group(recipe, recipe.parallel.replicas)
+    elif world_size is not None and recipe.parallel.shard != "auto":
+        check_group(recipe, world_size // recipe.parallel.shard)
     ranks = world_size or _explicit_ranks(recipe.parallel)
     if ranks is not None:
         _check_batch(recipe.train, ranks)
@@ -113,7 +115,14 @@ def _check_sync(recipe: Recipe) -> None:
     sync, total = recipe.sync, recipe.train.total_steps
     if (reason := refusal(sync)) is not None:
         raise RecipeError(reason)
+    if sync.wire.gradients and sync.wire.kind == "fp32":
+        raise RecipeError("sync.wire.gradients is true, but fp32 rounds nothing; use bf16, int8 or int4, or leave it out")
     if isinstance(sync.period, EveryStep):
+        if sync.wire.kind != "fp32" and not sync.wire.gradients:
+            raise RecipeError(
+                f"sync.wire is {sync.wire.kind}, but with sync.period=every_step only gradients travel, and they are not "
+                f"rounded; add sync.wire.gradients=true, or use fp32"
+            )
         return
     warmup = warmup_of(sync, LearningRates.of(recipe))
     if warmup >= total:
@@ -196,11 +205,12 @@ def _check_model(recipe: Recipe) -> None:
 
 
 def _check_fragments(recipe: Recipe, config: PretrainedConfig) -> None:
-    schedule, blocks = recipe.sync.schedule, config.num_hidden_layers + 2  # embedding, layers, head
+    schedule, layers = recipe.sync.schedule, config.num_hidden_layers
+    blocks = layers + (1 if config.tie_word_embeddings else 2)
     if isinstance(schedule, Overlapped) and schedule.fragments > blocks:
         raise RecipeError(
-            f"sync.schedule.fragments is {schedule.fragments}, but the model has {blocks} blocks (embedding, "
-            f"{blocks - 2} layers, head); give at most {blocks}"
+            f"sync.schedule.fragments is {schedule.fragments}, but the model has {blocks} blocks ({layers} layers, "
+            f"embedding and head); give at most {blocks}"
         )
 
 

@@ -1,4 +1,7 @@
-"""docs/recipes.md and README's table of methods, written from the code: `python -m llmtrain.plan.reference`."""
+"""What the docs say of recipes and methods, written from the code: `python -m llmtrain.plan.reference`.
+
+docs/recipes.md whole, README's table of methods, and the table of docs/methods.md of what goes with what.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config import Recipe
+from llmtrain.sync.compose import CHOICES, RULES, rule_between
 from llmtrain.sync.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "recipes.md"
 README = ROOT / "README.md"
+METHODS_PAGE = ROOT / "docs" / "methods.md"
 METHODS_BEGIN, METHODS_END = "<!-- methods: written by `make docs` -->", "<!-- end of methods -->"
+COMPOSITION_BEGIN, COMPOSITION_END = "<!-- composition: written by `make docs` -->", "<!-- end of composition -->"
 INTRODUCTION = """\
 # Recipes
 
@@ -33,10 +39,10 @@ they may have base files themselves.
     python -m llmtrain train recipes/quickstart.yaml optim.lr=1e-3 --run.name=mine --sync.period.every 32
 
 **Precedence.** Later wins: the method's preset, base files in their order, the file itself, the command line. Mappings merge
-key by key; a `sync.period`, `sync.outer` or `sync.schedule` of another kind replaces the whole. Where a layer names
-another method than the layers below it, their `outer`, `penalty` and `schedule` no longer apply (they were the old
-method's choices); the period and the warm-up stay, so that methods are compared at the same round length, except where
-one of the two methods has no rounds. There is no interpolation (`${...}`), and the environment is not read.
+key by key; a `sync.period`, `group`, `outer`, `schedule` or `wire` of another kind replaces the whole. Where a layer names
+another method than the layers below it, their `group`, `outer`, `penalty`, `schedule` and `pull` no longer apply (they were
+the old method's choices); the period, the warm-up and the wire stay, so that methods are compared at the same round
+length, except where the two methods' periods are of different kinds. There is no interpolation (`${...}`), and the environment is not read.
 
 **What is refused.** An unknown key (the message names the nearest one), a value of another type, and combinations that
 can't run, each with the reason, before anything starts.
@@ -48,7 +54,7 @@ kind; then, and where the preset has none, the defaults further down hold.
 """
 WORDS = {"string": "text", "boolean": "`true` or `false`", "null": "`null`", "object": "mapping"}
 SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-PRESET_KEYS = ("warmup_steps", "period", "outer", "penalty", "schedule")
+PRESET_KEYS = tuple(dict.fromkeys(key for method in METHODS.values() for key in method.PRESET))
 
 
 def recipe_reference() -> str:
@@ -96,30 +102,83 @@ def methods_table() -> str:
     rows = []
     for name, method in METHODS.items():
         title = method.__doc__.split("\n")[0].rstrip(".")
-        period, outer = method.PRESET["period"], method.PRESET["outer"]
-        when = {"every_step": "every step", "qsr": "more rarely as the learning rate falls"}.get(period["kind"])
-        when = when or f"every {period['every']} steps"
-        how = outer["kind"] + "".join(f", {key} {value}" for key, value in outer.items() if key != "kind")
-        penalty = "EDiT's penalty" if method.PRESET["penalty"] else "mean"
-        rows.append(
-            (f"[`{name}`](llmtrain/sync/methods/{name}.py)", title, when, penalty, how, method.PRESET["schedule"])
-        )
+        preset = method.PRESET
+        how = preset["outer"]["kind"] + "".join(f", {k} {v}" for k, v in preset["outer"].items() if k != "kind")
+        schedule = preset["schedule"]
+        schedule = schedule if isinstance(schedule, str) else schedule["kind"]
+        schedule = schedule.replace("_", "-") + (f", {preset['wire']} wire" if "wire" in preset else "")
+        row = (f"[`{name}`](llmtrain/sync/methods/{name}.py)", title, _when(preset), _reduction(preset), how, schedule)
+        rows.append(row)
     return _table(("`sync.method`", "what", "when", "reduction", "outer step", "schedule"), rows)
+
+
+def _when(preset: dict[str, Any]) -> str:
+    period = preset["period"]
+    words = {"every_step": "every step", "qsr": "more rarely as the learning rate falls"}
+    when = words.get(period["kind"]) or f"every {period['every']:g} {period['kind']}"
+    return f"every step until the learning rate falls, then {when}" if "warmup_until_lr" in preset else when
+
+
+def _reduction(preset: dict[str, Any]) -> str:
+    if "group" in preset:
+        return "mean of changing groups in every step, of all in turn"
+    if "pull" in preset:
+        return f"mean; {preset['pull']['probability']:.0%} of steps pull to the anchor instead"
+    return "EDiT's penalty" if preset["penalty"] else "mean"
+
+
+def composition_table() -> str:
+    """docs/methods.md's tables: which kinds of two choices don't go together, and why."""
+    pairs = [(choice, kind) for choice, kinds in CHOICES.items() for kind in kinds]
+    concerned = [pair for pair in pairs if any(rule_between(*pair, *other) for other in pairs)]
+    columns = [pair for pair in concerned if pair[0] in ("schedule", "period")]
+    numbers = {rule: str(number) for number, rule in enumerate(RULES, start=1)}
+
+    def cell(row: tuple[str, str], column: tuple[str, str]) -> str:
+        if row[0] == column[0]:
+            return ""
+        rule = rule_between(*row, *column)
+        return "yes" if rule is None else f"no ({numbers[rule]})"
+
+    rows = [(f"{choice}: `{kind}`", *(cell((choice, kind), column) for column in columns)) for choice, kind in pairs]
+    heads = ("", *(f"{choice}: `{kind}`" for choice, kind in columns))
+    reasons = "".join(
+        f"{numbers[rule]}. {rule.first} {_kinds(rule.these)} and {rule.second} {_kinds(rule.those)}: {rule.why}.\n"
+        for rule in RULES
+    )
+    return f"{_table(heads, rows)}\nEvery other pair goes together. Why not:\n\n{reasons}"
+
+
+def _kinds(kinds: Sequence[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds)
 
 
 def readme_with_methods(readme: str) -> str:
     """README's text with the table between its two marks written anew."""
-    before, _, rest = readme.partition(METHODS_BEGIN)
-    _, _, after = rest.partition(METHODS_END)
-    return f"{before}{METHODS_BEGIN}\n{methods_table()}{METHODS_END}{after}"
+    return _between(readme, METHODS_BEGIN, METHODS_END, methods_table())
+
+
+def methods_page_with_composition(page: str) -> str:
+    """docs/methods.md's text with the tables between its two marks written anew."""
+    return _between(page, COMPOSITION_BEGIN, COMPOSITION_END, composition_table())
+
+
+def _between(text: str, begin: str, end: str, written: str) -> str:
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n{written}\n{end}{after}"
 
 
 def _presets() -> str:
     rows = [
-        (f"`{name}`", *(_code(method.PRESET[key]) if key in method.PRESET else "" for key in PRESET_KEYS), method.PAPER)
+        (
+            f"`{name}`",
+            "<br>".join(f"`{key}:` {_code(value)}" for key, value in method.PRESET.items()),
+            method.PAPER,
+        )
         for name, method in METHODS.items()
     ]
-    return PRESETS + _table(("method", *PRESET_KEYS, "paper"), rows)
+    return PRESETS + _table(("method", "preset", "paper"), rows)
 
 
 def _allowed(value: dict[str, Any], schema: dict[str, Any]) -> str:
@@ -129,8 +188,8 @@ def _allowed(value: dict[str, Any], schema: dict[str, Any]) -> str:
 
 def _one_allowed(option: dict[str, Any], schema: dict[str, Any]) -> str:
     if "$ref" in option:
-        kind = _resolve(option, schema)["properties"].get("kind")
-        return f"`{kind['const']}`" if kind else "mapping"
+        kind = _resolve(option, schema)["properties"].get("kind", {})
+        return f"`{kind['const']}`" if "const" in kind else _one_allowed(kind, schema) if kind else "mapping"
     if "const" in option:
         return f"`{option['const']}`"
     if "enum" in option:
@@ -176,4 +235,5 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 if __name__ == "__main__":
     PAGE.write_text(recipe_reference(), encoding="utf-8")
     README.write_text(readme_with_methods(README.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"wrote {PAGE} and the methods in {README}")
+    METHODS_PAGE.write_text(methods_page_with_composition(METHODS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote {PAGE} and the tables in {README} and {METHODS_PAGE}")

@@ -53,7 +53,7 @@ class Rule:
         return kinds.get(self.first) in self.these and kinds.get(self.second) in self.those
 
 
-NO_ROUND = "there is no round with sync.period=every_step: gradients are averaged in every step"
+NO_ROUND = "gradients are averaged in every step, so there is no round"
 NO_SAME_STEP = "replicas do different numbers of steps in a round of seconds"
 NORMS_FIRST = "a penalty needs everybody's norms before a message is sent, and nobody waits for them"
 RULES = (
@@ -79,7 +79,7 @@ RULES = (
     ),
     Rule(
         *("period", ("every_step",), "feedback", ("on",)),
-        *(f"{NO_ROUND}, and gradients are rounded without feedback", "use feedback: false, or a period of steps"),
+        *(f"{NO_ROUND}, and gradients are rounded without", "use feedback: false, or a period of steps"),
     ),
     Rule(
         *("period", ("seconds",), "schedule", ("overlapped", "stale", "wait_avoiding")),

@@ -2,14 +2,18 @@
 
 A `Scenario` describes a whole run. `simulate` carries it out on the ranks with the real synchronisation, `replay` in
 this process with the oracle; both give what every replica computed with in every step.
+
+Time is simulated too: a replica's clock moves by what the scenario says that its steps take, and by nothing else.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -25,6 +29,8 @@ from llmtrain.sync.build import build_method
 from llmtrain.sync.method import Method
 from llmtrain.sync.methods import METHODS
 from tests.distributed.oracle import Oracle
+from tests.distributed.oracle_late import OverlappedOracle, StaleOracle
+from tests.distributed.oracle_timed import TimedOracle
 from tests.distributed.pool import RankPool
 from tests.distributed.trace import Trace
 
@@ -63,13 +69,25 @@ class Scenario:
     pull: float = 0.1
     """Updates also pull towards zero, so that they depend on what the last synchronisation left."""
     schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(kind="constant"))
-    """Of the learning rate, which only a period may look at; its peak is 1."""
-    resume_after: int | None = None
-    """After this step everything is built anew and loaded from the state that was saved."""
+    """Of the learning rate; its peak is 1."""
+    step_seconds: tuple[float, ...] = ()
+    """How long each replica's steps take; 1 if empty. Binary fractions keep sums of them exact."""
+    delays: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """(step, replica) -> seconds on top."""
+    resume_after: int | Collection[int] | None = None
+    """After this step, or these, everything is built anew and loaded from the state that was saved."""
+    save_after: Collection[int] = ()
+    """After these steps the state is saved, and the run goes on."""
 
     @property
     def rates(self) -> LearningRates:
         return LearningRates(1.0, self.steps, self.schedule)
+
+    def seconds(self, replica: int, step: int) -> float:
+        return (self.step_seconds[replica] if self.step_seconds else 1.0) + self.delays.get((step, replica), 0.0)
+
+    def resumes_after(self, step: int) -> bool:
+        return step in self.resume_after if isinstance(self.resume_after, Collection) else step == self.resume_after
 
     def size(self, block: int) -> int:
         return sum(math.prod(shape) for shape in self.shapes[block])
@@ -83,6 +101,10 @@ class Scenario:
         drawn = np.random.default_rng((self.seed, block, step)).normal(0.0, 0.1, (self.replicas, self.size(block)))
         scales = [self.scales.get((step, replica, block), 1.0) for replica in range(self.replicas)]
         return drawn * np.array(scales)[:, None]
+
+    def direction(self, step: int, replica: int, block: int, parameters: np.ndarray) -> np.ndarray:
+        """What a replica's inner step at learning rate 1 adds to a block: [elements]."""
+        return self.noise(step, block)[replica] - self.pull * parameters
 
     def shards(self, block: int, flat: np.ndarray, rank: int) -> list[torch.Tensor]:
         """What a shard rank holds of a block: dimension 0 in equal pieces, the last ones shorter or empty."""
@@ -137,6 +159,16 @@ Shards = list[list[np.ndarray]]
 
 
 @dataclass
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
 class Answer:
     """What one rank saw of a run."""
 
@@ -144,35 +176,62 @@ class Answer:
     final: Shards
     synchronous_steps: list[int]
     counts: tuple[int, int, int]
+    agreed: list[tuple[int, int]]
+    says_synchronised: list[bool]
     bytes_sent: float
 
 
 def replay(scenario: Scenario) -> Trace:
     """The run by the oracle, in this process."""
-    blocks = range(len(scenario.shapes))
-    oracle = Oracle(scenario.sync, [scenario.start(block) for block in blocks], scenario.replicas)
-    forwards = []
-    for step in range(1, scenario.steps + 1):
-        oracle.forward()
-        forwards.append([theta.copy() for theta in oracle.theta])
-        noise = [scenario.noise(step, block) for block in blocks]
-        oracle.end_step(step, [n - scenario.pull * theta for n, theta in zip(noise, oracle.theta, strict=True)])
-    oracle.finish()
-    synchronous = [step for step in range(1, scenario.steps + 1) if oracle.is_synchronous(step)]
-    return Trace(forwards, oracle.theta, synchronous, (oracle.count, oracle.anomalies, oracle.rollbacks))
+    start = [scenario.start(block) for block in range(len(scenario.shapes))]
+    common = (scenario.sync, scenario.rates, start, scenario.replicas, scenario.direction, scenario.seed)
+    kinds = {"stale": StaleOracle, "overlapped": OverlappedOracle}
+    if scenario.sync.period.kind == "seconds":
+        oracle: Oracle = TimedOracle(*common, seconds=scenario.seconds)
+    else:
+        oracle = kinds.get(scenario.sync.schedule.kind, Oracle)(*common)
+    oracle.run()
+    nothing = [np.full_like(block, np.nan) for block in start]
+    forwards = [[np.stack(block) for block in zip(*step, strict=True)] for step in _in_step(oracle.seen, nothing)]
+    synchronous = list(range(1, min(oracle.warmup, scenario.steps) + 1))
+    counts = (oracle.count, oracle.anomalies, oracle.rollbacks)
+    return Trace(forwards, oracle.theta, synchronous, counts, oracle.agreed)
 
 
 def simulate(ranks: RankPool, scenario: Scenario) -> Trace:
     """The run by `llmtrain.sync`, on as many ranks as the scenario's mesh has."""
-    answers = ranks.run(_train_on_mesh, scenario, world_size=scenario.replicas * scenario.shard, timeout=60)
+    return simulate_all(ranks, [scenario])[0]
+
+
+def simulate_all(ranks: RankPool, scenarios: Sequence[Scenario]) -> list[Trace]:
+    """One after another, on one mesh: what starting costs is paid once."""
+    (replicas, shard) = mesh = (scenarios[0].replicas, scenarios[0].shard)
+    assert all((scenario.replicas, scenario.shard) == mesh for scenario in scenarios)
+    by_rank = ranks.run(_train_on_mesh, list(scenarios), world_size=replicas * shard, timeout=60)
+    return [_trace(scenario, answers) for scenario, *answers in zip(scenarios, *by_rank, strict=True)]
+
+
+def _trace(scenario: Scenario, answers: Sequence[Answer]) -> Trace:
+    """One run, from what its ranks saw."""
     first = answers[0]
     for rank, answer in enumerate(answers):
         assert answer.counts == first.counts, f"ranks 0 and {rank} count differently"
         assert answer.synchronous_steps == first.synchronous_steps, f"ranks 0 and {rank} average gradients differently"
-    forwards = [_assemble(scenario, shards) for shards in zip(*(answer.forwards for answer in answers), strict=True)]
+        assert [run for _, run in answer.agreed] == [run for _, run in first.agreed], f"ranks 0 and {rank} do not agree"
+        assert answer.says_synchronised[-1], f"rank {rank} does not know that the run is over"
+    nothing = [[np.full_like(tensor, np.nan) for tensor in block] for block in first.final]
+    steps = _in_step([answer.forwards for answer in answers], nothing)
+    forwards = [_assemble(scenario, shards) for shards in steps]
     final = _assemble(scenario, [answer.final for answer in answers])
     sent = sum(answer.bytes_sent for answer in answers)
-    return Trace(forwards, final, first.synchronous_steps, first.counts, sent)
+    agreed = [answer.agreed for answer in answers[:: scenario.shard]]
+    says = [all(said) for said in zip(*(answer.says_synchronised for answer in answers), strict=False)]
+    return Trace(forwards, final, first.synchronous_steps, first.counts, agreed, says, sent)
+
+
+def _in_step(seen: Sequence[list], nothing: Any) -> list[tuple]:
+    """By step instead of by replica or rank; `nothing` where one has done fewer steps than another."""
+    return list(zip_longest(*seen, fillvalue=nothing))
 
 
 def _assemble(scenario: Scenario, by_rank: Sequence[Shards]) -> list[np.ndarray]:
@@ -188,10 +247,12 @@ def _assemble(scenario: Scenario, by_rank: Sequence[Shards]) -> list[np.ndarray]
     return whole
 
 
-def _train_on_mesh(scenario: Scenario) -> Answer:
-    """One rank's run."""
-    axes = init_device_mesh("cpu", (scenario.replicas, scenario.shard), mesh_dim_names=("replica", "shard"))
-    return train(scenario, Comms(axes.get_group("replica")), Comms(axes.get_group("shard")), _store_for(scenario.sync))
+def _train_on_mesh(scenarios: Sequence[Scenario]) -> list[Answer]:
+    """One rank's runs."""
+    mesh = (scenarios[0].replicas, scenarios[0].shard)
+    axes = init_device_mesh("cpu", mesh, mesh_dim_names=("replica", "shard"))
+    groups = axes.get_group("replica"), axes.get_group("shard")
+    return [train(scenario, *(Comms(group) for group in groups), _store_for(scenario.sync)) for scenario in scenarios]
 
 
 def _store_for(sync: SyncSection) -> dist.Store | None:
@@ -212,18 +273,23 @@ def meeting_store() -> dist.Store:
 
 def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | None = None) -> Answer:
     """The run of this rank of the given axes."""
+    clock = Clock()
 
     def build() -> tuple[FakeEngine, Method]:
         engine = FakeEngine(scenario, replica.rank, shard.rank, replica.device)
-        method = build_method(
-            scenario.sync, engine, replica, shard, scenario.rates, seed=scenario.seed, store=store, timeout_seconds=20
-        )
-        return engine, method
+        run = {"seed": scenario.seed, "store": store, "timeout_seconds": 20, "clock": clock}
+        return engine, build_method(scenario.sync, engine, replica, shard, scenario.rates, **run)
+
+    def save() -> bytes:
+        tensors = {**method.shared_tensors(), **method.own_tensors()}
+        return pickle.dumps((engine.blocks, json.dumps(method.state_dict()), tensors))
 
     engine, method = build()
-    forwards, synchronous = [], []
-    for step in range(1, scenario.steps + 1):
-        plan = method.begin_step(step, scenario.rates.at(step))
+    forwards, synchronous, agreed, says_synchronised = [], [], [], []
+    step = position = 0
+    while position < scenario.steps:
+        step += 1
+        plan = method.begin_step(step, scenario.rates.at(min(step, scenario.steps)))
         if engine.average_gradients:
             synchronous.append(step)
         if plan.computes_gradient:
@@ -231,18 +297,27 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
             engine.step(step, plan.lr)
         else:
             forwards.append([engine.computed[block.name] for block in engine.blocks])
+        # A replica goes by its first shard rank's clock; those of the others run three times as fast.
+        clock.now += scenario.seconds(replica.rank, step) * (3 if shard.rank else 1)
         method.end_step(step)
-        if step == scenario.resume_after:
-            tensors = {**method.shared_tensors(), **method.own_tensors()}
-            saved = pickle.dumps((engine.blocks, method.state_dict(), tensors))
+        run_step = method.agreed_step(step)
+        if run_step is not None:
+            position = run_step
+            agreed.append((step, position))
+        if step in scenario.save_after:
+            save()
+        if scenario.resumes_after(step):
+            saved = save()
             method.close()
+            clock.now += 1000.0  # what passes while nothing runs does not count
             engine, method = build()
             blocks, state, tensors = pickle.loads(saved)
             for block, values in zip(engine.blocks, blocks, strict=True):
                 for tensor, value in zip(block.shards, values.shards, strict=True):
                     tensor.copy_(value)
                 engine.publish(block)
-            method.load_state_dict(state, tensors)
+            method.load_state_dict(json.loads(state), tensors)
+        says_synchronised.append(method.is_synchronised)
     method.finish()
     report = method.report()
     return Answer(
@@ -250,5 +325,7 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
         final=[engine.computed[block.name] for block in engine.blocks],
         synchronous_steps=synchronous,
         counts=(report.count, report.anomalies, report.rollbacks),
+        agreed=agreed,
+        says_synchronised=[*says_synchronised, method.is_synchronised],
         bytes_sent=replica.traffic.bytes,
     )

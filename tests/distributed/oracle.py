@@ -1,88 +1,174 @@
 """N replicas in one process, in NumPy float64: the methods' equations written a second time, as plainly as possible.
 
 Nothing here is taken from `llmtrain.sync` but the recipe's numbers: a block is one matrix [replicas, elements], there
-are no shards, no messages and no order of work, and the statistics are computed anew from every norm ever recorded.
+are no shards, no messages and no order of work, and the statistics are computed anew from every norm ever recorded. A
+layer-wise synchronisation is a blocking one here: it is due at the same moment and sees the same parameters.
+
+`Oracle` is what all methods share and Blocking; oracle_late.py has the schedules that use a mean later, oracle_timed.py
+the rounds of seconds.
 """
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 
-from llmtrain.config import NesterovOuter, SgdOuter, SyncSection
+from llmtrain.config import MomentumOuter, NesterovOuter, SgdOuter, SyncSection
+from llmtrain.lr import LearningRates
+from llmtrain.seeding import derive_seed
+
+Direction = Callable[[int, int, int, np.ndarray], np.ndarray]
+"""(step, replica, block, its parameters) -> what an inner step at learning rate 1 adds to them."""
 
 
 class Oracle:
-    """Replicas that start equal. Per step: `forward`, then `end_step` with every replica's update; `finish` at the end.
+    """Replicas that start equal, from `start`: a vector for each block. `theta[l]` is block l as [replicas, elements]."""
 
-    `theta[l]` is block l as [replicas, elements]; `start[l]` its initial value, [elements].
-    """
-
-    def __init__(self, sync: SyncSection, start: list[np.ndarray], replicas: int) -> None:
-        self.sync = sync
+    def __init__(
+        self,
+        sync: SyncSection,
+        rates: LearningRates,
+        start: list[np.ndarray],
+        replicas: int,
+        direction: Direction,
+        seed: int = 0,
+    ) -> None:
+        self.sync, self.rates, self.direction, self.seed = sync, rates, direction, seed
+        self.replicas = range(replicas)
+        self.blocks = range(len(start))
         self.theta = [np.repeat(block[None], replicas, axis=0) for block in start]
         self.anchor = [block.copy() for block in start]
         self.momentum = [np.zeros_like(block) for block in start]
         self.ordinary_norms: dict[tuple[int, int], list[float]] = defaultdict(list)  # of (replica, block), oldest first
         self.count = self.anomalies = self.rollbacks = 0
-        self.armed = False
-        self.local_steps = 0
+        self.lrs: list[list[float]] = [[] for _ in self.replicas]  # of each replica's local steps since the last round
+        self.seen: list[list[list[np.ndarray]]] = [[] for _ in self.replicas]  # [replica][step][block]
+        self.agreed: list[list[tuple[int, int]]] = [[] for _ in self.replicas]  # (its step, the whole run's)
+        self.warmup = self._warmup()
+        self.ends = self._ends()
 
-    def is_synchronous(self, step: int) -> bool:
-        return self.sync.period.kind == "every_step" or step <= self.sync.warmup_steps
+    # --- the run
 
-    def forward(self) -> None:
-        """A layer-wise synchronisation is carried out here."""
-        if self.armed:
+    def run(self) -> None:
+        """The whole run, with its last, shorter round."""
+        for step in range(1, self.rates.total_steps + 1):
+            if step <= self.warmup:
+                self.train_together(step)
+            else:
+                for replica in self.replicas:
+                    self.train_alone(replica, step)
+                self.after_step(step)
+            for replica in self.replicas:
+                self.agreed[replica].append((step, step))
+        self.finish()
+
+    def after_step(self, step: int) -> None:
+        if step in self.ends:
             self.synchronise()
-
-    def end_step(self, step: int, updates: list[np.ndarray]) -> None:
-        """Add each replica's update, or the replicas' mean of it while steps are synchronous; synchronise when due."""
-        if self.is_synchronous(step):
-            self.theta = [theta + update.mean(0) for theta, update in zip(self.theta, updates, strict=True)]
-            self.anchor = [theta[0].copy() for theta in self.theta]
-            return
-        self.theta = [theta + update for theta, update in zip(self.theta, updates, strict=True)]
-        self.local_steps += 1
-        if (step - self.sync.warmup_steps) % self.sync.period.every == 0:
-            self.armed = True
-            if self.sync.schedule.kind == "blocking":
-                self.synchronise()
 
     def finish(self) -> None:
-        if self.local_steps:
+        if any(self.lrs):
             self.synchronise()
 
-    def synchronise(self) -> None:
-        for block in range(len(self.theta)):
-            self._synchronise_block(block)
-        self.count += 1
-        self.armed, self.local_steps = False, 0
+    def train_together(self, step: int) -> None:
+        """Every replica takes the mean of the inner steps; so all stay equal, and the anchor is where they are."""
+        mean = [
+            np.mean([self.direction(step, n, block, self.theta[block][n]) for n in self.replicas], axis=0)
+            for block in self.blocks
+        ]
+        for replica in self.replicas:
+            self.see(replica)
+        for block in self.blocks:
+            self.theta[block] = self.theta[block] + self.rates.at(step) * mean[block]
+            self.anchor[block] = self.theta[block][0].copy()
 
-    def _synchronise_block(self, block: int) -> None:
-        moved = self.anchor[block] - self.theta[block]  # D_n: [replicas, elements]
-        weights = self._weights(block, np.linalg.norm(moved, axis=1))
-        if weights is None:
-            self.rollbacks += 1
+    def train_alone(self, replica: int, step: int) -> None:
+        """A local step of one replica: an inner step, or PALSGD's pull."""
+        lr, pull = self.rates.at(min(step, self.rates.total_steps)), self.sync.pull
+        if pull is not None and self.draws_pull(replica, step):
+            for theta, anchor in zip(self.theta, self.anchor, strict=True):
+                theta[replica] -= lr * pull.strength / pull.probability * (theta[replica] - anchor)
+            self.see(replica)
         else:
-            counted = weights > 0  # a replica left out may hold NaN, and 0 x NaN is NaN
-            self._outer_step(block, self._clipped(weights[counted] @ moved[counted]))
-        self.theta[block] = np.repeat(self.anchor[block][None], len(moved), axis=0)
+            self.see(replica)
+            inner_lr = lr if pull is None else lr / (1 - pull.probability)
+            for block, theta in enumerate(self.theta):
+                theta[replica] += inner_lr * self.direction(step, replica, block, theta[replica])
+        self.lrs[replica].append(lr)
+
+    def draws_pull(self, replica: int, step: int) -> bool:
+        return random.Random(derive_seed(self.seed, "pull", replica, step)).random() < self.sync.pull.probability
+
+    def see(self, replica: int) -> None:
+        self.seen[replica].append([theta[replica].copy() for theta in self.theta])
+
+    # --- when
+
+    def _warmup(self) -> int:
+        """The last synchronous step."""
+        total, share = self.rates.total_steps, self.sync.warmup_until_lr
+        if self.sync.period.kind == "every_step":
+            return total
+        last = 0
+        if share is not None:
+            last = self.rates.warmup_steps
+            while last < total and self.rates.at(last + 1) > share * self.rates.peak:
+                last += 1
+        return max(self.sync.warmup_steps, last)
+
+    def _ends(self) -> list[int]:
+        """The last steps of all rounds of steps; the run may end within the last one."""
+        period, total, ends = self.sync.period, self.rates.total_steps, [self.warmup]
+        while ends[-1] < total and period.kind in ("steps", "qsr"):
+            if period.kind == "steps":
+                ends.append(ends[-1] + period.every)
+            else:
+                lr = self.rates.at(max(ends[-1] + 1, self.rates.warmup_steps))
+                steps = max(period.base, int((period.alpha / lr) ** 2 + 1e-9)) if lr else total
+                ends.append(min(ends[-1] + steps, total))
+        return ends[1:]
+
+    # --- what
+
+    def synchronise(self) -> None:
+        """All blocks at once; from here on all replicas are equal."""
+        unit = self.unit(self.lrs)
+        for block in self.blocks:
+            moved = self.anchor[block] - self.theta[block]  # D_n: [replicas, elements]
+            weights = self._weights(block, np.linalg.norm(moved, axis=1))
+            if weights is None:
+                self.rollbacks += 1
+            else:
+                counted = weights > 0  # a replica left out may hold NaN, and 0 x NaN is NaN
+                self.outer_step(block, self._clipped(weights[counted] @ moved[counted]), unit)
+            self.restart(block)
+        self.count += 1
+        self.lrs = [[] for _ in self.replicas]
+
+    def restart(self, block: int) -> None:
+        """All replicas go on from the anchor."""
+        self.theta[block] = np.repeat(self.anchor[block][None], len(self.replicas), axis=0)
 
     def _weights(self, block: int, norms: np.ndarray) -> np.ndarray | None:
         """[replicas]; None if all replicas are anomalous."""
         penalty = self.sync.penalty
         if penalty is None:
             return np.full(len(norms), 1 / len(norms))
-        weights = np.zeros(len(norms))
+        weights, steps = np.zeros(len(norms)), np.zeros(len(norms))
         for replica, norm in enumerate(norms):
             if self._is_anomalous(self.ordinary_norms[replica, block], norm):
                 self.anomalies += 1
             else:
                 weights[replica] = 1.0 if penalty.temperature is None else np.exp(-norm / penalty.temperature)
+                steps[replica] = len(self.lrs[replica])
                 self.ordinary_norms[replica, block].append(norm)
-        return weights / weights.sum() if weights.any() else None
+        if not steps.any():
+            return None
+        r = penalty.step_weight
+        return (1 - r) * weights / weights.sum() + r * steps / steps.sum()
 
     def _is_anomalous(self, past: list[float], norm: float) -> bool:
         penalty = self.sync.penalty
@@ -103,10 +189,30 @@ class Oracle:
             return mean
         return mean * min(penalty.clip / (np.linalg.norm(mean) + 1e-6), 1.0)
 
-    def _outer_step(self, block: int, mean: np.ndarray) -> None:
-        outer = self.sync.outer
+    # --- how applied
+
+    def unit(self, lrs: list[list[float]]) -> float:
+        """g of a round with these learning rates, by replica."""
+        normalise = getattr(self.sync.outer, "normalise", "none")
+        if normalise == "none":
+            return 1.0
+        nonzero = [[lr for lr in one if lr != 0] for one in lrs]
+        of_replica = {"lr": [one[-1] if one else 0.0 for one in nonzero], "accumulated_lr": [sum(one) for one in lrs]}
+        return float(np.mean(of_replica[normalise])) or 1.0
+
+    def outer_step(self, block: int, mean: np.ndarray, g: float) -> None:
+        """Move the block's anchor by D = `mean`, of a round whose unit is `g`."""
+        outer, before = self.sync.outer, self.momentum[block]
         if isinstance(outer, NesterovOuter):
-            self.momentum[block] = outer.momentum * self.momentum[block] + mean
-            mean = mean + outer.momentum * self.momentum[block]
-        lr = outer.lr if isinstance(outer, NesterovOuter | SgdOuter) else 1.0
-        self.anchor[block] = self.anchor[block] - lr * mean
+            after = outer.momentum * before + mean / g
+            displacement = outer.lr * (mean + outer.momentum * g * after)
+        elif isinstance(outer, MomentumOuter):
+            after = outer.momentum * before + mean / g
+            if outer.clip is not None:
+                after = np.minimum(np.maximum(after, -outer.clip), outer.clip)
+            displacement = outer.lr * g * after
+        else:
+            after = before
+            displacement = (outer.lr if isinstance(outer, SgdOuter) else 1.0) * mean
+        self.momentum[block] = after
+        self.anchor[block] = self.anchor[block] - displacement

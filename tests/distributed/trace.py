@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,12 +12,16 @@ class Trace:
     """Parameters as [block] -> [replicas, elements]."""
 
     forwards: list[list[np.ndarray]]
-    """What the forward of each step computed with."""
+    """What the forward of each step computed with; NaN where a replica has done fewer steps than another."""
     final: list[np.ndarray]
     """The parameters after `finish`."""
     synchronous_steps: list[int]
     counts: tuple[int, int, int]
     """Synchronisations, anomalies, rollbacks."""
+    agreed: list[list[tuple[int, int]]]
+    """By replica: (its step, the run's step), each time that all know how far the run is."""
+    says_synchronised: list[bool] = field(default_factory=list)
+    """After each step, and at the end: the method says that all replicas are equal."""
     bytes_sent: float = 0.0
     """Over the replica axis, by all ranks."""
 
@@ -33,6 +37,7 @@ def assert_close(got: Trace, expected: Trace) -> None:
 def assert_same_run(got: Trace, expected: Trace) -> None:
     """Equal parameters up to rounding, equal decisions, and replicas that end equal to the last bit."""
     assert got.synchronous_steps == expected.synchronous_steps
+    assert got.agreed == expected.agreed
     assert_close(got, expected)
     for block in got.final:
         assert (block == block[0]).all(), "finish() left replicas that differ"

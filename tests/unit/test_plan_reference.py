@@ -5,12 +5,26 @@ from __future__ import annotations
 import re
 
 from llmtrain.config import Recipe
-from llmtrain.plan.reference import PAGE, recipe_reference
+from llmtrain.plan.reference import METHODS_PAGE, PAGE, methods_page_with_composition, recipe_reference
+from llmtrain.sync.compose import CHOICES, RULES, rule_between
 from llmtrain.sync.methods import METHODS
 
 
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == recipe_reference(), "run: python -m llmtrain.plan.reference"
+
+
+def test_the_page_of_methods_is_up_to_date() -> None:
+    page = METHODS_PAGE.read_text(encoding="utf-8")
+    assert page == methods_page_with_composition(page), "run: make docs"
+    for name in METHODS:
+        assert f"`{name}`" in page
+
+
+def test_rules_name_kinds_that_exist_and_hold_both_ways() -> None:
+    for rule in RULES:
+        assert set(rule.these) <= set(CHOICES[rule.first]) and set(rule.those) <= set(CHOICES[rule.second])
+        assert rule_between(rule.second, rule.those[0], rule.first, rule.these[0]) is rule
 
 
 def test_every_section_and_key_is_there() -> None:

@@ -9,6 +9,8 @@ import pytest
 from llmtrain.errors import RecipeError, UserError
 from llmtrain.recipe import load_recipe
 from llmtrain.recipe_check import check, check_vocabulary
+from llmtrain.recipe_messages import one_of
+from llmtrain.sync.methods import METHODS
 
 RECIPE = """
 model: {type: llama, config: {hidden_size: 160, num_hidden_layers: 2, num_attention_heads: 5, max_position_embeddings: 256}}
@@ -43,14 +45,14 @@ WRONG_OVERRIDES = [
     # choices
     (
         "sync.method=edti",
-        ['sync.method is "edti"', "expected synchronous, local_sgd, qsr, diloco or edit", "did you mean edit?"],
+        ['sync.method is "edti"', f"expected {one_of(METHODS)}", "did you mean edit?"],
     ),
-    ("sync.method=null", ["sync.method is null", "expected synchronous, local_sgd, qsr, diloco or edit"]),
-    ("sync.period.kind=hours", ['sync.period.kind is "hours"', "expected steps, qsr or every_step"]),
+    ("sync.method=null", ["sync.method is null", f"expected {one_of(METHODS)}"]),
+    ("sync.period.kind=hours", ['sync.period.kind is "hours"', "expected steps, qsr, seconds or every_step"]),
     ("sync.period=qsr", ["sync.period.alpha is not given", "in units of the learning rate"]),
     ("sync.method=qsr", ["sync.period.alpha is not given", "in units of the learning rate"]),
-    ("sync.period=hours", ['sync.period.kind is "hours"', "expected steps, qsr or every_step"]),
-    ("sync.outer={kind: null}", ["sync.outer.kind is null", "expected average, sgd or nesterov"]),
+    ("sync.period=hours", ['sync.period.kind is "hours"', "expected steps, qsr, seconds or every_step"]),
+    ("sync.outer={kind: null}", ["sync.outer.kind is null", "expected average, sgd, nesterov or momentum"]),
     (
         "sync.outer={kind: average, momentum: 0.9}",
         ["sync.outer.momentum belongs to kind nesterov", "sync.outer.kind is average", "leave momentum out"],
@@ -118,9 +120,47 @@ WRONG_OVERRIDES = [
     ("model.from_config=no/such", ["model.from_config='no/such' can't be read", "give a folder with config.json"]),
     ("train.sequence_length=512", ["train.sequence_length is 512", "256 positions", "max_position_embeddings"]),
     # a synchronous run has no rounds
-    ("sync={method: synchronous, schedule: layerwise}", ["sync.schedule is layerwise", "every_step", "use blocking"]),
-    ("sync={method: synchronous, penalty: {z: 3}}", ["sync.penalty is given", "every_step", "use null"]),
-    ("sync={method: synchronous, outer: nesterov}", ["sync.outer is nesterov", "every_step", "use average"]),
+    ("sync={method: synchronous, wire: int8}", ["sync.wire is int8", "sync.wire.gradients=true"]),
+    ("sync={wire: {gradients: true}}", ["sync.wire.gradients", "fp32 rounds nothing", "use bf16"]),
+    ("sync={method: synchronous, pull: {probability: 0.1}}", ["sync.pull={probability", "no anchor", "sync.pull=null"]),
+    (
+        "sync={method: a_edit, schedule: overlapped}",
+        ["sync.period=seconds", "sync.schedule=overlapped", "use blocking"],
+    ),
+    ("sync={method: a_edit, warmup_steps: 0, schedule: stale}", ["sync.period=seconds", "sync.schedule=stale"]),
+    ("sync={method: edit, schedule: stale}", ["sync.penalty={", "sync.schedule=stale", "norms"]),
+    (
+        "sync={method: diloco, group: butterfly}",
+        ["sync.group=butterfly", "sync.schedule=blocking", "use wait_avoiding"],
+    ),
+    ("sync={method: diloco, schedule: wait_avoiding}", ["sync.group=all", "sync.schedule=wait_avoiding"]),
+    (
+        "sync={method: diloco, wire: {feedback: true}}",
+        ["sync.wire.feedback=true", "sync.wire=fp32", "nothing is rounded"],
+    ),
+    (
+        "sync={method: wagma, wire: {kind: int8, feedback: true}}",
+        ["sync.wire.feedback=true", "wait_avoiding", "more than once"],
+    ),
+    (
+        "sync={method: palsgd, pull: {strength: 1000}}",
+        ["a pull would go beyond the anchor", "at most 1", "sync.pull.strength to"],
+    ),
+    ("sync={method: wagma, group: {size: 3}}", ["sync.group.size is 3", "a power of two from 2 to the 2 replicas"]),
+    ("sync={method: wagma, group: {size: 8}}", ["sync.group.size is 8", "a power of two from 2 to the 2 replicas"]),
+    ("sync={method: palsgd, pull: {probability: 1}}", ["sync.pull.probability is 1", "less than 1"]),
+    (
+        "sync={method: streaming_diloco, period: {every: 3}}",
+        ["sync.schedule.steps is 5", "sync.period.every is 3", "at most 3"],
+    ),
+    (
+        "sync={method: streaming_diloco, schedule: {fragments: 99}}",
+        ["sync.schedule.fragments is 99", "blocks", "at most"],
+    ),
+    ("sync={method: post_local_sgd, warmup_until_lr: 0.0001}", ["sync.warmup_until_lr is 0.0001", "never falls to"]),
+    ("sync={method: synchronous, schedule: layerwise}", ["sync.schedule=layerwise", "every_step", "use blocking"]),
+    ("sync={method: synchronous, penalty: {z: 3}}", ["sync.penalty={z, ema", "every_step", "use sync.penalty=null"]),
+    ("sync={method: synchronous, outer: nesterov}", ["sync.outer=nesterov", "every_step", "use sync.outer=average"]),
     (
         "sync={method: synchronous, period: {every: 5}}",
         ["sync.period.every belongs to kind steps", "kind is every_step"],

@@ -62,7 +62,12 @@ MESH = SimpleNamespace(replicas=2, shard=SimpleNamespace(size=2), world=SimpleNa
 def line(step: int = 10, **changed: list[float]) -> Line:
     """What four ranks handed in; `changed` gives a column."""
     columns = {
+        "steps": [5.0] * 4,
         "loss_sum": [100.0, 120.0, 140.0, 160.0],
+        "tokens_total": [step * 25.0] * 4,
+        "steps_total": [10.0, 10.0, 12.0, 12.0],
+        "gradients_total": [8.0, 8.0, 9.0, 9.0],
+        "late_total": [0.0, 0.0, 3.0, 3.0],
         "predicted_tokens": [50.0] * 4,
         "grad_norm": [1.0, 1.0, 3.0, 3.0],
         "step_seconds": [2.0, 2.0, 2.0, 2.5],
@@ -79,8 +84,8 @@ def line(step: int = 10, **changed: list[float]) -> Line:
     }
     assert set(columns) == set(RankRow.__dataclass_fields__)
     rows = torch.tensor([columns[name] for name in RankRow.__dataclass_fields__], dtype=torch.float64).T
-    common = {"interval_steps": 5, "train/lr": 1e-3}
-    return Line(step=step, tokens=step * 100, seconds=1.0, common=common, rows=rows)
+    common = {"train/lr": 1e-3}
+    return Line(step=step, seconds=1.0, common=common, rows=rows)
 
 
 def test_tags_are_reduced_over_ranks():
@@ -95,7 +100,14 @@ def test_tags_are_reduced_over_ranks():
     assert tags["sync/pseudo_grad_norm"] == pytest.approx(math.sqrt(4.0))
     assert tags["sync/divergence"] == pytest.approx(math.sqrt(8 / 2))
     assert "perf/mfu" not in Summariser(MESH, 1e9, peak=None).tags(line())
-    assert "interval_steps" not in tags
+    # Shards count for their replica once.
+    assert (tags["train/steps"], tags["train/gradient_steps"], tags["sync/late"]) == (11.0, 8.5, 3.0)
+    assert line(7).tokens == 700
+
+
+def test_an_interval_without_a_gradient_has_no_loss():
+    tags = Summariser(MESH, 1e9, None).tags(line(loss_sum=[0.0] * 4, predicted_tokens=[0.0] * 4))
+    assert math.isnan(tags["train/loss"]) and tags["perf/tokens_per_second"] == 0
 
 
 def test_a_loss_that_is_not_finite_names_rank_and_replica():

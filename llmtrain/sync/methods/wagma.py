@@ -5,9 +5,10 @@ Rule      W' is a replica's model after its step. In step t the first replica to
           sum / S; who was late, and in it with an older one, from (sum + W') / (S + 1). After every H steps all
           replicas wait for each other and average. Groups are a butterfly's: bits (t log2 S + r) mod log2 N, r < log2 S,
           so that an update reaches everybody in log_S N steps, rounded up.
-Traffic   per step, 2 (S-1)/S x 4 bytes x parameters from each replica; per round once 2 (N-1)/N x 4 bytes.
-Memory    on the CPU, copies of the newest models not yet sent (usually one, 4 bytes a parameter) and, for a late replica,
-          one sum for every step it is behind.
+Traffic   2 (S-1)/S x 4 bytes x parameters from each replica in all steps of a round but the last, 2 (N-1)/N x 4 bytes in
+          that one.
+Memory    the last common model (the anchor), 4 bytes a parameter; on the CPU, copies of the newest models not yet sent
+          (usually one, 4 bytes a parameter) and, for a late replica, one sum for every step it is behind.
 Values    S = sqrt(N) and H = 10 (ImageNet; 8 elsewhere) are the paper's.
 Departs   the group formula is the text's, since the printed algorithm and the published code skip bits; a late
           replica merges with 1/(S + 1) and an on-time one with 1/S (the published code always does the first); activation

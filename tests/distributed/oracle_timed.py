@@ -1,0 +1,43 @@
+"""The oracle for rounds of seconds (A-EDiT): replicas that are fast do more steps before they meet the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.distributed.oracle import Oracle
+
+
+class TimedOracle(Oracle):
+    """`seconds(replica, step)` is how long that step takes."""
+
+    def __init__(self, *args, seconds: Callable[[int, int], float], **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.seconds = seconds
+
+    def run(self) -> None:
+        period, wanted = self.sync.period, len(self.replicas) * self.rates.total_steps
+        for step in range(1, min(self.warmup, self.rates.total_steps) + 1):
+            self.train_together(step)
+            for replica in self.replicas:
+                self.agreed[replica].append((step, step))
+        done = [len(seen) for seen in self.seen]
+        synchronised, length = sum(done), period.every
+        while sum(done) < wanted:
+            before, longest = sum(done), 0.0
+            for replica in self.replicas:
+                elapsed = 0.0
+                while True:
+                    done[replica] += 1
+                    self.train_alone(replica, done[replica])
+                    elapsed += self.seconds(replica, done[replica])
+                    if elapsed >= length:
+                        break
+                longest = max(longest, elapsed)
+            total = sum(done)
+            if total - synchronised >= period.min_steps:
+                self.synchronise()
+                synchronised = total
+            length = min(period.every, longest * (wanted - total) / (total - before))
+            for replica in self.replicas:
+                self.agreed[replica].append((done[replica], total // len(self.replicas)))
+        self.finish()

@@ -1,0 +1,234 @@
+"""WAGMA in NumPy float64, on the models W' themselves as the paper writes it: no anchors, no threads, no shards.
+
+Who is late, and with how old a model, is given; nothing here is taken from `llmtrain`. `Planned` makes it come true there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch.distributed as dist
+
+from tests.distributed.fake_engine import Scenario
+from tests.distributed.trace import Trace
+
+if TYPE_CHECKING:
+    from llmtrain.sync.group_worker import GroupWorker
+
+Blocks = list[np.ndarray]
+"""By block: [replicas, elements]."""
+Lateness = Mapping[tuple[int, int], int]
+"""(iteration, replica) -> how many iterations old the model is that it contributes; those on time are left out."""
+PATIENCE = 20.0
+"""Seconds after which a wait that should be short is a failure."""
+
+
+class WagmaOracle:
+    """Replicas that start equal. `step` for every iteration (from 0), `finish` at the end; `theta` is what they hold."""
+
+    def __init__(self, start: list[np.ndarray], replicas: int, size: int, late: Lateness, globals_: Collection[int]):
+        """`start` by block: [elements]. After an iteration in `globals_` all replicas average."""
+        self.replicas, self.size, self.late, self.globals = replicas, size, late, globals_
+        self.theta: Blocks = [np.repeat(block[None], replicas, axis=0) for block in start]
+        self.finished: dict[int, Blocks] = {-1: self.theta}
+        """Iteration -> W' of all replicas; of a global one, the average."""
+        self.last_global = -1
+        self.iteration = 0
+        self.count = 0
+        self.farthest = 0.0
+        """Largest element of any replica's distance from the last global average."""
+
+    def step(self, updates: Callable[[Blocks], Blocks]) -> None:
+        """Local steps of all replicas (`updates` of the models they stand at), then the averages."""
+        self.theta = [theta + update for theta, update in zip(self.theta, updates(self.theta), strict=True)]
+        self.finished[self.iteration] = self.theta
+        common = self.finished[self.last_global]
+        distances = (np.abs(ours - theirs).max() for ours, theirs in zip(self.theta, common, strict=True))
+        self.farthest = max(self.farthest, *distances)
+        if self.iteration in self.globals:
+            self._average_all()
+        else:
+            self._average_groups()
+        self.iteration += 1
+
+    def finish(self) -> None:
+        """The last, shorter round."""
+        if self.iteration > 0 and self.last_global < self.iteration - 1:
+            self._average_all()
+
+    def _average_all(self) -> None:
+        self.theta = [np.repeat(theta.mean(0)[None], self.replicas, axis=0) for theta in self.theta]
+        self.last_global = self.iteration
+        self.finished[self.iteration] = self.theta
+        self.count += 1
+
+    def _average_groups(self) -> None:
+        versions = [self.iteration - self.late.get((self.iteration, r), 0) for r in range(self.replicas)]
+        assert min(versions) >= self.last_global, "a model from before the last global average is contributed"
+        models = range(len(self.theta))
+        after = [theta.copy() for theta in self.theta]
+        for group in exchanges(self.iteration, self.size, self.replicas):
+            for block in models:
+                total = sum(self.finished[versions[member]][block][member] for member in group)
+                for member in group:
+                    if versions[member] == self.iteration:
+                        after[block][member] = total / self.size
+                    else:
+                        after[block][member] = (total + self.theta[block][member]) / (self.size + 1)
+        self.theta = after
+
+
+def exchanges(iteration: int, size: int, replicas: int) -> list[list[int]]:
+    """The groups of an iteration: log2 S rounds, in each of which everybody meets the partner in one bit."""
+    rounds, bits = size.bit_length() - 1, replicas.bit_length() - 1
+    met = [{replica} for replica in range(replicas)]
+    for turn in range(rounds):
+        distance = 1 << ((iteration * rounds + turn) % bits)
+        met = [met[replica] | met[replica ^ distance] for replica in range(replicas)]
+    return sorted(map(list, {tuple(sorted(group)) for group in met}))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, and who is late in it."""
+
+    scenario: Scenario
+    late: Lateness | None = field(default_factory=dict)
+    """None: nobody is told to be; the replicas run freely."""
+    second_rank: str = "with the first"
+    """Of a replica's two ranks: "ahead" has posted a newer model than the first when the version is chosen; "behind"
+    has not even posted the one that is."""
+    sleeps: Mapping[int, float] = field(default_factory=dict)
+    """Replica -> largest pause before the end of a step, in seconds."""
+    fault: tuple[int, int] | None = None
+    """(rank, step) that raises."""
+    timeout_seconds: float = PATIENCE
+
+    @property
+    def warmup(self) -> int:
+        return self.scenario.sync.warmup_steps
+
+    @property
+    def iterations(self) -> int:
+        """Local steps; they count from 0."""
+        return self.scenario.steps - self.warmup
+
+    def behind(self, iteration: int, replica: int) -> int:
+        return self.late.get((iteration, replica), 0)
+
+    def version(self, iteration: int, replica: int) -> int:
+        """The iteration whose model the replica contributes."""
+        return iteration - self.behind(iteration, replica)
+
+    def on_time(self, iteration: int) -> int:
+        """How many replicas are."""
+        count = sum((iteration, replica) not in self.late for replica in range(self.scenario.replicas))
+        assert count, "somebody has to be first"
+        return count
+
+    def answered_before(self, iteration: int, replica: int) -> int:
+        """The last iteration that is carried out with older models of the replica than that of `iteration`; -1: none."""
+        later = range(iteration, self.iterations)
+        return max((i for i in later if self.version(i, replica) < iteration), default=-1)
+
+
+def ends_of_rounds(scenario: Scenario) -> list[int]:
+    """Iterations after which all replicas average, by the rule of the period's own paper."""
+    period, warmup = scenario.sync.period, scenario.sync.warmup_steps
+    local = scenario.steps - warmup
+    if period.kind == "steps":
+        return list(range(period.every - 1, local, period.every))
+    ends, done = [], 0
+    while done < local:
+        done = min(local, done + max(period.base, int((period.alpha / scenario.rates.at(warmup + done + 1)) ** 2)))
+        ends.append(done - 1)
+    return ends
+
+
+def replay(case: Case) -> tuple[Trace, WagmaOracle]:
+    """The run by the oracle."""
+    scenario, blocks = case.scenario, range(len(case.scenario.shapes))
+    oracle = WagmaOracle(
+        [scenario.start(block) for block in blocks],
+        scenario.replicas,
+        scenario.sync.group.size,
+        case.late,
+        ends_of_rounds(scenario),
+    )
+    states = []
+    for step in range(1, scenario.steps + 1):
+        noise, lr = [scenario.noise(step, block) for block in blocks], scenario.rates.at(step)
+
+        def updates(theta: Blocks, noise: Blocks = noise, lr: float = lr) -> Blocks:
+            return [lr * (n - scenario.pull * t) for n, t in zip(noise, theta, strict=True)]
+
+        if step <= case.warmup:  # gradients are averaged, and the common model is what comes of it
+            means = [np.broadcast_to(n.mean(0), n.shape) for n in noise]
+            oracle.theta = [t + u for t, u in zip(oracle.theta, updates(oracle.theta, means), strict=True)]
+            oracle.finished[-1] = oracle.theta
+        else:
+            oracle.step(updates)
+        states.append([theta.copy() for theta in oracle.theta])
+    oracle.finish()
+    return Trace(states, oracle.theta, [], (oracle.count, 0, 0)), oracle
+
+
+class Planned:
+    """In place of Activation: an iteration starts when all that are on time have arrived at it, and not before the
+    late ones have finished what they are to contribute."""
+
+    def __init__(self, case: Case, replica: int, rank: int, store: dist.Store):
+        self.case, self.replica, self.rank = case, replica, rank
+        self.announcing, self.waiting = store, store.clone()
+        self.worker: GroupWorker | None = None
+        self.started = -1
+        self.forgotten: list[int] = []
+
+    def announce(self, iteration: int) -> None:
+        assert (iteration, self.replica) not in self.case.late, "it woke the others for what is over"
+        self.announcing.add(f"arrived {iteration}", 1)
+
+    def wait(self, iteration: int) -> bool:
+        def may_go_on() -> bool:
+            return self.worker._closing or self.waiting.check([f"end {iteration}"]) or self._is_due(iteration)
+
+        until(may_go_on, f"iteration {iteration} starts")
+        if self.worker._closing or self.waiting.check([f"end {iteration}"]):
+            return False
+        self.started = iteration
+        return True
+
+    def end(self, iteration: int) -> None:
+        self.announcing.set(f"end {iteration}", b"")
+
+    def forget(self, iterations: Iterable[int]) -> None:
+        self.forgotten += iterations
+
+    def _is_due(self, iteration: int) -> bool:
+        is_ahead = self.rank == 1 and self.case.second_rank == "ahead"
+        needed = iteration if is_ahead else self.case.version(iteration, self.replica)
+        if self.rank == 1 and self.case.second_rank == "behind":
+            needed = -1
+        arrived = self.waiting.add(f"arrived {iteration}", 0)
+        return arrived == self.case.on_time(iteration) and self.worker.newest()[0] >= needed
+
+    def hold(self, iteration: int) -> None:
+        """Before the end of a step: a late replica is still computing."""
+        if self.rank == 1 and self.case.second_rank == "ahead":
+            return
+        last = self.case.answered_before(iteration, self.replica)
+        if last >= 0:
+            until(lambda: self.worker._done >= last, f"iteration {last} is carried out without replica {self.replica}")
+        elif self.rank == 1 and self.case.second_rank == "behind" and not self.worker.is_global(iteration):
+            until(lambda: self.started >= iteration or not self.worker.is_running, f"iteration {iteration} starts")
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.0005)

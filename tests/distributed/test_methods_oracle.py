@@ -1,0 +1,249 @@
+"""SlowMo, CO2, Streaming DiLoCo, PALSGD, A-EDiT and mixes of their choices on gloo ranks against the float64 oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmtrain.config import ScheduleSection
+from tests.distributed.fake_engine import Scenario, choices, edit, replay, simulate_all
+from tests.distributed.pool import RankPool
+from tests.distributed.trace import Trace, assert_same_run
+
+MESHES = [
+    pytest.param(2, 2, id="2x2"),
+    pytest.param(4, 1, id="4x1"),
+    pytest.param(3, 1, id="3x1"),
+    pytest.param(1, 1, id="1x1"),
+]
+CONSTANT = ScheduleSection(kind="constant")
+FALLING = ScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
+TO_ZERO = ScheduleSection(kind="linear", final_ratio=0.0)
+DROPS = ScheduleSection(kind="step", decay_at=(0.3, 0.7), decay_factor=0.3)
+QSR = {"kind": "qsr", "base": 2, "alpha": 1.5}
+
+
+def matches_the_oracle(ranks: RankPool, *scenarios: Scenario) -> list[Trace]:
+    runs = simulate_all(ranks, scenarios)
+    for got, scenario in zip(runs, scenarios, strict=True):
+        assert_same_run(got, replay(scenario))
+        if scenario.sync.period.kind != "seconds":
+            is_what_it_says(got)
+    return runs
+
+
+def is_what_it_says(got: Trace) -> None:
+    """A method that says that all replicas are equal is right: the next step's forward shows it."""
+    for says, forward in zip(got.says_synchronised, got.forwards[1:], strict=False):
+        assert not says or all((block == block[0]).all() for block in forward)
+
+
+def momentum(**changes: Any) -> dict:
+    return {"kind": "momentum", "lr": 0.8, "momentum": 0.6, **changes}
+
+
+def nesterov(**changes: Any) -> dict:
+    return {"kind": "nesterov", "lr": 0.5, "momentum": 0.7, **changes}
+
+
+OUTER = {
+    "slowmo": choices("slowmo", every=3),
+    "slowmo-after-warm-up": choices("slowmo", every=3, warmup_steps=4),
+    "momentum": choices("slowmo", every=3, outer=momentum()),
+    "momentum-accumulated": choices("slowmo", every=3, outer=momentum(normalise="accumulated_lr")),
+    "momentum-clipped": choices("slowmo", every=3, outer=momentum(clip=0.04)),
+    "momentum-clipped-lr": choices("slowmo", every=3, outer=momentum(clip=0.05, normalise="lr")),
+    "nesterov-lr": choices("diloco", every=3, outer=nesterov(normalise="lr")),
+    "nesterov-accumulated": choices("diloco", every=3, outer=nesterov(normalise="accumulated_lr")),
+    "nesterov-accumulated-qsr": choices("diloco", period=QSR, outer=nesterov(normalise="accumulated_lr")),
+    "edit-accumulated-layerwise": edit(every=3, outer=nesterov(normalise="accumulated_lr"), penalty={"clip": 0.5}),
+    "qsr": choices("qsr", period=QSR),
+    "edit-qsr": edit(every=3, penalty={"temperature": 0.3}).model_copy(
+        update={"period": choices("qsr", period=QSR).period}
+    ),
+}
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("sync", OUTER.values(), ids=OUTER.keys())
+def test_outer_steps_and_their_units(ranks: RankPool, sync: Any, replicas: int, shard: int) -> None:
+    """Rounds of 3 in a run of 17: the last one has 2 steps, and with TO_ZERO its last learning rate is 0."""
+    schedules = [CONSTANT, FALLING, TO_ZERO, DROPS] if replicas == 4 else [FALLING]
+    matches_the_oracle(ranks, *(Scenario(sync, replicas, shard, steps=17, schedule=each) for each in schedules))
+
+
+STALE = {
+    "co2": choices("co2", every=3),
+    "no-gap-penalty": choices("co2", every=3, schedule={"kind": "stale", "gap_penalty": False}),
+    "clipped": choices("co2", every=3, outer=momentum(clip=0.04)),
+    "at-once": choices("co2", every=3, schedule={"kind": "stale", "rounds": 0}),
+    "slowmo-outer": choices("co2", every=3, outer=momentum(normalise="lr")),
+    "nesterov-accumulated": choices("co2", every=3, outer=nesterov(normalise="accumulated_lr")),
+    "average": choices("co2", every=2, outer={"kind": "average"}),
+    "after-warm-up": choices("co2", every=3, warmup_steps=4),
+    "qsr": choices("co2", period=QSR, outer=nesterov(normalise="lr")),
+    "every-step": choices("co2", every=1),
+    "pull": choices("co2", every=3, pull={"probability": 0.4, "strength": 0.3}),
+}
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("sync", STALE.values(), ids=STALE.keys())
+def test_stale(ranks: RankPool, sync: Any, replicas: int, shard: int) -> None:
+    """Runs that end within a round, at a round's end, within the first round, at its end, and within the warm-up."""
+    lengths = [17, 16, 15, 7, 5, 3, 2] if replicas == 4 else [17]
+    runs = [Scenario(sync, replicas, shard, steps=steps, schedule=FALLING) for steps in lengths]
+    if replicas == 2:
+        runs.append(Scenario(sync, replicas, shard, steps=17, schedule=TO_ZERO))
+        runs.append(Scenario(sync, replicas, shard, steps=16, schedule=DROPS))
+    matches_the_oracle(ranks, *runs)
+
+
+def overlapped(steps: int, fragments: int, mix: float, **changes: Any) -> Any:
+    pattern = changes.pop("pattern", "strided")
+    schedule = {"kind": "overlapped", "steps": steps, "fragments": fragments, "mix": mix, "pattern": pattern}
+    return choices("streaming_diloco", **{"every": 5, "wire": "fp32", "schedule": schedule, **changes})
+
+
+OVERLAPPED = {
+    "two-fragments": overlapped(2, 2, 0.5),
+    "sequential": overlapped(2, 2, 0.3, pattern="sequential"),
+    "three-uneven": overlapped(1, 3, 0.5),
+    "three-sequential": overlapped(3, 3, 0.7, pattern="sequential"),
+    "each-block": overlapped(1, 4, 0.5, every=4),
+    "one-fragment": overlapped(3, 1, 0.5),
+    "whole-round": overlapped(5, 2, 0.5),
+    "at-once": overlapped(0, 2, 0.5),
+    "at-once-unmixed": overlapped(0, 2, 0.0),
+    "unmixed": overlapped(2, 3, 0.0),
+    "one-unmixed": overlapped(2, 1, 0.0),
+    "anchor-only-counts": overlapped(2, 2, 1.0),
+    "more-fragments-than-steps": overlapped(2, 4, 0.5, every=3),
+    "after-warm-up": overlapped(2, 2, 0.5, warmup_steps=4),
+    "normalised": overlapped(2, 2, 0.5, outer=nesterov(normalise="lr")),
+    "accumulated": overlapped(2, 2, 0.5, outer=momentum(normalise="accumulated_lr")),
+    "qsr": overlapped(2, 3, 0.5, every=None, period=QSR, outer=nesterov(normalise="accumulated_lr")),
+    "qsr-short-last": overlapped(4, 2, 0.5, every=None, period={"kind": "qsr", "base": 4, "alpha": 2.0}),
+    "pull": overlapped(2, 2, 0.5, pull={"probability": 0.4, "strength": 0.3}),
+}
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("sync", OVERLAPPED.values(), ids=OVERLAPPED.keys())
+def test_overlapped(ranks: RankPool, sync: Any, replicas: int, shard: int) -> None:
+    """Runs that end with messages under way, just after one was used or sent, and before any was sent."""
+    lengths = [16, 17, 18, 19, 20, 6, 3, 2] if replicas == 4 else [18]
+    matches_the_oracle(ranks, *(Scenario(sync, replicas, shard, steps=steps, schedule=FALLING) for steps in lengths))
+
+
+PULL = {"probability": 0.4, "strength": 0.3}
+PALSGD = {
+    "blocking": choices("palsgd", every=4, warmup_steps=3, pull=PULL),
+    "layerwise": choices("palsgd", every=4, warmup_steps=3, pull=PULL, schedule="layerwise"),
+    "skips-only": choices("palsgd", every=4, warmup_steps=3, pull={**PULL, "strength": 0.0}),
+    "to-the-anchor": choices("palsgd", every=4, warmup_steps=0, pull={**PULL, "strength": 0.4}),
+    "often": choices("palsgd", every=3, warmup_steps=0, pull={"probability": 0.9, "strength": 0.5}),
+    "edit": edit(every=3, penalty={"z": 1.5, "temperature": 0.3, "clip": 0.5}, pull=PULL),
+    "slowmo": choices("slowmo", every=3, pull=PULL),
+    "local_sgd": choices("local_sgd", every=3, pull=PULL, schedule="layerwise"),
+}
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("sync", PALSGD.values(), ids=PALSGD.keys())
+def test_pull(ranks: RankPool, sync: Any, replicas: int, shard: int) -> None:
+    """Several seeds: other steps are drawn, some of them the first of a round."""
+    runs = [Scenario(sync, replicas, shard, steps=18, seed=seed, schedule=FALLING) for seed in range(3)]
+    matches_the_oracle(ranks, *runs)
+
+
+def test_every_replica_draws_for_itself(ranks: RankPool) -> None:
+    """What moves towards the anchor is what the oracle has drawn: on one step some replicas pull and some train."""
+    scenario = Scenario(PALSGD["often"], 4, 1, steps=18)
+    (got,) = matches_the_oracle(ranks, scenario)
+    quiet = Scenario(choices("palsgd", every=3, warmup_steps=0, pull=None), 4, 1, steps=18)
+    (alone,) = matches_the_oracle(ranks, quiet)
+    assert any((got.forwards[0][0] == alone.forwards[0][0]).all() for _ in "x")  # the first forward is of the start
+    still = [(after[0] == before[0]).all(1) for before, after in zip(got.forwards, got.forwards[1:], strict=False)]
+    assert any(some.any() and not some.all() for some in still)
+
+
+def timed(method: str = "a_edit", every: float = 3.0, min_steps: int = 0, **changes: Any) -> Any:
+    period = {"kind": "seconds", "every": every, "min_steps": min_steps}
+    if method == "a_edit":
+        penalty = {"z": 1.5, "temperature": 0.3, "clip": 0.5, "ema": 0.3, "min_rounds": 2}
+        changes = {"warmup_steps": 2, "penalty": {**penalty, **changes.pop("penalty", {})}, **changes}
+    return choices(method, period=period, **changes)
+
+
+SECONDS = (0.5, 1.0, 0.75, 1.25)
+TIMED = {
+    "layerwise": timed(),
+    "blocking": timed(schedule="blocking"),
+    "no-warm-up": timed(warmup_steps=0),
+    "nothing-but-warm-up": timed(warmup_steps=40),
+    "steps-as-weights": timed(penalty={"step_weight": 0.4}),
+    "steps-alone": timed(penalty={"step_weight": 1.0, "temperature": None}),
+    "steps-and-anomalies": timed(every=2.0, penalty={"step_weight": 0.5, "z": 0.5}),
+    "min-steps": timed(every=1.5, min_steps=14),
+    "never-enough-steps": timed(every=1.5, min_steps=10_000),
+    "one-step-a-round": timed(every=0.25),
+    "one-round": timed(every=500.0),
+    "diloco": timed("diloco", outer=nesterov(normalise="accumulated_lr")),
+    "slowmo": timed("slowmo", outer=momentum(normalise="lr"), warmup_steps=3),
+    "local_sgd": timed("local_sgd", schedule="layerwise"),
+    "pull": timed("palsgd", pull=PULL, warmup_steps=3),
+}
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("sync", TIMED.values(), ids=TIMED.keys())
+def test_rounds_of_seconds(ranks: RankPool, sync: Any, replicas: int, shard: int) -> None:
+    """Replicas of different speeds, one of which halts for a while; and replicas that keep step."""
+    speeds = {"step_seconds": SECONDS[:replicas], "delays": {(7, 0): 2.0, (12, replicas - 1): 4.5}}
+    uneven = Scenario(sync, replicas, shard, steps=24, schedule=FALLING, **speeds)
+    even = Scenario(sync, replicas, shard, steps=16, schedule=FALLING)
+    got, _ = matches_the_oracle(ranks, uneven, even)
+    if replicas > 1 and sync.warmup_steps < 24 and sync.period.every > 0.5:
+        assert len({one[-1][0] for one in got.agreed}) > 1, "all replicas did as many steps: nothing was tested"
+
+
+def test_the_run_ends_on_its_steps(ranks: RankPool) -> None:
+    """The last meetings come earlier, so that at most a step of each replica is too many; with `min_steps` too."""
+    for sync in (timed(every=10.0), timed(every=7.0, min_steps=60)):
+        (got,) = matches_the_oracle(ranks, Scenario(sync, 4, 1, steps=40, step_seconds=SECONDS))
+        done = sum(replica[-1][0] for replica in got.agreed)
+        assert 4 * 40 <= done < 4 * (40 + 1)
+        assert {replica[-1][1] for replica in got.agreed} == {40}
+
+
+def test_weights_by_steps(ranks: RankPool) -> None:
+    """With r = 1 alone a replica that did twice the steps counts twice: 4, 2 and 1 steps, then the mean is theirs."""
+    sync = timed(every=4.0, warmup_steps=0, penalty={"step_weight": 1.0, "z": None, "clip": None}, outer="average")
+    scenario = Scenario(sync, 3, 1, steps=100, step_seconds=(1.0, 2.0, 4.0))
+    (got,) = matches_the_oracle(ranks, scenario)
+    assert [replica[0] for replica in got.agreed] == [(4, 2), (2, 2), (1, 2)]
+
+
+WARMUPS = {
+    "falls-at-once": (DROPS, {"warmup_until_lr": 0.5}, 6),
+    "later-drop": (DROPS, {"warmup_until_lr": 0.2}, 14),
+    "smooth": (FALLING, {"warmup_until_lr": 0.5}, 11),
+    "longer-by-steps": (DROPS, {"warmup_until_lr": 0.5, "warmup_steps": 9}, 9),
+    "longer-by-lr": (DROPS, {"warmup_until_lr": 0.5, "warmup_steps": 3}, 6),
+    "never-falls": (CONSTANT, {"warmup_until_lr": 0.5}, 20),
+}
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES[:2])
+@pytest.mark.parametrize(("schedule", "changes", "last"), WARMUPS.values(), ids=WARMUPS.keys())
+def test_synchronous_until_the_learning_rate_falls(
+    ranks: RankPool, schedule: ScheduleSection, changes: dict, last: int, replicas: int, shard: int
+) -> None:
+    """A low learning rate in its own warm-up does not count."""
+    syncs = [choices("post_local_sgd", every=3, **changes), choices("co2", every=3, **changes)]
+    for got in matches_the_oracle(
+        ranks, *(Scenario(sync, replicas, shard, steps=20, schedule=schedule) for sync in syncs)
+    ):
+        assert got.synchronous_steps == list(range(1, last + 1))

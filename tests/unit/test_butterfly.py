@@ -1,0 +1,106 @@
+"""Who averages with whom in WAGMA: the printed example, the groups' shape, and how fast an update reaches everybody."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from llmtrain.errors import RecipeError
+from llmtrain.sync.butterfly import bits, group_size, groups
+
+POWERS = [2**n for n in range(1, 11)]
+PAIRS = [(replicas, size) for replicas in POWERS for size in POWERS if size <= replicas]
+
+
+def at(iteration: int, size: int, replicas: int) -> list[list[int]]:
+    return groups(bits(iteration, size, replicas), replicas)
+
+
+def exchanged(iteration: int, size: int, replicas: int) -> list[list[int]]:
+    """The groups by the text of the paper: in each of log2 S rounds everybody meets the partner in one bit, and knows
+    then what the partner knew."""
+    per_step, total = int(math.log2(size)), int(math.log2(replicas))
+    known = [{replica} for replica in range(replicas)]
+    for turn in range(per_step):
+        distance = 1 << ((iteration * per_step + turn) % total)
+        known = [known[replica] | known[replica ^ distance] for replica in range(replicas)]
+    return sorted(map(list, {tuple(sorted(group)) for group in known}))
+
+
+def test_the_papers_example() -> None:
+    """P = 8, S = 4, which the algorithm as printed and the published code both get wrong."""
+    expected = [
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[0, 1, 4, 5], [2, 3, 6, 7]],
+        [[0, 2, 4, 6], [1, 3, 5, 7]],
+    ]
+    assert [at(iteration, 4, 8) for iteration in range(6)] == expected + expected
+
+
+def test_the_paper_s_64_replicas() -> None:
+    """S = 8: first the eights that are neighbours, then those that are eight apart."""
+    assert at(0, 8, 64) == [list(range(first, first + 8)) for first in range(0, 64, 8)]
+    assert at(1, 8, 64) == [list(range(first, 64, 8)) for first in range(8)]
+
+
+@pytest.mark.parametrize(("replicas", "size"), PAIRS)
+def test_groups_are_disjoint_and_cover_all(replicas: int, size: int) -> None:
+    for iteration in range(replicas.bit_length()):
+        made = at(iteration, size, replicas)
+        assert all(len(group) == size and group == sorted(group) for group in made)
+        assert sorted(replica for group in made for replica in group) == list(range(replicas))
+
+
+@pytest.mark.parametrize(("replicas", "size"), [pair for pair in PAIRS if pair[0] <= 64])
+def test_groups_are_those_of_recursive_doubling(replicas: int, size: int) -> None:
+    for iteration in range(2 * replicas.bit_length()):
+        assert sorted(at(iteration, size, replicas)) == exchanged(iteration, size, replicas)
+
+
+@pytest.mark.parametrize(("replicas", "size"), PAIRS)
+def test_an_update_reaches_everybody_in_log_s_of_p_iterations(replicas: int, size: int) -> None:
+    """Wherever one starts, also where log2 S does not divide log2 P; and one iteration less is not enough."""
+    needed = next(n for n in range(1, 11) if size**n >= replicas)
+    everybody = (1 << replicas) - 1
+    for first in range(replicas.bit_length() - 1):  # the pattern repeats after log2 P iterations or sooner
+        reached = [1 << replica for replica in range(replicas)]  # whose updates each has, as a bit mask
+        for iteration in range(first, first + needed):
+            assert any(has != everybody for has in reached)
+            for group in at(iteration, size, replicas):
+                together = 0
+                for replica in group:
+                    together |= reached[replica]
+                for replica in group:
+                    reached[replica] = together
+        assert all(has == everybody for has in reached), f"starting at iteration {first}"
+
+
+def test_one_replica_is_a_group_by_itself() -> None:
+    assert group_size(1, "auto") == 1
+    assert at(5, 1, 1) == [[0]]
+
+
+def test_auto_is_the_square_root_rounded_up_to_a_power_of_two() -> None:
+    sizes = [group_size(replicas, "auto") for replicas in POWERS]
+    assert sizes == [2, 2, 4, 4, 8, 8, 16, 16, 32, 32]
+    for replicas, size in zip(POWERS, sizes, strict=True):
+        assert size**2 >= replicas > (size // 2) ** 2
+
+
+@pytest.mark.parametrize(("replicas", "size"), PAIRS)
+def test_a_size_that_fits_is_taken_as_given(replicas: int, size: int) -> None:
+    assert group_size(replicas, size) == size
+
+
+@pytest.mark.parametrize("size", ["auto", 2])
+@pytest.mark.parametrize("replicas", [3, 6, 12, 1000])
+def test_replicas_that_are_no_power_of_two(replicas: int, size: int | str) -> None:
+    with pytest.raises(RecipeError, match=rf"power of two of replicas, and there are {replicas}; .*parallel\.replicas"):
+        group_size(replicas, size)
+
+
+@pytest.mark.parametrize(("replicas", "size"), [(8, 1), (8, 3), (8, 6), (8, 16), (8, 0), (2, 4), (1, 4)])
+def test_sizes_that_make_no_groups(replicas: int, size: int) -> None:
+    with pytest.raises(RecipeError, match=rf"sync\.group\.size is {size}, .* to the {replicas} replicas"):
+        group_size(replicas, size)
