@@ -1,104 +1,176 @@
-"""What do the methods reach with the same recipe, seed and tokens, and what do they send?
+"""What does every method reach with the same model, text, seed and steps, and what does it send?
 
     python benchmarks/methods.py --source train.txt --validation valid.txt      # TinyStories' files, or any text
     python benchmarks/methods.py                                                # TinyStories from the hub
 
-Trains recipes/edit_llama_tinystories.yaml once with each method, one after another, about ten minutes each on two
-cores, and prints one table. A run that is complete is not made again, so an interrupted benchmark continues. With
-`--write` the table, the models' texts and each run's metrics go to benchmarks/results/methods/.
+Trains recipes/<method>_gpt_neo_8m.yaml with every method, one after another, cut down to 300 short steps of 4 replicas
+on the CPU: 2 to 3 minutes each on two cores. Prints one table. A run that is complete is not made again, so an
+interrupted benchmark continues. With `--write` the table, a plot and each run's metrics go to
+benchmarks/results/methods/.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import shutil
-import subprocess
-import sys
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from table import (
+    EVERY,
+    RESULTS,
+    ROOT,
+    WARMUP,
+    Row,
+    add_run_options,
+    keep,
+    lowest_in_bold,
+    markdown,
+    metrics_of,
+    parser,
+    run_overrides,
+    show,
+    summary_of,
+    train,
+    write_page,
+)
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "methods"
-RECIPE = "recipes/edit_llama_tinystories.yaml"
+from llmtrain.recipe import load_recipe
+from llmtrain.sync.methods import METHODS
+
+SHORTEST, GLOBAL_EVERY = 10, 10
+"""QSR's shortest round, and the steps from one of WAGMA's global averages to the next."""
 COLUMNS = (
     "method",
     "validation loss",
     "perplexity",
     "rounds",
     "sent between replicas",
-    "training stood still",
-    "training",
-    "tokens/s",
+    "steps",
+    "gradient computations",
+    "tokens",
+    "stood still",
+    "minutes",
 )
+LOSS = COLUMNS.index("validation loss")
+PLOT = "validation_loss.png"
+NOTES = f"""\
+`recipes/<method>_gpt_neo_8m.yaml` with each method, 4 replicas of one process each, and for all of them: a vocabulary
+of 4096 (with which 2.1 M of the 8 M parameters are left), sequences of 128 tokens, 32 of them in a step, the learning
+rate of the recipes after 30 steps of warm-up. {WARMUP} synchronous steps, then
+rounds of {EVERY}, where a method has such; of QSR's rounds the shortest has {SHORTEST} (alpha = half the peak learning
+rate x sqrt({SHORTEST})), WAGMA averages globally every {GLOBAL_EVERY} steps, and post-local SGD is synchronous until the
+learning rate has fallen to half its peak. The rounds of A-EDiT are of seconds, so its steps, and with them its loss,
+differ from run to run and from machine to machine.
+
+One seed, and nothing was tuned for any method: values are the papers' or their code's, for runs a thousand times as
+long. Losses that lie as close together as those of two seeds say nothing. Steps and gradient computations are a
+replica's, means over the replicas; bytes are sums over all ranks. All processes share one machine and its loopback, so
+the times say nothing about a slow network."""
 
 
-def train(method: str, overrides: list[str]) -> Path:
-    """The run directory of `method`, trained now if it is not complete."""
-    name = f"tinystories_{method}"
-    command = ["bash", "launch/train.sh", RECIPE, f"sync.method={method}", f"run.name={name}", *overrides]
-    subprocess.run(command, cwd=ROOT, check=True)
-    return ROOT / "runs" / name
+def recipe_of(method: str) -> str:
+    """Its path in the repository."""
+    return f"recipes/{method}_gpt_neo_8m.yaml"
 
 
-def row(run: Path) -> tuple[str, ...]:
+def own_overrides(method: str, common: Sequence[str], round_seconds: float) -> list[str]:
+    """What short rounds are for this method, by the kind of its period."""
+    recipe = load_recipe(ROOT / recipe_of(method), common)
+    sync = recipe.sync
+    if sync.period.kind == "every_step":
+        return []
+    changes = [] if sync.warmup_until_lr is not None else [f"sync.warmup_steps={WARMUP}"]
+    if sync.period.kind == "qsr":
+        alpha = recipe.optim.lr / 2 * math.sqrt(SHORTEST)
+        return [*changes, f"sync.period.base={SHORTEST}", f"sync.period.alpha={alpha:.4g}"]
+    if sync.period.kind == "seconds":
+        half_a_round = 4 * EVERY // 2
+        return [*changes, f"sync.period.every={round_seconds:g}", f"sync.period.min_steps={half_a_round}"]
+    every = EVERY if sync.group.kind == "all" else GLOBAL_EVERY
+    return [*changes, f"sync.period.every={every}"]
+
+
+def row(run: Path) -> Row:
     """A run's line of the table, from its summary.json."""
-    summary = json.loads((run / "summary.json").read_text())
-    evaluations = [
-        line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "eval/ppl" in line
-    ]
+    summary = summary_of(run)
+    gradients = summary["gradient_steps"]
     return (
         summary["method"],
         f"{summary['final_eval_loss']:.4f}",
-        f"{evaluations[-1]['eval/ppl']:.2f}",
+        f"{math.exp(summary['final_eval_loss']):.2f}",
         str(summary["sync_count"]),
         f"{summary['bytes_sent'] / 1e9:.2f} GB",
+        str(summary["steps"]),
+        "" if gradients is None else f"{gradients:.0f}",
+        f"{summary['tokens'] / 1e6:.2f} M",
         f"{summary['exposed_sync_seconds']:.1f} s",
-        f"{summary['train_seconds'] / 60:.1f} min",
-        f"{summary['tokens_per_second']:,.0f}",
+        f"{summary['train_seconds'] / 60:.1f}",
     )
 
 
-def write(rows: list[tuple[str, ...]], runs: list[Path]) -> None:
-    """Table, texts and logs, with what is needed to repeat them."""
-    shutil.rmtree(RESULTS, ignore_errors=True)
-    RESULTS.mkdir(parents=True)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
-    lines = ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
-    texts = [
-        f"**{run.name.removeprefix('tinystories_')}:** {(run / 'samples.txt').read_text().strip()}" for run in runs
-    ]
-    versions = f"Python {platform.python_version()}, {subprocess.run(['nproc'], capture_output=True, text=True).stdout.strip()} cores"
-    command = f"`python benchmarks/methods.py {' '.join(sys.argv[1:])}`, commit {commit.strip()}, {versions}, {platform.machine()}"
-    page = ["# The methods on TinyStories", command, "\n".join(lines), *texts]
-    (RESULTS / "README.md").write_text("\n\n".join(page) + "\n")
-    for run in runs:
-        for name in ("metrics.jsonl", "recipe.yaml", "summary.json", "loss.png"):
-            target = RESULTS / run.name.removeprefix("tinystories_") / name
-            target.parent.mkdir(exist_ok=True)
-            shutil.copy(run / name, target)
+def draw(runs: Mapping[str, Path], target: Path) -> None:
+    """Validation loss over tokens, the whole run and its second half; the legend is in the order of the ends."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    whole, half = figure.subplots(1, 2)
+    entries, middle, seen = [], 0.0, []
+    for number, (method, run) in enumerate(runs.items()):
+        points = [(line["tokens"], line["eval/loss"]) for line in metrics_of(run, "eval/loss")]
+        style = {
+            "color": f"C{number % 10}" if number else "black",
+            "linestyle": ("-", "--", ":")[number % 3],
+            "marker": "osD^v<>PX*hp"[number % 12],
+            "markersize": 5,
+        }
+        (line,) = whole.plot(*zip(*points, strict=True), **style)
+        half.plot(*zip(*points, strict=True), **style)
+        middle = max(middle, points[-1][0] / 2)
+        seen += points
+        entries.append((points[-1][1], method, line))
+    late = [loss for tokens, loss in seen if tokens >= 0.95 * middle]
+    margin = 0.05 * (max(late) - min(late)) or 0.1
+    half.set(xlim=(0.95 * middle, 2.05 * middle), ylim=(min(late) - margin, max(late) + margin), title="second half")
+    whole.set(ylabel="validation loss of the replicas' mean (nats per token)", title="whole run")
+    for axes in (whole, half):
+        axes.set_xlabel("tokens of all replicas")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(alpha=0.3)
+    entries.sort(key=lambda entry: -entry[0])
+    labels = [f"{method}  {loss:.3f}" for loss, method, _ in entries]
+    figure.legend([line for *_, line in entries], labels, loc="outside right center", title="at the end")
+    figure.savefig(target, dpi=110)
+
+
+def write(rows: Sequence[Row], runs: Mapping[str, Path]) -> None:
+    """Table, plot and logs, with what is needed to repeat them."""
+    folder = RESULTS / "methods"
+    table = markdown(COLUMNS, lowest_in_bold(rows, LOSS))
+    picture = f"![Validation loss over tokens of every method]({PLOT})"
+    write_page(folder, "Every method on TinyStories", [table, NOTES, picture])
+    draw(runs, folder / PLOT)
+    for method, run in runs.items():
+        keep(run, folder / method)
+
+
+def main() -> None:
+    """Train, print, write."""
+    arguments = parser(__doc__)
+    add_run_options(arguments)
+    arguments.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
+    arguments.add_argument("--round-seconds", type=float, default=10, help="A-EDiT's rounds; about 20 steps")
+    options = arguments.parse_args()
+    runs = {}
+    for method in (method for method in METHODS if method in options.methods):
+        common = [*run_overrides(options), f"run.name=benchmark_{method}"]
+        own = own_overrides(method, common, options.round_seconds)
+        runs[method] = train(recipe_of(method), [*common, *own, *options.override])
+    rows = [row(run) for run in runs.values()]
+    show("GPT-Neo 8M on 4 replicas", COLUMNS, rows)
+    if options.write:
+        write(rows, runs)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", help="data.source: a file or folder of text")
-    parser.add_argument("--validation", help="data.validation: another one")
-    parser.add_argument("--methods", nargs="+", default=["edit", "diloco", "synchronous"])
-    parser.add_argument("--write", action="store_true", help="write to benchmarks/results/")
-    options = parser.parse_args()
-    given = {"data.source": options.source, "data.validation": options.validation}
-    directories = [
-        train(method, [f"{key}={value}" for key, value in given.items() if value]) for method in options.methods
-    ]
-    rows = [row(directory) for directory in directories]
-    table = Table(title=f"{RECIPE}, 2 replicas x 2 shards")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for cells in rows:
-        table.add_row(*cells)
-    Console(width=140).print(table)
-    if options.write:
-        write(rows, directories)
+    main()

@@ -116,7 +116,9 @@ def _check_sync(recipe: Recipe) -> None:
     if (reason := refusal(sync)) is not None:
         raise RecipeError(reason)
     if sync.wire.gradients and sync.wire.kind == "fp32":
-        raise RecipeError("sync.wire.gradients is true, but fp32 rounds nothing; use bf16, int8 or int4, or leave it out")
+        raise RecipeError(
+            "sync.wire.gradients is true, but fp32 rounds nothing; use bf16, int8 or int4, or leave it out"
+        )
     if isinstance(sync.period, EveryStep):
         if sync.wire.kind != "fp32" and not sync.wire.gradients:
             raise RecipeError(

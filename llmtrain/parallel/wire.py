@@ -13,9 +13,9 @@ SCALE_BYTES = 4
 
 class Wire:
     """bf16: 2 bytes a value. int8, int4: x is sent as round(x / s), s = max |x| of its block / 127 or 7; so a value is off
-    by at most s / 2, and takes 1 or 1/2 byte and 4/128 for its share of s.
+    by at most s / 2 (a little more where s is subnormal, below 1e-38), and takes 1 or 1/2 byte and 4/128 for its share of s.
 
-    What is not finite makes its block not finite, so a broken replica is never rounded to a healthy one.
+    What is not finite stays so, with int8 and int4 along with its block: a broken replica is never rounded to a healthy one.
     """
 
     def __init__(self, kind: str):

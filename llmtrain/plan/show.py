@@ -6,20 +6,17 @@ from dataclasses import fields
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.filesize import decimal, pick_unit_and_suffix
+from rich.filesize import pick_unit_and_suffix
 from rich.table import Table
 
-from llmtrain.config import EveryStep, Recipe
-from llmtrain.lr import LearningRates
-from llmtrain.plan.memory import BYTES, Memory, ModelSize, estimate, size_of
+from llmtrain.config import Recipe
+from llmtrain.plan.memory import Memory, ModelSize, estimate, size_of
+from llmtrain.plan.traffic import traffic
 from llmtrain.recipe import resolved_yaml
 from llmtrain.recipe_check import check
-from llmtrain.sync.period import build_period
 
 MESHES = ((1, 1), (1, 8), (8, 8))
 """(replicas, shard) that are shown for every recipe."""
-TYPICAL_REPLICAS = 8
-"""For the traffic of a recipe that leaves their number open."""
 
 
 def show(recipe: Recipe, console: Console) -> None:
@@ -35,12 +32,6 @@ def show(recipe: Recipe, console: Console) -> None:
     console.print(_memory(recipe, size))
 
 
-def traffic_per_round(recipe: Recipe, size: ModelSize, replicas: int) -> float:
-    """Bytes one replica, all its ranks together, sends in a ring all-reduce of the whole model in master precision:
-    2 (N-1)/N x 4 x parameters. A synchronous step sends the same."""
-    return 2 * (replicas - 1) / replicas * BYTES[recipe.parallel.precision][0] * size.parameters
-
-
 def _figures(recipe: Recipe, size: ModelSize) -> Table:
     steps, per_step = recipe.train.total_steps, recipe.train.tokens_per_step
     layer, largest = size.block_parameters[1], max(size.block_parameters)
@@ -53,27 +44,8 @@ def _figures(recipe: Recipe, size: ModelSize) -> Table:
     )
     table.add_row("tokens", f"{_si(steps * per_step)}: {steps:,} steps of {per_step:,}")
     table.add_row("FLOPs", f"{_si(size.flops_per_token)} a token, {size.flops_per_token * steps * per_step:.2e} in all")
-    table.add_row("traffic", _traffic(recipe, size))
+    table.add_row("traffic", traffic(recipe, size))
     return table
-
-
-def _traffic(recipe: Recipe, size: ModelSize) -> str:
-    replicas = TYPICAL_REPLICAS if recipe.parallel.replicas == "auto" else recipe.parallel.replicas
-    if replicas == 1:
-        return "none between replicas: there is one"
-    per_round = traffic_per_round(recipe, size, replicas)
-    whose = f"from each of {replicas} replicas"
-    if isinstance(recipe.sync.period, EveryStep):
-        return f"{decimal(int(per_round))} a step {whose} (gradients in every step)"
-    warmup, steps = recipe.sync.warmup_steps, recipe.train.total_steps
-    period = build_period(recipe.sync.period, warmup, LearningRates.of(recipe))
-    rounds = sum(period.ends_round(step) for step in range(warmup + 1, steps + 1)) + (not period.ends_round(steps))
-    every = (steps - warmup) / rounds
-    return (
-        f"{decimal(int(per_round))} {whose} a round, {rounds:,} rounds of about {every:.0f} steps: "
-        f"{decimal(int(per_round / every))} a step\n"
-        f"{decimal(int(per_round))} a step when synchronous" + (f", as in the first {warmup:,} steps" if warmup else "")
-    )
 
 
 def _memory(recipe: Recipe, size: ModelSize) -> Table:

@@ -19,8 +19,9 @@ PREFETCH = 2
 class Reduction:
     """A block's mean on its way; `wait` may be called more than once."""
 
-    def __init__(self, pending: Pending, errors: list[torch.Tensor] | None, index: int):
-        self._pending, self._errors, self._index = pending, errors, index
+    def __init__(self, pending: Pending, error: torch.Tensor | None = None, is_counted: bool = True):
+        """`error` is this block's carried-over rounding error, if there is one; `is_counted`: the message holds it."""
+        self._pending, self._error, self._is_counted = pending, error, is_counted
 
     def proceed(self) -> None:
         """Start its second exchange, if the wire has one; all replicas at the same moment."""
@@ -29,9 +30,11 @@ class Reduction:
     def wait(self) -> torch.Tensor:
         """The mean. What rounding left out of this replica's message is kept for the next one."""
         mean = self._pending.wait()
-        if self._errors is not None and isinstance(self._pending, RoundedReduction):
-            self._errors[self._index] = self._pending.lost()
-            self._errors = None
+        if self._error is not None and isinstance(self._pending, RoundedReduction):
+            self._error *= not self._is_counted
+            # A broken replica's NaN is in this mean; it must not come back with the next one.
+            self._error += self._pending.lost().nan_to_num_(0.0, 0.0, 0.0)
+            self._error = None
         return mean
 
 
@@ -81,12 +84,12 @@ class Synchroniser:
         if self.errors and weight > 0:
             message += self.errors[index]
         pending = self.replica.all_reduce(message, f"synchronising {self.engine.blocks[index].name}", self.wire)
-        return Reduction(pending, self.errors if self.errors and weight > 0 else None, index)
+        return Reduction(pending, self.errors[index] if self.errors else None, weight > 0)
 
     def arrived(self, index: int, mean: torch.Tensor) -> Reduction:
         """A reduction that is complete already: one taken from a checkpoint."""
         device = self.engine.blocks[index].shards[0].device
-        return Reduction(Pending(self.replica, "", None, mean.to(device)), None, index)
+        return Reduction(Pending(self.replica, "", None, mean.to(device)))
 
     def step(self, index: int, mean: torch.Tensor, since: Round) -> torch.Tensor:
         """The block's next anchor, from the mean pseudo-gradient over the local steps `since`."""

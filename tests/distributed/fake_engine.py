@@ -13,7 +13,6 @@ import math
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -191,7 +190,7 @@ def replay(scenario: Scenario) -> Trace:
     else:
         oracle = kinds.get(scenario.sync.schedule.kind, Oracle)(*common)
     oracle.run()
-    nothing = [np.full_like(block, np.nan) for block in start]
+    nothing = [[np.full_like(block, np.nan) for block in start]] * scenario.replicas
     forwards = [[np.stack(block) for block in zip(*step, strict=True)] for step in _in_step(oracle.seen, nothing)]
     synchronous = list(range(1, min(oracle.warmup, scenario.steps) + 1))
     counts = (oracle.count, oracle.anomalies, oracle.rollbacks)
@@ -219,9 +218,8 @@ def _trace(scenario: Scenario, answers: Sequence[Answer]) -> Trace:
         assert answer.synchronous_steps == first.synchronous_steps, f"ranks 0 and {rank} average gradients differently"
         assert [run for _, run in answer.agreed] == [run for _, run in first.agreed], f"ranks 0 and {rank} do not agree"
         assert answer.says_synchronised[-1], f"rank {rank} does not know that the run is over"
-    nothing = [[np.full_like(tensor, np.nan) for tensor in block] for block in first.final]
-    steps = _in_step([answer.forwards for answer in answers], nothing)
-    forwards = [_assemble(scenario, shards) for shards in steps]
+    nothing = [[[np.full_like(tensor, np.nan) for tensor in block] for block in answer.final] for answer in answers]
+    forwards = [_assemble(scenario, shards) for shards in _in_step([answer.forwards for answer in answers], nothing)]
     final = _assemble(scenario, [answer.final for answer in answers])
     sent = sum(answer.bytes_sent for answer in answers)
     agreed = [answer.agreed for answer in answers[:: scenario.shard]]
@@ -229,9 +227,10 @@ def _trace(scenario: Scenario, answers: Sequence[Answer]) -> Trace:
     return Trace(forwards, final, first.synchronous_steps, first.counts, agreed, says, sent)
 
 
-def _in_step(seen: Sequence[list], nothing: Any) -> list[tuple]:
-    """By step instead of by replica or rank; `nothing` where one has done fewer steps than another."""
-    return list(zip_longest(*seen, fillvalue=nothing))
+def _in_step(seen: Sequence[list], nothing: Sequence[Any]) -> list[list]:
+    """By step instead of by replica or rank; for one that has done fewer steps than another, its `nothing`."""
+    steps = max(len(one) for one in seen)
+    return [[one[i] if i < len(one) else none for one, none in zip(seen, nothing, strict=True)] for i in range(steps)]
 
 
 def _assemble(scenario: Scenario, by_rank: Sequence[Shards]) -> list[np.ndarray]:

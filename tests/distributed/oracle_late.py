@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from tests.distributed.oracle import Oracle
@@ -22,8 +24,9 @@ class StaleOracle(Oracle):
         if self.sync.schedule.rounds == 0:
             self.use(-1, 1.0)
         elif len(self.sent) > 1:
-            ratio = sum(self.sent_lrs[-2]) / sum(self.sent_lrs[-1])
-            self.use(-2, max(1.0, ratio) if self.sync.schedule.gap_penalty else 1.0)
+            then, now = sum(self.sent_lrs[-2]), sum(self.sent_lrs[-1])
+            has_gap = self.sync.schedule.gap_penalty and now > 0  # there is none to a round without a learning rate
+            self.use(-2, max(1.0, then / now) if has_gap else 1.0)
         for block in self.blocks:
             self.restart(block)
         self.lrs = [[] for _ in self.replicas]
@@ -53,15 +56,9 @@ class OverlappedOracle(Oracle):
         else:
             bounds = [blocks * (part + 1) // parts for part in range(parts)]
             self.fragment_of = [sum(block >= bound for bound in bounds) for block in self.blocks]
-        starts = [self.warmup, *self.ends[:-1]]
-        self.turns = [
-            [
-                s
-                for start, end in zip(starts, self.ends, strict=True)
-                if (s := self._turn(start, end, part)) <= self.last
-            ]
-            for part in range(parts)
-        ]
+        rounds = list(pairwise([self.warmup, *self.ends]))
+        turns = [[self._turn(start, end, part) for start, end in rounds] for part in range(parts)]
+        self.turns = [[turn for turn in of_part if turn <= self.last] for of_part in turns]
         self.means: dict[int, np.ndarray] = {}  # by block, of the newest turn
 
     @property

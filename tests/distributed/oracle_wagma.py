@@ -14,7 +14,6 @@ import numpy as np
 import torch.distributed as dist
 
 from tests.distributed.fake_engine import Scenario
-from tests.distributed.trace import Trace
 
 if TYPE_CHECKING:
     from llmtrain.sync.group_worker import GroupWorker
@@ -92,6 +91,26 @@ def exchanges(iteration: int, size: int, replicas: int) -> list[list[int]]:
     return sorted(map(list, {tuple(sorted(group)) for group in met}))
 
 
+@dataclass
+class History:
+    """The models of a run, and how often all replicas averaged."""
+
+    states: list[Blocks]
+    """After every step."""
+    final: Blocks
+    """After `finish`."""
+    count: int
+    bytes_sent: float = 0.0
+
+    def assert_close(self, other: History, tolerance: float = 1e-12) -> None:
+        """No element differs by more than that; 0: to the last bit."""
+        both = zip([*self.states, self.final], [*other.states, other.final], strict=True)
+        for step, (ours, theirs) in enumerate(both, start=1):
+            for block, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+                np.testing.assert_allclose(a, b, rtol=0, atol=tolerance, err_msg=f"step {step}, block {block}")
+        assert self.count == other.count
+
+
 @dataclass(frozen=True)
 class Case:
     """A run, and who is late in it."""
@@ -149,7 +168,7 @@ def ends_of_rounds(scenario: Scenario) -> list[int]:
     return ends
 
 
-def replay(case: Case) -> tuple[Trace, WagmaOracle]:
+def replay(case: Case) -> tuple[History, WagmaOracle]:
     """The run by the oracle."""
     scenario, blocks = case.scenario, range(len(case.scenario.shapes))
     oracle = WagmaOracle(
@@ -174,7 +193,7 @@ def replay(case: Case) -> tuple[Trace, WagmaOracle]:
             oracle.step(updates)
         states.append([theta.copy() for theta in oracle.theta])
     oracle.finish()
-    return Trace(states, oracle.theta, [], (oracle.count, 0, 0)), oracle
+    return History(states, oracle.theta, oracle.count), oracle
 
 
 class Planned:

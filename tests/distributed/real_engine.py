@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -57,7 +59,7 @@ class Outcome:
     """What one rank saw."""
 
     losses: list[float]
-    """Mean over all ranks, of each step."""
+    """Mean over all ranks, of each step in which somebody computed a gradient."""
     norms: list[float]
     weights: dict[str, torch.Tensor]
     """This rank's shards after `finish`, by parameter."""
@@ -71,13 +73,16 @@ def mesh_of(replicas: int, shard: int) -> Mesh:
     return build_mesh(world, torch.device("cpu"), replicas, shard, "auto", timedelta(seconds=60))
 
 
-def build_case(case: Case, mesh: Mesh) -> tuple[Fsdp2Engine, Method]:
+def build_case(case: Case, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> tuple[Fsdp2Engine, Method]:
     """Engine and method of a case."""
     model = build(model_config(case.model, VOCABULARY), loss_chunk=11)
     rates = LearningRates(case.optim["lr"], case.steps, ScheduleSection(kind="constant"))
     engine = Fsdp2Engine(model, mesh, ParallelSection(**case.parallel), OptimSection(**case.optim), seed=3)
     store = meeting_store() if case.sync.schedule.kind == "wait_avoiding" else None
-    return engine, build_method(case.sync, engine, mesh.replica, mesh.shard, rates, seed=3, store=store)
+    method = build_method(
+        case.sync, engine, mesh.replica, mesh.shard, rates, seed=3, store=store, clock=clock, timeout_seconds=60
+    )
+    return engine, method
 
 
 def micro_batches(case: Case, mesh: Mesh, step: int) -> list[torch.Tensor]:
@@ -97,8 +102,8 @@ def train(cases: list[Case]) -> list[Outcome]:
 
 def _train(case: Case) -> Outcome:
     mesh = mesh_of(case.replicas, case.shard)
-    engine, method = build_case(case, mesh)
     losses, norms = [], []
+    engine, method = build_case(case, mesh, clock=lambda: step)  # a second a step
     for step in range(1, case.steps + 1):
         batches = micro_batches(case, mesh, step)
         plan = method.begin_step(step, case.optim["lr"])
@@ -107,8 +112,11 @@ def _train(case: Case) -> Outcome:
             loss = engine.forward_backward(batches)
             norms.append(float(engine.step(plan.lr)))
         method.end_step(step)
-        tokens = sum(batch.shape[0] for batch in batches) * LENGTH * mesh.world.size
-        losses.append(float(mesh.everyone.all_reduce(loss.double()).wait()) / tokens)
+        tokens = sum(batch.shape[0] for batch in batches) * LENGTH * plan.computes_gradient
+        totals = torch.tensor([float(loss), tokens], dtype=torch.float64)
+        loss, tokens = mesh.everyone.all_reduce(totals).wait().tolist()
+        if tokens:
+            losses.append(loss / tokens)
     method.finish()
     # Not the whole weights: DTensor caches the groups of earlier meshes, which the pool has destroyed.
     shards = {n: t.clone() for b in engine.blocks for n, t in zip(b.parameter_names, b.shards, strict=True)}

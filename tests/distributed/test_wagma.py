@@ -21,9 +21,8 @@ from llmtrain.parallel.comms import Comms
 from llmtrain.sync import build
 from llmtrain.sync.method import Method
 from tests.distributed.fake_engine import SHAPES, FakeEngine, Scenario, Shards, choices, meeting_store, simulate
-from tests.distributed.oracle_wagma import Case, Lateness, Planned, ends_of_rounds, exchanges, replay
+from tests.distributed.oracle_wagma import Case, History, Lateness, Planned, ends_of_rounds, exchanges, replay
 from tests.distributed.pool import RankPool
-from tests.distributed.trace import Trace, assert_close, assert_same_bits, assert_same_run
 
 MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1")]
 
@@ -46,7 +45,7 @@ class Answer:
     behind: list[int] = field(default_factory=list)
     """After every step: how many iterations old its message in the last group average was."""
     late: int = 0
-    counts: tuple[int, int, int] = (0, 0, 0)
+    count: int = 0
     bytes_sent: float = 0.0
     threads_left: list[str] = field(default_factory=list)
     keys_left: int = 0
@@ -132,20 +131,20 @@ def _finish(engine: FakeEngine, method: Method, answer: Answer) -> None:
     method.finish()
     report = method.report()
     answer.final = [engine.computed[block.name] for block in engine.blocks]
-    answer.late, answer.counts = report.late, (report.count, report.anomalies, report.rollbacks)
+    answer.late, answer.count = report.late, report.count
     if method.schedule.worker is not None:
         answer.forgotten = getattr(method.schedule.worker.activation, "forgotten", [])
 
 
-def run(ranks: RankPool, case: Case) -> tuple[Trace, list[Answer]]:
-    """All ranks' run; in the trace, `forwards` are the models after each step."""
+def run(ranks: RankPool, case: Case) -> tuple[History, list[Answer]]:
+    """All ranks' run; what they held, and what each saw."""
     scenario = case.scenario
     answers = ranks.run(_train, case, world_size=scenario.replicas * scenario.shard, timeout=40)
-    assert all(answer.counts == answers[0].counts for answer in answers)
+    assert len({answer.count for answer in answers}) == 1
     states = [_whole(scenario, shards) for shards in zip(*(answer.states for answer in answers), strict=True)]
     final = _whole(scenario, [answer.final for answer in answers])
     sent = sum(answer.bytes_sent for answer in answers)
-    return Trace(states, final, [], answers[0].counts, sent), answers
+    return History(states, final, answers[0].count, sent), answers
 
 
 def _whole(scenario: Scenario, by_rank: list[Shards]) -> list[np.ndarray]:
@@ -161,13 +160,14 @@ def _whole(scenario: Scenario, by_rank: list[Shards]) -> list[np.ndarray]:
     return blocks
 
 
-def check(ranks: RankPool, case: Case) -> tuple[Trace, list[Answer]]:
+def check(ranks: RankPool, case: Case) -> tuple[History, list[Answer]]:
     """Every replica's model after every step, and who counted itself late. Without a plan, whoever was late is what the
     oracle goes by."""
     got, answers = run(ranks, case)
     if case.late is None:
         case = replace(case, late=_lateness(case, answers))
-    assert_same_run(got, replay(case)[0])
+    got.assert_close(replay(case)[0])
+    assert all((block == block[0]).all() for block in got.final), "finish() left replicas that differ"
     assert_groups_agree(case, got)
     for rank, answer in enumerate(answers):
         expected = [case.behind(iteration, rank // case.scenario.shard) for iteration in range(case.iterations)]
@@ -186,10 +186,10 @@ def _lateness(case: Case, answers: list[Answer]) -> Lateness:
     return {at: behind for at, behind in by_step.items() if behind}
 
 
-def assert_groups_agree(case: Case, got: Trace) -> None:
+def assert_groups_agree(case: Case, got: History) -> None:
     """To the last bit: all replicas after a round, and within a group those that were on time."""
     replicas, ends = case.scenario.replicas, ends_of_rounds(case.scenario)
-    for iteration, state in enumerate(got.forwards[case.warmup :]):
+    for iteration, state in enumerate(got.states[case.warmup :]):
         groups = exchanges(iteration, case.scenario.sync.group.size, replicas)
         for group in [list(range(replicas))] if iteration in ends else groups:
             equal = [member for member in group if not case.behind(iteration, member)]
@@ -284,7 +284,7 @@ def test_a_resumed_run_is_the_run_left_alone(ranks: RankPool, resume_after: int,
     """To the last bit, also right after a step that was late; 5 is the last step of a round."""
     alone = Case(Scenario(wagma(), replicas, shard, steps=12), {(2, 1): 1, (6, 1): 1, (7, 1): 2, (10, 1): 1})
     resumed = replace(alone, scenario=replace(alone.scenario, resume_after=resume_after))
-    assert_same_bits(check(ranks, resumed)[0], check(ranks, alone)[0])
+    check(ranks, resumed)[0].assert_close(check(ranks, alone)[0], tolerance=0)
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
@@ -292,8 +292,8 @@ def test_a_group_of_all_that_are_on_time_is_averaging_every_step(ranks: RankPool
     groups = Case(Scenario(wagma(size=replicas), replicas, shard, steps=12))
     got = check(ranks, groups)[0]
     expected = simulate(ranks, Scenario(choices("local_sgd", every=1), replicas, shard, steps=12))
-    after_steps = Trace(expected.forwards[1:], expected.final, [], expected.counts)
-    assert_close(Trace(got.forwards[:-1], got.final, [], got.counts), after_steps)
+    after_steps = History([*expected.forwards[1:], expected.final], expected.final, got.count)
+    got.assert_close(after_steps)
 
 
 def test_one_replica_is_training_alone() -> None:
@@ -319,7 +319,7 @@ def test_rounded_on_the_wire(ranks: RankPool, kind: str, unit: float, replicas: 
     assert_groups_agree(case, got)
     assert all((block == block[0]).all() for block in got.final)
     expected, oracle = replay(case)
-    for step, (ours, theirs) in enumerate(zip(got.forwards, expected.forwards, strict=True), start=1):
+    for step, (ours, theirs) in enumerate(zip(got.states, expected.states, strict=True), start=1):
         error = max(np.abs(a - b).max() for a, b in zip(ours, theirs, strict=True))
         assert 0 < error < 1.1 * step * 2 * unit * oracle.farthest
 

@@ -56,6 +56,18 @@ def test_traffic_by_hand() -> None:
     assert "as in the first 40 steps" in shown(QUICKSTART, *mesh, "sync.warmup_steps=40")
 
 
+def test_traffic_of_wires_groups_and_seconds_by_hand() -> None:
+    mesh = ["parallel.replicas=4", "parallel.shard=1", "sync.warmup_steps=0", "train.steps=300"]
+    parameters = int(row(shown(QUICKSTART), "parameters")[0].strip(",").replace(",", ""))
+    int4 = 2 * 3 / 4 * (0.5 + 4 / 128) * parameters
+    assert f"{int4 / 1e6:.1f} MB from each of 4 replicas a round" in shown(QUICKSTART, *mesh, "sync.wire=int4")
+    text = shown(QUICKSTART, *mesh, "sync.method=wagma", "sync.period.every=10")
+    in_group, of_all = (2 * (n - 1) / n * 4 * parameters for n in (2, 4))
+    assert f"{in_group / 1e6:.1f} MB of it in a step among 2" in text
+    assert f": {(9 * in_group + of_all) / 10 / 1e6:.1f} MB a step" in text
+    assert "a round in 600 s" in shown(QUICKSTART, *mesh, "sync.method=a_edit")
+
+
 def test_traffic_without_rounds_or_replicas() -> None:
     assert "gradients in every step" in shown(QUICKSTART, "sync.method=synchronous")
     assert "none between replicas" in shown(QUICKSTART, "parallel.replicas=1", "parallel.shard=4")

@@ -1,0 +1,372 @@
+"""What does a slow replica cost the others, under the methods that wait for it and those that do not?
+
+    python benchmarks/stragglers.py                                   # no data, no GPU; about six minutes
+    python benchmarks/stragglers.py --turns 1 --slow 4 --step-ms 50
+
+Four processes on this machine run the real methods over a stand-in for a model: a step is a sleep and an update drawn
+beforehand, so that a step takes what it is told to, however few cores there are. One replica is slow, or in each step
+another one, drawn from a common seed. Speeds are those of whole rounds after the first one, and relative to the same
+steps of the same stand-in with no method at all ("alone"), measured in the same turn. With `--write` the table goes to
+benchmarks/results/stragglers/.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from table import RESULTS, Row, markdown, parser, show, write_page
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from llmtrain.config import SyncSection
+    from llmtrain.parallel.comms import Comms
+
+ROUND = 32
+BLOCKS = 4
+TIMEOUT = timedelta(seconds=120)
+COLUMNS = (
+    "slow replica",
+    "method",
+    "fast, steps/s",
+    "slow, steps/s",
+    "all, of the sum alone",
+    "min to max",
+    "fast between global averages, of alone",
+    "min to max",
+    "late",
+)
+NOTES = """\
+Medians over the turns. *Fast* and *slow* are steps a second of one such replica (*fast*: the median of them; where
+another one is slow in every step, all count as fast). *All, of the sum alone*: steps a second of all replicas over the sum
+of what they do alone. *Between global averages*: WAGMA's steps but the one in which all replicas wait for each other, which
+is what a slow replica costs by design and is in the column before. *Late*: share of group averages for which a replica
+was late, over all replicas. `synchronous` averages a gradient of the model's size in every step; `edit` and `a_edit` are
+the presets without warm-up, with rounds of 32 steps and of the time that a fast replica takes for 32."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Which replica takes `factor` times a step's time: one, in each step another one, or none."""
+
+    factor: float = 1.0
+    slow: int | None = None
+
+    @property
+    def name(self) -> str:
+        if self.factor == 1:
+            return "none"
+        return f"one, {self.factor:g}x" if self.slow is not None else f"random, {self.factor:g}x"
+
+    def steps_worth(self, replica: int, step: int, replicas: int) -> float:
+        """How long the replica takes for this step, in steps of a fast one."""
+        slow = self.slow if self.slow is not None else random.Random(f"slow in {step}").randrange(replicas)
+        return self.factor if replica == slow else 1.0
+
+    def is_fast(self, replica: int) -> bool:
+        """Whether it is as fast as all, or almost all."""
+        return self.factor == 1 or replica != self.slow
+
+    def slowest(self, steps: int, replicas: int) -> float:
+        """Mean over the first `steps` steps of the slowest replica's time, in steps of a fast one."""
+        return max(sum(self.steps_worth(n, i, replicas) for i in range(1, steps + 1)) for n in range(replicas)) / steps
+
+
+class StandIn:
+    """What methods see of an engine. Its forward calls hooks and sleeps, its update was drawn beforehand."""
+
+    def __init__(self, replica: Comms, values: int, seconds: Callable[[int], float]):
+        import torch
+
+        from llmtrain.parallel.engine import Block
+
+        drawn = torch.Generator().manual_seed(replica.rank)
+        self.replica, self.seconds = replica, seconds
+        self.blocks = [Block(f"block {i}", [torch.zeros(values)]) for i in range(BLOCKS)]
+        self.average_gradients = False
+        self._updates = [torch.randn(values, generator=drawn) for _ in range(8)]
+        self._hooks: list[Callable[[int], None]] = []
+
+    def before_block(self, hook: Callable[[int], None]) -> None:
+        """Called by the method, for every forward."""
+        self._hooks.append(hook)
+
+    def publish(self, block: object) -> None:
+        """Nothing follows: forward computes nothing."""
+
+    def step(self, step: int, lr: float) -> None:
+        """One step of this replica, and the average of its gradients while the method wants it."""
+        for index in range(len(self.blocks)):
+            for hook in self._hooks:
+                hook(index)
+            time.sleep(self.seconds(step) / len(self.blocks))
+        updates = [self._updates[(step + index) % 8] for index in range(len(self.blocks))]
+        if self.average_gradients:
+            sums = [self.replica.all_reduce(update / self.replica.size) for update in updates]
+            updates = [pending.wait() for pending in sums]
+        for block, update in zip(self.blocks, updates, strict=True):
+            block.shards[0].add_(update, alpha=lr)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one replica did in the rounds that were measured."""
+
+    steps: float = 0.0
+    seconds: float = 0.0
+    worth: float = 0.0
+    """Of these steps, in steps of a fast replica."""
+    between_steps: float = 0.0
+    """The same without the last step of every round."""
+    between_seconds: float = 0.0
+    between_worth: float = 0.0
+    late: float = 0.0
+    """Share of all steps."""
+
+
+def speed(ends: list[float], marks: list[int], worth: Callable[[int], float], late: float = 0.0) -> Speed:
+    """From the times at which steps ended (`ends[0]`: the start) and the steps at which rounds ended."""
+    rounds = list(itertools.pairwise(marks))
+    return Speed(
+        steps=marks[-1] - marks[0],
+        seconds=ends[marks[-1]] - ends[marks[0]],
+        worth=sum(worth(step) for step in range(marks[0] + 1, marks[-1] + 1)),
+        between_steps=sum(b - 1 - a for a, b in rounds),
+        between_seconds=sum(ends[b - 1] - ends[a] for a, b in rounds),
+        between_worth=sum(worth(step) for a, b in rounds for step in range(a + 1, b)),
+        late=late / marks[-1],
+    )
+
+
+def choices(step_seconds: float) -> dict[str, SyncSection]:
+    """The methods by the table's names: presets without warm-up, with short rounds."""
+    from llmtrain.config import SyncSection
+    from llmtrain.sync.methods import METHODS
+
+    def section(method: str, **changes: object) -> SyncSection:
+        return SyncSection.model_validate({"method": method, **METHODS[method].PRESET, **changes})
+
+    def steps(every: int) -> dict[str, object]:
+        return {"kind": "steps", "every": every}
+
+    # No minimum of steps: with a slow replica a round this short would have too few for the preset's.
+    seconds = {"kind": "seconds", "every": ROUND * step_seconds, "min_steps": 0}
+    return {
+        "synchronous": section("synchronous"),
+        "edit": section("edit", warmup_steps=0, period=steps(ROUND)),
+        "a_edit": section("a_edit", warmup_steps=0, period=seconds),
+        "wagma, H = 10": section("wagma", period=steps(10)),
+        "wagma, H = 50": section("wagma", period=steps(50)),
+    }
+
+
+def measure(
+    sync: SyncSection,
+    scenario: Scenario,
+    replica: Comms,
+    store: dist.Store,
+    step_seconds: float,
+    total: float,
+    values: int,
+) -> Speed:
+    """This replica's speed under a method, in whole rounds of `total` seconds together, and at least two. A collective."""
+    import torch
+
+    from llmtrain.config import ScheduleSection
+    from llmtrain.lr import LearningRates
+    from llmtrain.parallel.comms import Comms
+    from llmtrain.sync.build import build_method
+
+    def worth(step: int) -> float:
+        return scenario.steps_worth(replica.rank, step, replica.size)
+
+    endless = LearningRates(1e-3, 10**9, ScheduleSection(kind="constant"))
+    engine = StandIn(replica, values, lambda step: step_seconds * worth(step))
+    shard = Comms(None, axis="shard")
+    method = build_method(
+        sync, engine, replica, shard, endless, seed=0, store=store, timeout_seconds=TIMEOUT.total_seconds()
+    )
+    timed = sync.period.kind == "seconds"
+    length = getattr(sync.period, "every", ROUND)
+    round_seconds = length if timed else length * step_seconds * scenario.slowest(length, replica.size)
+    rounds = max(2, math.ceil(total / round_seconds))
+    replica.all_gather(torch.zeros(1), "starting together")
+    step, ends, marks = 0, [time.perf_counter()], []
+    while len(marks) <= rounds:
+        step += 1
+        plan = method.begin_step(step, endless.at(step))
+        engine.step(step, plan.lr)
+        method.end_step(step)
+        ends.append(time.perf_counter())
+        agreed = method.agreed_step(step)
+        if agreed is not None and (timed or step % length == 0):
+            marks.append(step)
+    method.finish()
+    method.close()
+    return speed(ends, marks, worth, method.report().late)
+
+
+def alone(scenario: Scenario, replica: Comms, step_seconds: float, total: float, values: int) -> float:
+    """Seconds that this replica needs for a fast replica's step with no method at all; they all measure at once."""
+    import torch
+
+    def worth(step: int) -> float:
+        return scenario.steps_worth(replica.rank, step, replica.size)
+
+    engine = StandIn(replica, values, lambda step: step_seconds * worth(step))
+    replica.all_gather(torch.zeros(1), "starting together")
+    started, step, done = time.perf_counter(), 0, 0.0
+    while time.perf_counter() - started < total:
+        step += 1
+        engine.step(step, 1e-3)
+        done += worth(step)
+    return (time.perf_counter() - started) / done
+
+
+def scenarios(factors: list[float], replicas: int) -> list[Scenario]:
+    """Nobody slow, the last replica slow, and in each step another one by the largest factor."""
+    return [Scenario(), *(Scenario(factor, replicas - 1) for factor in factors), Scenario(max(factors))]
+
+
+def rank_main(
+    rank: int,
+    replicas: int,
+    port: int,
+    step_seconds: float,
+    total: float,
+    turns: int,
+    factors: list[float],
+    values: int,
+) -> None:
+    """One replica's process: everything in turn. The first one leaves all that was measured in the store."""
+    import torch
+    import torch.distributed as dist
+
+    from llmtrain.parallel.comms import Comms
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    methods = choices(step_seconds)
+    results = []
+    for turn in range(turns):
+        for scenario in scenarios(factors, replicas):
+            baseline: list[float] = []
+            for method in (None, *methods):
+                # A group for each, because a group's threads go on waking up until it is destroyed.
+                own = dist.PrefixStore(f"{turn} {scenario.name} {method}", store)
+                meeting = dist.PrefixStore("meeting", own)
+                dist.init_process_group("gloo", store=meeting, rank=rank, world_size=replicas, timeout=TIMEOUT)
+                replica = Comms(dist.group.WORLD)
+                if method is None:
+                    row = [alone(scenario, replica, step_seconds, total, values)]
+                else:
+                    measured = measure(methods[method], scenario, replica, own, step_seconds, total, values)
+                    row = list(asdict(measured).values())
+                gathered = replica.all_gather(torch.tensor(row, dtype=torch.float64)).tolist()
+                del replica
+                dist.destroy_process_group()
+                gc.collect()
+                if method is None:
+                    baseline = [seconds for (seconds,) in gathered]
+                else:
+                    results.append(
+                        {"scenario": asdict(scenario), "method": method, "alone": baseline, "rows": gathered}
+                    )
+                if rank == 0:
+                    print(
+                        f"\rturn {turn + 1} of {turns}: {scenario.name}, {method or 'alone'}\033[K",
+                        end="",
+                        file=sys.stderr,
+                    )
+    if rank == 0:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+        store.set("results", json.dumps(results))
+
+
+def shares(scenario: Scenario, baseline: list[float], speeds: list[Speed]) -> dict[str, float]:
+    """One measurement's numbers of the table, by what they are."""
+    rates = [one.steps / one.seconds for one in speeds]
+    rates_alone = [one.steps / (one.worth * unit) for one, unit in zip(speeds, baseline, strict=True)]
+    fast = [replica for replica in range(len(speeds)) if scenario.is_fast(replica)]
+    slow = [replica for replica in range(len(speeds)) if replica not in fast]
+    between = [baseline[n] * speeds[n].between_worth / speeds[n].between_seconds for n in fast]
+    return {
+        "fast": statistics.median(rates[n] for n in fast),
+        "slow": statistics.median(rates[n] for n in slow) if slow else math.nan,
+        "all": sum(rates) / sum(rates_alone),
+        "between": statistics.median(between),
+        "late": statistics.mean(one.late for one in speeds),
+    }
+
+
+def rows_of(results: list[dict]) -> list[Row]:
+    """The table: medians over the turns, and their spread."""
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for one in results:
+        scenario = Scenario(**one["scenario"])
+        speeds = [Speed(*row) for row in one["rows"]]
+        found.setdefault((scenario.name, one["method"]), []).append(shares(scenario, one["alone"], speeds))
+
+    rows = []
+    for (name, method), turns in found.items():
+        middle = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+        spread = {key: " to ".join(f"{100 * end(t[key] for t in turns):.1f}" for end in (min, max)) for key in middle}
+        has_groups = method.startswith("wagma")
+        rows.append(
+            (
+                name,
+                method,
+                f"{middle['fast']:.1f}",
+                "" if math.isnan(middle["slow"]) else f"{middle['slow']:.1f}",
+                f"{100 * middle['all']:.1f} %",
+                spread["all"],
+                f"{100 * middle['between']:.1f} %" if has_groups else "",
+                spread["between"] if has_groups else "",
+                f"{100 * middle['late']:.0f} %" if has_groups else "",
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    """Start the replicas, print what they measured."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--replicas", type=int, default=4, help="a power of two")
+    arguments.add_argument("--step-ms", type=float, default=20, help="a fast replica's step")
+    arguments.add_argument(
+        "--slow", type=float, nargs="+", default=[3, 5], help="how many times as long a slow one's takes"
+    )
+    arguments.add_argument("--values", type=int, default=20_000, help=f"of each of the stand-in's {BLOCKS} blocks")
+    arguments.add_argument("--seconds", type=float, default=3, help="of each measurement, or two rounds")
+    arguments.add_argument("--turns", type=int, default=3)
+    options = arguments.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+    import torch.distributed as dist
+    import torch.multiprocessing as multiprocessing
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    numbers = (options.step_ms / 1000, options.seconds, options.turns, options.slow, options.values)
+    multiprocessing.spawn(rank_main, (options.replicas, store.port, *numbers), nprocs=options.replicas)
+    rows = rows_of(json.loads(store.get("results")))
+    title = f"{options.replicas} replicas, {options.step_ms:g} ms a step, medians of {options.turns} turns"
+    show(title, COLUMNS, rows, words=2)
+    if options.write:
+        table = markdown(COLUMNS, rows, words=2)
+        write_page(RESULTS / "stragglers", "What a slow replica costs", [f"{title}.", table, NOTES])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What the benchmarks share: one table for the terminal and for a page, what it takes to repeat it, and small runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("torch", "transformers")
+COMMON = (
+    "data.tokenizer=train:4096",
+    "train.tokens=null",
+    "train.steps=300",
+    "train.sequence_length=128",
+    "train.global_batch=32",
+    "train.micro_batch=8",
+    "schedule.warmup_steps=30",
+    "parallel.precision=fp32",
+    "parallel.replicas=4",
+    "parallel.shard=1",
+    "checkpoint.every=null",
+    "log.every=10",
+    "log.tensorboard=false",
+    "eval.every=50",
+    "eval.tokens=100_000",
+    "eval.sample_prompt=null",
+)
+"""A recipe for GPUs becomes one for a few minutes on two cores."""
+WARMUP, EVERY = 50, 20
+"""Synchronous steps and local steps in a round, for the methods that have such."""
+
+Row = tuple[str, ...]
+
+
+def parser(description: str) -> ArgumentParser:
+    """With the module's docstring as it is written, and `--write`."""
+    made = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    made.add_argument("--write", action="store_true", help="also write to benchmarks/results/")
+    return made
+
+
+def add_run_options(to: ArgumentParser) -> None:
+    """Which text small runs train on, and other keys for all of them."""
+    to.add_argument("--source", help="data.source: a file or folder of text, TinyStories' train.txt for example")
+    to.add_argument("--validation", help="data.validation: another one; without, held-out documents of --source")
+    to.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="for all runs, laid over the rest")
+
+
+def run_overrides(options: Namespace) -> list[str]:
+    """What all runs of a benchmark have in common, the given text included."""
+    data = [f"data.source={_relative(options.source)}"] if options.source else []
+    if options.source or options.validation:
+        data.append(f"data.validation={_relative(options.validation) if options.validation else 'null'}")
+    return [*COMMON, *data]
+
+
+def train(recipe: str, overrides: Sequence[str]) -> Path:
+    """The run directory of a recipe, trained now if it is not complete."""
+    from llmtrain.recipe import load_recipe
+
+    run = load_recipe(ROOT / recipe, overrides).run
+    subprocess.run(["bash", "launch/train.sh", recipe, *overrides], cwd=ROOT, check=True)
+    return ROOT / run.out_dir / run.name
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    """A finished run's summary.json."""
+    return json.loads((run / "summary.json").read_text())
+
+
+def metrics_of(run: Path, tag: str) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl that have `tag`."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line.get(tag) is not None]
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Row], words: int = 1) -> None:
+    """Print one table; the first `words` columns are words, the others numbers."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < words else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=150).print(table)
+
+
+def lowest_in_bold(rows: Sequence[Row], column: int) -> list[Row]:
+    """Rows in which the lowest number of a column is bold, for Markdown."""
+    lowest = min((float(row[column]) for row in rows), default=math.nan)
+    return [
+        tuple(f"**{cell}**" if i == column and float(cell) == lowest else cell for i, cell in enumerate(row))
+        for row in rows
+    ]
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Row], words: int = 1) -> str:
+    """The same table in Markdown."""
+    sides = ["---" if index < words else "---:" for index in range(len(columns))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, sides, *rows))
+
+
+def provenance() -> str:
+    """What was run, at which commit, with which versions, on what: one line of a page."""
+    command = " ".join(["python", _relative(sys.argv[0]), *map(_portable, sys.argv[1:])])
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    versions = [f"Python {platform.python_version()}"]
+    versions += [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    commit = described.stdout.strip() or "unknown"
+    return f"`{command}`, commit {commit}, {', '.join(versions)}, {cores} cores, {platform.machine()}"
+
+
+def write_page(folder: Path, title: str, paragraphs: Sequence[str]) -> None:
+    """README.md of a new results folder, in the place of the one before."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text("\n\n".join([f"# {title}", provenance(), *paragraphs]) + "\n")
+
+
+def keep(run: Path, folder: Path) -> None:
+    """Copy what a run's numbers can be checked against."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "recipe.yaml", "summary.json"):
+        shutil.copy(run / name, folder / name)
+
+
+def _portable(word: str) -> str:
+    key, sign, value = word.rpartition("=")
+    return f"{key}{sign}{_relative(value)}" if Path(value).is_absolute() else word
+
+
+def _relative(text: str) -> str:
+    """A file or folder as seen from the repository, where runs start: pages name no folder of this machine."""
+    return os.path.relpath(text, ROOT) if os.path.exists(text) else text

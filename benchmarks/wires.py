@@ -1,0 +1,122 @@
+"""What do rounded messages cost in loss, and what do they save in bytes?
+
+    python benchmarks/wires.py --source train.txt --validation valid.txt      # TinyStories' files, or any text
+    python benchmarks/wires.py                                                # TinyStories from the hub
+
+Trains the DiLoCo run of benchmarks/methods.py once with each wire format, 2 to 3 minutes each on two cores, and prints
+one table; the run in fp32 is the very same one, so it is not made twice. A run that is complete is not made again.
+With `--write` the table and each run's metrics go to benchmarks/results/wires/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from methods import own_overrides, recipe_of
+from table import (
+    RESULTS,
+    ROOT,
+    Row,
+    add_run_options,
+    keep,
+    lowest_in_bold,
+    markdown,
+    metrics_of,
+    parser,
+    run_overrides,
+    show,
+    summary_of,
+    train,
+    write_page,
+)
+
+METHOD = "diloco"
+WIRES = {
+    "fp32": [],
+    "bf16": ["sync.wire.kind=bf16"],
+    "int8": ["sync.wire.kind=int8"],
+    "int4": ["sync.wire.kind=int4"],
+    "int4+feedback": ["sync.wire.kind=int4", "sync.wire.feedback=true"],
+}
+"""What each adds to the recipe."""
+BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 128, "int4": 1 / 2 + 4 / 128}
+"""Of one value, its share of a block's scale included."""
+COLUMNS = ("wire", "validation loss", "difference to fp32", "bytes per round and rank", "theory", "off by", "rounds")
+LOSS = COLUMNS.index("validation loss")
+NOTES = """\
+`recipes/diloco_gpt_neo_8m.yaml` with the changes of `benchmarks/methods.py` (4 replicas, 300 steps, rounds of 20 after 50
+synchronous steps) and each wire. Bytes are what one rank sends in a round, counted where they are sent, without the
+synchronous steps; theory is 2 (N-1)/N x parameters x (4, 2, 1 + 4/128 or 1/2 + 4/128). What the count has beyond it is
+padding to whole blocks of 128 values a rank, and 96 bytes for the meeting. One seed: differences as small as those
+of two seeds say nothing about a wire."""
+
+
+def bytes_per_round(run: Path) -> float:
+    """What a rank sent in a mean round: all after the last line without a round, which has the synchronous steps."""
+    lines = metrics_of(run, "comm/bytes_total")
+    before = [line["comm/bytes_total"] for line in lines if line["sync/count"] == 0][-1]
+    return (lines[-1]["comm/bytes_total"] - before) / lines[-1]["sync/count"] / summary_of(run)["replicas"]
+
+
+def theory(parameters: int, replicas: int, kind: str) -> float:
+    """Bytes of a ring's two passes."""
+    return 2 * (replicas - 1) / replicas * parameters * BYTES[kind]
+
+
+def parameters_of(run: Path) -> int:
+    """Of the model that a run trained."""
+    from llmtrain.model import build, count_parameters, model_config
+    from llmtrain.recipe import load_recipe
+    from llmtrain.train.run import prepare_for
+
+    with contextlib.chdir(ROOT):  # its recipe names files as seen from there
+        recipe = load_recipe(run / "recipe.yaml")
+        vocab_size = prepare_for(recipe, show_progress=False).vocab_size
+    return count_parameters(build(model_config(recipe.model, vocab_size), recipe.parallel.loss_chunk))
+
+
+def row(wire: str, run: Path, parameters: int, fp32_loss: float) -> Row:
+    """A run's line of the table."""
+    summary, sent = summary_of(run), bytes_per_round(run)
+    expected = theory(parameters, summary["replicas"], wire.partition("+")[0])
+    return (
+        wire,
+        f"{summary['final_eval_loss']:.4f}",
+        f"{100 * (summary['final_eval_loss'] / fp32_loss - 1):+.2f} %",
+        f"{sent:,.0f}",
+        f"{expected:,.0f}",
+        f"{100 * (sent / expected - 1):+.2f} %",
+        str(summary["sync_count"]),
+    )
+
+
+def write(rows: Sequence[Row], runs: Mapping[str, Path]) -> None:
+    """Table and logs, with what is needed to repeat them."""
+    folder = RESULTS / "wires"
+    write_page(folder, "DiLoCo on every wire", [markdown(COLUMNS, lowest_in_bold(rows, LOSS)), NOTES])
+    for wire, run in runs.items():
+        keep(run, folder / wire)
+
+
+def main() -> None:
+    """Train, print, write."""
+    arguments = parser(__doc__)
+    add_run_options(arguments)
+    options = arguments.parse_args()
+    runs = {}
+    for wire, changes in WIRES.items():
+        name = "_".join(["benchmark", METHOD, *(wire.split("+") if changes else [])])
+        common = [*run_overrides(options), f"run.name={name}"]
+        own = own_overrides(METHOD, common, round_seconds=0)
+        runs[wire] = train(recipe_of(METHOD), [*common, *own, *changes, *options.override])
+    parameters, fp32_loss = parameters_of(runs["fp32"]), summary_of(runs["fp32"])["final_eval_loss"]
+    rows = [row(wire, run, parameters, fp32_loss) for wire, run in runs.items()]
+    show(f"GPT-Neo 8M with DiLoCo on 4 replicas, {parameters:,} parameters", COLUMNS, rows)
+    if options.write:
+        write(rows, runs)
+
+
+if __name__ == "__main__":
+    main()

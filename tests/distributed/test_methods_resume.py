@@ -1,0 +1,122 @@
+"""A run that was saved and resumed is the run left alone, to the last bit; one that was only saved is, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmtrain.config import ScheduleSection
+from tests.distributed.fake_engine import Scenario, choices, edit, replay, simulate_all
+from tests.distributed.pool import RankPool
+from tests.distributed.trace import assert_same_bits, assert_same_run
+
+FALLING = ScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
+STEPS, WARMUP = 18, 2
+QSR = {"kind": "qsr", "base": 2, "alpha": 1.5}
+PULL = {"probability": 0.4, "strength": 0.3}
+SECONDS = {"kind": "seconds", "every": 3.0, "min_steps": 0}
+PENALTY = {"z": 1.0, "temperature": 0.3, "clip": 0.5, "step_weight": 0.3}
+BY_SUM = {"kind": "nesterov", "lr": 0.5, "momentum": 0.7, "normalise": "accumulated_lr"}
+
+
+def of(method: str, every: int | None = 4, **changes: Any) -> Any:
+    return choices(method, every, **{"warmup_steps": WARMUP, **changes})
+
+
+def streaming(steps: int = 2, wire: Any = "fp32", **changes: Any) -> Any:
+    return of("streaming_diloco", schedule={"kind": "overlapped", "steps": steps, "fragments": 3, **changes}, wire=wire)
+
+
+def feedback(kind: str) -> dict:
+    return {"kind": kind, "feedback": True}
+
+
+STEPPED = {
+    "slowmo": of("slowmo"),
+    "diloco-accumulated-qsr": of("diloco", None, period=QSR, outer=BY_SUM),
+    "post_local_sgd": of("post_local_sgd", warmup_until_lr=0.9),
+    "edit-qsr": edit(every=None, period=QSR, warmup_steps=WARMUP, penalty=PENALTY, outer=BY_SUM),
+    "palsgd": of("palsgd", pull=PULL),
+    "palsgd-layerwise": of("palsgd", pull=PULL, schedule="layerwise"),
+    "co2": of("co2"),
+    "co2-clipped-lr": of(
+        "co2", outer={"kind": "momentum", "lr": 0.8, "momentum": 0.6, "clip": 0.05, "normalise": "lr"}
+    ),
+    "co2-at-once": of("co2", schedule={"kind": "stale", "rounds": 0}),
+    "co2-qsr": of("co2", None, period=QSR),
+    "streaming": streaming(),
+    "streaming-at-once": streaming(steps=0),
+    "streaming-whole-round": streaming(steps=4, mix=0.3, pattern="sequential"),
+    "streaming-unmixed": streaming(steps=3, mix=0.0),
+    "streaming-pull": of("streaming_diloco", pull=PULL, wire="fp32", schedule={"kind": "overlapped", "steps": 2}),
+}
+ROUNDED = {
+    "diloco-bf16": of("diloco", wire="bf16"),
+    "diloco-int4-feedback": of("diloco", wire=feedback("int4")),
+    "edit-int8-feedback": edit(every=4, warmup_steps=WARMUP, penalty=PENALTY, wire=feedback("int8")),
+    "palsgd-int8-feedback": of("palsgd", pull=PULL, schedule="layerwise", wire=feedback("int8")),
+    "co2-int8": of("co2", wire="int8"),
+    "co2-int4-feedback": of("co2", wire=feedback("int4")),
+    "co2-at-once-bf16-feedback": of("co2", schedule={"kind": "stale", "rounds": 0}, wire=feedback("bf16")),
+    "streaming-int4": streaming(wire="int4"),
+    "streaming-int4-feedback": streaming(wire=feedback("int4")),
+    "streaming-whole-round-int8-feedback": streaming(steps=4, wire=feedback("int8")),
+}
+MOMENTS = {
+    "in-warm-up": 1,
+    "after-warm-up": 2,
+    "in-first-round": 3,
+    "first-round-done": 6,
+    "in-second-round": 7,
+    "under-way": 11,
+    "turn-or-armed": 14,
+    "in-last-round": 17,
+    "last-step": 18,
+    "every-step": range(1, STEPS + 1),
+    "every-third": range(2, STEPS + 1, 3),
+}
+
+
+def is_the_run_left_alone(ranks: RankPool, sync: Any, replicas: int, shard: int, **run: Any) -> None:
+    """Whenever it is saved and resumed, or only saved."""
+    run = {"steps": STEPS, "schedule": FALLING, **run}
+    alone = Scenario(sync, replicas, shard, **run)
+    resumed = [Scenario(sync, replicas, shard, **run, resume_after=moment) for moment in MOMENTS.values()]
+    saved = Scenario(sync, replicas, shard, **run, save_after=range(1, 100))
+    expected, only_saved, *runs = simulate_all(ranks, [alone, saved, *resumed])
+    if sync.wire.kind == "fp32":
+        assert_same_run(expected, replay(alone))
+    for moment, got in [("saved", only_saved), *zip(MOMENTS, runs, strict=True)]:
+        try:
+            assert_same_bits(got, expected)
+            assert got.agreed == expected.agreed
+        except AssertionError as error:
+            error.add_note(f"resumed: {moment}")
+            raise
+
+
+@pytest.mark.parametrize("sync", STEPPED.values(), ids=STEPPED.keys())
+def test_rounds_of_steps(ranks: RankPool, sync: Any) -> None:
+    is_the_run_left_alone(ranks, sync, 2, 2)
+
+
+@pytest.mark.parametrize("sync", ROUNDED.values(), ids=ROUNDED.keys())
+def test_rounded_messages(ranks: RankPool, sync: Any) -> None:
+    """What rounding has left out so far is state, wherever it is: kept, or with a message under way."""
+    is_the_run_left_alone(ranks, sync, 4, 1)
+
+
+TIMED = {
+    "layerwise": edit(every=None, period=SECONDS, penalty=PENALTY, warmup_steps=WARMUP),
+    "blocking": edit(every=None, period=SECONDS, penalty=PENALTY, warmup_steps=WARMUP, schedule="blocking"),
+    "min-steps": edit(every=None, period={**SECONDS, "min_steps": 12}, penalty=PENALTY, outer=BY_SUM),
+    "pull": of("palsgd", None, period=SECONDS, pull=PULL, schedule="layerwise"),
+    "int8-feedback": of("diloco", None, period=SECONDS, wire=feedback("int8")),
+}
+
+
+@pytest.mark.parametrize("sync", TIMED.values(), ids=TIMED.keys())
+def test_rounds_of_seconds(ranks: RankPool, sync: Any) -> None:
+    """A step of a replica's own: some resume at a meeting, others in a round, whose clocks go on where they stood."""
+    is_the_run_left_alone(ranks, sync, 2, 2, step_seconds=(0.5, 1.25), delays={(7, 1): 2.0})
