@@ -23,7 +23,7 @@ COMPOSITION_BEGIN, COMPOSITION_END = "<!-- composition: written by `make docs` -
 INTRODUCTION = """\
 # Recipes
 
-<!-- Written by `python -m llmtrain.plan.reference` from llmtrain/config.py; change it there. -->
+<!-- Written by `python -m llmtrain.plan.reference` from llmtrain/config; change it there. -->
 
 A recipe is a YAML file that describes a whole run, in sections of keys. Each key has a default; a recipe says what differs.
 
