@@ -21,7 +21,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 ROUND = 32
 BLOCKS = 4
 TIMEOUT = timedelta(seconds=120)
+NAMES = ("synchronous", "edit", "a_edit", "wagma_10", "wagma_50")
 COLUMNS = (
     "slow replica",
     "method",
@@ -52,9 +53,23 @@ NOTES = """\
 Medians over the turns. *Fast* and *slow* are steps a second of one such replica (*fast*: the median of them; where
 another one is slow in every step, all count as fast). *All, of the sum alone*: steps a second of all replicas over the sum
 of what they do alone. *Between global averages*: WAGMA's steps but the one in which all replicas wait for each other, which
-is what a slow replica costs by design and is in the column before. *Late*: share of group averages for which a replica
+is what a slow replica costs by design and is in the column before; `wagma_10` has one in 10 steps. *Late*: share of group averages for which a replica
 was late, over all replicas. `synchronous` averages a gradient of the model's size in every step; `edit` and `a_edit` are
-the presets without warm-up, with rounds of 32 steps and of the time that a fast replica takes for 32."""
+the presets without warm-up, with rounds of 32 steps and of the time that a fast replica takes for 32; there A-EDiT's fast replicas wait at each meeting
+for the step that a slow one has begun, up to 2 or 4 in 32 of theirs, which rounds of minutes make nothing of."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The command line's choices."""
+
+    step_seconds: float = 0.02
+    seconds: float = 3.0
+    """Of each measurement, or two rounds."""
+    turns: int = 3
+    factors: tuple[float, ...] = (3.0, 5.0)
+    values: int = 20_000
+    methods: tuple[str, ...] = NAMES
 
 
 @dataclass(frozen=True)
@@ -167,21 +182,14 @@ def choices(step_seconds: float) -> dict[str, SyncSection]:
         "synchronous": section("synchronous"),
         "edit": section("edit", warmup_steps=0, period=steps(ROUND)),
         "a_edit": section("a_edit", warmup_steps=0, period=seconds),
-        "wagma, H = 10": section("wagma", period=steps(10)),
-        "wagma, H = 50": section("wagma", period=steps(50)),
+        "wagma_10": section("wagma", period=steps(10)),
+        "wagma_50": section("wagma", period=steps(50)),
     }
 
 
-def measure(
-    sync: SyncSection,
-    scenario: Scenario,
-    replica: Comms,
-    store: dist.Store,
-    step_seconds: float,
-    total: float,
-    values: int,
-) -> Speed:
-    """This replica's speed under a method, in whole rounds of `total` seconds together, and at least two. A collective."""
+def measure(sync: SyncSection, scenario: Scenario, replica: Comms, store: dist.Store, settings: Settings) -> Speed:
+    """This replica's speed under a method, in whole rounds of `settings.seconds` together, and at least two of them,
+    after a first one. All replicas call it."""
     import torch
 
     from llmtrain.config import ScheduleSection
@@ -193,106 +201,103 @@ def measure(
         return scenario.steps_worth(replica.rank, step, replica.size)
 
     endless = LearningRates(1e-3, 10**9, ScheduleSection(kind="constant"))
-    engine = StandIn(replica, values, lambda step: step_seconds * worth(step))
+    engine = StandIn(replica, settings.values, lambda step: settings.step_seconds * worth(step))
+    seconds = TIMEOUT.total_seconds()
     shard = Comms(None, axis="shard")
-    method = build_method(
-        sync, engine, replica, shard, endless, seed=0, store=store, timeout_seconds=TIMEOUT.total_seconds()
-    )
-    timed = sync.period.kind == "seconds"
-    length = getattr(sync.period, "every", ROUND)
-    round_seconds = length if timed else length * step_seconds * scenario.slowest(length, replica.size)
-    rounds = max(2, math.ceil(total / round_seconds))
+    method = build_method(sync, engine, replica, shard, endless, seed=0, store=store, timeout_seconds=seconds)
+    timed, every = sync.period.kind == "seconds", getattr(sync.period, "every", ROUND)
+    round_seconds = every if timed else every * settings.step_seconds * scenario.slowest(every, replica.size)
+    rounds = max(2, math.ceil(settings.seconds / round_seconds))
+    step, marks = 0, []
     replica.all_gather(torch.zeros(1), "starting together")
-    step, ends, marks = 0, [time.perf_counter()], []
+    ends = [time.perf_counter()]
     while len(marks) <= rounds:
         step += 1
         plan = method.begin_step(step, endless.at(step))
         engine.step(step, plan.lr)
         method.end_step(step)
         ends.append(time.perf_counter())
-        agreed = method.agreed_step(step)
-        if agreed is not None and (timed or step % length == 0):
+        if method.agreed_step(step) is not None and (timed or step % every == 0):
             marks.append(step)
     method.finish()
     method.close()
     return speed(ends, marks, worth, method.report().late)
 
 
-def alone(scenario: Scenario, replica: Comms, step_seconds: float, total: float, values: int) -> float:
+def alone(scenario: Scenario, replica: Comms, settings: Settings) -> float:
     """Seconds that this replica needs for a fast replica's step with no method at all; they all measure at once."""
     import torch
 
-    def worth(step: int) -> float:
-        return scenario.steps_worth(replica.rank, step, replica.size)
-
-    engine = StandIn(replica, values, lambda step: step_seconds * worth(step))
+    engine = StandIn(
+        replica,
+        settings.values,
+        lambda step: settings.step_seconds * scenario.steps_worth(replica.rank, step, replica.size),
+    )
+    step, done = 0, 0.0
     replica.all_gather(torch.zeros(1), "starting together")
-    started, step, done = time.perf_counter(), 0, 0.0
-    while time.perf_counter() - started < total:
+    started = time.perf_counter()
+    while time.perf_counter() - started < settings.seconds:
         step += 1
         engine.step(step, 1e-3)
-        done += worth(step)
+        done += scenario.steps_worth(replica.rank, step, replica.size)
     return (time.perf_counter() - started) / done
 
 
-def scenarios(factors: list[float], replicas: int) -> list[Scenario]:
+def scenarios(factors: Sequence[float], replicas: int) -> list[Scenario]:
     """Nobody slow, the last replica slow, and in each step another one by the largest factor."""
     return [Scenario(), *(Scenario(factor, replicas - 1) for factor in factors), Scenario(max(factors))]
 
 
-def rank_main(
-    rank: int,
-    replicas: int,
-    port: int,
-    step_seconds: float,
-    total: float,
-    turns: int,
-    factors: list[float],
-    values: int,
-) -> None:
+def rank_main(rank: int, replicas: int, port: int, settings: Settings) -> None:
     """One replica's process: everything in turn. The first one leaves all that was measured in the store."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    sections = choices(settings.step_seconds)
+    results = []
+    for turn in range(settings.turns):
+        for scenario in scenarios(settings.factors, replicas):
+            baseline: list[float] = []
+            for name in (None, *settings.methods):
+                if rank == 0 and sys.stderr.isatty():
+                    print(
+                        f"\rturn {turn + 1} of {settings.turns}: {scenario.name}, {name or 'alone'}\033[K",
+                        end="",
+                        file=sys.stderr,
+                    )
+                own = dist.PrefixStore(f"{turn} {scenario.name} {name}", store)
+                gathered = one_measurement(rank, replicas, own, name and sections[name], scenario, settings)
+                if name is None:
+                    baseline = [seconds for (seconds,) in gathered]
+                else:
+                    results.append({"scenario": asdict(scenario), "method": name, "alone": baseline, "rows": gathered})
+    if rank == 0:
+        store.set("results", json.dumps(results))
+
+
+def one_measurement(
+    rank: int, replicas: int, store: dist.Store, sync: SyncSection | None, scenario: Scenario, settings: Settings
+) -> list[list[float]]:
+    """Every replica's numbers, under a method or alone. In a process group of its own: the threads of gloo's groups wake
+    up again and again until they are destroyed."""
     import torch
     import torch.distributed as dist
 
     from llmtrain.parallel.comms import Comms
 
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
-    methods = choices(step_seconds)
-    results = []
-    for turn in range(turns):
-        for scenario in scenarios(factors, replicas):
-            baseline: list[float] = []
-            for method in (None, *methods):
-                # A group for each, because a group's threads go on waking up until it is destroyed.
-                own = dist.PrefixStore(f"{turn} {scenario.name} {method}", store)
-                meeting = dist.PrefixStore("meeting", own)
-                dist.init_process_group("gloo", store=meeting, rank=rank, world_size=replicas, timeout=TIMEOUT)
-                replica = Comms(dist.group.WORLD)
-                if method is None:
-                    row = [alone(scenario, replica, step_seconds, total, values)]
-                else:
-                    measured = measure(methods[method], scenario, replica, own, step_seconds, total, values)
-                    row = list(asdict(measured).values())
-                gathered = replica.all_gather(torch.tensor(row, dtype=torch.float64)).tolist()
-                del replica
-                dist.destroy_process_group()
-                gc.collect()
-                if method is None:
-                    baseline = [seconds for (seconds,) in gathered]
-                else:
-                    results.append(
-                        {"scenario": asdict(scenario), "method": method, "alone": baseline, "rows": gathered}
-                    )
-                if rank == 0:
-                    print(
-                        f"\rturn {turn + 1} of {turns}: {scenario.name}, {method or 'alone'}\033[K",
-                        end="",
-                        file=sys.stderr,
-                    )
-    if rank == 0:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
-        store.set("results", json.dumps(results))
+    meeting = dist.PrefixStore("meeting", store)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=replicas, timeout=TIMEOUT)
+    replica = Comms(dist.group.WORLD)
+    if sync is None:
+        row = [alone(scenario, replica, settings)]
+    else:
+        row = list(asdict(measure(sync, scenario, replica, store, settings)).values())
+    gathered = replica.all_gather(torch.tensor(row, dtype=torch.float64)).tolist()
+    dist.destroy_process_group()
+    gc.collect()
+    return gathered
 
 
 def shares(scenario: Scenario, baseline: list[float], speeds: list[Speed]) -> dict[str, float]:
@@ -351,16 +356,26 @@ def main() -> None:
     arguments.add_argument("--values", type=int, default=20_000, help=f"of each of the stand-in's {BLOCKS} blocks")
     arguments.add_argument("--seconds", type=float, default=3, help="of each measurement, or two rounds")
     arguments.add_argument("--turns", type=int, default=3)
+    arguments.add_argument("--methods", nargs="+", choices=NAMES, default=list(NAMES), metavar="METHOD")
     options = arguments.parse_args()
+    settings = Settings(
+        step_seconds=options.step_ms / 1000,
+        seconds=options.seconds,
+        turns=options.turns,
+        factors=tuple(options.slow),
+        values=options.values,
+        methods=tuple(options.methods),
+    )
     os.environ["OMP_NUM_THREADS"] = "1"
 
     import torch.distributed as dist
     import torch.multiprocessing as multiprocessing
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    numbers = (options.step_ms / 1000, options.seconds, options.turns, options.slow, options.values)
-    multiprocessing.spawn(rank_main, (options.replicas, store.port, *numbers), nprocs=options.replicas)
+    multiprocessing.spawn(rank_main, (options.replicas, store.port, settings), nprocs=options.replicas)
     rows = rows_of(json.loads(store.get("results")))
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
     title = f"{options.replicas} replicas, {options.step_ms:g} ms a step, medians of {options.turns} turns"
     show(title, COLUMNS, rows, words=2)
     if options.write:

@@ -265,3 +265,32 @@ def test_rounded_runs_end_equal(ranks: RankPool, sync: Any, feedback: bool, repl
         distances.append(max(np.abs(block - expected).max() for block, expected in pairs))
     assert 0 < distances[1] < distances[2] < 1
     assert 0 < distances[0] < 0.05
+
+
+FED_BACK = {
+    "blocking": ("diloco", {}),
+    "layerwise": ("diloco", {"schedule": "layerwise"}),
+    "at-once": ("diloco", {"schedule": {"kind": "overlapped", "steps": 0, "fragments": 1, "mix": 0.0}}),
+    "co2": ("co2", {"schedule": {"kind": "stale", "gap_penalty": False}}),
+    "co2-at-once": ("co2", {"schedule": CO2_AT_ONCE}),
+}
+
+
+@pytest.mark.parametrize(("method", "changes"), FED_BACK.values(), ids=FED_BACK.keys())
+def test_feedback_loses_no_more_than_the_last_message_did(ranks: RankPool, method: str, changes: dict) -> None:
+    """What a run has moved by is the sum of what replicas meant to send, but for what the last rounding left out. With
+    d the largest element of a message D_n / 4, e of an error: e <= 5 (d + e) / 14, its own half step and that of a sum of 4;
+    so all errors together are at most 8 (d + e) / 14 <= 8 d / 9. Without feedback, roundings of 60 rounds add up."""
+    wires = ({"kind": "int4", "feedback": feedback} for feedback in (True, False))
+    fed, plain = (choices(method, every=1, outer={"kind": "average"}, wire=wire, **changes) for wire in wires)
+    constant = ScheduleSection(kind="constant")
+    for got, has_feedback in zip(both(ranks, fed, plain, steps=60, schedule=constant), (True, False), strict=True):
+        scenario, missing = Scenario(fed, 4, 1), []
+        for block in range(len(SHAPES)):
+            moves = [
+                [scenario.direction(step, n, block, theta[block][n]) for n in range(4)]
+                for step, theta in enumerate(got.forwards, start=1)
+            ]
+            away = got.final[block][0] - scenario.start(block) - np.mean(moves, axis=1).sum(0)
+            missing.append(np.abs(away).max() / (8 / 9 * np.abs(moves).max() / 4))
+        assert max(missing) <= 1 if has_feedback else max(missing) > 1

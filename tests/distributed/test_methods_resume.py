@@ -25,7 +25,8 @@ def of(method: str, every: int | None = 4, **changes: Any) -> Any:
 
 
 def streaming(steps: int = 2, wire: Any = "fp32", **changes: Any) -> Any:
-    return of("streaming_diloco", schedule={"kind": "overlapped", "steps": steps, "fragments": 3, **changes}, wire=wire)
+    schedule = {"kind": "overlapped", "steps": steps, "fragments": 3, **changes}
+    return of("streaming_diloco", schedule=schedule, wire=wire)
 
 
 def feedback(kind: str) -> dict:
@@ -47,6 +48,7 @@ STEPPED = {
     "co2-qsr": of("co2", None, period=QSR),
     "streaming": streaming(),
     "streaming-at-once": streaming(steps=0),
+    "streaming-whole-model-at-once": streaming(steps=0, fragments=1),
     "streaming-whole-round": streaming(steps=4, mix=0.3, pattern="sequential"),
     "streaming-unmixed": streaming(steps=3, mix=0.0),
     "streaming-pull": of("streaming_diloco", pull=PULL, wire="fp32", schedule={"kind": "overlapped", "steps": 2}),

@@ -199,17 +199,11 @@ def assert_groups_agree(case: Case, got: History) -> None:
 
 PLANS = {
     "nobody": {},
-    "once": {(2, 1): 1},
-    "before-the-global-average": {(3, 1): 1},
-    "after-it": {(5, 1): 1},
-    "around-it": {(3, 1): 1, (5, 1): 1},
-    "again-and-again": {(1, 1): 1, (2, 1): 1, (3, 1): 1},
-    "three-iterations-behind": {(1, 1): 1, (2, 1): 2, (3, 1): 3},
-    "behind-then-catching-up": {(5, 1): 1, (6, 1): 2, (7, 1): 1},
-    "several-at-once": {(2, 1): 1, (2, 2): 1, (2, 3): 1, (7, 0): 1, (7, 2): 1},
-    "a-whole-group": {(2, 1): 1, (6, 2): 1, (6, 3): 1, (7, 1): 1, (7, 3): 2, (6, 1): 1},
-    "in-the-last-round": {(10, 1): 1, (11, 1): 2, (11, 3): 1},
-    "everybody-in-turn": {(1, 0): 1, (2, 1): 1, (3, 2): 1, (5, 3): 1, (6, 0): 1, (7, 1): 1, (8, 2): 1, (10, 3): 1},
+    "before-and-after-a-global-average": {(2, 1): 1, (3, 2): 1, (5, 1): 1, (8, 1): 1, (10, 1): 1, (10, 2): 1},
+    "again-and-again": {(1, 1): 1, (2, 1): 1, (3, 1): 1, (6, 1): 1, (7, 1): 1},
+    "iterations-behind": {(1, 1): 1, (2, 1): 2, (3, 1): 3, (5, 1): 1, (6, 1): 2, (7, 1): 1, (10, 1): 1, (11, 1): 2},
+    "several-at-once": {(2, 1): 1, (2, 2): 1, (2, 3): 1, (7, 0): 1, (7, 2): 1, (11, 1): 1, (11, 3): 1},
+    "a-whole-group": {(2, 2): 1, (2, 3): 1, (6, 0): 1, (6, 1): 1, (7, 1): 2, (7, 3): 1},
 }
 """With rounds of 5: iterations 4 and 9 are global, and 10 and 11 a last, shorter round."""
 
@@ -217,23 +211,23 @@ PLANS = {
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_every_step(ranks: RankPool, plan: dict, replicas: int, shard: int) -> None:
-    late = {(iteration, replica): behind for (iteration, replica), behind in plan.items() if replica < replicas}
-    check(ranks, Case(Scenario(wagma(), replicas, shard, steps=12), late))
+    if replicas == 2:  # one of them has to be on time
+        plan = {(i, replica): behind for (i, replica), behind in plan.items() if replica == 1}
+    check(ranks, Case(Scenario(wagma(), replicas, shard, steps=12), plan))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "seed"), [(2, 0), (2, 1), (4, 2)])
 def test_any_plan(ranks: RankPool, size: int, seed: int) -> None:
     """Random lateness; replica `seed` is always on time."""
     draw, late, versions = np.random.default_rng(seed), {}, [-1] * 4
     for iteration in range(22):
         for replica in range(4):
-            if iteration % 8 == 7 or replica == seed or iteration == 0 or draw.random() < 0.4:
+            if iteration % 8 == 7 or replica == seed or iteration == 0 or draw.random() < 0.25:
                 versions[replica] = iteration
             else:
-                versions[replica] = int(draw.integers(versions[replica], iteration))
+                versions[replica] = int(draw.choice([versions[replica], iteration - 1], p=[0.7, 0.3]))
                 late[iteration, replica] = iteration - versions[replica]
-    assert max(late.values()) > 2
+    assert max(late.values()) > 3
     check(ranks, Case(Scenario(wagma(8, size), 4, 1, steps=22, seed=seed), late))
 
 
@@ -244,15 +238,14 @@ def test_late_in_the_very_first_step(ranks: RankPool, behind: int) -> None:
     check(ranks, Case(Scenario(wagma(), 4, 1, steps=7), late))
 
 
-@pytest.mark.parametrize("plan", ["once", "around-it", "three-iterations-behind", "behind-then-catching-up"])
+@pytest.mark.parametrize("plan", ["again-and-again", "iterations-behind"])
 @pytest.mark.parametrize("second_rank", ["ahead", "behind"])
 def test_both_ranks_of_a_replica_contribute_the_same_version(ranks: RankPool, plan: str, second_rank: str) -> None:
     """What the first one has finished decides, also where the second has finished more, or not yet as much."""
     check(ranks, Case(Scenario(wagma(), 2, 2, steps=12), PLANS[plan], second_rank))
 
 
-@pytest.mark.parametrize("warmup", [0, 3])
-@pytest.mark.parametrize("steps", [4, 5, 6, 9, 10])
+@pytest.mark.parametrize(("steps", "warmup"), [(4, 0), (5, 0), (6, 0), (3, 3), (7, 3), (8, 3)])
 def test_finish(ranks: RankPool, steps: int, warmup: int) -> None:
     """Wherever in a round the run ends."""
     check(
@@ -278,11 +271,12 @@ def test_rounds_that_grow(ranks: RankPool) -> None:
     check(ranks, case)
 
 
-@pytest.mark.parametrize(("replicas", "shard"), MESHES)
-@pytest.mark.parametrize("resume_after", [1, 3, 4, 5, 8, 11, 12])
+@pytest.mark.parametrize(
+    ("replicas", "shard", "resume_after"), [(4, 1, 1), (4, 1, 5), (4, 1, 8), (2, 2, 3), (2, 2, 12)]
+)
 def test_a_resumed_run_is_the_run_left_alone(ranks: RankPool, resume_after: int, replicas: int, shard: int) -> None:
-    """To the last bit, also right after a step that was late; 5 is the last step of a round."""
-    alone = Case(Scenario(wagma(), replicas, shard, steps=12), {(2, 1): 1, (6, 1): 1, (7, 1): 2, (10, 1): 1})
+    """To the last bit, also right after a step that was late (3, 8) or ended a round (5); nothing waits for the start."""
+    alone = Case(Scenario(wagma(), replicas, shard, steps=12), {(1, 1): 1, (2, 1): 1, (5, 1): 1, (7, 1): 1, (8, 1): 1})
     resumed = replace(alone, scenario=replace(alone.scenario, resume_after=resume_after))
     check(ranks, resumed)[0].assert_close(check(ranks, alone)[0], tolerance=0)
 
@@ -309,8 +303,9 @@ def test_one_replica_is_training_alone() -> None:
     assert (answer.late, answer.bytes_sent) == (0, 0)
 
 
-@pytest.mark.parametrize(("replicas", "shard"), MESHES)
-@pytest.mark.parametrize(("kind", "unit"), [("bf16", 2**-9), ("int8", 1 / 254)])
+@pytest.mark.parametrize(
+    ("kind", "unit", "replicas", "shard"), [("bf16", 2**-9, 4, 1), ("int8", 1 / 254, 4, 1), ("int8", 1 / 254, 2, 2)]
+)
 def test_rounded_on_the_wire(ranks: RankPool, kind: str, unit: float, replicas: int, shard: int) -> None:
     """Groups agree to the last bit; and each average adds at most two roundings, of what is sent and of the sum."""
     late = {(2, 1): 1, (6, 1): 1, (7, 1): 2}
@@ -345,11 +340,10 @@ def test_what_is_over_is_forgotten(ranks: RankPool, replicas: int, shard: int) -
     assert {answer.keys_left for answer in free} == {4}, "three iterations since, and the end"
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize(("replicas", "shard", "size"), [(4, 1, 2), (4, 1, 4), (2, 2, 2)])
 def test_running_freely(ranks: RankPool, replicas: int, shard: int, size: int) -> None:
     """The real activation. Whoever happens to be late, and by how much: the run is the oracle's for just that."""
-    scenario = Scenario(wagma(6, min(size, replicas)), replicas, shard, steps=40)
+    scenario = Scenario(wagma(6, size), replicas, shard, steps=40)
     answers = check(ranks, Case(scenario, None, sleeps={replica: 0.004 for replica in range(replicas)}))[1]
     assert sum(answer.late for answer in answers) > 0, "the case would not test what it is for"
 
@@ -359,8 +353,7 @@ def test_a_straggler_is_late(ranks: RankPool) -> None:
     assert answers[1].late > 0
 
 
-@pytest.mark.parametrize(("replicas", "shard"), MESHES)
-@pytest.mark.parametrize("failing", [0, 3])
+@pytest.mark.parametrize(("replicas", "shard", "failing"), [(4, 1, 0), (4, 1, 3), (2, 2, 3)])
 def test_a_rank_that_raises_takes_the_others_down(ranks: RankPool, failing: int, replicas: int, shard: int) -> None:
     """They fail, saying so, in less than the timeouts add up to; none of them hangs, and none ends as if all were well."""
     case = Case(Scenario(wagma(), replicas, shard, steps=40), None, fault=(failing, 8), timeout_seconds=2.0)
