@@ -47,16 +47,21 @@ COLUMNS = (
     "min to max",
     "fast between global averages, of alone",
     "min to max",
+    "of nobody slow",
     "late",
 )
 NOTES = """\
 Medians over the turns. *Fast* and *slow* are steps a second of one such replica (*fast*: the median of them; where
-another one is slow in every step, all count as fast). *All, of the sum alone*: steps a second of all replicas over the sum
-of what they do alone. *Between global averages*: WAGMA's steps but the one in which all replicas wait for each other, which
-is what a slow replica costs by design and is in the column before; `wagma_10` has one in 10 steps. *Late*: share of group averages for which a replica
-was late, over all replicas. `synchronous` averages a gradient of the model's size in every step; `edit` and `a_edit` are
-the presets without warm-up, with rounds of 32 steps and of the time that a fast replica takes for 32; there A-EDiT's fast replicas wait at each meeting
-for the step that a slow one has begun, up to 2 or 4 in 32 of theirs, which rounds of minutes make nothing of."""
+another one is slow in every step, all count as fast). *All, of the sum alone*: steps a second of all replicas over the
+sum of what they do alone. *Between global averages*: WAGMA's steps but the one of a round in which all replicas wait for
+each other, which is what a slow replica costs by design and is in the columns before; relative to the same steps alone,
+and to WAGMA where nobody is slow, which leaves out what a group average costs anyway. *Late*: the share of steps at whose
+group average a replica was late; whoever is a moment behind the first one is.
+
+`synchronous` averages a gradient of the model's size in every step. `edit` and `a_edit` are the presets without warm-up,
+with rounds of 32 steps and of the time that a fast replica takes for 32. In rounds that short it shows that A-EDiT's
+replicas wait, at each meeting, for the step that a slow one has begun; in rounds of minutes that is nothing. `wagma_10`
+and `wagma_50` have a global average every 10 and 50 steps."""
 
 
 @dataclass(frozen=True)
@@ -290,10 +295,9 @@ def one_measurement(
     meeting = dist.PrefixStore("meeting", store)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=replicas, timeout=TIMEOUT)
     replica = Comms(dist.group.WORLD)
-    if sync is None:
-        row = [alone(scenario, replica, settings)]
-    else:
-        row = list(asdict(measure(sync, scenario, replica, store, settings)).values())
+    run_alone = sync is None
+    measured = alone(scenario, replica, settings) if run_alone else measure(sync, scenario, replica, store, settings)
+    row = [measured] if run_alone else list(asdict(measured).values())
     gathered = replica.all_gather(torch.tensor(row, dtype=torch.float64)).tolist()
     dist.destroy_process_group()
     gc.collect()
@@ -318,28 +322,34 @@ def shares(scenario: Scenario, baseline: list[float], speeds: list[Speed]) -> di
 
 def rows_of(results: list[dict]) -> list[Row]:
     """The table: medians over the turns, and their spread."""
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    found: dict[tuple[Scenario, str], list[dict[str, float]]] = {}
     for one in results:
         scenario = Scenario(**one["scenario"])
         speeds = [Speed(*row) for row in one["rows"]]
-        found.setdefault((scenario.name, one["method"]), []).append(shares(scenario, one["alone"], speeds))
+        turns = found.setdefault((scenario, one["method"]), [])
+        turns.append(shares(scenario, one["alone"], speeds))
+        nobody_slow = found[Scenario(), one["method"]][len(turns) - 1]
+        turns[-1]["of nobody slow"] = turns[-1]["between"] / nobody_slow["between"]
 
     rows = []
-    for (name, method), turns in found.items():
+    for (scenario, method), turns in found.items():
         middle = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
         spread = {key: " to ".join(f"{100 * end(t[key] for t in turns):.1f}" for end in (min, max)) for key in middle}
-        has_groups = method.startswith("wagma")
+        groups = (
+            f"{100 * middle['between']:.1f} %",
+            spread["between"],
+            f"{100 * middle['of nobody slow']:.1f} %" if scenario != Scenario() else "",
+            f"{100 * middle['late']:.0f} %",
+        )
         rows.append(
             (
-                name,
+                scenario.name,
                 method,
                 f"{middle['fast']:.1f}",
                 "" if math.isnan(middle["slow"]) else f"{middle['slow']:.1f}",
                 f"{100 * middle['all']:.1f} %",
                 spread["all"],
-                f"{100 * middle['between']:.1f} %" if has_groups else "",
-                spread["between"] if has_groups else "",
-                f"{100 * middle['late']:.0f} %" if has_groups else "",
+                *(groups if method.startswith("wagma") else ("",) * len(groups)),
             )
         )
     return rows

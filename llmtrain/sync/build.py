@@ -85,7 +85,10 @@ def build_method(
         period = build_period(sync.period, warmup, rates)
     pull = Pull(sync.pull, synchroniser, seed) if sync.pull is not None else None
     if isinstance(sync.schedule, WaitAvoidingSection):
-        schedule: Schedule = _wait_avoiding(sync, synchroniser, period, warmup, store, timeout_seconds)
+        # Beyond the run's end nothing is global: whoever looks for the next group average finds one.
+        steps = range(warmup + 1, rates.total_steps + 1)
+        ends = {step - warmup - 1 for step in steps if period.ends_round(step)}
+        schedule: Schedule = _wait_avoiding(sync, synchroniser, ends, store, timeout_seconds)
     else:
         schedule = _schedule(sync, synchroniser, period)
     return Method(engine, period, schedule, pull)
@@ -104,12 +107,11 @@ def _schedule(sync: SyncSection, synchroniser: Synchroniser, period: Period) -> 
 def _wait_avoiding(
     sync: SyncSection,
     synchroniser: Synchroniser,
-    period: Period,
-    warmup: int,
+    ends: set[int],
     store: dist.Store | None,
     timeout_seconds: float,
 ) -> WaitAvoiding:
-    """With its thread and the groups it works in; a single replica needs neither."""
+    """With its thread and the groups it works in; a single replica needs neither. `ends` are the rounds' last iterations."""
     replica, shard = synchroniser.replica, synchroniser.shard
     if replica.size == 1:
         return WaitAvoiding(synchroniser, None, 1)
@@ -121,7 +123,7 @@ def _wait_avoiding(
     }
     worker = GroupWorker(
         group_of=lambda iteration: comms[butterfly.bits(iteration, size, replica.size)],
-        is_global=lambda iteration: period.ends_round(warmup + 1 + iteration),
+        is_global=ends.__contains__,
         shard=shard_group(replica, shard, timeout_seconds),
         activation=Activation(store),
         wire=synchroniser.wire,

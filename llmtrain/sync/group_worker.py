@@ -53,7 +53,7 @@ class GroupWorker:
 
     def start(self, iteration: int, newest: int, message: Message) -> None:
         """Begin with `iteration`; `message` is the newest one so far, of iteration `newest`."""
-        self._posted, self._done = {newest: message}, iteration - 1
+        self._posted, self._done, self._forgotten = {newest: message}, iteration - 1, iteration
         self._thread = threading.Thread(target=self._run, name="group averages", daemon=True)
         self._thread.start()
 

@@ -40,6 +40,7 @@ class Method:
         if self.engine.average_gradients:
             return StepPlan(lr)
         self.synchroniser.begin()
+        self.schedule.begin_step()
         if self.pull is None:
             return StepPlan(lr)
         if not self.pull.is_drawn(step):

@@ -22,6 +22,9 @@ class Schedule(ABC):
     def __init__(self, synchroniser: Synchroniser):
         self.synchroniser = synchroniser
 
+    def begin_step(self) -> None:
+        """Before a local step."""
+
     def before_block(self, index: int) -> None:
         """In a training forward, before block `index` is gathered."""
 

@@ -29,8 +29,14 @@ class WaitAvoiding(Schedule):
         self._resumed: tuple[int, Message] | None = None
         self._counted_bytes = 0.0
 
+    def begin_step(self) -> None:
+        """The thread starts before the first local step, so that others need not wait for the end of this replica's. Until
+        then its newest message is none: it is at the anchor."""
+        if self.worker is not None and not self.worker.is_running:
+            newest, message = self._resumed or (self._iteration - 1, self._at_anchor())
+            self.worker.start(self._iteration, newest, message)
+
     def end_step(self, step: int, lr: float, ends_round: bool) -> None:
-        self._start()
         self._round = self._round.then(lr)
         with self.synchroniser.report.exposed():
             if ends_round:
@@ -70,12 +76,6 @@ class WaitAvoiding(Schedule):
         self._round, self._iteration = Round(**state["round"]), state["iteration"]
         if state["newest"] is not None:
             self._resumed = state["newest"], [part.cpu().clone() for part in tensors["posted"]]
-
-    def _start(self) -> None:
-        """The thread starts with the first local step. The newest message before it: replicas are at the anchor."""
-        if self.worker is not None and not self.worker.is_running:
-            newest, message = self._resumed or (self._iteration - 1, self._at_anchor())
-            self.worker.start(self._iteration, newest, message)
 
     def _average_group(self) -> None:
         synchroniser, iteration = self.synchroniser, self._iteration

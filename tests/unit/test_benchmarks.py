@@ -1,0 +1,213 @@
+"""The benchmarks' arithmetic and tables, on runs that were never made. What they measure is not a test's business."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from llmtrain.parallel.comms import Comms
+from llmtrain.recipe import differences, load_recipe
+from llmtrain.recipe_check import check
+from llmtrain.sync.methods import METHODS
+from tests.distributed.fake_engine import meeting_store
+from tests.distributed.pool import RankPool
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "table")
+
+sys.path.append(str(ROOT / "benchmarks"))  # where a script finds the others
+methods, stragglers, table, wires = map(importlib.import_module, ("methods", "stragglers", "table", "wires"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A DiLoCo run of 4 replicas: 50 synchronous steps of 600 bytes and 13 rounds of 1000, of all ranks."""
+    summary = {
+        "method": "diloco",
+        "replicas": 4,
+        "steps": 300,
+        "gradient_steps": 241.25,
+        "tokens": 1_228_800,
+        "train_seconds": 150.0,
+        "final_eval_loss": 2.0,
+        "bytes_sent": 43_000,
+        "sync_count": 13,
+        "exposed_sync_seconds": 3.25,
+    }
+    lines = [
+        {"step": 10, "tokens": 1, "comm/bytes_total": 6_000, "sync/count": 0},
+        {"step": 60, "tokens": 2, "comm/bytes_total": 30_000, "sync/count": 0},
+        {"step": 60, "tokens": 2, "eval/loss": 3.0},
+        {"step": 70, "tokens": 3, "comm/bytes_total": 31_000, "sync/count": 1},
+        {"step": 300, "tokens": 4, "comm/bytes_total": 43_000, "sync/count": 13},
+        {"step": 300, "tokens": 4, "eval/loss": 2.0},
+    ]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "recipe.yaml").write_text("run: {name: run}\n")
+    return folder
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_help(script: Path) -> None:
+    shown = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True).stdout
+    assert f"python benchmarks/{script.name}" in shown
+
+
+def test_a_methods_row(run: Path) -> None:
+    row = methods.row(run)
+    assert row == ("diloco", "2.0000", "7.39", "13", "0.00 GB", "300", "241", "1.23 M", "3.2 s", "2.5")
+    assert len(row) == len(methods.COLUMNS)
+
+
+def test_bytes_per_round_are_without_the_synchronous_steps(run: Path) -> None:
+    assert wires.bytes_per_round(run) == 1000 / 4
+
+
+def test_a_wires_row(run: Path) -> None:
+    parameters = 100  # 2 x 3/4 x 100 x (1/2 + 4/128) = 79.6875 bytes
+    row = wires.row("int4+feedback", run, parameters, fp32_loss=1.6)
+    assert row == ("int4+feedback", "2.0000", "+25.00 %", "250", "80", "+213.73 %", "13")
+    assert len(row) == len(wires.COLUMNS)
+
+
+@pytest.mark.parametrize(("kind", "of_one"), [("fp32", 4), ("bf16", 2), ("int8", 1.03125), ("int4", 0.53125)])
+def test_theory(kind: str, of_one: float) -> None:
+    assert wires.theory(1000, 4, kind) == 1500 * of_one
+
+
+def test_the_lowest_number_is_bold() -> None:
+    rows = [("a", "3.5"), ("b", "3.4"), ("c", "10.0")]
+    assert table.lowest_in_bold(rows, 1) == [("a", "3.5"), ("b", "**3.4**"), ("c", "10.0")]
+
+
+def test_markdown() -> None:
+    assert table.markdown(("x", "y"), [("a", "1")]) == "| x | y |\n| --- | ---: |\n| a | 1 |"
+
+
+def test_pages_name_no_folder_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = tmp_path / "train.txt"
+    text.touch()
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks/methods.py"), "--source", str(text), f"--set=a={text}"])
+    table.write_page(tmp_path / "page", "Title", ["Text."])
+    page = (tmp_path / "page" / "README.md").read_text()
+    assert page.startswith("# Title\n\n`python benchmarks/methods.py --source ../") and page.endswith("\n\nText.\n")
+    assert f" {tmp_path}" not in page and f"={tmp_path}" not in page
+    assert table.run_overrides(Namespace(source=str(text), validation=None))[-1] == "data.validation=null"
+
+
+def test_written_results(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(methods, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(wires, "RESULTS", tmp_path / "results")
+    methods.write([methods.row(run)], dict.fromkeys(METHODS, run))
+    wires.write([wires.row("fp32", run, 100, 2.0)], {"fp32": run})
+    written = {path.relative_to(tmp_path / "results").as_posix() for path in (tmp_path / "results").rglob("*.*")}
+    logs = ("metrics.jsonl", "recipe.yaml", "summary.json")
+    folders = [f"methods/{method}" for method in METHODS] + ["wires/fp32"]
+    pages = {"methods/README.md", f"methods/{methods.PLOT}", "wires/README.md"}
+    assert written == {f"{folder}/{name}" for folder in folders for name in logs} | pages
+    assert "| diloco | **2.0000** |" in (tmp_path / "results/methods/README.md").read_text()
+
+
+def test_small_runs_differ_in_their_method_alone() -> None:
+    recipes = {}
+    common = table.run_overrides(Namespace(source=None, validation=None))
+    for method in METHODS:
+        own = methods.own_overrides(method, common, round_seconds=10)
+        recipes[method] = load_recipe(ROOT / methods.recipe_of(method), [*common, *own])
+        check(recipes[method], 4)
+    first = recipes["synchronous"]
+    assert all(not differences(first, recipe, ignore=("run.name", "sync")) for recipe in recipes.values())
+    periods = {method: recipe.sync.period for method, recipe in recipes.items()}
+    fixed = {method: period.every for method, period in periods.items() if period.kind == "steps"}
+    assert fixed == dict.fromkeys(fixed, 20) | {"wagma": 10} and len(fixed) == 9
+    assert periods["qsr"].base == 10
+    assert periods["qsr"].alpha == pytest.approx(first.optim.lr / 2 * math.sqrt(10), rel=1e-3)
+    assert periods["a_edit"].every == 10
+    with_warmup = {method for method, recipe in recipes.items() if recipe.sync.warmup_steps == 50}
+    assert set(METHODS) - with_warmup == {"synchronous", "post_local_sgd"}
+
+
+def test_wires_are_diloco_with_another_wire() -> None:
+    common = table.run_overrides(Namespace(source=None, validation=None))
+    own = methods.own_overrides(wires.METHOD, common, round_seconds=0)
+    recipes = {
+        wire: load_recipe(ROOT / methods.recipe_of(wires.METHOD), [*common, *own, *changes])
+        for wire, changes in wires.WIRES.items()
+    }
+    kinds = {wire: (recipe.sync.wire.kind, recipe.sync.wire.feedback) for wire, recipe in recipes.items()}
+    assert kinds == {
+        **{kind: (kind, False) for kind in ("fp32", "bf16", "int8", "int4")},
+        "int4+feedback": ("int4", True),
+    }
+    for recipe in recipes.values():
+        check(recipe, 4)
+        assert not differences(recipes["fp32"], recipe, ignore=("sync.wire",))
+
+
+def test_who_is_slow() -> None:
+    one, random = stragglers.Scenario(3, slow=2), stragglers.Scenario(5)
+    assert [one.steps_worth(replica, 1, 4) for replica in range(4)] == [1, 1, 3, 1]
+    for step in range(1, 50):
+        assert sorted(random.steps_worth(replica, step, 4) for replica in range(4)) == [1, 1, 1, 5]
+    assert {random.steps_worth(0, step, 4) for step in range(1, 50)} == {1, 5}
+    assert stragglers.Scenario().steps_worth(3, 1, 4) == 1
+    assert (one.slowest(10, 4), random.slowest(1, 4), stragglers.Scenario().slowest(10, 4)) == (3, 5, 1)
+
+
+def test_speed_leaves_out_the_first_round_and_the_last_step_of_each() -> None:
+    ends = [0.0, 9.0, 10.0, 11.0, 15.0, 16.0, 18.0]  # rounds of 2 steps; the last step of each is longer
+    found = stragglers.speed(ends, [2, 4, 6], worth=lambda step: step, late=3)
+    assert found == stragglers.Speed(
+        steps=4, seconds=8, worth=18, between_steps=2, between_seconds=2, between_worth=8, late=0.5
+    )
+
+
+def test_a_stragglers_row() -> None:
+    def speeds(fast: float, slow: float, between: float) -> list[list[float]]:
+        """Steps in 10 s, of a fast replica and of one that is twice as slow, and a fast one's between global averages."""
+        one = [fast, 10.0, fast, between, 10.0, between, 0.25]
+        return [one, one, [slow, 10.0, 2 * slow, slow, 10.0, 2 * slow, 0.75]]
+
+    alone = [0.1, 0.1, 0.1]  # seconds: 100 steps in 10 s, the slow one 50
+    nobody, one = {"factor": 1.0, "slow": None}, {"factor": 2.0, "slow": 2}
+    results = [
+        {"scenario": nobody, "method": "wagma_10", "alone": alone, "rows": [[90, 10, 90, 90, 10, 90, 0]] * 3},
+        {"scenario": one, "method": "wagma_10", "alone": alone, "rows": speeds(60, 40, 81)},
+        {"scenario": one, "method": "edit", "alone": alone, "rows": speeds(60, 40, 81)},
+    ]
+    results.insert(0, results[0] | {"method": "edit"})
+    rows = {(row[0], row[1]): row[2:] for row in stragglers.rows_of(results)}
+    assert rows["none", "edit"] == ("9.0", "", "90.0 %", "90.0 to 90.0", "", "", "", "")
+    # (2 x 6 + 4) steps/s over (2 x 10 + 5)
+    start = ("6.0", "4.0", "64.0 %", "64.0 to 64.0")
+    assert rows["one, 2x", "edit"] == (*start, "", "", "", "")
+    assert rows["one, 2x", "wagma_10"] == (*start, "81.0 %", "81.0 to 81.0", "90.0 %", "42 %")
+    assert all(len(row) + 2 == len(stragglers.COLUMNS) for row in rows.values())
+
+
+def _measure(name: str, settings: object) -> object:
+    sync = stragglers.choices(settings.step_seconds)[name]
+    return stragglers.measure(sync, stragglers.Scenario(3, slow=3), Comms(dist.group.WORLD), meeting_store(), settings)
+
+
+@pytest.mark.parametrize("name", ["synchronous", "edit", "a_edit", "wagma_10"])
+def test_every_method_runs_over_the_stand_in(name: str, ranks: RankPool) -> None:
+    settings = stragglers.Settings(step_seconds=0.001, seconds=0.001, values=300)
+    found = ranks.run(_measure, name, settings, timeout=60)
+    assert all(one.steps > 0 and one.seconds > 0 for one in found)
+    if name != "a_edit":
+        every = 10 if name == "wagma_10" else stragglers.ROUND
+        assert [one.steps for one in found] == [2 * every] * 4
+        assert [one.worth for one in found] == [2 * every] * 3 + [6 * every]
+        assert [one.between_steps for one in found] == [2 * (every - 1)] * 4
