@@ -19,9 +19,9 @@ PREFETCH = 2
 class Reduction:
     """A block's mean on its way; `wait` may be called more than once."""
 
-    def __init__(self, pending: Pending, error: torch.Tensor | None = None, is_counted: bool = True):
-        """`error` is this block's carried-over rounding error, if there is one; `is_counted`: the message holds it."""
-        self._pending, self._error, self._is_counted = pending, error, is_counted
+    def __init__(self, pending: Pending, error: torch.Tensor | None = None):
+        """`error`: where this block's rounding errors are collected, if they are."""
+        self._pending, self._error = pending, error
 
     def proceed(self) -> None:
         """Start its second exchange, if the wire has one; all replicas at the same moment."""
@@ -31,7 +31,6 @@ class Reduction:
         """The mean. What rounding left out of this replica's message is kept for the next one."""
         mean = self._pending.wait()
         if self._error is not None and isinstance(self._pending, RoundedReduction):
-            self._error *= not self._is_counted
             # A broken replica's NaN is in this mean; it must not come back with the next one.
             self._error += self._pending.lost().nan_to_num_(0.0, 0.0, 0.0)
             self._error = None
@@ -83,8 +82,9 @@ class Synchroniser:
         message = message.zero_() if weight == 0 else message.mul_(weight)
         if self.errors and weight > 0:
             message += self.errors[index]
+            self.errors[index].zero_()
         pending = self.replica.all_reduce(message, f"synchronising {self.engine.blocks[index].name}", self.wire)
-        return Reduction(pending, self.errors[index] if self.errors else None, weight > 0)
+        return Reduction(pending, self.errors[index] if self.errors else None)
 
     def arrived(self, index: int, mean: torch.Tensor) -> Reduction:
         """A reduction that is complete already: one taken from a checkpoint."""

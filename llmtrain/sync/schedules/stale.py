@@ -43,7 +43,7 @@ class Stale(Schedule):
 
     def shared_tensors(self) -> dict[str, ByBlock]:
         """The means under way: used after a restart as they would have been."""
-        return {"arriving": [reduction.wait() for reduction in self._under_way]}
+        return {"arriving": means(self._under_way)}
 
     def state_dict(self) -> dict[str, Any]:
         return {"round": self._round.state(), "sent": self._sent.state() if self._sent is not None else None}
@@ -55,6 +55,7 @@ class Stale(Schedule):
         self._under_way = [self.synchroniser.arrived(i, mean) for i, mean in enumerate(arriving)]
 
     def _turn(self) -> None:
+        means(self._under_way)  # before the next messages, which carry over what rounding left out of these
         sent, done = [self.synchroniser.send(index) for index in self.synchroniser.blocks], self._round
         self.staleness = int(done.steps) * self.section.rounds
         if self.section.rounds == 0:
@@ -75,11 +76,15 @@ class Stale(Schedule):
     def _use(self, reductions: list[Reduction], since: Round, gap: float) -> None:
         synchroniser, report = self.synchroniser, self.synchroniser.report
         mean_squared: torch.Tensor | float = 0.0
-        for reduction in reductions:
-            reduction.proceed()
-        for index, reduction in enumerate(reductions):
-            mean = reduction.wait()
+        for index, mean in enumerate(means(reductions)):
             mean_squared = mean_squared + mean.square().sum()
             synchroniser.install(index, synchroniser.step(index, mean.div_(gap), since))
         report.mean_squared, report.weights_max = float(mean_squared), 1 / synchroniser.replica.size
         report.count += 1
+
+
+def means(reductions: list[Reduction]) -> list[torch.Tensor]:
+    """Wait for all of them; the second exchanges of a rounding wire run side by side."""
+    for reduction in reductions:
+        reduction.proceed()
+    return [reduction.wait() for reduction in reductions]
