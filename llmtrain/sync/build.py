@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -85,10 +86,13 @@ def build_method(
         period = build_period(sync.period, warmup, rates)
     pull = Pull(sync.pull, synchroniser, seed) if sync.pull is not None else None
     if isinstance(sync.schedule, WaitAvoidingSection):
-        # Beyond the run's end nothing is global: whoever looks for the next group average finds one.
-        steps = range(warmup + 1, rates.total_steps + 1)
-        ends = {step - warmup - 1 for step in steps if period.ends_round(step)}
-        schedule: Schedule = _wait_avoiding(sync, synchroniser, ends, store, timeout_seconds)
+
+        def is_global(iteration: int) -> bool:
+            # Beyond the run's end nothing is global: whoever looks for the next group average finds one.
+            step = warmup + 1 + iteration
+            return step <= rates.total_steps and period.ends_round(step)
+
+        schedule: Schedule = _wait_avoiding(sync, synchroniser, is_global, store, timeout_seconds)
     else:
         schedule = _schedule(sync, synchroniser, period)
     return Method(engine, period, schedule, pull)
@@ -107,11 +111,11 @@ def _schedule(sync: SyncSection, synchroniser: Synchroniser, period: Period) -> 
 def _wait_avoiding(
     sync: SyncSection,
     synchroniser: Synchroniser,
-    ends: set[int],
+    is_global: Callable[[int], bool],
     store: dist.Store | None,
     timeout_seconds: float,
 ) -> WaitAvoiding:
-    """With its thread and the groups it works in; a single replica needs neither. `ends` are the rounds' last iterations."""
+    """With its thread and the groups it works in; a single replica needs neither. `is_global`: this iteration is the last of a round."""
     replica, shard = synchroniser.replica, synchroniser.shard
     if replica.size == 1:
         return WaitAvoiding(synchroniser, None, 1)
@@ -123,7 +127,7 @@ def _wait_avoiding(
     }
     worker = GroupWorker(
         group_of=lambda iteration: comms[butterfly.bits(iteration, size, replica.size)],
-        is_global=ends.__contains__,
+        is_global=is_global,
         shard=shard_group(replica, shard, timeout_seconds),
         activation=Activation(store),
         wire=synchroniser.wire,

@@ -5,6 +5,7 @@ Importing this file must stay cheap and free of torch: a rank sets its threads b
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -118,4 +119,5 @@ def _serve(pipe: connection.Connection) -> None:
             answer = pickle.dumps((time.monotonic(), traceback.format_exc()))
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # groups that a cycle of references keeps have threads and sockets
         pipe.send_bytes(answer)
