@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -57,7 +57,8 @@ class Engine(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Weights and optimizer state of this replica by name, as tensors that know their shards."""
+        """Weights and optimizer state of this replica by name, as tensors that know their shards: `weights.<parameter>`,
+        `optimizer.<parameter>.<key>`, the same with every engine. A collective of the shard group."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -65,7 +66,13 @@ class Engine(ABC):
 
     @abstractmethod
     def as_sharded(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """View a flat tensor shaped like `block.shards` end to end (an anchor, say) as sharded tensors by parameter name."""
+        """A flat tensor shaped like `block.shards` end to end (an anchor, say) as tensors by parameter name that know
+        their shards: rows, whatever the engine's own layout is. A collective of the shard group."""
+
+    @abstractmethod
+    def from_sharded(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The inverse of `as_sharded`: a flat tensor, from the sharded ones after they were loaded. A collective of the
+        shard group."""
 
     @abstractmethod
     def full_weights(self) -> dict[str, torch.Tensor]:

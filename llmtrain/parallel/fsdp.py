@@ -8,7 +8,7 @@ replicas in the synchronous phase.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,16 +16,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.model import LanguageModel, ModelBlock, blocks_of, initialise
 from llmtrain.parallel.comms import Pending
 from llmtrain.parallel.engine import Block, Engine, MicroBatch
+from llmtrain.parallel.layers import COMPUTE, build_optimizer, decay_groups, named_parameters_of, wrap_layers
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.wire import Wire
-
-COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 class Fsdp2Engine(Engine):
@@ -47,8 +45,7 @@ class Fsdp2Engine(Engine):
         self._in_forward = False
         master = torch.float64 if parallel.precision == "fp64" else torch.float32
         model_blocks = blocks_of(model)
-        for layer in (m for b in model_blocks if b.name.startswith("layer") for m in b.modules):
-            _wrap_layer(layer, parallel)
+        wrap_layers(model_blocks, parallel)
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE[parallel.precision], reduce_dtype=master)
         for index, block in enumerate(model_blocks):
             initialise(model, block, seed, mesh.device, master)
@@ -63,7 +60,7 @@ class Fsdp2Engine(Engine):
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_all_reduce_hook(self._average_over_replicas)
         self.blocks = [self._shards_of(block) for block in model_blocks]
-        self.optimizer = _optimizer(model, optim)
+        self.optimizer = build_optimizer(decay_groups(model.parameters(), optim.weight_decay), optim)
 
     # -- the interface -------------------------------------------------------------------------------------------
 
@@ -150,6 +147,9 @@ class Fsdp2Engine(Engine):
             for name, shard, part in zip(block.parameter_names, block.shards, parts, strict=True)
         }
 
+    def from_sharded(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([named[name].to_local().reshape(-1) for name in block.parameter_names])
+
     @torch.no_grad()
     def full_weights(self) -> dict[str, torch.Tensor]:
         weights = {}
@@ -190,33 +190,5 @@ class Fsdp2Engine(Engine):
         return self.mesh.shard.all_reduce(local.square(), "summing gradient norms").wait().sqrt()
 
     def _shards_of(self, block: ModelBlock) -> Block:
-        inside = {id(module) for top in block.modules for module in top.modules()}
-        owners = {id(p) for m in self.model.modules() if id(m) in inside for p in m.parameters(recurse=False)}
-        named = [(name, p) for name, p in self.model.named_parameters() if id(p) in owners]
+        named = named_parameters_of(self.model, block)
         return Block(block.name, [p.detach().to_local() for _, p in named], [name for name, _ in named])
-
-
-def _wrap_layer(layer: nn.Module, parallel: ParallelSection) -> None:
-    """Checkpoint, then compile, the layer's forward. Hooks stay outside both, so they run once a forward."""
-    forward = layer.forward
-    if parallel.activation_checkpointing:
-        plain = forward
-
-        def forward(*args, **kwargs):
-            return checkpoint(plain, *args, use_reentrant=False, **kwargs)
-
-    if parallel.compile:
-        forward = torch.compile(forward)
-    if forward is not layer.forward:
-        layer.forward = forward
-
-
-def _optimizer(model: nn.Module, optim: OptimSection) -> torch.optim.Optimizer:
-    """AdamW (fused) or plain SGD; weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    if optim.kind == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr)
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{path} can't be read: {reason}; delete it to continue from the one before"
             ) from error
+        shared, own = self._loaded(shared, own, tensors)
         prefix = f"replica{self.mesh.replica.rank}."
         of_engine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         self.engine.load_state_dict({k: v for k, v in of_engine.items() if not k.startswith("sync.")})
@@ -107,16 +109,40 @@ class Checkpoints:
     def _tensors(self, shared: dict[str, ByBlock], own: dict[str, ByBlock]) -> dict[str, torch.Tensor]:
         replica, rank = self.mesh.replica.rank, self.mesh.world.rank
         tensors = {f"replica{replica}.{name}": tensor for name, tensor in self.engine.state_dict().items()}
-        kinds = {**shared, **{f"replica{replica}.sync.{kind}": flats for kind, flats in own.items()}}
-        for kind, flats in kinds.items():
+        for prefix, kind, flats in self._kinds(shared, own):
             for block, flat in zip(self.engine.blocks, flats, strict=False):
                 if flat is not None:
                     named = self.engine.as_sharded(block, flat)
-                    tensors |= {f"{kind}.{name}": tensor for name, tensor in named.items()}
+                    tensors |= {f"{prefix}{kind}.{name}": tensor for name, tensor in named.items()}
         tensors[f"rank{rank}.rng"] = torch.get_rng_state()
         if self.mesh.device.type == "cuda":
             tensors[f"rank{rank}.cuda_rng"] = torch.cuda.get_rng_state(self.mesh.device)
         return tensors
+
+    def _loaded(
+        self, shared: dict[str, ByBlock], own: dict[str, ByBlock], tensors: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, ByBlock], dict[str, ByBlock]]:
+        """The method's tensors as the engine lays them out, from those that `_tensors` made of them."""
+        loaded: dict[str, dict[str, ByBlock]] = {"": {}, self._own_prefix: {}}
+        for prefix, kind, flats in self._kinds(shared, own):
+            loaded[prefix][kind] = [
+                None
+                if flat is None
+                else self.engine.from_sharded(
+                    block, {name: tensors[f"{prefix}{kind}.{name}"] for name in block.parameter_names}
+                )
+                for block, flat in zip(self.engine.blocks, flats, strict=False)
+            ]
+        return loaded[""], loaded[self._own_prefix]
+
+    @property
+    def _own_prefix(self) -> str:
+        return f"replica{self.mesh.replica.rank}.sync."
+
+    def _kinds(self, shared: dict[str, ByBlock], own: dict[str, ByBlock]) -> Iterator[tuple[str, str, ByBlock]]:
+        """(prefix in the checkpoint, kind, tensors by block) of all the method's tensors."""
+        for prefix, kinds in (("", shared), (self._own_prefix, own)):
+            yield from ((prefix, kind, flats) for kind, flats in kinds.items())
 
     def _retain(self, newest: int) -> None:
         """Delete what is neither among the newest nor kept for good; runs after the new one is complete."""

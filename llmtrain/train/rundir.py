@@ -19,8 +19,15 @@ FREE_TO_CHANGE = (
     "eval",
     "data.cache_dir",
     "parallel.replica_backend",
+    "parallel.replica_network",
+    "parallel.shard_network",
+    "parallel.shard_across_nodes",
+    "parallel.engine",
+    "parallel.zero_stage",
+    "parallel.zero_offload",
+    "parallel.deepspeed",
 )
-"""Keys that change nothing about the training itself."""
+"""Keys that change nothing about the training itself, beyond the order of additions."""
 
 
 class RunDirectory:

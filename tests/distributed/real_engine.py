@@ -1,4 +1,4 @@
-"""A few steps of a tiny model under the real FSDP2 engine, on the ranks of the pool."""
+"""A few steps of a tiny model under a real engine, on the ranks of the pool."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import torch.distributed as dist
 from llmtrain.config import ModelSection, OptimSection, ParallelSection, ScheduleSection, SyncSection
 from llmtrain.lr import LearningRates
 from llmtrain.model import build, model_config
-from llmtrain.parallel.fsdp import Fsdp2Engine
+from llmtrain.parallel.build import build_engine
+from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh, build_mesh
 from llmtrain.parallel.world import World
+from llmtrain.sync.anchors import flatten
 from llmtrain.sync.build import build_method
 from llmtrain.sync.method import Method
 from tests.distributed.fake_engine import choices, meeting_store
@@ -73,11 +75,13 @@ def mesh_of(replicas: int, shard: int) -> Mesh:
     return build_mesh(world, torch.device("cpu"), replicas, shard, "auto", timedelta(seconds=60))
 
 
-def build_case(case: Case, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> tuple[Fsdp2Engine, Method]:
+def build_case(case: Case, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> tuple[Engine, Method]:
     """Engine and method of a case."""
     model = build(model_config(case.model, VOCABULARY), loss_chunk=11)
     rates = LearningRates(case.optim["lr"], case.steps, ScheduleSection(kind="constant"))
-    engine = Fsdp2Engine(model, mesh, ParallelSection(**case.parallel), OptimSection(**case.optim), seed=3)
+    parallel, in_forward = ParallelSection(**case.parallel), case.sync.schedule.kind == "layerwise"
+    optim = OptimSection(**case.optim)
+    engine = build_engine(model, mesh, parallel, optim, seed=3, changes_in_forward=in_forward)
     store = meeting_store() if case.sync.schedule.kind == "wait_avoiding" else None
     method = build_method(
         case.sync, engine, mesh.replica, mesh.shard, rates, seed=3, store=store, clock=clock, timeout_seconds=60
@@ -119,5 +123,9 @@ def _train(case: Case) -> Outcome:
             losses.append(loss / tokens)
     method.finish()
     # Not the whole weights: DTensor caches the groups of earlier meshes, which the pool has destroyed.
-    shards = {n: t.clone() for b in engine.blocks for n, t in zip(b.parameter_names, b.shards, strict=True)}
+    shards = {
+        name: rows.to_local().clone()
+        for block in engine.blocks
+        for name, rows in engine.as_sharded(block, flatten(block)).items()
+    }
     return Outcome(losses, norms, shards, method.report().count, engine.blocks[0].shards[0].dtype)

@@ -1,0 +1,56 @@
+"""What both engines do with a model's layers and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from llmtrain.config import OptimSection, ParallelSection
+from llmtrain.model import LanguageModel, ModelBlock
+
+COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+"""What forward and backward compute in, by `parallel.precision`."""
+
+
+def named_parameters_of(model: LanguageModel, block: ModelBlock) -> list[tuple[str, nn.Parameter]]:
+    """A block's parameters by the whole model's names, shared ones once."""
+    inside = {id(module) for top in block.modules for module in top.modules()}
+    owners = {id(p) for m in model.modules() if id(m) in inside for p in m.parameters(recurse=False)}
+    return [(name, p) for name, p in model.named_parameters() if id(p) in owners]
+
+
+def wrap_layers(blocks: Iterable[ModelBlock], parallel: ParallelSection) -> None:
+    """Checkpoint, then compile, the forward of every layer. Hooks stay outside both, so they run once a forward."""
+    for layer in (m for block in blocks if block.name.startswith("layer") for m in block.modules):
+        forward = layer.forward
+        if parallel.activation_checkpointing:
+            forward = _checkpointed(forward)
+        if parallel.compile:
+            forward = torch.compile(forward)
+        if forward is not layer.forward:
+            layer.forward = forward
+
+
+def _checkpointed(forward):
+    def recomputing(*args, **kwargs):
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputing
+
+
+def build_optimizer(groups: list[dict], optim: OptimSection) -> torch.optim.Optimizer:
+    """AdamW (fused) or plain SGD over parameter groups that have their weight decay."""
+    if optim.kind == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
+    """Groups of an optimizer: weight decay on matrices only."""
+    parameters = list(parameters)
+    matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay}
+    vectors = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
+    return [group for group in (matrices, vectors) if group["params"]]

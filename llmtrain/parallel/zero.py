@@ -1,0 +1,336 @@
+"""DeepSpeed ZeRO as the engine: stage 1, 2 or 3 over the shard axis.
+
+An `mpu` object limits DeepSpeed's data parallelism to the shard group. Every block is one or two of the optimizer's
+parameter groups, so its part of the fp32 masters is one or two flat tensors that synchronisation changes in place.
+Gradients over the replicas and clipping are done here, between backward and step; DeepSpeed does the rest.
+
+In bf16 the masters start from weights rounded to bf16, as DeepSpeed makes them.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from llmtrain.config import OptimSection, ParallelSection
+from llmtrain.errors import RecipeError
+from llmtrain.model import LanguageModel, ModelBlock, blocks_of, initialise
+from llmtrain.parallel.engine import Block, Engine, MicroBatch
+from llmtrain.parallel.flat import FlatGroup
+from llmtrain.parallel.layers import COMPUTE, build_optimizer, decay_groups, named_parameters_of, wrap_layers
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.wire import Wire
+from llmtrain.parallel.zero_config import deepspeed_config
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # else it guesses, aloud
+# Of torch's own renaming; DeepSpeed calls both in every step.
+warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor)", FutureWarning)
+try:
+    import deepspeed
+    from deepspeed.utils import safe_get_local_fp32_param
+except ImportError as error:
+    raise RecipeError(
+        f"parallel.engine=zero needs DeepSpeed, which can't be imported ({error}); pip install deepspeed"
+    ) from error
+
+
+class ZeroEngine(Engine):
+    """One replica under DeepSpeed ZeRO; see `engine.Engine` for the calls.
+
+    Blocks follow a change one by one in stage 3. In stages 1 and 2 every rank computes with whole weights that are
+    gathered all at once, so `before_block` hooks of all blocks run at the start of a step, before its first forward.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        mesh: Mesh,
+        parallel: ParallelSection,
+        optim: OptimSection,
+        seed: int,
+        gradient_wire: Wire | None = None,
+        changes_in_forward: bool = False,
+    ):
+        """`changes_in_forward`: hooks change blocks in forward, so that none may be gathered ahead of its turn."""
+        self.model, self.mesh, self.stage = model, mesh, parallel.zero_stage
+        self._clip_norm, self._gradient_wire = optim.clip_norm, gradient_wire
+        self._hooks: list[Callable[[int], None]] = []
+        self._in_forward = False
+        self._is_stale = False  # stages 1 and 2: masters were changed, the weights computed with were not
+        os.environ.setdefault("LOCAL_RANK", str(mesh.world.local_rank))  # DeepSpeed insists; srun sets none
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        with redirect_stdout(io.StringIO()):  # every rank says what it has compiled
+            deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        config = deepspeed_config(parallel, changes_in_forward)
+        model_blocks = blocks_of(model)
+        wrap_layers(model_blocks, parallel)
+        grouped = self._build_weights(model_blocks, config, parallel, optim, seed)
+        self.optimizer = build_optimizer([group for groups in grouped for group in groups], optim)
+        self._parameters = [[group["params"] for group in groups] for groups in grouped]  # DeepSpeed empties its own
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=self.optimizer, config=config, mpu=_ShardAxis(mesh), dist_init_required=False
+        )
+        names, masters = {id(p): name for name, p in model.named_parameters()}, iter(self._flat_masters())
+        self.blocks, self._layout, self._masters = [], [], []
+        for block, groups in zip(model_blocks, self._parameters, strict=True):
+            mine = [next(masters) for _ in groups]
+            layout = [
+                FlatGroup(
+                    [names[id(p)] for p in group],
+                    [_shape(p) for p in group],
+                    mesh.shard.size,
+                    master.numel(),
+                    by_parameter=self.stage == 3,
+                )
+                for group, master in zip(groups, mine, strict=True)
+            ]
+            self._masters.append(mine)
+            self._layout.append(layout)
+            all_names = [name for group in layout for name in group.names]
+            self.blocks.append(Block(block.name, [master.detach() for master in mine], all_names))
+        for index, block in enumerate(model_blocks):
+            if self.stage == 3:  # prepended: runs before DeepSpeed's own hook gathers
+                block.modules[0].register_forward_pre_hook(self._run_hooks(index), prepend=True)
+        self._clear_padding()
+
+    # -- the interface -------------------------------------------------------------------------------------------
+
+    def before_block(self, hook: Callable[[int], None]) -> None:
+        self._hooks.append(hook)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches)
+        total = torch.zeros((), device=self.mesh.device)
+        if self.stage < 3:
+            for index in range(len(self.blocks)):
+                self._call_hooks(index)
+            self._catch_up()
+        for number, batch in enumerate(micro_batches, start=1):
+            self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
+            batch = batch.to(self.mesh.device, non_blocking=True)
+            self._in_forward = True
+            loss = self._engine(batch[:, :-1], batch[:, 1:])
+            self._in_forward = False
+            # DeepSpeed averages over the shard group, and all its ranks have as many tokens.
+            self._engine.backward(loss / tokens, scale_wrt_gas=False)
+            total = total + loss.detach()
+        return total
+
+    @torch.no_grad()
+    def step(self, lr: float) -> torch.Tensor:
+        gradients = self._gradients()
+        if self.average_gradients and self.mesh.replicas > 1:
+            self._average_over_replicas(gradients)
+        local = torch.nn.utils.get_total_norm(gradients)
+        norm = self.mesh.shard.all_reduce(local.square(), "summing gradient norms").wait().sqrt()
+        if self._clip_norm is not None:
+            factor = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
+            for gradient in gradients:
+                gradient.mul_(factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self._engine.step()
+        return norm
+
+    def publish(self, block: Block) -> None:
+        if self.stage < 3:
+            self._is_stale = True
+            return
+        for parameter in (p for group in self._parameters[self.blocks.index(block)] for p in group):
+            parameter.ds_tensor.copy_(safe_get_local_fp32_param(parameter))
+
+    @contextmanager
+    def evaluation(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+        def summed_loss(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return self._engine(input_ids.to(self.mesh.device), labels.to(self.mesh.device))
+
+        self._catch_up()
+        self._engine.eval()
+        try:
+            with torch.no_grad():
+                yield summed_loss
+        finally:
+            self._engine.train()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = {}
+        for layout, masters in zip(self._layout, self._masters, strict=True):
+            for group, master in zip(layout, masters, strict=True):
+                state |= {f"weights.{name}": value for name, value in self._sharded(group, master).items()}
+                for key, value in self.optimizer.state.get(master, {}).items():
+                    is_count = value.ndim == 0  # of steps: one tensor for all parameters
+                    named = {n: value.clone() for n in group.names} if is_count else self._sharded(group, value)
+                    state |= {f"optimizer.{name}.{key}": part for name, part in named.items()}
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for block, layout, masters in zip(self.blocks, self._layout, self._masters, strict=True):
+            for group, master in zip(layout, masters, strict=True):
+                master.copy_(self._part(group, state, "weights.{}"))
+                prefix = f"optimizer.{group.names[0]}."
+                keys = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
+                self.optimizer.state[master] = {
+                    key: state[prefix + key].clone()
+                    if state[prefix + key].ndim == 0
+                    else self._part(group, state, f"optimizer.{{}}.{key}").to(master.device)
+                    for key in keys
+                }
+            self.publish(block)
+
+    def as_sharded(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        layout = self._layout[self.blocks.index(block)]
+        parts = flat.split([group.size for group in layout])
+        named = [self._sharded(group, part) for group, part in zip(layout, parts, strict=True)]
+        return {name: value for group in named for name, value in group.items()}
+
+    def from_sharded(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        layout = self._layout[self.blocks.index(block)]
+        return torch.cat([self._part(group, named, "{}") for group in layout])
+
+    @torch.no_grad()
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        weights = {}
+        for block, layout in zip(self.blocks, self._layout, strict=True):
+            for group, master in zip(layout, block.shards, strict=True):
+                whole = group.whole(self._gathered(master))
+                if self.mesh.shard.rank == 0:
+                    weights |= {name.removeprefix("causal_lm."): value.cpu() for name, value in whole.items()}
+        return weights
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _build_weights(
+        self,
+        blocks: list[ModelBlock],
+        config: dict[str, Any],
+        parallel: ParallelSection,
+        optim: OptimSection,
+        seed: int,
+    ) -> list[list[dict]]:
+        """Initial weights, in stage 3 never more than one whole block beside the shards. Returns the optimizer's groups
+        by block."""
+        grouped = []
+        for block in blocks:
+            initialise(self.model, block, seed, self.mesh.device, COMPUTE[parallel.precision])
+            parameters = [p for _, p in named_parameters_of(self.model, block)]
+            grouped.append(decay_groups(parameters, optim.weight_decay))
+            for module in block.modules if self.stage == 3 else ():
+                deepspeed.zero.Init(
+                    module=module,
+                    data_parallel_group=self.mesh.devices.get_group("shard"),
+                    mem_efficient_linear=False,
+                    config_dict_or_path=config,
+                    dtype=COMPUTE[parallel.precision],
+                )
+        return grouped
+
+    def _flat_masters(self) -> list[torch.Tensor]:
+        """This rank's part of the fp32 masters, a flat tensor for each of the optimizer's groups."""
+        if self.stage == 3:
+            return self._engine.optimizer.fp32_partitioned_groups_flat
+        return [group["params"][0] for group in self._engine.optimizer.param_groups]
+
+    @torch.no_grad()
+    def _clear_padding(self) -> None:
+        """DeepSpeed leaves it as it finds the memory; norms and messages are of whole tensors."""
+        for block, layout in zip(self.blocks, self._layout, strict=True):
+            for group, master in zip(layout, block.shards, strict=True):
+                for padding in group.padding(self.mesh.shard.rank):
+                    master[padding] = 0
+            self.publish(block)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """This rank's part of the gradients, as the optimizer's step will read them."""
+        masters = [master for block in self._masters for master in block]
+        if masters[0].grad is not None:  # offloaded to the CPU
+            return [master.grad for master in masters]
+        return [gradient for group in self._engine.optimizer.averaged_gradients.values() for gradient in group]
+
+    def _average_over_replicas(self, gradients: list[torch.Tensor]) -> None:
+        started = time.monotonic()
+        flats = [gradient.reshape(-1) for gradient in gradients]
+        together = torch.cat(flats)
+        self.mesh.replica.all_reduce(together, "averaging gradients", self._gradient_wire).wait()
+        together.div_(self.mesh.replica.size)
+        for gradient, part in zip(gradients, together.split([flat.numel() for flat in flats]), strict=True):
+            gradient.copy_(part.view(gradient.shape))
+        self.gradient_wait_seconds += time.monotonic() - started
+
+    def _run_hooks(self, index: int) -> Callable[[nn.Module, tuple], None]:
+        def run(module: nn.Module, inputs: tuple) -> None:
+            if self._in_forward:
+                self._call_hooks(index)
+
+        return run
+
+    def _call_hooks(self, index: int) -> None:
+        for hook in self._hooks:
+            hook(index)
+
+    def _catch_up(self) -> None:
+        """Stages 1 and 2: compute with what the masters were changed to."""
+        if self._is_stale:
+            self._engine.optimizer.update_lp_params()
+            self._is_stale = False
+
+    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' parts of a group: [ranks, size]."""
+        return self.mesh.shard.all_gather(part.detach().to(self.mesh.device), "gathering a block for a checkpoint")
+
+    def _sharded(self, group: FlatGroup, part: torch.Tensor) -> dict[str, torch.Tensor]:
+        ranks, rank, mesh = self.mesh.shard.size, self.mesh.shard.rank, self.mesh.devices["shard"]
+        named = {}
+        for name, whole in group.whole(self._gathered(part)).items():
+            chunks = whole.chunk(ranks)
+            mine = chunks[rank].clone() if rank < len(chunks) else whole[:0].clone()
+            named[name] = DTensor.from_local(
+                mine, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+        return named
+
+    def _part(self, group: FlatGroup, named: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
+        """This rank's flat tensor of a group, from sharded tensors; `key` makes a parameter's name one of `named`."""
+        whole = {name: named[key.format(name)].full_tensor() for name in group.names}
+        return group.part(whole, self.mesh.shard.rank)
+
+
+class _ShardAxis:
+    """What DeepSpeed asks of a model-parallel unit: its data parallelism is the shard axis, and there is no other."""
+
+    def __init__(self, mesh: Mesh):
+        self._group = mesh.devices.get_group("shard")
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._group
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def get_model_parallel_group(self) -> None:
+        return None
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    """Of the whole parameter; ZeRO-3 leaves an empty tensor in its place."""
+    return getattr(parameter, "ds_shape", parameter.shape)

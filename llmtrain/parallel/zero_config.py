@@ -1,0 +1,47 @@
+"""The DeepSpeed configuration that a recipe's own keys stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmtrain.config import ParallelSection
+
+
+def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dict[str, Any]:
+    """What `deepspeed.initialize` gets; `parallel.deepspeed` is laid over it.
+
+    Batch sizes are DeepSpeed's bookkeeping only: the trainer says where a step ends, and averages over tokens.
+    """
+    zero: dict[str, Any] = {"stage": parallel.zero_stage, "overlap_comm": True, "contiguous_gradients": True}
+    if parallel.zero_offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if parallel.zero_stage == 3:
+        # A parameter that stays gathered over a synchronisation would be computed with as it was before.
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+        zero |= {"sub_group_size": 2**62}  # so that each parameter group stays one flat tensor
+        if changes_in_forward:
+            zero |= {"stage3_prefetch_bucket_size": 0}
+    # In stage 1 with bf16, fp32 here would switch DeepSpeed to an optimizer of another make, without shards of gradients.
+    accumulates_in = "bf16" if (parallel.zero_stage, parallel.precision) == (1, "bf16") else "fp32"
+    own = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": parallel.precision == "bf16"},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": accumulates_in},
+        "zero_optimization": zero,
+    }
+    return _merged(own, parallel.deepspeed)
+
+
+def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid over `under`, mapping by mapping."""
+    result = dict(under)
+    for key, value in over.items():
+        nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = _merged(result[key], value) if nested else value
+    return result
