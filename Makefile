@@ -32,7 +32,7 @@ $(READY): requirements.txt constraints.txt pyproject.toml
 	  echo "$(PYTHON) is older than Python 3.11; choose another: make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check torch -c constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt pytest pytest-timeout ruff -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt jsonschema pytest pytest-timeout ruff -c constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $(READY)
 

@@ -69,6 +69,28 @@ def prepare(context: typer.Context, recipe: RecipeFile) -> None:
     typer.echo(f"{prepared.directory}: {counts}, vocabulary {prepared.vocab_size:,}")
 
 
+@app.command(context_settings=OVERRIDES)
+def doctor(
+    context: typer.Context,
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Also check whether this recipe fits.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for other ranks, each time.")] = 60.0,
+    local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
+) -> None:
+    """Look for what could keep a run from working: python -m llmtrain doctor recipes/quickstart.yaml
+
+    Started on many ranks (torchrun ... -m llmtrain doctor RECIPE), it also tries the network between them. Exit code 1
+    if there is a problem.
+    """
+    from llmtrain.doctor.examine import examine
+    from llmtrain.parallel.world import World
+    from llmtrain.recipe import load_recipe
+
+    loaded = load_recipe(recipe, context.args) if recipe else None
+    raise typer.Exit(examine(loaded, World.from_environment(), timeout))
+
+
 @recipe_app.command("check", context_settings=OVERRIDES)
 def recipe_check(
     context: typer.Context,

@@ -24,7 +24,7 @@ LAYERS = [
     {"sync"},
     {"recipe", "recipe_messages", "recipe_check", "plan"},
     {"train"},
-    {"launch"},
+    {"launch", "doctor"},
     {"cli", "__main__"},
 ]
 """A module imports from its own layer and those above it in this list."""

@@ -1,0 +1,98 @@
+"""`llmtrain doctor` from the command line: alone, and between hosts whose network has a known fault or speed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import RECIPE, ROOT, TINY, environment
+from tests.multi_node.hosts import Host, hosts
+from tests.multi_node.runs import ends, needs_hosts, start
+
+PORT = "29517"
+SECONDS = 200
+"""In which the doctor of two hosts must have ended, on a busy machine."""
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[str]:
+    return [f"run.out_dir={tmp_path / 'runs'}", f"data.cache_dir={tmp_path / 'data'}"]
+
+
+def lines_of(output: str) -> str:
+    """One line a finding: the table folds long ones."""
+    return re.sub(r"\s+", " ", output)
+
+
+def test_alone_it_looks_at_this_machine_and_the_recipe(folders):
+    command = [sys.executable, "-m", "llmtrain", "doctor", RECIPE, *TINY, *folders]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    shown = lines_of(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok launch/train.sh would start 4 processes on this machine alone" in shown
+    assert "ok mesh: 2 replicas x 2 shards (as the recipe says)" in shown
+    assert "lo (127.0.0.1)" in shown
+
+
+def test_a_problem_is_exit_code_1_and_a_bad_recipe_2(folders):
+    command = [sys.executable, "-m", "llmtrain", "doctor"]
+    run = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 120}
+    wrong = subprocess.run([*command, RECIPE, *TINY, *folders, "parallel.replica_network=wlan7"], **run)
+    assert wrong.returncode == 1 and "problem parallel.replica_network is wlan7" in lines_of(wrong.stdout)
+    bad = subprocess.run([*command, RECIPE, "optim.speed=3"], **run)
+    assert bad.returncode == 2 and "optim.speed" in bad.stderr and not bad.stdout
+
+
+def examine(pair: list[Host], arguments: list[str], *of_the_second: str) -> tuple[list[int], str]:
+    """The doctor on two hosts: (exit codes, what the first one wrote)."""
+    started = []
+    for number, host in enumerate(pair):
+        command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number)]
+        command += ["--master-addr", pair[0].addresses[0], "--master-port", PORT, "-m", "llmtrain", "doctor", RECIPE]
+        started.append(start(host, [*command, *arguments, *(of_the_second if number else ())]))
+    ended = ends(started, SECONDS)
+    return [code for code, _ in ended], ended[0][1]
+
+
+@needs_hosts
+def test_between_hosts_it_measures_the_network(folders):
+    with hosts(2) as pair:
+        for host in pair:
+            shape = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "80mbit"]
+            shape += ["burst", "128kb", "latency", "200ms"]
+            shaped = host.popen(shape, stderr=subprocess.PIPE, text=True)
+            if shaped.wait(30):
+                pytest.skip(f"tc can't shape traffic here: {shaped.stderr.read().strip()}")
+        codes, output = examine(pair, [*TINY, *folders, "parallel.shard=1"])
+    shown = lines_of(output)
+    assert codes == [0, 0], output
+    assert "host0 (10.77.0.1), eth0: rank 0 on cpu" in shown and "host1 (10.77.0.2), eth0: rank 1 on cpu" in shown
+    assert "the same llmtrain, torch, transformers, python, recipe on all 2 ranks" in shown
+    assert "clocks agree to" in shown
+    # 80 Mbit/s are 10 MB/s; a burst of 128 kB can only add a little.
+    number = r"([\d.]+) MB/s"
+    (link,) = re.findall(
+        rf"host1 \(10.77.0.2\) to host0 \(10.77.0.1\): [\d.]+ ms there and back, {number} sent, {number}", shown
+    )
+    (replicas,) = re.findall(rf"replica axis, between replicas: all-reduce over 2 ranks sends .*? s, {number}", shown)
+    for rate in (*link, replicas):
+        assert 1 < float(rate) < 13, output
+    assert "a synchronisation of this model: " in shown
+    assert "shard axis: one rank, nothing to send inside a replica" in shown
+
+
+@needs_hosts
+def test_hosts_that_differ_or_can_not_talk_are_problems_on_all_ranks(folders):
+    with hosts(2, networks=2) as pair:
+        pair[1].unplug(1)
+        replicas_over_eth1 = [*TINY, *folders, "parallel.shard=1", "parallel.replica_network=eth1"]
+        codes, output = examine(pair, replicas_over_eth1, "optim.lr=2e-3")
+    shown = lines_of(output)
+    assert codes == [1, 1], output
+    assert re.search(r"problem recipe differs: \w{12} on rank 0; \w{12} on rank 1", shown)
+    assert "problem host1 (10.77.1.2) can't reach host0 (10.77.1.1): " in shown
+    assert "warning not measured, because of the problems found" in shown

@@ -1,0 +1,254 @@
+"""launch/kubernetes.yaml and launch/skypilot.yaml against the published schemas, and their shell parts at work."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from llmtrain.config import Recipe
+from llmtrain.errors import BAD_USAGE, FAILED, STOPPED_EARLY
+from llmtrain.recipe import load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMAS = ROOT / "tests" / "schemas"
+README = (ROOT / "launch" / "README.md").read_text(encoding="utf-8")
+HEADINGS = re.findall(r"^#+ (.+)$", README, flags=re.MULTILINE)
+STUB = """#!/bin/bash
+printf 'argument: %s\\n' "$@"
+for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT NPROC_PER_NODE; do echo "$name=${!name-unset}"; done
+kill -TERM $$
+"""
+"""In place of launch/train.sh: says what it was given, and asks whether a signal to its process ends the whole."""
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((ROOT / "launch" / name).read_text(encoding="utf-8")))
+
+
+def definitions(name: str) -> dict[str, Any]:
+    schema = json.loads((SCHEMAS / name).read_text(encoding="utf-8"))
+    assert "Apache-2.0" in schema["licence"] and schema["source"]
+    return schema
+
+
+def kubernetes(kind: str) -> jsonschema.Draft202012Validator:
+    schema = {"$ref": f"#/$defs/{kind}", "$defs": definitions("kubernetes-1.37.json")["$defs"]}
+    return jsonschema.Draft202012Validator(schema)
+
+
+def in_any_case(validator: Any, allowed: list[str], given: str, schema: Any):
+    """SkyPilot's own keyword: an enum in upper or lower case."""
+    if given.lower() not in [one.lower() for one in allowed]:
+        yield jsonschema.ValidationError(f"{given!r} is not one of {allowed!r}")
+
+
+def skypilot(part: str) -> jsonschema.protocols.Validator:
+    schema = definitions("skypilot-0.14.1.json")["$defs"][part]
+    base = jsonschema.validators.validator_for(schema)
+    keywords = {"case_insensitive_enum": in_any_case}
+    return jsonschema.validators.extend(base, keywords)(schema)
+
+
+def complaints(validator: jsonschema.protocols.Validator, instance: Any) -> list[str]:
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(instance)]
+
+
+@pytest.fixture
+def job() -> dict[str, Any]:
+    return next(document for document in read("kubernetes.yaml") if document["kind"] == "Job")
+
+
+@pytest.fixture
+def container(job) -> dict[str, Any]:
+    (only,) = job["spec"]["template"]["spec"]["containers"]
+    return only
+
+
+@pytest.fixture
+def task() -> dict[str, Any]:
+    (only,) = read("skypilot.yaml")
+    return only
+
+
+@pytest.fixture
+def run_shell(tmp_path: Path):
+    """Run a shell part in a folder whose launch/train.sh is the stub: (exit code, its output's lines)."""
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "train.sh").write_text(STUB)
+
+    def run(command: list[str], **variables: str) -> tuple[int, list[str]]:
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={"PATH": os.environ["PATH"], **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert not done.stderr, done.stderr
+        return done.returncode, done.stdout.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["Service", "PersistentVolumeClaim", "Job"])
+def test_kubernetes_objects_match_the_schema(kind):
+    found = [document for document in read("kubernetes.yaml") if document["kind"] == kind]
+    assert len(found) == 1
+    assert complaints(kubernetes(kind), found[0]) == []
+
+
+def test_the_kubernetes_schema_notices_a_wrong_key(job):
+    job["spec"]["template"]["spec"]["terminationGracePeriod"] = 600
+    (complaint,) = complaints(kubernetes("Job"), job)
+    assert complaint.startswith("$.spec.template.spec: ") and "'terminationGracePeriod' was unexpected" in complaint
+
+
+def test_skypilot_matches_the_schema(task):
+    assert complaints(skypilot("task"), task) == []
+    assert complaints(skypilot("resources"), task["resources"]) == []
+
+
+def test_the_skypilot_schema_notices_a_wrong_key(task):
+    task["resources"]["job_recovery"]["recover_on_exit_codes"] = [300]
+    task["nodes"] = task.pop("num_nodes")
+    assert complaints(skypilot("resources"), task["resources"])
+    assert complaints(skypilot("task"), task) == ["$: Additional properties are not allowed ('nodes' was unexpected)"]
+
+
+def test_pods_find_pod_0_by_the_name_that_the_service_gives_it(job, container):
+    service = next(document for document in read("kubernetes.yaml") if document["kind"] == "Service")
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    # An Indexed Job calls its pods <job>-<index>, and a headless Service adds its own name.
+    assert spec["completionMode"] == "Indexed" and pod["subdomain"] == service["metadata"]["name"]
+    assert environment["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert int(environment["NNODES"]) == spec["completions"] == spec["parallelism"]
+
+
+def test_what_ends_a_pod_decides_whether_it_is_started_again(job, container):
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    by_code = {code: r["action"] for r in rules if "onExitCodes" in r for code in r["onExitCodes"]["values"]}
+    assert by_code == {BAD_USAGE: "FailJob", STOPPED_EARLY: "Ignore"} and FAILED not in by_code
+    assert {r["onExitCodes"]["containerName"] for r in rules if "onExitCodes" in r} == {container["name"]}
+    assert [r["action"] for r in rules if "onPodConditions" in r] == ["Ignore"]
+    # The API refuses a podFailurePolicy with anything else.
+    assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+    assert job["spec"]["podReplacementPolicy"] == "Failed"
+
+
+def test_pods_keep_runs_and_data_and_have_shared_memory(job, container):
+    claim = next(document for document in read("kubernetes.yaml") if document["kind"] == "PersistentVolumeClaim")
+    volumes = {volume["name"]: volume for volume in job["spec"]["template"]["spec"]["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    recipe = load_recipe(ROOT / container["env"][0]["value"])
+    for folder in (recipe.run.out_dir, recipe.data.cache_dir):
+        volume = mounts[f"{container['workingDir']}/{folder}"]
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_pod_runs_train_sh_as_its_number(container, run_shell, index):
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    environment["RECIPE_OVERRIDES"] = "optim.lr=2e-4 run.name=pod"
+    code, lines = run_shell([*container["command"], *container["args"]], **environment, JOB_COMPLETION_INDEX=str(index))
+    assert lines == [
+        "argument: recipes/edit_1b.yaml",
+        "argument: optim.lr=2e-4",
+        "argument: run.name=pod",
+        "NNODES=2",
+        f"NODE_RANK={index}",
+        "MASTER_ADDR=llmtrain-0.llmtrain",
+        "MASTER_PORT=29400",
+        "NPROC_PER_NODE=unset",
+    ]
+    assert code == -15, "a shell in between would have caught the signal and given 143"
+
+
+@pytest.mark.parametrize(("rank", "gpus"), [(0, 8), (1, 8), (1, 0)])
+def test_skypilot_runs_train_sh_on_each_node(task, run_shell, tmp_path, rank, gpus):
+    script = tmp_path / "run.sh"
+    script.write_text(task["run"])
+    code, lines = run_shell(
+        ["bash", str(script)],
+        **task["envs"],
+        SKYPILOT_NODE_RANK=str(rank),
+        SKYPILOT_NODE_IPS="10.0.0.5\n10.0.0.6",
+        SKYPILOT_NUM_NODES="2",
+        SKYPILOT_NUM_GPUS_PER_NODE=str(gpus),
+    )
+    assert lines == [
+        "argument: recipes/edit_1b.yaml",
+        "argument: run.out_dir=/mnt/llmtrain/runs",
+        "argument: data.cache_dir=/mnt/llmtrain/data",
+        "NNODES=2",
+        f"NODE_RANK={rank}",
+        "MASTER_ADDR=10.0.0.5",
+        "MASTER_PORT=29400",
+        f"NPROC_PER_NODE={gpus}",
+    ]
+    assert code == -15
+    assert task["envs"]["STATE"] in task["volumes"]
+
+
+def test_skypilot_starts_again_what_stopped_with_a_checkpoint(task):
+    recovery = task["resources"]["job_recovery"]
+    assert recovery["recover_on_exit_codes"] == [STOPPED_EARLY]
+    assert recovery["max_restarts_on_errors"] > 0
+
+
+def test_skypilot_sets_up_the_tested_versions(task, tmp_path):
+    (tmp_path / "python3").write_text('#!/bin/bash\nmkdir -p "$3/bin"; cp "$PWD/pip" "$3/bin/pip"; echo "python3 $*"\n')
+    (tmp_path / "pip").write_text('#!/bin/bash\necho "pip $*"\n')
+    for name in ("python3", "pip"):
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", task["setup"]], cwd=tmp_path, env={"PATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "python3 -m venv .venv",
+        "pip install --quiet -r requirements.txt -c constraints.txt",
+    ]
+
+
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "skypilot.yaml"])
+def test_lines_to_edit_are_marked(name):
+    text = (ROOT / "launch" / name).read_text(encoding="utf-8")
+    header, _, body = text.partition("\n\n") if "\n\n" in text else text.partition("#\n# Exit code")
+    listed = [line.split()[1] for line in header.splitlines() if line.startswith("#   ") and line.split()[1].isdigit()]
+    assert 3 <= len(listed) <= 5
+    for number in listed:
+        assert f" # {number}" in body or f"# {number};" in body, f"line {number} is not marked"
+
+
+def test_messages_in_the_readme_are_those_of_the_program():
+    """Its table of failures quotes what the program says, `…` aside."""
+    rows = re.findall(r"^\| (`.+?`) \|", README.partition("## What each failure looks like")[2], flags=re.MULTILINE)
+    assert len(rows) >= 12
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "llmtrain").rglob("*.py")))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # literals that go on in the next line
+    quoted = [part for row in rows for part in re.findall(r"`([^`]+)`", row)]
+    assert [part for part in quoted if part not in source] == []
+
+
+def test_the_readme_names_files_recipes_and_keys_that_exist():
+    for target in re.findall(r"launch/[\w.]+\.\w+|recipes/\w+\.yaml", README):
+        assert target == "launch/hostfile" or (ROOT / target).exists(), target
+    anchors = {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in HEADINGS}
+    for anchor in re.findall(r"\]\(#([\w-]+)\)", README):
+        assert anchor in anchors
+    for section, key in re.findall(r"`(run|parallel|checkpoint|log|data)\.(\w+)", README):
+        assert key in Recipe.model_fields[section].annotation.model_fields, f"{section}.{key}"
