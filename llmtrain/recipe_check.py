@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.config import (
     Butterfly,
@@ -33,6 +34,20 @@ SIZES = {"hidden_size", "intermediate_size", "vocab_size", "max_position_embeddi
 }
 """Keys of transformers' configs for which it takes a zero, then fails on it."""
 
+OURS = {
+    "zero_optimization.stage": "parallel.zero_stage",
+    "zero_optimization.offload_optimizer": "parallel.zero_offload",
+    "optimizer": "optim",
+    "scheduler": "schedule",
+    "gradient_clipping": "optim.clip_norm",
+    "bf16": "parallel.precision",
+    "fp16": "parallel.precision",
+    "train_batch_size": "train.global_batch",
+    "train_micro_batch_size_per_gpu": "train.micro_batch",
+    "gradient_accumulation_steps": "train.global_batch",
+}
+"""Keys of DeepSpeed's configuration, and the recipe's own that stand for them."""
+
 
 def check(recipe: Recipe, world_size: int | None) -> None:
     """Raise RecipeError for the first impossible combination.
@@ -41,6 +56,7 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     """
     _check_length(recipe)
     _check_sync(recipe)
+    _check_engine(recipe.parallel)
     if world_size is not None:
         check_mesh(recipe.parallel, world_size)
         _check_backend(recipe.parallel)
@@ -178,13 +194,58 @@ def _check_batch(train: TrainSection, ranks: int) -> None:
 
 
 def _check_backend(parallel: ParallelSection) -> None:
-    if parallel.replica_backend == "nccl":
-        import torch
+    import torch
 
-        if not torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        if parallel.replica_backend == "nccl":
             raise RecipeError(
                 "parallel.replica_backend is nccl, which needs GPUs, and there is none here; use auto or gloo"
             )
+        return
+    networks = (parallel.replica_network, parallel.shard_network)
+    if (
+        parallel.shard_across_nodes
+        and parallel.replica_backend != "gloo"
+        and None not in networks
+        and len({*networks}) > 1
+    ):
+        raise RecipeError(
+            f"parallel.replica_network is {networks[0]} and parallel.shard_network {networks[1]}, but with "
+            "shard_across_nodes=true both are nccl's, which uses one network in a process; give both the same, or "
+            "parallel.replica_backend=gloo"
+        )
+
+
+def _check_engine(parallel: ParallelSection) -> None:
+    if parallel.engine != "zero":
+        for key, is_given in {"zero_offload": parallel.zero_offload, "deepspeed": bool(parallel.deepspeed)}.items():
+            if is_given:
+                raise RecipeError(f"parallel.{key} is DeepSpeed's, but parallel.engine is fsdp2; say engine=zero")
+        return
+    if parallel.precision == "fp64":
+        raise RecipeError("parallel.precision is fp64, which DeepSpeed does not have; use bf16, fp32, or engine=fsdp2")
+    if parallel.compile and parallel.zero_stage == 3:
+        raise RecipeError(
+            "parallel.compile does not go with zero_stage=3, whose hooks inside a layer make it compile over and over; "
+            "use zero_stage=2, or engine=fsdp2"
+        )
+    if parallel.zero_offload and parallel.replica_backend == "nccl":
+        raise RecipeError(
+            "parallel.replica_backend is nccl, but with zero_offload what replicas send is in CPU memory; use auto or gloo"
+        )
+    for key, value in _leaves(parallel.deepspeed):
+        known = next((ours for theirs, ours in OURS.items() if key == theirs or key.startswith(theirs + ".")), None)
+        if known is not None:
+            raise RecipeError(f"parallel.deepspeed.{key} is {value!r}, but this is what {known} is for; change that")
+
+
+def _leaves(mapping: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything that is not a mapping itself."""
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
 
 
 def _check_model(recipe: Recipe) -> None:

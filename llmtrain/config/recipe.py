@@ -125,8 +125,15 @@ class ScheduleSection(Section):
 class ParallelSection(Section):
     """The mesh: `replicas` copies of the model, each held by `shard` ranks."""
 
-    engine: Literal["fsdp2"] = "fsdp2"
-    """What runs one replica."""
+    engine: Literal["fsdp2", "zero"] = "fsdp2"
+    """What runs one replica: torch's FSDP2, or DeepSpeed ZeRO."""
+    zero_stage: Literal[1, 2, 3] = 3
+    """What ZeRO shards: 1 optimizer state, 2 and gradients, 3 and weights. Layer-wise synchronisation is layer by layer in
+    stage 3; in 1 and 2 all layers synchronise at the start of the step."""
+    zero_offload: bool = False
+    """ZeRO: masters and optimizer state in CPU memory, where the optimizer runs."""
+    deepspeed: dict[str, Any] = Field(default_factory=dict)
+    """Laid over the DeepSpeed configuration that the other keys make, for what they do not know."""
     replicas: PositiveInt | Literal["auto"] = "auto"
     """Whole copies of the model; slow network between them. `auto`: one a node; on one node, as many as fit in memory."""
     shard: PositiveInt | Literal["auto"] = "auto"
@@ -141,6 +148,13 @@ class ParallelSection(Section):
     """Positions whose logits exist at once; bounds the memory of tokens x vocabulary."""
     replica_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """What carries traffic between replicas; `auto`: nccl on GPUs, gloo on CPUs."""
+    replica_network: str | None = None
+    """Network interface (`eth0`) of traffic between replicas; of `eth0,ens5` the first that a host has. `null`: what
+    GLOO_SOCKET_IFNAME says, else the one that reaches the other hosts; on GPUs, nccl's own choice."""
+    shard_network: str | None = None
+    """The same for traffic within a replica. nccl has one choice for a process: between replicas if it carries that traffic."""
+    shard_across_nodes: bool = False
+    """Allow replicas that span nodes; with `shard: auto` as many nodes as a replica needs to fit in memory."""
 
 
 class CheckpointSection(Section):

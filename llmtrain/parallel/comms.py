@@ -119,11 +119,17 @@ class Comms:
     """The ranks along one axis of the mesh. With `group=None`, or one rank, nothing is sent.
 
     `axis` is what messages call it ("replica", "shard"). `device` is where the tensors are that its backend sends
-    best: gloo gathers on the CPU only.
+    best: gloo gathers on the CPU only. `interface` is the network card that groups along this axis use; None: not said.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device | None = None, axis: str = "replica"):
-        self.group, self.axis = group, axis
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device | None = None,
+        axis: str = "replica",
+        interface: str | None = None,
+    ):
+        self.group, self.axis, self.interface = group, axis, interface
         over_gloo = group is not None and dist.get_backend(group) == dist.Backend.GLOO
         self.device = torch.device("cpu") if over_gloo or device is None else device
         self.size = dist.get_world_size(group) if group is not None else 1

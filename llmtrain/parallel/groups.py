@@ -8,18 +8,21 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.network import carried_by
 
 
 def replica_groups(replica: Comms, shard: Comms, partition: Sequence[Sequence[int]], timeout_seconds: float) -> Comms:
     """Replicas in disjoint groups that cover all of them: this rank's, along its shard. A collective of all ranks."""
     lists = [[r * shard.size + s for r in group] for s in range(shard.size) for group in partition]
-    return _mine(lists, replica.rank * shard.size + shard.rank, "group", timeout_seconds)
+    with carried_by(replica.interface):
+        return _mine(lists, replica.rank * shard.size + shard.rank, "group", timeout_seconds)
 
 
 def shard_group(replica: Comms, shard: Comms, timeout_seconds: float) -> Comms:
     """The ranks of this replica once more, on the CPU. A collective of all ranks."""
     lists = [[r * shard.size + s for s in range(shard.size)] for r in range(replica.size)]
-    return _mine(lists, replica.rank * shard.size + shard.rank, "shard", timeout_seconds)
+    with carried_by(shard.interface):
+        return _mine(lists, replica.rank * shard.size + shard.rank, "shard", timeout_seconds)
 
 
 def _mine(lists: list[list[int]], rank: int, axis: str, timeout_seconds: float) -> Comms:

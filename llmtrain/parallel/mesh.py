@@ -11,11 +11,15 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError, TrainingError, UserError
 from llmtrain.parallel.comms import Comms
-from llmtrain.parallel.world import World, meeting_point
+from llmtrain.parallel.meeting import Meeting, meet
+from llmtrain.parallel.network import NCCL, Networks, carried_by
+from llmtrain.parallel.reach import check_reach
+from llmtrain.parallel.world import World
 
 T = TypeVar("T")
 
@@ -27,6 +31,7 @@ class Mesh:
     world: World
     device: torch.device
     devices: DeviceMesh
+    """The ranks of this replica, as DTensor and FSDP know them: one dimension, `shard`."""
     replica: Comms
     """The ranks that hold the same shard, one a replica; the slow network."""
     shard: Comms
@@ -71,20 +76,32 @@ def local_device(world: World) -> torch.device:
 
 
 @contextmanager
-def open_mesh(world: World, replicas: int, shard: int, replica_backend: str, timeout_seconds: float) -> Iterator[Mesh]:
-    """Meet the other ranks, build the mesh, and leave in order.
+def open_mesh(
+    world: World,
+    replicas: int,
+    shard: int,
+    replica_backend: str,
+    timeout_seconds: float,
+    meeting: Meeting | None = None,
+) -> Iterator[Mesh]:
+    """Build the mesh with the ranks that met (they meet now, if they have not), and leave in order.
 
-    Every collective fails after `timeout_seconds`. Raises TrainingError when the ranks can't meet.
+    Every collective fails after `timeout_seconds`. Raises TrainingError when the ranks do not reach one another.
     """
     timeout = timedelta(seconds=timeout_seconds)
+    meeting = meeting or meet(world, ParallelSection(), lambda: 0.0, timeout_seconds)
     device = local_device(world)
+    check_reach(meeting, world, replicas, shard, timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = _meet(world, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
-    try:
-        yield build_mesh(world, device, replicas, shard, replica_backend, timeout, store)
-    finally:
-        dist.destroy_process_group()
+        if (cards := meeting.networks.for_nccl(replicas > 1 and replica_backend != "gloo")) is not None:
+            os.environ[NCCL] = cards
+    with carried_by(meeting.networks.replica):  # also what libraries make beside our groups
+        _join(world, meeting, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
+        try:
+            yield build_mesh(world, device, replicas, shard, replica_backend, timeout, meeting.store, meeting.networks)
+        finally:
+            dist.destroy_process_group()
 
 
 def build_mesh(
@@ -95,56 +112,44 @@ def build_mesh(
     replica_backend: str,
     timeout: timedelta,
     store: dist.Store | None = None,
+    networks: Networks | None = None,
 ) -> Mesh:
     """The mesh over a process group that is there already. A collective of all ranks."""
     assert replicas * shard == world.size, (replicas, shard, world.size)
-    devices = init_device_mesh(device.type, (replicas, shard), mesh_dim_names=("replica", "shard"))
+    networks = networks or Networks()
     backend = replica_backend if replica_backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
+    with carried_by(networks.shard):
+        shards = _my_group(world, [[r * shard + s for s in range(shard)] for r in range(replicas)], None, timeout)
+    with carried_by(networks.replica):
+        # Groups of their own, so that traffic between replicas has its own backend and never queues behind FSDP's.
+        across = [[r * shard + s for r in range(replicas)] for s in range(shard)]
+        replica = _my_group(world, across, backend, timeout) if replicas > 1 else None
+        everyone = dist.new_group(backend="gloo", timeout=timeout) if world.size > 1 else None
     return Mesh(
         world=world,
         device=device,
-        devices=devices,
-        replica=Comms(_replica_group(world, replicas, shard, backend, timeout), device, "replica"),
-        shard=Comms(devices.get_group("shard") if shard > 1 else None, device, "shard"),
-        everyone=Comms(dist.new_group(backend="gloo", timeout=timeout) if world.size > 1 else None, axis="world"),
+        devices=DeviceMesh.from_group(shards, device.type, mesh_dim_names=("shard",)),
+        replica=Comms(replica, device, "replica", networks.replica),
+        shard=Comms(shards if shard > 1 else None, device, "shard", networks.shard),
+        everyone=Comms(everyone, axis="world", interface=networks.replica),
         store=store,
     )
 
 
-def _replica_group(
-    world: World, replicas: int, shard: int, backend: str, timeout: timedelta
-) -> dist.ProcessGroup | None:
-    """Groups of its own, so that traffic between replicas has its own backend and never queues behind FSDP's."""
-    if replicas == 1:
-        return None
-    mine = None
-    for first in range(shard):  # every rank takes part in making every group
-        group = dist.new_group(
-            [first + shard * replica for replica in range(replicas)], backend=backend, timeout=timeout
-        )
-        if world.rank % shard == first:
-            mine = group
-    return mine
+def _my_group(world: World, groups: list[list[int]], backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
+    """Of disjoint groups that cover all ranks, this rank's. Every rank takes part in making every group."""
+    made = {tuple(ranks): dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in groups}
+    return next(group for ranks, group in made.items() if world.rank in ranks)
 
 
-def _meet(world: World, backend: str, timeout: timedelta) -> dist.Store | None:
-    if world.size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return None
-    address, port = meeting_point()
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)
+def _join(world: World, meeting: Meeting, backend: str, timeout: timedelta) -> None:
+    store = dist.HashStore() if meeting.store is None else dist.PrefixStore("process groups", meeting.store)
     try:
-        store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("process groups", store),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timeout,
-        )
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
+        place = meeting.places[world.rank]
         reason = str(error).splitlines()[0]
         raise TrainingError(
-            f"rank {world.rank} of {world.size} could not meet the others at {address}:{port}: {reason}"
+            f"rank {world.rank} of {world.size} on {place.host} could not connect to the others over "
+            f"{meeting.networks.replica or 'the card that gloo found'}: {reason}"
         ) from error
-    return store

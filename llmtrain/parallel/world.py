@@ -6,6 +6,7 @@ Ranks come from the environment: torchrun's and DeepSpeed's variables, then Slur
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from llmtrain.errors import RecipeError
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "CROSS_RANK")
+"""A node's number as torchrun, Slurm and DeepSpeed's launcher give it to its processes."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,15 @@ class World:
                 f"environment: {told} are not a rank among others; start with launch/train.sh, torchrun or srun"
             )
         return cls(rank, size, local_rank, local_size)
+
+
+def node_name() -> str:
+    """The same on all ranks that a launcher started on this machine; another one on every other node.
+
+    Two launchers on one machine are two nodes; so are two containers that were given one host name.
+    """
+    number = next((os.environ[name] for name in NODE_NUMBERS if name in os.environ), "")
+    return f"{socket.gethostname()}:{number}"
 
 
 def meeting_point() -> tuple[str, str]:

@@ -1,39 +1,89 @@
-"""Which mesh a run gets when the recipe leaves it to us."""
+"""Which mesh a run gets when the recipe leaves it to us, and which one it may not have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import groupby
 
 from llmtrain.config import ParallelSection
+from llmtrain.errors import RecipeError
 
 
-def choose_mesh(
-    parallel: ParallelSection, world: int, local_world: int, fits: Callable[[int], bool]
-) -> tuple[int, int, str]:
-    """(replicas, shard, the reason in a few words) for `world` processes, `local_world` of them on each node.
+def choose_mesh(parallel: ParallelSection, nodes: Sequence[str], fits: Callable[[int], bool]) -> tuple[int, int, str]:
+    """(replicas, shard, the reason in a few words) for ranks on these `nodes`, one name a rank.
 
     What the recipe says wins. Otherwise a node is a shard group, since the network inside it is the fast one; a
     single node is split into as many replicas as fit in memory: `fits(shard)` says whether a replica sharded over so
     many ranks does. `check_mesh` has made sure that given numbers divide the world.
+
+    Raises RecipeError if a replica would span nodes and `parallel.shard_across_nodes` does not allow it.
     """
-    if parallel.replicas != "auto" and parallel.shard != "auto":
-        return parallel.replicas, parallel.shard, "as the recipe says"
-    if parallel.shard != "auto":
-        return world // parallel.shard, parallel.shard, f"{world} processes, parallel.shard={parallel.shard}"
-    if parallel.replicas != "auto":
-        return (
-            parallel.replicas,
-            world // parallel.replicas,
-            f"{world} processes, parallel.replicas={parallel.replicas}",
+    world = len(nodes)
+    if parallel.replicas != "auto" or parallel.shard != "auto":
+        shard = parallel.shard if parallel.shard != "auto" else world // parallel.replicas
+        both = "auto" not in (parallel.replicas, parallel.shard)
+        key = "shard" if parallel.shard != "auto" else "replicas"
+        reason = "as the recipe says" if both else f"{world} processes, parallel.{key}={getattr(parallel, key)}"
+    else:
+        shard, reason = _by_nodes(parallel, nodes, fits)
+    if not parallel.shard_across_nodes:
+        _check_nodes(shard, nodes)
+    return world // shard, shard, reason
+
+
+def _by_nodes(parallel: ParallelSection, nodes: Sequence[str], fits: Callable[[int], bool]) -> tuple[int, str]:
+    world, sizes = len(nodes), set(Counter(nodes).values())
+    if world == 1:
+        return 1, "one process"
+    if len(sizes) > 1:
+        raise RecipeError(
+            f"there are {_listed(nodes)} ranks (nodes x ranks), so a node can't be a replica; start equally many on each, or give "
+            f"parallel.shard, at most {math.gcd(*sizes)}"
         )
-    if world > local_world:
-        return (
-            world // local_world,
-            local_world,
-            f"{world // local_world} nodes of {local_world}: a node is a shard group",
+    per_node = sizes.pop()
+    count = world // per_node
+    if count == 1:
+        for shard in _divisors(world):
+            if fits(shard):
+                return shard, f"one node of {world}: as many replicas as fit in memory"
+        return world, f"one node of {world}: one replica over all of it, a tight fit in memory"
+    if parallel.shard_across_nodes:
+        for together in _divisors(count):
+            if fits(together * per_node):
+                what = (
+                    "a node is a shard group"
+                    if together == 1
+                    else f"{together} nodes are a shard group, to fit in memory"
+                )
+                return together * per_node, f"{count} nodes of {per_node}: {what}"
+    return per_node, f"{count} nodes of {per_node}: a node is a shard group"
+
+
+def _check_nodes(shard: int, nodes: Sequence[str]) -> None:
+    """Raise RecipeError unless each replica, `shard` ranks in a row, is on one node."""
+    for first in range(0, len(nodes), shard):
+        spanned = len(set(nodes[first : first + shard]))
+        if spanned == 1:
+            continue
+        node_by_node = len(list(groupby(nodes))) == len(set(nodes))
+        change = (
+            f"give parallel.shard={math.gcd(*Counter(nodes).values())} or a divisor of it"
+            if node_by_node
+            else "number the ranks node by node (srun --distribution=block)"
         )
-    for shard in (size for size in range(1, world + 1) if world % size == 0):
-        if fits(shard):
-            reason = "one process" if world == 1 else f"one node of {world}: as many replicas as fit in memory"
-            return world // shard, shard, reason
-    return 1, world, f"one node of {world}: one replica over all of it, and even so the estimate exceeds its memory"
+        raise RecipeError(
+            f"parallel.shard is {shard}, but there are {_listed(nodes)} ranks (nodes x ranks): the replica of ranks {first} to "
+            f"{first + shard - 1} would be sharded over {spanned} nodes and the slow network between them; {change}, or "
+            f"parallel.shard_across_nodes=true to allow it"
+        )
+
+
+def _listed(nodes: Sequence[str]) -> str:
+    """How many ranks there are on how many nodes: `3 x 8 and 1 x 4`."""
+    return " and ".join(f"{many} x {size}" for size, many in Counter(Counter(nodes).values()).items())
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -7,6 +7,9 @@ import resource
 
 import torch
 
+from llmtrain.parallel.mesh import local_device
+from llmtrain.parallel.world import World
+
 PEAK_BF16 = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -33,6 +36,13 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_of_rank(world: World) -> float:
+    """Bytes that this rank may use: all of its GPU, or its part of the machine's memory. Raises RecipeError where there
+    are fewer GPUs than ranks."""
+    device = local_device(world)
+    return memory_bytes(device) / (1 if device.type == "cuda" else world.local_size)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

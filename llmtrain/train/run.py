@@ -7,26 +7,26 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.config import Recipe
+from llmtrain.config import Layerwise, Recipe
 from llmtrain.data.index import Prepared
 from llmtrain.data.loader import Loader
 from llmtrain.data.prepare import prepare
 from llmtrain.errors import DONE, STOPPED_EARLY, TrainingError
 from llmtrain.lr import LearningRates
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
+from llmtrain.parallel.build import build_engine, replica_backend
 from llmtrain.parallel.comms import is_lost_peer
-from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.fsdp import Fsdp2Engine
-from llmtrain.parallel.mesh import Mesh, local_device, open_mesh
+from llmtrain.parallel.meeting import meet
+from llmtrain.parallel.mesh import Mesh, open_mesh
 from llmtrain.parallel.world import World
-from llmtrain.plan.memory import estimate, size_of
-from llmtrain.plan.mesh import choose_mesh
+from llmtrain.plan.fit import plan_mesh
+from llmtrain.plan.memory import size_of
 from llmtrain.recipe_check import check, check_group, check_vocabulary
 from llmtrain.seeding import derive_seed
 from llmtrain.sync.build import build_method, build_wire
 from llmtrain.train.checkpoint import Checkpoints
 from llmtrain.train.console import Console, human
-from llmtrain.train.devices import memory_bytes, peak_flops
+from llmtrain.train.devices import memory_of_rank, peak_flops
 from llmtrain.train.ending import closing_lines, draw_losses, write_sample
 from llmtrain.train.metrics import Summariser
 from llmtrain.train.rundir import RunDirectory
@@ -41,15 +41,16 @@ def run_training(recipe: Recipe, world: World) -> int:
     """
     check(recipe, world.size)
     console = Console(enabled=world.rank == 0)
+    timeout = recipe.run.timeout_seconds
+    meeting = meet(world, recipe.parallel, lambda: memory_of_rank(world), timeout)
+    memory = [place.memory for place in meeting.places]
+    replicas, shard, reason = plan_mesh(recipe, meeting.nodes, memory, on_gpu=torch.cuda.is_available())
+    check_group(recipe, replicas)
     prepared = prepare_for(recipe, show_progress=world.local_rank == 0)
     check_vocabulary(recipe, prepared.vocab_size)
-    replicas, shard, reason = choose_mesh(
-        recipe.parallel, world.size, world.local_size, lambda shard: _fits(recipe, prepared.vocab_size, world, shard)
-    )
-    check_group(recipe, replicas)
     with (
         stop_requests() as stop,
-        open_mesh(world, replicas, shard, recipe.parallel.replica_backend, recipe.run.timeout_seconds) as mesh,
+        open_mesh(world, replicas, shard, replica_backend(recipe.parallel), timeout, meeting) as mesh,
     ):
         directory = RunDirectory(recipe)
         finished, resume_from = mesh.from_main(lambda: _open(directory))
@@ -86,12 +87,6 @@ def prepare_for(recipe: Recipe, show_progress: bool) -> Prepared:
     return prepare(recipe.data, tokens, recipe.eval.tokens + 1, show_progress=show_progress)
 
 
-def _fits(recipe: Recipe, vocab_size: int, world: World, shard: int) -> bool:
-    """Whether a replica over `shard` ranks is estimated to fit in 90 % of this machine's memory for one rank."""
-    needs = estimate(recipe, size_of(recipe, vocab_size), world.size // shard, shard).device_total
-    return needs <= 0.9 * memory_bytes(local_device(world)) / (1 if torch.cuda.is_available() else world.local_size)
-
-
 def _open(directory: RunDirectory) -> tuple[bool, Path | None]:
     """(complete?, checkpoint to continue from); makes the directory. Asked of the main rank only."""
     directory.check_recipe()
@@ -119,7 +114,15 @@ def build_trainer(
     model = build(model_config(recipe.model, prepared.vocab_size), recipe.parallel.loss_chunk)
     parameters, flops = count_parameters(model), flops_per_token(model, recipe.train.sequence_length)
     gradient_wire = build_wire(recipe.sync.wire.kind) if recipe.sync.wire.gradients else None
-    engine: Engine = Fsdp2Engine(model, mesh, recipe.parallel, recipe.optim, recipe.run.seed, gradient_wire)
+    engine = build_engine(
+        model,
+        mesh,
+        recipe.parallel,
+        recipe.optim,
+        seed=recipe.run.seed,
+        gradient_wire=gradient_wire,
+        changes_in_forward=isinstance(recipe.sync.schedule, Layerwise),
+    )
     method = build_method(
         recipe.sync,
         engine,
@@ -171,7 +174,7 @@ def build_trainer(
 
 def _show_ending(recipe: Recipe, mesh: Mesh, prepared: Prepared, trainer: Trainer, console: Console) -> None:
     directory = trainer.directory
-    parameters = sum(p.numel() for p in trainer.engine.model.parameters())
+    parameters = size_of(recipe, prepared.vocab_size).parameters
     if recipe.eval.sample_prompt is not None:
         text = write_sample(recipe, trainer.engine, mesh, model_config(recipe.model, prepared.vocab_size), prepared)
         if mesh.is_main:

@@ -1,9 +1,28 @@
-"""How many processes launch/train.sh starts."""
+"""What launch/train.sh decides before it starts ranks: how many, on which nodes, and whether all nodes are there."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from llmtrain.launch import processes_here
+from llmtrain.errors import DataError, RecipeError, TrainingError
+from llmtrain.launch.nodes import Nodes
+from llmtrain.launch.processes import processes_here
+from llmtrain.launch.roll_call import RollCall, meet_nodes
+from llmtrain.launch.torchrun import torchrun_arguments
+
+HERE = socket.gethostname()
+VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
+STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "41007"}
+JOB = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "alpha,beta"}
 
 
 @pytest.mark.parametrize(
@@ -23,3 +42,172 @@ from llmtrain.launch import processes_here
 def test_one_process_a_gpu_or_as_the_mesh_asks(monkeypatch, gpus, replicas, shard, nodes, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert processes_here(replicas, shard, nodes) == expected
+
+
+@pytest.fixture
+def nodes_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], Nodes]:
+    """The nodes that an environment with these variables describes."""
+
+    def read(variables: dict[str, str]) -> Nodes:
+        for name in (*VARIABLES, *STEP, *JOB):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return Nodes.from_environment()
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, Nodes()),
+        ({"NNODES": "1", **JOB}, Nodes()),
+        ({"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "alpha"}, Nodes(3, 2, "alpha", 29400)),
+        ({"NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "alpha", "MASTER_PORT": "5"}, Nodes(3, 0, "alpha", 5)),
+        ({**STEP, **JOB}, Nodes(2, 1, "alpha", 16007)),
+        ({**STEP, **JOB, "MASTER_ADDR": "gamma", "MASTER_PORT": "5"}, Nodes(2, 1, "gamma", 5)),
+        ({**STEP, **JOB, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}, Nodes()),
+    ],
+    ids=["alone", "one of a job", "by hand", "by hand with a port", "slurm", "slurm with an address", "one task"],
+)
+def test_nodes_come_from_the_known_variables_or_from_slurm(nodes_in, variables, expected):
+    assert nodes_in(variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NNODES": "two"}, "NNODES='two' in the environment is not a number"),
+        ({"NNODES": "2"}, "NNODES=2 needs NODE_RANK and MASTER_ADDR"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES=2 needs MASTER_ADDR in"),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK=2 is not one of the 2 nodes"),
+        ({**STEP, **JOB, "SLURM_STEP_NUM_TASKS": "8"}, "started launch/train.sh 8 times on 2 nodes"),
+        (JOB, "this Slurm job has 2 nodes, but srun did not start"),
+    ],
+)
+def test_incomplete_variables_are_refused(nodes_in, variables, message):
+    with pytest.raises(RecipeError, match=message):
+        nodes_in(variables)
+
+
+def test_torchrun_is_told_the_place_of_this_node():
+    recipe = SimpleNamespace(run=SimpleNamespace(timeout_seconds=90.5))
+    words = " ".join(torchrun_arguments(recipe, Nodes(3, 2, "alpha", 5), 8))
+    assert words.startswith("--nnodes 3 --nproc-per-node 8 ") and "SIGUSR1" in words
+    assert words.endswith("--master-addr alpha --master-port 5 --node-rank 2 --rdzv-conf timeout=91")
+    assert torchrun_arguments(recipe, Nodes(), 8)[-1] == "--standalone"
+
+
+class Meeting:
+    """Launchers of several nodes, each in a thread of this process."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as opened:
+            self.port = opened.getsockname()[1]
+
+    def hold(
+        self, ranks: list[int], count: int, do: Callable[[RollCall], object], seconds: float = 20, counts=None
+    ) -> list[object]:
+        """What `do` returned or raised for each of `ranks`, in order."""
+        outcomes: list[object] = [None] * len(ranks)
+
+        def attend(place: int) -> None:
+            nodes = Nodes((counts or {}).get(place, count), ranks[place], "127.0.0.1", self.port)
+            try:
+                with meet_nodes(nodes, seconds) as roll_call:
+                    outcomes[place] = do(roll_call)
+            except Exception as error:
+                outcomes[place] = error
+
+        threads = [threading.Thread(target=attend, args=(place,), daemon=True) for place in range(len(ranks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in threads)
+        return outcomes
+
+
+@pytest.fixture
+def meeting() -> Meeting:
+    return Meeting()
+
+
+def test_node_0_prepares_before_the_others_and_all_wait_for_all(meeting: Meeting):
+    order: list[int] = []
+
+    def attend(roll_call: RollCall) -> tuple[str, int]:
+        rank = roll_call.nodes.rank
+        answer = roll_call.first_then_others(lambda: order.append(rank) or "", lambda: order.append(rank))
+        return answer, len(order)
+
+    assert meeting.hold([2, 0, 1], 3, attend) == [("", 3)] * 3
+    assert order[0] == 0 and sorted(order) == [0, 1, 2]
+
+
+def test_a_run_that_node_0_finds_complete_is_complete_everywhere(meeting: Meeting):
+    prepared: list[int] = []
+    outcomes = meeting.hold([0, 1], 2, lambda call: call.first_then_others(lambda: "done", lambda: prepared.append(1)))
+    assert outcomes == ["done", "done"] and not prepared
+
+
+def test_a_node_that_never_comes_is_named_on_every_node_that_came(meeting: Meeting):
+    outcomes = meeting.hold([0, 2], 4, lambda call: None, seconds=3)
+    assert {type(outcome) for outcome in outcomes} == {TrainingError}
+    for outcome in outcomes:
+        assert f"waited 3 s for node 1, node 3 to come; here: node 0 on {HERE}, node 2 on {HERE}; start" in str(outcome)
+
+
+def test_without_node_0_the_others_say_where_they_looked(meeting: Meeting):
+    (outcome,) = meeting.hold([1], 2, lambda call: None, seconds=1)
+    assert isinstance(outcome, TrainingError)
+    assert f"node 1 on {HERE} could not reach node 0 at 127.0.0.1:{meeting.port} in 1 s: Connection ref" in str(outcome)
+
+
+def test_a_node_that_fails_is_named_on_the_others(meeting: Meeting):
+    def attend(roll_call: RollCall) -> str:
+        def fail() -> None:
+            raise DataError("data.cache_dir: no space")
+
+        return roll_call.first_then_others(lambda: "", fail if roll_call.nodes.rank == 1 else lambda: None)
+
+    first, second, third = meeting.hold([0, 1, 2], 3, attend)
+    assert isinstance(second, DataError)
+    for outcome in (first, third):
+        assert isinstance(outcome, TrainingError)
+        assert str(outcome) == f"node 1 on {HERE} failed: data.cache_dir: no space"
+
+
+def test_two_nodes_with_one_number_are_refused(meeting: Meeting):
+    outcomes = meeting.hold([0, 1, 1], 3, lambda call: None)
+    assert [type(outcome) for outcome in outcomes].count(RecipeError) == 1
+    assert all("NODE_RANK=1" in str(outcome) and "is taken by node 1" in str(outcome) for outcome in outcomes)
+
+
+def test_nodes_that_count_differently_are_refused(meeting: Meeting):
+    first, second = meeting.hold([0, 1], 2, lambda call: None, counts={1: 3})
+    assert isinstance(second, RecipeError) and f"NNODES=3 on {HERE}, but 2 on node 0" in str(second)
+    assert isinstance(first, TrainingError) and str(second) in str(first)
+
+
+def test_a_port_that_is_taken_is_refused():
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        nodes = Nodes(2, 0, "127.0.0.1", taken.getsockname()[1])
+        with (
+            pytest.raises(RecipeError, match=r"can't use MASTER_ADDR=.* a port that is free there"),
+            meet_nodes(nodes, 5),
+        ):
+            pass
+
+
+def test_a_stop_before_training_ends_with_3_in_one_line():
+    """A process of its own: it gets the signal while its recipe is read."""
+    script = (
+        "import os, signal, pathlib, llmtrain.launch.torchrun as t\n"
+        "t.load_recipe = lambda *a: os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "raise SystemExit(t.launch_torchrun(pathlib.Path('r.yaml'), []))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert done.stdout == f"stopped by {signal.SIGUSR1.name} before training began; start the same command again\n"

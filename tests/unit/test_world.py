@@ -6,7 +6,7 @@ import pytest
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError
-from llmtrain.parallel.world import World, meeting_point
+from llmtrain.parallel.world import World, meeting_point, node_name
 from llmtrain.plan.mesh import choose_mesh
 
 
@@ -75,19 +75,66 @@ def test_the_list_of_a_slurm_job_is_expanded_by_scontrol(environment, monkeypatc
     assert meeting_point() == ("gpu07", "15001")
 
 
+def on(*sizes: int) -> list[str]:
+    """Nodes with so many ranks each, numbered node by node."""
+    return [f"node{node}" for node, size in enumerate(sizes) for _ in range(size)]
+
+
 @pytest.mark.parametrize(
-    ("parallel", "world", "local", "smallest", "expected"),
+    ("parallel", "nodes", "smallest", "expected"),
     [
-        ({"replicas": 2, "shard": 4}, 8, 8, 1, (2, 4)),
-        ({"shard": 4}, 8, 8, 1, (2, 4)),
-        ({"replicas": 4}, 8, 8, 1, (4, 2)),
-        ({}, 64, 8, 1, (8, 8)),
-        ({}, 8, 8, 1, (8, 1)),
-        ({}, 8, 8, 3, (2, 4)),
-        ({}, 8, 8, 99, (1, 8)),
-        ({}, 1, 1, 1, (1, 1)),
+        ({"replicas": 2, "shard": 4}, on(8), 1, (2, 4)),
+        ({"shard": 4}, on(8), 1, (2, 4)),
+        ({"replicas": 4}, on(8), 1, (4, 2)),
+        ({}, on(*[8] * 8), 1, (8, 8)),
+        ({}, on(8), 1, (8, 1)),
+        ({}, on(8), 3, (2, 4)),
+        ({}, on(8), 99, (1, 8)),
+        ({}, on(1), 1, (1, 1)),
+        ({"shard": 2}, on(4, 2), 1, (3, 2)),
+        ({"shard": 1}, on(4, 3), 1, (7, 1)),
+        ({"shard": 1}, ["a", "b", "a", "b"], 1, (4, 1)),
+        ({"shard": 4, "shard_across_nodes": True}, on(2, 2), 1, (1, 4)),
+        ({"shard_across_nodes": True}, on(8, 8, 8, 8), 1, (4, 8)),
+        ({"shard_across_nodes": True}, on(8, 8, 8, 8), 9, (2, 16)),
+        ({"shard_across_nodes": True}, on(8, 8, 8, 8), 99, (4, 8)),
     ],
 )
-def test_the_mesh_follows_recipe_nodes_and_memory(parallel, world, local, smallest, expected):
-    *mesh, reason = choose_mesh(ParallelSection(**parallel), world, local, lambda shard: shard >= smallest)
+def test_the_mesh_follows_recipe_nodes_and_memory(parallel, nodes, smallest, expected):
+    *mesh, reason = choose_mesh(ParallelSection(**parallel), nodes, lambda shard: shard >= smallest)
     assert tuple(mesh) == expected and reason
+
+
+@pytest.mark.parametrize(
+    ("parallel", "nodes", "message"),
+    [
+        (
+            {"shard": 4},
+            on(2, 2),
+            "replica of ranks 0 to 3 would be sharded over 2 nodes .* parallel.shard=2 or a divisor",
+        ),
+        (
+            {"replicas": 1},
+            on(4, 4),
+            "parallel.shard is 8, but there are 2 x 4 ranks .* parallel.shard_across_nodes=true",
+        ),
+        ({"shard": 3}, on(4, 2), "replica of ranks 3 to 5 .* parallel.shard=2"),
+        ({"shard": 2}, ["a", "b", "a", "b"], "number the ranks node by node"),
+        ({}, ["a", "b", "a", "b"], "number the ranks node by node"),
+        ({}, on(4, 4, 2), "2 x 4 and 1 x 2 ranks .* start equally many on each, or give parallel.shard, at most 2"),
+    ],
+)
+def test_a_replica_over_several_nodes_is_refused(parallel, nodes, message):
+    with pytest.raises(RecipeError, match=message) as refused:
+        choose_mesh(ParallelSection(**parallel), nodes, lambda shard: True)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_node_is_what_one_launcher_started_on_one_machine(environment, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "host7")
+    names = []
+    for variables in ({}, {"GROUP_RANK": "0"}, {"GROUP_RANK": "1", "SLURM_NODEID": "0"}, {"SLURM_NODEID": "3"}):
+        environment(**variables)
+        names.append(node_name())
+        monkeypatch.delenv("GROUP_RANK", raising=False)
+    assert names == ["host7:", "host7:0", "host7:1", "host7:3"]

@@ -1,0 +1,72 @@
+"""Which nodes take part, and which of them this one is: from NNODES and its companions, else from Slurm."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from llmtrain.errors import RecipeError
+from llmtrain.parallel.world import meeting_point
+
+DEFAULT_PORT = 29400
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """This node's number among `count`, and where node 0 listens (unused when it is alone)."""
+
+    count: int = 1
+    rank: int = 0
+    address: str = "localhost"
+    port: int = DEFAULT_PORT
+
+    @classmethod
+    def from_environment(cls) -> Nodes:
+        """NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT where NNODES is set; else the Slurm step, if it has one task
+        a node; else this node is alone. Raises RecipeError when the variables are incomplete or contradict each other.
+        """
+        if "NNODES" in os.environ:
+            return cls._from_variables(number("NNODES", 1))
+        if "SLURM_STEP_NUM_TASKS" in os.environ:
+            return cls._from_slurm(number("SLURM_STEP_NUM_TASKS", 1), number("SLURM_STEP_NUM_NODES", 1))
+        if number("SLURM_JOB_NUM_NODES", 1) > 1:
+            raise RecipeError(
+                f"this Slurm job has {os.environ['SLURM_JOB_NUM_NODES']} nodes, but srun did not start launch/train.sh, "
+                "so the others would idle; write srun --ntasks-per-node=1 before it, or set NNODES=1 to use one node"
+            )
+        return cls()
+
+    @classmethod
+    def _from_variables(cls, count: int) -> Nodes:
+        if count <= 1:
+            return cls()
+        missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in os.environ]
+        if missing:
+            raise RecipeError(
+                f"NNODES={count} needs {' and '.join(missing)} in the environment: "
+                "NODE_RANK is this node's number, MASTER_ADDR is node 0's address"
+            )
+        rank = number("NODE_RANK", 0)
+        if rank >= count:
+            raise RecipeError(f"NODE_RANK={rank} is not one of the {count} nodes of NNODES; they are 0 to {count - 1}")
+        return cls(count, rank, os.environ["MASTER_ADDR"], number("MASTER_PORT", DEFAULT_PORT))
+
+    @classmethod
+    def _from_slurm(cls, tasks: int, nodes: int) -> Nodes:
+        if tasks == 1:
+            return cls()
+        if tasks != nodes:
+            raise RecipeError(
+                f"srun started launch/train.sh {tasks} times on {nodes} nodes; it is once a node (--ntasks-per-node=1), "
+                "or once a rank without it: srun python -m llmtrain train RECIPE"
+            )
+        address, port = meeting_point()
+        return cls(nodes, number("SLURM_NODEID", 0), address, int(port))
+
+
+def number(name: str, default: int) -> int:
+    """A variable of the environment, 0 or more. Raises RecipeError when it is something else."""
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise RecipeError(f"{name}={text!r} in the environment is not a number")
+    return int(text)

@@ -1,0 +1,174 @@
+"""The launchers of all nodes meet before any rank is started, so that a node that is missing is known by its number.
+
+They meet in a key-value store on node 0, at the port where torchrun's own, in the same process, is found later: one port
+to open. torchrun's static rendezvous would say only how many nodes came.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from llmtrain.errors import RecipeError, TrainingError
+from llmtrain.launch.nodes import Nodes
+
+POLL_SECONDS = 0.2
+PREPARATION_SECONDS = 24 * 3600.0
+"""How long nodes wait for one that tokenises text."""
+PATIENCE_SECONDS = 10.0
+"""How long a wait is silent, and how long node 0, with which the store ends, stays for the others to read why."""
+
+
+class RollCall:
+    """This launcher among those of the other nodes. Without a store it is alone, and nothing waits."""
+
+    def __init__(self, nodes: Nodes, store: Store | None):
+        self.nodes = nodes
+        self._store = store
+        self._host = socket.gethostname()
+
+    def first_then_others(self, first: Callable[[], str], others: Callable[[], object]) -> str:
+        """`first()` on node 0; if it answers "", `others()` on the rest, all at once. Its answer, when all are done.
+
+        An error is raised on the node where it happened, and as TrainingError with that node's name on the others.
+        """
+        if self._store is None:
+            return first()
+        if self.nodes.rank == 0:
+            answer = first()
+            self._store.set("answer 0", answer)
+        else:
+            self._wait("answer", [0], "prepare the data", PREPARATION_SECONDS)
+            answer = self._store.get("answer 0").decode()
+            if not answer:
+                others()
+        self._store.set(f"ready {self.nodes.rank}", "yes")
+        self._wait("ready", range(self.nodes.count), "prepare the data", PREPARATION_SECONDS)
+        return answer
+
+    def assemble(self, timeout_seconds: float) -> None:
+        """Wait until the launchers of all nodes are here. Raises RecipeError and TrainingError as `meet_nodes` does."""
+        rank, count = self.nodes.rank, self.nodes.count
+        if self._store.add(f"claims {rank}", 1) > 1:
+            raise RecipeError(
+                f"NODE_RANK={rank} on {self._host} is taken by {self._name(rank)}; number the nodes 0 to {count - 1}"
+            )
+        if rank == 0:
+            self._store.set("count 0", str(count))
+        self._wait("count", [0], "come", timeout_seconds)
+        counted = int(self._store.get("count 0"))
+        if counted != count:
+            raise RecipeError(f"NNODES={count} on {self._host}, but {counted} on node 0; set the same on all nodes")
+        self._store.set(f"host {rank}", self._host)
+        self._wait("host", range(count), "come", timeout_seconds)
+
+    def tell_failure(self, message: str) -> None:
+        """Leave the reason for the other nodes' next wait."""
+        try:
+            if not self._has("failure"):
+                self._store.set("failure", f"node {self.nodes.rank} on {self._host} failed: {message}")
+            self._store.set(f"heard {self.nodes.rank}", "yes")
+            deadline = time.monotonic() + (PATIENCE_SECONDS if self.nodes.rank == 0 else 0)
+            while time.monotonic() < deadline and any(
+                self._has(f"host {node}") and not self._has(f"heard {node}") for node in range(self.nodes.count)
+            ):
+                time.sleep(POLL_SECONDS)
+        except DistError:  # node 0 is gone: there is nobody to tell
+            return
+
+    def _wait(self, key: str, nodes: Sequence[int], purpose: str, seconds: float) -> None:
+        """Until all of `nodes` have set their `key`, but not longer than `seconds`; ends when any node has failed."""
+        started, silent = time.monotonic(), True
+        try:
+            while missing := [node for node in nodes if not self._has(f"{key} {node}")]:
+                if self._has("failure"):
+                    raise TrainingError(self._store.get("failure").decode())
+                waited = time.monotonic() - started
+                names = ", ".join(map(self._name, missing))
+                if waited > seconds:
+                    raise TrainingError(self._timed_out(names, purpose, seconds))
+                if silent and waited > PATIENCE_SECONDS:
+                    silent = False
+                    print(f"node {self.nodes.rank} waits for {names} to {purpose} (up to {seconds:g} s)", flush=True)
+                time.sleep(POLL_SECONDS)
+        except DistError as error:
+            raise TrainingError(
+                f"node {self.nodes.rank} on {self._host} lost node 0 ({self.nodes.address}:{self.nodes.port}) "
+                f"while it waited for nodes to {purpose}; see what node 0 said"
+            ) from error
+
+    def _timed_out(self, names: str, purpose: str, seconds: float) -> str:
+        came = ", ".join(self._name(node) for node in range(self.nodes.count) if self._has(f"host {node}"))
+        return (
+            f"waited {seconds:g} s for {names} to {purpose}; here: {came}; start launch/train.sh on each of "
+            f"{self.nodes.count} nodes with MASTER_ADDR={self.nodes.address} MASTER_PORT={self.nodes.port}, "
+            "or raise run.timeout_seconds"
+        )
+
+    def _name(self, node: int) -> str:
+        return f"node {node}" + (f" on {self._store.get(f'host {node}').decode()}" if self._has(f"host {node}") else "")
+
+    def _has(self, key: str) -> bool:
+        return self._store.check([key])
+
+
+@contextmanager
+def meet_nodes(nodes: Nodes, timeout_seconds: float) -> Iterator[RollCall]:
+    """Meet the launchers of the other nodes; the store lives until the end of the `with`.
+
+    Raises RecipeError when node 0 can't listen, or numbers and counts of nodes contradict each other; TrainingError when
+    node 0 can't be reached or a node does not come in `timeout_seconds`. What fails on one node ends the others' waits.
+    """
+    if nodes.count == 1:
+        yield RollCall(nodes, None)
+        return
+    store = PrefixStore("llmtrain launch", _open_store(nodes, timeout_seconds))
+    roll_call = RollCall(nodes, store)
+    try:
+        roll_call.assemble(timeout_seconds)
+        yield roll_call
+    except BaseException as error:
+        roll_call.tell_failure(str(error))
+        raise
+
+
+def _open_store(nodes: Nodes, timeout_seconds: float) -> Store:
+    if nodes.rank != 0:
+        _wait_for_listener(nodes, timeout_seconds)
+    try:
+        return TCPStore(
+            nodes.address,
+            nodes.port,
+            is_master=nodes.rank == 0,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,  # torchrun's store on this port becomes another client of the same server
+        )
+    except DistError as error:
+        reason = str(error).splitlines()[0]
+        raise RecipeError(
+            f"node {nodes.rank} can't use MASTER_ADDR={nodes.address} MASTER_PORT={nodes.port} as the meeting point: "
+            f"{reason}; give node 0's address and a port that is free there"
+        ) from error
+
+
+def _wait_for_listener(nodes: Nodes, timeout_seconds: float) -> None:
+    """Until something listens at node 0's port: torch's own attempts say less about why it can't be reached."""
+    deadline = time.monotonic() + timeout_seconds
+    reason = ""
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((nodes.address, nodes.port), timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+            time.sleep(POLL_SECONDS)
+    raise TrainingError(
+        f"node {nodes.rank} on {socket.gethostname()} could not reach node 0 at {nodes.address}:{nodes.port} in "
+        f"{timeout_seconds:g} s: {reason}; is it started, is MASTER_ADDR its address, is the port open?"
+    )

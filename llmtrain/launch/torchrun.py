@@ -1,0 +1,145 @@
+"""Start torchrun on this node for a recipe, and say by the exit code how its ranks ended.
+
+Rendezvous is static: a node's number is given, so ranks, and with them replicas and shards, lie on the same nodes after
+every start. What c10d's would add, nodes that come and go, needs ranks that can join a run; ours continue from a
+checkpoint, all together.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from llmtrain.config import Recipe
+from llmtrain.errors import DONE, FAILED, STOPPED_EARLY
+from llmtrain.launch.nodes import Nodes
+from llmtrain.launch.processes import processes_per_node
+from llmtrain.recipe import load_recipe
+from llmtrain.recipe_check import check, check_vocabulary
+
+if TYPE_CHECKING:
+    from llmtrain.train.rundir import RunDirectory
+
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""What torchrun passes on to the ranks: its own choice, and the signal that Slurm sends ahead of the end."""
+SUMMARY_SECONDS = 30.0
+"""How long a shared folder may take to show to one node what another wrote."""
+
+
+class StopRequested(BaseException):
+    """A signal asked for a stop before training began. Not an Exception: nothing on the way may swallow it."""
+
+    def __init__(self, number: signal.Signals):
+        super().__init__(f"stopped by {number.name} before training began; start the same command again")
+
+
+def launch_torchrun(recipe_path: Path, overrides: Sequence[str]) -> int:
+    """Check the recipe, meet the launchers of other nodes, prepare the data, and run `llmtrain train` in as many
+    processes as the recipe needs. Returns their exit code.
+
+    Raises UserError before anything is started, TrainingError when the nodes do not come together.
+    """
+    try:
+        with _stop_requests_raise():
+            return _launch(recipe_path, overrides)
+    except StopRequested as request:
+        print(request, flush=True)
+        return STOPPED_EARLY
+
+
+def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
+    recipe = load_recipe(recipe_path, overrides)
+    nodes = Nodes.from_environment()
+    per_node = processes_per_node(recipe.parallel.replicas, recipe.parallel.shard, nodes.count)
+    check(recipe, nodes.count * per_node)
+
+    from llmtrain.launch.roll_call import meet_nodes
+    from llmtrain.train.run import prepare_for
+    from llmtrain.train.rundir import RunDirectory
+
+    directory = RunDirectory(recipe)
+
+    def ready() -> str:
+        """ "", or why there is nothing to train."""
+        directory.check_recipe()
+        if directory.finished():
+            return directory.already_complete()
+        check_vocabulary(recipe, prepare_for(recipe, show_progress=True).vocab_size)
+        return ""
+
+    with meet_nodes(nodes, recipe.run.timeout_seconds) as roll_call:
+        # One node first: where the cache is shared, the others then find it full, whatever its locks are worth.
+        complete = roll_call.first_then_others(ready, lambda: prepare_for(recipe, show_progress=True))
+        if complete:
+            print(complete, flush=True)
+            return DONE
+        return _run(torchrun_arguments(recipe, nodes, per_node), [str(recipe_path), *overrides], directory, nodes)
+
+
+def torchrun_arguments(recipe: Recipe, nodes: Nodes, per_node: int) -> list[str]:
+    """torchrun's options for `per_node` ranks on this node of `nodes`."""
+    options = ["--nnodes", str(nodes.count), "--nproc-per-node", str(per_node), "--signals-to-handle", SIGNALS]
+    if nodes.count == 1:
+        return [*options, "--standalone"]
+    meeting = ["--master-addr", nodes.address, "--master-port", str(nodes.port), "--node-rank", str(nodes.rank)]
+    return [*options, *meeting, "--rdzv-conf", f"timeout={math.ceil(recipe.run.timeout_seconds)}"]
+
+
+def _run(options: Sequence[str], arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> int:
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    command = parse_args([*options, "-m", "llmtrain", "train", *arguments])
+    cores = (os.cpu_count() or 1) // int(command.nproc_per_node)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
+    # After a signal torchrun kills ranks that are still there after 30 s, which a step and a checkpoint can take.
+    grace = math.ceil(directory.recipe.run.timeout_seconds)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace))
+    opened_before = _opened_at(directory)
+    try:
+        run(command)
+    except ChildFailedError as error:
+        # Ranks that were ended because another had failed have negative codes.
+        return max(FAILED, *(failure.exitcode for failure in error.failures.values()))
+    except SignalException as error:  # passed on to the ranks, which have ended since
+        if _opened_at(directory) == opened_before:
+            raise StopRequested(error.sigval) from None
+        return _ending(directory, patience=0 if nodes.rank == 0 else SUMMARY_SECONDS)
+    return DONE
+
+
+def _opened_at(directory: RunDirectory) -> int | None:
+    """When a run last began in it: rank 0 writes the recipe once all ranks have met, and listen for signals."""
+    recipe = directory.path / "recipe.yaml"
+    return recipe.stat().st_mtime_ns if recipe.exists() else None
+
+
+def _ending(directory: RunDirectory, patience: float) -> int:
+    """The exit code of ranks that ended after a signal, from the summary that rank 0 wrote, perhaps on another node."""
+    deadline = time.monotonic() + patience
+    while (summary := directory.summary()) is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return {"signal": STOPPED_EARLY, "done": DONE}.get(summary["stopped"], FAILED) if summary else FAILED
+
+
+@contextmanager
+def _stop_requests_raise() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 raise StopRequested, until torchrun starts the ranks and handles them in its own way."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise StopRequested(signal.Signals(number))
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

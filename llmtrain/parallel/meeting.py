@@ -1,0 +1,184 @@
+"""Ranks find one another: a store that all reach, and a roll call that says who did not come.
+
+Every wait ends within `run.timeout_seconds`, and every rank that is there ends with the same line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from llmtrain.config import ParallelSection
+from llmtrain.errors import RecipeError, TrainingError
+from llmtrain.parallel.network import Networks, address_towards, is_loopback
+from llmtrain.parallel.world import World, meeting_point, node_name
+
+GRACE_SECONDS = 5.0
+"""How much longer the others wait than rank 0, which tells them who is missing; and how long it stays to be heard."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank tells the others before anything is started."""
+
+    node: str
+    """The same for all ranks of a machine."""
+    host: str
+    address: str | None
+    """From which it reaches rank 0."""
+    memory: float
+    """Bytes that this rank may use of its device."""
+    refusal: str | None = None
+    """Why it can't run this recipe."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """All ranks have said where they are."""
+
+    store: dist.Store | None
+    """The job's key-value store; None for a single process."""
+    places: Sequence[Place]
+    """By rank."""
+    networks: Networks
+    """Of this host."""
+
+    @property
+    def nodes(self) -> list[str]:
+        """Each rank's node."""
+        return [place.node for place in self.places]
+
+
+def meet(world: World, parallel: ParallelSection, memory: Callable[[], float], timeout_seconds: float) -> Meeting:
+    """Meet the other ranks. `memory()` is what this one may use, in bytes.
+
+    Raises TrainingError that names who did not come, and RecipeError on every rank for what one of them can't do.
+    """
+    host, networks, available, refusal = socket.gethostname(), Networks(), 0.0, None
+    try:
+        networks, available = Networks.given(parallel), memory()
+    except RecipeError as error:
+        if world.size == 1:
+            raise
+        refusal = str(error)
+    if world.size == 1:
+        return Meeting(None, [Place(node_name(), host, None, available)], networks)
+    deadline = time.monotonic() + timeout_seconds
+    address, port = meeting_point()
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # found from Slurm's, perhaps: libraries ask for it too
+    store = _open_store(world, address, port, timeout_seconds)
+    mine = Place(node_name(), host, address_towards(address), available, refusal)
+    told = roll_call(store, world, "at the start", asdict(mine), deadline - time.monotonic())
+    places = [Place(**place) for place in told]
+    for rank, place in enumerate(places):
+        if place.refusal:
+            raise RecipeError(f"{place.refusal} (rank {rank} on {place.host})")
+    elsewhere = [place.address for place in places if place.node != mine.node]
+    if elsewhere:
+        reachable = (other for other in elsewhere if other is not None and not is_loopback(other))
+        networks = networks.or_towards(next(reachable, address))
+    return Meeting(store, places, networks)
+
+
+def roll_call(store: dist.Store, world: World, when: str, mine: Any, timeout_seconds: float) -> list[Any]:
+    """Everybody's `mine` (JSON) by rank. Raises TrainingError on every rank that came, naming those that did not.
+
+    `when` names this roll call, in the store and in messages.
+    """
+    started = time.monotonic()
+    key, where = f"llmtrain/{when}", ":".join(meeting_point())
+    everybody = [f"{key}/{rank}" for rank in range(world.size)]
+    try:
+        store.set(everybody[world.rank], json.dumps([socket.gethostname(), mine]))
+        if world.rank == 0:
+            _wait(store, everybody, timeout_seconds)
+            store.set(f"{key}/told", json.dumps(_who_came(store, everybody)))
+            came = {int(rank) for rank in json.loads(store.get(f"{key}/told"))}
+            _wait(store, [f"{key}/heard/{rank}" for rank in came - {0}], GRACE_SECONDS)
+        else:
+            _wait(store, [f"{key}/told"], timeout_seconds + GRACE_SECONDS)
+        told = store.get(f"{key}/told") if store.check([f"{key}/told"]) else json.dumps(_who_came(store, everybody))
+        if world.rank != 0:
+            store.set(f"{key}/heard/{world.rank}", "")
+    except dist.DistError as error:
+        raise TrainingError(
+            f"rank {world.rank} on {socket.gethostname()} lost the store at {where} in the roll call {when}: "
+            f"{_one_line(error)}; rank 0, or the launcher on its host, has ended"
+        ) from error
+    answers = {int(rank): answer for rank, answer in json.loads(told).items()}
+    if missing := sorted(set(range(world.size)) - answers.keys()):
+        hosts = {rank: host for rank, (host, _) in answers.items()}
+        waited = time.monotonic() - started
+        raise TrainingError(absence(missing, hosts, world, when, waited))
+    return [answers[rank][1] for rank in range(world.size)]
+
+
+def absence(missing: Sequence[int], hosts: dict[int, str], world: World, when: str, waited: float) -> str:
+    """One line on who did not come and who did (`hosts` by rank), after `waited` seconds."""
+    present: dict[str, list[int]] = {}
+    for rank, host in sorted(hosts.items()):
+        present.setdefault(host, []).append(rank)
+    there = ", ".join(f"{ranks_named(ranks)} on {host}" for host, ranks in present.items())
+    where = ":".join(meeting_point())
+    return (
+        f"{ranks_named(missing)} of {world.size} did not answer the roll call {when} at {where} within {waited:.0f} s "
+        f"(run.timeout_seconds), only {there}; see the output of those who are missing: not started, ended, or no way to {where}"
+    )
+
+
+def ranks_named(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 1, 4-7`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {', '.join(parts)}"
+
+
+def _open_store(world: World, address: str, port: str, timeout_seconds: float) -> dist.Store:
+    """torchrun's agent holds the store itself; otherwise rank 0 does, and does not wait for the others to connect."""
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    leads = world.rank == 0 and not by_agent
+    try:
+        return dist.TCPStore(
+            address,
+            int(port),
+            is_master=leads,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (dist.DistError, ValueError) as error:
+        did = "open the store" if leads else "reach rank 0, where ranks meet,"
+        raise TrainingError(
+            f"rank {world.rank} of {world.size} on {socket.gethostname()} could not {did} at {address}:{port} within "
+            f"{timeout_seconds:.0f} s: {_one_line(error)}; check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and "
+            f"what lies between the hosts"
+        ) from error
+
+
+def _wait(store: dist.Store, keys: list[str], seconds: float) -> None:
+    """Until the keys are there, or the time is over; what came of it is looked up by the caller."""
+    try:
+        store.wait(keys, timedelta(seconds=max(seconds, 1e-3)))
+    except dist.DistStoreError:
+        return
+
+
+def _who_came(store: dist.Store, everybody: list[str]) -> dict[int, list]:
+    return {rank: json.loads(store.get(key)) for rank, key in enumerate(everybody) if store.check([key])}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).splitlines()[0].split())

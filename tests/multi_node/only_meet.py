@@ -1,0 +1,31 @@
+"""One rank of a start on several hosts, without a model: meets the others, makes the mesh, prints it, and leaves.
+
+python -m tests.multi_node.only_meet TIMEOUT_SECONDS [REPLICA_NETWORK]
+"""
+
+from __future__ import annotations
+
+import sys
+
+from llmtrain.config import ParallelSection
+from llmtrain.errors import BAD_USAGE, FAILED, TrainingError, UserError
+from llmtrain.parallel.meeting import meet
+from llmtrain.parallel.mesh import open_mesh
+from llmtrain.parallel.world import World
+
+
+def main(timeout: str, replica_network: str | None = None) -> int:
+    """The exit code of a run that starts like this."""
+    world = World.from_environment()
+    try:
+        meeting = meet(world, ParallelSection(replica_network=replica_network), lambda: 0.0, float(timeout))
+        with open_mesh(world, world.size, 1, "auto", float(timeout), meeting) as mesh:
+            print(f"replica {mesh.replica.rank} of {mesh.replicas} over {mesh.replica.interface}")
+    except (TrainingError, UserError) as error:
+        print(f"error: {error}")
+        return BAD_USAGE if isinstance(error, UserError) else FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

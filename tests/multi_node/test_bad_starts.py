@@ -1,0 +1,102 @@
+"""Starts on several hosts that can't work: each rank that is there ends in time, with a line that names the culprit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.end_to_end.runs import Runs
+from tests.multi_node.hosts import Host, hosts
+from tests.multi_node.runs import PORT, arguments, ends, errors, needs_hosts, start_rank
+
+pytestmark = needs_hosts
+TIMEOUT = 15
+"""run.timeout_seconds of these starts."""
+IMPORTS = 60
+"""Seconds that a process may take beside it, on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list[Host]]:
+    with hosts(3, networks=2) as made:
+        yield made
+
+
+def outcome(made: list[Host], size: int, master: str, *networks: str) -> list[tuple[int, list[str]]]:
+    """(exit code, error lines) of one rank of `size` on each host; `networks` are what each asks for."""
+    asked = [[name] for name in networks] or [[] for _ in made]
+    started = [
+        start_rank(host, rank, size, master, ["tests.multi_node.only_meet", str(TIMEOUT), *asked[rank]])
+        for rank, host in enumerate(made)
+    ]
+    return [(code, errors(output)) for code, output in ends(started, TIMEOUT + IMPORTS)]
+
+
+def test_hosts_meet_over_the_card_that_joins_them(three):
+    assert outcome(three, 3, "10.77.0.1") == [(0, [])] * 3
+
+
+def test_a_host_that_never_comes(three):
+    for code, [line] in outcome(three[:2], 3, "10.77.0.1"):
+        assert code == 1
+        assert line.startswith(
+            "error: rank 2 of 3 did not answer the roll call at the start at 10.77.0.1:29511 within "
+        )
+        assert "only rank 0 on host0, rank 1 on host1; see the output of those who are missing" in line
+
+
+def test_an_unreachable_master(three):
+    (code, [line]), (other_code, [other]) = outcome(three[:2], 2, "10.77.0.99")
+    assert (code, other_code) == (1, 1)
+    assert line.startswith(
+        f"error: rank 0 of 2 on host0 could not open the store at 10.77.0.99:{PORT} within {TIMEOUT} s: "
+    )
+    assert other.startswith(
+        f"error: rank 1 of 2 on host1 could not reach rank 0, where ranks meet, at 10.77.0.99:{PORT} "
+    )
+    assert "check MASTER_ADDR and MASTER_PORT" in line and "check MASTER_ADDR and MASTER_PORT" in other
+
+
+def test_an_interface_that_one_host_does_not_have(three):
+    for code, [line] in outcome(three[:2], 2, "10.77.0.1", "eth0", "ens5,ens6"):
+        assert code == 2
+        assert line.startswith(
+            "error: parallel.replica_network is ens5,ens6, but host1 has no such network interface, only eth0, eth1, lo;"
+        )
+        assert line.endswith("(rank 1 on host1)")
+
+
+def test_an_interface_that_leads_nowhere(three):
+    for code, [line] in outcome(three[:2], 2, "10.77.0.1", "lo", "lo"):
+        assert code == 1
+        assert line.startswith(
+            "error: rank 0 on host0 (lo, 127.0.0.1) does not reach rank 1 on host1 (lo, 127.0.0.1): "
+        )
+        assert "loopback leads to no other host; give parallel.replica_network a card that reaches all hosts" in line
+
+
+def test_an_interface_whose_cable_is_out(three):
+    three[2].unplug(1)
+    for code, [line] in outcome(three, 3, "10.77.0.1", *["ens5,eth1"] * 3):
+        assert code == 1
+        assert line.startswith(
+            "error: rank 0 on host0 (eth1, 10.77.1.1) does not reach rank 2 on host2 (eth1, 10.77.1.3): "
+        )
+        assert "parallel.replica_network" in line and "; nor do 2 other ranks reach theirs" in line
+
+
+def test_a_rank_that_dies_once_all_have_met(runs: Runs, three):
+    """The program itself, with a text that one host does not have."""
+    run = arguments(runs, "dies", "parallel.replicas=2", "parallel.shard=1", f"run.timeout_seconds={TIMEOUT}")
+    sources = [[], [f"data.source={runs.folder / 'nothing.txt'}"]]
+    started = [
+        start_rank(three[rank], rank, 2, "10.77.0.1", ["llmtrain", "train", *run, *sources[rank]]) for rank in (0, 1)
+    ]
+    (code, output), (other_code, _) = ends(started, TIMEOUT + 2 * IMPORTS)
+    assert (code, other_code) == (1, 2)
+    [line] = errors(output)
+    assert line.startswith(
+        f"error: rank 1 of 2 did not answer the roll call before groups are made at 10.77.0.1:{PORT}"
+    )
+    assert "only rank 0 on host0; see the output of those who are missing" in line

@@ -1,0 +1,83 @@
+"""DeepSpeed's launcher starts a run on two hosts over ssh, from a hostfile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import Runs, environment
+from tests.multi_node.hosts import Host, hosts
+from tests.multi_node.runs import PORT, arguments, ends, measured, needs_hosts, start
+
+MISSING = [name for name in ("sshd", "ssh-keygen", "ssh", "pdsh") if shutil.which(name) is None]
+pytestmark = [
+    needs_hosts,
+    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed (packages openssh-server, pdsh)"),
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+]
+SEPARATION = Path("/run/sshd")
+"""sshd insists on this folder; its package makes it at boot."""
+
+
+@contextmanager
+def ssh_between(made: list[Host], folder: Path) -> Iterator[Path]:
+    """sshd on every host. Gives a folder with an `ssh` that gets into all of them without a question."""
+    for key in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+    server = folder / "sshd_config"
+    server.write_text(
+        f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nPermitRootLogin prohibit-password\n"
+        "StrictModes no\nUsePAM no\nPidFile none\n"
+    )
+    client = folder / "ssh_config"
+    client.write_text(
+        f"IdentityFile {folder}/user\nIdentitiesOnly yes\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\n"
+        "LogLevel ERROR\nConnectTimeout 20\n"
+    )
+    tools = folder / "bin"
+    tools.mkdir()
+    (tools / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {client} "$@"\n')
+    (tools / "ssh").chmod(0o755)
+    made_here = not SEPARATION.exists()
+    SEPARATION.mkdir(exist_ok=True)
+    log = folder / "sshd.log"
+    servers = [host.popen([shutil.which("sshd"), "-D", "-f", str(server), "-E", str(log)]) for host in made]
+    try:
+        deadline = time.monotonic() + 20
+        while (log.read_text() if log.exists() else "").count("Server listening on 0.0.0.0") < len(made):
+            assert time.monotonic() < deadline, f"sshd does not listen after 20 s: {log.read_text()}"
+            time.sleep(0.05)
+        yield tools
+    finally:
+        for process in servers:
+            process.terminate()
+            process.wait(timeout=20)
+        if made_here:
+            SEPARATION.rmdir()
+
+
+def test_two_ranks_on_each_of_two_hosts(runs: Runs, on_one_host, tmp_path):
+    hostfile, variables = tmp_path / "hostfile", tmp_path / "deepspeed_env"
+    hostfile.write_text("host0 slots=2\nhost1 slots=2\n")
+    carried = ("PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+    lines = [f"{name}={environment()[name]}" for name in carried]
+    variables.write_text("\n".join([*lines, "HF_HUB_OFFLINE=1", "DS_ACCELERATOR=cpu"]) + "\n")
+    deepspeed = [str(Path(sys.executable).parent / "deepspeed"), "--hostfile", str(hostfile), "--master_port", PORT]
+    run = arguments(runs, "deepspeed", "parallel.replicas=auto", "parallel.shard=auto")
+    with hosts(2) as made, ssh_between(made, tmp_path) as tools:
+        command = [*deepspeed, "--master_addr", made[0].addresses[0], "launch/train.sh", *run]
+        path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        launcher = start(made[0], command, PATH=path, DS_ENV_FILE=str(variables), DS_ACCELERATOR="cpu")
+        [(code, output)] = ends([launcher], 240)
+    assert code == 0, output
+    assert "host0: mesh: 2 replicas x 2 shards on cpu (2 nodes of 2: a node is a shard group)" in output
+    assert measured(runs, "deepspeed") == on_one_host(2, 2)

@@ -1,0 +1,179 @@
+"""launch/slurm.sbatch and srun: a real Slurm with two nodes on this machine, and the script alone beside stand-ins."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import RECIPE, ROOT, Runs, environment, exact
+from tests.multi_node.slurm import Slurm, slurm_cluster
+
+NODES, RANKS_PER_NODE = 2, 2
+STEPS = 40
+SUBMIT = ["sbatch", "--parsable", f"--nodes={NODES}", "--gpus-per-node=0", f"--cpus-per-task={RANKS_PER_NODE}"]
+JOB_SECONDS = 150
+
+
+class JobRuns(Runs):
+    """Runs of a tiny recipe on a little text, so that its preparation takes no time."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        sources = sorted((ROOT / "llmtrain").rglob("*.py"))
+        (folder / "text.txt").write_text("<|endoftext|>".join(path.read_text() for path in sources))
+
+    def arguments(self, name: str, *overrides: str) -> list[str]:
+        data = [f"data.source={self.folder / 'text.txt'}", "data.tokenizer=train:600", "data.validation_fraction=0.2"]
+        return self.command(name, *data, f"train.steps={STEPS}", "run.timeout_seconds=60", *overrides)[2:]
+
+    def submit(self, slurm: Slurm, name: str, *overrides: str) -> str:
+        """The number of a job that trains the recipe by launch/slurm.sbatch."""
+        words = [*SUBMIT, f"--output={self.log(name)}", "launch/slurm.sbatch", *self.arguments(name, *overrides)]
+        return slurm.command(*words, cwd=ROOT, env=environment()).strip()
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), NODES, RANKS_PER_NODE) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def runs(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> JobRuns:
+    return JobRuns(tmp_path_factory.mktemp("jobs"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: JobRuns) -> list[dict]:
+    """The metrics of the same run without Slurm: one node, one torchrun, the same mesh."""
+    process = runs.start(["bash", "launch/train.sh", *runs.arguments("undisturbed")])
+    output, _ = process.communicate(timeout=JOB_SECONDS)
+    assert process.returncode == 0, output
+    return [exact(line) for line in runs.lines("undisturbed")]
+
+
+def test_a_preempted_job_is_requeued_and_continues_to_the_same_losses(
+    slurm: Slurm, runs: JobRuns, undisturbed: list[dict]
+):
+    job = runs.submit(slurm, "preempted")
+    runs.wait_for("preempted", 6)
+    slurm.command("scancel", "--signal=USR1", job)
+    slurm.wait_for_job(job, lambda shown: shown["Restarts"] == "1", JOB_SECONDS, "not requeued")
+    stopped = runs.log("preempted").read_text()
+    assert "stopped at step" in stopped and f"job {job} goes back to the queue" in stopped
+    assert json.loads((runs.path("preempted") / "summary.json").read_text())["stopped"] == "signal"
+
+    slurm.wait_for_job(job, lambda shown: shown["JobState"] == "COMPLETED", JOB_SECONDS, "not completed")
+    log = runs.log("preempted").read_text()
+    assert log.startswith(stopped) and "continuing from" in log.removeprefix(stopped)
+    assert [exact(line) for line in runs.lines("preempted")] == undisturbed
+
+
+def test_a_cancelled_job_writes_a_checkpoint_and_stays_cancelled(slurm: Slurm, runs: JobRuns):
+    job = runs.submit(slurm, "cancelled", "train.steps=100000", "parallel.shard=1")
+    runs.wait_for("cancelled", 6)
+    slurm.command("scancel", job)
+    slurm.wait_for_job(job, lambda shown: shown["JobState"] == "CANCELLED", JOB_SECONDS, "not cancelled")
+    assert "stopped at step" in runs.log("cancelled").read_text()
+    assert slurm.job(job)["Restarts"] == "0"
+
+
+def test_srun_with_one_task_a_rank_trains_the_same(slurm: Slurm, runs: JobRuns, undisturbed: list[dict]):
+    tasks = [f"--nodes={NODES}", f"--ntasks-per-node={RANKS_PER_NODE}", "--kill-on-bad-exit=1"]
+    command = ["srun", *tasks, sys.executable, "-m", "llmtrain", "train", *runs.arguments("by_srun")]
+    environ = {**environment(), "SLURM_CONF": slurm.environment["SLURM_CONF"]}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=JOB_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [exact(line) for line in runs.lines("by_srun")] == undisturbed
+
+
+STAND_INS = {
+    "srun": 'echo "srun $*" >> "$CALLS"; exit "$CODE"',
+    "scontrol": 'echo "scontrol $*" >> "$CALLS"',
+    "squeue": 'echo "$STATE"',
+}
+
+
+@pytest.fixture
+def batch(tmp_path: Path):
+    """Runs launch/slurm.sbatch as Slurm does, beside stand-ins for its commands: (exit code, calls, output)."""
+    for name, line in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def run(arguments: list[str], code: int, **variables: str) -> tuple[int, list[str], str]:
+        calls = tmp_path / "calls"
+        calls.write_text("")
+        given = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "77", "CALLS": str(calls), "CODE": str(code)}
+        given["STATE"] = "RUNNING"
+        copied = tmp_path / "slurm_script"  # Slurm runs a copy from its spool folder
+        copied.write_bytes((ROOT / "launch/slurm.sbatch").read_bytes())
+        done = subprocess.run(
+            ["bash", str(copied), *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **given, **variables},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        return done.returncode, calls.read_text().splitlines(), done.stdout + done.stderr
+
+    return run
+
+
+SRUN = "srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=120 bash launch/train.sh"
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 137])
+def test_only_exit_code_3_requeues(batch, code: int):
+    assert batch([RECIPE, "optim.lr=1e-3"], code)[:2] == (code, [f"{SRUN} {RECIPE} optim.lr=1e-3"])
+
+
+def test_exit_code_3_requeues_the_job(batch):
+    assert batch([RECIPE], 3)[:2] == (3, [f"{SRUN} {RECIPE}", "scontrol requeue 77"])
+
+
+def test_a_job_that_no_longer_runs_is_not_requeued(batch):
+    assert batch([RECIPE], 3, STATE="COMPLETING")[:2] == (3, [f"{SRUN} {RECIPE}"])
+
+
+def test_sbatch_sees_all_options_since_no_command_stands_above_them():
+    lines = (ROOT / "launch/slurm.sbatch").read_text().splitlines()
+    first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
+    assert len(options) == 9 and max(options) < first_command
+
+
+def test_each_task_of_an_array_trains_its_recipe_and_requeues_itself_alone(batch):
+    listed = []
+    for task in ("0", "1"):
+        # Slurm gives the array's last task the number of the array.
+        array = {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": task}
+        _, calls, _ = batch(["optim.lr=1e-3"], 3, **array)
+        assert calls[1:] == [f"scontrol requeue 77_{task}"]
+        command, recipe, override = calls[0].rsplit(" ", 2)
+        assert (command, override) == (SRUN, "optim.lr=1e-3")
+        assert (ROOT / recipe).is_file()
+        listed.append(recipe)
+    assert len(set(listed)) == 2
+    code, calls, output = batch([], 0, SLURM_ARRAY_JOB_ID="77", SLURM_ARRAY_TASK_ID="9")
+    assert (code, calls) == (2, []) and "lists recipes 0 to 1" in output
+
+
+def test_srun_is_told_the_cpus_of_a_task(batch):
+    _, calls, _ = batch([RECIPE], 0, SLURM_CPUS_PER_TASK="12")
+    assert calls[0].startswith("srun --ntasks-per-node=1 --cpus-per-task=12 --kill-on-bad-exit=0")
+
+
+def test_a_job_from_another_folder_is_refused_in_one_line(batch, tmp_path: Path):
+    code, calls, output = batch([RECIPE], 0, SLURM_SUBMIT_DIR=str(tmp_path))
+    assert (code, calls) == (2, []) and output.count("\n") == 1 and "has no launch/train.sh" in output

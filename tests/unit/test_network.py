@@ -1,0 +1,89 @@
+"""Network cards by name, and what gloo and NCCL are told of them."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from llmtrain.config import ParallelSection
+from llmtrain.errors import RecipeError
+from llmtrain.parallel.meeting import ranks_named
+from llmtrain.parallel.network import GLOO, Networks, address_of, address_towards, carried_by, interface_of
+from llmtrain.recipe import load_recipe
+from llmtrain.recipe_check import check
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GLOO, raising=False)
+
+
+def test_the_first_name_that_is_here_is_taken():
+    assert Networks.given(ParallelSection()) == Networks()
+    given = ParallelSection(replica_network="nope0, lo", shard_network="lo")
+    assert Networks.given(given) == Networks("lo", "lo")
+
+
+@pytest.mark.parametrize("key", ["replica_network", "shard_network"])
+def test_a_name_that_is_not_here_is_refused_with_those_that_are(key):
+    with pytest.raises(
+        RecipeError, match=rf"parallel\.{key} is nope0,nope1, but .* no such network interface, .*\blo\b"
+    ):
+        Networks.given(ParallelSection(**{key: "nope0,nope1"}))
+
+
+def test_so_is_one_in_the_variable(monkeypatch):
+    monkeypatch.setenv(GLOO, "nope0")
+    with pytest.raises(RecipeError, match="GLOO_SOCKET_IFNAME in the environment is nope0, but"):
+        Networks.given(ParallelSection())
+
+
+def test_loopback_is_never_chosen_unasked():
+    assert address_of("lo") == address_towards("127.0.0.1") == "127.0.0.1"
+    assert interface_of("127.0.0.1") is interface_of("192.0.2.1") is interface_of(None) is None
+    assert Networks().or_towards("127.0.0.1") == Networks()
+    assert Networks("lo").or_towards("127.0.0.1") == Networks("lo")
+
+
+def test_a_card_towards_the_others_is_chosen_unless_one_is_given(monkeypatch):
+    monkeypatch.setattr("llmtrain.parallel.network.interface_of", lambda address: "ens5")
+    assert Networks(shard="eth0").or_towards("127.0.0.1") == Networks("ens5", "eth0")
+    monkeypatch.setenv(GLOO, "lo")
+    assert Networks(shard="eth0").or_towards("127.0.0.1") == Networks(None, "eth0")
+
+
+def test_nccl_has_one_card_for_all_its_groups():
+    networks = Networks("eth0", "ib0")
+    assert networks.for_nccl(replicas_use_nccl=True) == "=eth0"
+    assert networks.for_nccl(replicas_use_nccl=False) == "=ib0"
+    assert Networks(replica="eth0").for_nccl(replicas_use_nccl=False) is None
+
+
+def test_the_variable_is_back_afterwards(monkeypatch):
+    with carried_by("eth0"), carried_by(None):
+        assert os.environ[GLOO] == "eth0"
+        with carried_by("eth1"):
+            assert os.environ[GLOO] == "eth1"
+        assert os.environ[GLOO] == "eth0"
+    assert GLOO not in os.environ
+    monkeypatch.setenv(GLOO, "ens5")
+    with pytest.raises(KeyError), carried_by("eth0"):
+        raise KeyError
+    assert os.environ[GLOO] == "ens5"
+
+
+def test_ranks_are_listed_in_runs():
+    assert ranks_named([3]) == "rank 3"
+    assert ranks_named([5, 4, 1, 7, 6]) == "ranks 1, 4-7"
+    assert ranks_named([0, 1]) == "ranks 0-1"
+
+
+def test_two_networks_of_nccl_in_one_process_are_refused(monkeypatch):
+    recipe = Path("recipes/quickstart.yaml")
+    networks = ["parallel.replica_network=eth0", "parallel.shard_network=ib0", "parallel.shard_across_nodes=true"]
+    check(load_recipe(recipe, networks), 4)  # gloo, without GPUs
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    check(load_recipe(recipe, networks[:2]), 4)
+    check(load_recipe(recipe, [*networks, "parallel.replica_backend=gloo"]), 4)
+    with pytest.raises(RecipeError, match=r"replica_network is eth0 and .*shard_network ib0, .* nccl's"):
+        check(load_recipe(recipe, networks), 4)
