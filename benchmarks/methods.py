@@ -48,8 +48,6 @@ COLUMNS = (
     "steps",
     "gradient computations",
     "tokens",
-    "stood still",
-    "minutes",
 )
 LOSS = COLUMNS.index("validation loss")
 PLOT = "validation_loss.png"
@@ -64,8 +62,8 @@ differ from run to run and from machine to machine.
 
 One seed, and nothing was tuned for any method: values are the papers' or their code's, for runs a thousand times as
 long. Losses that lie as close together as those of two seeds say nothing. Steps and gradient computations are a
-replica's, means over the replicas; bytes are sums over all ranks. All processes share one machine and its loopback, so
-the times say nothing about a slow network."""
+replica's, means over the replicas; bytes are sums over all ranks. No times: other work went on beside some of the runs,
+and on one machine's loopback they would say nothing about a slow network."""
 
 
 def recipe_of(method: str) -> str:
@@ -103,8 +101,6 @@ def row(run: Path) -> Row:
         str(summary["steps"]),
         "" if gradients is None else f"{gradients:.0f}",
         f"{summary['tokens'] / 1e6:.2f} M",
-        f"{summary['exposed_sync_seconds']:.1f} s",
-        f"{summary['train_seconds'] / 60:.1f}",
     )
 
 

@@ -89,7 +89,8 @@ def check_mesh(parallel: ParallelSection, world_size: int) -> None:
     if ranks is not None and ranks != world_size:
         raise RecipeError(
             f"parallel.replicas x parallel.shard = {parallel.replicas} x {parallel.shard} needs {ranks} processes, there "
-            f"are {world_size}; start them with `bash launch/train.sh RECIPE`, or change parallel.replicas or parallel.shard"
+            f"are {world_size}; start them with `bash launch/train.sh RECIPE` or `deepspeed --num_accelerators {ranks}`, or leave "
+            f"the mesh to us: parallel.replicas=auto parallel.shard=auto"
         )
     for key, size in given.items():
         if world_size % size:

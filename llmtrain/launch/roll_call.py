@@ -21,7 +21,7 @@ POLL_SECONDS = 0.2
 PREPARATION_SECONDS = 24 * 3600.0
 """How long nodes wait for one that tokenises text."""
 PATIENCE_SECONDS = 10.0
-"""How long a wait is silent, and how long node 0, with which the store ends, stays for the others to read why."""
+"""How long a wait is silent, and how long node 0 stays for the others to read from its store how it ended."""
 
 
 class RollCall:
@@ -49,6 +49,7 @@ class RollCall:
                 others()
         self._store.set(f"ready {self.nodes.rank}", "yes")
         self._wait("ready", range(self.nodes.count), "prepare the data", PREPARATION_SECONDS)
+        self._stay_until_heard()
         return answer
 
     def assemble(self, timeout_seconds: float) -> None:
@@ -72,14 +73,18 @@ class RollCall:
         try:
             if not self._has("failure"):
                 self._store.set("failure", f"node {self.nodes.rank} on {self._host} failed: {message}")
-            self._store.set(f"heard {self.nodes.rank}", "yes")
-            deadline = time.monotonic() + (PATIENCE_SECONDS if self.nodes.rank == 0 else 0)
-            while time.monotonic() < deadline and any(
-                self._has(f"host {node}") and not self._has(f"heard {node}") for node in range(self.nodes.count)
-            ):
-                time.sleep(POLL_SECONDS)
+            self._stay_until_heard()
         except DistError:  # node 0 is gone: there is nobody to tell
             return
+
+    def _stay_until_heard(self) -> None:
+        """The last wait is over here. On node 0, with which the store may end, until it is over for all that came."""
+        self._store.set(f"heard {self.nodes.rank}", "yes")
+        deadline = time.monotonic() + (PATIENCE_SECONDS if self.nodes.rank == 0 else 0)
+        while time.monotonic() < deadline and any(
+            self._has(f"host {node}") and not self._has(f"heard {node}") for node in range(self.nodes.count)
+        ):
+            time.sleep(POLL_SECONDS)
 
     def _wait(self, key: str, nodes: Sequence[int], purpose: str, seconds: float) -> None:
         """Until all of `nodes` have set their `key`, but not longer than `seconds`; ends when any node has failed."""

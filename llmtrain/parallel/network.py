@@ -1,7 +1,7 @@
 """Which network cards this host has, and which of them a group of ranks uses.
 
-gloo reads GLOO_SOCKET_IFNAME when a group is made and keeps to that card, so every group can have its own. NCCL reads
-NCCL_SOCKET_IFNAME once in a process, so all its groups share one choice.
+gloo reads GLOO_SOCKET_IFNAME when a group is made and keeps to that card, so every group can have its own. NCCL, by its
+source (bootstrap.cc), reads NCCL_SOCKET_IFNAME once in a process, so all its groups share one choice; not tried on GPUs.
 """
 
 from __future__ import annotations

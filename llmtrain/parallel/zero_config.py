@@ -7,6 +7,10 @@ from typing import Any
 
 from llmtrain.config import ParallelSection
 
+BUCKET = 50_000_000
+"""Gradients that are reduced together, in values: DeepSpeed allocates room for them in advance, by default for ten times
+as many."""
+
 
 def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dict[str, Any]:
     """What `deepspeed.initialize` gets; `parallel.deepspeed` is laid over it.
@@ -14,6 +18,7 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dic
     Batch sizes are DeepSpeed's bookkeeping only: the trainer says where a step ends, and averages over tokens.
     """
     zero: dict[str, Any] = {"stage": parallel.zero_stage, "overlap_comm": True, "contiguous_gradients": True}
+    zero |= {"reduce_bucket_size": BUCKET}
     if parallel.zero_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if parallel.zero_stage == 3:

@@ -21,6 +21,7 @@ from llmtrain.data.tokenizer import TRAIN, load_tokenizer
 from llmtrain.data.tokenizer import vocab_size as size_of_tokenizer
 from llmtrain.errors import ModelError
 from llmtrain.model import blocks_of, build, count_parameters, flops_per_token, model_config
+from llmtrain.parallel.zero_config import BUCKET
 from llmtrain.sync.build import needs_anchor
 from llmtrain.sync.outer import build_outer
 from llmtrain.sync.schedules.overlapped import fragments_of
@@ -71,7 +72,7 @@ class Memory:
     loss: int
     messages: int
     host: int
-    """Anchors kept in CPU memory instead of on the GPU."""
+    """What is kept in CPU memory instead of on the GPU: anchors, and with ZeRO's offload masters and moments."""
 
     @property
     def device_total(self) -> int:
@@ -118,12 +119,14 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     With P parameters, w bytes a master (4; 8 in fp64), c bytes a value in compute precision (2, 4 or 8), and t =
     micro_batch x sequence_length tokens in a forward pass:
 
-    weights      w P / M
-    gradients    w P / M; w P when a step accumulates over micro-batches, since only the last one is reduced
-    optimizer    AdamW: 2 w P / M; SGD: 0
+    weights      w P / M. ZeRO adds a copy in c: c P / M in stage 3, c P in 1 and 2
+    gradients    w P / M; w P when a step accumulates over micro-batches, since only the last one is reduced. ZeRO: w P / M,
+                 and in stage 1 c P more
+    optimizer    AdamW: 2 w P / M; SGD: 0. With `zero_offload` this, the masters and their gradients count as `host`
     anchors      w P / M for the anchor, unless plain averages are waited for and sent unrounded, and as much for
                  outer momentum; with `sync.offload` they count as `host`
-    gathered     the two largest blocks in c, the largest one's gradient in c and, on its way to being reduced, in w
+    gathered     the two largest blocks in c, the largest one's gradient in c and, on its way to being reduced, in w.
+                 ZeRO: buckets of BUCKET values in c for gradients, one in stage 3 and two in 1 and 2, which gather nothing
     activations  a layer keeps l = 1.25 c t F, where F is the sum of its linear layers' inputs and outputs, plus, if its
                  attention is not fused, 8 bytes for each of heads x t x sequence_length weights. layers x l and one l
                  more for gradients; with checkpointing, c t hidden for each layer and 2 l
@@ -136,9 +139,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     train, sync = recipe.train, recipe.sync
     tokens = train.micro_batch * train.sequence_length
     shard_of_all = master * -(-size.parameters // shard)
-    largest, second, *_ = sorted(size.block_parameters, reverse=True)
+    largest = max(size.block_parameters)
 
-    accumulates = train.global_batch > train.micro_batch * replicas * shard
     anchors = 0
     under_way = _under_way(recipe, size)
     if needs_anchor(sync):
@@ -152,12 +154,13 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     rounds = not isinstance(sync.period, EveryStep)
     prefetch = sync.schedule.prefetch if isinstance(sync.schedule, Layerwise) else PREFETCH
     in_flight = min(prefetch + 1, len(size.block_parameters)) + 2 + (2 if sync.offload and anchors else 0)
+    own = _zero(recipe, size, shard) if recipe.parallel.engine == "zero" else _fsdp2(recipe, size, replicas, shard)
     return Memory(
-        weights=shard_of_all,
-        gradients=master * size.parameters if accumulates else shard_of_all,
-        optimizer=2 * shard_of_all if recipe.optim.kind == "adamw" else 0,
+        weights=own.weights,
+        gradients=own.gradients,
+        optimizer=own.optimizer,
         anchors=0 if sync.offload else anchors,
-        gathered=compute * (largest + second) + (compute + master) * largest,
+        gathered=own.gathered,
         activations=checkpointed if recipe.parallel.activation_checkpointing else (size.layers + 1) * layer,
         loss=2 * max(4, compute) * logits + (master + compute) * size.vocabulary * size.hidden,
         messages=(
@@ -165,7 +168,49 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
             + master * -(-under_way // shard)
             + (shard_of_all if sync.wire.feedback else 0)
         ),
-        host=anchors if sync.offload else 0,
+        host=own.host + (anchors if sync.offload else 0),
+    )
+
+
+@dataclass(frozen=True)
+class _EngineMemory:
+    """What an engine keeps, in bytes; see `estimate`."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    host: int = 0
+
+
+def _fsdp2(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _EngineMemory:
+    master, compute = BYTES[recipe.parallel.precision]
+    sharded = master * -(-size.parameters // shard)
+    largest, second, *_ = sorted(size.block_parameters, reverse=True)
+    accumulates = recipe.train.global_batch > recipe.train.micro_batch * replicas * shard
+    return _EngineMemory(
+        weights=sharded,
+        gradients=master * size.parameters if accumulates else sharded,
+        optimizer=2 * sharded if recipe.optim.kind == "adamw" else 0,
+        gathered=compute * (largest + second) + (compute + master) * largest,
+    )
+
+
+def _zero(recipe: Recipe, size: ModelSize, shard: int) -> _EngineMemory:
+    master, compute = BYTES[recipe.parallel.precision]
+    parallel = recipe.parallel
+    sharded = master * -(-size.parameters // shard)
+    largest, second, *_ = sorted(size.block_parameters, reverse=True)
+    whole = compute * size.parameters
+    gathers = parallel.zero_stage == 3
+    optimizer = 2 * sharded if recipe.optim.kind == "adamw" else 0
+    offloaded = 2 * sharded + optimizer if parallel.zero_offload else 0  # masters and gradients
+    return _EngineMemory(
+        weights=(0 if offloaded else sharded) + (-(-whole // shard) if gathers else whole),
+        gradients=sharded + (whole if parallel.zero_stage == 1 else 0),
+        optimizer=0 if offloaded else optimizer,
+        gathered=compute * (largest + second + BUCKET if gathers else 2 * BUCKET),
+        host=offloaded,
     )
 
 

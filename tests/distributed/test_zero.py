@@ -105,8 +105,9 @@ def test_wagma_whose_groups_are_a_matter_of_time(zero_ranks: RankPool, stage: in
         ({"optim": {"lr": 0.3, "kind": "sgd", "clip_norm": None}}, {}),
         ({}, {"activation_checkpointing": True}),
         ({}, {"zero_offload": True}),
+        ({}, {"deepspeed": {"zero_optimization": {"reduce_bucket_size": 1000}}}),
     ],
-    ids=["gpt_neo", "tied", "accumulation", "clipping", "sgd", "recomputed", "offloaded"],
+    ids=["gpt_neo", "tied", "accumulation", "clipping", "sgd", "recomputed", "offloaded", "small buckets"],
 )
 def test_whatever_the_recipe_says(zero_ranks: RankPool, changes: dict, keys: dict) -> None:
     sync = edit(2, warmup_steps=2, penalty=PENALTY, schedule="layerwise")

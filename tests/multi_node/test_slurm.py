@@ -70,6 +70,7 @@ def test_a_preempted_job_is_requeued_and_continues_to_the_same_losses(
     slurm.wait_for_job(job, lambda shown: shown["Restarts"] == "1", JOB_SECONDS, "not requeued")
     stopped = runs.log("preempted").read_text()
     assert "stopped at step" in stopped and f"job {job} goes back to the queue" in stopped
+    assert "before training began" not in stopped, "torchrun did not pass on the signal"
     assert json.loads((runs.path("preempted") / "summary.json").read_text())["stopped"] == "signal"
 
     slurm.wait_for_job(job, lambda shown: shown["JobState"] == "COMPLETED", JOB_SECONDS, "not completed")

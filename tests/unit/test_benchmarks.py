@@ -66,7 +66,7 @@ def test_help(script: Path) -> None:
 
 def test_a_methods_row(run: Path) -> None:
     row = methods.row(run)
-    assert row == ("diloco", "2.0000", "7.39", "13", "0.00 GB", "300", "241", "1.23 M", "3.2 s", "2.5")
+    assert row == ("diloco", "2.0000", "7.39", "13", "0.00 GB", "300", "241", "1.23 M")
     assert len(row) == len(methods.COLUMNS)
 
 

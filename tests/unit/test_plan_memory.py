@@ -102,6 +102,20 @@ def test_accumulated_gradients_stay_whole(tmp_path) -> None:
     assert twice.gradients == pytest.approx(4 * once.gradients, abs=16)
 
 
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients"), [(1, 4 / 4 + 2, 4 / 4 + 2), (2, 4 / 4 + 2, 4 / 4), (3, 6 / 4, 4 / 4)]
+)
+def test_zero_shards_by_its_stage(tmp_path, stage: int, weights: float, gradients: float) -> None:
+    keys = ["parallel.engine=zero", f"parallel.zero_stage={stage}"]
+    memory = planned(tmp_path, *keys, shard=4)
+    p = size_of(make(tmp_path)).parameters
+    found = (memory.weights, memory.gradients, memory.optimizer, memory.host)
+    assert found == pytest.approx((weights * p, gradients * p, 8 * p / 4, 0), abs=16)
+    away = planned(tmp_path, *keys, "parallel.zero_offload=true", shard=4)
+    found = (away.weights, away.gradients, away.optimizer, away.host)
+    assert found == pytest.approx((weights * p - p, gradients * p, 0, (4 + 4 + 8) * p / 4), abs=16)
+
+
 def test_offload_moves_anchors_to_the_host(tmp_path) -> None:
     here, there = planned(tmp_path), planned(tmp_path, "sync.offload=true")
     assert here.anchors > 0

@@ -101,11 +101,25 @@ WRONG_OVERRIDES = [
         ["train.global_batch is 40", "8 x 4 = 32", "train.global_batch=32 or 64", "train.micro_batch=5"],
     ),
     ("train.global_batch=6", ["train.global_batch is 6", "8 x 4 = 32", "use train.global_batch=32"]),
-    ("parallel.replicas=4", ["4 x 2 needs 8 processes", "there are 4", "change parallel.replicas or parallel.shard"]),
+    ("parallel.replicas=4", ["4 x 2 needs 8 processes", "there are 4", "--num_accelerators 8", "shard=auto"]),
     (
         "parallel={replicas: 3, shard: auto}",
         ["parallel.replicas is 3", "does not divide 4 processes", "a multiple of 3"],
     ),
+    # engine
+    ("parallel.zero_offload=true", ["parallel.zero_offload", "engine is fsdp2", "say engine=zero"]),
+    ("parallel.deepspeed.steps_per_print=9", ["parallel.deepspeed", "engine is fsdp2", "say engine=zero"]),
+    ("parallel={engine: zero, precision: fp64}", ["parallel.precision is fp64", "DeepSpeed", "fp32"]),
+    ("parallel={engine: zero, compile: true}", ["parallel.compile", "zero_stage=3", "use zero_stage=2"]),
+    (
+        "parallel={engine: zero, zero_offload: true, replica_backend: nccl}",
+        ["parallel.replica_backend is nccl", "CPU memory", "use auto or gloo"],
+    ),
+    (
+        "parallel={engine: zero, deepspeed: {zero_optimization: {stage: 2}}}",
+        ["parallel.deepspeed.zero_optimization.stage is 2", "parallel.zero_stage"],
+    ),
+    ("parallel={engine: zero, deepspeed: {bf16: {enabled: true}}}", ["parallel.deepspeed.bf16", "parallel.precision"]),
     # model
     ("model.type=lama", ["model.type is 'lama'", "causal language models", "did you mean llama?"]),
     ("model.type=t5", ["model.type is 't5'", "causal language models", "llama and gpt_neo"]),
