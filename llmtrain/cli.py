@@ -48,7 +48,7 @@ def launch(context: typer.Context, recipe: RecipeFile) -> None:
     """Start torchrun on this machine with the right number of processes (what launch/train.sh does).
 
     One process a GPU, or as many as the recipe's mesh asks for on a CPU. NPROC_PER_NODE, NNODES, NODE_RANK,
-    MASTER_ADDR and MASTER_PORT are used where they are set.
+    MASTER_ADDR and MASTER_PORT are used where they are set, or found from Slurm when srun starts it once a node.
     """
     from llmtrain.launch import launch_torchrun
 

@@ -71,8 +71,8 @@ def run_training(recipe: Recipe, world: World) -> int:
                 f"rank {world.rank} (replica {mesh.replica.rank}, shard {mesh.shard.rank}) lost a peer in step "
                 f"{trainer.step}: {reason}; start the same command again to continue from the last checkpoint"
             ) from error
+        mesh.from_main(lambda: directory.write_summary(trainer.summary(ended)))  # nobody leaves before it is there
         if mesh.is_main:
-            directory.write_summary(trainer.summary(ended))
             draw_losses(directory.metrics, directory.plot, f"{recipe.run.name} · {recipe.sync.method}")
         if ended != "done":
             console.note(f"stopped at step {trainer.step}; start the same command again to continue")
