@@ -130,10 +130,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments)
     except UserError as error:
-        # All ranks find the same fault in a recipe; one says so.
-        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        if _speaks_for_its_host():  # all ranks find the same fault in a recipe
             print(f"error: {error}", file=sys.stderr)
         sys.exit(BAD_USAGE)
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(FAILED)
+
+
+def _speaks_for_its_host() -> bool:
+    """Whether this is the first rank of its host, by whichever launcher."""
+    names = ("LOCAL_RANK", "SLURM_LOCALID", "RANK")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "0") == "0"

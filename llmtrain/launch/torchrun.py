@@ -59,6 +59,7 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     nodes = Nodes.from_environment()
     per_node = processes_per_node(recipe.parallel.replicas, recipe.parallel.shard, nodes.count)
     check(recipe, nodes.count * per_node)
+    _check_memory(recipe, nodes, per_node)
 
     from llmtrain.launch.roll_call import meet_nodes
     from llmtrain.train.run import prepare_for
@@ -81,6 +82,19 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
             print(complete, flush=True)
             return DONE
         return _run(torchrun_arguments(recipe, nodes, per_node), [str(recipe_path), *overrides], directory, nodes)
+
+
+def _check_memory(recipe: Recipe, nodes: Nodes, per_node: int) -> None:
+    """Raise RecipeError before any data is fetched if the ranks, all on nodes like this one, have not enough memory."""
+    import torch
+
+    from llmtrain.parallel.world import World
+    from llmtrain.plan.fit import plan_mesh
+    from llmtrain.train.devices import memory_of_rank
+
+    places = [str(node) for node in range(nodes.count) for _ in range(per_node)]
+    each = memory_of_rank(World(0, len(places), 0, per_node))
+    plan_mesh(recipe, places, [each] * len(places), on_gpu=torch.cuda.is_available())
 
 
 def torchrun_arguments(recipe: Recipe, nodes: Nodes, per_node: int) -> list[str]:
