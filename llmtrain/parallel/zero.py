@@ -64,6 +64,7 @@ class ZeroEngine(Engine):
     ):
         """`changes_in_forward`: hooks change blocks in forward, so that none may be gathered ahead of its turn."""
         self.model, self.mesh, self.stage = model, mesh, parallel.zero_stage
+        self._is_offloaded = parallel.zero_offload
         self._clip_norm, self._gradient_wire = optim.clip_norm, gradient_wire
         self._hooks: list[Callable[[int], None]] = []
         self._in_forward = False
@@ -129,9 +130,10 @@ class ZeroEngine(Engine):
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:
-        gradients = self._gradients()
+        groups = self._gradients()
         if self.average_gradients and self.mesh.replicas > 1:
-            self._average_over_replicas(gradients)
+            self._average_over_replicas(groups)
+        gradients = [gradient for group in groups for gradient in group]
         local = torch.nn.utils.get_total_norm(gradients)
         norm = self.mesh.shard.all_reduce(local.square(), "summing gradient norms").wait().sqrt()
         if self._clip_norm is not None:
@@ -251,21 +253,21 @@ class ZeroEngine(Engine):
                     master[padding] = 0
             self.publish(block)
 
-    def _gradients(self) -> list[torch.Tensor]:
-        """This rank's part of the gradients, as the optimizer's step will read them."""
-        masters = [master for block in self._masters for master in block]
-        if masters[0].grad is not None:  # offloaded to the CPU
-            return [master.grad for master in masters]
-        return [gradient for group in self._engine.optimizer.averaged_gradients.values() for gradient in group]
+    def _gradients(self) -> list[list[torch.Tensor]]:
+        """This rank's part of the gradients by the optimizer's groups, as its step will read them."""
+        if self._is_offloaded:
+            return [[master.grad] for masters in self._masters for master in masters]
+        return list(self._engine.optimizer.averaged_gradients.values())
 
-    def _average_over_replicas(self, gradients: list[torch.Tensor]) -> None:
+    def _average_over_replicas(self, groups: list[list[torch.Tensor]]) -> None:
+        """Group after group, so that no second copy of all gradients is made."""
         started = time.monotonic()
-        flats = [gradient.reshape(-1) for gradient in gradients]
-        together = torch.cat(flats)
-        self.mesh.replica.all_reduce(together, "averaging gradients", self._gradient_wire).wait()
-        together.div_(self.mesh.replica.size)
-        for gradient, part in zip(gradients, together.split([flat.numel() for flat in flats]), strict=True):
-            gradient.copy_(part.view(gradient.shape))
+        for gradients in groups:
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            self.mesh.replica.all_reduce(flat, "averaging gradients", self._gradient_wire).wait()
+            parts = flat.div_(self.mesh.replica.size).split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view(gradient.shape))
         self.gradient_wait_seconds += time.monotonic() - started
 
     def _run_hooks(self, index: int) -> Callable[[nn.Module, tuple], None]:
