@@ -1,6 +1,6 @@
 """What does a slow replica cost the others, under the methods that wait for it and those that do not?
 
-    python benchmarks/stragglers.py                                   # no data, no GPU; about nine minutes
+    python benchmarks/stragglers.py                                   # no data, no GPU; about fifteen minutes
     python benchmarks/stragglers.py --turns 1 --slow 4 --step-ms 50
 
 Four processes on this machine run the real methods over a stand-in for a model: a step is a sleep and an update drawn
