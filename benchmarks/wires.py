@@ -104,9 +104,12 @@ def main() -> None:
     """Train, print, write."""
     arguments = parser(__doc__)
     add_run_options(arguments)
+    arguments.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), metavar="WIRE")
     options = arguments.parse_args()
     runs = {}
     for wire, changes in WIRES.items():
+        if wire != "fp32" and wire not in options.wires:
+            continue
         name = "_".join(["benchmark", METHOD, *(wire.split("+") if changes else [])])
         common = [*run_overrides(options), f"run.name={name}"]
         own = own_overrides(METHOD, common, round_seconds=0)
