@@ -104,6 +104,8 @@ class ZeroEngine(Engine):
             if self.stage == 3:  # prepended: runs before DeepSpeed's own hook gathers
                 block.modules[0].register_forward_pre_hook(self._run_hooks(index), prepend=True)
         self._clear_padding()
+        if optim.kind == "adamw":
+            self._start_moments()
 
     # -- the interface -------------------------------------------------------------------------------------------
 
@@ -252,6 +254,12 @@ class ZeroEngine(Engine):
                 for padding in group.padding(self.mesh.shard.rank):
                     master[padding] = 0
             self.publish(block)
+
+    def _start_moments(self) -> None:
+        """As AdamW itself would in its first step; so that a state to be loaded finds its place before that."""
+        for master in (master for masters in self._masters for master in masters):
+            zeros = {key: torch.zeros_like(master, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
 
     def _gradients(self) -> list[list[torch.Tensor]]:
         """This rank's part of the gradients by the optimizer's groups, as its step will read them."""
