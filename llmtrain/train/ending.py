@@ -14,7 +14,6 @@ from llmtrain.data.index import Prepared
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.seeding import derive_seed
-from llmtrain.sync.methods import METHODS
 from llmtrain.train.console import human
 from llmtrain.train.rundir import RunDirectory
 
@@ -65,6 +64,10 @@ def write_sample(recipe: Recipe, engine: Engine, mesh: Mesh, model_config: Any, 
     return tokenizer.decode(written[0, 1:], skip_special_tokens=True)
 
 
+COMPARE_WITH = ("diloco", "edit")
+"""What a finished run suggests next: with rounds of steps, so that they fit in a run of any length."""
+
+
 def closing_lines(
     recipe: Recipe, summary: dict[str, Any], first_eval_loss: float | None, parameters: int, directory: RunDirectory
 ) -> list[str]:
@@ -82,7 +85,7 @@ def closing_lines(
         f"synchronisations, {human(summary['bytes_sent'])}B between replicas"
         + (f" (gradients averaged in every step: {human(every_step)}B)." if summary["replicas"] > 1 else ".")
     )
-    other = next(method for method in reversed(METHODS) if method != recipe.sync.method)
+    other = next(method for method in COMPARE_WITH if method != recipe.sync.method)
     board = f" · tensorboard --logdir {recipe.run.out_dir}" if recipe.log.tensorboard else ""
     return [
         happened,
