@@ -4,8 +4,8 @@
     python benchmarks/methods.py                                                # TinyStories from the hub
 
 Trains recipes/<method>_gpt_neo_8m.yaml with every method, one after another, cut down to 300 short steps of 4 replicas
-on the CPU: 2 to 3 minutes each on two cores. Prints one table. A run that is complete is not made again, so an
-interrupted benchmark continues. With `--write` the table, a plot and each run's metrics go to
+on the CPU: 2 to 3 minutes each on two cores. All read the same number of tokens. Prints one table. A run that is complete
+is not made again, so an interrupted benchmark continues. With `--write` the table, a plot and each run's metrics go to
 benchmarks/results/methods/.
 """
 
@@ -57,8 +57,8 @@ of 4096 (with which 2.1 M of the 8 M parameters are left), sequences of 128 toke
 rate of the recipes after 30 steps of warm-up. {WARMUP} synchronous steps, then
 rounds of {EVERY}, where a method has such; of QSR's rounds the shortest has {SHORTEST} (alpha = half the peak learning
 rate x sqrt({SHORTEST})), WAGMA averages globally every {GLOBAL_EVERY} steps, and post-local SGD is synchronous until the
-learning rate has fallen to half its peak. The rounds of A-EDiT are of seconds, so its steps, and with them its loss,
-differ from run to run and from machine to machine.
+learning rate has fallen to half its peak. PALSGD's steps that pull read nothing; it makes as many more. The rounds of
+A-EDiT are of seconds, so its steps, and with them its loss, differ from run to run and from machine to machine.
 
 One seed, and nothing was tuned for any method: values are the papers' or their code's, for runs a thousand times as
 long. Losses that lie as close together as those of two seeds say nothing. Steps and gradient computations are a
@@ -84,6 +84,9 @@ def own_overrides(method: str, common: Sequence[str], round_seconds: float) -> l
     if sync.period.kind == "seconds":
         half_a_round = 4 * EVERY // 2
         return [*changes, f"sync.period.every={round_seconds:g}", f"sync.period.min_steps={half_a_round}"]
+    if sync.pull is not None:  # steps that pull read nothing: as many more, so that all methods read the same tokens
+        local = recipe.train.total_steps - WARMUP
+        changes.append(f"train.steps={WARMUP + round(local / (1 - sync.pull.probability))}")
     every = EVERY if sync.group.kind == "all" else GLOBAL_EVERY
     return [*changes, f"sync.period.every={every}"]
 

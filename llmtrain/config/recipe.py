@@ -122,6 +122,15 @@ class ScheduleSection(Section):
     """What it is multiplied by (step)."""
 
 
+class CpuMesh(Section):
+    """A mesh for machines without a GPU, where no device says how many processes to start."""
+
+    replicas: PositiveInt
+    """Whole copies of the model."""
+    shard: PositiveInt
+    """Processes that hold one copy together."""
+
+
 class ParallelSection(Section):
     """The mesh: `replicas` copies of the model, each held by `shard` ranks."""
 
@@ -138,6 +147,9 @@ class ParallelSection(Section):
     """Whole copies of the model; slow network between them. `auto`: one a node; on one node, as many as fit in memory."""
     shard: PositiveInt | Literal["auto"] = "auto"
     """Ranks that hold one copy together; fast network between them. `auto`: the ranks of a node."""
+    on_cpu: CpuMesh | None = None
+    """What `auto` means on machines without a GPU, where launch/train.sh starts so many processes; with any other number
+    of processes the mesh is ours."""
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
     """What forward and backward compute in; masters and optimizer stay fp32 (fp64: everything, for verification)."""
     compile: bool = False
@@ -155,6 +167,13 @@ class ParallelSection(Section):
     """The same for traffic within a replica. nccl has one choice for a process: between replicas if it carries that traffic."""
     shard_across_nodes: bool = False
     """Allow replicas that span nodes; with `shard: auto` as many nodes as a replica needs to fit in memory."""
+
+    @property
+    def given_on_cpu(self) -> list[int]:
+        """What there is of replicas and shard on a machine without a GPU, where `on_cpu` stands for `auto`."""
+        cpu = self.on_cpu
+        filled = [(self.replicas, cpu and cpu.replicas), (self.shard, cpu and cpu.shard)]
+        return [size for given, default in filled if (size := default if given == "auto" else given) is not None]
 
 
 class CheckpointSection(Section):

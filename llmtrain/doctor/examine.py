@@ -58,7 +58,7 @@ def _given_networks(parallel: ParallelSection) -> list[Finding]:
 
 def _alone(recipe: Recipe) -> list[Finding]:
     """What the recipe would be on this machine by itself, as launch/train.sh starts it."""
-    processes = processes_per_node(recipe.parallel.replicas, recipe.parallel.shard, 1)
+    processes = processes_per_node(recipe.parallel, 1)
     each = memory_of_rank(World(0, processes, 0, processes))
     findings, _ = fit(recipe, [node_name()] * processes, [each] * processes)
     how_many = "1 process" if processes == 1 else f"{processes} processes"

@@ -87,7 +87,7 @@ class Together:
         bytes_a_round = None
         if self.recipe is None or plan is None:
             parallel = ParallelSection()
-            replicas, shard, _ = choose_mesh(parallel, self.meeting.nodes, lambda shard: True)
+            replicas, shard, _ = choose_mesh(parallel, self.meeting.nodes, False, lambda shard: True)
         else:
             parallel, replicas, shard = self.recipe.parallel, plan.replicas, plan.shard
             if plan.size is not None and replicas > 1:

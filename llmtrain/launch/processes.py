@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 
+from llmtrain.config import ParallelSection
 from llmtrain.launch.nodes import number
 
 
-def processes_per_node(replicas: int | str, shard: int | str, nodes: int) -> int:
+def processes_per_node(parallel: ParallelSection, nodes: int) -> int:
     """NPROC_PER_NODE, or what `processes_here` says. Raises RecipeError if it is set to something else than a number."""
-    return number("NPROC_PER_NODE", 0) or processes_here(replicas, shard, nodes)
+    return number("NPROC_PER_NODE", 0) or processes_here(parallel, nodes)
 
 
-def processes_here(replicas: int | str, shard: int | str, nodes: int) -> int:
-    """One a GPU, or fewer if the recipe's mesh is smaller; on a CPU what the mesh asks for (1 for `auto`)."""
+def processes_here(parallel: ParallelSection, nodes: int) -> int:
+    """One a GPU, or fewer if the recipe's mesh is smaller; on a CPU what the mesh or `on_cpu` asks for (else 1)."""
     import torch
 
-    given = [int(size) for size in (replicas, shard) if size != "auto"]
-    asked, gpus = max(1, math.prod(given) // nodes), torch.cuda.device_count()
-    if gpus == 0:
-        return asked
-    return min(gpus, asked) if len(given) == 2 else gpus
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        return max(1, math.prod(parallel.given_on_cpu) // nodes)
+    if "auto" in (parallel.replicas, parallel.shard):
+        return gpus
+    return min(gpus, max(1, parallel.replicas * parallel.shard // nodes))

@@ -57,7 +57,7 @@ def launch_torchrun(recipe_path: Path, overrides: Sequence[str]) -> int:
 def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     recipe = load_recipe(recipe_path, overrides)
     nodes = Nodes.from_environment()
-    per_node = processes_per_node(recipe.parallel.replicas, recipe.parallel.shard, nodes.count)
+    per_node = processes_per_node(recipe.parallel, nodes.count)
     check(recipe, nodes.count * per_node)
     _check_memory(recipe, nodes, per_node)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from llmtrain.config import Recipe
 from llmtrain.errors import ModelError, RecipeError
 from llmtrain.plan.memory import Memory, ModelSize, estimate, size_of
-from llmtrain.plan.mesh import choose_mesh
+from llmtrain.plan.mesh import choose_mesh, given_shard
 
 ROOM = 0.9
 """Share of a device's memory that a mesh of our choice may be estimated to need."""
@@ -27,9 +27,9 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
         return estimate(recipe, size, len(nodes) // shard, shard)
 
     replicas, shard, reason = choose_mesh(
-        recipe.parallel, nodes, lambda shard: _all_of(needs(shard), on_gpu) <= ROOM * least
+        recipe.parallel, nodes, on_gpu, lambda shard: _all_of(needs(shard), on_gpu) <= ROOM * least
     )
-    ours = recipe.parallel.replicas == "auto" and recipe.parallel.shard == "auto"
+    ours = given_shard(recipe.parallel, len(nodes), on_gpu) is None
     needed = _all_of(needs(shard), on_gpu) if ours else _state_of(needs(shard), on_gpu)
     if needed > least:
         raise RecipeError(_too_large(recipe, size, replicas, shard, needed, least, on_gpu, ours, len(set(nodes)) > 1))

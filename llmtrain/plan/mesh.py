@@ -11,26 +11,36 @@ from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError
 
 
-def choose_mesh(parallel: ParallelSection, nodes: Sequence[str], fits: Callable[[int], bool]) -> tuple[int, int, str]:
+def choose_mesh(
+    parallel: ParallelSection, nodes: Sequence[str], on_gpu: bool, fits: Callable[[int], bool]
+) -> tuple[int, int, str]:
     """(replicas, shard, the reason in a few words) for ranks on these `nodes`, one name a rank.
 
-    What the recipe says wins. Otherwise a node is a shard group, since the network inside it is the fast one; a
-    single node is split into as many replicas as fit in memory: `fits(shard)` says whether a replica sharded over so
-    many ranks does. `check_mesh` has made sure that given numbers divide the world.
+    What the recipe says wins; without GPUs that is also `parallel.on_cpu`, if there are as many ranks. Otherwise a node
+    is a shard group, since the network inside it is the fast one; a single node is split into as many replicas as fit in
+    memory: `fits(shard)` says whether a replica sharded over so many ranks does. `check_mesh` has made sure that given
+    numbers divide the world.
 
     Raises RecipeError if a replica would span nodes and `parallel.shard_across_nodes` does not allow it.
     """
-    world = len(nodes)
-    if parallel.replicas != "auto" or parallel.shard != "auto":
-        shard = parallel.shard if parallel.shard != "auto" else world // parallel.replicas
-        both = "auto" not in (parallel.replicas, parallel.shard)
-        key = "shard" if parallel.shard != "auto" else "replicas"
-        reason = "as the recipe says" if both else f"{world} processes, parallel.{key}={getattr(parallel, key)}"
-    else:
-        shard, reason = _by_nodes(parallel, nodes, fits)
+    shard, reason = given_shard(parallel, len(nodes), on_gpu) or _by_nodes(parallel, nodes, fits)
     if not parallel.shard_across_nodes:
         _check_nodes(shard, nodes)
-    return world // shard, shard, reason
+    return len(nodes) // shard, shard, reason
+
+
+def given_shard(parallel: ParallelSection, world: int, on_gpu: bool) -> tuple[int, str] | None:
+    """(shard, the reason) of the mesh that the recipe gives for `world` ranks, None where it leaves it to us."""
+    replicas, shard, on_cpu = parallel.replicas, parallel.shard, parallel.given_on_cpu
+    if "auto" not in (replicas, shard):
+        return shard, "as the recipe says"
+    if not on_gpu and len(on_cpu) == 2 and math.prod(on_cpu) == world:
+        return on_cpu[1], "no GPU: parallel.on_cpu"
+    if shard != "auto":
+        return shard, f"{world} processes, parallel.shard={shard}"
+    if replicas != "auto":
+        return world // replicas, f"{world} processes, parallel.replicas={replicas}"
+    return None
 
 
 def _by_nodes(parallel: ParallelSection, nodes: Sequence[str], fits: Callable[[int], bool]) -> tuple[int, str]:

@@ -50,8 +50,8 @@ def _figures(recipe: Recipe, size: ModelSize) -> Table:
 
 def _memory(recipe: Recipe, size: ModelSize) -> Table:
     """A row a part, a column a mesh."""
-    given = (recipe.parallel.replicas, recipe.parallel.shard)
-    meshes = [*MESHES, *([given] if "auto" not in given and given not in MESHES else [])]
+    given = tuple(recipe.parallel.given_on_cpu)
+    meshes = [*MESHES, *([given] if len(given) == 2 and given not in MESHES else [])]
     estimates = [estimate(recipe, size, *mesh) for mesh in meshes]
     largest = max(memory.device_total for memory in estimates)
     scale, unit = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")

@@ -34,7 +34,7 @@ def test_alone_it_looks_at_this_machine_and_the_recipe(folders):
     shown = lines_of(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ok launch/train.sh would start 4 processes on this machine alone" in shown
-    assert "ok mesh: 2 replicas x 2 shards (as the recipe says)" in shown
+    assert "ok mesh: 2 replicas x 2 shards (no GPU: parallel.on_cpu)" in shown
     assert "lo (127.0.0.1)" in shown
 
 

@@ -158,7 +158,7 @@ def test_a_recipe_that_fits(tmp_path):
     loaded = recipe(f"run.out_dir={tmp_path}", f"data.cache_dir={tmp_path}")
     found, plan = fit(loaded, ["a"] * 4, [4 * GIB] * 4)
     assert levels(found) == ["ok"] * 5
-    assert found[0].what == "mesh: 2 replicas x 2 shards (as the recipe says)"
+    assert found[0].what == "mesh: 2 replicas x 2 shards (no GPU: parallel.on_cpu)"
     assert found[2].what.startswith("traffic between replicas: 7.6 MB from each of 2 replicas a round")
     assert (plan.replicas, plan.shard) == (2, 2)
     # A round's ring all-reduce sends 2 (N-1)/N of 4 bytes a parameter, split over the ranks of a replica.
@@ -180,7 +180,7 @@ def test_the_smallest_memory_counts(tmp_path):
 
 
 def test_a_mesh_that_is_impossible_is_a_problem():
-    found, plan = fit(recipe(), ["a"] * 3, [4 * GIB] * 3)
+    found, plan = fit(recipe("parallel.replicas=2", "parallel.shard=2"), ["a"] * 3, [4 * GIB] * 3)
     assert plan is None and levels(found) == ["problem"]
     assert found[0].what.startswith("recipe: parallel.replicas x parallel.shard = 2 x 2 needs 4 processes, there are 3")
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from llmtrain.config import ParallelSection
 from llmtrain.errors import DataError, RecipeError, TrainingError
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.processes import processes_here
@@ -22,26 +23,31 @@ from llmtrain.launch.torchrun import torchrun_arguments
 HERE = socket.gethostname()
 VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
 STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "41007"}
+ON_CPU = {"on_cpu": {"replicas": 2, "shard": 2}}
 JOB = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "alpha,beta"}
 
 
 @pytest.mark.parametrize(
-    ("gpus", "replicas", "shard", "nodes", "expected"),
+    ("gpus", "parallel", "nodes", "expected"),
     [
-        (0, 2, 2, 1, 4),
-        (0, "auto", "auto", 1, 1),
-        (0, "auto", 4, 1, 4),
-        (0, 2, 2, 2, 2),
-        (8, "auto", "auto", 1, 8),
-        (8, "auto", 4, 1, 8),
-        (8, 2, 2, 1, 4),
-        (8, 8, 8, 8, 8),
-        (1, 2, 2, 1, 1),
+        (0, {"replicas": 2, "shard": 2}, 1, 4),
+        (0, {}, 1, 1),
+        (0, {"shard": 4}, 1, 4),
+        (0, {"replicas": 2, "shard": 2}, 2, 2),
+        (0, ON_CPU, 1, 4),
+        (0, ON_CPU, 2, 2),
+        (0, {"replicas": 3, **ON_CPU}, 1, 6),
+        (8, {}, 1, 8),
+        (8, ON_CPU, 1, 8),
+        (8, {"shard": 4}, 1, 8),
+        (8, {"replicas": 2, "shard": 2}, 1, 4),
+        (8, {"replicas": 8, "shard": 8}, 8, 8),
+        (1, {"replicas": 2, "shard": 2}, 1, 1),
     ],
 )
-def test_one_process_a_gpu_or_as_the_mesh_asks(monkeypatch, gpus, replicas, shard, nodes, expected):
+def test_one_process_a_gpu_or_as_the_mesh_asks(monkeypatch, gpus, parallel, nodes, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert processes_here(replicas, shard, nodes) == expected
+    assert processes_here(ParallelSection(**parallel), nodes) == expected
 
 
 @pytest.fixture

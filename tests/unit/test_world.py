@@ -101,8 +101,28 @@ def on(*sizes: int) -> list[str]:
     ],
 )
 def test_the_mesh_follows_recipe_nodes_and_memory(parallel, nodes, smallest, expected):
-    *mesh, reason = choose_mesh(ParallelSection(**parallel), nodes, lambda shard: shard >= smallest)
+    *mesh, reason = choose_mesh(ParallelSection(**parallel), nodes, False, lambda shard: shard >= smallest)
     assert tuple(mesh) == expected and reason
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "on_gpu", "expected"),
+    [
+        ({}, 4, False, (2, 2)),
+        ({}, 4, True, (4, 1)),
+        ({}, 1, False, (1, 1)),
+        ({}, 8, False, (8, 1)),
+        ({"replicas": 4}, 4, False, (4, 1)),
+        ({"replicas": 4}, 8, False, (4, 2)),
+        ({"shard": 1}, 2, False, (2, 1)),
+        ({"shard": 3}, 6, True, (2, 3)),
+    ],
+)
+def test_a_mesh_for_cpus_is_for_its_number_of_processes(parallel, ranks, on_gpu, expected):
+    section = ParallelSection(on_cpu={"replicas": 2, "shard": 2}, **parallel)
+    *mesh, reason = choose_mesh(section, on(ranks), on_gpu, lambda shard: True)
+    assert tuple(mesh) == expected
+    assert (reason == "no GPU: parallel.on_cpu") == (not on_gpu and 2 in mesh)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +146,7 @@ def test_the_mesh_follows_recipe_nodes_and_memory(parallel, nodes, smallest, exp
 )
 def test_a_replica_over_several_nodes_is_refused(parallel, nodes, message):
     with pytest.raises(RecipeError, match=message) as refused:
-        choose_mesh(ParallelSection(**parallel), nodes, lambda shard: True)
+        choose_mesh(ParallelSection(**parallel), nodes, False, lambda shard: True)
     assert "\n" not in str(refused.value)
 
 
