@@ -15,6 +15,7 @@ from llmtrain.config.recipe import (
     Recipe,
     RunSection,
     ScheduleSection,
+    TraceSection,
     TrainSection,
 )
 from llmtrain.config.section import (
@@ -81,6 +82,7 @@ __all__ = [
     "SgdOuter",
     "Stale",
     "SyncSection",
+    "TraceSection",
     "TrainSection",
     "WaitAvoiding",
     "WireSection",

@@ -187,6 +187,15 @@ class CheckpointSection(Section):
     """Checkpoints at multiples of so many steps stay for good."""
 
 
+class TraceSection(Section):
+    """Steps of which every rank writes down what it did when (trace/rank-*.jsonl), for timelines of `compare`."""
+
+    first: PositiveInt = 1
+    """The first such step."""
+    steps: PositiveInt = 50
+    """How many."""
+
+
 class LogSection(Section):
     """What a run reports while it trains."""
 
@@ -194,6 +203,8 @@ class LogSection(Section):
     """Steps between lines of metrics."""
     tensorboard: bool = True
     """Also write TensorBoard events."""
+    trace: TraceSection | None = None
+    """Record a timeline of some steps; `null`: none."""
 
 
 class EvalSection(Section):

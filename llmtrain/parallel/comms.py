@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain import trace
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.wire import Wire
 
@@ -78,8 +79,8 @@ class RoundedReduction(Pending):
         self._mine: torch.Tensor | None = None  # my chunk of the sum, as I sent it
         self._mine_lost: torch.Tensor | None = None  # what rounding it left out
         self._gathered: list[torch.Tensor] = []
-        comms.traffic.bytes += (comms.size - 1) * self._sent.shape[1]
-        self._work = comms.begin(what, dist.all_to_all_single, self._received, self._sent)
+        sent = (comms.size - 1) * self._sent.shape[1]
+        self._work = comms.begin(what, sent, dist.all_to_all_single, self._received, self._sent)
 
     @property
     def is_done(self) -> bool:
@@ -95,8 +96,8 @@ class RoundedReduction(Pending):
         self._mine_lost = total - self._wire.decode(self._mine, total.dtype)
         self._mine = self._mine.to(self._comms.device)
         self._gathered = [torch.empty_like(self._mine) for _ in range(self._comms.size)]
-        self._comms.traffic.bytes += (self._comms.size - 1) * self._mine.numel()
-        self._work = self._comms.begin(self._what, dist.all_gather, self._gathered, self._mine)
+        sent = (self._comms.size - 1) * self._mine.numel()
+        self._work = self._comms.begin(self._what, sent, dist.all_gather, self._gathered, self._mine)
 
     def wait(self) -> torch.Tensor:
         self.proceed()
@@ -142,8 +143,8 @@ class Comms:
             return Pending(self, what, None, tensor)
         if wire is not None:
             return RoundedReduction(self, what, tensor, wire)
-        self.traffic.bytes += 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()
-        return Pending(self, what, self.begin(what, dist.all_reduce, tensor), tensor)
+        sent = 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()
+        return Pending(self, what, self.begin(what, sent, dist.all_reduce, tensor), tensor)
 
     def gather(self, tensor: torch.Tensor, what: str = "all-gather") -> Pending:
         """Start collecting every rank's `tensor` (equal shapes) in rank order: [size, *shape] on every rank."""
@@ -151,20 +152,25 @@ class Comms:
         if self.size == 1:
             gathered[0] = tensor
             return Pending(self, what, None, gathered)
-        self.traffic.bytes += (self.size - 1) * tensor.numel() * tensor.element_size()
-        work = self.begin(what, dist.all_gather, list(gathered.unbind(0)), tensor)
+        sent = (self.size - 1) * tensor.numel() * tensor.element_size()
+        work = self.begin(what, sent, dist.all_gather, list(gathered.unbind(0)), tensor)
         return Pending(self, what, work, gathered)
 
     def all_gather(self, tensor: torch.Tensor, what: str = "all-gather") -> torch.Tensor:
         """Every rank's `tensor`, stacked in rank order: [size, *shape]."""
         return self.gather(tensor, what).wait()
 
-    def begin(self, what: str, collective: Callable[..., dist.Work], *tensors: Any) -> dist.Work:
-        """Start a collective of torch.distributed over this axis."""
+    def begin(self, what: str, sent: float, collective: Callable[..., dist.Work], *tensors: Any) -> dist.Work:
+        """Start a collective of torch.distributed over this axis, in which this rank sends so many bytes."""
+        self.traffic.bytes += sent
+        arrived = trace.message(what, sent) if self.axis == "replica" else None
         try:
-            return collective(*tensors, group=self.group, async_op=True)
+            work = collective(*tensors, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self.failure(what, error) from error
+        if arrived is not None:
+            work.get_future().add_done_callback(lambda future: arrived())
+        return work
 
     def failure(self, what: str, error: Exception) -> TrainingError:
         """One line that says what was being exchanged, by whom, and what the backend reported."""

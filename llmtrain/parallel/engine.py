@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
+
+from llmtrain.trace import span
 
 MicroBatch = torch.Tensor
 """Token ids [micro_batch, sequence_length + 1]: inputs are all but the last, labels all but the first."""
@@ -33,6 +36,14 @@ class Engine(ABC):
     """Synchronous phase: gradients are averaged over the replicas too, overlapped with backward."""
     gradient_wait_seconds: float = 0.0
     """How long steps have waited for that so far."""
+
+    @contextmanager
+    def waits_for_gradients(self) -> Iterator[None]:
+        """Within it a step waits for gradients to be averaged over the replicas."""
+        started = time.monotonic()
+        with span("exposed", "averaging gradients"):
+            yield
+        self.gradient_wait_seconds += time.monotonic() - started
 
     @abstractmethod
     def before_block(self, hook: Callable[[int], None]) -> None:

@@ -7,7 +7,6 @@ replicas in the synchronous phase.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -176,13 +175,14 @@ class Fsdp2Engine(Engine):
             self._averaging.append(pending)
 
     def _finish_averaging(self) -> None:
-        started = time.monotonic()
-        for pending in self._averaging:
-            pending.proceed()
-        for pending in self._averaging:
-            pending.wait().div_(self.mesh.replica.size)
-        self._averaging.clear()
-        self.gradient_wait_seconds += time.monotonic() - started
+        if not self._averaging:
+            return
+        with self.waits_for_gradients():
+            for pending in self._averaging:
+                pending.proceed()
+            for pending in self._averaging:
+                pending.wait().div_(self.mesh.replica.size)
+            self._averaging.clear()
 
     def _gradient_norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
         """L2 norm over the whole model: local squares, one scalar over the shard group."""

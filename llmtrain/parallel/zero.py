@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -269,14 +268,13 @@ class ZeroEngine(Engine):
 
     def _average_over_replicas(self, groups: list[list[torch.Tensor]]) -> None:
         """Group after group, so that no second copy of all gradients is made."""
-        started = time.monotonic()
-        for gradients in groups:
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            self.mesh.replica.all_reduce(flat, "averaging gradients", self._gradient_wire).wait()
-            parts = flat.div_(self.mesh.replica.size).split([gradient.numel() for gradient in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view(gradient.shape))
-        self.gradient_wait_seconds += time.monotonic() - started
+        with self.waits_for_gradients():
+            for gradients in groups:
+                flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+                self.mesh.replica.all_reduce(flat, "averaging gradients", self._gradient_wire).wait()
+                parts = flat.div_(self.mesh.replica.size).split([gradient.numel() for gradient in gradients])
+                for gradient, part in zip(gradients, parts, strict=True):
+                    gradient.copy_(part.view(gradient.shape))
 
     def _run_hooks(self, index: int) -> Callable[[nn.Module, tuple], None]:
         def run(module: nn.Module, inputs: tuple) -> None:

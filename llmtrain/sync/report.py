@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from llmtrain.trace import span
+
 
 @dataclass
 class SyncReport:
@@ -40,8 +42,17 @@ class SyncReport:
     def exposed(self) -> Iterator[None]:
         """Training stands still for what happens within."""
         started = time.monotonic()
-        yield
+        with span("exposed"):
+            yield
         self.exposed_seconds += time.monotonic() - started
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What happens within is waiting for the slowest replica."""
+        started = time.monotonic()
+        with span("wait"):
+            yield
+        self.wait_seconds += time.monotonic() - started
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values by name."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
-from llmtrain.config import Layerwise, Recipe
+from llmtrain.config import Layerwise, Recipe, TraceSection
 from llmtrain.data.index import Prepared
 from llmtrain.data.loader import Loader
 from llmtrain.data.prepare import prepare
@@ -24,6 +26,7 @@ from llmtrain.plan.memory import size_of
 from llmtrain.recipe_check import check, check_group, check_vocabulary
 from llmtrain.seeding import derive_seed
 from llmtrain.sync.build import build_method, build_wire
+from llmtrain.trace import open_trace
 from llmtrain.train.checkpoint import Checkpoints
 from llmtrain.train.console import Console, human
 from llmtrain.train.devices import memory_of_rank, peak_flops
@@ -34,8 +37,9 @@ from llmtrain.train.signals import StopRequest, stop_requests
 from llmtrain.train.trainer import Trainer
 
 
-def run_training(recipe: Recipe, world: World) -> int:
-    """Train `recipe` on this rank of `world`, or continue it. Returns the exit code.
+def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] = lambda trainer: None) -> int:
+    """Train `recipe` on this rank of `world`, or continue it. Returns the exit code. `alter` may change the trainer
+    before its first step, as a comparison does that injects faults.
 
     Raises UserError for what can't be trained, TrainingError for a run that broke; both on every rank.
     """
@@ -59,7 +63,9 @@ def run_training(recipe: Recipe, world: World) -> int:
             return DONE
         trainer = build_trainer(recipe, mesh, prepared, directory, resume_from, console, reason, stop)
         try:
-            ended = trainer.fit()
+            with _traced(recipe.log.trace, directory.trace_of(world.rank)):
+                alter(trainer)
+                ended = trainer.fit()
         except RuntimeError as error:
             trainer.method.close()
             if mesh.is_main:
@@ -79,6 +85,10 @@ def run_training(recipe: Recipe, world: World) -> int:
             return STOPPED_EARLY
         _show_ending(recipe, mesh, prepared, trainer, console)
     return DONE
+
+
+def _traced(section: TraceSection | None, path: Path) -> AbstractContextManager[None]:
+    return nullcontext() if section is None else open_trace(path, section.first, section.first + section.steps - 1)
 
 
 def prepare_for(recipe: Recipe, show_progress: bool) -> Prepared:

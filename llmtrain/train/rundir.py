@@ -60,6 +60,10 @@ class RunDirectory:
         )
         return summary if done else None
 
+    def trace_of(self, rank: int) -> Path:
+        """Where a rank's timeline goes."""
+        return self.path / "trace" / f"rank-{rank:05}.jsonl"
+
     def already_complete(self) -> str:
         """What to say of a finished run."""
         summary = self.finished()

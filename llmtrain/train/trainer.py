@@ -22,6 +22,7 @@ from llmtrain.lr import LearningRates
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.sync.method import Method
+from llmtrain.trace import span, step_span
 from llmtrain.train.checkpoint import Checkpoints
 from llmtrain.train.console import Console
 from llmtrain.train.devices import peak_memory_bytes
@@ -130,13 +131,15 @@ class Trainer:
         """One step: data, gradients, update, and the synchronisation that is due."""
         started = time.monotonic()
         self.step += 1
-        plan = self.method.begin_step(self.step, self.rates.at(min(self.step, self.total_steps)))
-        micro_batches = self._next_batch() if plan.takes_batch else []
-        if plan.computes_gradient:
-            self.interval.loss += self.engine.forward_backward(micro_batches)
-            self.interval.grad_norm += self.engine.step(plan.lr)
-            self._count_gradient(micro_batches)
-        self.method.end_step(self.step)
+        with step_span(self.step):
+            plan = self.method.begin_step(self.step, self.rates.at(min(self.step, self.total_steps)))
+            micro_batches = self._next_batch() if plan.takes_batch else []
+            if plan.computes_gradient:
+                with span("gradient"):
+                    self.interval.loss += self.engine.forward_backward(micro_batches)
+                    self.interval.grad_norm += self.engine.step(plan.lr)
+                self._count_gradient(micro_batches)
+            self.method.end_step(self.step)
         self.interval.steps += 1
         self.interval.step_seconds += time.monotonic() - started
         self.train_seconds += time.monotonic() - started
@@ -144,7 +147,8 @@ class Trainer:
 
     def _next_batch(self) -> list[torch.Tensor]:
         started = time.monotonic()
-        micro_batches = self.loader.next()
+        with span("data"):
+            micro_batches = self.loader.next()
         self.interval.data_seconds += time.monotonic() - started
         return micro_batches
 

@@ -19,7 +19,7 @@ PACKAGE = sorted((ROOT / "llmtrain").rglob("*.py"))
 PYTHON = PACKAGE + sorted(path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 
 LAYERS = [
-    {"errors", "config", "seeding", "lr"},
+    {"errors", "config", "seeding", "lr", "trace"},
     {"loss", "model", "data", "parallel"},
     {"sync"},
     {"recipe", "recipe_messages", "recipe_check", "plan"},
@@ -29,7 +29,7 @@ LAYERS = [
 ]
 """A module imports from its own layer and those above it in this list."""
 
-SYNC_SEES = {"config", "errors", "seeding", "lr", "parallel", "sync"}
+SYNC_SEES = {"config", "errors", "seeding", "lr", "trace", "parallel", "sync"}
 MAX_LINES = 400
 PUBLIC_IN_SPITE_OF_ITS_NAME = {"os._exit"}
 

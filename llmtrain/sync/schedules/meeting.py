@@ -88,8 +88,8 @@ class Meeting(Schedule):
         )
         if self.penalty is not None:
             row = torch.cat([row, self._norms()])
-        gathered = replica.all_gather(row.to(replica.device), "meeting for a synchronisation").cpu()
-        report.wait_seconds += time.monotonic() - self._opened_at
+        with report.waiting():
+            gathered = replica.all_gather(row.to(replica.device), "meeting for a synchronisation").cpu()
         report.slowest_replica = int(gathered[:, 0].argmax())
         self._agreed_round = Round(*gathered[:, 1:4].mean(0).tolist())
         if self.penalty is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -80,10 +79,9 @@ class WaitAvoiding(Schedule):
     def _average_group(self) -> None:
         synchroniser, iteration = self.synchroniser, self._iteration
         own = [synchroniser.message(index).cpu() for index in synchroniser.blocks]
-        started = time.monotonic()
-        self.worker.post(iteration, own)
-        sums, version = self.worker.take(iteration)
-        synchroniser.report.wait_seconds += time.monotonic() - started
+        with synchroniser.report.waiting():
+            self.worker.post(iteration, own)
+            sums, version = self.worker.take(iteration)
         is_late = version != iteration
         synchroniser.report.late += is_late
         self.staleness = iteration - version
