@@ -7,20 +7,22 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+TOOLS  := $(VENV)/.ready-tools
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 
 .PHONY: quickstart test lint format docs clean
 
 quickstart: $(READY)
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m llmtrain launch recipes/quickstart.yaml $(ARGS)
 
-test: $(READY)
+test: $(TOOLS)
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: $(READY)
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(READY)
+format: $(TOOLS)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -31,10 +33,15 @@ $(READY): requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "$(PYTHON) is older than Python 3.11; choose another: make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check torch -c constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt jsonschema pytest pytest-timeout ruff -c constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(PIP) torch -c constraints.txt
+	$(PIP) -r requirements.txt -c constraints.txt
+	$(PIP) --no-deps --editable .
 	@touch $(READY)
+
+# what tests and developers need beside it; lm-eval among it, for llmtrain eval
+$(TOOLS): $(READY)
+	$(PIP) --editable '.[dev,eval]' -c constraints.txt
+	@touch $(TOOLS)
 
 clean:
 	rm -rf $(VENV) data *.egg-info .pytest_cache .ruff_cache

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from llmtrain.errors import BAD_USAGE, FAILED, TrainingError, UserError
+from llmtrain.errors import leave_with_code
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, e.g. recipes/quickstart.yaml.")]
@@ -91,6 +91,130 @@ def doctor(
     raise typer.Exit(examine(loaded, World.from_environment(), timeout))
 
 
+@app.command()
+def compare(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE [KEY=VALUE]...", help="A comparison, e.g. recipes/compare/sync_vs_async.yaml."),
+    ],
+    shaping: Annotated[
+        bool, typer.Option(help="Virtual hosts with the conditions' limits; without: loopback, no limits, no root.")
+    ] = True,
+    retry: Annotated[bool, typer.Option("--retry", help="Make failed trials again.")] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Only report on the run directories given in the place of FILE.")
+    ] = False,
+    baseline: Annotated[
+        str | None, typer.Option(help="With --report-only: what the others are measured against.")
+    ] = None,
+    target: Annotated[float | None, typer.Option(help="With --report-only: the validation loss to reach.")] = None,
+    out: Annotated[Path, typer.Option(help="With --report-only: where the report goes.")] = Path("runs/report"),
+) -> None:
+    """Train several recipes under the same conditions, one after another, and report which reached which loss first.
+
+    python -m llmtrain compare recipes/compare/sync_vs_async.yaml makes hosts on this machine (network namespaces, with
+    the bandwidth, the slow hosts and the faults that the file lists) and continues where it was interrupted.
+    """
+    if report_only:
+        from llmtrain.compare.report import write_report
+        from llmtrain.compare.results import load_trials
+
+        trials = load_trials([Path(directory) for directory in arguments])
+        typer.echo(write_report(trials, out, baseline, target))
+        return
+
+    from llmtrain.compare.runner import run_comparison
+
+    file, *overrides = arguments
+    raise typer.Exit(run_comparison(Path(file), overrides, shaping, retry))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, e.g. runs/quickstart.")],
+    step: Annotated[int | None, typer.Option(help="The checkpoint after so many steps; the newest by default.")] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="mean of the replicas, anchor (the last synchronisation's result), or replica:K alone. They differ "
+            "between synchronisations; after the last one, at a run's end, all are equal."
+        ),
+    ] = "mean",
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to write; RUN/export/step-00001000 or the like by default.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    max_shard_size: Annotated[str | None, typer.Option(help="Of one weights' file; 5GB by default.")] = None,
+) -> None:
+    """Turn a checkpoint into a folder that transformers loads: python -m llmtrain export runs/quickstart
+
+    One process, no GPU, whatever mesh and engine the run had. The logits of the exported model are compared with the
+    training model's; exit code 1 and no folder if they differ.
+    """
+    from llmtrain.export.export import Request, describe
+    from llmtrain.export.export import export as export_checkpoint
+    from llmtrain.export.source import find_source
+    from llmtrain.export.weights import Choice
+
+    request = Request(Choice.parse(weights), dtype, max_shard_size)
+    typer.echo(describe(*export_checkpoint(find_source(run, step), request, out)))
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(metavar="RUN|FOLDER", help="A run directory, or an exported folder.")],
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "",
+    step: Annotated[int | None, typer.Option(help="The checkpoint after so many steps; the newest by default.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Write at most so many tokens.")] = 120,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.7,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw among so many of the likeliest tokens; 0: among all.")] = 40,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
+) -> None:
+    """Let a trained model write: python -m llmtrain generate runs/quickstart --prompt "def "
+
+    A run's checkpoint is exported first, unless it is already (RUN/export).
+    """
+    from llmtrain.export.generate import Sampling
+    from llmtrain.export.generate import generate as write_text
+
+    typer.echo(write_text(model, prompt, Sampling(tokens, temperature, top_k, seed), step))
+
+
+@app.command("eval")
+def evaluate_command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders that transformers loads.")],
+    suite: Annotated[str, typer.Option(help="edit_paper, small, tinystories, offline, or a YAML file.")] = "small",
+    over_time: Annotated[bool, typer.Option("--over-time", help="Every checkpoint of the runs: curves.")] = False,
+    step: Annotated[int | None, typer.Option(help="The checkpoint after this step; else the newest.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many documents of each task.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences at once; else the suite's.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of local data (suites offline, tinystories).")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; else a GPU if there is one.")] = None,
+    baseline: Annotated[Path | None, typer.Option(help="Run or folder to test the others against.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for results; else RUN/eval.")] = None,
+) -> None:
+    """Evaluate checkpoints on a suite of tasks: python -m llmtrain eval runs/edit_1b --suite edit_paper
+
+    Results go to RUN/eval/SUITE.json. What is finished is kept: an interrupted evaluation continues.
+    """
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
+    from llmtrain.eval.command import evaluate
+
+    evaluate(
+        runs,
+        suite,
+        over_time=over_time,
+        step=step,
+        limit=limit,
+        batch_size=batch_size,
+        data_dir=data_dir,
+        device=device,
+        baseline=baseline,
+        out=out,
+    )
+
+
 @recipe_app.command("check", context_settings=OVERRIDES)
 def recipe_check(
     context: typer.Context,
@@ -127,18 +251,4 @@ def recipe_schema() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and leave with its exit code: 0 done, 1 failed, 2 bad recipe or usage, 3 stopped early."""
-    try:
-        app(arguments)
-    except UserError as error:
-        if _speaks_for_its_host():  # all ranks find the same fault in a recipe
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(BAD_USAGE)
-    except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(FAILED)
-
-
-def _speaks_for_its_host() -> bool:
-    """Whether this is the first rank of its host, by whichever launcher."""
-    names = ("LOCAL_RANK", "SLURM_LOCALID", "RANK")
-    return next((os.environ[name] for name in names if os.environ.get(name)), "0") == "0"
+    leave_with_code(lambda: app(arguments))

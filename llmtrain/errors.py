@@ -4,6 +4,12 @@ Each message is one line: what was given, what was expected, what to change. Eve
 assert, an exception of a library) is a defect or a broken machine and keeps its traceback.
 """
 
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
 DONE, FAILED, BAD_USAGE, STOPPED_EARLY = 0, 1, 2, 3
 """Exit codes: finished · failed · bad recipe or usage · stopped early with a checkpoint (start again to continue)."""
 
@@ -28,5 +34,32 @@ class CheckpointError(UserError):
     """A checkpoint is damaged or belongs to another recipe."""
 
 
+class ClusterError(UserError):
+    """A virtual host can't have what it was asked to have, on this machine or at all."""
+
+
+class ResultsError(UserError):
+    """Results that are to be reported on are missing, or not what they are said to be."""
+
+
 class TrainingError(RuntimeError):
     """Training can't go on (non-finite loss, a peer that is gone); the command ends with exit code 1."""
+
+
+def leave_with_code(command: Callable[[], object]) -> None:
+    """Run a command; what a user can act on becomes one line, and an exit code."""
+    try:
+        command()
+    except UserError as error:
+        if _speaks_for_its_host():  # all ranks find the same fault in a recipe
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(BAD_USAGE)
+    except TrainingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(FAILED)
+
+
+def _speaks_for_its_host() -> bool:
+    """Whether this is the first rank of its host, by whichever launcher."""
+    names = ("LOCAL_RANK", "SLURM_LOCALID", "RANK")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "0") == "0"

@@ -8,11 +8,13 @@ next, eos between them; nothing is padded; what doesn't fill a last window is le
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from llmtrain.data.shards import TokenShards
+from llmtrain.data.unread import Unread
 from llmtrain.errors import DataError
 
 IGNORED = -100
@@ -24,7 +26,7 @@ class Loader:
 
     All epochs' permutations of the samples, one after the other, are one endless list, the same on every rank whatever
     the mesh. A step takes the next global_batch entries; replica r has the r-th equal part of them, and shard rank s
-    the s-th equal part of that.
+    the s-th equal part of that. A run that other replicas began first takes what these left (`unread.left_by`).
     """
 
     def __init__(
@@ -46,8 +48,8 @@ class Loader:
         self.tokens, self.sequence_length, self.seed = tokens, sequence_length, seed
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.num_samples = max(len(tokens) - 1, 0) // sequence_length
-        self.position = 0
-        """Samples that all replicas together have taken so far: the whole state."""
+        self.unread = Unread()
+        """What all replicas together have not taken yet, if they keep step with this one: the whole state."""
         if self.num_samples < global_batch:
             raise DataError(
                 f"training data: {len(tokens)} tokens there, {global_batch * sequence_length + 1} needed for one step "
@@ -61,17 +63,18 @@ class Loader:
     @property
     def epoch(self) -> float:
         """Passes over the data so far."""
-        return self.position / self.num_samples
+        return self.unread.taken / self.num_samples
 
     def next(self) -> list[torch.Tensor]:
         """The next step's micro-batches of this rank: int64 [micro_batch, sequence_length + 1] each."""
-        start = self.position + self._first
         windows = [
             self.tokens.window(self.sample(entry) * self.sequence_length, self.sequence_length + 1)
-            for entry in range(start, start + self._per_rank)
+            for part in self.unread.part(self._first, self._per_rank)
+            for entry in part
         ]
-        self.position += self.global_batch
-        self._orders = {e: order for e, order in self._orders.items() if e >= self.position // self.num_samples}
+        self.unread.advance(self.global_batch)
+        oldest = self.unread.lowest // self.num_samples
+        self._orders = {epoch: order for epoch, order in self._orders.items() if epoch >= oldest}
         rows = torch.from_numpy(np.stack(windows).astype(np.int64))
         return list(rows.split(self.micro_batch))
 
@@ -84,11 +87,11 @@ class Loader:
             self._orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(samples)
         return int(self._orders[epoch][place])
 
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
+    def state_dict(self) -> dict[str, Any]:
+        return self.unread.state_dict()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.unread.load_state_dict(state)
 
 
 def eval_batches(

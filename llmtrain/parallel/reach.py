@@ -70,8 +70,8 @@ def _failure(
     meeting: Meeting, rank: int, peer: int, axis: str, mine: Card, theirs: Sequence, patience: float
 ) -> str | None:
     """Why `rank` does not reach `peer`, or None."""
-    reason = None
-    if is_loopback(mine[1]):
+    reason, same_machine = None, meeting.places[rank].host == meeting.places[peer].host
+    if is_loopback(mine[1]) and not same_machine:
         reason = "loopback leads to no other host"
     else:
         try:

@@ -43,6 +43,10 @@ except ImportError as error:
         f"parallel.engine=zero needs DeepSpeed, which can't be imported ({error}); pip install deepspeed"
     ) from error
 
+# Reductions through shared memory, which only inference uses. They would be compiled at a machine's first start, and a
+# start that is killed meanwhile leaves a lock for which all later ones wait without end.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
 
 class ZeroEngine(Engine):
     """One replica under DeepSpeed ZeRO; see `engine.Engine` for the calls.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,3 +105,11 @@ class Method:
         self.synchroniser.report.load_state_dict(state["report"])
         self.period.load_state_dict(state["period"])
         self.schedule.load_state_dict(state["schedule"], tensors)
+
+    def reshaped(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What `state_dict` would hold, but for the report, on each replica of this run, which others with these `states`
+        began (one of each replica)."""
+        return {
+            "period": self.period.reshaped([state["period"] for state in states]),
+            "schedule": self.schedule.reshaped([state["schedule"] for state in states]),
+        }

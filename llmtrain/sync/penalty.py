@@ -14,6 +14,7 @@ import torch
 from llmtrain.config import PenaltySection
 
 EPSILON = 1e-6
+MOMENTS = ("count", "mean", "variance")
 
 
 class RunningMoments:
@@ -44,6 +45,28 @@ class RunningMoments:
         self.mean = torch.where(include, self.mean + a * distance, self.mean)
         self.variance = torch.where(include, (1 - a) * (self.variance + a * distance**2), self.variance)
         self.count = torch.where(include, count, self.count)
+
+    def pooled(self, rows: int) -> RunningMoments:
+        """The moments of each column's values together, every value with the weight it has, as each of so many rows:
+        mean = sum w mean_i / sum w, variance = sum w (variance_i + (mean_i - mean)^2) / sum w, w = 1 - (1 - ema)^count_i.
+        The count, by which later values are weighted, is the mean of the counts, rounded."""
+        weight = 1 - (1 - self.ema) ** self.count.double()
+        weight = weight / weight.sum(0).clamp(min=1e-300)  # without any value the moments stay zero
+        mean = (weight * self.mean).sum(0)
+        pooled = RunningMoments((rows, len(mean)), self.ema)
+        pooled.count[:] = self.count.double().mean(0).round().long()
+        pooled.mean[:] = mean
+        pooled.variance[:] = (weight * (self.variance + (self.mean - mean) ** 2)).sum(0)
+        return pooled
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain lists by name."""
+        return {key: getattr(self, key).tolist() for key in MOMENTS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        for key in MOMENTS:
+            setattr(self, key, torch.tensor(state[key], dtype=getattr(self, key).dtype))
 
 
 @dataclass(frozen=True)
@@ -93,9 +116,16 @@ class Penalty:
 
     def state_dict(self) -> dict[str, Any]:
         """The statistics as plain lists."""
-        return {key: getattr(self.norms, key).tolist() for key in ("count", "mean", "variance")}
+        return self.norms.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
-        for key in ("count", "mean", "variance"):
-            setattr(self.norms, key, torch.tensor(state[key], dtype=getattr(self.norms, key).dtype))
+        self.norms.load_state_dict(state)
+
+    def reshaped(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The statistics of this run's replicas, which others with these began: what those took for ordinary, all
+        together, is ordinary for each."""
+        replicas, blocks = self.norms.count.shape
+        began = RunningMoments((len(state["count"]), blocks), self.section.ema)
+        began.load_state_dict(state)
+        return began.pooled(replicas).state_dict()

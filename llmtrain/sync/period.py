@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 from llmtrain.config import AnyPeriod, EveryStep, QsrPeriod, SyncSection
 from llmtrain.lr import LearningRates
+from llmtrain.sync.alike import alike
 
 
 class Period(ABC):
@@ -41,6 +43,10 @@ class Period(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
+
+    def reshaped(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The state of each replica of this run, which others with these `states` began."""
+        return alike(states)
 
 
 class Always(Period):

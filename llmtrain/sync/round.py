@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 
@@ -25,3 +26,12 @@ class Round:
     def state(self) -> dict[str, float]:
         """Plain values by name; `Round(**state)` is the inverse."""
         return asdict(self)
+
+
+def mean_round(rounds: Sequence[Round]) -> Round:
+    """What several replicas did, as one's; to the last bit what each did, if they did the same."""
+    first, *others = rounds
+    if all(other == first for other in others):
+        return first
+    columns = zip(*(done.state().values() for done in rounds), strict=True)
+    return Round(*(sum(column) / len(rounds) for column in columns))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from llmtrain.config import EverySeconds
 from llmtrain.parallel.comms import Comms
+from llmtrain.sync.alike import alike
 from llmtrain.sync.period import Period
 
 Clock = Callable[[], float]
@@ -69,6 +70,22 @@ class Timed(Period):
         self._since = self.clock() - state["elapsed"] if state["elapsed"] is not None else None
         for name in COUNTED:
             setattr(self, f"_{name}", state[name])
+
+    def reshaped(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Each replica is where the run is: at its mean step, rounded down. All of them together have done as many steps
+        since the last synchronisation as the others had."""
+        first = states[0]
+        if first["elapsed"] is None:
+            return alike(states)
+        step = first["steps_there"] // len(states)
+        there, since = self.replica.size * step, first["steps_there"] - first["steps_synchronised"]
+        return first | {
+            "elapsed": max(state["elapsed"] for state in states),
+            "met_at": step,
+            "steps_there": there,
+            "steps_synchronised": there - since,
+            "last_length": round(sum(state["last_length"] for state in states) / len(states)),
+        }
 
     def _elapsed(self) -> float:
         mine = torch.tensor(self.clock() - self._since, dtype=torch.float64, device=self.shard.device)

@@ -4,7 +4,7 @@
     checkpoints/latest           the newest one's name, written last
 
 Tensors that replicas have for themselves (weights, optimizer moments, rounding errors) are stored under `replica<r>.`,
-what they share (anchor, outer momentum, means under way) once.
+what they share (anchor, outer momentum, means under way) once. Another mesh may load them: see `reshape`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,26 @@ import torch.distributed.checkpoint as dcp
 from llmtrain.errors import CheckpointError
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.seeding import derive_seed
 from llmtrain.sync.anchors import flatten
 from llmtrain.sync.method import Method
 from llmtrain.sync.schedules.schedule import ByBlock
+from llmtrain.train.reshape import Reshape
+from llmtrain.train.stored import StoredTensors
 
 FORMAT = 2
 NAME = re.compile(r"step-(\d{8})")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint says beside the tensors."""
+
+    step: int
+    progress: dict[str, Any]
+    """This rank's plain values, as `Checkpoints.save` was given them."""
+    how: str
+    """What was done to them for this mesh, for the console; empty for nothing."""
 
 
 class Checkpoints:
@@ -49,6 +64,7 @@ class Checkpoints:
         self._barrier()
         shared, own = self.method.shared_tensors(), self.method.own_tensors()
         tensors = self._tensors(shared, own)
+        tensors |= {f"rank{self.mesh.world.rank}.{name}": state for name, state in self._generators().items()}
         dcp.save(
             tensors, checkpoint_id=temporary, process_group=self.mesh.everyone.group, no_dist=self.mesh.world.size == 1
         )
@@ -65,38 +81,59 @@ class Checkpoints:
         self._barrier()
         return final
 
-    def load(self, path: Path) -> tuple[int, dict[str, Any]]:
-        """Put the state in `path` back: (step, this rank's `progress`). Raises CheckpointError for a damaged one, or
-        one of another mesh."""
+    def load(self, path: Path, global_batch: int, seed: int) -> Loaded:
+        """Put the state in `path` back, whatever mesh wrote it. A collective of all ranks.
+
+        `global_batch` is the run's; random numbers of ranks that are new derive from `seed`. Raises CheckpointError, on
+        every rank, for a checkpoint that is damaged or can't be continued on this mesh.
+        """
         state = read_state(path)
-        mesh = [self.mesh.replicas, self.mesh.shard.size]
-        if state["mesh"] != mesh:
-            there = "{} replicas x {} shards".format(*state["mesh"])
-            raise CheckpointError(
-                f"{path} was written by {there}, this run has {mesh[0]} x {mesh[1]}; start it with the same mesh or another run.name"
-            )
-        progress = state["ranks"][self.mesh.world.rank]
+        reshape = Reshape.onto(self.mesh, state["mesh"])
+        progress = reshape.progress(state["ranks"], state["step"], global_batch, self.method)
         method = progress.pop("method")
         shared, own = self._empty(state["shared"]), self._empty(state["own"])
         tensors = self._tensors(shared, own)
-        try:
-            dcp.load(
-                tensors, checkpoint_id=path, process_group=self.mesh.everyone.group, no_dist=self.mesh.world.size == 1
-            )
-        except Exception as error:  # torch reports damage in many ways
-            reason = " ".join(str(error).split())[:200]
-            raise CheckpointError(
-                f"{path} can't be read: {reason}; delete it to continue from the one before"
-            ) from error
+        generators = self._seeded_generators(seed, state["step"])
+        self._together(lambda: self._read(path, reshape, tensors, generators))
         shared, own = self._loaded(shared, own, tensors)
         prefix = f"replica{self.mesh.replica.rank}."
         of_engine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         self.engine.load_state_dict({k: v for k, v in of_engine.items() if not k.startswith("sync.")})
-        torch.set_rng_state(tensors[f"rank{self.mesh.world.rank}.rng"])
-        if self.mesh.device.type == "cuda":
-            torch.cuda.set_rng_state(tensors[f"rank{self.mesh.world.rank}.cuda_rng"], self.mesh.device)
+        self._set_generators(generators)
         self.method.load_state_dict(method, {**shared, **own})
-        return state["step"], progress
+        return Loaded(state["step"], progress, reshape.describe())
+
+    def _read(
+        self, path: Path, reshape: Reshape, tensors: dict[str, torch.Tensor], generators: dict[str, torch.Tensor]
+    ) -> None:
+        """Fill the tensors. No collective."""
+        stored = StoredTensors(path)
+        own = f"replica{self.mesh.replica.rank}."
+        if reshape.mixes:
+            for name, tensor in tensors.items():
+                if name.startswith(own):
+                    rest = name.removeprefix(own)
+                    kind = rest.removeprefix("sync.").split(".")[0]
+                    names = [f"replica{replica}.{rest}" for replica in reshape.sources]
+                    stored.read_mean(names, tensor, reshape.factor(kind))
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(own)}
+        there = {f"rank{reshape.same_rank}.{name}": state for name, state in generators.items()}
+        stored.read(tensors | {name: state for name, state in there.items() if name in stored.names})
+
+    def _together(self, read: Callable[[], None]) -> None:
+        """Do what each rank does by itself; a CheckpointError of one is raised on all."""
+        error = None
+        try:
+            read()
+        except CheckpointError as caught:
+            error = caught
+        errors: list[CheckpointError | None] = [error]
+        if self.mesh.world.size > 1:
+            errors = [None] * self.mesh.world.size
+            dist.all_gather_object(errors, error, group=self.mesh.everyone.group)
+        for error in errors:
+            if error is not None:
+                raise error
 
     def _empty(self, there: dict[str, list[bool]]) -> dict[str, ByBlock]:
         """Room for the method's tensors that a checkpoint has."""
@@ -107,17 +144,31 @@ class Checkpoints:
         }
 
     def _tensors(self, shared: dict[str, ByBlock], own: dict[str, ByBlock]) -> dict[str, torch.Tensor]:
-        replica, rank = self.mesh.replica.rank, self.mesh.world.rank
+        replica = self.mesh.replica.rank
         tensors = {f"replica{replica}.{name}": tensor for name, tensor in self.engine.state_dict().items()}
         for prefix, kind, flats in self._kinds(shared, own):
             for block, flat in zip(self.engine.blocks, flats, strict=False):
                 if flat is not None:
                     named = self.engine.as_sharded(block, flat)
                     tensors |= {f"{prefix}{kind}.{name}": tensor for name, tensor in named.items()}
-        tensors[f"rank{rank}.rng"] = torch.get_rng_state()
-        if self.mesh.device.type == "cuda":
-            tensors[f"rank{rank}.cuda_rng"] = torch.cuda.get_rng_state(self.mesh.device)
         return tensors
+
+    def _generators(self) -> dict[str, torch.Tensor]:
+        """States of this rank's random number generators."""
+        states = {"rng": torch.get_rng_state()}
+        if self.mesh.device.type == "cuda":
+            states["cuda_rng"] = torch.cuda.get_rng_state(self.mesh.device)
+        return states
+
+    def _seeded_generators(self, seed: int, step: int) -> dict[str, torch.Tensor]:
+        """What a rank begins with that was not there before `step`."""
+        torch.manual_seed(derive_seed(seed, "rank", self.mesh.replica.rank, self.mesh.shard.rank, "since", step))
+        return self._generators()
+
+    def _set_generators(self, states: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(states["rng"])
+        if "cuda_rng" in states:
+            torch.cuda.set_rng_state(states["cuda_rng"], self.mesh.device)
 
     def _loaded(
         self, shared: dict[str, ByBlock], own: dict[str, ByBlock], tensors: dict[str, torch.Tensor]

@@ -44,6 +44,8 @@ class RankRow:
     peak_memory: float
     bytes_total: float
     """Total on the replica axis."""
+    other_bytes_total: float
+    """Total of validation, metrics and agreements."""
     comm_seconds: float
     exposed_seconds: float
     wait_seconds: float
@@ -128,6 +130,7 @@ class Summariser:
             "perf/data_seconds": float((line.column("data_seconds") / steps).max()),
             "perf/peak_memory_gib": float(line.column("peak_memory").max()) / 2**30,
             "comm/bytes_total": float(line.column("bytes_total").sum()),
+            "comm/other_bytes_total": float(line.column("other_bytes_total").sum()),
             "comm/seconds": float(line.column("comm_seconds").mean()),
             "comm/exposed_seconds": float(line.column("exposed_seconds").mean()),
             "comm/wait_seconds": float(line.column("wait_seconds").mean()),

@@ -18,6 +18,10 @@ FREE_TO_CHANGE = (
     "log",
     "eval",
     "data.cache_dir",
+    "train.micro_batch",
+    "parallel.replicas",
+    "parallel.shard",
+    "parallel.on_cpu",
     "parallel.replica_backend",
     "parallel.replica_network",
     "parallel.shard_network",
@@ -27,7 +31,8 @@ FREE_TO_CHANGE = (
     "parallel.zero_offload",
     "parallel.deepspeed",
 )
-"""Keys that change nothing about the training itself, beyond the order of additions."""
+"""Keys that a run may be continued with other values of. They change nothing about the training itself, beyond the order
+of additions, but for the number of replicas: that changes it by stated rules (`reshape`)."""
 
 
 class RunDirectory:

@@ -198,6 +198,7 @@ class Trainer:
             data_seconds=self.interval.data_seconds,
             peak_memory=peak_memory_bytes(self.mesh.device),
             bytes_total=self.mesh.replica.traffic.bytes,
+            other_bytes_total=self.mesh.everyone.traffic.bytes,
             comm_seconds=self.mesh.replica.traffic.seconds,
             exposed_seconds=self.exposed_seconds,
             wait_seconds=report.wait_seconds,
@@ -266,6 +267,7 @@ class Trainer:
             "last_evaluated": self.last_evaluated,
             "last_line": self.last_line,
             "traffic": vars(self.mesh.replica.traffic),
+            "other_traffic": vars(self.mesh.everyone.traffic),
         }
         path = self.checkpoints.save(self.position, progress)
         self.last_saved = self.position
@@ -274,7 +276,8 @@ class Trainer:
     def _resume(self) -> None:
         if self.resume_from is None:
             return
-        self.position, progress = self.checkpoints.load(self.resume_from)
+        loaded = self.checkpoints.load(self.resume_from, self.recipe.train.global_batch, self.recipe.run.seed)
+        self.position, progress = loaded.step, loaded.progress
         self.position_before = self.position
         self.step, self.gradients = progress["step"], progress["gradients"]
         self.predicted_tokens = progress["predicted_tokens"]
@@ -287,8 +290,9 @@ class Trainer:
         self.last_eval = Validation(**progress["last_eval"])
         self.last_evaluated, self.last_line = progress["last_evaluated"], progress["last_line"]
         vars(self.mesh.replica.traffic).update(progress["traffic"])
+        vars(self.mesh.everyone.traffic).update(progress["other_traffic"])
         self.last_saved = self.position
-        self.console.note(f"continuing from {self.resume_from}")
+        self.console.note(f"continuing from {self.resume_from}{loaded.how}")
 
     @property
     def exposed_seconds(self) -> float:
@@ -310,6 +314,7 @@ class Trainer:
             "final_train_loss": self.last_line.get("train/loss"),
             "final_eval_loss": self.last_eval.loss if self.last_eval else None,
             "bytes_sent": round(self.last_line.get("comm/bytes_total", 0)),
+            "other_bytes_sent": round(self.last_line.get("comm/other_bytes_total", 0)),
             "sync_count": report.count,
             "sync_seconds": round(report.seconds, 3),
             "exposed_sync_seconds": round(self.exposed_seconds, 3),

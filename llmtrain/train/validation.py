@@ -35,13 +35,14 @@ class Validation:
 @contextmanager
 def mean_of_replicas(engine: Engine, mesh: Mesh) -> Iterator[None]:
     """The engine computes with the mean of all replicas' parameters; this replica's own come back bit by bit."""
-    # A Comms of its own: what measuring sends is not the method's traffic.
+    # A Comms of its own: what measuring sends is not the method's traffic; it counts with metrics and the like.
     replica = Comms(mesh.replica.group, mesh.device, "replica")
     own = [flatten(block).cpu() for block in engine.blocks]
     for block in engine.blocks:
         mean = replica.all_reduce(flatten(block) / replica.size, f"averaging {block.name} for validation").wait()
         unflatten_into(mean, block)
         engine.publish(block)
+    mesh.everyone.traffic.bytes += replica.traffic.bytes
     try:
         yield
     finally:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.compare.cluster import Host, HostLimits, virtual_cluster
 from tests.end_to_end.runs import RECIPE, ROOT, TINY, environment
-from tests.multi_node.hosts import Host, hosts
 from tests.multi_node.runs import ends, needs_hosts, start
 
 PORT = "29517"
@@ -60,20 +60,14 @@ def examine(pair: list[Host], arguments: list[str], *of_the_second: str) -> tupl
 
 @needs_hosts
 def test_between_hosts_it_measures_the_network(folders):
-    with hosts(2) as pair:
-        for host in pair:
-            shape = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "80mbit"]
-            shape += ["burst", "128kb", "latency", "200ms"]
-            shaped = host.popen(shape, stderr=subprocess.PIPE, text=True)
-            if shaped.wait(30):
-                pytest.skip(f"tc can't shape traffic here: {shaped.stderr.read().strip()}")
+    with virtual_cluster([HostLimits(bandwidth_mbit=80)] * 2) as pair:
         codes, output = examine(pair, [*TINY, *folders, "parallel.shard=1"])
     shown = lines_of(output)
     assert codes == [0, 0], output
     assert "host0 (10.77.0.1), eth0: rank 0 on cpu" in shown and "host1 (10.77.0.2), eth0: rank 1 on cpu" in shown
     assert "the same llmtrain, torch, transformers, python, recipe on all 2 ranks" in shown
     assert "clocks agree to" in shown
-    # 80 Mbit/s are 10 MB/s; a burst of 128 kB can only add a little.
+    # 80 Mbit/s are 10 MB/s; what a bucket holds after a silence can only add a little.
     number = r"([\d.]+) MB/s"
     (link,) = re.findall(
         rf"host1 \(10.77.0.2\) to host0 \(10.77.0.1\): [\d.]+ ms there and back, {number} sent, {number}", shown
@@ -87,7 +81,7 @@ def test_between_hosts_it_measures_the_network(folders):
 
 @needs_hosts
 def test_hosts_that_differ_or_can_not_talk_are_problems_on_all_ranks(folders):
-    with hosts(2, networks=2) as pair:
+    with virtual_cluster([HostLimits()] * 2, networks=2) as pair:
         pair[1].unplug(1)
         replicas_over_eth1 = [*TINY, *folders, "parallel.shard=1", "parallel.replica_network=eth1"]
         codes, output = examine(pair, replicas_over_eth1, "optim.lr=2e-3")

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from llmtrain.compare.cluster import Host, why_no_cluster
 from tests.end_to_end.runs import ROOT, Runs, environment, exact
-from tests.multi_node.hosts import Host, why_not
 
-needs_hosts = pytest.mark.skipif((reason := why_not()) is not None, reason=reason or "")
+needs_hosts = pytest.mark.skipif((reason := why_no_cluster()) is not None, reason=reason or "")
 SHORT = ["train.steps=6", "sync.warmup_steps=1", "checkpoint.every=null", "eval.every=null", "log.every=1"]
 """One synchronous step, one round of four, and one more."""
 PORT = "29511"

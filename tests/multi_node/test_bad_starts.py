@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from llmtrain.compare.cluster import HostLimits, VirtualHost, virtual_cluster
 from tests.end_to_end.runs import Runs
-from tests.multi_node.hosts import Host, hosts
 from tests.multi_node.runs import PORT, arguments, ends, errors, needs_hosts, start_rank
 
 pytestmark = needs_hosts
@@ -18,12 +18,12 @@ IMPORTS = 60
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[list[Host]]:
-    with hosts(3, networks=2) as made:
+def three() -> Iterator[list[VirtualHost]]:
+    with virtual_cluster([HostLimits()] * 3, networks=2) as made:
         yield made
 
 
-def outcome(made: list[Host], size: int, master: str, *networks: str) -> list[tuple[int, list[str]]]:
+def outcome(made: list[VirtualHost], size: int, master: str, *networks: str) -> list[tuple[int, list[str]]]:
     """(exit code, error lines) of one rank of `size` on each host; `networks` are what each asks for."""
     asked = [[name] for name in networks] or [[] for _ in made]
     started = [

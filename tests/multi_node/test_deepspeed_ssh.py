@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.compare.cluster import Host, HostLimits, virtual_cluster
 from tests.end_to_end.runs import Runs, environment
-from tests.multi_node.hosts import Host, hosts
 from tests.multi_node.runs import PORT, arguments, ends, measured, needs_hosts, start
 
 MISSING = [name for name in ("sshd", "ssh-keygen", "ssh", "pdsh") if shutil.which(name) is None]
@@ -73,7 +73,7 @@ def test_two_ranks_on_each_of_two_hosts(runs: Runs, on_one_host, tmp_path):
     variables.write_text("\n".join([*lines, "HF_HUB_OFFLINE=1", "DS_ACCELERATOR=cpu"]) + "\n")
     deepspeed = [str(Path(sys.executable).parent / "deepspeed"), "--hostfile", str(hostfile), "--master_port", PORT]
     run = arguments(runs, "deepspeed", "parallel.replicas=auto", "parallel.shard=auto")
-    with hosts(2) as made, ssh_between(made, tmp_path) as tools:
+    with virtual_cluster([HostLimits()] * 2) as made, ssh_between(made, tmp_path) as tools:
         command = [*deepspeed, "--master_addr", made[0].addresses[0], "launch/train.sh", *run]
         path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         launcher = start(made[0], command, PATH=path, DS_ENV_FILE=str(variables), DS_ACCELERATOR="cpu")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from llmtrain.compare.cluster import Host, HostLimits, virtual_cluster
 from tests.end_to_end.runs import Runs
-from tests.multi_node.hosts import Host, hosts
 from tests.multi_node.runs import PORT, arguments, ends, measured, needs_hosts, start
 
 pytestmark = needs_hosts
@@ -22,7 +22,7 @@ def torchrun(made: list[Host], run: list[str], **variables: str) -> list[tuple[i
 
 
 def test_two_hosts_by_torchrun(runs: Runs, on_one_host):
-    with hosts(2) as made:
+    with virtual_cluster([HostLimits()] * 2) as made:
         ended = torchrun(made, arguments(runs, "torchrun", "parallel.replicas=auto", "parallel.shard=auto"))
     assert [code for code, _ in ended] == [0, 0], ended
     assert any("mesh: 2 replicas x 1 shards on cpu (2 nodes of 1: a node is a shard group)" in out for _, out in ended)
@@ -30,7 +30,7 @@ def test_two_hosts_by_torchrun(runs: Runs, on_one_host):
 
 
 def test_two_hosts_by_train_sh(runs: Runs, on_one_host):
-    with hosts(2) as made:
+    with virtual_cluster([HostLimits()] * 2) as made:
         run = arguments(runs, "train-sh", "parallel.replicas=2", "parallel.shard=1")
         variables = {"NNODES": "2", "MASTER_ADDR": made[0].addresses[0], "MASTER_PORT": PORT}
         started = [
@@ -46,12 +46,12 @@ def test_replicas_and_shards_have_a_network_each(runs: Runs, on_one_host):
     """Four hosts of one rank: every message leaves by a card, and the card's own counter says by which."""
     keys = ["parallel.replicas=2", "parallel.shard=2", "parallel.shard_across_nodes=true"]
     networks = ["parallel.replica_network=nic9,eth1", "parallel.shard_network=eth0"]
-    with hosts(4, networks=2) as made:
+    with virtual_cluster([HostLimits()] * 4, networks=2) as made:
         ended = torchrun(made, arguments(runs, "networks", *keys, *networks))
-        sent = [{card: host.sent(card) for card in ("eth0", "eth1")} for host in made]
+        sent = [{network: host.sent(network) for network in (0, 1)} for host in made]
     assert [code for code, _ in ended] == [0] * 4, ended
     assert measured(runs, "networks") == on_one_host(2, 2)
     between_replicas = max(line.get("comm/bytes_total", 0) for line in measured(runs, "networks")) / 4
     for host in sent:
-        assert between_replicas < host["eth1"] < 2 * between_replicas
-        assert host["eth0"] > 10 * between_replicas
+        assert between_replicas < host[1] < 2 * between_replicas
+        assert host[0] > 10 * between_replicas

@@ -24,7 +24,8 @@ LAYERS = [
     {"sync"},
     {"recipe", "recipe_messages", "recipe_check", "plan"},
     {"train"},
-    {"launch", "doctor"},
+    {"launch", "doctor", "export"},
+    {"compare", "eval"},
     {"cli", "__main__"},
 ]
 """A module imports from its own layer and those above it in this list."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from llmtrain.sync.alike import alike
 from llmtrain.sync.penalty import Penalty, Verdict
-from llmtrain.sync.round import Round
+from llmtrain.sync.round import Round, mean_round
 from llmtrain.sync.schedules.schedule import ByBlock, Schedule
 from llmtrain.sync.synchroniser import Reduction, Synchroniser
 
@@ -77,6 +79,15 @@ class Meeting(Schedule):
         self._next_block = 0 if state["armed"] else None
         if self.penalty is not None:
             self.penalty.load_state_dict(state["penalty"])
+
+    def reshaped(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Rounds of seconds leave each replica with a round of its own: the others' mean, as in a synchronisation."""
+        statistics = alike([state["penalty"] for state in states])
+        return {
+            "round": mean_round([Round(**state["round"]) for state in states]).state(),
+            "armed": alike([state["armed"] for state in states]),
+            "penalty": self.penalty.reshaped(statistics) if self.penalty is not None else None,
+        }
 
     def _open(self) -> None:
         """Meet the other replicas; with a penalty, agree from everybody's norms on who counts in which block."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from llmtrain.sync.alike import alike
 from llmtrain.sync.synchroniser import Synchroniser
 
 ByBlock = list[torch.Tensor | None]
@@ -62,3 +64,7 @@ class Schedule(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, ByBlock]) -> None:
         """The inverse of `state_dict`; `tensors` are the shared and own ones by name."""
+
+    def reshaped(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The plain values of each replica of this run, which others with these `states` began."""
+        return alike(states)

@@ -30,10 +30,12 @@ class WaitAvoiding(Schedule):
 
     def begin_step(self) -> None:
         """The thread starts before the first local step, so that others need not wait for the end of this replica's. Until
-        then its newest message is none: it is at the anchor."""
+        then its newest message says where it is: at the anchor, but in a round that a single replica, which has no thread,
+        began."""
         if self.worker is not None and not self.worker.is_running:
-            newest, message = self._resumed or (self._iteration - 1, self._at_anchor())
+            newest, message = self._resumed or (self._iteration - 1, self._message())
             self.worker.start(self._iteration, newest, message)
+            self._resumed = None
 
     def end_step(self, step: int, lr: float, ends_round: bool) -> None:
         self._round = self._round.then(lr)
@@ -61,24 +63,23 @@ class WaitAvoiding(Schedule):
 
     def own_tensors(self) -> dict[str, ByBlock]:
         """The newest message: a late replica will contribute it again."""
-        if self.worker is None or not self.worker.is_running:
-            return {"posted": []}
+        newest = self._newest()
         device = self.synchroniser.engine.blocks[0].shards[0].device
-        return {"posted": [part.to(device) for part in self.worker.newest()[1]]}
+        return {"posted": [part.to(device) for part in newest[1]] if newest is not None else []}
 
     def state_dict(self) -> dict[str, Any]:
-        running = self.worker is not None and self.worker.is_running
-        newest = self.worker.newest()[0] if running else None
-        return {"round": self._round.state(), "iteration": self._iteration, "newest": newest}
+        newest = self._newest()
+        version = newest[0] if newest is not None else None
+        return {"round": self._round.state(), "iteration": self._iteration, "newest": version}
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, ByBlock]) -> None:
         self._round, self._iteration = Round(**state["round"]), state["iteration"]
-        if state["newest"] is not None:
+        if state["newest"] is not None and self.worker is not None:
             self._resumed = state["newest"], [part.cpu().clone() for part in tensors["posted"]]
 
     def _average_group(self) -> None:
         synchroniser, iteration = self.synchroniser, self._iteration
-        own = [synchroniser.message(index).cpu() for index in synchroniser.blocks]
+        own = self._message()
         with synchroniser.report.waiting():
             self.worker.post(iteration, own)
             sums, version = self.worker.take(iteration)
@@ -105,6 +106,14 @@ class WaitAvoiding(Schedule):
         if self.synchroniser.replica.rank == 0 and self.synchroniser.shard.rank == 0:
             # All replicas have arrived here, so every iteration before is carried out everywhere.
             self.worker.forget_before(self._iteration)
+
+    def _newest(self) -> tuple[int, Message] | None:
+        """The newest message and its iteration: the thread's, or one from a checkpoint that it has not begun with yet."""
+        running = self.worker is not None and self.worker.is_running
+        return self.worker.newest() if running else self._resumed
+
+    def _message(self) -> Message:
+        return [self.synchroniser.message(index).cpu() for index in self.synchroniser.blocks]
 
     def _at_anchor(self) -> Message:
         return [torch.zeros_like(synchronised, device="cpu") for synchronised in self.synchroniser.anchors.anchor]

@@ -1,0 +1,23 @@
+"""One rank of a trial: `python -m llmtrain.compare.rank FAULTS RECIPE KEY=VALUE...` trains as `llmtrain train` does, with
+faults (JSON of `Faults`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from llmtrain.compare.faults import Faults, inject
+from llmtrain.errors import leave_with_code
+from llmtrain.parallel.world import World
+from llmtrain.recipe import load_recipe
+from llmtrain.train.run import run_training
+
+
+def main(faults: str, recipe: str, *overrides: str) -> int:
+    """Train; returns the exit code. torchrun says which host this is (GROUP_RANK)."""
+    change = inject(Faults.model_validate_json(faults), host=int(os.environ["GROUP_RANK"]))
+    return run_training(load_recipe(recipe, overrides), World.from_environment(), change)
+
+
+if __name__ == "__main__":
+    leave_with_code(lambda: sys.exit(main(*sys.argv[1:])))

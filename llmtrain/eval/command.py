@@ -1,0 +1,169 @@
+"""`llmtrain eval`: from runs and folders to files of results and a table."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import llmtrain
+from llmtrain.errors import UserError
+from llmtrain.eval.cache import Cache, write_json
+from llmtrain.eval.checkpoint import Checkpoint, find_checkpoints, is_main_process, labels
+from llmtrain.eval.pieces import Models, Options, Piece, pieces_of
+from llmtrain.eval.suite import load_suite
+from llmtrain.eval.table import Evaluated, comparison, rows_of, table_of
+
+VERSIONS_OF = ("lm_eval", "transformers", "torch", "datasets")
+
+
+def evaluate(
+    paths: Sequence[Path],
+    suite: str,
+    *,
+    over_time: bool = False,
+    step: int | None = None,
+    limit: int | None = None,
+    batch_size: int | None = None,
+    data_dir: Path | None = None,
+    device: str | None = None,
+    baseline: Path | None = None,
+    out: Path | None = None,
+    console: Console | None = None,
+) -> list[dict[str, Any]]:
+    """Evaluate runs or folders with models on a suite; write and show the results, and return them.
+
+    `limit`: at most so many documents of each task; `batch_size`: sequences at once. `over_time`: every checkpoint.
+    Raises UserError, one line, for what can't be evaluated.
+    """
+    if over_time and step is not None:
+        raise UserError("--over-time is for all checkpoints and --step for one; leave one of them out")
+    console = console or Console(quiet=not is_main_process(), highlight=False)
+    name, chosen, task_folders = load_suite(suite)
+    options = Options(chosen, tuple(task_folders), data_dir, limit, batch_size or chosen.batch_size, device)
+    pieces = pieces_of(options)
+    everything = [*paths] if baseline is None or _same(baseline, paths) is not None else [*paths, baseline]
+    found = [
+        find_checkpoints(path, label, None if path not in paths else step, over_time and path in paths)
+        for path, label in zip(everything, labels(everything), strict=True)
+    ]
+    evaluated = [[_evaluate_one(each, pieces, options, name, out, console) for each in of_path] for of_path in found]
+    if not is_main_process():
+        return []
+    reference = None if baseline is None else evaluated[_same(baseline, everything)][-1]
+    show = {piece.name: piece.show for piece in pieces}
+    results = []
+    for path, of_path in zip(everything, evaluated, strict=True):
+        for each in of_path:
+            result = _result(name, each, reference, show)
+            results.append(result)
+            if path in paths and (each is of_path[-1] or not over_time):
+                file = f"{name}.json" if step is None else f"{name}-step-{step:08d}.json"
+                write_json(_home(each.checkpoint, out) / file, result)
+    newest = [of_path[-1] for of_path in evaluated]
+    _show(name, newest, reference, show, console)
+    if over_time:
+        _draw(name, [each for of_path in evaluated for each in of_path], results, show, out, console)
+    return results
+
+
+def _evaluate_one(
+    checkpoint: Checkpoint, pieces: Sequence[Piece], options: Options, suite: str, out: Path | None, console: Console
+) -> Evaluated:
+    """Each piece, from the cache or now."""
+    cache = Cache(_home(checkpoint, out) / "cache", checkpoint.fingerprint())
+    done = {piece.name: cache.read(piece.name, piece.key) for piece in pieces}
+    models = Models(checkpoint.folder, options)
+    where = checkpoint.label + ("" if checkpoint.step is None else f" step {checkpoint.step}")
+    missing = [piece for piece in pieces if done[piece.name] is None]
+    if not missing:
+        console.print(f"{where}: evaluated on {suite} before", markup=False)
+    for number, piece in enumerate(missing, 1):
+        console.print(f"{where}: {piece.name} ({number} of {len(missing)})", markup=False)
+        if is_main_process() or piece.by_all:
+            done[piece.name] = piece.run(models)
+        if is_main_process():
+            cache.write(piece.name, piece.key, done[piece.name])
+    models.release()
+    return Evaluated(checkpoint, done)
+
+
+def _result(suite: str, each: Evaluated, baseline: Evaluated | None, show: dict[str, Sequence[str]]) -> dict[str, Any]:
+    checkpoint, entries = each.checkpoint, each.entries
+    result: dict[str, Any] = {
+        "suite": suite,
+        "checkpoint_step": checkpoint.step,
+        "model": str(checkpoint.folder),
+        "tokens": checkpoint.tokens,
+        "results": {name: scores for entry in entries.values() for name, scores in entry.scores.items()},
+        "tasks": {name: about for entry in entries.values() for name, about in entry.about.items()},
+        "versions": {"llmtrain": llmtrain.__version__, **{name: _version(name) for name in VERSIONS_OF}},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    written = [sample for entry in entries.values() for sample in entry.written]
+    if written:
+        result["written"] = written
+    if baseline is not None and each is not baseline:
+        compared = {row: comparison(each, baseline, row) for row in rows_of([each], show)}
+        result["against"] = {
+            "baseline": str(baseline.checkpoint.folder),
+            "scores": [
+                {"task": row.name, "metric": row.metric, **vars(found)} for row, found in compared.items() if found
+            ],
+        }
+    return result
+
+
+def _show(
+    suite: str, newest: list[Evaluated], baseline: Evaluated | None, show: dict[str, Sequence[str]], console: Console
+) -> None:
+    if rows_of(newest, show):
+        table, notes = table_of(f"suite {suite}", newest, show, baseline)
+        console.print(table)
+        for note in notes:
+            console.print(note, markup=False)
+    for each in newest:
+        for sample in (sample for entry in each.entries.values() for sample in entry.written):
+            console.print(
+                f"\n{each.checkpoint.label} writes after {sample['prompt']!r}:\n{sample['text']}", markup=False
+            )
+
+
+def _draw(
+    suite: str,
+    evaluated: list[Evaluated],
+    results: list[dict[str, Any]],
+    show: dict[str, Sequence[str]],
+    out: Path | None,
+    console: Console,
+) -> None:
+    from llmtrain.eval.curves import draw_curves
+
+    folder = out or _home(evaluated[0].checkpoint, None)
+    write_json(folder / f"{suite}-over-time.json", {"suite": suite, "checkpoints": results})
+    if rows_of(evaluated, show):
+        target = folder / f"{suite}-over-time.png"
+        draw_curves(evaluated, show, f"suite {suite}", target)
+        console.print(f"curves: {target}", markup=False, soft_wrap=True)
+
+
+def _home(checkpoint: Checkpoint, out: Path | None) -> Path:
+    """Where the results of a run or folder go."""
+    return checkpoint.home / "eval" if out is None else out / checkpoint.label
+
+
+def _same(path: Path, paths: Sequence[Path]) -> int | None:
+    """The place of `path` in `paths`, however it is written."""
+    resolved = [each.resolve() for each in paths]
+    return resolved.index(path.resolve()) if path.resolve() in resolved else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,169 @@
+"""Tasks run by lm-evaluation-harness, through its public Python interface."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.errors import DataError, UserError
+from llmtrain.eval.cache import Entry
+from llmtrain.eval.scores import ACCURACIES, answers, bits_per_byte, chance_of, choices_and_gold
+from llmtrain.eval.suite import SuiteError, TaskSection
+from llmtrain.recipe_messages import nearest
+
+if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+BOOTSTRAP = 1000
+"""Resamples behind the standard error of a perplexity; lm-eval's command line takes 100,000, for minutes."""
+
+
+def harness_version() -> str:
+    """The installed lm-evaluation-harness. Raises UserError, with the command to install it, if there is none."""
+    try:
+        return importlib.metadata.version("lm_eval")
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(
+            "lm-evaluation-harness is not installed; install it with: pip install -c constraints.txt -e '.[eval]'"
+        ) from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """lm-eval and what it uses say only what went wrong, and that on stderr: stdout is for results."""
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's: a pool of processes for a thousand resamples
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "transformers", "datasets")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def load_model(folder: Path, batch_size: int | str, device: str | None) -> HFLM:
+    """The model as lm-eval's command line loads it with `--model hf --model_args pretrained=FOLDER`."""
+    with quiet():
+        import torch
+        from lm_eval.models.huggingface import HFLM
+
+        return HFLM(
+            pretrained=str(folder),
+            batch_size=batch_size,
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        )
+
+
+def check_tasks(names: Sequence[str], local: Sequence[str], folders: tuple[Path, ...], data_dir: Path | None) -> None:
+    """Raises SuiteError unless each of `names` is a task of lm-eval or one of the `local` ones."""
+    harness_version()
+    if set(names) <= set(local):
+        return  # to list lm-eval's own thousands takes many seconds
+    known = task_manager(folders, data_dir, True).all_tasks
+    unknown = next((name for name in names if name not in known), None)
+    if unknown:
+        near = nearest(unknown, known)
+        hint = f"did you mean {near}?" if near else "`lm_eval ls tasks` lists lm-evaluation-harness's"
+        raise SuiteError(f"task {unknown}: neither lm-evaluation-harness nor eval/tasks has it; {hint}")
+
+
+@cache
+def task_manager(folders: tuple[Path, ...], data_dir: Path | None, with_defaults: bool) -> TaskManager:
+    """lm-eval's index of tasks: ours, and its own if asked for."""
+    with quiet():
+        from lm_eval.tasks import TaskManager
+
+        return TaskManager(
+            include_path=list(folders),
+            include_defaults=with_defaults,
+            metadata={"data_dir": str(data_dir)} if data_dir else None,
+        )
+
+
+def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], manager: TaskManager) -> Entry | None:
+    """Evaluate one task, group or tag; None on all but the main process.
+
+    Raises DataError if its data can't be had, SuiteError for a few_shot that the task doesn't take.
+    """
+    with quiet():
+        from lm_eval import simple_evaluate
+
+        try:
+            loaded = manager.load([section.task])
+        except OSError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(
+                f"task {section.task}: its data can't be had ({reason}); without internet, take --suite offline with --data-dir"
+            ) from None
+        fixed = next((name for name, task in loaded["tasks"].items() if task.get_config("num_fewshot") == 0), None)
+        if section.few_shot and fixed:
+            raise SuiteError(
+                f"task {section.task}: few_shot is {section.few_shot}, but {fixed} always takes 0; leave few_shot out"
+            )
+        group = loaded["groups"].get(section.task)
+        results = simple_evaluate(
+            model=load(),
+            tasks=[group] if group else list(loaded["tasks"].values()),
+            num_fewshot=section.few_shot,
+            limit=limit,
+            bootstrap_iters=BOOTSTRAP,
+            task_manager=manager,
+        )
+    if results is None:
+        return None
+    return entry_of(results)
+
+
+def entry_of(results: Mapping[str, Any]) -> Entry:
+    """What is kept of the dictionary that lm-eval returns: its numbers unchanged, bits per byte and chance added."""
+    samples, groups = results["samples"], results.get("groups", {})
+    below = {child for children in results["group_subtasks"].values() for child in children}
+    entry = Entry(shown=[name for name in (groups or samples) if name not in below] or list(samples))
+    entry.answers = {task: answers(of_task) for task, of_task in samples.items()}
+    for name, metrics in results["results"].items():
+        members = [name] if name in samples else [task for task in samples if task in _leaves(name, results)]
+        scores = _scores(metrics) | {"n": len({(task, doc) for task in members for doc in entry.answers[task]["doc"]})}
+        if "bits_per_byte" not in scores and all("nll" in entry.answers[task] for task in members):
+            nll, sizes = ([x for task in members for x in entry.answers[task][column]] for column in ("nll", "bytes"))
+            scores["bits_per_byte"], scores["bits_per_byte_stderr"] = bits_per_byte(nll, sizes)
+        about = {"version": results["versions"].get(name), "few_shot": results["n-shot"].get(name), "members": members}
+        if set(scores) & set(ACCURACIES) and all(_is_multiple_choice(results, task) for task in members):
+            levels = [chance_of(*choices_and_gold(samples[task])) for task in members]
+            weights = [len(samples[task]) for task in members]
+            about["chance"] = sum(a * b for a, b in zip(levels, weights, strict=True)) / sum(weights)
+        entry.scores[name], entry.about[name] = scores, about
+    entry.shown = [name for name in entry.shown if name in entry.scores]
+    return entry
+
+
+def _is_multiple_choice(results: Mapping[str, Any], task: str) -> bool:
+    config = results["configs"][task]
+    metrics = {metric["metric"] for metric in config.get("metric_list", [])}
+    return config["output_type"] == "multiple_choice" and "acc_mutual_info" not in metrics
+
+
+def _leaves(group: str, results: Mapping[str, Any]) -> set[str]:
+    children = results["group_subtasks"].get(group, [])
+    return set(children) | {leaf for child in children for leaf in _leaves(child, results)}
+
+
+def _scores(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """lm-eval's `acc,none` is `acc`; other filters keep their name. A standard error that it doesn't know is None."""
+    scores: dict[str, float | None] = {}
+    for key, value in metrics.items():
+        metric, comma, variant = key.partition(",")
+        if comma:
+            name = metric if variant == "none" else key
+            scores[name] = float(value) if isinstance(value, int | float) else None
+    return scores

@@ -1,0 +1,150 @@
+"""Suites: which tasks, texts and prompts an evaluation runs, read from eval/suites/*.yaml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from llmtrain.config.section import Count, Section
+from llmtrain.errors import UserError
+from llmtrain.recipe_messages import nearest, one_of, shown
+
+EVAL_FOLDER = Path(__file__).resolve().parents[2] / "eval"
+"""Suites and task files of the repository."""
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
+FewShot = Annotated[int, Field(ge=0)]
+NotEmpty = Annotated[str, Field(min_length=1)]
+
+
+class SuiteError(UserError):
+    """A suite or one of its tasks is unknown, or a key of it has a wrong value."""
+
+
+class TaskSection(Section):
+    """A task, group or tag of lm-evaluation-harness, or of the task files in eval/tasks."""
+
+    task: Name
+    """Its name, e.g. hellaswag."""
+    few_shot: FewShot | None = None
+    """Examples before each question; null: what the task itself says, else none."""
+    limit: Count | None = None
+    """Only the first documents (of each task, where it is a group); null: all."""
+    show: tuple[str, ...] = ("acc",)
+    """Metrics in the table and the curves; the JSON has all of them."""
+
+
+class TextSection(Section):
+    """A text file on which the loss is measured."""
+
+    name: Name
+    """What the table calls it."""
+    file: str
+    """Below --data-dir."""
+    separator: NotEmpty = "<|endoftext|>"
+    """What lies between two documents."""
+    every: Count = 1
+    """Only every so-many-th document, beginning with the first."""
+    limit: Count | None = None
+    """At most so many documents; null: all."""
+    window: Annotated[int, Field(ge=2)] | None = None
+    """Tokens that the model sees at once; null: what its configuration allows, at most 2048."""
+    show: tuple[str, ...] = ("loss", "perplexity", "bits_per_byte")
+    """Metrics in the table and the curves."""
+
+
+class SamplesSection(Section):
+    """Texts that the model continues."""
+
+    prompts: Annotated[tuple[str, ...], Field(min_length=1)]
+    """What to continue."""
+    tokens: Count = 120
+    """At most so many new tokens each."""
+    temperature: Annotated[float, Field(gt=0)] = 0.7
+    """Of the draw."""
+    top_k: Count = 40
+    """Only the likeliest tokens are drawn."""
+    seed: int = 0
+    """Of the draw."""
+
+
+class Suite(Section):
+    """A list of evaluations that belong together."""
+
+    about: str = ""
+    """One line on what it is for."""
+    batch_size: Count | Literal["auto"] = 16
+    """Sequences at once; auto: lm-evaluation-harness tries how many fit into memory."""
+    task_folders: tuple[str, ...] = ()
+    """More folders with task files, relative to the suite's file."""
+    tasks: tuple[TaskSection, ...] = ()
+    """Run by lm-evaluation-harness."""
+    texts: tuple[TextSection, ...] = ()
+    """Losses on text files."""
+    samples: SamplesSection | None = None
+    """Texts for people to read."""
+
+
+def load_suite(name: str) -> tuple[str, Suite, list[Path]]:
+    """(its name, the suite, folders of its task files) of a name in eval/suites, or of a YAML file.
+
+    Raises SuiteError, one line, for anything else.
+    """
+    path = _path_of(name)
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SuiteError(f"{path}: can't be read as a suite: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise SuiteError(f"{path}: is not a mapping; a suite has {_keys(Suite)}")
+    try:
+        suite = Suite.model_validate(data)
+    except ValidationError as error:
+        raise SuiteError(f"{path}: {_explain(error)}") from None
+    if not (suite.tasks or suite.texts or suite.samples):
+        raise SuiteError(f"{path}: has nothing to evaluate; give it tasks, texts or samples")
+    names = [task.task for task in suite.tasks] + [text.name for text in suite.texts]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise SuiteError(f"{path}: {twice} is there twice; leave one out, or put it into another suite")
+    return path.stem, suite, [EVAL_FOLDER / "tasks", *(path.parent / folder for folder in suite.task_folders)]
+
+
+def suite_names() -> list[str]:
+    """The suites of the repository."""
+    return sorted(path.stem for path in (EVAL_FOLDER / "suites").glob("*.yaml"))
+
+
+def _path_of(name: str) -> Path:
+    if name.endswith((".yaml", ".yml")):
+        if not Path(name).is_file():
+            raise SuiteError(f"--suite {name}: there is no such file; give one, or {one_of(suite_names())}")
+        return Path(name)
+    known = suite_names()
+    if name not in known:
+        near = nearest(name, known)
+        hint = f"did you mean {near}?" if near else f"suites are {', '.join(known)}, or a YAML file"
+        raise SuiteError(f"--suite {name}: there is no such suite; {hint}")
+    return EVAL_FOLDER / "suites" / f"{name}.yaml"
+
+
+def _explain(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    parts = [str(part) for part in problem["loc"]]
+    key = ".".join(parts)
+    if problem["type"] == "extra_forbidden":
+        section: type[Section] = {"tasks": TaskSection, "texts": TextSection, "samples": SamplesSection}.get(
+            parts[0] if len(parts) > 1 else "", Suite
+        )
+        near = nearest(parts[-1], section.model_fields)
+        return f"{key} is not a key; " + (f"did you mean {near}?" if near else f"there are {_keys(section)}")
+    if problem["type"] == "missing":
+        return f"{key} is not given and has no default"
+    return f"{key} is {shown(problem['input'])}; {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def _keys(section: type[Section]) -> str:
+    return ", ".join(section.model_fields)

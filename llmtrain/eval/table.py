@@ -1,0 +1,117 @@
+"""Results side by side in the terminal: runs in columns, each score of each task in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from llmtrain.eval.cache import Entry
+from llmtrain.eval.checkpoint import Checkpoint
+from llmtrain.eval.scores import ACCURACIES, verdict
+from llmtrain.eval.significance import Comparison, compare
+from llmtrain.train.console import human
+
+NOTES = {
+    "near chance": "near chance: within 2 standard errors of what guessing gives; such a score says nothing about the model",
+    "below chance": "below chance: more than 2 standard errors below what guessing gives",
+}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A checkpoint and what each piece of the suite gave, by the piece's name."""
+
+    checkpoint: Checkpoint
+    entries: Mapping[str, Entry]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    piece: str
+    name: str
+    metric: str
+
+
+def rows_of(evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]]) -> list[Row]:
+    """Scores that belong in the table, in the suite's order; metrics that a task doesn't have are left out."""
+    rows = []
+    for piece, metrics in show.items():
+        entry = evaluated[0].entries[piece]
+        rows += [Row(piece, name, m) for name in entry.shown for m in metrics if m in entry.scores[name]]
+    return rows
+
+
+def comparison(ours: Evaluated, theirs: Evaluated, row: Row) -> Comparison | None:
+    """Both models on one score, if it can be tested."""
+    a, b = ours.entries[row.piece], theirs.entries[row.piece]
+    if row.name not in a.about or row.name not in b.about:
+        return None
+    sides = [[entry.answers[task] for task in entry.about[row.name]["members"]] for entry in (a, b)]
+    return compare(*sides, row.metric)
+
+
+def verdict_of(entry: Entry, row: Row) -> str:
+    """near chance, below chance or nothing."""
+    scores, chance = entry.scores[row.name], entry.about[row.name].get("chance")
+    value = scores.get(row.metric)
+    if chance is None or value is None or row.metric not in ACCURACIES:
+        return ""
+    return verdict(value, scores.get(f"{row.metric}_stderr") or 0.0, chance, int(scores["n"] or 1))
+
+
+def cell(entry: Entry, row: Row) -> str:
+    """`0.2531 ± 0.0089 near chance`."""
+    scores = entry.scores.get(row.name, {})
+    value, error = scores.get(row.metric), scores.get(f"{row.metric}_stderr")
+    if value is None:
+        return "–"
+    digits = 4 if abs(value) < 100 else 1
+    text = f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+    called = verdict_of(entry, row)
+    return f"{text} [yellow]{called}[/yellow]" if called else text
+
+
+def table_of(
+    title: str, evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]], baseline: Evaluated | None
+) -> tuple[Table, list[str]]:
+    """The table, and the notes that belong below it."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("task")
+    table.add_column("metric")
+    table.add_column("documents", justify="right")
+    for each in evaluated:
+        table.add_column(_heading(each, baseline))
+    notes, tests = [], []
+    for row in rows_of(evaluated, show):
+        cells = []
+        for each in evaluated:
+            entry = each.entries[row.piece]
+            text = cell(entry, row)
+            compared = comparison(each, baseline, row) if baseline and each is not baseline else None
+            if compared:
+                text += f"\n[dim]{compared.difference:+.4f}, p = {compared.p:.2g}[/dim]"
+                tests.append(compared.test)
+            called = verdict_of(entry, row) if row.name in entry.scores else ""
+            notes += [NOTES[called]] if called else []
+            cells.append(text)
+        documents = evaluated[0].entries[row.piece].scores[row.name]["n"]
+        table.add_row(row.name, row.metric, f"{documents:,}", *cells)
+    if tests:
+        notes.append(
+            f"p: two-sided, against {baseline.checkpoint.label}, paired by document ({', '.join(dict.fromkeys(tests))}); "
+            "not corrected for the number of comparisons"
+        )
+    return table, list(dict.fromkeys(notes))
+
+
+def _heading(each: Evaluated, baseline: Evaluated | None) -> str:
+    checkpoint = each.checkpoint
+    lines = [checkpoint.label + (" (baseline)" if each is baseline else "")]
+    if checkpoint.step is not None:
+        tokens = "" if checkpoint.tokens is None else f", {human(checkpoint.tokens)} tokens"
+        lines.append(f"step {checkpoint.step}{tokens}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""From a run's checkpoints to folders that transformers loads; see docs/export.md."""

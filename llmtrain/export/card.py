@@ -1,0 +1,118 @@
+"""README.md of an exported model: what it is, how it was trained, and how well it does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import EvalResult, ModelCardData
+
+import llmtrain
+from llmtrain.data.sources import HUB
+from llmtrain.export.folder import Manifest
+from llmtrain.export.results import Score, read_scores
+from llmtrain.export.source import Source
+from llmtrain.export.weights import Choice
+from llmtrain.recipe import resolved_yaml
+from llmtrain.train.console import human
+
+
+def model_card(source: Source, manifest: Manifest) -> str:
+    """The text, its metadata header first. Results are those in the run's `eval/` for this step."""
+    scores = read_scores(source.run / "eval", source.step)
+    name = source.recipe.run.name
+    parts = [
+        f"---\n{_header(source, scores)}\n---",
+        f"# {name}",
+        f"A {source.recipe.model.type} language model of {human(manifest.parameters)} parameters, pretrained from scratch with "
+        f"llmtrain {llmtrain.__version__}.",
+        _table(("", ""), _facts(source, manifest)),
+        "## Use",
+        _usage(source),
+        "## Evaluation",
+        _evaluation(scores),
+        "## Recipe",
+        f"<details><summary>recipe.yaml, resolved</summary>\n\n```yaml\n{resolved_yaml(source.recipe).rstrip()}\n```\n\n</details>",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _header(source: Source, scores: list[Score]) -> str:
+    recipe = source.recipe
+    hub = recipe.data.source.startswith(HUB)
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=score.task,
+            dataset_name=score.task,
+            metric_type=score.metric,
+            metric_value=score.value,
+        )
+        for score in scores
+    ]
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["llmtrain", recipe.sync.method, recipe.model.type],
+        datasets=[recipe.data.source.removeprefix(HUB)] if hub else None,
+        model_name=recipe.run.name if results else None,
+        eval_results=results or None,
+    ).to_yaml()
+
+
+def _facts(source: Source, manifest: Manifest) -> list[tuple[str, str]]:
+    recipe, state = source.recipe, source.state
+    replicas, shard = state["mesh"]
+    progress = state["ranks"][0]
+    engine = f"ZeRO-{recipe.parallel.zero_stage}" if recipe.parallel.engine == "zero" else "FSDP2"
+    training, validation = progress["last_line"].get("train/loss"), progress["last_eval"]
+    facts = [
+        ("method", f"`{recipe.sync.method}`: {progress['method']['report']['count']} synchronisations"),
+        ("steps", f"{source.step:,} of {recipe.train.total_steps:,}"),
+        ("tokens", f"{source.tokens:,}, sequences of {recipe.train.sequence_length:,}"),
+        ("data", f"`{recipe.data.source}`, tokenizer `{recipe.data.tokenizer}`"),
+        ("mesh", f"{replicas} replicas x {shard} shards ({engine}), {recipe.parallel.precision}"),
+        (
+            "training loss",
+            None
+            if training is None
+            else f"{training:.4f} nats per token, last logged interval, each replica with its own weights",
+        ),
+        ("validation loss", _loss(validation, progress["last_evaluated"])),
+        (
+            "weights",
+            f"{Choice.parse(manifest.weights).describe(replicas)}, after step {source.step:,}, {manifest.dtype}",
+        ),
+        ("checked", manifest.parity.describe()),
+        ("exported with", f"torch {torch.__version__}, transformers {transformers.__version__}"),
+    ]
+    return [(key, text) for key, text in facts if text is not None]
+
+
+def _loss(validation: dict[str, Any], step: int) -> str:
+    loss = validation["loss"]
+    return f"{loss:.4f} nats per token (perplexity {math.exp(loss):.2f}), replicas' mean after step {step:,}"
+
+
+def _usage(source: Source) -> str:
+    return (
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        "model = AutoModelForCausalLM.from_pretrained(FOLDER)\n"
+        "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n```\n\n"
+        f"In training every text ended with `{source.load_tokenizer().eos_token}` and nothing else was added: begin a "
+        "prompt with that token, and encode with `add_special_tokens=False`."
+    )
+
+
+def _evaluation(scores: list[Score]) -> str:
+    if not scores:
+        return "Not evaluated on benchmarks yet."
+    rows = [(score.suite, score.task, score.metric, str(score)) for score in scores]
+    return _table(("suite", "task", "metric", "value"), rows)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    cells = [head, ("---",) * len(head), *((cell.replace("|", "\\|") for cell in row) for row in rows)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

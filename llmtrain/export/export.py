@@ -1,0 +1,104 @@
+"""Export: from a run's checkpoint to a folder that transformers loads, proven to be the same model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain.data.tokenizer import vocab_size
+from llmtrain.errors import UserError
+from llmtrain.export.card import model_card
+from llmtrain.export.folder import CARD, Manifest, locked, read_manifest, replacing, sizes, write_manifest
+from llmtrain.export.parity import check_logits, check_tokenizer
+from llmtrain.export.source import Source, find_source
+from llmtrain.export.stored import WholeTensors
+from llmtrain.export.weights import MEAN, Choice, ChosenWeights
+from llmtrain.export.write import DTYPES, copy_tokenizer, write_configs, write_weights
+from llmtrain.model import build, model_config
+from llmtrain.train.console import human
+
+MAX_SHARD_SIZE = "5GB"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to export."""
+
+    weights: Choice = MEAN
+    dtype: str = "fp32"
+    max_shard_size: str | None = None
+    """Of a weights' file ("5GB"). None: that, or whatever an export has that is there already."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UserError(f"--dtype is {self.dtype!r}; expected {' or '.join(DTYPES)}")
+
+    def folder_of(self, source: Source) -> Path:
+        """Where it goes by default: below the run, what is not the default in the name."""
+        weights = "" if self.weights == MEAN else f"-{self.weights}".replace(":", "")
+        dtype = "" if self.dtype == "fp32" else f"-{self.dtype}"
+        return source.run / "export" / f"step-{source.step:08d}{weights}{dtype}"
+
+    def is_met_by(self, manifest: Manifest, source: Source) -> bool:
+        """Whether an export is the same checkpoint's, with the same weights in the same form."""
+        return (
+            (manifest.step, manifest.checkpoint) == (source.step, source.digest)
+            and (manifest.weights, manifest.dtype) == (str(self.weights), self.dtype)
+            and self.max_shard_size in (None, manifest.max_shard_size)
+        )
+
+
+def exported(run: Path, step: int | None = None) -> Path:
+    """The folder with `run` after `step` (None: its newest checkpoint) as transformers loads it: the replicas' mean in
+    fp32. Made now, unless a complete one of the same checkpoint is there; its model card is brought up to date with the
+    results in the run's `eval/` either way. Raises UserError, or TrainingError if it is not the model that was trained."""
+    return export(find_source(run, step), Request())[0]
+
+
+def export(source: Source, request: Request, out: Path | None = None) -> tuple[Path, Manifest]:
+    """The same for any request and folder. Returns the folder and what is in it."""
+    final = out or request.folder_of(source)
+    with locked(final):
+        manifest = read_manifest(final)
+        if manifest is None or not request.is_met_by(manifest, source):
+            with replacing(final) as folder:
+                manifest = _write(source, request, folder)
+        (final / CARD).write_text(model_card(source, manifest))
+    return final, manifest
+
+
+def describe(folder: Path, manifest: Manifest) -> str:
+    """What the command says of an export."""
+    weights = [size for name, size in manifest.files.items() if name.endswith(".safetensors")]
+    files = "1 file" if len(weights) == 1 else f"{len(weights)} files"
+    return (
+        f"{folder}: {manifest.weights} after step {manifest.step}, {human(manifest.parameters)} parameters in "
+        f"{manifest.dtype}, {files} of weights ({human(sum(weights))}B)\n{manifest.parity.describe()}"
+    )
+
+
+def _write(source: Source, request: Request, folder: Path) -> Manifest:
+    tokenizer = source.load_tokenizer()
+    config = model_config(source.recipe.model, vocab_size(tokenizer))
+    model = build(config, source.recipe.parallel.loss_chunk)
+    weights = ChosenWeights(WholeTensors(source.checkpoint), source.state, request.weights)
+    weights.check_model(model)
+    dtype, size = DTYPES[request.dtype], request.max_shard_size or MAX_SHARD_SIZE
+    write_weights(weights, folder, dtype, size)
+    of_training = model_config(source.recipe.model, vocab_size(tokenizer))  # `write_configs` changes the other
+    write_configs(config, type(model.causal_lm).__name__, tokenizer.eos_token_id, folder, dtype)
+    copy_tokenizer(source.tokenizer_folder, folder)
+    check_tokenizer(tokenizer, folder)
+    parity = check_logits(of_training, weights, folder, dtype)
+    manifest = Manifest(
+        step=source.step,
+        weights=str(request.weights),
+        dtype=request.dtype,
+        checkpoint=source.digest,
+        max_shard_size=size,
+        parameters=sum(shape.numel() for shape in weights.shapes.values()),
+        parity=parity,
+        files=sizes(folder),
+    )
+    write_manifest(folder, manifest)
+    return manifest

@@ -1,0 +1,97 @@
+"""Which of a checkpoint's weights make the exported model: the replicas' mean, the anchor, or one replica's own."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmtrain.errors import CheckpointError, UserError
+from llmtrain.export.stored import WholeTensors
+from llmtrain.model import LanguageModel
+
+PREFIX = "causal_lm."
+"""What our checkpoints put before transformers' names."""
+PART = 1 << 22
+"""Elements that are added at once: torch makes an fp64 copy of what it adds."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`mean`, `anchor`, or `replica` and its number."""
+
+    kind: str
+    replica: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        """`mean`, `anchor` or `replica:K`. Raises UserError for anything else."""
+        if text in ("mean", "anchor"):
+            return cls(text)
+        if match := re.fullmatch(r"replica:(\d+)", text):
+            return cls("replica", int(match[1]))
+        raise UserError(f"--weights is {text!r}; expected mean, anchor, or replica:K such as replica:0")
+
+    def __str__(self) -> str:
+        return self.kind if self.replica is None else f"{self.kind}:{self.replica}"
+
+    def describe(self, replicas: int) -> str:
+        """In words, for a run of so many replicas."""
+        if self.kind == "anchor":
+            return "the anchor (the last synchronisation's result)"
+        if self.kind == "replica":
+            return f"replica {self.replica} of {replicas}, alone"
+        return f"the mean of {replicas} replicas" if replicas > 1 else "the one replica's"
+
+
+MEAN = Choice("mean")
+
+
+class ChosenWeights:
+    """The exported model's weights by transformers' names, read one at a time in fp32."""
+
+    def __init__(self, stored: WholeTensors, state: dict[str, Any], choice: Choice):
+        """`state` is the checkpoint's state.json. Raises UserError if the checkpoint has no such weights."""
+        self._stored, self._choice = stored, choice
+        self.replicas = state["mesh"][0]
+        if choice.kind == "anchor" and not state["shared"]["anchor"]:
+            raise UserError(
+                f"--weights anchor: {stored.path} has no anchor (the method keeps none, or no round has begun); use mean"
+            )
+        if choice.replica is not None and choice.replica >= self.replicas:
+            there = "replica:0" if self.replicas == 1 else f"replica:0 to replica:{self.replicas - 1}"
+            raise UserError(f"--weights {choice}: {stored.path} has {there}")
+        self.shapes = {name.removeprefix(PREFIX): shape for name, shape in stored.shapes(self._prefixes[0]).items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole weight in fp32. The mean is summed in fp64 and rounded
+        once, so that the mean of equal replicas is what they hold, to the last bit."""
+        first, *others = (f"{prefix}{PREFIX}{name}" for prefix in self._prefixes)
+        if not others:
+            return self._stored.read_whole(first).float()
+        total = self._stored.read_whole(first).double()
+        for other in others:
+            parts = self._stored.read_whole(other).view(-1).split(PART)
+            for sum_of_part, part in zip(total.view(-1).split(PART), parts, strict=True):
+                sum_of_part += part
+        return total.div_(1 + len(others)).float()
+
+    def check_model(self, model: LanguageModel) -> None:
+        """Raises CheckpointError if these are the weights of another model than `model`."""
+        expected = {name.removeprefix(PREFIX): p.shape for name, p in model.named_parameters()}
+        for name in sorted(expected.keys() | self.shapes.keys()):
+            there, here = (list(shapes[name]) if name in shapes else "none" for shapes in (self.shapes, expected))
+            if there != here:
+                raise CheckpointError(
+                    f"{self._stored.path} is of another model than the run's recipe.yaml: {name} is {there} there, "
+                    f"{here} by the recipe; put back the recipe.yaml that it was trained with"
+                )
+
+    @property
+    def _prefixes(self) -> list[str]:
+        if self._choice.kind == "anchor":
+            return ["anchor."]
+        replicas = range(self.replicas) if self._choice.replica is None else [self._choice.replica]
+        return [f"replica{replica}.weights." for replica in replicas]

@@ -1,0 +1,55 @@
+"""The files of an exported model: weights in shards, configurations, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from transformers import GenerationConfig, PretrainedConfig
+
+from llmtrain.errors import UserError
+from llmtrain.export.weights import ChosenWeights
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What weights can be written in."""
+
+
+def write_weights(weights: ChosenWeights, folder: Path, dtype: torch.dtype, max_shard_size: str) -> list[str]:
+    """model.safetensors, or several with an index, of at most `max_shard_size` ("5GB") each. Holds one at a time in
+    memory. Returns the names of the weights' files. Raises UserError for a size that is none."""
+    shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in weights.shapes.items()}
+    try:
+        plan = split_torch_state_dict_into_shards(
+            shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        )
+    except ValueError:
+        raise UserError(f"--max-shard-size is {max_shard_size!r}; expected a size such as 500MB or 5GB") from None
+    for name, members in plan.filename_to_tensors.items():
+        save_file({key: weights.read(key).to(dtype) for key in members}, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors keeps its files to the user
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return list(plan.filename_to_tensors)
+
+
+def write_configs(
+    config: PretrainedConfig, architecture: str, eos: int, folder: Path, dtype: torch.dtype
+) -> PretrainedConfig:
+    """config.json and generation_config.json. Training put an eos token between texts and nothing else, so eos is also
+    what a text begins with."""
+    config.architectures, config.dtype = [architecture], dtype
+    config.bos_token_id = config.eos_token_id = eos
+    config.save_pretrained(folder)
+    GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos).save_pretrained(folder)
+    return config
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    """The training's tokenizer files as they are."""
+    for file in sorted(tokenizer.iterdir()):
+        shutil.copyfile(file, folder / file.name)

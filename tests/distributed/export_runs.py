@@ -1,0 +1,87 @@
+"""Short runs on the ranks of the pool that leave whole run directories: something to export."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain.config import Recipe
+from llmtrain.recipe import load_recipe
+from llmtrain.train.console import Console
+from llmtrain.train.run import build_trainer, prepare_for
+from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.signals import StopRequest
+from tests.distributed.real_engine import mesh_of
+from tests.end_to_end.runs import ROOT, TINY
+
+MODELS = {
+    "llama": [key for key in TINY if key.startswith("model.")],
+    "gpt_neo": [
+        "model.type=gpt_neo",
+        "model.config.attention_types=[[[global, local], 1]]",
+        *(f"model.config.{key}" for key in ("hidden_size=32", "num_layers=2", "num_heads=2", "window_size=4")),
+    ],
+}
+IN_A_ROUND, LAST = 4, 5
+"""Steps of a run's two checkpoints: after two synchronous steps comes a round, which ends early with the run."""
+
+
+@dataclass(frozen=True)
+class ExportRun:
+    """What differs between the runs. All are DiLoCo's: it has an anchor, and replicas that differ within a round."""
+
+    model: str = "llama"
+    tied: bool = False
+    engine: str = "fsdp2"
+    replicas: int = 2
+    shard: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.model}-{'tied' if self.tied else 'untied'}-{self.engine}-{self.replicas}x{self.shard}"
+
+    def recipe(self, folder: Path) -> Recipe:
+        """Its recipe, with everything that it reads and writes below `folder`."""
+        text, base = folder / "text.txt", folder / "base.yaml"
+        if not text.exists():
+            write_text(text)
+            base.write_text("train: {steps: 5}\n")
+        zero = self.engine.startswith("zero")
+        return load_recipe(
+            base,
+            [
+                *(key for key in TINY if not key.startswith("model.")),
+                *MODELS[self.model],
+                f"model.config.tie_word_embeddings={str(self.tied).lower()}",
+                "model.config.max_position_embeddings=64",
+                *(f"run.name={self}", f"run.out_dir={folder}/runs", f"data.cache_dir={folder}/data"),
+                *(f"data.source={text}", "data.tokenizer=train:400", "data.validation_fraction=0.2"),
+                *(f"train.steps={LAST}", f"checkpoint.every={IN_A_ROUND}", f"eval.every={IN_A_ROUND}"),
+                *(
+                    "eval.tokens=512",
+                    "train.micro_batch=4",
+                    "optim.lr=1e-2",
+                    "log.tensorboard=false",
+                    "parallel.precision=fp32",
+                ),
+                *("sync.method=diloco", "sync.warmup_steps=2"),
+                *(f"parallel.replicas={self.replicas}", f"parallel.shard={self.shard}"),
+                *(["parallel.engine=zero", f"parallel.zero_stage={self.engine[-1]}"] if zero else []),
+            ],
+        )
+
+
+def write_text(path: Path) -> None:
+    """Stories without sense."""
+    rng, words = random.Random(0), (ROOT / "README.md").read_text().split()
+    stories = (" ".join(rng.choices(words, k=rng.randrange(20, 80))) for _ in range(300))
+    path.write_text("\n<|endoftext|>\n".join(stories))
+
+
+def make_run(recipe: Recipe) -> None:
+    """Train it on this rank, from preparing its data to its last checkpoint."""
+    mesh = mesh_of(recipe.parallel.replicas, recipe.parallel.shard)
+    directory = RunDirectory(recipe)
+    mesh.from_main(directory.open)
+    prepared, silent = prepare_for(recipe, show_progress=False), Console(enabled=False)
+    build_trainer(recipe, mesh, prepared, directory, None, silent, "of a test", StopRequest()).fit()

@@ -1,0 +1,176 @@
+"""Parts of one run on the ranks of the pool, each on a mesh of its own, with the real trainer and checkpoints."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from llmtrain.config import Recipe
+from llmtrain.errors import CheckpointError
+from llmtrain.recipe import load_recipe
+from llmtrain.recipe_check import check
+from llmtrain.train.checkpoint import Checkpoints
+from llmtrain.train.console import Console
+from llmtrain.train.run import build_trainer, prepare_for
+from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.signals import StopRequest
+from llmtrain.train.trainer import Trainer
+from llmtrain.train.validation import mean_of_replicas, validate
+from tests.distributed.fake_engine import meeting_store
+from tests.distributed.real_engine import mesh_of
+from tests.end_to_end.runs import RECIPE, ROOT, TINY
+
+SMALL = [
+    *("model.config.hidden_size=16", "model.config.intermediate_size=24", "parallel.precision=fp64"),
+    *("data.tokenizer=train:400", "train.global_batch=12", "eval.every=null", "eval.tokens=500"),
+    *("eval.sample_prompt=null", "log.tensorboard=false", "checkpoint.keep=9"),
+]
+
+
+@dataclass(frozen=True)
+class Part:
+    """So much of a run: from its newest checkpoint until the one after step `until`."""
+
+    recipe: Recipe
+    replicas: int
+    shard: int
+    until: int
+    seconds: tuple[float, ...] = ()
+    """How long each replica's steps take, where rounds go by seconds."""
+
+
+@dataclass
+class Seen:
+    """What one rank saw of a part."""
+
+    samples: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    validation: list[float] = field(default_factory=list)
+    """Loss of the replicas' mean before the first step and after the last."""
+
+
+def write_texts(folder: Path) -> None:
+    """A little real text: some of the standard library's source."""
+    texts = {"train": ("this", "bisect", "heapq", "textwrap", "queue", "shlex"), "validation": ("sched", "stat")}
+    for split, names in texts.items():
+        (folder / split).mkdir()
+        for name in names:
+            source = Path(sysconfig.get_path("stdlib")) / f"{name}.py"
+            (folder / split / f"{name}.txt").write_text(source.read_text())
+
+
+def recipe_of(folder: Path, name: str, *overrides: str) -> Recipe:
+    """A tiny recipe whose runs and data are in `folder`, which has texts in `train/` and `validation/`."""
+    texts = [f"data.source={folder / 'train'}", f"data.validation={folder / 'validation'}"]
+    where = [*texts, f"run.name={name}", f"run.out_dir={folder / 'runs'}", f"data.cache_dir={folder / 'data'}"]
+    return load_recipe(ROOT / RECIPE, [*TINY, *SMALL, *where, *overrides])
+
+
+class _Watching(Console):
+    """Keeps the notes, and validates when training begins."""
+
+    def __init__(self, seen: Seen):
+        super().__init__(enabled=False)
+        self.seen, self.trainer = seen, None
+
+    def start(self, step: int, total: int) -> None:
+        super().start(step, total)
+        self.seen.validation.append(loss_of_mean(self.trainer))
+
+    def note(self, text: str) -> None:
+        self.seen.notes.append(text)
+
+
+def loss_of_mean(trainer: Trainer) -> float:
+    """Validation loss of the replicas' mean."""
+    with mean_of_replicas(trainer.engine, trainer.mesh):
+        return validate(trainer.engine, trainer.mesh, trainer.validation_batches).loss
+
+
+def trainer_of(part: Part, seen: Seen) -> Trainer:
+    """On this rank. It stops at its next checkpoint."""
+    directory = RunDirectory(part.recipe)
+    # A request to stop is agreed on with a log line: the one after the first step, or the one at the checkpoint.
+    log = part.until if directory.newest_checkpoint else part.recipe.train.total_steps
+    checkpoint = part.recipe.checkpoint.model_copy(update={"every": part.until})
+    # One micro-batch a rank, whatever the mesh: it may change with it.
+    train = part.recipe.train.model_copy(
+        update={"micro_batch": part.recipe.train.global_batch // (part.replicas * part.shard)}
+    )
+    update = {"checkpoint": checkpoint, "log": part.recipe.log.model_copy(update={"every": log}), "train": train}
+    recipe = part.recipe.model_copy(update=update)
+    check(recipe, part.replicas * part.shard)
+    mesh = mesh_of(part.replicas, part.shard)
+    if recipe.sync.schedule.kind == "wait_avoiding" and part.replicas > 1:
+        mesh = replace(mesh, store=meeting_store())
+    directory, stop = RunDirectory(recipe), StopRequest()
+    directory.check_recipe()
+    if mesh.is_main:
+        directory.open()
+    stop.requested = True
+    console = _Watching(seen)
+    prepared = prepare_for(recipe, show_progress=False)
+    trainer = build_trainer(recipe, mesh, prepared, directory, directory.newest_checkpoint, console, "", stop)
+    console.trainer = trainer
+    sample, following = trainer.loader.sample, trainer.loader.next
+
+    def recorded(entry: int) -> int:
+        seen.samples.append(sample(entry))
+        return seen.samples[-1]
+
+    trainer.loader.sample = recorded
+    if part.seconds:
+        steps = 0
+
+        def counted() -> list[torch.Tensor]:
+            nonlocal steps
+            steps += 1
+            return following()
+
+        trainer.loader.next = counted
+        trainer.method.period.clock = lambda: steps * part.seconds[mesh.replica.rank]
+    return trainer
+
+
+def run_part(part: Part) -> Seen:
+    """On this rank."""
+    torch.manual_seed(0)
+    seen = Seen()
+    trainer = trainer_of(part, seen)
+    trainer.fit()
+    seen.validation.append(loss_of_mean(trainer))
+    return seen
+
+
+def run_parts(parts: list[Part]) -> list[Seen]:
+    """Of different runs on one mesh, one after another."""
+    return [run_part(part) for part in parts]
+
+
+def rewrite(parts: list[tuple[Part, Path]]) -> list[str]:
+    """Load the newest checkpoint of each part's run on the part's mesh and write it, as it is then, into a folder. Returns
+    what the console says of each."""
+    said = []
+    for part, folder in parts:
+        trainer = trainer_of(part, Seen())
+        checkpoints, train = trainer.checkpoints, part.recipe.train
+        loaded = checkpoints.load(trainer.resume_from, train.global_batch, part.recipe.run.seed)
+        Checkpoints(folder, trainer.mesh, trainer.engine, trainer.method, 1, None).save(loaded.step, loaded.progress)
+        trainer.method.close()
+        said.append(loaded.how)
+    return said
+
+
+def refusal(part: Part) -> str:
+    """Why this rank does not load the newest checkpoint."""
+    trainer = trainer_of(part, Seen())
+    try:
+        trainer.checkpoints.load(trainer.resume_from, part.recipe.train.global_batch, part.recipe.run.seed)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        trainer.method.close()
+    return ""

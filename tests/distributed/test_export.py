@@ -1,0 +1,322 @@
+"""Exported models against the checkpoints they come from: either engine, several meshes, in the middle of a round."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llmtrain.data.loader import eval_batches
+from llmtrain.data.prepare import folder as cache_folder
+from llmtrain.data.prepare import open_prepared
+from llmtrain.errors import CheckpointError, DataError, TrainingError, UserError
+from llmtrain.export import export as export_module
+from llmtrain.export.export import Request, export, exported
+from llmtrain.export.folder import read_manifest
+from llmtrain.export.generate import Sampling, generate
+from llmtrain.export.parity import training_logits, training_model
+from llmtrain.export.source import Source, find_source
+from llmtrain.export.stored import WholeTensors
+from llmtrain.export.weights import MEAN, Choice, ChosenWeights
+from llmtrain.loss import IGNORED
+from llmtrain.model import model_config
+from tests.distributed.export_runs import IN_A_ROUND, LAST, ExportRun, make_run
+from tests.distributed.pool import RankPool
+
+MODELS = [(model, tied) for model in ("llama", "gpt_neo") for tied in (False, True)]
+FSDP2 = [ExportRun(*model, replicas=2, shard=2) for model in MODELS]
+FSDP2 += [ExportRun("llama", True, replicas=1, shard=4), ExportRun("gpt_neo", False, replicas=1, shard=4)]
+FSDP2 += [ExportRun("llama", False, replicas=4, shard=1), ExportRun("gpt_neo", True, replicas=4, shard=1)]
+ZERO = [*(ExportRun(*model, "zero3") for model in MODELS), ExportRun(engine="zero1")]
+RUNS = FSDP2 + (ZERO if find_spec("deepspeed") else [])
+PLAIN = FSDP2[0]
+
+
+class Runs:
+    """Run directories, each made when it is first asked for."""
+
+    def __init__(self, folder: Path, pool: RankPool):
+        self.folder, self.pool = folder, pool
+
+    def path(self, run: ExportRun) -> Path:
+        path = self.folder / "runs" / str(run)
+        if not path.exists():
+            self.pool.run(make_run, run.recipe(self.folder), timeout=280)
+        return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """On ranks of their own: DeepSpeed keeps much that is global."""
+    pool = RankPool(4)
+    yield Runs(tmp_path_factory.mktemp("export"), pool)
+    pool.close()
+
+
+@pytest.fixture
+def plain(runs: Runs) -> Path:
+    """One of the runs."""
+    return runs.path(PLAIN)
+
+
+@pytest.fixture
+def run(plain: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return shutil.copytree(plain, tmp_path / "run", ignore=shutil.ignore_patterns("export"))
+
+
+def raw(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors by torch's own converter."""
+    dcp_to_torch_save(checkpoint, folder / "raw.pt")
+    return torch.load(folder / "raw.pt")
+
+
+def weights_of(source: Source) -> ChosenWeights:
+    return ChosenWeights(WholeTensors(source.checkpoint), source.state, MEAN)
+
+
+def validation_loss(model: torch.nn.Module, source: Source) -> float:
+    """Of a transformers model, on the tokens that training validates on."""
+    recipe, total, count = source.recipe, 0.0, 0
+    tokens = open_prepared(cache_folder(recipe.data), {"validation": recipe.eval.tokens + 2}).tokens("validation")
+    batches = eval_batches(
+        tokens,
+        max_tokens=recipe.eval.tokens,
+        sequence_length=recipe.train.sequence_length,
+        micro_batch=8,
+        rank=0,
+        world=1,
+    )
+    for inputs, labels in batches:
+        logits = model(inputs).logits.double()
+        total += torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        ).item()
+        count += int((labels != IGNORED).sum())
+    return total / count
+
+
+def greedy(source: Source, ids: list[int], count: int) -> list[int]:
+    """What the training modules write until a text ends, one whole forward a token."""
+    tokenizer = source.load_tokenizer()
+    model = training_model(model_config(source.recipe.model, len(tokenizer)), weights_of(source))
+    for _ in range(count):
+        ids = [*ids, int(training_logits(model, torch.tensor([ids]))[0, -1].argmax())]
+        if ids[-1] == tokenizer.eos_token_id:
+            break
+    return ids
+
+
+@pytest.mark.parametrize("which", RUNS, ids=str)
+@torch.no_grad()
+def test_the_exported_model_is_the_trained_one(runs: Runs, tmp_path: Path, which: ExportRun) -> None:
+    source = find_source(runs.path(which), IN_A_ROUND)
+    there = raw(source.checkpoint, tmp_path)
+    folder, manifest = export(source, Request())
+    assert folder == source.run / "export" / f"step-{IN_A_ROUND:08d}"
+    assert manifest.parity.difference < 1e-5 and manifest.parity.scale > 0.1
+
+    stored = load_file(folder / "model.safetensors")
+    names = {name.partition("weights.causal_lm.")[2] for name in there if ".weights." in name}
+    assert stored.keys() == names
+    differing = 0
+    for name, weight in stored.items():
+        own = [there[f"replica{r}.weights.causal_lm.{name}"].double() for r in range(which.replicas)]
+        assert torch.equal(weight, (sum(own) / len(own)).float()), name
+        differing += not torch.equal(own[0], own[-1])
+    assert differing == (len(stored) if which.replicas > 1 else 0), "replicas differ within a round"
+    assert ("lm_head.weight" in stored) is not which.tied
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    tied = model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+    assert tied is which.tied
+    progress = source.state["ranks"][0]
+    assert progress["last_evaluated"] == IN_A_ROUND  # by the engine that trained, with the mean of the replicas
+    assert validation_loss(model, source) == pytest.approx(progress["last_eval"]["loss"], rel=1e-6)
+    prompt = torch.tensor([[1, 300, 17]])
+    written = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=20)
+    assert written[0].tolist() == greedy(source, prompt[0].tolist(), 20)
+
+
+def test_the_tokenizer_gives_the_ids_of_training(plain: Path) -> None:
+    source = find_source(plain)
+    tokenizer, text = AutoTokenizer.from_pretrained(exported(source.run)), "Every round: 3 × “steps”,\n\n then\tmore"
+    assert tokenizer(text, add_special_tokens=False) == source.load_tokenizer()(text, add_special_tokens=False)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.eos_token_id == AutoModelForCausalLM.from_pretrained(exported(source.run)).config.eos_token_id
+
+
+def test_anchor_and_replicas_are_their_own(plain: Path, tmp_path: Path) -> None:
+    source = find_source(plain, IN_A_ROUND)
+    there = raw(source.checkpoint, tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    for choice, stored, ending in (
+        ("anchor", "anchor.", "-anchor"),
+        ("replica:0", "replica0.weights.", "-replica0"),
+        ("replica:1", "replica1.weights.", "-replica1"),
+    ):
+        folder, _ = export(source, Request(Choice.parse(choice)))
+        assert folder.name == f"step-{IN_A_ROUND:08d}{ending}"
+        assert torch.equal(load_file(folder / "model.safetensors")[name], there[f"{stored}causal_lm.{name}"])
+    assert not torch.equal(there[f"anchor.causal_lm.{name}"], there[f"replica0.weights.causal_lm.{name}"])
+
+
+def test_after_the_last_synchronisation_mean_anchor_and_replicas_are_equal(plain: Path) -> None:
+    source = find_source(plain)
+    assert source.step == LAST
+    mean, *others = (
+        load_file(export(source, Request(Choice.parse(text)))[0] / "model.safetensors")
+        for text in ("mean", "anchor", "replica:0", "replica:1")
+    )
+    for other in others:
+        assert all(torch.equal(other[name], weight) for name, weight in mean.items())
+
+
+def test_bf16_in_several_files(plain: Path) -> None:
+    source = find_source(plain, IN_A_ROUND)
+    folder, manifest = export(source, Request(dtype="bf16", max_shard_size="20KB"))
+    files = sorted(folder.glob("model-*-of-*.safetensors"))
+    assert len(files) > 2 and (folder / "model.safetensors.index.json").exists()
+    assert manifest.parity.difference < 1e-5 < manifest.parity.rounding
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    whole = load_file(export(source, Request())[0] / "model.safetensors")
+    assert model.dtype == torch.bfloat16 and len(whole) == len(dict(model.named_parameters()))
+    assert all(torch.equal(weight, whole[name].bfloat16()) for name, weight in model.named_parameters())
+
+
+def test_a_complete_export_is_reused_and_a_damaged_one_made_again(run: Path) -> None:
+    weights = exported(run) / "model.safetensors"
+    made = weights.stat().st_ino
+    assert exported(run) == weights.parent and weights.stat().st_ino == made
+    with weights.open("r+b") as file:
+        file.truncate(1000)
+    assert exported(run) == weights.parent and weights.stat().st_size > 1000
+    state = run / f"checkpoints/step-{LAST:08d}/state.json"  # the same step of a run trained anew
+    state.write_text(state.read_text().replace('"train_seconds": ', '"train_seconds": 1'))
+    before = weights.stat().st_ino, read_manifest(weights.parent).checkpoint
+    exported(run)
+    assert (weights.stat().st_ino, read_manifest(weights.parent).checkpoint) != before
+    assert [path.name for path in weights.parent.parent.iterdir() if not path.name.endswith(".lock")] == [
+        weights.parent.name
+    ]
+
+
+def test_a_model_that_differs_is_an_error_and_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = export_module.write_weights
+
+    def write_wrongly(weights: ChosenWeights, folder: Path, *rest: object) -> None:
+        write(weights, folder, *rest)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"][3] += 1e-3
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(export_module, "write_weights", write_wrongly)
+    with pytest.raises(TrainingError, match=r"not the trained one: largest logit difference .* nothing was kept"):
+        exported(run)
+    assert not [path for path in (run / "export").iterdir() if path.is_dir()]
+
+
+def truncate(checkpoint: Path) -> None:
+    with (checkpoint / "__3_0.distcp").open("r+b") as file:
+        file.truncate(5000)
+
+
+def overwrite(checkpoint: Path) -> None:
+    with (checkpoint / "__0_0.distcp").open("r+b") as file:
+        file.write(b"\0" * 2000)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, r"__3_0\.distcp: 5000 bytes found, \d+ expected; copy the checkpoint again, or export another"),
+        (lambda path: (path / "__1_0.distcp").unlink(), r"__1_0\.distcp: no such file, but the checkpoint has weights"),
+        (
+            lambda path: (path / ".metadata").unlink(),
+            r"step-00000005 can't be read: .*No such file.*\.metadata.*; copy",
+        ),
+        (
+            lambda path: (path / ".metadata").write_bytes(b"torn"),
+            r"step-00000005 can't be read: .*; copy the checkpoint again",
+        ),
+        (lambda path: (path / "state.json").write_text("{"), r"state\.json can't be read"),
+        (overwrite, r"step-00000005 can't be read: .*; copy the checkpoint again"),
+    ],
+    ids=["truncated", "missing", "no metadata", "damaged metadata", "damaged state", "overwritten"],
+)
+def test_a_damaged_checkpoint_is_one_line(run: Path, damage, message: str) -> None:
+    damage(run / f"checkpoints/step-{LAST:08d}")
+    with pytest.raises(CheckpointError, match=message) as failure:
+        exported(run)
+    assert "\n" not in str(failure.value)
+    assert not list(run.glob("export/step-*"))
+    assert exported(run, IN_A_ROUND).name == f"step-{IN_A_ROUND:08d}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("hidden_size: 32", "hidden_size: 48", r"\S+ is \[\d+, 32\] there, \[\d+, 48\] by the recipe"),
+        ("num_hidden_layers: 2", "num_hidden_layers: 1", r"model\.layers\.1\.\S+ is \[.*\] there, none by the recipe"),
+        ("tie_word_embeddings: false", "tie_word_embeddings: true", r"lm_head\.weight is .* there, none by the recipe"),
+    ],
+)
+def test_a_checkpoint_of_another_model(run: Path, old: str, new: str, name: str) -> None:
+    recipe = run / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(old, new))
+    with pytest.raises(CheckpointError, match=f"is of another model than the run's recipe.yaml: {name}"):
+        exported(run)
+
+
+def test_what_a_run_does_not_have(run: Path, tmp_path: Path) -> None:
+    for wanted, message in (
+        (lambda: find_source(run, 3), r"has no checkpoint of step 3; there are: 4, 5"),
+        (lambda: find_source(run.parent / "rum"), r"rum does not exist; give one that training made"),
+        (lambda: find_source(run.parent), r"is not a run directory \(it has no recipe.yaml\)"),
+        (lambda: export(find_source(run), Request(Choice.parse("replica:2"))), r"has replica:0 to replica:1"),
+        (lambda: export(find_source(run), Request(max_shard_size="big")), r"--max-shard-size is 'big'; expected"),
+        (lambda: export(find_source(run), Request(), run), r"exists and is not an exported model"),
+    ):
+        with pytest.raises(UserError, match=message):
+            wanted()
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
+        find_source(run)
+
+
+def test_without_an_anchor(plain: Path, tmp_path: Path) -> None:
+    source = find_source(plain, IN_A_ROUND)
+    source.state["shared"]["anchor"] = []
+    with pytest.raises(UserError, match=r"has no anchor \(.*\); use mean"):
+        weights = ChosenWeights(WholeTensors(source.checkpoint), source.state, Choice.parse("anchor"))
+        weights.read("model.norm.weight")
+
+
+def test_without_the_tokenizer(run: Path, tmp_path: Path) -> None:
+    recipe = run / "recipe.yaml"
+    lines = [
+        f"  cache_dir: {tmp_path}/gone" if "cache_dir" in line else line for line in recipe.read_text().splitlines()
+    ]
+    recipe.write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"the tokenizer of \S+ is not in \S+gone\S+ .*llmtrain prepare \S+recipe.yaml"):
+        exported(run)
+
+
+def test_generate_writes_the_same_from_a_run_and_from_its_export(plain: Path) -> None:
+    run = plain
+    text = generate(run, "Every round", Sampling(tokens=12, seed=3))
+    assert text.startswith("Every round") and len(text) > len("Every round")
+    assert generate(exported(run), "Every round", Sampling(tokens=12, seed=3)) == text
+    greedy_text = generate(run, "Every", Sampling(tokens=12, temperature=0, seed=1))
+    assert generate(run, "Every", Sampling(tokens=12, temperature=0, seed=2)) == greedy_text
+    assert generate(run, "", Sampling(tokens=500))  # stops where the model's positions end
+    with pytest.raises(UserError, match=r"--prompt has \d+ tokens, the model has room for 64"):
+        generate(run, "Every round " * 40, Sampling())

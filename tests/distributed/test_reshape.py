@@ -1,0 +1,185 @@
+"""A run goes on on another mesh: the same replicas as if nothing had happened, other replicas by the stated rules."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmtrain.config import Recipe
+from tests.distributed.pool import RankPool
+from tests.distributed.reshape_rules import assert_follows_the_rules, newest, of_replicas, read_checkpoint, shared
+from tests.distributed.reshape_runs import Part, Seen, recipe_of, refusal, rewrite, run_parts, write_texts
+
+EDIT = ("sync.method=edit", "sync.penalty={z: 3, ema: 0.3, min_rounds: 2, temperature: 1, clip: 10}")
+TIMED = ("sync.method=a_edit", "sync.penalty={ema: 0.3, clip: 10}", "sync.period={kind: seconds, every: 3}")
+METHODS = {
+    "diloco": ("sync.method=diloco",),
+    "diloco-feedback": ("sync.method=diloco", "sync.wire={kind: int4, feedback: true}"),
+    "edit-armed": EDIT,
+    "local_sgd": ("sync.method=local_sgd",),
+    "streaming": ("sync.method=streaming_diloco", "sync.wire=fp32", "sync.schedule={steps: 2, fragments: 2}"),
+    "co2": ("sync.method=co2",),
+    "palsgd": ("sync.method=palsgd", "sync.pull.probability=0.5"),
+    "wagma": ("sync.method=wagma",),
+}
+STEP = {"edit-armed": 10}
+"""Where the checkpoint is, if not in a round: two synchronous steps come first, then rounds of four."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a little real text: some of the standard library's source."""
+    folder = tmp_path_factory.mktemp("reshape")
+    write_texts(folder)
+    return folder
+
+
+def overrides(kind: str) -> tuple[str, ...]:
+    """`sync.period.every` and the rest of the tiny recipe stay as they are."""
+    return (*METHODS[kind], "sync.warmup_steps=2")
+
+
+def run(ranks: RankPool, *parts: Part) -> list[list[Seen]]:
+    """[part][rank]; all on one mesh."""
+    size = parts[0].replicas * parts[0].shard
+    return list(map(list, zip(*ranks.run(run_parts, list(parts), world_size=size, timeout=600), strict=True)))
+
+
+def lines(recipe: Recipe) -> list[dict[str, Any]]:
+    path = Path(recipe.run.out_dir) / recipe.run.name / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def said(seen: list[Seen]) -> str:
+    """Of the checkpoint that a part continued from."""
+    [line] = [note for note in seen[0].notes if note.startswith("continuing from")]
+    return line.rpartition("/")[2]
+
+
+def checkpoints(folder: Path, name: str) -> Path:
+    return folder / "runs" / name / "checkpoints"
+
+
+TAGS = ("train/", "eval/", "sync/")
+
+
+def test_the_same_replicas_on_other_shards_go_on_as_if_nothing_had_happened(ranks: RankPool, folder: Path) -> None:
+    """In float64, so that only the order of additions differs."""
+    kinds = ["edit-armed", "streaming", "palsgd"]
+    alone = [recipe_of(folder, f"alone-{kind}", *overrides(kind), "train.steps=14") for kind in kinds]
+    moved = [recipe_of(folder, f"moved-{kind}", *overrides(kind), "train.steps=14") for kind in kinds]
+    run(ranks, *(Part(recipe, 2, 1, 10) for recipe in [*alone, *moved]))
+    run(ranks, *(Part(recipe, 2, 1, 14) for recipe in alone))
+    for seen in run(ranks, *(Part(recipe, 2, 2, 14) for recipe in moved)):
+        assert said(seen) == "step-00000010, written by 2 replicas x 1 shards: the same replicas on 2 shards"
+    for kind, one, other in zip(kinds, alone, moved, strict=True):
+        assert [line["step"] for line in lines(other)] == [0, 1, 14, 14]
+        for ours, theirs in zip(lines(other), lines(one), strict=True):
+            assert ours["tokens"] == theirs["tokens"]
+            numbers = {tag: value for tag, value in theirs.items() if tag.startswith(TAGS)}
+            assert {tag: ours[tag] for tag in numbers} == pytest.approx(numbers, rel=1e-10, abs=1e-13), kind
+            if "comm/bytes_total" in ours:  # every rank of a replica takes part in meetings, which are small
+                assert ours["comm/bytes_total"] == pytest.approx(theirs["comm/bytes_total"], rel=0.01)
+
+
+IN_OTHERS = {"wagma": 4}
+"""How many replicas go on; three unless a butterfly has to be made of them."""
+
+
+def test_other_replicas_start_by_the_rules(ranks: RankPool, folder: Path) -> None:
+    recipes = {kind: recipe_of(folder, f"mean-{kind}", *overrides(kind)) for kind in METHODS}
+    run(ranks, *(Part(recipe, 2, 2, STEP.get(kind, 9)) for kind, recipe in recipes.items()))
+    for replicas in (3, 4):
+        kinds = [kind for kind in METHODS if IN_OTHERS.get(kind, 3) == replicas]
+        parts = [(Part(recipes[kind], replicas, 1, 99), folder / f"rewritten-{kind}") for kind in kinds]
+        for said_by_rank in ranks.run(rewrite, parts, world_size=replicas, timeout=600):
+            expected = f", written by 2 replicas x 2 shards: {replicas} replicas start from their mean"
+            assert said_by_rank == [expected] * len(kinds)
+    for kind in METHODS:
+        old, got = (
+            read_checkpoint(newest(path))
+            for path in (checkpoints(folder, f"mean-{kind}"), folder / f"rewritten-{kind}")
+        )
+        first, second = (replica["weights.causal_lm.lm_head.weight"] for replica in of_replicas(old))
+        assert np.abs(first - second).max() > 1e-4, f"{kind}: the replicas do not differ, so their mean shows nothing"
+        assert_follows_the_rules(got, old, rtol=1e-13)
+        kept = [state["method"]["schedule"] for state in (old.state["ranks"][0], *got.state["ranks"])]
+        pooled = [schedule.pop("penalty", None) for schedule in kept]
+        assert all(schedule == kept[0] for schedule in kept), f"{kind}: the round goes on where it was"
+        if pooled[0] is not None:
+            means = np.array(pooled[0]["mean"])
+            assert (pooled[0]["count"], pooled[1]["count"]) == ([[1] * 4] * 2, [[1] * 4] * 3)
+            np.testing.assert_allclose(pooled[1]["mean"], [means.mean(0)] * 3, rtol=1e-13)
+            np.testing.assert_allclose(pooled[1]["variance"], [means.var(0)] * 3, rtol=1e-9)
+    assert {name.split(".")[0] for name in shared(got)} == {"anchor"}
+    late = read_checkpoint(newest(folder / "rewritten-co2"))
+    assert {name.split(".")[0] for name in shared(late)} == {"anchor", "momentum", "arriving"}
+
+
+TIMED_ROUNDS = {"at a synchronisation": 0, "in a round": 1000}
+
+
+@pytest.mark.parametrize("least", TIMED_ROUNDS.values(), ids=TIMED_ROUNDS.keys())
+def test_rounds_of_seconds_go_on_at_the_mean_step(ranks: RankPool, folder: Path, least: int) -> None:
+    """Two replicas of which one is three times as slow, then three others: no sample twice, none left out."""
+    name = f"timed-{least}"
+    keys = ("sync.warmup_steps=2", f"sync.period.min_steps={least}", "train.steps=40")
+    recipe = recipe_of(folder, name, *TIMED, *keys)
+    [begun] = run(ranks, Part(recipe, 2, 1, 8, seconds=(0.5, 1.5)))
+    old = read_checkpoint(newest(checkpoints(folder, name)))
+    steps = old.ranks("step")
+    assert steps[0] > steps[1] and old.state["step"] == sum(steps) // 2
+    ranks.run(rewrite, [(Part(recipe, 3, 1, 99), folder / f"rewritten-{name}")], world_size=3, timeout=600)
+    got = read_checkpoint(newest(folder / f"rewritten-{name}"))
+    assert_follows_the_rules(got, old, rtol=1e-13)
+    period, was = got.ranks("method", "period")[0], old.ranks("method", "period")[0]
+    assert got.ranks("step") == [old.state["step"]] * 3
+    assert (period["met_at"], period["steps_there"]) == (old.state["step"], 3 * old.state["step"])
+    since = was["steps_there"] - was["steps_synchronised"]
+    assert period["steps_there"] - period["steps_synchronised"] == since
+    assert (since > 0) == (least > 0)
+    rounds = [state["round"]["steps"] for state in old.ranks("method", "schedule")]
+    assert got.ranks("method", "schedule")[0]["round"]["steps"] == sum(rounds) / 2
+    [went_on] = run(ranks, Part(recipe, 3, 1, 16, seconds=(0.5, 1.0, 1.5)))
+    seen = Counter(chain.from_iterable(rank.samples for rank in [*begun, *went_on]))
+    assert set(seen.values()) == {1}
+    states = read_checkpoint(newest(checkpoints(folder, name))).ranks("loader")
+    lowest = min(min(state["position"], *(start for start, _ in state.get("left", [[1e9, 0]]))) for state in states)
+    samples = (52_049 - 1) // 32
+    order = np.random.default_rng([recipe.run.seed, 0]).permutation(np.arange(samples, dtype=np.uint32))
+    assert set(order[:lowest].tolist()) <= seen.keys()
+
+
+def test_four_meshes_in_turn_read_every_sample_once_and_keep_the_validation_loss(ranks: RankPool, folder: Path) -> None:
+    """On real text, in rounds and with a synchronisation armed."""
+    recipe = recipe_of(folder, "chain", *EDIT, "sync.warmup_steps=2", "train.sequence_length=128", "train.steps=36")
+    parts = [Part(recipe, *mesh, until) for mesh, until in (((2, 2), 9), ((1, 4), 18), ((4, 1), 27), ((3, 1), 36))]
+    seen, validation = [], []
+    for part in parts:
+        [of_ranks] = run(ranks, part)
+        seen += chain.from_iterable(rank.samples for rank in of_ranks)
+        validation.append(of_ranks[0].validation)
+    samples = (52_049 - 1) // 128
+    assert len(seen) == 36 * 12 > samples
+    assert Counter(seen).keys() == set(range(samples)) and set(Counter(seen).values()) == {1, 2}
+    assert sum(count == 2 for count in Counter(seen).values()) == 36 * 12 - samples, "the second epoch is the rest"
+    for (_, before), (after, _) in pairwise(validation):
+        assert after == pytest.approx(before, rel=1e-9), "training goes on from the mean that was validated"
+    starts = [before for before, _ in validation]
+    assert starts == sorted(starts, reverse=True) and validation[-1][1] < validation[0][0] - 0.3
+
+
+def test_damage_that_one_rank_finds_is_an_error_of_all(ranks: RankPool, folder: Path) -> None:
+    recipe = recipe_of(folder, "damaged", "sync.method=local_sgd", "sync.warmup_steps=2")
+    run(ranks, Part(recipe, 2, 1, 3))
+    path = newest(checkpoints(folder, "damaged"))
+    for file in path.glob("__1_*.distcp"):  # written, and read again, by rank 1 alone
+        file.write_bytes(b"")
+    first, second = ranks.run(refusal, Part(recipe, 2, 1, 99), world_size=2, timeout=600)
+    assert first == second and first.startswith(f"{path} can't be read: ") and "\n" not in first

@@ -1,0 +1,342 @@
+"""A tiny model through `llmtrain eval` and through lm-evaluation-harness itself."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from llmtrain.errors import DataError
+from llmtrain.eval import command
+from llmtrain.eval.command import evaluate
+from llmtrain.eval.harness import run_task, task_manager
+from llmtrain.eval.suite import EVAL_FOLDER, SuiteError, TaskSection
+from llmtrain.eval.texts import load, losses
+
+pytest.importorskip(
+    "lm_eval", reason="lm-evaluation-harness is not installed: pip install -c constraints.txt -e '.[eval]'"
+)
+
+SUITE = """
+batch_size: 4
+tasks:
+  - {task: offline_arc_easy, show: [acc_norm, bits_per_byte]}
+  - {task: offline_lambada_openai, show: [acc, perplexity, bits_per_byte]}
+  - {task: offline_blimp}
+"""
+NAMES = ("Tom", "Lily", "Sam", "Mia", "Ben", "Sue", "Max", "Amy")
+PARADIGMS = sorted(path.stem for path in (EVAL_FOLDER / "tasks/blimp").glob("*.yaml"))
+
+
+def arc(number: int) -> dict[str, Any]:
+    options = ["a red ball", "the big tree", "two cats", "rain", "the moon"][: 4 + number % 2]
+    labels = list("ABCDE" if number % 3 else "12345")[: len(options)]
+    question = f"What did {NAMES[number]} see {number} times?"
+    return {"question": question, "choices": {"text": options, "label": labels}, "answerKey": labels[number % 4]}
+
+
+def processed(row: dict[str, Any]) -> dict[str, Any]:
+    gold = row["choices"]["label"].index(row["answerKey"])
+    return {"query": f"Question: {row['question']}\nAnswer:", "choices": row["choices"]["text"], "gold": gold}
+
+
+def hellaswag(number: int) -> dict[str, Any]:
+    return {
+        "ind": number,
+        "activity_label": "Playing [header] ball",
+        "ctx_a": f"{NAMES[number]} [title] throws a ball.",
+        "ctx_b": "then  the dog",
+        "ctx": "",
+        "endings": ["runs [step] away.", " catches it.", "sleeps.  ", "flies."],
+        "label": str(number % 4),
+    }
+
+
+ROWS = {
+    "arc_easy/validation.jsonl": [arc(i) for i in range(8)],
+    "arc_challenge/validation.jsonl": [arc(i) for i in range(4)],
+    "arc_easy/test.processed.jsonl": [processed(arc(i)) for i in range(8)],
+    "hellaswag/rubriks_subset.original.jsonl": [hellaswag(i) for i in range(4)],
+    "lambada_openai/test.jsonl": [{"text": f"{name} had a red ball. It was the ball of {name}"} for name in NAMES],
+    "piqa/validation.jsonl": [
+        {"goal": f"Find {n}.", "sol1": "Look.", "sol2": "Sleep now.", "label": i % 2} for i, n in enumerate(NAMES)
+    ],
+    "openbookqa/validation.jsonl": [
+        {**arc(i), "question_stem": arc(i)["question"], "answerKey": " " + arc(i)["answerKey"]} for i in range(4)
+    ],
+    "boolq/validation.jsonl": [
+        {"question": f"is {n} tall", "answer": i % 3 == 0, "passage": f"{n} is here."} for i, n in enumerate(NAMES)
+    ],
+    **{
+        f"blimp/{paradigm}.jsonl.gz": [
+            {"sentence_good": f"{name} sees a cat.", "sentence_bad": f"{name} see a cat."} for name in NAMES[:4]
+        ]
+        for paradigm in PARADIGMS
+    },
+}
+STORIES = [f"{name} had a ball.\nThe ball was red, and {name} was glad: très bien!" for name in NAMES]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Few documents in the columns that the offline tasks read."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, rows in ROWS.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    (folder / "stories.txt").write_text("\n<|endoftext|>\n".join(STORIES))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose tokenizer has a token for each byte."""
+    return write_model(tmp_path_factory.mktemp("models") / "tiny", seed=0)
+
+
+def write_model(folder: Path, seed: int) -> Path:
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, "<|endoftext|>"])}, []))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>").save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(alphabet) + 1,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.5,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> str:
+    (tmp_path / "mine.yaml").write_text(SUITE)
+    return str(tmp_path / "mine.yaml")
+
+
+def test_the_harness_itself_gives_the_same_scores(model: Path, data: Path, suite: str, tmp_path: Path) -> None:
+    (result,) = evaluate(
+        [model], suite, data_dir=data, device="cpu", out=tmp_path / "ours", console=Console(quiet=True)
+    )
+    arguments = {
+        "--model": "hf",
+        "--model_args": f"pretrained={model}",
+        "--tasks": "offline_arc_easy,offline_lambada_openai,offline_blimp",
+        "--include_path": str(EVAL_FOLDER / "tasks"),
+        "--metadata": json.dumps({"data_dir": str(data)}),
+        "--batch_size": "4",
+        "--device": "cpu",
+        "--output_path": str(tmp_path / "theirs"),
+    }
+    flat = [part for pair in arguments.items() for part in pair]
+    done = subprocess.run(
+        [sys.executable, "-m", "lm_eval", "run", *flat], capture_output=True, text=True, timeout=280, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    theirs = json.loads(next((tmp_path / "theirs").rglob("results_*.json")).read_text())["results"]
+    compared = 0
+    for task, metrics in theirs.items():
+        for key, value in metrics.items():
+            metric, comma, _ = key.partition(",")
+            if comma and metric != "perplexity_stderr":  # of another number of random resamples
+                assert result["results"][task][metric] == value, (task, key)
+                compared += 1
+    assert set(theirs) == set(result["results"]) and compared == 4 + 3 + 2 * 7
+    assert 0 < result["results"]["offline_arc_easy"]["acc"] < 1
+    assert result["tasks"]["offline_arc_easy"]["chance"] == pytest.approx((1 / 4 + 1 / 5) / 2)
+    assert json.loads((tmp_path / "ours/tiny/mine.json").read_text()) == result
+
+
+def requests(task: Any) -> list[tuple[Any, ...]]:
+    """What a task asks the model, and what it holds for right."""
+    task.set_config(key="num_fewshot", value=0)
+    task.build_all_requests(limit=None, rank=0, world_size=1)
+    return [(*instance.args, task.doc_to_target(instance.doc)) for instance in task.instances]
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "file"),
+    [
+        ("arc", "arc_easy", "arc_easy/validation.jsonl"),
+        ("arc", "arc_challenge", "arc_challenge/validation.jsonl"),
+        ("hellaswag", "hellaswag", "hellaswag/rubriks_subset.original.jsonl"),
+        ("piqa", "piqa", "piqa/validation.jsonl"),
+        ("openbookqa", "openbookqa", "openbookqa/validation.jsonl"),
+        ("super_glue/boolq", "boolq", "boolq/validation.jsonl"),
+        ("lambada", "lambada_openai", "lambada_openai/test.jsonl"),
+        ("blimp", "blimp_passive_1", "blimp/passive_1.jsonl.gz"),
+    ],
+)
+def test_offline_tasks_ask_what_the_harness_asks(folder: str, name: str, file: str, data: Path, tmp_path: Path) -> None:
+    import lm_eval.tasks
+
+    rows = [dict(row) for row in ROWS[file]]
+    for row in rows:
+        if name == "boolq":  # SuperGLUE's column
+            row["label"] = int(row.pop("answer"))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    its_own = Path(lm_eval.tasks.__file__).parent / folder
+    local = {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / "cache")}
+    splits = {"training_split": None, "validation_split": None, "test_split": "test"}
+    overrides = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": local, **splits}
+    group = {"group": "its_own", "task": [{"task": name, **overrides}]}
+    theirs = lm_eval.tasks.TaskManager(include_path=its_own, include_defaults=False).load([group])["tasks"][name]
+    ours = task_manager((EVAL_FOLDER / "tasks",), data, False).load([f"offline_{name}"])["tasks"][f"offline_{name}"]
+    assert requests(ours) == requests(theirs) and len(requests(ours)) >= 4
+    assert [metric["metric"] for metric in ours.get_config("metric_list")] == [
+        metric["metric"] for metric in theirs.get_config("metric_list")
+    ]
+    assert ours.VERSION == theirs.VERSION
+
+
+def test_prompts_written_out_are_the_same_requests(data: Path) -> None:
+    manager = task_manager((EVAL_FOLDER / "tasks",), data, False)
+    tasks = manager.load(["offline_arc_easy", "offline_arc_easy_test"])["tasks"]
+    original, written_out = (requests(tasks[name]) for name in ("offline_arc_easy", "offline_arc_easy_test"))
+    assert [request[:2] for request in original] == [request[:2] for request in written_out]
+    assert [int(request[2]) for request in original] == [int(request[2]) for request in written_out]
+
+
+def test_an_interrupted_evaluation_continues(
+    model: Path, data: Path, suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llmtrain.eval import pieces
+
+    ran = []
+
+    def counted(section: TaskSection, *rest: Any) -> Any:
+        if section.task == interrupted_at:
+            raise KeyboardInterrupt
+        ran.append(section.task)
+        return run_task(section, *rest)
+
+    def again() -> dict[str, Any]:
+        return evaluate([model], suite, data_dir=data, device="cpu", out=tmp_path / "out", console=Console(quiet=True))[
+            0
+        ]
+
+    monkeypatch.setattr(pieces, "run_task", counted)
+    interrupted_at = "offline_lambada_openai"
+    with pytest.raises(KeyboardInterrupt):
+        again()
+    assert ran == ["offline_arc_easy"] and not (tmp_path / "out/tiny/mine.json").exists()
+    interrupted_at = ""
+    first = again()
+    assert ran == ["offline_arc_easy", "offline_lambada_openai", "offline_blimp"]
+    assert again()["results"] == first["results"]
+    assert len(ran) == 3  # nothing the third time
+
+
+def test_wrong_tasks_are_refused(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmtrain.eval import pieces
+
+    class OnlyOurs:
+        all_tasks = ("offline_piqa", "piqa")
+
+    monkeypatch.setattr("llmtrain.eval.harness.task_manager", lambda *_: OnlyOurs)  # the whole index takes long
+    (tmp_path / "bad.yaml").write_text("tasks: [{task: offline_pica}]")
+    with pytest.raises(SuiteError) as error:
+        evaluate([model], str(tmp_path / "bad.yaml"), data_dir=data)
+    assert str(error.value) == (
+        "task offline_pica: neither lm-evaluation-harness nor eval/tasks has it; did you mean offline_piqa?"
+    )
+    manager = pieces.task_manager((EVAL_FOLDER / "tasks",), data, False)
+    with pytest.raises(SuiteError, match=r"few_shot is 2, but offline_blimp_.* always takes 0; leave few_shot out"):
+        run_task(TaskSection(task="offline_blimp", few_shot=2), None, lambda: None, manager)
+
+
+def test_data_that_is_only_on_the_hub_says_what_to_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    import lm_eval.tasks
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    manager = lm_eval.tasks.TaskManager(
+        include_path=Path(lm_eval.tasks.__file__).parent / "piqa", include_defaults=False
+    )
+    with pytest.raises(DataError, match=r"task piqa: its data can't be had .*take --suite offline with --data-dir"):
+        run_task(TaskSection(task="piqa"), None, lambda: None, manager)
+
+
+def test_checkpoints_of_runs_over_time_against_a_baseline(model: Path, data: Path, tmp_path: Path) -> None:
+    """Runs whose checkpoints are gone and whose exports are there."""
+    for run in ("a", "b"):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "recipe.yaml").write_text("")
+        steps = (10, 20) if run == "a" else (20,)
+        lines = [{"step": step, "tokens": step * 1000} for step in steps]
+        (tmp_path / run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for step in steps:
+            folder = tmp_path / run / f"export/step-{step:08d}"
+            write_model(folder, seed=step + len(run)) if run == "a" else shutil.copytree(model, folder)
+            (folder / "export.json").write_text("{}")
+    suite = tmp_path / "quick.yaml"
+    suite.write_text(
+        "tasks: [{task: offline_piqa}]\ntexts: [{name: stories, file: stories.txt, window: 16}]\n"
+        "samples: {prompts: [Tom], tokens: 3}\n"
+    )
+    results = evaluate(
+        [tmp_path / "a"], str(suite), over_time=True, data_dir=data, device="cpu", baseline=tmp_path / "b"
+    )
+    assert [(each["checkpoint_step"], each["tokens"]) for each in results] == [(10, 10_000), (20, 20_000), (20, 20_000)]
+    assert json.loads((tmp_path / "a/eval/quick.json").read_text())["checkpoint_step"] == 20
+    assert json.loads((tmp_path / "a/eval/quick-over-time.json").read_text())["checkpoints"] == results
+    assert (tmp_path / "a/eval/quick-over-time.png").read_bytes().startswith(b"\x89PNG")
+    assert "against" not in results[2] and not (tmp_path / "b/eval/quick.json").exists()
+    tests = {(each["task"], each["metric"]): each["test"] for each in results[0]["against"]["scores"]}
+    assert tests == {("offline_piqa", "acc"): "McNemar's exact test", ("stories", "bits_per_byte"): "paired bootstrap"}
+    assert [each["prompt"] for each in results[0]["written"]] == ["Tom"]
+    with pytest.raises(command.UserError, match="--over-time is for all checkpoints and --step for one"):
+        evaluate([tmp_path / "a"], str(suite), over_time=True, step=10, data_dir=data)
+
+
+def test_a_text_costs_what_predicting_it_token_by_token_costs(model: Path) -> None:
+    import torch
+
+    loaded = load(model, "cpu")
+    nll, tokens = losses(STORIES[:3], loaded, window=16, batch_size=2)
+    stream = [t for text in STORIES[:3] for t in (loaded.first_token, *loaded.tokenizer(text)["input_ids"])]
+    owners = [i for i, text in enumerate(STORIES[:3]) for _ in range(1 + len(text.encode()))]
+    expected, counts = [0.0] * 3, [0] * 3
+    for place in range(len(stream) - 1):
+        context = stream[place - place % 16 : place + 1]
+        with torch.inference_mode():
+            log_probabilities = loaded.model(torch.tensor([context])).logits[0, -1].log_softmax(-1)
+        expected[owners[place]] -= log_probabilities[stream[place + 1]].item()
+        counts[owners[place]] += 1
+    assert tokens == counts
+    assert nll == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("file", "every", "known"), [("valid", 1, 1.509), ("train", 5, 1.380)])
+def test_a_real_model_has_its_known_losses(
+    file: str, every: int, known: float, shared_data: Path, tmp_path: Path
+) -> None:
+    """Measured elsewhere in fp32, with windows of 512 tokens."""
+    (tmp_path / "s.yaml").write_text(
+        f"batch_size: 8\ntexts: [{{name: text, file: tinystories/{file}.txt, every: {every}, window: 512}}]"
+    )
+    model = shared_data / "models/stories260K"
+    (result,) = evaluate([model], str(tmp_path / "s.yaml"), data_dir=shared_data, device="cpu", out=tmp_path)
+    scores = result["results"]["text"]
+    assert scores["loss"] == pytest.approx(known, abs=0.002)
+    assert scores["perplexity"] == math.exp(scores["loss"])
+    assert scores["bits_per_byte"] == pytest.approx(scores["loss"] * scores["tokens"] / math.log(2) / scores["bytes"])

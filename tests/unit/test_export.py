@@ -1,0 +1,238 @@
+"""What export says and writes, without a run: names, choices, cards, folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from filelock import FileLock
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from llmtrain.config import Recipe
+from llmtrain.errors import UserError
+from llmtrain.export import card
+from llmtrain.export.export import Request
+from llmtrain.export.folder import Manifest, locked, read_manifest, replacing, sizes, write_manifest
+from llmtrain.export.parity import Parity
+from llmtrain.export.results import read_scores
+from llmtrain.export.source import Source
+from llmtrain.export.weights import MEAN, Choice
+from llmtrain.export.write import write_configs, write_weights
+from llmtrain.recipe import load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+MANIFEST = Manifest(
+    step=1000,
+    weights="mean",
+    dtype="fp32",
+    checkpoint="abc",
+    max_shard_size="5GB",
+    parameters=1_900_000,
+    parity=Parity(2e-7, 8.0),
+    files={},
+)
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Recipe:
+    return load_recipe(ROOT / "recipes/quickstart.yaml", ["data.source=hf:owner/name", "run.name=mine"])
+
+
+@pytest.fixture
+def source(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+    """A checkpoint of two replicas with two shards that exists in name only."""
+    monkeypatch.setattr(Source, "load_tokenizer", lambda self: SimpleNamespace(eos_token="<|endoftext|>"))
+    source = Source(tmp_path, 1000, tmp_path / "checkpoints/step-00001000", recipe)
+    progress = {
+        "predicted_tokens": 1024,
+        "last_line": {"train/loss": 4.1},
+        "last_eval": {"loss": 4.5, "tokens": 99},
+        "last_evaluated": 950,
+        "method": {"report": {"count": 13}},
+    }
+    vars(source)["state"] = {"mesh": [2, 2], "ranks": [progress] * 4}
+    return source
+
+
+@pytest.mark.parametrize(
+    ("text", "choice", "ending"),
+    [
+        ("mean", MEAN, ""),
+        ("anchor", Choice("anchor"), "-anchor"),
+        ("replica:0", Choice("replica", 0), "-replica0"),
+        ("replica:12", Choice("replica", 12), "-replica12"),
+    ],
+)
+def test_weights_have_names(source: Source, text: str, choice: Choice, ending: str) -> None:
+    assert Choice.parse(text) == choice and str(choice) == text
+    assert Request(choice).folder_of(source) == source.run / f"export/step-00001000{ending}"
+    assert Request(choice, "bf16").folder_of(source) == source.run / f"export/step-00001000{ending}-bf16"
+
+
+@pytest.mark.parametrize("text", ["best", "", "replica", "replica:", "replica:-1", "replica:x", "Mean", "mean "])
+def test_unknown_weights(text: str) -> None:
+    with pytest.raises(UserError, match=r"--weights is '.*'; expected mean, anchor, or replica:K such as replica:0"):
+        Choice.parse(text)
+
+
+def test_unknown_dtype() -> None:
+    with pytest.raises(UserError, match="--dtype is 'fp16'; expected fp32 or bf16"):
+        Request(dtype="fp16")
+
+
+class FewWeights:
+    """Stands in for a checkpoint's weights."""
+
+    def __init__(self) -> None:
+        self.shapes = dict.fromkeys("abcde", torch.Size([1000]))
+
+    def read(self, name: str) -> torch.Tensor:
+        return torch.full((1000,), float(ord(name)))
+
+
+@pytest.mark.parametrize(("size", "files"), [("5GB", 1), ("8KB", 3), ("4KB", 5)])
+def test_weights_are_cut_into_files_that_others_may_read(tmp_path: Path, size: str, files: int) -> None:
+    names = write_weights(FewWeights(), tmp_path, torch.float32, size)
+    assert len(names) == files
+    seen = {}
+    for name in names:
+        assert (tmp_path / name).stat().st_mode & 0o777 == tmp_path.stat().st_mode & 0o666
+        with safe_open(tmp_path / name, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            seen |= {key: (name, file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118
+    assert all(torch.equal(seen[key][1], FewWeights().read(key)) for key in "abcde")
+    index = tmp_path / "model.safetensors.index.json"
+    assert index.exists() is (files > 1)
+    if files > 1:
+        content = json.loads(index.read_text())
+        assert content["weight_map"] == {key: name for key, (name, _) in seen.items()}
+        assert content["metadata"]["total_size"] == 20_000
+    else:
+        assert names == ["model.safetensors"]
+
+
+def test_a_size_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--max-shard-size is 'many'; expected a size such as 500MB or 5GB"):
+        write_weights(FewWeights(), tmp_path, torch.float32, "many")
+
+
+def test_configurations_name_what_begins_and_ends_a_text(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama", hidden_size=32, tie_word_embeddings=True)
+    write_configs(config, "LlamaForCausalLM", 7, tmp_path, torch.bfloat16)
+    written = json.loads((tmp_path / "config.json").read_text())
+    expected = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
+    expected |= {"bos_token_id": 7, "eos_token_id": 7, "tie_word_embeddings": True, "hidden_size": 32}
+    assert {key: written[key] for key in expected} == expected
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert [generation[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [7, 7, 7]
+
+
+def header_of(text: str) -> dict:
+    assert text.startswith("---\n")
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def test_a_card_says_what_the_model_is(source: Source) -> None:
+    text = card.model_card(source, MANIFEST)
+    assert header_of(text) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["llmtrain", "edit", "llama"],
+        "datasets": ["owner/name"],
+    }
+    for line in (
+        "# mine",
+        "| method | `edit`: 13 synchronisations |",
+        "| steps | 1,000 of 300 |",
+        "| tokens | 4,096, sequences of 128 |",
+        "| mesh | 2 replicas x 2 shards (FSDP2), fp32 |",
+        "| validation loss | 4.5000 nats per token (perplexity 90.02), replicas' mean after step 950 |",
+        "| weights | the mean of 2 replicas, after step 1,000, fp32 |",
+        "Not evaluated on benchmarks yet.",
+    ):
+        assert line in text.splitlines(), line
+    recipe = text.split("```yaml\n")[1].split("```")[0]
+    assert yaml.safe_load(recipe)["sync"]["method"] == "edit"
+
+
+def test_a_card_shows_the_results_of_its_own_step(source: Source) -> None:
+    folder = source.run / "eval"
+    folder.mkdir()
+    results = {"piqa": {"acc,none": 0.53, "acc_stderr,none": 0.0116, "alias": "piqa"}, "blimp": {"acc": 1, "n": None}}
+    for step in (1000, 500):
+        content = {"suite": f"suite{step}", "checkpoint_step": step, "results": results}
+        (folder / f"{step}.json").write_text(json.dumps(content))
+    (folder / "torn.json").write_text("{")
+    (folder / "list.json").write_text("[]")
+    (folder / "odd.json").write_text('{"checkpoint_step": 1000, "results": {"a": 3}}')
+    scores = read_scores(folder, 1000)
+    assert [(s.suite, s.task, s.metric, s.value, s.stderr) for s in scores] == [
+        ("suite1000", "piqa", "acc", 0.53, 0.0116),
+        ("suite1000", "blimp", "acc", 1.0, None),
+    ]
+    text = card.model_card(source, MANIFEST)
+    assert "| suite1000 | piqa | acc | 0.5300 ± 0.0116 |" in text and "suite500" not in text
+    [entry] = header_of(text)["model-index"]
+    assert entry["name"] == "mine"
+    assert {(r["dataset"]["type"], r["metrics"][0]["type"], r["metrics"][0]["value"]) for r in entry["results"]} == {
+        ("piqa", "acc", 0.53),
+        ("blimp", "acc", 1.0),
+    }
+
+
+def test_parity_is_relative_to_the_largest_logit() -> None:
+    line = Parity(2e-7, 8.0).describe()
+    assert "2.0e-07, 2.5e-08 of the largest logit (allowed: 1e-05)" in line and "bf16" not in line
+    assert "rounding to bf16 moved logits by up to 4.0e-02, 5.0e-03" in Parity(0.0, 8.0, 0.04).describe()
+
+
+def make(folder: Path, text: str = "weights") -> None:
+    (folder / "model.safetensors").write_text(text)
+    write_manifest(folder, MANIFEST.model_copy(update={"files": sizes(folder)}))
+
+
+def test_a_folder_is_complete_or_absent(tmp_path: Path) -> None:
+    final = tmp_path / "export/step-00001000"
+    with locked(final):
+        with pytest.raises(RuntimeError), replacing(final) as folder:
+            make(folder)
+            raise RuntimeError("half-way")
+        assert not final.exists() and read_manifest(final) is None
+        with replacing(final) as folder:
+            make(folder)
+        assert read_manifest(final).files == {"model.safetensors": 7}
+        with replacing(final) as folder:
+            make(folder, "others")
+    assert (final / "model.safetensors").read_text() == "others"
+    assert [path.name for path in final.parent.iterdir() if path.is_dir()] == [final.name]
+    (final / "model.safetensors").write_text("cut")
+    assert read_manifest(final) is None
+
+
+def test_other_folders_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years")
+    with (
+        pytest.raises(UserError, match=r"mine exists and is not an exported model; choose another folder"),
+        replacing(tmp_path / "mine"),
+    ):
+        pass
+    assert (tmp_path / "mine/thesis.txt").read_text() == "years"
+
+
+def test_waiting_for_another_export_ends(tmp_path: Path) -> None:
+    message = r"x: another process has been exporting it for 0\.1 s"
+    with FileLock(tmp_path / ".x.lock"), pytest.raises(UserError, match=message), locked(tmp_path / "x", timeout=0.1):
+        pass
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    message = r"can't be written \(.*\); choose another folder with --out"
+    with pytest.raises(UserError, match=message), locked(tmp_path / "file/x"):
+        pass

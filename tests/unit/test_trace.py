@@ -1,0 +1,55 @@
+"""Timelines: which spans are written, and when nothing is."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+from llmtrain.trace import message, open_trace, span, step_span
+
+
+def spans(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_spans_of_some_steps(tmp_path: Path) -> None:
+    path = tmp_path / "trace" / "rank-00000.jsonl"
+    with open_trace(path, first=2, last=3):
+        for step in range(1, 5):
+            with step_span(step), span("exposed", "averaging"):
+                pass
+    assert [(line["kind"], line["step"]) for line in spans(path)] == [
+        *(("exposed", 2), ("step", 2)),
+        *(("exposed", 3), ("step", 3)),
+    ]
+    exposed, step = spans(path)[:2]
+    assert exposed["name"] == "averaging"
+    assert step["start"] <= exposed["start"] <= exposed["end"] <= step["end"]
+
+
+def test_a_message_ends_on_another_thread_and_in_a_later_step(tmp_path: Path) -> None:
+    path = tmp_path / "rank.jsonl"
+    with open_trace(path, first=1, last=1):
+        with step_span(1):
+            arrived = message("synchronising layer 0", 96.0)
+        with step_span(2):
+            assert message("unseen", 1.0) is None
+            thread = threading.Thread(target=arrived)
+            thread.start()
+            thread.join()
+    sent = next(line for line in spans(path) if line["kind"] == "message")
+    assert (sent["name"], sent["bytes"], sent["step"]) == ("synchronising layer 0", 96.0, 1)
+
+
+def test_what_arrives_after_the_end_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "rank.jsonl"
+    with open_trace(path, first=1, last=1), step_span(1):
+        arrived = message("late", 1.0)
+    arrived()
+    assert [line["kind"] for line in spans(path)] == ["step"]
+
+
+def test_without_a_trace_nothing_happens(tmp_path: Path) -> None:
+    with step_span(1), span("gradient"):
+        assert message("unseen", 1.0) is None
