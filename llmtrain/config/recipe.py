@@ -214,6 +214,8 @@ class EvalSection(Section):
     """Steps between validations; `null`: only after the last step."""
     tokens: Count = 1_000_000
     """Validation tokens, always the same ones; fewer if there are fewer."""
+    sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")], str] = Field(default_factory=dict)
+    """Other texts to validate on, by name: files or folders (`{news: news.txt}`), read as `data.validation` is."""
     sample_prompt: str | None = None
     """After training, let the model continue this text (`samples.txt`); `""`: from nothing; `null`: no sample."""
     sample_tokens: PositiveInt = 120

@@ -8,8 +8,6 @@ import time
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llmtrain.train.validation import Validation
-
 
 def human(number: float) -> str:
     """Three digits and a unit: 41200 -> 41.2k."""
@@ -59,9 +57,11 @@ class Console:
             parts.append(f"eta {self._time_left(step)}")
         self.note(" | ".join(parts))
 
-    def evaluation(self, step: int, result: Validation) -> None:
-        """A validation."""
-        self.note(f"step {step}/{self._total} | validation loss {result.loss:.4f} | ppl {result.perplexity:.2f}")
+    def evaluation(self, step: int, name: str, tags: dict[str, float]) -> None:
+        """A validation, on the run's own text or on another one, which has a name."""
+        loss, perplexity, bits_per_byte = tags.values()
+        text = f"validation loss {loss:.4f} | ppl {perplexity:.2f} | {bits_per_byte:.3f} bits per byte"
+        self.note(f"step {step}/{self._total} | {name + ': ' if name else ''}{text}")
 
     def note(self, text: str) -> None:
         """Any other line."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from llmtrain.config import Layerwise, Recipe, TraceSection
-from llmtrain.data.index import Prepared
-from llmtrain.data.loader import Loader
+from llmtrain.data.index import TOKENIZER, Prepared
+from llmtrain.data.loader import Loader, eval_batches
 from llmtrain.data.prepare import prepare
 from llmtrain.errors import DONE, STOPPED_EARLY, TrainingError
 from llmtrain.lr import LearningRates
@@ -35,6 +36,7 @@ from llmtrain.train.metrics import Summariser
 from llmtrain.train.rundir import RunDirectory
 from llmtrain.train.signals import StopRequest, stop_requests
 from llmtrain.train.trainer import Trainer
+from llmtrain.train.validation import ValidationSet
 
 
 def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] = lambda trainer: None) -> int:
@@ -94,7 +96,23 @@ def _traced(section: TraceSection | None, path: Path) -> AbstractContextManager[
 def prepare_for(recipe: Recipe, show_progress: bool) -> Prepared:
     """The token shards a recipe needs, made now if they are not there."""
     tokens = recipe.train.total_steps * recipe.train.tokens_per_step + 1
-    return prepare(recipe.data, tokens, recipe.eval.tokens + 1, show_progress=show_progress)
+    prepared = prepare(recipe.data, tokens, recipe.eval.tokens + 1, show_progress=show_progress)
+    prepare_sets(recipe, prepared, show_progress)
+    return prepared
+
+
+def prepare_sets(recipe: Recipe, prepared: Prepared, show_progress: bool) -> dict[str, Prepared]:
+    """The texts of `eval.sets` in the run's own tokens; only their validation split is for use."""
+    tokenizer, least = str(prepared.directory / TOKENIZER), {"max_tokens": 1}
+    return {
+        name: prepare(
+            recipe.data.model_copy(update={"source": text, "validation": text, "tokenizer": tokenizer, **least}),
+            1,
+            recipe.eval.tokens + 1,
+            show_progress=show_progress,
+        )
+        for name, text in recipe.eval.sets.items()
+    }
 
 
 def _open(directory: RunDirectory) -> tuple[bool, Path | None]:
@@ -170,7 +188,22 @@ def build_trainer(
         engine=engine,
         method=method,
         loader=loader,
-        validation_tokens=prepared.tokens("validation"),
+        validation_sets=[
+            ValidationSet(
+                name,
+                partial(
+                    eval_batches,
+                    text.tokens("validation"),
+                    max_tokens=recipe.eval.tokens,
+                    sequence_length=recipe.train.sequence_length,
+                    micro_batch=recipe.train.micro_batch,
+                    rank=mesh.world.rank,
+                    world=mesh.world.size,
+                ),
+                text.bytes_per_token("validation"),
+            )
+            for name, text in {"": prepared, **prepare_sets(recipe, prepared, show_progress=False)}.items()
+        ],
         checkpoints=Checkpoints(
             directory.checkpoints, mesh, engine, method, recipe.checkpoint.keep, recipe.checkpoint.keep_every
         ),

@@ -7,17 +7,16 @@ loop knows both only by their interfaces.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from llmtrain.config import Recipe
-from llmtrain.data.loader import Loader, eval_batches
-from llmtrain.data.shards import TokenShards
+from llmtrain.data.loader import Loader
 from llmtrain.lr import LearningRates
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
@@ -29,7 +28,7 @@ from llmtrain.train.devices import peak_memory_bytes
 from llmtrain.train.metrics import Collector, Line, MetricsWriter, RankRow, Summariser
 from llmtrain.train.rundir import RunDirectory
 from llmtrain.train.signals import StopRequest
-from llmtrain.train.validation import Validation, mean_of_replicas, validate
+from llmtrain.train.validation import Validation, ValidationSet, mean_of_replicas, validate
 
 
 @dataclass
@@ -56,7 +55,7 @@ class Trainer:
         engine: Engine,
         method: Method,
         loader: Loader,
-        validation_tokens: TokenShards,
+        validation_sets: Sequence[ValidationSet],
         checkpoints: Checkpoints,
         summariser: Summariser,
         console: Console,
@@ -68,15 +67,8 @@ class Trainer:
         self.loader, self.checkpoints, self.directory, self.resume_from = loader, checkpoints, directory, resume_from
         self.summariser, self.console, self.stop = summariser, console, stop
         self.collector = Collector(mesh)
-        self.validation_batches = partial(
-            eval_batches,
-            validation_tokens,
-            max_tokens=recipe.eval.tokens,
-            sequence_length=recipe.train.sequence_length,
-            micro_batch=recipe.train.micro_batch,
-            rank=mesh.world.rank,
-            world=mesh.world.size,
-        )
+        self.validation_sets = validation_sets
+        """The run's own, then others by name."""
         self.rates = LearningRates.of(recipe)
         self.total_steps = recipe.train.total_steps
         self.step = 0
@@ -236,11 +228,14 @@ class Trainer:
         self._count_tokens()
         equal = self.method.is_synchronised or self.mesh.replicas == 1
         with nullcontext() if equal else mean_of_replicas(self.engine, self.mesh):
-            self.last_eval = validate(self.engine, self.mesh, self.validation_batches)
+            found = [validate(self.engine, self.mesh, each.batches) for each in self.validation_sets]
+        self.last_eval = found[0]
         self.first_eval, self.last_evaluated = self.first_eval or self.last_eval, self.position
-        tags = {"eval/loss": self.last_eval.loss, "eval/ppl": self.last_eval.perplexity}
+        tags = {}
+        for each, validation in zip(self.validation_sets, found, strict=True):
+            tags |= each.tags(validation)
+            self.console.evaluation(self.position, each.name, each.tags(validation))
         self.writer.write(self.position, self.tokens, self.train_seconds, tags)
-        self.console.evaluation(self.position, self.last_eval)
 
     def _count_tokens(self) -> None:
         mine = torch.tensor(float(self.predicted_tokens), dtype=torch.float64)

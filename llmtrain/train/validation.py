@@ -32,6 +32,23 @@ class Validation:
         return math.exp(min(self.loss, 700.0))
 
 
+@dataclass(frozen=True)
+class ValidationSet:
+    """A text that a run is validated on. The run's own has no name."""
+
+    name: str
+    batches: Callable[[], Batches]
+    """This rank's part, from the start each time."""
+    bytes_per_token: float
+    """UTF-8 bytes of the text / its tokens."""
+
+    def tags(self, found: Validation) -> dict[str, float]:
+        """What is logged: `eval/loss`, or `eval/<name>/loss`, and so on."""
+        prefix = f"eval/{self.name}/" if self.name else "eval/"
+        bits_per_byte = found.loss / math.log(2) / self.bytes_per_token
+        return {f"{prefix}loss": found.loss, f"{prefix}ppl": found.perplexity, f"{prefix}bpb": bits_per_byte}
+
+
 @contextmanager
 def mean_of_replicas(engine: Engine, mesh: Mesh) -> Iterator[None]:
     """The engine computes with the mean of all replicas' parameters; this replica's own come back bit by bit."""

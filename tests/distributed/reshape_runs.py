@@ -87,7 +87,7 @@ class _Watching(Console):
 def loss_of_mean(trainer: Trainer) -> float:
     """Validation loss of the replicas' mean."""
     with mean_of_replicas(trainer.engine, trainer.mesh):
-        return validate(trainer.engine, trainer.mesh, trainer.validation_batches).loss
+        return validate(trainer.engine, trainer.mesh, trainer.validation_sets[0].batches).loss
 
 
 def trainer_of(part: Part, seen: Seen) -> Trainer:

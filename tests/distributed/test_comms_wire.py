@@ -56,12 +56,12 @@ class Watched(Comms):
 
     sent = 0.0
 
-    def begin(self, what, collective, *tensors):
+    def begin(self, what, counted, collective, *tensors):
         _, mine = tensors  # what comes in, what goes out
         assert mine.dtype == torch.uint8
         parts = {dist.all_to_all_single: self.size, dist.all_gather: 1}[collective]
         self.sent += (self.size - 1) * mine.numel() / parts
-        return super().begin(what, collective, *tensors)
+        return super().begin(what, counted, collective, *tensors)
 
 
 def reduce_each(cases: list[Case]) -> list[Outcome]:
@@ -380,7 +380,7 @@ def reduce_without_peer(exchanges: int) -> str:
     if comms.rank == 1:
         if exchanges:
             sent = Wire("int8").encode(torch.ones(2, 256))
-            comms.begin("its part", dist.all_to_all_single, torch.empty_like(sent), sent).wait()
+            comms.begin("its part", 0, dist.all_to_all_single, torch.empty_like(sent), sent).wait()
         return ""
     try:
         comms.all_reduce(torch.ones(300), "the message", Wire("int8")).wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -112,6 +113,20 @@ def test_other_meshes_methods_and_models_train_from_the_command_line(runs: Runs,
     }.items():
         code, output = runs.run(name, *overrides, "train.steps=8", "eval.sample_prompt=null")
         assert code == 0, output
+
+
+def test_other_texts_are_validated_beside_the_runs_own(runs: Runs, whole: str):
+    text = runs.folder / "words.txt"
+    text.write_text("<|endoftext|>".join(["def words(): return 'many words'\n"] * 200))
+    one = ["parallel.replicas=1", "parallel.shard=1", "train.steps=8", "eval.sample_prompt=null"]
+    code, output = runs.run("two-texts", *one, f"eval.sets={{words: {text}}}")
+    assert code == 0, output
+    assert "step 8/8 | words: validation loss" in output
+    last = [line for line in runs.lines("two-texts") if "eval/loss" in line][-1]
+    assert last["eval/words/loss"] != last["eval/loss"]
+    for prefix in ("eval/", "eval/words/"):
+        bytes_per_token = last[f"{prefix}loss"] / math.log(2) / last[f"{prefix}bpb"]
+        assert 1 < bytes_per_token < 5, "of a vocabulary of 2048"
 
 
 def test_a_rank_that_dies_ends_the_run_with_an_error(runs: Runs):
