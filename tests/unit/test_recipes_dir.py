@@ -15,7 +15,8 @@ from llmtrain.sync.methods import METHODS
 
 ROOT = Path(__file__).parents[2] / "recipes"
 BASES = sorted((ROOT / "base").glob("*.yaml"))
-RECIPES = sorted(path for path in ROOT.rglob("*.yaml") if path not in BASES)
+COMPARISONS = sorted((ROOT / "compare").glob("*.yaml"))  # tests/unit/test_comparison.py reads those
+RECIPES = sorted(path for path in ROOT.rglob("*.yaml") if path not in [*BASES, *COMPARISONS])
 
 GPT_NEO = ("gpt_neo_8m", "gpt_neo_125m")
 ON_1B = ("synchronous", "local_sgd", "diloco", "streaming_diloco", "co2", "palsgd", "edit", "a_edit")

@@ -74,6 +74,7 @@ def line(step: int = 10, **changed: list[float]) -> Line:
         "data_seconds": [0.1] * 4,
         "peak_memory": [2.0**30] * 4,
         "bytes_total": [1e6] * 4,
+        "other_bytes_total": [1e3] * 4,
         "comm_seconds": [0.5] * 4,
         "exposed_seconds": [0.6] * 4,
         "wait_seconds": [0.1] * 4,
@@ -95,7 +96,7 @@ def test_tags_are_reduced_over_ranks():
     assert tags["perf/tokens_per_second"] == pytest.approx(200 / 2.5)
     assert tags["perf/step_seconds"] == pytest.approx(0.5)
     assert tags["perf/mfu"] == pytest.approx(80 * 1e9 / (1e12 * 4))
-    assert tags["comm/bytes_total"] == 4e6
+    assert tags["comm/bytes_total"] == 4e6 and tags["comm/other_bytes_total"] == 4e3
     # ||D||^2 is spread over the shards and the same in every replica; ||D_n - D||^2 is averaged over replicas.
     assert tags["sync/pseudo_grad_norm"] == pytest.approx(math.sqrt(4.0))
     assert tags["sync/divergence"] == pytest.approx(math.sqrt(8 / 2))
