@@ -72,7 +72,7 @@ def test_two_ranks_on_each_of_two_hosts(runs: Runs, on_one_host, tmp_path):
     lines = [f"{name}={environment()[name]}" for name in carried]
     variables.write_text("\n".join([*lines, "HF_HUB_OFFLINE=1", "DS_ACCELERATOR=cpu"]) + "\n")
     deepspeed = [str(Path(sys.executable).parent / "deepspeed"), "--hostfile", str(hostfile), "--master_port", PORT]
-    run = arguments(runs, "deepspeed", "parallel.replicas=auto", "parallel.shard=auto")
+    run = arguments(runs, "deepspeed", "parallel.on_cpu=null")
     with virtual_cluster([HostLimits()] * 2) as made, ssh_between(made, tmp_path) as tools:
         command = [*deepspeed, "--master_addr", made[0].addresses[0], "launch/train.sh", *run]
         path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
