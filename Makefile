@@ -1,5 +1,6 @@
 # make quickstart   sets up, then trains a small Llama with EDiT on this machine's CPU (no GPU, no download of data)
 # make test         sets up, then runs all tests
+# make chaos        100 SIGKILLs at random moments of real runs, and what became of them; about an hour
 # make lint         ruff, as CI does
 # make clean        removes what the above made here (not runs/)
 
@@ -10,13 +11,16 @@ READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.ready-tools
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test lint format docs clean
+.PHONY: quickstart test chaos lint format docs clean
 
 quickstart: $(READY)
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m llmtrain launch recipes/quickstart.yaml $(ARGS)
 
 test: $(TOOLS)
 	$(BIN)/python -m pytest $(ARGS)
+
+chaos: $(TOOLS)
+	$(BIN)/python -m pytest tests/chaos -m chaos -s $(ARGS)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

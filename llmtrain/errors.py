@@ -34,6 +34,10 @@ class CheckpointError(UserError):
     """A checkpoint is damaged or belongs to another recipe."""
 
 
+class SuiteError(UserError):
+    """A suite or one of its tasks is unknown, or a key of it has a wrong value."""
+
+
 class ClusterError(UserError):
     """A virtual host can't have what it was asked to have, on this machine or at all."""
 

@@ -22,6 +22,7 @@ from llmtrain.config import (
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LearningRates
 from llmtrain.recipe_messages import nearest
+from llmtrain.suites.check import check_suite
 from llmtrain.sync.butterfly import group_size
 from llmtrain.sync.compose import refusal
 from llmtrain.sync.period import warmup_of
@@ -50,7 +51,7 @@ OURS = {
 
 
 def check(recipe: Recipe, world_size: int | None) -> None:
-    """Raise RecipeError for the first impossible combination.
+    """Raise RecipeError for the first impossible combination, another UserError for a suite that can't be.
 
     `world_size` is how many processes there are; None leaves out what only they can tell.
     """
@@ -68,6 +69,7 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     if ranks is not None:
         _check_batch(recipe.train, ranks)
     _check_model(recipe)
+    check_suite(recipe.eval.suite)
 
 
 def check_vocabulary(recipe: Recipe, vocab_size: int) -> None:

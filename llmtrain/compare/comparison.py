@@ -16,6 +16,7 @@ baseline: synchronous
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -140,6 +141,15 @@ class ConditionSection(Section):
             yield self.delays.who
 
 
+class RestartSection(Section):
+    """The run stops with a checkpoint and continues from it on another number of hosts."""
+
+    after_step: PositiveInt
+    """It is told to stop once it has logged this step; it does so a log interval or two later."""
+    replicas: PositiveInt
+    """Replicas from then on, one host each."""
+
+
 class RunSection(Section):
     """One run: a recipe and what is changed in it."""
 
@@ -147,6 +157,10 @@ class RunSection(Section):
     """A recipe, relative to the comparison file; `null`: the comparison's."""
     overrides: list[str] = Field(default_factory=list)
     """`key=value`, laid over the recipe and the comparison's own overrides."""
+    replicas: PositiveInt | None = None
+    """Replicas that it begins with, on the first hosts; `null`: one on every host."""
+    restarts: list[RestartSection] = Field(default_factory=list)
+    """Where it goes on with more or fewer of them."""
 
 
 class TargetSection(Section):
@@ -197,6 +211,20 @@ class Planned:
     recipe: Path
     overrides: tuple[str, ...]
     directory: Path
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a trial between two starts: `replicas` train until the run is stopped after `until` (a step), or is over."""
+
+    replicas: int
+    until: int | None
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What this stage changes in the trial's recipe."""
+        return (f"parallel.replicas={self.replicas}",)
 
 
 def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
@@ -240,7 +268,7 @@ def _planned(comparison: Comparison, file: Path, condition: str, run: str, seed:
     section, hosts = comparison.runs[run], comparison.hosts
     folder = Path(comparison.out_dir) / comparison.name / condition / run
     overrides = [
-        f"parallel.replicas={hosts.count}",
+        f"parallel.replicas={section.replicas or hosts.count}",
         f"parallel.shard={hosts.processes}",
         "eval.sample_prompt=null",
         *comparison.overrides,
@@ -252,18 +280,33 @@ def _planned(comparison: Comparison, file: Path, condition: str, run: str, seed:
     if comparison.trace is not None:
         overrides.append(f"log.trace={{first: {comparison.trace.first}, steps: {comparison.trace.steps}}}")
     recipe = file.parent / (section.recipe or comparison.recipe)
-    return Planned(condition, run, seed, recipe, tuple(overrides), folder / f"seed-{seed}")
+    return Planned(
+        condition, run, seed, recipe, tuple(overrides), folder / f"seed-{seed}", _stages(section, hosts.count)
+    )
+
+
+def _stages(run: RunSection, hosts: int) -> tuple[Stage, ...]:
+    replicas = [run.replicas or hosts, *(restart.replicas for restart in run.restarts)]
+    return tuple(
+        itertools.starmap(Stage, zip(replicas, [*(restart.after_step for restart in run.restarts), None], strict=True))
+    )
 
 
 def _check(comparison: Comparison, path: Path) -> None:
     for name, run in comparison.runs.items():
         if run.recipe is None and comparison.recipe is None:
             raise RecipeError(f"{path}: runs.{name} has no recipe; give runs.{name}.recipe or recipe")
+        _check_stages(run, f"{path}: runs.{name}", comparison.hosts.count)
     if comparison.baseline is not None and comparison.baseline not in comparison.runs:
         raise RecipeError(
             f"{path}: baseline is {comparison.baseline!r}, which is none of the runs {', '.join(comparison.runs)}"
         )
+    restarted = next((name for name, run in comparison.runs.items() if run.restarts), None)
     for name, condition in comparison.conditions.items():
+        if restarted and (condition.pauses or condition.kills):
+            raise RecipeError(
+                f"{path}: runs.{restarted} has restarts, which conditions.{name} with its pauses or kills excludes"
+            )
         for host in condition.hosts_named():
             if host >= comparison.hosts.count:
                 raise RecipeError(
@@ -272,6 +315,15 @@ def _check(comparison: Comparison, path: Path) -> None:
                 )
         if condition.garbage and condition.garbage.last < condition.garbage.first:
             raise RecipeError(f"{path}: conditions.{name}.garbage ends before it begins; give last >= first")
+
+
+def _check_stages(run: RunSection, where: str, hosts: int) -> None:
+    for replicas in (run.replicas or hosts, *(restart.replicas for restart in run.restarts)):
+        if replicas > hosts:
+            raise RecipeError(f"{where} has {replicas} replicas, one a host, but hosts.count is {hosts}")
+    steps = [restart.after_step for restart in run.restarts]
+    if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
+        raise RecipeError(f"{where}.restarts come after steps {steps}; give them in rising order")
 
 
 def _explain(error: ValidationError) -> str:
@@ -309,4 +361,6 @@ def _section_of(path: list[Any]) -> type[Section]:
         return Comparison
     if path[0] == "conditions" and len(path) > 2:
         return inner.get(path[2], ConditionSection)
+    if path[0] == "runs" and len(path) > 2:
+        return RestartSection
     return below.get(path[0], Comparison)

@@ -71,8 +71,10 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
 def _checked(planned: Planned, comparison: Comparison) -> Recipe:
     """The recipe of a trial. Raises UserError, naming the run, for one that can't be trained."""
     try:
+        for stage in planned.stages:
+            recipe = load_recipe(planned.recipe, (*planned.overrides, *stage.overrides))
+            check(recipe, stage.replicas * comparison.hosts.processes)
         recipe = load_recipe(planned.recipe, planned.overrides)
-        check(recipe, comparison.hosts.count * comparison.hosts.processes)
     except UserError as error:
         raise type(error)(f"runs.{planned.run}: {error}") from None
     return recipe

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.compare.cluster import Host
-from llmtrain.compare.comparison import Comparison, Planned
+from llmtrain.compare.comparison import Comparison, Planned, Stage
 from llmtrain.compare.events import Events
 from llmtrain.compare.faults import Faults
 from llmtrain.config import Recipe
@@ -78,45 +78,82 @@ def run_trial(
     condition, directory = comparison.conditions[planned.condition], planned.directory
     shutil.rmtree(directory, ignore_errors=True)  # what an interrupted trial left: its times would not be comparable
     directory.mkdir(parents=True)
-    faults = Faults(seed=planned.seed, hosts=len(hosts), delays=condition.delays, garbage=condition.garbage)
+    events = Events(condition, hosts)
     before = [(host.sent(), host.received()) for host in hosts]
     started = time.monotonic()
-    with ExitStack() as files:
-        logs = [files.enter_context((directory / f"{host.name}.log").open("w")) for host in hosts]
-        processes = [
-            host.popen(
-                _command(planned, hosts, number, comparison.hosts.processes, port, faults),
-                env=_environment(host, recipe),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            for number, (host, log) in enumerate(zip(hosts, logs, strict=True))
-        ]
-        minutes = comparison.stop_after_minutes
-        watch = Watch(processes, hosts, Events(condition, hosts), recipe.run.timeout_seconds + START_SECONDS, minutes)
-        watch.until_all_have_ended(directory, on_progress)
-    codes = [process.returncode for process in processes]
-    state = "done" if all(code == DONE for code in codes) else "stopped" if watch.stops(directory) else "failed"
+    for stage in planned.stages:
+        end = _run_stage(stage, planned, comparison, recipe, hosts[: stage.replicas], port, events, on_progress)
+        if not end.goes_on:
+            break
     return Record(
         condition=planned.condition,
         run=planned.run,
         seed=planned.seed,
-        state=state,
-        exit_codes=codes,
+        state=end.state,
+        exit_codes=end.codes,
         wall_seconds=round(time.monotonic() - started, 2),
         recipe=os.path.relpath(planned.recipe),
         overrides=list(planned.overrides),
         condition_in_words=words,
         commit=_commit(),
         hosts=[_counters(host, *counted) for host, counted in zip(hosts, before, strict=True)],
-        last_lines=_last_lines(directory / f"{hosts[watch.first_failed].name}.log") if state == "failed" else [],
+        last_lines=end.last_lines,
     )
+
+
+@dataclass(frozen=True)
+class _StageEnd:
+    state: str
+    codes: list[int | None]
+    last_lines: list[str]
+    goes_on: bool = False
+    """Whether the run stopped where its next stage takes over."""
+
+
+def _run_stage(
+    stage: Stage,
+    planned: Planned,
+    comparison: Comparison,
+    recipe: Recipe,
+    hosts: Sequence[Host],
+    port: int,
+    events: Events,
+    on_progress: Callable[[int], None],
+) -> _StageEnd:
+    """Train on these hosts until all have ended."""
+    condition, directory = comparison.conditions[planned.condition], planned.directory
+    faults = Faults(seed=planned.seed, hosts=len(hosts), delays=condition.delays, garbage=condition.garbage)
+    with ExitStack() as files:
+        logs = [files.enter_context((directory / f"{host.name}.log").open("a")) for host in hosts]
+        processes = [
+            host.popen(
+                _command(planned, stage, hosts, number, comparison.hosts.processes, port, faults),
+                env=_environment(host, recipe),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            for number, (host, log) in enumerate(zip(hosts, logs, strict=True))
+        ]
+        patience, minutes = recipe.run.timeout_seconds + START_SECONDS, comparison.stop_after_minutes
+        watch = Watch(processes, hosts, events, patience, minutes, stage.until)
+        watch.until_all_have_ended(directory, on_progress)
+    codes = [process.returncode for process in processes]
+    if all(code == DONE for code in codes):
+        if stage.until is None:
+            return _StageEnd("done", codes, [])
+        return _StageEnd(
+            "failed", codes, [f"the run was over before it was stopped after step {stage.until}: train longer"]
+        )
+    if watch.stops(directory):
+        return _StageEnd("stopped", codes, [], goes_on=watch.came_to_its_last_step)
+    return _StageEnd("failed", codes, _last_lines(directory / f"{hosts[watch.first_failed].name}.log"))
 
 
 class Watch:
     """Over the hosts' torchruns while they run: what happens at given times, and an end for those that hang.
 
-    `patience`: seconds until the first step, and from the first failure until everybody must have ended.
+    `patience`: seconds until the first step, and from the first failure or the request to stop until everybody must have
+    ended. `minutes` and `last_step`: when the run is told to stop; None: never.
     """
 
     def __init__(
@@ -126,9 +163,11 @@ class Watch:
         events: Events,
         patience: float,
         minutes: float | None,
+        last_step: int | None,
     ):
         self.processes, self.hosts, self.events = processes, hosts, events
-        self.patience, self.minutes = patience, minutes
+        self.patience, self.minutes, self.last_step = patience, minutes, last_step
+        self.came_to_its_last_step = False
         self.first_failed = 0
         """The host whose torchrun failed first."""
         self._must_end_at = time.monotonic() + patience
@@ -137,12 +176,13 @@ class Watch:
 
     def until_all_have_ended(self, directory: Path, on_progress: Callable[[int], None]) -> None:
         """Wait; `directory` is where the run writes."""
+        written = _size(directory / "metrics.jsonl")  # by an earlier stage
         while any(process.poll() is None for process in self.processes):
             time.sleep(POLL_SECONDS)
             if self._training_since is not None:
-                self._while_training(time.monotonic() - self._training_since)
-                on_progress(step_of(directory))
-            elif (directory / "metrics.jsonl").exists():
+                self._while_training(time.monotonic() - self._training_since, step := step_of(directory))
+                on_progress(step)
+            elif _size(directory / "metrics.jsonl") > written:
                 self._training_since, self._must_end_at = time.monotonic(), math.inf
             self._look_for_failure()
             if time.monotonic() > self._must_end_at:
@@ -155,9 +195,12 @@ class Watch:
         summary = directory / "summary.json"
         return self._was_told_to_stop and summary.exists() and json.loads(summary.read_text())["stopped"] == "signal"
 
-    def _while_training(self, seconds: float) -> None:
+    def _while_training(self, seconds: float, step: int) -> None:
         self.events.advance(seconds)
-        if self.minutes is not None and seconds > 60 * self.minutes and not self._was_told_to_stop:
+        if self._was_told_to_stop:
+            return
+        self.came_to_its_last_step = self.last_step is not None and step >= self.last_step
+        if self.came_to_its_last_step or (self.minutes is not None and seconds > 60 * self.minutes):
             self._was_told_to_stop, self._must_end_at = True, time.monotonic() + self.patience
             for process in self.processes:
                 process.send_signal(signal.SIGTERM)
@@ -167,6 +210,11 @@ class Watch:
         if failed and not self._has_failed:
             self._has_failed, self.first_failed = True, failed[0]
             self._must_end_at = min(self._must_end_at, time.monotonic() + self.patience)
+
+
+def _size(path: Path) -> int:
+    """In bytes; 0 where there is nothing."""
+    return path.stat().st_size if path.exists() else 0
 
 
 def step_of(directory: Path) -> int:
@@ -186,12 +234,19 @@ def step_of(directory: Path) -> int:
 
 
 def _command(
-    planned: Planned, hosts: Sequence[Host], number: int, processes: int, port: int, faults: Faults
+    planned: Planned, stage: Stage, hosts: Sequence[Host], number: int, processes: int, port: int, faults: Faults
 ) -> list[str]:
     """torchrun on one host."""
     nodes = ["--nnodes", str(len(hosts)), "--node-rank", str(number), "--nproc-per-node", str(processes)]
     meeting = ["--master-addr", hosts[0].address, "--master-port", str(port)]
-    rank = ["-m", "llmtrain.compare.rank", faults.model_dump_json(), str(planned.recipe), *planned.overrides]
+    rank = [
+        "-m",
+        "llmtrain.compare.rank",
+        faults.model_dump_json(),
+        str(planned.recipe),
+        *planned.overrides,
+        *stage.overrides,
+    ]
     return [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting, *rank]
 
 

@@ -15,6 +15,7 @@ from llmtrain.config.recipe import (
     Recipe,
     RunSection,
     ScheduleSection,
+    SuiteSection,
     TraceSection,
     TrainSection,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "Section",
     "SgdOuter",
     "Stale",
+    "SuiteSection",
     "SyncSection",
     "TraceSection",
     "TrainSection",

@@ -21,6 +21,9 @@ class RunSection(Section):
     """The one seed. Initialisation, data order and every random choice derive from it by name."""
     timeout_seconds: PositiveFloat = 600
     """How long a collective may wait for a peer before the run fails. Longer than the slowest replica's round."""
+    restarts: NonNegativeInt = 2
+    """How often `launch/train.sh` on a single node starts the ranks again, from the last checkpoint, after one has failed. On
+    several nodes the scheduler does so."""
 
 
 class ModelSection(Section):
@@ -185,6 +188,9 @@ class CheckpointSection(Section):
     """How many of the newest checkpoints stay."""
     keep_every: PositiveInt | None = None
     """Checkpoints at multiples of so many steps stay for good."""
+    background: bool = True
+    """Training goes on while a copy of the state in the host's memory is written; `false`: it stands still, and needs no
+    memory for the copy beyond that of one tensor."""
 
 
 class TraceSection(Section):
@@ -207,6 +213,26 @@ class LogSection(Section):
     """Record a timeline of some steps; `null`: none."""
 
 
+class SuiteSection(Section):
+    """A suite of benchmarks on checkpoints, by a process beside training, which never waits for it (eval/README.md). The
+    weights that it reads stay in export/, 4 bytes a parameter each time."""
+
+    name: str
+    """One of eval/suites (`small`, `offline`, ...) or a YAML file."""
+    every: PositiveInt = 1
+    """After every so-many-th checkpoint; after the last one in any case."""
+    limit: Count | None = 200
+    """Only so many documents of each task; `null`: what the suite says."""
+    data_dir: str | None = None
+    """Folder of the local data that suites like `offline` read."""
+    device: str = "cpu"
+    """What it computes on; a GPU's memory would be taken from training."""
+    threads: PositiveInt = 4
+    """CPU threads it may use, at the lowest priority."""
+    wait_seconds: PositiveFloat = 1800
+    """How long the end of the run waits for the last evaluation, before stopping it."""
+
+
 class EvalSection(Section):
     """Validation of the replicas' mean, on a copy: measuring never changes the run."""
 
@@ -216,6 +242,8 @@ class EvalSection(Section):
     """Validation tokens, always the same ones; fewer if there are fewer."""
     sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")], str] = Field(default_factory=dict)
     """Other texts to validate on, by name: files or folders (`{news: news.txt}`), read as `data.validation` is."""
+    suite: SuiteSection | None = None
+    """Benchmarks on checkpoints while training goes on; `null`: none."""
     sample_prompt: str | None = None
     """After training, let the model continue this text (`samples.txt`); `""`: from nothing; `null`: no sample."""
     sample_tokens: PositiveInt = 120

@@ -240,3 +240,5 @@ class SyncSection(Section):
     """What averages travel in: `fp32`, `bf16`, `int8` or `int4`; `{kind: int4, feedback: true}` carries errors over."""
     offload: bool = False
     """Keep anchor and outer momentum in CPU memory between synchronisations."""
+    verify_every: PositiveInt | None = 10
+    """Synchronisations after which the next log line compares the replicas' anchors, by a sum of their bits; `null`: never."""

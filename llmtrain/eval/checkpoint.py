@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.errors import ModelError, UserError
-from llmtrain.train.checkpoint import NAME, complete
+from llmtrain.train.integrity import NAME, complete
 
 SMALL_FILES = (".json", ".txt", ".model")
 """Suffixes of configurations and tokenizers."""

@@ -15,8 +15,8 @@ from llmtrain.errors import UserError
 from llmtrain.eval.cache import Cache, write_json
 from llmtrain.eval.checkpoint import Checkpoint, find_checkpoints, is_main_process, labels
 from llmtrain.eval.pieces import Models, Options, Piece, pieces_of
-from llmtrain.eval.suite import load_suite
-from llmtrain.eval.table import Evaluated, comparison, rows_of, table_of
+from llmtrain.eval.table import Evaluated, comparison, in_short, rows_of, table_of
+from llmtrain.suites.suite import load_suite
 
 VERSIONS_OF = ("lm_eval", "transformers", "torch", "datasets")
 
@@ -99,6 +99,7 @@ def _result(suite: str, each: Evaluated, baseline: Evaluated | None, show: dict[
         "checkpoint_step": checkpoint.step,
         "model": str(checkpoint.folder),
         "tokens": checkpoint.tokens,
+        "in_short": in_short(each, show),
         "results": {name: scores for entry in entries.values() for name, scores in entry.scores.items()},
         "tasks": {name: about for entry in entries.values() for name, about in entry.about.items()},
         "versions": {"llmtrain": llmtrain.__version__, **{name: _version(name) for name in VERSIONS_OF}},

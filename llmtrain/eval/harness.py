@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import sys
@@ -12,11 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.errors import DataError, UserError
+from llmtrain.errors import DataError, SuiteError
 from llmtrain.eval.cache import Entry
 from llmtrain.eval.scores import ACCURACIES, answers, bits_per_byte, chance_of, choices_and_gold
-from llmtrain.eval.suite import SuiteError, TaskSection
 from llmtrain.recipe_messages import nearest
+from llmtrain.suites.check import harness_version
+from llmtrain.suites.suite import TaskSection
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
@@ -24,16 +24,6 @@ if TYPE_CHECKING:
 
 BOOTSTRAP = 1000
 """Resamples behind the standard error of a perplexity; lm-eval's command line takes 100,000, for minutes."""
-
-
-def harness_version() -> str:
-    """The installed lm-evaluation-harness. Raises UserError, with the command to install it, if there is none."""
-    try:
-        return importlib.metadata.version("lm_eval")
-    except importlib.metadata.PackageNotFoundError:
-        raise UserError(
-            "lm-evaluation-harness is not installed; install it with: pip install -c constraints.txt -e '.[eval]'"
-        ) from None
 
 
 @contextmanager

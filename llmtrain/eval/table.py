@@ -75,6 +75,19 @@ def cell(entry: Entry, row: Row) -> str:
     return f"{text} [yellow]{called}[/yellow]" if called else text
 
 
+def in_short(each: Evaluated, show: Mapping[str, Sequence[str]]) -> str:
+    """The first score of each task in one line of a console: `arc_easy acc_norm 0.253 ± 0.009 near chance, ...`."""
+    first = {(row.piece, row.name): row for row in reversed(rows_of([each], show))}
+    parts = []
+    for (piece, name), row in reversed(first.items()):
+        scores = each.entries[piece].scores[name]
+        value, error = scores[row.metric], scores.get(f"{row.metric}_stderr")
+        if value is not None:
+            text = f"{name} {row.metric} {value:.3f}" + ("" if error is None else f" ± {error:.3f}")
+            parts.append(f"{text} {verdict_of(each.entries[piece], row)}".rstrip())
+    return ", ".join(parts)
+
+
 def table_of(
     title: str, evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]], baseline: Evaluated | None
 ) -> tuple[Table, list[str]]:

@@ -19,8 +19,8 @@ import torch
 from llmtrain.errors import DataError, ModelError
 from llmtrain.eval.cache import Entry
 from llmtrain.eval.scores import bits_per_byte, ratio
-from llmtrain.eval.suite import SamplesSection, TextSection
 from llmtrain.export.quiet import without_progress_bars
+from llmtrain.suites.suite import SamplesSection, TextSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

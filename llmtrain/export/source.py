@@ -13,10 +13,12 @@ from llmtrain.data.index import TOKENIZER
 from llmtrain.data.prepare import folder
 from llmtrain.errors import CheckpointError, DataError
 from llmtrain.recipe import load_recipe
-from llmtrain.train.checkpoint import complete, read_state
+from llmtrain.train.integrity import complete, read_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,20 @@ class Source:
 
     @cached_property
     def tokenizer_folder(self) -> Path:
-        """Where training keeps its tokenizer. Raises DataError if it is not there (any more)."""
-        data = self.recipe.data
+        """The run's copy of its tokenizer or, in a run that has none, the one beside its data. Raises DataError if neither
+        is there (any more)."""
+        copy, data = self.run / TOKENIZER, self.recipe.data
+        if (copy / TOKENIZER_CONFIG).is_file():
+            return copy
         remedy = f"export where the run was trained, or prepare its data again: python -m llmtrain prepare {self.run}/recipe.yaml"
         try:
             path = folder(data) / TOKENIZER
         except DataError as error:
             raise DataError(f"the tokenizer of {self.run} can't be found ({error}); {remedy}") from None
-        if not (path / "tokenizer_config.json").is_file():
-            raise DataError(f"the tokenizer of {self.run} is not in {path} (data.cache_dir={data.cache_dir}); {remedy}")
+        if not (path / TOKENIZER_CONFIG).is_file():
+            raise DataError(
+                f"the tokenizer of {self.run} is neither in {copy} nor in {path} (data.cache_dir={data.cache_dir}); {remedy}"
+            )
         return path
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -81,7 +82,14 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
         if complete:
             print(complete, flush=True)
             return DONE
-        return _run(torchrun_arguments(recipe, nodes, per_node), [str(recipe_path), *overrides], directory, nodes)
+        options, arguments = torchrun_arguments(recipe, nodes, per_node), [str(recipe_path), *overrides]
+        attempts = 1 + (recipe.run.restarts if nodes.count == 1 else 0)
+        for left in reversed(range(attempts)):
+            ended = _run(options, arguments, directory, nodes)
+            if ended.code != FAILED or ended.by_signal or not left:
+                return ended.code
+            print(f"the run failed; its ranks are started again ({left} of {attempts - 1} restarts left)", flush=True)
+        raise AssertionError("the last attempt returns")
 
 
 def _check_memory(recipe: Recipe, nodes: Nodes, per_node: int) -> None:
@@ -106,7 +114,13 @@ def torchrun_arguments(recipe: Recipe, nodes: Nodes, per_node: int) -> list[str]
     return [*options, *meeting, "--rdzv-conf", f"timeout={math.ceil(recipe.run.timeout_seconds)}"]
 
 
-def _run(options: Sequence[str], arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> int:
+@dataclass(frozen=True)
+class _Ended:
+    code: int
+    by_signal: bool = False
+
+
+def _run(options: Sequence[str], arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> _Ended:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -122,12 +136,12 @@ def _run(options: Sequence[str], arguments: Sequence[str], directory: RunDirecto
         run(command)
     except ChildFailedError as error:
         # Ranks that were ended because another had failed have negative codes.
-        return max(FAILED, *(failure.exitcode for failure in error.failures.values()))
+        return _Ended(max(FAILED, *(failure.exitcode for failure in error.failures.values())))
     except SignalException as error:  # passed on to the ranks, which have ended since
         if _opened_at(directory) == opened_before:
             raise StopRequested(error.sigval) from None
-        return _ending(directory, patience=0 if nodes.rank == 0 else SUMMARY_SECONDS)
-    return DONE
+        return _Ended(_ending(directory, patience=0 if nodes.rank == 0 else SUMMARY_SECONDS), by_signal=True)
+    return _Ended(DONE)
 
 
 def _opened_at(directory: RunDirectory) -> int | None:

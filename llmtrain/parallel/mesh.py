@@ -38,6 +38,8 @@ class Mesh:
     """The ranks of this replica; the fast network."""
     everyone: Comms
     """All ranks, over CPU tensors: metrics and agreement, never weights."""
+    background: Comms
+    """All ranks once more, for what threads do beside training: writing checkpoints."""
     store: dist.Store | None = None
     """The job's key-value store; None for a single process."""
 
@@ -124,7 +126,9 @@ def build_mesh(
         # Groups of their own, so that traffic between replicas has its own backend and never queues behind FSDP's.
         across = [[r * shard + s for r in range(replicas)] for s in range(shard)]
         replica = _my_group(world, across, backend, timeout) if replicas > 1 else None
-        everyone = dist.new_group(backend="gloo", timeout=timeout) if world.size > 1 else None
+        everyone, background = (
+            dist.new_group(backend="gloo", timeout=timeout) if world.size > 1 else None for _ in range(2)
+        )
     return Mesh(
         world=world,
         device=device,
@@ -132,6 +136,7 @@ def build_mesh(
         replica=Comms(replica, device, "replica", networks.replica),
         shard=Comms(shards if shard > 1 else None, device, "shard", networks.shard),
         everyone=Comms(everyone, axis="world", interface=networks.replica),
+        background=Comms(background, axis="world", interface=networks.replica),
         store=store,
     )
 

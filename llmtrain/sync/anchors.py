@@ -6,6 +6,8 @@ import torch
 
 from llmtrain.parallel.engine import Block
 
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class Anchors:
     """The parameters after the last synchronisation, sharded like the parameters, block by block.
@@ -51,6 +53,15 @@ class Anchors:
         if self._offload:
             torch.cuda.synchronize()  # `store` does not wait for its copies
         return {"anchor": self.anchor, "momentum": self.momentum}
+
+    def fingerprint(self) -> int:
+        """A sum over the bits of all anchors and momenta, below 2^53: equal on ranks that hold the same shard of the same
+        values. One changed bit changes it."""
+        total = 0
+        for number, flat in enumerate([*self.anchor, *self.momentum], 1):
+            bits = flat.view(INTEGERS[flat.element_size()])
+            total += number * int(bits.sum(dtype=torch.int64))
+        return total % 2**53
 
     def load_state_dict(self, state: dict[str, list[torch.Tensor]]) -> None:
         """The inverse of `state_dict`; tensors are copied."""

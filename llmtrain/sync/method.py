@@ -77,6 +77,11 @@ class Method:
         """Counters so far."""
         return self.synchroniser.report
 
+    def fingerprint(self) -> int:
+        """Of what all replicas should hold alike, for this rank's shard: see `Anchors.fingerprint`; 0 without anchors."""
+        anchors = self.synchroniser.anchors
+        return anchors.fingerprint() if anchors is not None else 0
+
     def shared_tensors(self) -> dict[str, ByBlock]:
         """State that all replicas have alike, by block; lists are empty where the method keeps none."""
         anchors = self.synchroniser.anchors

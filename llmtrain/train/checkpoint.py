@@ -1,4 +1,4 @@
-"""Checkpoints: the complete state of a run, written under a temporary name and renamed when it is whole.
+"""Checkpoints: the complete state of a run, written beside training under a temporary name and renamed when it is whole.
 
     checkpoints/step-00001000/   torch.distributed.checkpoint files and state.json
     checkpoints/latest           the newest one's name, written last
@@ -9,10 +9,8 @@ what they share (anchor, outer momentum, means under way) once. Another mesh may
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
+from llmtrain.config import CheckpointSection
 from llmtrain.errors import CheckpointError
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
@@ -29,11 +27,10 @@ from llmtrain.seeding import derive_seed
 from llmtrain.sync.anchors import flatten
 from llmtrain.sync.method import Method
 from llmtrain.sync.schedules.schedule import ByBlock
+from llmtrain.train.integrity import FORMAT, complete, read_state
 from llmtrain.train.reshape import Reshape
 from llmtrain.train.stored import StoredTensors
-
-FORMAT = 2
-NAME = re.compile(r"step-(\d{8})")
+from llmtrain.train.writing import Writing
 
 
 @dataclass(frozen=True)
@@ -50,36 +47,60 @@ class Loaded:
 class Checkpoints:
     """The checkpoints of one run directory, seen by all ranks."""
 
-    def __init__(self, directory: Path, mesh: Mesh, engine: Engine, method: Method, keep: int, keep_every: int | None):
+    def __init__(
+        self,
+        directory: Path,
+        mesh: Mesh,
+        engine: Engine,
+        method: Method,
+        section: CheckpointSection,
+        timeout_seconds: float,
+    ):
         self.directory, self.mesh, self.engine, self.method = directory, mesh, engine, method
-        self.keep, self.keep_every = keep, keep_every
+        self.section, self.timeout_seconds = section, timeout_seconds
+        self.seconds = 0.0
+        """How long training has stood still for checkpoints."""
+        self._writing: Writing | None = None
 
-    def save(self, step: int, progress: dict[str, Any]) -> Path:
-        """Write the state after `step`; `progress` is this rank's part that is plain values. A collective of all ranks."""
-        final = self.directory / f"step-{step:08d}"
-        temporary = final.with_suffix(".tmp")
-        if self.mesh.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        self._barrier()
+    def save(self, step: int, progress: dict[str, Any]) -> None:
+        """Begin to write the state after `step`; `progress` is this rank's part that is plain values. All ranks call it at
+        the same step. It returns when the state has been copied to memory that training leaves alone (unless
+        `checkpoint.background` is off).
+
+        Raises TrainingError if the checkpoint before was not written.
+        """
+        started = time.monotonic()
+        self.wait()
         shared, own = self.method.shared_tensors(), self.method.own_tensors()
         tensors = self._tensors(shared, own)
         tensors |= {f"rank{self.mesh.world.rank}.{name}": state for name, state in self._generators().items()}
-        dcp.save(
-            tensors, checkpoint_id=temporary, process_group=self.mesh.everyone.group, no_dist=self.mesh.world.size == 1
-        )
-        ranks = self._gather({"method": self.method.state_dict(), **progress})
-        if self.mesh.is_main:
-            state = {"format": FORMAT, "step": step, "mesh": [self.mesh.replicas, self.mesh.shard.size]}
-            state |= {"shared": _blocks_there(shared), "own": _blocks_there(own), "ranks": ranks}
-            _write_durably(temporary / "state.json", json.dumps(state))
-            if final.exists():
-                shutil.rmtree(final)
-            temporary.rename(final)
-            _write_durably(self.directory / "latest", final.name + "\n")
-            self._retain(step)
-        self._barrier()
-        return final
+        state = {"format": FORMAT, "step": step, "mesh": [self.mesh.replicas, self.mesh.shard.size]}
+        state |= {"shared": _blocks_there(shared), "own": _blocks_there(own)}
+        final, comms = self.directory / f"step-{step:08d}", self.mesh.background
+        if self.section.background:
+            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        mine = {"method": self.method.state_dict(), **progress}
+        self._writing = Writing(final, tensors, state, mine, comms, lambda: self._retain(step))
+        self._writing.start(in_thread=self.section.background)
+        self.seconds += time.monotonic() - started
+
+    def wait(self) -> None:
+        """Until what `save` began is on the disk. Raises TrainingError if it does not come there in time."""
+        if self._writing is not None:
+            self._writing.wait(self.timeout_seconds)
+
+    def written(self) -> Writing | None:
+        """What `save` began, once, when it is done well."""
+        writing = self._writing
+        if writing is None or not writing.is_done or writing.error is not None:
+            return None
+        self._writing = None
+        return writing
+
+    @property
+    def failed(self) -> bool:
+        """Whether what `save` began could not be written; the next `save` or `wait` says why."""
+        return self._writing is not None and self._writing.is_done and self._writing.error is not None
 
     def load(self, path: Path, global_batch: int, seed: int) -> Loaded:
         """Put the state in `path` back, whatever mesh wrote it. A collective of all ranks.
@@ -198,53 +219,10 @@ class Checkpoints:
     def _retain(self, newest: int) -> None:
         """Delete what is neither among the newest nor kept for good; runs after the new one is complete."""
         steps = sorted(step for step, _ in complete(self.directory) if step <= newest)
-        for step in steps[: -self.keep]:
-            if self.keep_every is None or step % self.keep_every:
+        for step in steps[: -self.section.keep]:
+            if self.section.keep_every is None or step % self.section.keep_every:
                 shutil.rmtree(self.directory / f"step-{step:08d}", ignore_errors=True)
-
-    def _gather(self, value: dict[str, Any]) -> list[dict[str, Any]] | None:
-        if self.mesh.world.size == 1:
-            return [value]
-        values = [None] * self.mesh.world.size if self.mesh.is_main else None
-        dist.gather_object(value, values, group=self.mesh.everyone.group)
-        return values
-
-    def _barrier(self) -> None:
-        self.mesh.everyone.all_reduce(torch.zeros(1), "meeting around a checkpoint").wait()
 
 
 def _blocks_there(kinds: dict[str, ByBlock]) -> dict[str, list[bool]]:
     return {kind: [flat is not None for flat in flats] for kind, flats in kinds.items()}
-
-
-def complete(directory: Path) -> list[tuple[int, Path]]:
-    """(step, path) of all complete checkpoints in a `checkpoints` folder, oldest first."""
-    if not directory.is_dir():
-        return []
-    named = ((NAME.fullmatch(path.name), path) for path in directory.iterdir())
-    return sorted((int(match[1]), path) for match, path in named if match and (path / "state.json").exists())
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """A checkpoint's state.json. Raises CheckpointError if it is damaged or of another format."""
-    try:
-        state = json.loads((path / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}/state.json can't be read ({error}); delete {path} to continue from the one before"
-        ) from error
-    if state.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {state.get('format')}, this version reads {FORMAT}; use the version that wrote it"
-        )
-    return state
-
-
-def _write_durably(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old one or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)

@@ -53,6 +53,10 @@ class RankRow:
     spread_squared: float
     stop: float
     """1 when this process was asked to stop."""
+    unwritten: float
+    """1 when the last checkpoint could not be written."""
+    fingerprint: float
+    """Of the rank's part of the anchors, where it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,10 @@ class Line:
     @property
     def stop_requested(self) -> bool:
         return bool(self.column("stop").sum() > 0)
+
+    @property
+    def checkpoint_failed(self) -> bool:
+        return bool(self.column("unwritten").sum() > 0)
 
 
 class Collector:
@@ -146,7 +154,7 @@ class Summariser:
         return tags
 
     def check(self, line: Line) -> None:
-        """Raises TrainingError, on every rank alike, for a loss that is not finite."""
+        """Raises TrainingError, on every rank alike, for a loss that is not finite, or anchors that differ."""
         losses = line.column("loss_sum")
         if not losses.isfinite().all():
             rank = int((~losses.isfinite()).nonzero()[0])
@@ -154,6 +162,18 @@ class Summariser:
                 f"the loss is {losses[rank].item()} on rank {rank} (replica {rank // self.mesh.shard.size}) at step {line.step} "
                 f"or in the {line.column('steps')[rank]:.0f} steps before it; start again to continue from the last "
                 "checkpoint, with a smaller optim.lr under another run.name if it comes back"
+            )
+
+        fingerprints = line.column("fingerprint").reshape(self.mesh.replicas, self.mesh.shard.size)
+        usual = fingerprints.mode(dim=0).values
+        others = (fingerprints != usual).any(dim=1).nonzero().flatten().tolist()
+        if others:
+            who = f"the anchor of replica {', '.join(map(str, others))} is not that of the others"
+            if 2 * len(others) >= self.mesh.replicas:
+                who = f"the anchors of the {self.mesh.replicas} replicas differ"
+            raise TrainingError(
+                f"{who}, found at step {line.step}: they no longer train the same model; look for faulty memory or network, and "
+                "start again to continue from the last checkpoint"
             )
 
     def _count_spike(self, loss: float) -> int:

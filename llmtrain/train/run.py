@@ -26,15 +26,18 @@ from llmtrain.plan.fit import plan_mesh
 from llmtrain.plan.memory import size_of
 from llmtrain.recipe_check import check, check_group, check_vocabulary
 from llmtrain.seeding import derive_seed
+from llmtrain.suites.check import check_suite_data
 from llmtrain.sync.build import build_method, build_wire
 from llmtrain.trace import open_trace
 from llmtrain.train.checkpoint import Checkpoints
 from llmtrain.train.console import Console, human
 from llmtrain.train.devices import memory_of_rank, peak_flops
 from llmtrain.train.ending import closing_lines, draw_losses, write_sample
+from llmtrain.train.integrity import newest_whole
 from llmtrain.train.metrics import Summariser
 from llmtrain.train.rundir import RunDirectory
 from llmtrain.train.signals import StopRequest, stop_requests
+from llmtrain.train.suite_runs import SuiteRuns
 from llmtrain.train.trainer import Trainer
 from llmtrain.train.validation import ValidationSet
 
@@ -46,7 +49,8 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     Raises UserError for what can't be trained, TrainingError for a run that broke; both on every rank.
     """
     check(recipe, world.size)
-    console = Console(enabled=world.rank == 0)
+    check_suite_data(recipe.eval.suite)
+    console, directory = Console(enabled=world.rank == 0), RunDirectory(recipe)
     timeout = recipe.run.timeout_seconds
     meeting = meet(world, recipe.parallel, lambda: memory_of_rank(world), timeout)
     memory = [place.memory for place in meeting.places]
@@ -56,14 +60,14 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     check_vocabulary(recipe, prepared.vocab_size)
     with (
         stop_requests() as stop,
+        SuiteRuns(recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop) as suites,
         open_mesh(world, replicas, shard, replica_backend(recipe.parallel), timeout, meeting) as mesh,
     ):
-        directory = RunDirectory(recipe)
-        finished, resume_from = mesh.from_main(lambda: _open(directory))
-        if finished:
+        if mesh.from_main(lambda: _is_finished(directory, prepared)):
             console.note(directory.already_complete())
             return DONE
-        trainer = build_trainer(recipe, mesh, prepared, directory, resume_from, console, reason, stop)
+        resume_from = newest_whole(directory.whole_checkpoints, mesh, console.note)
+        trainer = build_trainer(recipe, mesh, prepared, directory, resume_from, console, reason, stop, suites)
         try:
             with _traced(recipe.log.trace, directory.trace_of(world.rank)):
                 alter(trainer)
@@ -115,13 +119,14 @@ def prepare_sets(recipe: Recipe, prepared: Prepared, show_progress: bool) -> dic
     }
 
 
-def _open(directory: RunDirectory) -> tuple[bool, Path | None]:
-    """(complete?, checkpoint to continue from); makes the directory. Asked of the main rank only."""
+def _is_finished(directory: RunDirectory, prepared: Prepared) -> bool:
+    """Whether there is nothing to train; otherwise the directory is made ready. Asked of the main rank only."""
     directory.check_recipe()
     if directory.finished():
-        return True, None
+        return True
     directory.open()
-    return False, directory.newest_checkpoint
+    directory.keep_tokenizer(prepared.directory / TOKENIZER)
+    return False
 
 
 def build_trainer(
@@ -133,6 +138,7 @@ def build_trainer(
     console: Console,
     mesh_reason: str,
     stop: StopRequest,
+    suites: SuiteRuns | None = None,
 ) -> Trainer:
     """Model, engine, method and loader of this rank, in a Trainer. `mesh_reason` is shown to the user."""
     if recipe.train.deterministic and mesh.device.type == "cuda":
@@ -205,13 +211,14 @@ def build_trainer(
             for name, text in {"": prepared, **prepare_sets(recipe, prepared, show_progress=False)}.items()
         ],
         checkpoints=Checkpoints(
-            directory.checkpoints, mesh, engine, method, recipe.checkpoint.keep, recipe.checkpoint.keep_every
+            directory.checkpoints, mesh, engine, method, recipe.checkpoint, recipe.run.timeout_seconds
         ),
         summariser=Summariser(mesh, flops, peak),
         console=console,
         directory=directory,
         resume_from=resume_from,
         stop=stop,
+        suites=suites or SuiteRuns(None, recipe, directory, console, stop),
     )
 
 

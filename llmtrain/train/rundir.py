@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 from llmtrain.config import Recipe
+from llmtrain.data.index import TOKENIZER
 from llmtrain.errors import RecipeError
 from llmtrain.recipe import differences, load_recipe, resolved_yaml
-from llmtrain.train.checkpoint import complete
+from llmtrain.train.integrity import complete
 
 FREE_TO_CHANGE = (
     "run.out_dir",
     "run.timeout_seconds",
+    "run.restarts",
+    "sync.verify_every",
     "checkpoint",
     "log",
     "eval",
@@ -36,11 +40,12 @@ of additions, but for the number of replicas: that changes it by stated rules (`
 
 
 class RunDirectory:
-    """`runs/<name>/`: recipe.yaml, metrics.jsonl, tensorboard/, checkpoints/, summary.json, loss.png, samples.txt."""
+    """`runs/<name>/`: recipe.yaml, tokenizer/, metrics.jsonl, tensorboard/, checkpoints/, summary.json, loss.png, samples.txt."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.path = Path(recipe.run.out_dir) / recipe.run.name
+        self.tokenizer = self.path / TOKENIZER
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
@@ -48,9 +53,9 @@ class RunDirectory:
         self.samples = self.path / "samples.txt"
 
     @property
-    def newest_checkpoint(self) -> Path | None:
-        found = complete(self.checkpoints)
-        return found[-1][1] if found else None
+    def whole_checkpoints(self) -> list[Path]:
+        """Those that were written to the end, oldest first."""
+        return [path for _, path in complete(self.checkpoints)]
 
     def summary(self) -> dict[str, Any] | None:
         """summary.json of a run that has ended."""
@@ -94,6 +99,17 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "recipe.yaml").write_text(resolved_yaml(self.recipe))
         (self.path / "summary.json").unlink(missing_ok=True)
+        for half_written in self.checkpoints.glob("*.tmp"):
+            shutil.rmtree(half_written, ignore_errors=True)
+
+    def keep_tokenizer(self, folder: Path) -> None:
+        """A copy of the tokenizer in `folder`, so that the run can be exported where its data is not. Once, by the main
+        rank only."""
+        if not self.tokenizer.exists():
+            half_copied = self.tokenizer.with_suffix(".tmp")
+            shutil.rmtree(half_copied, ignore_errors=True)
+            shutil.copytree(folder, half_copied, copy_function=shutil.copyfile)
+            half_copied.rename(self.tokenizer)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """By the main rank, when the run ends."""

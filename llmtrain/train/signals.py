@@ -1,12 +1,20 @@
-"""Requests to stop, from the operating system. A handler only sets a flag; the trainer agrees on it with all ranks."""
+"""Requests to stop, from the operating system. A handler only sets a flag; the trainer agrees on it with all ranks.
+
+Another signal than the first is no second request: Slurm sends SIGUSR1 ahead of SIGTERM, and the checkpoint that the first one
+began should be finished.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from llmtrain.errors import FAILED
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 2.0
@@ -14,19 +22,20 @@ SAME_REQUEST_SECONDS = 2.0
 
 
 class StopRequest:
-    """Whether this process was asked to stop. A second SIGINT, later, ends it at once."""
+    """Whether this process was asked to stop. The same signal again, later, ends it at once."""
 
     def __init__(self) -> None:
         self.requested = False
-        self._asked_at = 0.0
+        self._asked_at = dict.fromkeys(REQUESTS, math.inf)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler: no I/O, no collectives."""
-        again = self.requested and time.monotonic() - self._asked_at > SAME_REQUEST_SECONDS
-        if again and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if not self.requested:
-            self.requested, self._asked_at = True, time.monotonic()
+        """The signal handler: no collectives, and nothing that takes a lock."""
+        if time.monotonic() - self._asked_at[number] > SAME_REQUEST_SECONDS:
+            name = signal.Signals(number).name
+            os.write(2, f"a second {name}: stopped at once; the last whole checkpoint stays\n".encode())
+            os._exit(FAILED)
+        self.requested = True
+        self._asked_at[number] = min(self._asked_at[number], time.monotonic())
 
 
 @contextmanager

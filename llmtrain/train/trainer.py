@@ -28,6 +28,7 @@ from llmtrain.train.devices import peak_memory_bytes
 from llmtrain.train.metrics import Collector, Line, MetricsWriter, RankRow, Summariser
 from llmtrain.train.rundir import RunDirectory
 from llmtrain.train.signals import StopRequest
+from llmtrain.train.suite_runs import SuiteRuns
 from llmtrain.train.validation import Validation, ValidationSet, mean_of_replicas, validate
 
 
@@ -62,10 +63,11 @@ class Trainer:
         directory: RunDirectory,
         resume_from: Path | None,
         stop: StopRequest,
+        suites: SuiteRuns,
     ):
         self.recipe, self.mesh, self.engine, self.method = recipe, mesh, engine, method
         self.loader, self.checkpoints, self.directory, self.resume_from = loader, checkpoints, directory, resume_from
-        self.summariser, self.console, self.stop = summariser, console, stop
+        self.summariser, self.console, self.stop, self.suites = summariser, console, stop, suites
         self.collector = Collector(mesh)
         self.validation_sets = validation_sets
         """The run's own, then others by name."""
@@ -88,6 +90,8 @@ class Trainer:
         self.first_eval: Validation | None = None
         self.last_eval: Validation | None = None
         self.last_saved = self.last_evaluated = -1
+        self.verified = 0
+        """Synchronisations that had been made when anchors were last compared."""
         self.agreed_to_stop = False
 
     def fit(self) -> str:
@@ -114,6 +118,8 @@ class Trainer:
             self._log()
             self._evaluate()
         self._save()
+        self.checkpoints.wait()
+        self._publish_early()
         self.method.close()
         self.writer.close()
         self.console.stop()
@@ -175,6 +181,7 @@ class Trainer:
             "sync/anomalies": report.anomalies,
             "sync/rollbacks": report.rollbacks,
             "sync/staleness": self.method.schedule.staleness,
+            "perf/checkpoint_seconds": self.checkpoints.seconds,
             "health/slowest_replica": report.slowest_replica,
         }
         row = RankRow(
@@ -197,9 +204,19 @@ class Trainer:
             mean_squared=report.mean_squared,
             spread_squared=report.spread_squared,
             stop=self.stop.requested,
+            unwritten=self.checkpoints.failed,
+            fingerprint=self._fingerprint(report.count),
         )
         self.collector.submit(self.position, self.train_seconds, common, row)
         self.interval = Interval()
+
+    def _fingerprint(self, count: int) -> int:
+        """Of the anchors, if the time has come to compare them; so many synchronisations were made."""
+        every = self.recipe.sync.verify_every
+        if every is None or count // every == self.verified // every:
+            return 0
+        self.verified = count
+        return self.method.fingerprint()
 
     def _settle(self) -> None:
         """Wait for the line under way and act on it: all ranks do so at the same step, on the same numbers."""
@@ -207,9 +224,14 @@ class Trainer:
         if line is not None:
             self.summariser.check(line)
             self.agreed_to_stop |= line.stop_requested
+            if line.checkpoint_failed:
+                self.checkpoints.wait()  # raises, on all ranks
 
     def _publish_early(self) -> None:
-        """Only for the eye: show the line under way as soon as it is there, without acting on it."""
+        """Only for the eye: show the line under way, and a checkpoint, as soon as they are there, without acting on it."""
+        if (written := self.checkpoints.written()) is not None:
+            self.console.note(f"checkpoint {written.final} (written in {written.seconds:.1f} s)")
+            self.suites.after_checkpoint(self.last_saved)
         if self.mesh.is_main and self.published is None:
             self.published = self._publish(self.collector.settle(only_if_done=True))
 
@@ -264,9 +286,8 @@ class Trainer:
             "traffic": vars(self.mesh.replica.traffic),
             "other_traffic": vars(self.mesh.everyone.traffic),
         }
-        path = self.checkpoints.save(self.position, progress)
+        self.checkpoints.save(self.position, progress)
         self.last_saved = self.position
-        self.console.note(f"checkpoint {path}")
 
     def _resume(self) -> None:
         if self.resume_from is None:

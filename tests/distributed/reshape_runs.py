@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.config import Recipe
+from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import CheckpointError
 from llmtrain.recipe import load_recipe
 from llmtrain.recipe_check import check
@@ -94,7 +94,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
     """On this rank. It stops at its next checkpoint."""
     directory = RunDirectory(part.recipe)
     # A request to stop is agreed on with a log line: the one after the first step, or the one at the checkpoint.
-    log = part.until if directory.newest_checkpoint else part.recipe.train.total_steps
+    log = part.until if directory.whole_checkpoints else part.recipe.train.total_steps
     checkpoint = part.recipe.checkpoint.model_copy(update={"every": part.until})
     # One micro-batch a rank, whatever the mesh: it may change with it.
     train = part.recipe.train.model_copy(
@@ -113,7 +113,8 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
     stop.requested = True
     console = _Watching(seen)
     prepared = prepare_for(recipe, show_progress=False)
-    trainer = build_trainer(recipe, mesh, prepared, directory, directory.newest_checkpoint, console, "", stop)
+    newest = next(reversed(directory.whole_checkpoints), None)
+    trainer = build_trainer(recipe, mesh, prepared, directory, newest, console, "", stop)
     console.trainer = trainer
     sample, following = trainer.loader.sample, trainer.loader.next
 
@@ -158,7 +159,9 @@ def rewrite(parts: list[tuple[Part, Path]]) -> list[str]:
         trainer = trainer_of(part, Seen())
         checkpoints, train = trainer.checkpoints, part.recipe.train
         loaded = checkpoints.load(trainer.resume_from, train.global_batch, part.recipe.run.seed)
-        Checkpoints(folder, trainer.mesh, trainer.engine, trainer.method, 1, None).save(loaded.step, loaded.progress)
+        rewritten = Checkpoints(folder, trainer.mesh, trainer.engine, trainer.method, CheckpointSection(), 60.0)
+        rewritten.save(loaded.step, loaded.progress)
+        rewritten.wait()
         trainer.method.close()
         said.append(loaded.how)
     return said

@@ -300,14 +300,26 @@ def test_without_an_anchor(plain: Path, tmp_path: Path) -> None:
         weights.read("model.norm.weight")
 
 
-def test_without_the_tokenizer(run: Path, tmp_path: Path) -> None:
-    recipe = run / "recipe.yaml"
-    lines = [
-        f"  cache_dir: {tmp_path}/gone" if "cache_dir" in line else line for line in recipe.read_text().splitlines()
-    ]
-    recipe.write_text("\n".join(lines))
-    with pytest.raises(DataError, match=r"the tokenizer of \S+ is not in \S+gone\S+ .*llmtrain prepare \S+recipe.yaml"):
+def without_data(run: Path) -> None:
+    """As on another machine than the one that trained it."""
+    lines = (run / "recipe.yaml").read_text().splitlines()
+    moved = [f"  cache_dir: {run.parent}/gone" if "cache_dir" in line else line for line in lines]
+    (run / "recipe.yaml").write_text("\n".join(moved))
+
+
+def test_without_the_tokenizer(run: Path) -> None:
+    without_data(run)
+    message = r"the tokenizer of \S+ is neither in \S+/tokenizer nor in \S+gone\S+ .*llmtrain prepare \S+recipe.yaml"
+    with pytest.raises(DataError, match=message):
         exported(run)
+
+
+def test_the_runs_own_copy_of_its_tokenizer_is_enough(run: Path) -> None:
+    beside_the_data = find_source(run).tokenizer_folder
+    shutil.copytree(beside_the_data, run / "tokenizer")
+    without_data(run)
+    assert find_source(run).tokenizer_folder == run / "tokenizer"
+    assert (exported(run) / "tokenizer.json").read_bytes() == (beside_the_data / "tokenizer.json").read_bytes()
 
 
 def test_generate_writes_the_same_from_a_run_and_from_its_export(plain: Path) -> None:

@@ -62,20 +62,33 @@ def records(folder: Path) -> dict[tuple[str, str], dict]:
     return {(record["condition"], record["run"]): record for record in found}
 
 
+ELASTIC = """  elastic:
+    overrides: [sync.method=diloco, sync.warmup_steps=2, sync.period.every=4, train.steps=40]
+    replicas: 1
+    restarts: [{after_step: 5, replicas: 2}]
+conditions:
+  plain: {delays: {who: 0, seconds: 0.1}}"""
+
+
 def test_on_loopback_without_root(tmp_path: Path, data: Path) -> None:
-    code, output = compare(comparison(tmp_path, data), "--no-shaping")
+    file = comparison(tmp_path, data, ELASTIC)
+    code, output = compare(file, "--no-shaping")
     assert code == 0, output
-    assert "trial 2 of 2: plain · diloco · seed 1234" in output
+    assert "trial 2 of 3: plain · diloco · seed 1234" in output
     assert {key: record["state"] for key, record in records(tmp_path).items()} == {
         ("plain", "synchronous"): "done",
         ("plain", "diloco"): "done",
+        ("plain", "elastic"): "done",
     }
+    elastic = tmp_path / "small/plain/elastic/seed-1234"
+    assert "written by 1 replicas x 1 shards" in (elastic / "host0.log").read_text()
+    assert json.loads((elastic / "summary.json").read_text())["replicas"] == 2
     report = (tmp_path / "small" / "report.md").read_text()
     assert "on loopback, without limits" in report and "| diloco" in report
     assert (tmp_path / "small" / "report.html").stat().st_size > 50_000
     spans = (tmp_path / "small/plain/diloco/seed-1234/trace/rank-00001.jsonl").read_text()
     assert '"kind": "message"' in spans and '"kind": "wait"' in spans
-    again, output = compare(comparison(tmp_path, data), "--no-shaping")
+    again, output = compare(file, "--no-shaping")
     assert again == 0 and "trial 1" not in output
     code, output = compare("--report-only", tmp_path / "small", "--out", tmp_path / "another")
     assert code == 0 and (tmp_path / "another" / "report.html").exists(), output

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, SuiteError
 from llmtrain.eval import command
 from llmtrain.eval.command import evaluate
 from llmtrain.eval.harness import run_task, task_manager
-from llmtrain.eval.suite import EVAL_FOLDER, SuiteError, TaskSection
 from llmtrain.eval.texts import load, losses
+from llmtrain.suites.suite import EVAL_FOLDER, TaskSection
 
 pytest.importorskip(
     "lm_eval", reason="lm-evaluation-harness is not installed: pip install -c constraints.txt -e '.[eval]'"

@@ -41,8 +41,21 @@ def test_shipped_comparisons_plan_recipes_that_can_be_trained(file: Path) -> Non
     assert comparison.name == file.stem
     for planned in trials(comparison, file):
         recipe = load_recipe(planned.recipe, planned.overrides)
-        check(recipe, comparison.hosts.count * comparison.hosts.processes)
-        assert (recipe.parallel.replicas, recipe.run.seed) == (comparison.hosts.count, planned.seed)
+        check(recipe, planned.stages[0].replicas * comparison.hosts.processes)
+        assert (recipe.parallel.replicas, recipe.run.seed) == (planned.stages[0].replicas, planned.seed)
+
+
+def test_a_run_may_restart_on_more_and_fewer_hosts(tmp_path: Path) -> None:
+    text = """
+recipe: ../quickstart.yaml
+hosts: {count: 4}
+runs:
+  elastic: {replicas: 2, restarts: [{after_step: 60, replicas: 4}, {after_step: 120, replicas: 1}]}
+"""
+    (planned,) = trials(load_comparison(written(tmp_path, text)), tmp_path / "small.yaml")
+    assert [(stage.replicas, stage.until) for stage in planned.stages] == [(2, 60), (4, 120), (1, None)]
+    assert "parallel.replicas=2" in planned.overrides
+    assert planned.stages[1].overrides == ("parallel.replicas=4",)
 
 
 def test_runs_take_turns_under_a_condition_and_seeds_come_last(tmp_path: Path) -> None:
@@ -85,6 +98,16 @@ def test_conditions_in_words(tmp_path: Path) -> None:
         (("hosts: {count: 2}", "baseline: edit"), "baseline is 'edit', which is none of the runs synchronous, diloco"),
         (("runs:", "runs: 5\nrun:"), "run is not a key"),
         (("runs:", "runs: [\n"), "can't be read as a comparison"),
+        (("diloco:", "diloco: {replicas: 3}"), "runs.diloco has 3 replicas, one a host, but hosts.count is 2"),
+        (
+            ("diloco:", "diloco: {restarts: [{after_step: 5, replicas: 1}]}"),
+            "runs.diloco has restarts, which conditions.slow with its pauses or kills excludes",
+        ),
+        (
+            ("diloco:", "diloco: {restarts: [{after_step: 5, replicas: 1}, {after_step: 5, replicas: 2}]}"),
+            "runs.diloco.restarts come after steps \\[5, 5\\]; give them in rising order",
+        ),
+        (("diloco:", "diloco: {restarts: [{after: 5, replicas: 1}]}"), "did you mean after_step"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, change: tuple[str, str], message: str) -> None:

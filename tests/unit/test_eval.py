@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llmtrain.errors import DataError, ModelError, UserError
+from llmtrain.errors import DataError, ModelError, SuiteError, UserError
 from llmtrain.eval.cache import Cache, Entry
 from llmtrain.eval.checkpoint import Checkpoint, check_folder, find_checkpoints, labels
 from llmtrain.eval.curves import draw_curves, lines_of
-from llmtrain.eval.harness import harness_version
-from llmtrain.eval.local_tasks import digests, local_tasks
 from llmtrain.eval.pieces import Options, pieces_of
 from llmtrain.eval.scores import answers, bits_per_byte, chance_of, ratio, verdict
 from llmtrain.eval.significance import BOOTSTRAP, MCNEMAR, compare, mcnemar, paired_bootstrap
-from llmtrain.eval.suite import EVAL_FOLDER, SuiteError, load_suite, suite_names
-from llmtrain.eval.table import Evaluated, Row, cell, table_of
+from llmtrain.eval.table import Evaluated, Row, cell, in_short, table_of
 from llmtrain.eval.texts import documents
+from llmtrain.suites.check import harness_version
+from llmtrain.suites.local_tasks import digests, local_tasks
+from llmtrain.suites.suite import EVAL_FOLDER, load_suite, suite_names
 
 TASKS = (EVAL_FOLDER / "tasks",)
 
@@ -289,6 +289,14 @@ def test_the_table_says_near_chance_and_names_the_test() -> None:
     assert notes[1] == (
         "p: two-sided, against guess, paired by document (McNemar's exact test); not corrected for the number of comparisons"
     )
+
+
+def test_in_short_there_is_the_first_score_of_each_task() -> None:
+    guess = evaluated("guess", [1.0, 0.0] * 16)
+    entry = Entry(scores={"text": {"loss": 1.5, "loss_stderr": None, "n": 3}}, about={"text": {}}, shown=["text"])
+    both = Evaluated(guess.checkpoint, {**guess.entries, "text": entry})
+    show = {"quiz": ["acc_norm", "acc", "n"], "text": ["loss"]}
+    assert in_short(both, show) == "quiz acc 0.500 ± 0.090 near chance, text loss 1.500"
 
 
 def test_a_score_that_is_not_there_is_a_dash() -> None:

@@ -22,7 +22,7 @@ LAYERS = [
     {"errors", "config", "seeding", "lr", "trace"},
     {"loss", "model", "data", "parallel"},
     {"sync"},
-    {"recipe", "recipe_messages", "recipe_check", "plan"},
+    {"recipe", "recipe_messages", "recipe_check", "plan", "suites"},
     {"train"},
     {"launch", "doctor", "export"},
     {"compare", "eval"},

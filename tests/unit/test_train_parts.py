@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from llmtrain.config import ScheduleSection
-from llmtrain.errors import CheckpointError, TrainingError
+from llmtrain.errors import FAILED, CheckpointError, TrainingError
 from llmtrain.lr import LearningRates
 from llmtrain.train import signals
-from llmtrain.train.checkpoint import FORMAT, complete, read_state
 from llmtrain.train.console import human
+from llmtrain.train.integrity import FORMAT, complete, read_state
 from llmtrain.train.metrics import Line, MetricsWriter, RankRow, Summariser
 from llmtrain.train.signals import stop_requests
 
@@ -46,14 +46,20 @@ def test_a_signal_sets_a_flag_and_handlers_come_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_two_interrupts_together_are_one_and_a_later_one_ends_at_once(monkeypatch):
+def test_signals_together_are_one_and_a_later_one_of_the_same_kind_ends_at_once(monkeypatch, capfd):
+    def leave(code: int):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(signals.os, "_exit", leave)
     with stop_requests() as stop:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        assert stop.requested
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", -1.0)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)  # Slurm's order: the checkpoint that SIGUSR1 asked for goes on
+        assert stop.requested
+        with pytest.raises(SystemExit, match=str(FAILED)):
+            signal.raise_signal(signal.SIGTERM)
+    assert capfd.readouterr().err == "a second SIGTERM: stopped at once; the last whole checkpoint stays\n"
 
 
 MESH = SimpleNamespace(replicas=2, shard=SimpleNamespace(size=2), world=SimpleNamespace(size=4))
@@ -81,6 +87,8 @@ def line(step: int = 10, **changed: list[float]) -> Line:
         "mean_squared": [2.0] * 4,
         "spread_squared": [1.0, 1.0, 2.0, 4.0],
         "stop": [0.0] * 4,
+        "unwritten": [0.0] * 4,
+        "fingerprint": [0.0] * 4,
         **changed,
     }
     assert set(columns) == set(RankRow.__dataclass_fields__)
@@ -133,6 +141,18 @@ def test_a_spike_is_counted_and_does_not_move_the_mean():
 def test_a_stop_asked_of_one_rank_is_seen_in_the_line():
     assert line(stop=[0.0, 0.0, 1.0, 0.0]).stop_requested
     assert not line().stop_requested
+    assert line(unwritten=[0.0, 1.0, 0.0, 0.0]).checkpoint_failed
+    assert not line().checkpoint_failed
+
+
+def test_replicas_whose_anchors_differ_are_named():
+    summariser = Summariser(MESH, 1.0, None)
+    summariser.check(line(fingerprint=[5.0, 7.0, 5.0, 7.0]))  # of shards 0 and 1: each has its own
+    with pytest.raises(TrainingError, match="the anchors of the 2 replicas differ, found at step 10"):
+        summariser.check(line(fingerprint=[5.0, 7.0, 5.0, 8.0]))
+    four = Summariser(SimpleNamespace(replicas=4, shard=SimpleNamespace(size=1)), 1.0, None)
+    with pytest.raises(TrainingError, match="the anchor of replica 2 is not that of the others"):
+        four.check(line(fingerprint=[5.0, 5.0, 6.0, 5.0]))
 
 
 def test_metrics_continue_without_lines_after_the_checkpoint(tmp_path: Path):

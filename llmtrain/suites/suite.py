@@ -9,7 +9,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from llmtrain.config.section import Count, Section
-from llmtrain.errors import UserError
+from llmtrain.errors import SuiteError
 from llmtrain.recipe_messages import nearest, one_of, shown
 
 EVAL_FOLDER = Path(__file__).resolve().parents[2] / "eval"
@@ -18,10 +18,6 @@ EVAL_FOLDER = Path(__file__).resolve().parents[2] / "eval"
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
 FewShot = Annotated[int, Field(ge=0)]
 NotEmpty = Annotated[str, Field(min_length=1)]
-
-
-class SuiteError(UserError):
-    """A suite or one of its tasks is unknown, or a key of it has a wrong value."""
 
 
 class TaskSection(Section):
@@ -88,12 +84,12 @@ class Suite(Section):
     """Texts for people to read."""
 
 
-def load_suite(name: str) -> tuple[str, Suite, list[Path]]:
+def load_suite(name: str, key: str = "--suite") -> tuple[str, Suite, list[Path]]:
     """(its name, the suite, folders of its task files) of a name in eval/suites, or of a YAML file.
 
-    Raises SuiteError, one line, for anything else.
+    `key` is what the user gave the name with. Raises SuiteError, one line, for anything else.
     """
-    path = _path_of(name)
+    path = _path_of(name, key)
     try:
         data = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -118,16 +114,16 @@ def suite_names() -> list[str]:
     return sorted(path.stem for path in (EVAL_FOLDER / "suites").glob("*.yaml"))
 
 
-def _path_of(name: str) -> Path:
+def _path_of(name: str, key: str) -> Path:
     if name.endswith((".yaml", ".yml")):
         if not Path(name).is_file():
-            raise SuiteError(f"--suite {name}: there is no such file; give one, or {one_of(suite_names())}")
+            raise SuiteError(f"{key} {name}: there is no such file; give one, or {one_of(suite_names())}")
         return Path(name)
     known = suite_names()
     if name not in known:
         near = nearest(name, known)
         hint = f"did you mean {near}?" if near else f"suites are {', '.join(known)}, or a YAML file"
-        raise SuiteError(f"--suite {name}: there is no such suite; {hint}")
+        raise SuiteError(f"{key} {name}: there is no such suite; {hint}")
     return EVAL_FOLDER / "suites" / f"{name}.yaml"
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from llmtrain.errors import DataError
-from llmtrain.eval.suite import SuiteError
+from llmtrain.errors import DataError, SuiteError
 
 
 class TaskLoader(yaml.SafeLoader):
@@ -53,14 +52,14 @@ def digest_of(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def data_file(data_dir: Path | None, file: str, needed_by: str) -> Path:
-    """`file` below --data-dir. Raises DataError if either is not there."""
+def data_file(data_dir: Path | None, file: str, needed_by: str, key: str = "--data-dir") -> Path:
+    """`file` below the folder that the user gave with `key`. Raises DataError if either is not there."""
     if data_dir is None:
-        raise DataError(f"{needed_by} reads {file}: give the folder that has it with --data-dir")
+        raise DataError(f"{needed_by} reads {file}: give the folder that has it with {key}")
     path = data_dir / file
     if not path.is_file():
         what = "has no" if data_dir.is_dir() else "is not a folder, so it has no"
-        raise DataError(f"--data-dir {data_dir} {what} {file}, which {needed_by} reads; see eval/README.md")
+        raise DataError(f"{key} {data_dir} {what} {file}, which {needed_by} reads; see eval/README.md")
     return path
 
 

@@ -1,0 +1,53 @@
+"""What an evaluation needs before it can run: lm-evaluation-harness, and of a recipe's suite that it is there and its data too."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+from llmtrain.config import SuiteSection
+from llmtrain.errors import UserError
+from llmtrain.suites.local_tasks import data_file, local_tasks
+from llmtrain.suites.suite import Suite, load_suite
+
+KEY = "eval.suite"
+
+
+def harness_version() -> str:
+    """The installed lm-evaluation-harness. Raises UserError, with the command to install it, if there is none."""
+    try:
+        return importlib.metadata.version("lm_eval")
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(
+            "lm-evaluation-harness is not installed; install it with: pip install -c constraints.txt -e '.[eval]'"
+        ) from None
+
+
+def check_suite(section: SuiteSection | None) -> None:
+    """Raises UserError for a recipe's suite that is none, or lacks a folder of data. Needs no data, so a laptop can say it
+    of a cluster's recipe. Names of lm-evaluation-harness's own tasks are not looked up: listing them takes many seconds."""
+    if section is not None:
+        _, suite, folders = load_suite(section.name, f"{KEY}.name")
+        if section.data_dir is None:
+            for file, needed_by in _local_files(suite, folders):
+                data_file(None, file, needed_by, f"{KEY}.data_dir")
+
+
+def check_suite_data(section: SuiteSection | None) -> None:
+    """Raises UserError if evaluating a recipe's suite would fail on this machine: no lm-evaluation-harness, or a file of
+    its data is missing."""
+    if section is not None:
+        _, suite, folders = load_suite(section.name, f"{KEY}.name")
+        if suite.tasks:
+            harness_version()
+        for file, needed_by in _local_files(suite, folders):
+            data_file(Path(section.data_dir) if section.data_dir else None, file, needed_by, f"{KEY}.data_dir")
+
+
+def _local_files(suite: Suite, folders: list[Path]) -> list[tuple[str, str]]:
+    """(file below the folder of data, what reads it)."""
+    local = local_tasks(folders)
+    found = [
+        (file, f"task {task.task}") for task in suite.tasks if task.task in local for file in local[task.task].files
+    ]
+    return found + [(text.file, f"text {text.name}") for text in suite.texts]

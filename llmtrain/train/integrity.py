@@ -1,0 +1,125 @@
+"""Which checkpoints are on the disk, and whether they are what was written: names, sizes and SHA-256 of files, which
+state.json lists."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from llmtrain.errors import CheckpointError
+from llmtrain.parallel.mesh import Mesh
+
+FORMAT = 3
+STATE, SEAL = "state.json", "sha256"
+NAME = re.compile(r"step-(\d{8})")
+Digest = tuple[int, str]
+"""Size in bytes, SHA-256 in hex."""
+
+
+def complete(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of all complete checkpoints in a `checkpoints` folder, oldest first."""
+    if not directory.is_dir():
+        return []
+    named = ((NAME.fullmatch(path.name), path) for path in directory.iterdir())
+    return sorted((int(match[1]), path) for match, path in named if match and (path / STATE).exists())
+
+
+def sealed(state: dict[str, Any]) -> str:
+    """The text of state.json: the state, and its own digest last."""
+    return json.dumps({**state, SEAL: _digest_of(state)})
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """A checkpoint's state.json. Raises CheckpointError if it is damaged or of another format."""
+    where = path / STATE
+    try:
+        state = json.loads(where.read_text())
+        seal = state.pop(SEAL, None)
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {STATE} can't be read ({error})") from error
+    if state.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {state.get('format')}, this version reads {FORMAT}; use the version that wrote it"
+        )
+    if seal != _digest_of(state):
+        raise CheckpointError(f"{path} is damaged: {STATE} is not what was written")
+    return state
+
+
+def _digest_of(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+
+
+def digests(directory: Path, names: Sequence[str]) -> dict[str, Digest]:
+    """Of these files."""
+    return {name: ((directory / name).stat().st_size, _sha256(directory / name)) for name in names}
+
+
+def fault(directory: Path, files: Mapping[str, Digest]) -> str | None:
+    """What is wrong with the first file that is not as it was written; None: nothing."""
+    for name, (size, sha256) in sorted(files.items()):
+        path = directory / name
+        try:
+            found = path.stat().st_size
+            if found != size:
+                return f"{name} has {found} bytes, {size} were written"
+            if _sha256(path) != sha256:
+                return f"{name} is not what was written: its SHA-256 differs"
+        except FileNotFoundError:
+            return f"{name} is gone"
+        except OSError as error:
+            return f"{name} can't be read ({error.strerror})"
+    return None
+
+
+def newest_whole(candidates: Sequence[Path], mesh: Mesh, note: Callable[[str], None]) -> Path | None:
+    """The newest of `candidates` (oldest first; the main rank's count) without damage; None if there are none. A
+    collective of all ranks, which share the reading. `note` is told of each that is passed over.
+
+    Raises CheckpointError, on every rank, if there are some and all of them are damaged: a run never starts anew by itself.
+    """
+    paths = mesh.from_main(lambda: [str(path) for path in candidates])
+    problem = ""
+    for path in map(Path, reversed(paths)):
+        state = mesh.from_main(lambda path=path: _or_error(lambda: read_state(path)))
+        if isinstance(state, str):
+            problem = state
+        elif (found := _fault_anywhere(path, state["files"], mesh)) is None:
+            return path
+        else:
+            problem = f"{path} is damaged: {found}"
+        note(f"{problem}; going back to the one before")
+    if problem:
+        raise CheckpointError(
+            f"{problem}; no older checkpoint is whole either, of {len(paths)}; restore one, or delete them to train from the start"
+        )
+    return None
+
+
+def _fault_anywhere(path: Path, files: Mapping[str, Digest], mesh: Mesh) -> str | None:
+    """What some rank found in its share of the files."""
+    share = sorted(files)[mesh.world.rank :: mesh.world.size]
+    mine = fault(path, {name: files[name] for name in share})
+    found: list[str | None] = [mine]
+    if mesh.world.size > 1:
+        found = [None] * mesh.world.size
+        dist.all_gather_object(found, mine, group=mesh.everyone.group)
+    return next((one for one in found if one is not None), None)
+
+
+def _or_error(read: Callable[[], dict]) -> dict | str:
+    try:
+        return read()
+    except CheckpointError as error:
+        return str(error)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,153 @@
+"""A checkpoint on its way to the disk, in a thread beside training: files, their digests, state.json, and the rename that
+makes it one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from llmtrain.errors import TrainingError
+from llmtrain.parallel.comms import Comms
+from llmtrain.train.integrity import STATE, digests, sealed
+
+warnings.filterwarnings("ignore", ".*the intent is to save in a single process", UserWarning)  # which is what is wanted
+
+
+class Writing:
+    """All ranks make one for the same checkpoint, over `comms`, which nothing else uses meanwhile.
+
+    `tensors` are not changed by others until it is done. `state` is what state.json says, but for `ranks`, of which each rank
+    hands in its `progress`, and `files`. `when_whole` is called on the main rank.
+    """
+
+    def __init__(
+        self,
+        final: Path,
+        tensors: dict[str, torch.Tensor],
+        state: dict[str, Any],
+        progress: dict[str, Any],
+        comms: Comms,
+        when_whole: Callable[[], None],
+    ):
+        self.final, self.temporary, self._tensors, self._comms = final, final.with_suffix(".tmp"), tensors, comms
+        self._state, self._progress, self._when_whole = state, json.dumps(progress), when_whole
+        self.seconds = 0.0
+        """What it took, once it is done."""
+        self.error: str | None = None
+        # A daemon: a disk that hangs must not keep a run that has given up on it from ending.
+        self._thread = threading.Thread(target=self._run, name=f"writes {final.name}", daemon=True)
+
+    def start(self, in_thread: bool) -> None:
+        """Write, beside whatever comes next or before it."""
+        if in_thread:
+            self._thread.start()
+        else:
+            self._run()
+            self.check()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Until it is done. Raises TrainingError if it failed or takes longer."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_seconds)
+        if not self.is_done:
+            raise TrainingError(
+                f"{self.final} was not written within {timeout_seconds:g} s (run.timeout_seconds); is the disk there? Start the "
+                "same command again to continue from the last checkpoint"
+            )
+        self.check()
+
+    def check(self) -> None:
+        """Raises TrainingError if it failed."""
+        if self.error is not None:
+            raise TrainingError(
+                f"{self.final} could not be written: {self.error}; older checkpoints are as they were, start the same command "
+                "again to continue from the last one"
+            )
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        try:
+            where = {"process_group": self._comms.group, "no_dist": self._comms.size == 1}
+            dcp.save(self._tensors, checkpoint_id=self.temporary, **where)
+            self._tensors = {}  # memory for the next one
+            self._seal()
+        except CheckpointException as error:  # a BaseException
+            self.error = _one_line(next(iter(error.failures.values()))[0])
+        except Exception as error:
+            self.error = _one_line(error)
+        if self.error is not None and self._comms.rank == 0:
+            shutil.rmtree(self.temporary, ignore_errors=True)  # so that a full disk has room again
+        self.seconds = time.monotonic() - began
+
+    def _seal(self) -> None:
+        """Digests from all ranks, each of its share of the files; then the main rank makes it a checkpoint."""
+        names = self._from_main(sorted(path.name for path in self.temporary.iterdir()))
+        share = names[self._comms.rank :: self._comms.size]
+        of_ranks = self._gathered((self._progress, digests(self.temporary, share)))
+        problem = self._from_main(self._complete(of_ranks) if self._comms.rank == 0 else None)
+        if problem is not None:
+            raise OSError(problem)
+
+    def _complete(self, of_ranks: list[tuple[str, dict]]) -> str | None:
+        """Returns what went wrong, for all ranks to know."""
+        self._state["ranks"] = [json.loads(progress) for progress, _ in of_ranks]
+        self._state["files"] = {name: digest for _, found in of_ranks for name, digest in found.items()}
+        try:
+            write_durably(self.temporary / STATE, sealed(self._state))
+            if self.final.exists():
+                shutil.rmtree(self.final)
+            self.temporary.rename(self.final)
+            write_durably(self.final.parent / "latest", self.final.name + "\n")
+            self._when_whole()
+        except OSError as error:
+            return _one_line(error)
+        return None
+
+    def _from_main(self, value: Any) -> Any:
+        values = [value]
+        if self._comms.size > 1:
+            dist.broadcast_object_list(values, group=self._comms.group)
+        return values[0]
+
+    def _gathered(self, value: Any) -> list[Any]:
+        """By rank, on the main rank; elsewhere nothing of use."""
+        if self._comms.size == 1:
+            return [value]
+        values = [None] * self._comms.size if self._comms.rank == 0 else None
+        dist.gather_object(value, values, group=self._comms.group)
+        return values or []
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file so that a crash leaves the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the renames, too
+    finally:
+        os.close(folder)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

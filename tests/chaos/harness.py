@@ -1,0 +1,149 @@
+"""Breaks a running training at chosen or random moments, and looks at what is left.
+
+A `Victim` is one run of the tiny recipe. It is killed, started again with the same command, and in the end has to have the
+metrics of a run that nobody disturbed, bit by bit.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from llmtrain.train.integrity import complete, fault, read_state
+from tests.end_to_end.runs import Runs
+
+START_SECONDS = 120.0
+
+
+@dataclass
+class Damage:
+    """What the kills of one victim met."""
+
+    kills: int = 0
+    whole_groups: int = 0
+    in_writes: int = 0
+    """Kills that left a half-written checkpoint."""
+    before_training: int = 0
+    """Kills while the ranks were starting."""
+    steps_lost: list[int] = field(default_factory=list)
+    """Steps that were trained and had to be trained again, by kill."""
+
+
+class Victim:
+    """A run by name, with its own overrides."""
+
+    def __init__(self, runs: Runs, name: str, *overrides: str):
+        self.runs, self.name, self.overrides = runs, name, overrides
+        self.checkpoints = runs.path(name) / "checkpoints"
+        self.damage = Damage()
+        self._newest = -1
+
+    def start(self, *more: str) -> subprocess.Popen:
+        return self.runs.start(self.runs.command(self.name, *self.overrides, *more))
+
+    def finish(self) -> str:
+        """Train to the end; the output."""
+        process = self.start()
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+        return output
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks that live."""
+        pattern = f"llmtrain train.*run.name={self.name}( |$)"
+        return [
+            int(pid) for pid in subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout.split()
+        ]
+
+    def kill_all(self, process: subprocess.Popen) -> None:
+        """The launcher, torchrun in it, and all ranks."""
+        os.killpg(process.pid, signal.SIGKILL)
+        for pid in self.ranks():  # they have sessions of their own
+            kill(pid)
+        process.communicate(timeout=30)
+
+    def kill_one(self, process: subprocess.Popen, chosen: int, seconds: float) -> None:
+        """One rank; the others have to end by themselves within `seconds`."""
+        ranks = self.ranks()
+        if not ranks:
+            return self.kill_all(process)
+        kill(ranks[chosen % len(ranks)])
+        output, _ = process.communicate(timeout=seconds)
+        assert process.returncode == 1, output
+        deadline = time.monotonic() + 10
+        while self.ranks():
+            assert time.monotonic() < deadline, "ranks outlive their launcher"
+            time.sleep(0.1)
+        return None
+
+    def look(self) -> None:
+        """No checkpoint that was complete may be lost or damaged."""
+        there = complete(self.checkpoints)
+        newest = there[-1][0] if there else -1
+        assert newest >= self._newest, f"step {self._newest} was complete, now {newest} is the newest"
+        self._newest = newest
+        for _, path in there:
+            assert (found := fault(path, read_state(path)["files"])) is None, f"{path}: {found}"
+
+    def last_step(self) -> int:
+        """Of the metrics; 0 before there are any."""
+        path = self.runs.path(self.name) / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1].splitlines()
+        return self.runs.lines(self.name)[-1]["step"] if whole and whole == text.splitlines() else 0
+
+    def kill_at_random(self, draw: random.Random, timeout_seconds: float) -> bool:
+        """Start, and kill at a random moment, mostly of training. False: the run was over before."""
+        process = self.start(f"run.timeout_seconds={timeout_seconds}")
+        if draw.random() < 0.15:
+            time.sleep(draw.uniform(0, 8))
+            self.damage.before_training += 1
+        else:
+            before = self._size()
+            _until(lambda: self._size() > before or process.poll() is not None, "training begins", START_SECONDS)
+            time.sleep(draw.uniform(0, 2.5))
+        if process.poll() is not None:
+            process.communicate()
+            return False
+        group = draw.random() < 0.5
+        if group:
+            self.kill_all(process)
+        else:
+            self.kill_one(process, draw.randrange(16), timeout_seconds + 30)
+        self.damage.kills += 1
+        self.damage.whole_groups += group
+        self.damage.in_writes += bool(list(self.checkpoints.glob("*.tmp")))
+        self.look()
+        self.damage.steps_lost.append(max(0, self.last_step() - max(0, self._newest)))
+        return True
+
+    def kill_in_a_write(self, after_step: int) -> None:
+        """Kill all while a checkpoint later than `after_step` is being written."""
+        process = self.start()
+        self.runs.wait_for(self.name, after_step)
+        _until(lambda: list(self.checkpoints.glob("step-*.tmp")), "a checkpoint is begun", START_SECONDS, pause=0.0005)
+        self.kill_all(process)
+        self.look()
+
+    def _size(self) -> int:
+        path = self.runs.path(self.name) / "metrics.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+
+def kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _until(condition: Callable[[], object], what: str, seconds: float, pause: float = 0.02) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s until {what}"
+        time.sleep(pause)

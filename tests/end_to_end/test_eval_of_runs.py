@@ -1,0 +1,172 @@
+"""Runs from training to scores: a suite beside training, and the `small` suite's tasks from local files."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from llmtrain.eval import pieces
+from llmtrain.eval.command import evaluate
+from llmtrain.suites.suite import load_suite
+from tests.end_to_end.runs import ROOT, Runs, environment
+
+pytest.importorskip(
+    "lm_eval", reason="lm-evaluation-harness is not installed: pip install -c constraints.txt -e '.[eval]'"
+)
+
+SUITE = """
+tasks: [{task: offline_piqa, show: [acc_norm, bits_per_byte]}]
+texts: [{name: words, file: words.txt, window: 16}]
+"""
+ALONE = ["parallel.replicas=1", "parallel.shard=1", "eval.sample_prompt=null"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+def train(runs: Runs, name: str, *overrides: str) -> str:
+    """The output of a run of one process."""
+    command = [sys.executable, "-m", "llmtrain", "train", *runs.command(name, *ALONE, *overrides)[2:]]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def suite(runs: Runs) -> str:
+    rows = [{"goal": f"def f{i}(x):", "sol1": "return x", "sol2": "rain the of", "label": i % 2} for i in range(8)]
+    (runs.folder / "piqa").mkdir()
+    (runs.folder / "piqa/validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (runs.folder / "words.txt").write_text("<|endoftext|>".join(f"import words{i}" for i in range(8)))
+    (runs.folder / "quick.yaml").write_text(SUITE)
+    return str(runs.folder / "quick.yaml")
+
+
+@pytest.fixture(scope="module")
+def quick(runs: Runs, suite: str) -> str:
+    """The output of a run of 24 steps with checkpoints every 6, of which every second is evaluated."""
+    keys = {"name": suite, "every": 2, "limit": 6, "data_dir": runs.folder, "threads": 1}
+    return train(runs, "quick", *(f"eval.suite.{key}={value}" for key, value in keys.items()))
+
+
+def test_checkpoints_are_evaluated_while_training_goes_on(runs: Runs, suite: str, quick: str) -> None:
+    lines, run = quick.splitlines(), runs.path("quick")
+    found = {}
+    for step in (12, 24):
+        found[step] = json.loads((run / f"eval/quick-step-{step:08d}.json").read_text())
+        assert f"step {step}/24 | quick: {found[step]['in_short']}" in lines
+        assert found[step]["in_short"].startswith("offline_piqa acc_norm 0.")
+        assert "± 0." in found[step]["in_short"] and "near chance, words loss" in found[step]["in_short"]
+        assert found[step]["checkpoint_step"] == step and found[step]["tokens"] == step * 16 * 32
+        assert "offline_piqa" in (run / f"eval/log/quick-step-{step:08d}.log").read_text()
+    assert found[24]["results"]["words"]["loss"] < found[12]["results"]["words"]["loss"]
+    assert found[24]["results"]["offline_piqa"]["n"] == 6
+    assert not list(run.glob("eval/quick-step-0000000*.json"))
+    assert next(line for line in lines if "Trained 24 steps" in line)
+    assert lines[-1].startswith(f"all checkpoints: python -m llmtrain eval {run} --suite {suite} --limit 6")
+
+
+def test_over_time_everything_is_in_the_cache(
+    runs: Runs, suite: str, quick: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on another machine, where the run's data is not, and after its checkpoints were deleted."""
+    run = shutil.copytree(runs.path("quick"), tmp_path / "quick")
+    assert (run / "tokenizer/tokenizer_config.json").is_file()
+    shutil.rmtree(run / "checkpoints")
+    for name in ("run_task", "load_model"):
+        monkeypatch.delattr(pieces, name)
+    monkeypatch.delattr(pieces.texts, "evaluate_text")
+    results = evaluate([run], suite, over_time=True, limit=6, data_dir=runs.folder, console=Console(quiet=True))
+    kept = [json.loads((run / f"eval/quick-step-{step:08d}.json").read_text()) for step in (12, 24)]
+    assert [each["results"] for each in results] == [each["results"] for each in kept]
+    assert (run / "eval/quick-over-time.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def stories(runs: Runs, suite: str, shared_data: Path) -> str:
+    """The output of a run on TinyStories whose suite can't be evaluated."""
+    task = (ROOT / "eval/tasks/piqa.yaml").read_text().replace("offline_piqa", "broken")
+    (runs.folder / "tasks").mkdir()
+    (runs.folder / "tasks/broken.yaml").write_text(task.replace("goal", "no_such_column"))
+    shutil.copy(ROOT / "eval/tasks/local_jsonl.py", runs.folder / "tasks")
+    (runs.folder / "bad.yaml").write_text("task_folders: [tasks]\ntasks: [{task: broken}]\n")
+    text = [
+        f"data.source={shared_data}/tinystories/valid.txt",
+        "data.tokenizer=train:512",
+        "data.validation_fraction=0.2",
+    ]
+    keys = {"name": runs.folder / "bad.yaml", "data_dir": runs.folder}
+    return train(runs, "stories", *text, "checkpoint.every=null", *(f"eval.suite.{k}={v}" for k, v in keys.items()))
+
+
+def test_a_failing_suite_does_not_touch_the_run(runs: Runs, stories: str) -> None:
+    failed = [line for line in stories.splitlines() if "step 24/24 | bad: the evaluation failed (exit code 1)" in line]
+    assert len(failed) == 1 and failed[0].endswith("bad-step-00000024.log"), stories
+    assert json.loads((runs.path("stories") / "summary.json").read_text())["stopped"] == "done"
+
+
+def test_a_suite_that_lacks_its_data_is_refused_before_anything_else(runs: Runs, suite: str) -> None:
+    command = runs.command("refused", *ALONE, f"eval.suite={{name: {suite}, data_dir: /nowhere}}")
+    done = subprocess.run(
+        [sys.executable, "-m", "llmtrain", "train", *command[2:]],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        "error: eval.suite.data_dir /nowhere is not a folder, so it has no piqa/validation.jsonl, which task offline_piqa "
+        "reads; see eval/README.md\n"
+    )
+    assert not runs.path("refused").exists()
+
+
+@pytest.mark.timeout(600)
+def test_the_small_suites_tasks_from_local_files(runs: Runs, quick: str, stories: str, shared_data: Path) -> None:
+    """Of a model trained by the quickstart's recipe and one trained on TinyStories: what eval/README.md documents, with
+    few steps and documents."""
+    screen = io.StringIO()
+    results = evaluate(
+        [runs.path("quick"), runs.path("stories")],
+        "offline",
+        limit=12,
+        data_dir=shared_data / "benchmarks",
+        device="cpu",
+        console=Console(file=screen, width=200),
+    )
+    small = {f"offline_{task.task}" for task in load_suite("small")[1].tasks}
+    assert small <= set(results[0]["results"])
+    rows = [line for line in screen.getvalue().splitlines() if " acc " in line or " acc_norm " in line]
+    called = 0
+    for task in small | {"offline_arc_challenge", "offline_openbookqa", "offline_boolq"}:
+        for result in results:
+            assert math.isfinite(result["results"][task]["bits_per_byte"])
+            called += is_called_what_it_is(result, task, next(row for row in rows if f" {task} " in row))
+    assert called >= 8, "most scores of models so small are near chance"
+
+
+def is_called_what_it_is(result: dict[str, Any], task: str, row: str) -> bool:
+    """Whether an accuracy is near chance; the table has to say so, with its standard error, of it and of no other."""
+    scores, chance = result["results"][task], result["tasks"][task].get("chance")
+    metric = "acc_norm" if " acc_norm " in row else "acc"
+    value, error = scores[metric], scores[f"{metric}_stderr"]
+    shown = f"{value:.4f} ± {error:.4f}"
+    if chance is None:
+        assert f"{shown} " in row and "chance" not in row
+        return False
+    is_near = abs(value - chance) <= 2 * max(error, math.sqrt(chance * (1 - chance) / scores["n"]))
+    assert (f"{shown} near chance" in row) == is_near, row
+    return is_near

@@ -1,0 +1,155 @@
+"""A checkpoint's way to the disk, and what is found there later: whole, damaged, or not there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from llmtrain.errors import CheckpointError, TrainingError
+from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.world import World
+from llmtrain.train.integrity import FORMAT, STATE, complete, digests, fault, newest_whole, read_state
+from llmtrain.train.writing import Writing
+
+ALONE = SimpleNamespace(world=World(0, 1, 0, 1), from_main=lambda ask: ask())
+
+
+def write(folder: Path, step: int, numbers: int = 1000) -> Writing:
+    writing = Writing(
+        folder / f"step-{step:08d}",
+        {"w": torch.full((numbers,), float(step))},
+        {"format": FORMAT, "step": step},
+        {"tokens": step * 10},
+        Comms(None),
+        lambda: None,
+    )
+    writing.start(in_thread=True)
+    writing.wait(30)
+    return writing
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With checkpoints of steps 10 and 20."""
+    for step in (10, 20):
+        write(tmp_path, step)
+    return tmp_path
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def newest(folder: Path) -> tuple[Path | None, list[str]]:
+    said: list[str] = []
+    return newest_whole([path for _, path in complete(folder)], ALONE, said.append), said
+
+
+def test_what_is_written_is_whole_and_latest(folder: Path) -> None:
+    state = read_state(folder / "step-00000020")
+    assert state["step"] == 20 and state["ranks"] == [{"tokens": 200}]
+    assert sorted(state["files"]) == [".metadata", "__0_0.distcp"]
+    assert fault(folder / "step-00000020", state["files"]) is None
+    assert (folder / "latest").read_text() == "step-00000020\n"
+    assert not list(folder.glob("*.tmp"))
+    assert newest(folder) == (folder / "step-00000020", [])
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda path: flip(path / "__0_0.distcp"), "__0_0.distcp is not what was written: its SHA-256 differs"),
+        (lambda path: os.truncate(path / "__0_0.distcp", 100), r"__0_0.distcp has 100 bytes, \d+ were written"),
+        (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is gone"),
+        (lambda path: flip(path / ".metadata"), ".metadata is not what was written"),
+        (lambda path: (path / STATE).write_text("{"), "state.json can't be read"),
+        (
+            lambda path: (path / STATE).write_text(
+                (path / STATE).read_text().replace('"tokens": 200', '"tokens": 201')
+            ),
+            "state.json is not what was written",
+        ),
+    ],
+    ids=["a bit", "cut off", "gone", "metadata", "state cut off", "state changed"],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(folder: Path, damage, problem: str) -> None:
+    damage(folder / "step-00000020")
+    path, said = newest(folder)
+    assert path == folder / "step-00000010"
+    [line] = said
+    assert line.startswith(f"{folder}/step-00000020 is damaged: ") and line.endswith("; going back to the one before")
+    assert re.search(problem, line)
+
+
+def test_where_all_are_damaged_nothing_is_trained_anew(folder: Path) -> None:
+    for path in folder.glob("step-*"):
+        flip(path / "__0_0.distcp")
+    with pytest.raises(
+        CheckpointError, match=r"step-00000010 is damaged: .*; no older .* of 2; restore one, or delete"
+    ):
+        newest(folder)
+
+
+def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
+    assert newest(tmp_path) == (None, [])
+
+
+def test_a_step_written_again_replaces_the_one_that_was_there(folder: Path) -> None:
+    flip(folder / "step-00000020" / "__0_0.distcp")
+    write(folder, 20)
+    assert newest(folder) == (folder / "step-00000020", [])
+
+
+def test_what_cannot_be_written_is_one_line_and_loses_nothing(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    (tmp_path / "step-00000020.tmp").write_text("a file in the way")
+    with pytest.raises(
+        TrainingError, match=r"step-00000020 could not be written: .*; older checkpoints are as they were"
+    ) as failed:
+        write(tmp_path, 20)
+    assert "\n" not in str(failed.value)
+    assert newest(tmp_path) == (tmp_path / "step-00000010", [])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_loses_nothing_and_is_given_back(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no small disk here: {mounted.stderr.decode().strip()}")
+    try:
+        write(tmp_path, 10)
+        with pytest.raises(TrainingError, match=r"could not be written: .*(No space left|enforce fail|failed)"):
+            write(tmp_path, 20, numbers=200_000)
+        assert newest(tmp_path) == (tmp_path / "step-00000010", [])
+        assert not list(tmp_path.glob("*.tmp"))
+        write(tmp_path, 30)  # there is room again
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_disk_that_hangs_is_given_up_after_the_timeout(tmp_path: Path) -> None:
+    answer = threading.Event()
+
+    class Hanging(Writing):
+        def _run(self) -> None:
+            answer.wait()
+
+    writing = Hanging(tmp_path / "step-00000010", {}, {}, {}, Comms(None), lambda: None)
+    writing.start(in_thread=True)
+    with pytest.raises(TrainingError, match=r"was not written within 0.1 s \(run.timeout_seconds\)"):
+        writing.wait(0.1)
+    answer.set()
+
+
+def test_digests_are_of_content(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    assert digests(tmp_path, ["a"]) == {"a": (3, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")}

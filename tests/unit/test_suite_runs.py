@@ -1,0 +1,313 @@
+"""Evaluations beside training, with processes that only pretend to evaluate."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from llmtrain.errors import UserError
+from llmtrain.recipe import load_recipe
+from llmtrain.suites.check import check_suite, check_suite_data
+from llmtrain.train import suite_runs
+from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.signals import StopRequest
+from llmtrain.train.suite_runs import SuiteRuns, start_beside
+
+ROOT = Path(__file__).resolve().parents[2]
+SCORES = "piqa acc_norm 0.500 ± 0.100 near chance"
+
+
+class Child:
+    """An evaluation that ends when the test says so."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path):
+        self.command, self.environment, self.log = command, environment, log
+        self.step = int(command[command.index("--step") + 1])
+        self.pid, self.returncode = -self.step, None
+        self._ended = threading.Event()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("Traceback\nerror: no room\nsome library's farewell\n")
+
+    def end(self, code: int, result: str | None = json.dumps({"in_short": SCORES})) -> None:
+        if result is not None:
+            (self.log.parents[1] / f"offline-step-{self.step:08d}.json").write_text(result)
+        self.returncode = code
+        self._ended.set()
+
+    def wait(self) -> int:
+        assert self._ended.wait(20)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
+class Beside:
+    """The evaluations of a run of 50 steps, what was started for them and what the console says."""
+
+    def __init__(self, folder: Path, *overrides: str):
+        keys = [f"run.out_dir={folder}", "run.name=a", "train.steps=50", "checkpoint.every=10"]
+        suite = ["eval.suite.name=offline", "eval.suite.data_dir=data", "eval.suite.limit=5"]
+        self.recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [*keys, *suite, *overrides])
+        self.lines: list[str] = []
+        self.children: list[Child] = []
+        self.stop = StopRequest()
+        self.suites = SuiteRuns(
+            self.recipe.eval.suite, self.recipe, RunDirectory(self.recipe), self, self.stop, self.start
+        )
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+    def start(self, *arguments: object) -> Child:
+        self.children.append(Child(*arguments))
+        return self.children[-1]
+
+    def child(self, number: int) -> Child:
+        eventually(lambda: len(self.children) > number)
+        return self.children[number]
+
+    def says(self, text: str) -> None:
+        eventually(lambda: text in self.lines)
+
+    def idle(self) -> None:
+        eventually(lambda: not self.suites.in_use())
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Beside:
+    return Beside(tmp_path)
+
+
+@pytest.fixture
+def killed(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(step, signal) of what was sent to the children, who heed it."""
+    sent = []
+
+    def kill(group: int, number: int) -> None:
+        sent.append((-group, number))
+        next(child for child in beside.children if child.pid == group).end(-number, None)
+
+    monkeypatch.setattr(os, "killpg", kill)
+    return sent
+
+
+def test_a_checkpoint_is_evaluated_by_a_process_that_is_no_rank(
+    beside: Beside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launchers = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "SLURM_PROCID",
+    )
+    for name in launchers:
+        monkeypatch.setenv(name, "3")
+    beside.suites.after_checkpoint(10)
+    child = beside.child(0)
+    options = ["--suite", "offline", "--limit", "5", "--data-dir", "data", "--step", "10", "--device", "cpu"]
+    assert child.command[1:] == ["-m", "llmtrain", "eval", str(tmp_path / "a"), *options]
+    assert not set(launchers) & set(child.environment) and child.environment["PATH"] == os.environ["PATH"]
+    assert (child.environment["OMP_NUM_THREADS"], child.environment["CUDA_VISIBLE_DEVICES"]) == ("4", "")
+    assert beside.suites.in_use() == {10}
+    beside.says(f"step 10/50 | offline: evaluating beside training ({tmp_path}/a/eval/log/offline-step-00000010.log)")
+    child.end(0)
+    beside.idle()
+    assert beside.lines[1:] == [f"step 10/50 | offline: {SCORES}"]
+
+
+def test_training_does_not_wait_and_the_newest_checkpoint_is_next(beside: Beside) -> None:
+    for step in (10, 20, 30):
+        beside.suites.after_checkpoint(step)
+    assert beside.suites.in_use() == {10, 30}
+    beside.child(0).end(0)
+    beside.child(1).end(0)
+    beside.idle()
+    assert [child.step for child in beside.children] == [10, 30]
+    assert [line for line in beside.lines if "waits" in line] == [
+        "step 20/50 | offline: waits for the evaluation of step 10",
+        "step 30/50 | offline: waits for the evaluation of step 10, instead of step 20",
+    ]
+    beside.suites.after_checkpoint(40)
+    beside.child(2).end(0)
+    beside.idle()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "evaluated"),
+    [
+        (["eval.suite.every=2"], [10, 20, 30, 40, 50], [20, 40, 50]),
+        (["eval.suite.every=2"], [13, 31, 44, 50], [31, 44, 50]),  # with rounds of seconds
+        (["checkpoint.every=null"], [7, 50], [50]),
+        (["eval.suite.every=9"], [10, 50], [50]),
+        ([], [10, 14, 20], [10, 20]),  # a stop's checkpoint
+        (["eval.suite=null"], [10, 50], []),
+    ],
+)
+def test_whose_turn_it_is(tmp_path: Path, overrides: list[str], steps: list[int], evaluated: list[int]) -> None:
+    beside, ended = Beside(tmp_path, *overrides), 0
+    for step in steps:
+        beside.suites.after_checkpoint(step)
+        if step in beside.suites.in_use():
+            beside.child(ended).end(0)
+            beside.idle()
+            ended += 1
+    assert [child.step for child in beside.children] == evaluated
+
+
+def test_a_run_that_continues_does_not_begin_with_a_stops_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "a/checkpoints/step-00000015").mkdir(parents=True)
+    (tmp_path / "a/checkpoints/step-00000015/state.json").write_text("{}")
+    beside = Beside(tmp_path)
+    beside.suites.after_checkpoint(17)
+    assert not beside.suites.in_use() and beside.suites.newest == 17
+
+
+@pytest.mark.parametrize(
+    ("code", "result", "line"),
+    [
+        (2, None, "the evaluation failed (exit code 2): no room; see {log}"),
+        (-9, None, "the evaluation failed (SIGKILL): no room; see {log}"),
+        (0, "{", "the evaluation left no result (Expecting property name"),
+        (0, None, "the evaluation left no result ([Errno 2] No such file"),
+        (0, '{"in_short": ""}', "evaluated ({result})"),
+    ],
+)
+def test_what_went_wrong_is_one_line_and_the_next_is_evaluated(
+    beside: Beside, code: int, result: str | None, line: str
+) -> None:
+    beside.suites.after_checkpoint(10)
+    child = beside.child(0)
+    child.end(code, result)
+    beside.idle()
+    file = child.log.parents[1] / "offline-step-00000010.json"
+    assert beside.lines[-1].startswith(f"step 10/50 | offline: {line.format(log=child.log, result=file)}")
+    assert len(beside.lines) == 2 and "\n" not in beside.lines[-1]
+    beside.suites.after_checkpoint(20)
+    beside.child(1).end(0)
+    beside.idle()
+    assert beside.lines[-1].endswith(SCORES)
+
+
+def test_a_process_that_can_not_be_started_is_one_line(beside: Beside) -> None:
+    def start(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    beside.suites.start = start
+    beside.suites.after_checkpoint(10)
+    beside.idle()
+    assert beside.lines == [
+        "step 10/50 | offline: the evaluation can't be started ([Errno 28] No space left on device)"
+    ]
+
+
+def test_the_end_of_the_run_waits_for_the_last_one(beside: Beside, tmp_path: Path) -> None:
+    with beside.suites:
+        beside.suites.after_checkpoint(40)
+        beside.suites.after_checkpoint(50)
+        threading.Thread(target=lambda: [beside.child(number).end(0) for number in (0, 1)]).start()
+    assert beside.lines[-2:] == [
+        f"step 50/50 | offline: {SCORES}",
+        f"all checkpoints: python -m llmtrain eval {tmp_path}/a --suite offline --limit 5 --data-dir data --over-time",
+    ]
+    waiting = "waiting for the evaluation of step 50 on offline, at most 1800 s (eval.suite.wait_seconds)"
+    assert waiting in beside.lines
+
+
+def after_too_long(beside: Beside) -> None:
+    beside.suites.section = beside.suites.section.model_copy(update={"wait_seconds": 0.01})
+
+
+def after_a_signal(beside: Beside) -> None:
+    beside.stop.requested = True
+
+
+@pytest.mark.parametrize("why", [after_too_long, after_a_signal])
+def test_the_wait_has_an_end(beside: Beside, killed: list[tuple[int, int]], tmp_path: Path, why: Callable) -> None:
+    why(beside)
+    with beside.suites:
+        beside.suites.after_checkpoint(50)
+        beside.child(0)
+    assert killed == [(50, signal.SIGTERM)]
+    assert beside.lines[-1] == (
+        "step 50/50 | offline: the evaluation was ended; the rest of it: python -m llmtrain eval "
+        f"{tmp_path}/a --suite offline --limit 5 --data-dir data --step 50"
+    )
+    assert not any("failed" in line for line in beside.lines)
+
+
+def test_a_run_that_stops_early_ends_its_evaluation_and_starts_no_other(
+    beside: Beside, killed: list[tuple[int, int]]
+) -> None:
+    with beside.suites:
+        beside.suites.after_checkpoint(20)
+        beside.suites.after_checkpoint(30)
+        beside.child(0)
+    assert killed == [(20, signal.SIGTERM)] and len(beside.children) == 1 and not beside.suites.in_use()
+
+
+def test_an_error_of_the_run_ends_its_evaluation(beside: Beside, killed: list[tuple[int, int]]) -> None:
+    with pytest.raises(RuntimeError, match="broke"), beside.suites:
+        beside.suites.after_checkpoint(50)
+        beside.child(0)
+        raise RuntimeError("broke")
+    assert killed == [(50, signal.SIGTERM)]
+
+
+def test_one_that_does_not_heed_a_request_is_killed(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+
+    def kill(group: int, number: int) -> None:
+        sent.append(number)
+        if number == signal.SIGKILL:
+            beside.children[0].end(-9, None)
+
+    monkeypatch.setattr(os, "killpg", kill)
+    monkeypatch.setattr(suite_runs, "GRACE_SECONDS", 0.05)
+    with beside.suites:
+        beside.suites.after_checkpoint(10)
+        beside.child(0)
+    assert sent == [signal.SIGTERM, signal.SIGKILL]
+
+
+def test_the_process_yields_to_all_others_and_hears_no_ctrl_c(tmp_path: Path) -> None:
+    code = "import os; print(os.nice(0), os.getsid(0) == os.getpid(), sorted(os.environ)[:1])"
+    process = start_beside(
+        ["python3", "-c", f"import time; time.sleep(0.5); {code}"], {"A": "b", **path()}, tmp_path / "x/log"
+    )
+    assert process.wait(20) == 0
+    assert (tmp_path / "x/log").read_text() == "19 True ['A']\n"
+
+
+def path() -> dict[str, str]:
+    return {"PATH": os.environ["PATH"]}
+
+
+def test_a_suite_that_can_not_be_evaluated_is_refused_before_training(tmp_path: Path) -> None:
+    section = Beside(tmp_path, f"eval.suite.data_dir={tmp_path}").recipe.eval.suite
+    check_suite(section)  # a laptop need not have the data
+    with pytest.raises(UserError) as error:
+        check_suite_data(section)
+    assert str(error.value) == (
+        f"eval.suite.data_dir {tmp_path} has no lambada_openai/test.jsonl, which task offline_lambada_openai reads; "
+        "see eval/README.md"
+    )
+    check_suite(None)
+    check_suite_data(None)
