@@ -88,7 +88,9 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
             ended = _run(options, arguments, directory, nodes)
             if ended.code != FAILED or ended.by_signal or not left:
                 return ended.code
-            print(f"the run failed; its ranks are started again ({left} of {attempts - 1} restarts left)", flush=True)
+            print(
+                f"the run failed; its ranks are started again ({left - 1} of {attempts - 1} restarts left)", flush=True
+            )
         raise AssertionError("the last attempt returns")
 
 

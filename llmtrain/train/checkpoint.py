@@ -69,8 +69,8 @@ class Checkpoints:
 
         Raises TrainingError if the checkpoint before was not written.
         """
-        started = time.monotonic()
         self.wait()
+        started = time.monotonic()
         shared, own = self.method.shared_tensors(), self.method.own_tensors()
         tensors = self._tensors(shared, own)
         tensors |= {f"rank{self.mesh.world.rank}.{name}": state for name, state in self._generators().items()}
@@ -86,8 +86,10 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until what `save` began is on the disk. Raises TrainingError if it does not come there in time."""
+        started = time.monotonic()
         if self._writing is not None:
             self._writing.wait(self.timeout_seconds)
+        self.seconds += time.monotonic() - started
 
     def written(self) -> Writing | None:
         """What `save` began, once, when it is done well."""

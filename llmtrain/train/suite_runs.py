@@ -177,7 +177,7 @@ class SuiteRuns:
     def _end(self) -> None:
         """End what still runs; what it has finished is in its cache."""
         with self._lock:
-            self._is_over, self._waiting = True, None
+            self._is_over = True
             step, process, thread = self._running, self._process, self._thread
         if step is None or thread is None:
             return
@@ -185,7 +185,7 @@ class SuiteRuns:
             if process is not None and process.poll() is None:
                 os.killpg(process.pid, number)
             thread.join(GRACE_SECONDS)
-        self._say(step, f"the evaluation was ended; the rest of it: {shlex.join(self._command('--step', str(step)))}")
+        self._say(step, f"the evaluation was ended; to finish it: {shlex.join(self._command('--over-time'))}")
 
     def _command(self, *arguments: str) -> list[str]:
         section = self.section

@@ -118,8 +118,7 @@ class Trainer:
             self._log()
             self._evaluate()
         self._save()
-        self.checkpoints.wait()
-        self._publish_early()
+        self._finish_checkpoint()
         self.method.close()
         self.writer.close()
         self.console.stop()
@@ -229,9 +228,7 @@ class Trainer:
 
     def _publish_early(self) -> None:
         """Only for the eye: show the line under way, and a checkpoint, as soon as they are there, without acting on it."""
-        if (written := self.checkpoints.written()) is not None:
-            self.console.note(f"checkpoint {written.final} (written in {written.seconds:.1f} s)")
-            self.suites.after_checkpoint(self.last_saved)
+        self._show_checkpoint()
         if self.mesh.is_main and self.published is None:
             self.published = self._publish(self.collector.settle(only_if_done=True))
 
@@ -286,8 +283,19 @@ class Trainer:
             "traffic": vars(self.mesh.replica.traffic),
             "other_traffic": vars(self.mesh.everyone.traffic),
         }
+        self._finish_checkpoint()
         self.checkpoints.save(self.position, progress)
         self.last_saved = self.position
+
+    def _finish_checkpoint(self) -> None:
+        """Wait until the last one is written; a run has one at a time."""
+        self.checkpoints.wait()
+        self._show_checkpoint()
+
+    def _show_checkpoint(self) -> None:
+        if (written := self.checkpoints.written()) is not None:
+            self.console.note(f"checkpoint {written.final} (written in {written.seconds:.1f} s)")
+            self.suites.after_checkpoint(self.last_saved)
 
     def _resume(self) -> None:
         if self.resume_from is None:

@@ -13,6 +13,7 @@ METHODS = ("edit", "diloco", "streaming_diloco", "palsgd")
 KILLS = 25
 """Of each method."""
 OFTEN = ["train.steps=60", "checkpoint.every=3", "log.every=3", "eval.every=20", "eval.sample_prompt=null"]
+SHORT = [*OFTEN, "train.steps=30", "parallel.shard=1"]
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +29,16 @@ def undisturbed(runs: Runs, name: str, *overrides: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def whole(runs: Runs) -> list[dict]:
-    return undisturbed(runs, "whole", *OFTEN)
+    return undisturbed(runs, "whole", *SHORT)
 
 
 def test_a_rank_that_is_killed_costs_nothing_but_time(runs: Runs, whole: list[dict]) -> None:
     """The launcher starts the ranks again by itself, from the last checkpoint."""
-    victim = Victim(runs, "restarted", *OFTEN)
+    victim = Victim(runs, "restarted", *SHORT)
     process = victim.start("run.restarts=1", "run.timeout_seconds=20")
     runs.wait_for("restarted", 9)
     ranks = victim.ranks()
-    assert len(ranks) == 4
+    assert len(ranks) == 2
     kill(ranks[-1])
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
@@ -47,7 +48,7 @@ def test_a_rank_that_is_killed_costs_nothing_but_time(runs: Runs, whole: list[di
 
 
 def test_killed_in_the_middle_of_a_write(runs: Runs, whole: list[dict]) -> None:
-    victim = Victim(runs, "torn", *OFTEN)
+    victim = Victim(runs, "torn", *SHORT)
     victim.kill_in_a_write(after_step=9)
     output = victim.finish()
     assert "continuing from" in output

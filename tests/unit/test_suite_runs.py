@@ -247,8 +247,8 @@ def test_the_wait_has_an_end(beside: Beside, killed: list[tuple[int, int]], tmp_
         beside.child(0)
     assert killed == [(50, signal.SIGTERM)]
     assert beside.lines[-1] == (
-        "step 50/50 | offline: the evaluation was ended; the rest of it: python -m llmtrain eval "
-        f"{tmp_path}/a --suite offline --limit 5 --data-dir data --step 50"
+        "step 50/50 | offline: the evaluation was ended; to finish it: python -m llmtrain eval "
+        f"{tmp_path}/a --suite offline --limit 5 --data-dir data --over-time"
     )
     assert not any("failed" in line for line in beside.lines)
 
