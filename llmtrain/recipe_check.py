@@ -58,6 +58,10 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     _check_length(recipe)
     _check_sync(recipe)
     _check_engine(recipe.parallel)
+    if recipe.optim.nonfinite == "skip" and recipe.parallel.engine == "zero":
+        raise RecipeError(
+            "optim.nonfinite is skip, which DeepSpeed's optimizer step has no part for; use stop, or engine=fsdp2"
+        )
     if world_size is not None:
         check_mesh(recipe.parallel, world_size)
         _check_backend(recipe.parallel)

@@ -108,6 +108,9 @@ class OptimSection(Section):
     """Decoupled weight decay on matrices; vectors (norms, biases) have none."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest gradient norm, over the whole model of one replica; `null`: no clipping."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """A gradient that is not finite: `stop` ends the run; `skip` leaves that step of the replica out and counts it, which waits
+    for the device in every step. FSDP2 only."""
 
 
 class ScheduleSection(Section):

@@ -34,6 +34,8 @@ class Engine(ABC):
     """In forward order."""
     average_gradients: bool = True
     """Synchronous phase: gradients are averaged over the replicas too, overlapped with backward."""
+    skipped: bool = False
+    """Whether the last step was left out because its gradient was not finite. Equal on the ranks of a replica."""
     gradient_wait_seconds: float = 0.0
     """How long steps have waited for that so far."""
 

@@ -38,7 +38,7 @@ class Fsdp2Engine(Engine):
         gradient_wire: Wire | None = None,
     ):
         self.model, self.mesh, self._gradient_wire = model, mesh, gradient_wire
-        self._clip_norm = optim.clip_norm
+        self._clip_norm, self._skips_nonfinite = optim.clip_norm, optim.nonfinite == "skip"
         self._hooks: list[Callable[[int], None]] = []
         self._averaging: list[Pending] = []
         self._in_forward = False
@@ -84,6 +84,10 @@ class Fsdp2Engine(Engine):
         self._finish_averaging()
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = self._gradient_norm(parameters)
+        self.skipped = self._skips_nonfinite and not bool(norm.isfinite())
+        if self.skipped:
+            self.optimizer.zero_grad(set_to_none=True)
+            return norm
         if self._clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
         for group in self.optimizer.param_groups:

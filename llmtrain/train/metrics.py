@@ -22,6 +22,8 @@ from llmtrain.sync.penalty import RunningMoments
 SPIKE_DEVIATIONS = 6.0
 """A logged loss so many standard deviations above its running mean counts as a spike (OLMo's threshold)."""
 SPIKE_AFTER_LINES = 10
+SKIPS_IN_A_ROW = 10
+"""So many steps left out one after another are no accident."""
 
 
 @dataclass
@@ -36,6 +38,8 @@ class RankRow:
     steps_total: float
     gradients_total: float
     late_total: float
+    skipped_total: float
+    skipped_in_a_row: float
     grad_norm: float
     """Mean over the interval's gradients, of the rank's replica."""
     step_seconds: float
@@ -145,6 +149,7 @@ class Summariser:
             "sync/pseudo_grad_norm": math.sqrt(mean),
             "sync/divergence": math.sqrt(spread),
             "sync/late": float(line.column("late_total").sum()) / self.mesh.shard.size,
+            "health/skipped_steps": float(line.column("skipped_total").sum()) / self.mesh.shard.size,
             "health/loss_spikes": float(self._count_spike(loss)),
             "health/nonfinite": float((~loss_sums.isfinite()).sum()),
             **{tag: value for tag, value in line.common.items() if "/" in tag},
@@ -154,7 +159,8 @@ class Summariser:
         return tags
 
     def check(self, line: Line) -> None:
-        """Raises TrainingError, on every rank alike, for a loss that is not finite, or anchors that differ."""
+        """Raises TrainingError, on every rank alike, for numbers with which training makes no sense any more: a loss that is
+        not finite, a replica that leaves out every step, anchors that differ."""
         losses = line.column("loss_sum")
         if not losses.isfinite().all():
             rank = int((~losses.isfinite()).nonzero()[0])
@@ -164,6 +170,14 @@ class Summariser:
                 "checkpoint, with a smaller optim.lr under another run.name if it comes back"
             )
 
+        skipped = line.column("skipped_in_a_row")
+        if skipped.max() >= SKIPS_IN_A_ROW:
+            rank = int(skipped.argmax())
+            raise TrainingError(
+                f"replica {rank // self.mesh.shard.size} left out its last {skipped[rank]:.0f} steps up to step {line.step}: no gradient "
+                "was finite (optim.nonfinite=skip); start again to continue from the last checkpoint, with a smaller optim.lr under "
+                "another run.name if it comes back"
+            )
         fingerprints = line.column("fingerprint").reshape(self.mesh.replicas, self.mesh.shard.size)
         usual = fingerprints.mode(dim=0).values
         others = (fingerprints != usual).any(dim=1).nonzero().flatten().tolist()

@@ -143,6 +143,7 @@ def of_shards(reshape: Reshape, values: list) -> float:
 TRAFFIC = {"bytes": shared_out, "seconds": mean}
 RULES: dict[str, Any] = {
     "gradients": mean,
+    "skipped": of_replicas,
     "predicted_tokens": shared_out,
     "interval": {
         "loss": shared_out,

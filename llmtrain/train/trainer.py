@@ -81,6 +81,8 @@ class Trainer:
         """This replica's gradient computations."""
         self.predicted_tokens = 0
         """This rank's."""
+        self.skipped = self.skipped_in_a_row = 0
+        """This replica's steps that were left out (`optim.nonfinite`)."""
         self.tokens = 0
         """Training tokens of all replicas when they last were counted together."""
         self.train_seconds = 0.0
@@ -133,9 +135,9 @@ class Trainer:
             micro_batches = self._next_batch() if plan.takes_batch else []
             if plan.computes_gradient:
                 with span("gradient"):
-                    self.interval.loss += self.engine.forward_backward(micro_batches)
-                    self.interval.grad_norm += self.engine.step(plan.lr)
-                self._count_gradient(micro_batches)
+                    loss = self.engine.forward_backward(micro_batches)
+                    norm = self.engine.step(plan.lr)
+                self._count_gradient(micro_batches, loss, norm)
             self.method.end_step(self.step)
         self.interval.steps += 1
         self.interval.step_seconds += time.monotonic() - started
@@ -149,12 +151,19 @@ class Trainer:
         self.interval.data_seconds += time.monotonic() - started
         return micro_batches
 
-    def _count_gradient(self, micro_batches: list[torch.Tensor]) -> None:
+    def _count_gradient(self, micro_batches: list[torch.Tensor], loss: torch.Tensor, norm: torch.Tensor) -> None:
         tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches)
+        self.predicted_tokens += tokens
+        if self.engine.skipped:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+            return
+        self.skipped_in_a_row = 0
+        self.interval.loss += loss
+        self.interval.grad_norm += norm
         self.interval.gradients += 1
         self.interval.predicted_tokens += tokens
         self.gradients += 1
-        self.predicted_tokens += tokens
 
     def _agree(self) -> bool:
         """Whether all ranks now know how far the run is, and know it alike: only then may they do something together."""
@@ -191,6 +200,8 @@ class Trainer:
             steps_total=self.step,
             gradients_total=self.gradients,
             late_total=report.late,
+            skipped_total=self.skipped,
+            skipped_in_a_row=self.skipped_in_a_row,
             grad_norm=grad_norm / gradients,
             step_seconds=self.interval.step_seconds,
             data_seconds=self.interval.data_seconds,
@@ -267,6 +278,7 @@ class Trainer:
         progress = {
             "step": self.step,
             "gradients": self.gradients,
+            "skipped": self.skipped,
             "predicted_tokens": self.predicted_tokens,
             "loader": self.loader.state_dict(),
             "interval": {
@@ -303,7 +315,7 @@ class Trainer:
         loaded = self.checkpoints.load(self.resume_from, self.recipe.train.global_batch, self.recipe.run.seed)
         self.position, progress = loaded.step, loaded.progress
         self.position_before = self.position
-        self.step, self.gradients = progress["step"], progress["gradients"]
+        self.step, self.gradients, self.skipped = progress["step"], progress["gradients"], progress["skipped"]
         self.predicted_tokens = progress["predicted_tokens"]
         self._count_tokens()
         self.loader.load_state_dict(progress["loader"])

@@ -74,6 +74,8 @@ def line(step: int = 10, **changed: list[float]) -> Line:
         "steps_total": [10.0, 10.0, 12.0, 12.0],
         "gradients_total": [8.0, 8.0, 9.0, 9.0],
         "late_total": [0.0, 0.0, 3.0, 3.0],
+        "skipped_total": [0.0, 0.0, 2.0, 2.0],
+        "skipped_in_a_row": [0.0] * 4,
         "predicted_tokens": [50.0] * 4,
         "grad_norm": [1.0, 1.0, 3.0, 3.0],
         "step_seconds": [2.0, 2.0, 2.0, 2.5],

@@ -1,0 +1,117 @@
+"""Numbers that go bad on one replica: a gradient that is not finite, an anchor with a changed bit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.config import Recipe
+from llmtrain.errors import TrainingError
+from llmtrain.train.trainer import Trainer
+from tests.distributed.pool import RankPool
+from tests.distributed.reshape_runs import Part, Seen, recipe_of, trainer_of, write_texts
+
+SICK = 1
+"""The replica."""
+METHODS = {
+    "synchronous": ("sync.method=local_sgd", "sync.warmup_steps=11"),
+    "diloco": ("sync.method=diloco", "sync.warmup_steps=2"),
+    "edit": ("sync.method=edit", "sync.warmup_steps=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("numbers")
+    write_texts(folder)
+    return folder
+
+
+def make_nan(trainer: Trainer, steps: range) -> None:
+    """Of the sick replica's loss, and so of its gradients, before they are averaged with anybody's."""
+    model = trainer.engine.model
+    forward = model.forward
+
+    def wrapped(*batch: torch.Tensor) -> torch.Tensor:
+        is_sick = trainer.mesh.replica.rank == SICK and trainer.step in steps
+        return forward(*batch) * (math.nan if is_sick else 1)
+
+    model.forward = wrapped
+
+
+def train(recipe: Recipe, steps: range) -> tuple[str, int, bool, float | None]:
+    """(error or how it ended, steps left out, all weights are finite, the line's count of them)."""
+    trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1), Seen())
+    trainer.stop.requested = False
+    trainer.recipe = recipe
+    make_nan(trainer, steps)
+    try:
+        ended = trainer.fit()
+    except TrainingError as error:
+        ended = str(error)
+        trainer.method.close()
+    weights = all(bool(shard.isfinite().all()) for block in trainer.engine.blocks for shard in block.shards)
+    return ended, trainer.skipped, weights, trainer.last_line.get("health/skipped_steps")
+
+
+def change_a_bit(recipe: Recipe) -> str:
+    """In the sick replica's anchor, after step 5."""
+    trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1), Seen())
+    trainer.stop.requested = False
+    trainer.recipe = recipe
+    end_step = trainer.method.end_step
+
+    def wrapped(step: int) -> None:
+        end_step(step)
+        if step == 5 and trainer.mesh.replica.rank == SICK:
+            anchor = trainer.method.synchroniser.anchors.anchor[0]
+            anchor[0] = math.nextafter(anchor[0].item(), math.inf)
+
+    trainer.method.end_step = wrapped
+    try:
+        return trainer.fit()
+    except TrainingError as error:
+        return str(error)
+    finally:
+        trainer.method.close()
+
+
+def test_a_bad_gradient_ends_the_run_on_all_ranks_with_one_line(ranks: RankPool, folder: Path) -> None:
+    for name, overrides in METHODS.items():
+        recipe = recipe_of(folder, f"stop-{name}", *overrides, "train.steps=12", "log.every=2")
+        (first, *_), (second, *_) = ranks.run(train, recipe, range(6, 7), world_size=2, timeout=300)
+        assert first == second, name
+        assert first.startswith("the loss is nan on rank 1 (replica 1) at step 6"), first
+        assert "\n" not in first and not (folder / f"runs/stop-{name}/checkpoints").exists()
+
+
+def test_a_bad_gradient_is_left_out_and_counted_where_the_recipe_says_so(ranks: RankPool, folder: Path) -> None:
+    for name, overrides in METHODS.items():
+        keys = [*overrides, "train.steps=12", "log.every=2", "optim.nonfinite=skip"]
+        seen = ranks.run(train, recipe_of(folder, f"skip-{name}", *keys), range(6, 8), world_size=2, timeout=300)
+        everywhere = name == "synchronous"  # the mean of the gradients is bad on all
+        assert [ended for ended, *_ in seen] == ["done", "done"], name
+        assert [skipped for _, skipped, *_ in seen] == ([2, 2] if everywhere else [0, 2]), name
+        assert all(finite for *_, finite, _ in seen)
+        assert seen[0][3] == (4 if everywhere else 2)
+
+
+def test_a_replica_that_leaves_out_every_step_ends_the_run(ranks: RankPool, folder: Path) -> None:
+    keys = [*METHODS["diloco"], "train.steps=40", "log.every=2", "optim.nonfinite=skip"]
+    seen = ranks.run(train, recipe_of(folder, "always", *keys), range(4, 99), world_size=2, timeout=300)
+    assert seen[0][0] == seen[1][0]
+    assert seen[0][0].startswith("replica 1 left out its last 11 steps up to step 14: no gradient was finite"), seen[0][
+        0
+    ]
+
+
+def test_an_anchor_with_a_changed_bit_is_found(ranks: RankPool, folder: Path) -> None:
+    keys = [*METHODS["diloco"], "train.steps=24", "log.every=1", "sync.verify_every=1"]
+    first, second = ranks.run(change_a_bit, recipe_of(folder, "bit", *keys), world_size=2, timeout=300)
+    assert first == second
+    assert first.startswith("the anchors of the 2 replicas differ, found at step"), first
+    never = recipe_of(folder, "unseen", *keys, "sync.verify_every=null")
+    assert ranks.run(change_a_bit, never, world_size=2, timeout=300) == ["done", "done"]
