@@ -40,13 +40,17 @@ class OnTheWire:
     """Bytes over all hosts: what the run counted, and what left and reached the hosts' interfaces."""
 
     counted: float
+    """For the method."""
+    others: float
+    """For validation, metrics and agreements."""
     sent: float
     received: float | None
 
     @property
     def ratio(self) -> float | None:
-        """Sent by the interfaces / counted; None where nothing was counted."""
-        return self.sent / self.counted if self.counted else None
+        """Sent by the interfaces / all that was counted; None where nothing was."""
+        counted = self.counted + self.others
+        return self.sent / counted if counted else None
 
 
 def validations(trial: Trial) -> list[Validation]:
@@ -121,7 +125,9 @@ def on_the_wire(trial: Trial) -> OnTheWire | None:
         return None
     received = [host.received for host in trial.hosts if host.received is not None]
     whole = len(received) == len(trial.hosts)
-    return OnTheWire(counted, sum(host.sent or 0 for host in trial.hosts), sum(received) if whole else None)
+    lines = _with(trial, "comm/other_bytes_total")
+    others = lines[-1]["comm/other_bytes_total"] if lines else 0.0
+    return OnTheWire(counted, others, sum(host.sent or 0 for host in trial.hosts), sum(received) if whole else None)
 
 
 def _with(trial: Trial, tag: str) -> list[dict[str, Any]]:

@@ -53,8 +53,8 @@ TIMELINE_NOTES = (
 WIRE_NOTES = (
     "Sums over all hosts for the whole of a trial, medians over seeds. Interfaces count whole frames: beside the counted bytes "
     "they hold the headers of Ethernet, IP and TCP (66 bytes a frame: 4 to 5 % where frames carry 1448 bytes, less where an "
-    "interface hands on larger ones), acknowledgements, repeated segments, and what a run does not count as traffic between "
-    "replicas: the start, and what ranks tell each other for metrics, validation and checkpoints."
+    "interface hands on larger ones), acknowledgements, repeated segments, and what a run does not count: the start (nodes and "
+    "ranks meet, 0.5 MB a host) and what goes over torch's own groups around checkpoints."
 )
 
 

@@ -67,13 +67,15 @@ def wire_table(results: Results) -> Table | None:
                     run.run,
                     str(len(wires)),
                     words.size(statistics.median(wire.counted for wire in wires)),
+                    words.size(statistics.median(wire.others for wire in wires)),
                     words.size(statistics.median(wire.sent for wire in wires)),
                     words.size(statistics.median(received)) if received else NOTHING,
                     _cell(Spread(tuple(ratios)), lambda ratio: f"{ratio:.3f}") if ratios else NOTHING,
                 )
             )
-    columns = ("condition", "run", "trials", "counted by the run", "sent by interfaces", "received by interfaces")
-    return Table((*columns, "sent / counted"), tuple(rows), words=2) if rows else None
+    counted = ("counted: method", "counted: validation, metrics")
+    columns = ("condition", "run", "trials", *counted, "sent by interfaces", "received by interfaces", "sent / counted")
+    return Table(columns, tuple(rows), words=2) if rows else None
 
 
 def recipes_table(results: Results) -> Table | None:

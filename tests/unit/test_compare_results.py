@@ -180,7 +180,8 @@ def test_a_trial_without_lines_has_no_measures(tmp_path: Path) -> None:
 def test_interface_counters_are_set_beside_what_was_counted(tmp_path: Path) -> None:
     hosts = [{"name": f"host{i}", "sent": 2100, "received": 2000 + i} for i in range(2)]
     wire = on_the_wire(one(tmp_path, CURVE, hosts=hosts))
-    assert wire == OnTheWire(counted=4000.0, sent=4200, received=4001) and wire.ratio == 1.05
+    assert wire == OnTheWire(counted=4000.0, others=0.0, sent=4200, received=4001) and wire.ratio == 1.05
+    assert OnTheWire(counted=3000.0, others=1000.0, sent=4200, received=None).ratio == 1.05
     hosts[1]["sent"] = None
     assert on_the_wire(one(tmp_path / "loopback", CURVE, hosts=hosts)) is None
 
