@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import socket
 import statistics
@@ -38,6 +39,7 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     recipes = [_checked(one, comparison) for one in planned]
     folder = Path(comparison.out_dir) / comparison.name
     _open(folder, comparison)
+    command = shlex.join(["python", "-m", "llmtrain", "compare", str(file), *overrides])
     progress = Progress(len(planned))
     records: list[Record] = []
     try:
@@ -57,13 +59,13 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
                 records.append(_make(one, comparison, recipe, shaping, progress))
                 records[-1].write(one.directory)
                 progress.end(records[-1], _seconds_left(planned[number + 1 :], records))
-                _report(folder, comparison, planned, file)
+                _report(folder, comparison, planned, command)
     except KeyboardInterrupt:
         progress.note("interrupted; start the same command again to continue with this trial")
         return STOPPED_EARLY
     finally:
         progress.close()
-    progress.note(f"report: {_report(folder, comparison, planned, file)}")
+    progress.note(f"report: {_report(folder, comparison, planned, command)}")
     failed = [one for one in planned if (record := record_of(one.directory)) and record["state"] == "failed"]
     return FAILED if failed else DONE
 
@@ -135,10 +137,9 @@ def _seconds_left(planned: Sequence[Planned], records: Sequence[Record]) -> floa
     return sum(known.get((one.condition, one.run), median) for one in planned if record_of(one.directory) is None)
 
 
-def _report(folder: Path, comparison: Comparison, planned: Sequence[Planned], file: Path) -> Path:
+def _report(folder: Path, comparison: Comparison, planned: Sequence[Planned], command: str) -> Path:
     present = [one.directory for one in planned if record_of(one.directory)]
     names = [(one.condition, one.run, one.seed) for one in planned]
-    command = f"python -m llmtrain compare {file}"
     return write_report(
         load_trials(present), folder, comparison.baseline, comparison.target.loss, planned=names, command=command
     )

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.errors import DataError, SuiteError
+from llmtrain.errors import DataError, ModelError, SuiteError
 from llmtrain.eval.cache import Entry
 from llmtrain.eval.scores import ACCURACIES, answers, bits_per_byte, chance_of, choices_and_gold
 from llmtrain.recipe_messages import nearest
@@ -19,6 +19,7 @@ from llmtrain.suites.check import harness_version
 from llmtrain.suites.suite import TaskSection
 
 if TYPE_CHECKING:
+    from lm_eval.api.task import Task
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -84,7 +85,8 @@ def task_manager(folders: tuple[Path, ...], data_dir: Path | None, with_defaults
 def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], manager: TaskManager) -> Entry | None:
     """Evaluate one task, group or tag; None on all but the main process.
 
-    Raises DataError if its data can't be had, SuiteError for a few_shot that the task doesn't take.
+    Raises DataError if its data can't be had, SuiteError for a few_shot that the task doesn't take, ModelError for answers
+    that are too long for the model.
     """
     with quiet():
         from lm_eval import simple_evaluate
@@ -101,18 +103,35 @@ def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], 
             raise SuiteError(
                 f"task {section.task}: few_shot is {section.few_shot}, but {fixed} always takes 0; leave few_shot out"
             )
-        group = loaded["groups"].get(section.task)
-        results = simple_evaluate(
-            model=load(),
-            tasks=[group] if group else list(loaded["tasks"].values()),
-            num_fewshot=section.few_shot,
-            limit=limit,
-            bootstrap_iters=BOOTSTRAP,
-            task_manager=manager,
-        )
+        group, model = loaded["groups"].get(section.task), load()
+        try:
+            results = simple_evaluate(
+                model=model,
+                tasks=[group] if group else list(loaded["tasks"].values()),
+                num_fewshot=section.few_shot,
+                limit=limit,
+                bootstrap_iters=BOOTSTRAP,
+                task_manager=manager,
+            )
+        except AssertionError:
+            check_answers_fit(loaded["tasks"], model)
+            raise
     if results is None:
         return None
     return entry_of(results)
+
+
+def check_answers_fit(tasks: Mapping[str, Task], model: HFLM) -> None:
+    """Raises ModelError if a task has an answer longer than the model sees at once: lm-eval asserts that it has none. Of a
+    question that does not fit it drops the beginning."""
+    for name, task in tasks.items():
+        continuations = {instance.args[1] for instance in task.instances if instance.request_type == "loglikelihood"}
+        longest = max((len(model.tok_encode(answer)) for answer in continuations), default=0)
+        if longest > model.max_length:
+            raise ModelError(
+                f"task {name}: an answer has {longest} tokens and the model sees {model.max_length} at once, so it can't be "
+                "scored; leave the task out in a suite of your own, or give the model more positions when you train it"
+            )
 
 
 def entry_of(results: Mapping[str, Any]) -> Entry:

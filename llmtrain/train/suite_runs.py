@@ -211,10 +211,11 @@ class SuiteRuns:
 
 
 def last_words(log: Path) -> str:
-    """What a log says went wrong: its last line, a message of ours before all."""
+    """What a log says went wrong: its last line but for progress bars, a message of ours before all."""
     try:
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     except OSError:
         lines = []
+    lines = [line for line in lines if line and "%|" not in line]
     ours = [line for line in lines if line.startswith("error: ")]
     return (ours or lines or ["it says nothing"])[-1].removeprefix("error: ")[:300]

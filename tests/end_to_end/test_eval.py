@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from llmtrain.errors import DataError, SuiteError
+from llmtrain.errors import DataError, ModelError, SuiteError
 from llmtrain.eval import command
 from llmtrain.eval.command import evaluate
 from llmtrain.eval.harness import run_task, task_manager
@@ -262,6 +262,19 @@ def test_wrong_tasks_are_refused(model: Path, data: Path, tmp_path: Path, monkey
     manager = pieces.task_manager((EVAL_FOLDER / "tasks",), data, False)
     with pytest.raises(SuiteError, match=r"few_shot is 2, but offline_blimp_.* always takes 0; leave few_shot out"):
         run_task(TaskSection(task="offline_blimp", few_shot=2), None, lambda: None, manager)
+
+
+def test_an_answer_that_is_too_long_for_the_model_is_named(model: Path, tmp_path: Path) -> None:
+    rows = [{"goal": "Wait", "sol1": "and " * length, "sol2": "no", "label": 0} for length in (3, 50)]
+    (tmp_path / "piqa").mkdir()
+    (tmp_path / "piqa/validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "s.yaml").write_text("tasks: [{task: offline_piqa}]")
+    arguments = {"data_dir": tmp_path, "device": "cpu", "out": tmp_path, "console": Console(quiet=True)}
+    with pytest.raises(ModelError) as error:
+        evaluate([model], str(tmp_path / "s.yaml"), **arguments)
+    assert str(error.value).startswith("task offline_piqa: an answer has 201 tokens and the model sees 128 at once")
+    (result,) = evaluate([model], str(tmp_path / "s.yaml"), limit=1, **arguments)
+    assert result["results"]["offline_piqa"]["n"] == 1
 
 
 def test_data_that_is_only_on_the_hub_says_what_to_do_without(monkeypatch: pytest.MonkeyPatch) -> None:

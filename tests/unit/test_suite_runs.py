@@ -18,7 +18,7 @@ from llmtrain.suites.check import check_suite, check_suite_data
 from llmtrain.train import suite_runs
 from llmtrain.train.rundir import RunDirectory
 from llmtrain.train.signals import StopRequest
-from llmtrain.train.suite_runs import SuiteRuns, start_beside
+from llmtrain.train.suite_runs import SuiteRuns, last_words, start_beside
 
 ROOT = Path(__file__).resolve().parents[2]
 SCORES = "piqa acc_norm 0.500 ± 0.100 near chance"
@@ -204,6 +204,19 @@ def test_what_went_wrong_is_one_line_and_the_next_is_evaluated(
     beside.child(1).end(0)
     beside.idle()
     assert beside.lines[-1].endswith(SCORES)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Traceback\nAssertionError\nRequests:   0%|    | 0/4\rRequests: 100%|####| 4/4\n", "AssertionError"),
+        ("error: no room\nfarewell\n", "no room"),
+        ("", "it says nothing"),
+    ],
+)
+def test_last_words_are_no_progress_bar(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "log").write_text(text)
+    assert last_words(tmp_path / "log") == words
 
 
 def test_a_process_that_can_not_be_started_is_one_line(beside: Beside) -> None:

@@ -1,0 +1,130 @@
+"""How long does training stand still for a checkpoint?
+
+    python benchmarks/checkpoints.py                                          # GPT-Neo 125M with EDiT, two minutes a turn
+
+Trains a few steps of a recipe with a checkpoint every few, once written in the background and once not, in turns, and
+prints one table: seconds for which training stood still for a checkpoint, seconds until it was on the disk, and its size.
+With `--write` the table goes to benchmarks/results/checkpoints/.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from table import RESULTS, ROOT, Row, markdown, metrics_of, parser, show, write_page
+
+RECIPE = "recipes/edit_gpt_neo_125m.yaml"
+OVERRIDES = (
+    "data.source=stdlib",
+    "data.validation=null",
+    "data.validation_fraction=0.05",
+    "data.tokenizer=train:4096",
+    "model.config.vocab_size=50257",
+    "train.tokens=null",
+    "train.steps=25",
+    "train.sequence_length=32",
+    "train.micro_batch=1",
+    "schedule.warmup_steps=2",
+    "sync.warmup_steps=2",
+    "sync.period.every=4",
+    "parallel.shard=1",
+    "parallel.precision=fp32",
+    "parallel.compile=false",
+    "checkpoint.every=8",
+    "checkpoint.keep=1",
+    "log.every=1",
+    "log.tensorboard=false",
+    "eval.every=null",
+    "eval.tokens=64",
+    "eval.sample_prompt=null",
+)
+COLUMNS = ("checkpoint.background", "stood still, s", "until it was on the disk, s", "size, GB", "checkpoints")
+NOTES = """\
+{parameters:.0f} M parameters with AdamW's moments, anchor and outer momentum in fp32, {ranks} rank(s) on this machine and its disk. Medians
+(lowest to highest) over all checkpoints after a run's first. In the background training waits for the copy to memory, and for
+the checkpoint before if that is still being written; digests (SHA-256) are part of writing. Steps here are short, so that writing
+one takes longer than the {steps:.1f} s until the next one would begin only if the disk is slow."""
+
+
+@dataclass
+class Measured:
+    """All checkpoints of one setting."""
+
+    stood_still: list[float] = field(default_factory=list)
+    written: list[float] = field(default_factory=list)
+    bytes: int = 0
+
+
+def run_once(background: bool, replicas: int, extra: Sequence[str], into: Measured) -> Path:
+    """Train once, and add what its checkpoints took."""
+    name = f"benchmark_checkpoints_{'background' if background else 'waiting'}"
+    shutil.rmtree(ROOT / "runs" / name, ignore_errors=True)
+    keys = [f"run.name={name}", "run.out_dir=runs", f"parallel.replicas={replicas}", f"train.global_batch={replicas}"]
+    command = [
+        "bash",
+        "launch/train.sh",
+        RECIPE,
+        *OVERRIDES,
+        *keys,
+        f"checkpoint.background={str(background).lower()}",
+        *extra,
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    run = ROOT / "runs" / name
+    stood = [line["perf/checkpoint_seconds"] for line in metrics_of(run, "perf/checkpoint_seconds")]
+    taken = [later - earlier for earlier, later in itertools.pairwise(stood) if later > earlier]
+    into.stood_still += taken[1:]
+    into.written += [float(seconds) for seconds in re.findall(r"written in ([\d.]+) s", done.stdout)][1:]
+    newest = sorted((run / "checkpoints").glob("step-*"))[-1]
+    into.bytes = sum(file.stat().st_size for file in newest.iterdir())
+    return run
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median (lowest to highest)."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def main() -> None:
+    """Train in turns, print, write."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--turns", type=int, default=2)
+    arguments.add_argument("--replicas", type=int, default=1)
+    arguments.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="for all runs")
+    options = arguments.parse_args()
+    measured = {True: Measured(), False: Measured()}
+    for _ in range(options.turns):
+        for background, into in measured.items():
+            run = run_once(background, options.replicas, options.override, into)
+    rows: list[Row] = [
+        (
+            str(background).lower(),
+            spread(one.stood_still),
+            spread(one.written),
+            f"{one.bytes / 1e9:.2f}",
+            str(len(one.written)),
+        )
+        for background, one in measured.items()
+    ]
+    show("A checkpoint of GPT-Neo 125M", COLUMNS, rows)
+    if options.write:
+        seconds = [line["perf/step_seconds"] for line in metrics_of(run, "perf/step_seconds")]
+        about = {
+            "parameters": measured[True].bytes / 20e6,
+            "ranks": options.replicas,
+            "steps": 8 * statistics.median(seconds),
+        }
+        write_page(RESULTS / "checkpoints", "What a checkpoint costs", [markdown(COLUMNS, rows), NOTES.format(**about)])
+
+
+if __name__ == "__main__":
+    main()
