@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,11 @@ class Checkpoints:
         method: Method,
         section: CheckpointSection,
         timeout_seconds: float,
+        in_use: Callable[[], Collection[int]] = tuple,
     ):
+        """`in_use`: steps of checkpoints that somebody reads, and that stay until the next one is complete."""
         self.directory, self.mesh, self.engine, self.method = directory, mesh, engine, method
-        self.section, self.timeout_seconds = section, timeout_seconds
+        self.section, self.timeout_seconds, self.in_use = section, timeout_seconds, in_use
         self.seconds = 0.0
         """How long training has stood still for checkpoints."""
         self._writing: Writing | None = None
@@ -219,10 +221,11 @@ class Checkpoints:
             yield from ((prefix, kind, flats) for kind, flats in kinds.items())
 
     def _retain(self, newest: int) -> None:
-        """Delete what is neither among the newest nor kept for good; runs after the new one is complete."""
+        """Delete what is neither among the newest, kept for good nor in use; runs after the new one is complete."""
         steps = sorted(step for step, _ in complete(self.directory) if step <= newest)
         for step in steps[: -self.section.keep]:
-            if self.section.keep_every is None or step % self.section.keep_every:
+            is_kept = self.section.keep_every is not None and step % self.section.keep_every == 0
+            if not is_kept and step not in self.in_use():
                 shutil.rmtree(self.directory / f"step-{step:08d}", ignore_errors=True)
 
 

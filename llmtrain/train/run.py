@@ -141,6 +141,7 @@ def build_trainer(
     suites: SuiteRuns | None = None,
 ) -> Trainer:
     """Model, engine, method and loader of this rank, in a Trainer. `mesh_reason` is shown to the user."""
+    suites = suites or SuiteRuns(None, recipe, directory, console, stop)
     if recipe.train.deterministic and mesh.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -211,14 +212,14 @@ def build_trainer(
             for name, text in {"": prepared, **prepare_sets(recipe, prepared, show_progress=False)}.items()
         ],
         checkpoints=Checkpoints(
-            directory.checkpoints, mesh, engine, method, recipe.checkpoint, recipe.run.timeout_seconds
+            directory.checkpoints, mesh, engine, method, recipe.checkpoint, recipe.run.timeout_seconds, suites.in_use
         ),
         summariser=Summariser(mesh, flops, peak),
         console=console,
         directory=directory,
         resume_from=resume_from,
         stop=stop,
-        suites=suites or SuiteRuns(None, recipe, directory, console, stop),
+        suites=suites,
     )
 
 

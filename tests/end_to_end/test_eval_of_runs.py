@@ -55,9 +55,10 @@ def suite(runs: Runs) -> str:
 
 @pytest.fixture(scope="module")
 def quick(runs: Runs, suite: str) -> str:
-    """The output of a run of 24 steps with checkpoints every 6, of which every second is evaluated."""
+    """The output of a run of 24 steps with checkpoints every 6, of which only the newest stays, and every second until it
+    is evaluated."""
     keys = {"name": suite, "every": 2, "limit": 6, "data_dir": runs.folder, "threads": 1}
-    return train(runs, "quick", *(f"eval.suite.{key}={value}" for key, value in keys.items()))
+    return train(runs, "quick", "checkpoint.keep=1", *(f"eval.suite.{key}={value}" for key, value in keys.items()))
 
 
 def test_checkpoints_are_evaluated_while_training_goes_on(runs: Runs, suite: str, quick: str) -> None:
