@@ -31,6 +31,7 @@ def progress_of(replica: int, shard: int) -> dict[str, Any]:
         "step": 7 + replica,
         "loader": {"position": 96},
         "gradients": 5 + replica,
+        "skipped": 1 + replica,
         "predicted_tokens": 1001 + rank,
         "interval": {**interval, "predicted_tokens": 101 + rank, "step_seconds": 2.0 + rank, "data_seconds": 0.1},
         "train_seconds": 30.0 + rank,
@@ -85,8 +86,9 @@ def test_what_is_logged_next_stays_what_it_would_have_been(old: tuple[int, int],
     for names in [("interval", "loss"), ("traffic", "bytes"), ("other_traffic", "bytes")]:
         assert column(after, *names).sum() == pytest.approx(column(before, *names).sum(), rel=1e-14)
     report = ("method", "report")
-    late = [column(ranks, *report, "late").sum() / mesh[1] for ranks, mesh in ((before, old), (after, new))]
-    assert late[0] == pytest.approx(late[1], rel=1e-14)
+    for names in [("skipped",), (*report, "late")]:
+        counts = [column(ranks, *names).sum() / mesh[1] for ranks, mesh in ((before, old), (after, new))]
+        assert counts[0] == pytest.approx(counts[1], rel=1e-14)
     for name in ("mean_squared", "spread_squared"):
         sums = [column(ranks, *report, name).sum() / mesh[0] for ranks, mesh in ((before, old), (after, new))]
         assert sums[0] == pytest.approx(sums[1], rel=1e-14)
