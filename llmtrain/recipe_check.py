@@ -58,10 +58,7 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     _check_length(recipe)
     _check_sync(recipe)
     _check_engine(recipe.parallel)
-    if recipe.optim.nonfinite == "skip" and recipe.parallel.engine == "zero":
-        raise RecipeError(
-            "optim.nonfinite is skip, which DeepSpeed's optimizer step has no part for; use stop, or engine=fsdp2"
-        )
+    _check_nonfinite(recipe)
     if world_size is not None:
         check_mesh(recipe.parallel, world_size)
         _check_backend(recipe.parallel)
@@ -74,6 +71,21 @@ def check(recipe: Recipe, world_size: int | None) -> None:
         _check_batch(recipe.train, ranks)
     _check_model(recipe)
     check_suite(recipe.eval.suite)
+
+
+def _check_nonfinite(recipe: Recipe) -> None:
+    choice = recipe.optim.nonfinite
+    if choice != "stop" and recipe.parallel.engine == "zero":
+        raise RecipeError(
+            f"optim.nonfinite is {choice}, which DeepSpeed's optimizer step has no part for; use stop, or engine=fsdp2"
+        )
+    if choice == "rollback":
+        from llmtrain.sync.build import needs_anchor
+
+        if isinstance(recipe.sync.period, EveryStep) or not needs_anchor(recipe.sync):
+            raise RecipeError(
+                f"optim.nonfinite is rollback, but sync.method={recipe.sync.method} keeps no anchor to go back to; use skip or stop"
+            )
 
 
 def check_vocabulary(recipe: Recipe, vocab_size: int) -> None:

@@ -22,8 +22,10 @@ class RunSection(Section):
     timeout_seconds: PositiveFloat = 600
     """How long a collective may wait for a peer before the run fails. Longer than the slowest replica's round."""
     restarts: NonNegativeInt = 2
-    """How often `launch/train.sh` on a single node starts the ranks again, from the last checkpoint, after one has failed. On
-    several nodes the scheduler does so."""
+    """How often `launch/train.sh` starts the ranks again, on all nodes, from the last checkpoint, after one has failed."""
+    on_replica_loss: Literal["stop", "continue"] = "stop"
+    """When a whole node is gone: `stop` ends the run on the others; `continue` restarts it on those that are left, with fewer
+    replicas. Needs node 0, and a `global_batch` that the replicas left can share."""
 
 
 class ModelSection(Section):
@@ -108,9 +110,10 @@ class OptimSection(Section):
     """Decoupled weight decay on matrices; vectors (norms, biases) have none."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest gradient norm, over the whole model of one replica; `null`: no clipping."""
-    nonfinite: Literal["stop", "skip"] = "stop"
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """A gradient that is not finite: `stop` ends the run; `skip` leaves that step of the replica out and counts it, which waits
-    for the device in every step. FSDP2 only."""
+    for the device in every step; `rollback` also takes the replica back to its anchor, the parameters of the last
+    synchronisation. FSDP2 only."""
 
 
 class ScheduleSection(Section):

@@ -1,4 +1,5 @@
-"""The launchers of all nodes meet before any rank is started, so that a node that is missing is known by its number.
+"""The launchers of all nodes meet before any rank is started, so that a node that is missing is known by its number, and
+tell one another how their ranks ended, so that all start them again or none does.
 
 They meet in a key-value store on node 0, at the port where torchrun's own, in the same process, is found later: one port
 to open. torchrun's static rendezvous would say only how many nodes came.
@@ -6,20 +7,28 @@ to open. torchrun's static rendezvous would say only how many nodes came.
 
 from __future__ import annotations
 
+import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from llmtrain.errors import RecipeError, TrainingError
+from llmtrain.errors import FAILED, RecipeError, TrainingError
+from llmtrain.launch.attempts import Ended
 from llmtrain.launch.nodes import Nodes
 
 POLL_SECONDS = 0.2
 PREPARATION_SECONDS = 24 * 3600.0
 """How long nodes wait for one that tokenises text."""
+ENDING_SECONDS = 24 * 3600.0
+"""How long nodes whose ranks have ended wait for the others', as long as their launchers are there."""
+BEAT_SECONDS, SILENCE_SECONDS = 2.0, 20.0
+"""How often a launcher says that it is there; after so long without it counts as gone."""
 PATIENCE_SECONDS = 10.0
 """How long a wait is silent, and how long node 0 stays for the others to read from its store how it ended."""
 
@@ -31,6 +40,7 @@ class RollCall:
         self.nodes = nodes
         self._store = store
         self._host = socket.gethostname()
+        self._members = list(range(nodes.count))
 
     def first_then_others(self, first: Callable[[], str], others: Callable[[], object]) -> str:
         """`first()` on node 0; if it answers "", `others()` on the rest, all at once. Its answer, when all are done.
@@ -49,8 +59,69 @@ class RollCall:
                 others()
         self._store.set(f"ready {self.nodes.rank}", "yes")
         self._wait("ready", range(self.nodes.count), "prepare the data", PREPARATION_SECONDS)
-        self._stay_until_heard()
+        self._stay_until_heard("ready")
         return answer
+
+    def tell(self, attempt: int, mine: Ended, goes_on_without: bool) -> dict[int, Ended]:
+        """How this node's ranks ended in an attempt; returns how all nodes' did, by number, once all have. Nodes whose
+        launchers are gone are left out, if the others may go on without them.
+
+        Raises TrainingError, on all nodes, if they may not.
+        """
+        if self._store is None:
+            return {0: mine}
+        if mine.code == FAILED:
+            self._store.set(f"failed {attempt}", "yes")
+        self._store.set(f"ended{attempt} {self.nodes.rank}", json.dumps(asdict(mine)))
+        outcome = f"outcome{attempt}"
+        if self.nodes.rank == 0:
+            gone = self._gone(f"ended{attempt}")
+            if gone and not goes_on_without:
+                raise TrainingError(
+                    f"{', '.join(map(self._name, gone))}: nothing was heard of its launcher for {SILENCE_SECONDS:g} s; when it is "
+                    "back, start the same command again on all nodes to continue from the last checkpoint, or give "
+                    "run.on_replica_loss=continue to go on without it"
+                )
+            ended = {
+                node: json.loads(self._store.get(f"ended{attempt} {node}"))
+                for node in self._members
+                if node not in gone
+            }
+            self._store.set(f"{outcome} 0", json.dumps(ended))
+        else:
+            self._wait(outcome, [0], "see its ranks end", ENDING_SECONDS)
+        told = json.loads(self._store.get(f"{outcome} 0"))
+        self._members = [int(node) for node in told]
+        self._stay_until_heard(outcome)
+        return {int(node): Ended(**ended) for node, ended in told.items()}
+
+    def has_failed(self, attempt: int) -> bool:
+        """Whether some node has told that its ranks failed in this attempt."""
+        try:
+            return self._store is not None and self._has(f"failed {attempt}")
+        except DistError:
+            return False
+
+    def beat(self, over: threading.Event) -> None:
+        """Say that this launcher is there, until it is `over`."""
+        with suppress(DistError):  # node 0 is gone: there is nobody to tell
+            while not over.wait(BEAT_SECONDS):
+                self._store.add(f"beat {self.nodes.rank}", 1)
+
+    def _gone(self, key: str) -> list[int]:
+        """Wait until all nodes have set their `key` or are gone; those that are gone."""
+        heard = {node: (-1, time.monotonic()) for node in self._members}
+        while missing := [node for node in self._members if not self._has(f"{key} {node}")]:
+            if self._has("failure"):
+                raise TrainingError(self._store.get("failure").decode())
+            for node in missing:
+                beats = self._store.add(f"beat {node}", 0)
+                if beats != heard[node][0]:
+                    heard[node] = beats, time.monotonic()
+            if all(time.monotonic() - heard[node][1] > SILENCE_SECONDS for node in missing):
+                return missing
+            time.sleep(POLL_SECONDS)
+        return []
 
     def assemble(self, timeout_seconds: float) -> None:
         """Wait until the launchers of all nodes are here. Raises RecipeError and TrainingError as `meet_nodes` does."""
@@ -73,16 +144,16 @@ class RollCall:
         try:
             if not self._has("failure"):
                 self._store.set("failure", f"node {self.nodes.rank} on {self._host} failed: {message}")
-            self._stay_until_heard()
+            self._stay_until_heard("failure")
         except DistError:  # node 0 is gone: there is nobody to tell
             return
 
-    def _stay_until_heard(self) -> None:
-        """The last wait is over here. On node 0, with which the store may end, until it is over for all that came."""
-        self._store.set(f"heard {self.nodes.rank}", "yes")
+    def _stay_until_heard(self, what: str) -> None:
+        """A wait is over here. On node 0, with which the store may end, until it is over for all that came."""
+        self._store.set(f"heard {what} {self.nodes.rank}", "yes")
         deadline = time.monotonic() + (PATIENCE_SECONDS if self.nodes.rank == 0 else 0)
         while time.monotonic() < deadline and any(
-            self._has(f"host {node}") and not self._has(f"heard {node}") for node in range(self.nodes.count)
+            self._has(f"host {node}") and not self._has(f"heard {what} {node}") for node in self._members
         ):
             time.sleep(POLL_SECONDS)
 
@@ -133,13 +204,16 @@ def meet_nodes(nodes: Nodes, timeout_seconds: float) -> Iterator[RollCall]:
         yield RollCall(nodes, None)
         return
     store = PrefixStore("llmtrain launch", _open_store(nodes, timeout_seconds))
-    roll_call = RollCall(nodes, store)
+    roll_call, over = RollCall(nodes, store), threading.Event()
     try:
         roll_call.assemble(timeout_seconds)
+        threading.Thread(target=roll_call.beat, args=(over,), daemon=True, name="says that it is there").start()
         yield roll_call
     except BaseException as error:
         roll_call.tell_failure(str(error))
         raise
+    finally:
+        over.set()
 
 
 def _open_store(nodes: Nodes, timeout_seconds: float) -> Store:

@@ -2,7 +2,7 @@
 
 Rendezvous is static: a node's number is given, so ranks, and with them replicas and shards, lie on the same nodes after
 every start. What c10d's would add, nodes that come and go, needs ranks that can join a run; ours continue from a
-checkpoint, all together.
+checkpoint, all together (`attempts`).
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY
+from llmtrain.launch.attempts import Attempt, Ended, train_with_restarts
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.processes import processes_per_node
+from llmtrain.launch.watch import hung_ranks_are_ended
 from llmtrain.recipe import load_recipe
 from llmtrain.recipe_check import check, check_vocabulary
 
@@ -30,15 +32,18 @@ if TYPE_CHECKING:
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """What torchrun passes on to the ranks: its own choice, and the signal that Slurm sends ahead of the end."""
+PROGRAM = ("-m", "llmtrain", "train")
+"""What a rank runs, before RECIPE and overrides."""
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SUMMARY_SECONDS = 30.0
 """How long a shared folder may take to show to one node what another wrote."""
 
 
 class StopRequested(BaseException):
-    """A signal asked for a stop before training began. Not an Exception: nothing on the way may swallow it."""
+    """A signal asked for a stop while no ranks were there. Not an Exception: nothing on the way may swallow it."""
 
-    def __init__(self, number: signal.Signals):
-        super().__init__(f"stopped by {number.name} before training began; start the same command again")
+    def __init__(self, number: signal.Signals, when: str):
+        super().__init__(f"stopped by {number.name} {when}; start the same command again")
 
 
 def launch_torchrun(recipe_path: Path, overrides: Sequence[str]) -> int:
@@ -48,7 +53,7 @@ def launch_torchrun(recipe_path: Path, overrides: Sequence[str]) -> int:
     Raises UserError before anything is started, TrainingError when the nodes do not come together.
     """
     try:
-        with _stop_requests_raise():
+        with _stop_requests_raise("before training began"):
             return _launch(recipe_path, overrides)
     except StopRequested as request:
         print(request, flush=True)
@@ -82,16 +87,20 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
         if complete:
             print(complete, flush=True)
             return DONE
-        options, arguments = torchrun_arguments(recipe, nodes, per_node), [str(recipe_path), *overrides]
-        attempts = 1 + (recipe.run.restarts if nodes.count == 1 else 0)
-        for left in reversed(range(attempts)):
-            ended = _run(options, arguments, directory, nodes)
-            if ended.code != FAILED or ended.by_signal or not left:
-                return ended.code
-            print(
-                f"the run failed; its ranks are started again ({left - 1} of {attempts - 1} restarts left)", flush=True
-            )
-        raise AssertionError("the last attempt returns")
+
+        def run(attempt: Attempt) -> Ended:
+            # Fewer nodes than the recipe was written for have as many replicas as fit on them.
+            fewer = ["parallel.replicas=auto"] if attempt.nodes.count < nodes.count else []
+            check(load_recipe(recipe_path, [*overrides, *fewer]), attempt.nodes.count * per_node)
+            options = torchrun_arguments(recipe, attempt, per_node)
+            with hung_ranks_are_ended(partial(roll_call.has_failed, attempt.number)):
+                return _run(options, [str(recipe_path), *overrides, *fewer], directory, nodes)
+
+        def tell(*how: Any) -> Mapping[int, Ended]:
+            with _stop_requests_raise("between two attempts"):
+                return roll_call.tell(*how)
+
+        return train_with_restarts(nodes, recipe.run.restarts, recipe.run.on_replica_loss == "continue", run, tell)
 
 
 def _check_memory(recipe: Recipe, nodes: Nodes, per_node: int) -> None:
@@ -107,27 +116,23 @@ def _check_memory(recipe: Recipe, nodes: Nodes, per_node: int) -> None:
     plan_mesh(recipe, places, [each] * len(places), on_gpu=torch.cuda.is_available())
 
 
-def torchrun_arguments(recipe: Recipe, nodes: Nodes, per_node: int) -> list[str]:
-    """torchrun's options for `per_node` ranks on this node of `nodes`."""
+def torchrun_arguments(recipe: Recipe, attempt: Attempt, per_node: int) -> list[str]:
+    """torchrun's options for `per_node` ranks on this node of an attempt's."""
+    nodes = attempt.nodes
     options = ["--nnodes", str(nodes.count), "--nproc-per-node", str(per_node), "--signals-to-handle", SIGNALS]
     if nodes.count == 1:
         return [*options, "--standalone"]
     meeting = ["--master-addr", nodes.address, "--master-port", str(nodes.port), "--node-rank", str(nodes.rank)]
+    meeting += ["--rdzv-id", f"attempt {attempt.number}"]  # the store, in this process, is that of the attempts before
     return [*options, *meeting, "--rdzv-conf", f"timeout={math.ceil(recipe.run.timeout_seconds)}"]
 
 
-@dataclass(frozen=True)
-class _Ended:
-    code: int
-    by_signal: bool = False
-
-
-def _run(options: Sequence[str], arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> _Ended:
+def _run(options: Sequence[str], arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Ended:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    command = parse_args([*options, "-m", "llmtrain", "train", *arguments])
+    command = parse_args([*options, *PROGRAM, *arguments])
     cores = (os.cpu_count() or 1) // int(command.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
     # After a signal torchrun kills ranks that are still there after 30 s, which a step and a checkpoint can take.
@@ -138,12 +143,12 @@ def _run(options: Sequence[str], arguments: Sequence[str], directory: RunDirecto
         run(command)
     except ChildFailedError as error:
         # Ranks that were ended because another had failed have negative codes.
-        return _Ended(max(FAILED, *(failure.exitcode for failure in error.failures.values())))
+        return Ended(max(FAILED, *(failure.exitcode for failure in error.failures.values())))
     except SignalException as error:  # passed on to the ranks, which have ended since
         if _opened_at(directory) == opened_before:
-            raise StopRequested(error.sigval) from None
-        return _Ended(_ending(directory, patience=0 if nodes.rank == 0 else SUMMARY_SECONDS), by_signal=True)
-    return _Ended(DONE)
+            raise StopRequested(error.sigval, "before training began") from None
+        return Ended(_ending(directory, patience=0 if nodes.rank == 0 else SUMMARY_SECONDS), by_signal=True)
+    return Ended(DONE)
 
 
 def _opened_at(directory: RunDirectory) -> int | None:
@@ -161,13 +166,13 @@ def _ending(directory: RunDirectory, patience: float) -> int:
 
 
 @contextmanager
-def _stop_requests_raise() -> Iterator[None]:
-    """SIGTERM and SIGUSR1 raise StopRequested, until torchrun starts the ranks and handles them in its own way."""
+def _stop_requests_raise(when: str) -> Iterator[None]:
+    """Signals raise StopRequested, while there is no torchrun that handles them in its own way."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise StopRequested(signal.Signals(number))
+        raise StopRequested(signal.Signals(number), when)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.signal(number, stop) for number in STOPS}
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ its own tensor in an all-gather; with a wire format, (n-1)/n of its bytes on the
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ class Comms:
     def failure(self, what: str, error: Exception) -> TrainingError:
         """One line that says what was being exchanged, by whom, and what the backend reported."""
         reason = " ".join(str(error).split("\n")[0].split())
-        me = f"rank {dist.get_rank()} ({self.axis} {self.rank} of {self.size})"
+        me = f"rank {dist.get_rank()} ({self.axis} {self.rank} of {self.size}) on {socket.gethostname()}"
         return TrainingError(
             f"{what} over the {self.axis} axis failed on {me}: {reason}; a peer died or took longer than run.timeout_seconds"
         )

@@ -38,7 +38,7 @@ class Fsdp2Engine(Engine):
         gradient_wire: Wire | None = None,
     ):
         self.model, self.mesh, self._gradient_wire = model, mesh, gradient_wire
-        self._clip_norm, self._skips_nonfinite = optim.clip_norm, optim.nonfinite == "skip"
+        self._clip_norm, self._skips_nonfinite = optim.clip_norm, optim.nonfinite != "stop"
         self._hooks: list[Callable[[int], None]] = []
         self._averaging: list[Pending] = []
         self._in_forward = False

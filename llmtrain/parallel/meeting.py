@@ -151,7 +151,7 @@ def _open_store(world: World, address: str, port: str, timeout_seconds: float) -
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     leads = world.rank == 0 and not by_agent
     try:
-        return dist.TCPStore(
+        store = dist.TCPStore(
             address,
             int(port),
             is_master=leads,
@@ -159,6 +159,8 @@ def _open_store(world: World, address: str, port: str, timeout_seconds: float) -
             wait_for_workers=False,
             multi_tenant=True,
         )
+        # Where a launcher starts ranks again its store may be the one of the attempt before.
+        return dist.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), store)
     except (dist.DistError, ValueError) as error:
         did = "open the store" if leads else "reach rank 0, where ranks meet,"
         raise TrainingError(

@@ -50,6 +50,12 @@ class Method:
         self.pull.apply(lr)
         return StepPlan(lr, computes_gradient=False, takes_batch=self.pull.section.batch == "drop")
 
+    def roll_back(self) -> None:
+        """The parameters become those of the last synchronisation; in a synchronous phase they stay."""
+        if not self.engine.average_gradients:
+            for index in self.synchroniser.blocks:
+                self.synchroniser.install(index, self.synchroniser.anchors.load_anchor(index))
+
     def end_step(self, step: int) -> None:
         """After the optimizer step, or the pull, of step `step`."""
         if not self.engine.average_gradients:

@@ -105,6 +105,11 @@ class Collector:
         values = torch.tensor([float(value) for value in asdict(row).values()], dtype=torch.float64)
         self._under_way = (step, seconds, common, self.mesh.everyone.gather(values, "gathering metrics"))
 
+    def wait(self) -> None:
+        """For the slowest rank's row, if a line is under way."""
+        if self._under_way is not None:
+            self._under_way[-1].wait()
+
     def settle(self, only_if_done: bool = False) -> Line | None:
         """The line under way, if there is one; waits for the slowest rank's row unless `only_if_done`."""
         if self._under_way is None or (only_if_done and not self._under_way[-1].is_done):
@@ -175,7 +180,7 @@ class Summariser:
             rank = int(skipped.argmax())
             raise TrainingError(
                 f"replica {rank // self.mesh.shard.size} left out its last {skipped[rank]:.0f} steps up to step {line.step}: no gradient "
-                "was finite (optim.nonfinite=skip); start again to continue from the last checkpoint, with a smaller optim.lr under "
+                "was finite (optim.nonfinite); start again to continue from the last checkpoint, with a smaller optim.lr under "
                 "another run.name if it comes back"
             )
         fingerprints = line.column("fingerprint").reshape(self.mesh.replicas, self.mesh.shard.size)

@@ -17,6 +17,7 @@ FREE_TO_CHANGE = (
     "run.out_dir",
     "run.timeout_seconds",
     "run.restarts",
+    "run.on_replica_loss",
     "sync.verify_every",
     "checkpoint",
     "log",

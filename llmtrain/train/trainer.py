@@ -7,8 +7,8 @@ loop knows both only by their interfaces.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,8 @@ class Trainer:
             if self._due(self.recipe.checkpoint.every):
                 self._save()
         if self.position >= self.total_steps:
-            self.method.finish()
+            with self._training():
+                self.method.finish()
             self._log()
             self._evaluate()
         self._save()
@@ -128,9 +129,8 @@ class Trainer:
 
     def train_step(self) -> None:
         """One step: data, gradients, update, and the synchronisation that is due."""
-        started = time.monotonic()
         self.step += 1
-        with step_span(self.step):
+        with self._training(), step_span(self.step):
             plan = self.method.begin_step(self.step, self.rates.at(min(self.step, self.total_steps)))
             micro_batches = self._next_batch() if plan.takes_batch else []
             if plan.computes_gradient:
@@ -140,9 +140,16 @@ class Trainer:
                 self._count_gradient(micro_batches, loss, norm)
             self.method.end_step(self.step)
         self.interval.steps += 1
+        self.console.advance(self.position)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """What happens within counts as training time: steps, what they left to the device, and waits for other ranks; not
+        validation, checkpoints, and lines once they are there."""
+        started = time.monotonic()
+        yield
         self.interval.step_seconds += time.monotonic() - started
         self.train_seconds += time.monotonic() - started
-        self.console.advance(self.position)
 
     def _next_batch(self) -> list[torch.Tensor]:
         started = time.monotonic()
@@ -157,6 +164,8 @@ class Trainer:
         if self.engine.skipped:
             self.skipped += 1
             self.skipped_in_a_row += 1
+            if self.recipe.optim.nonfinite == "rollback":
+                self.method.roll_back()
             return
         self.skipped_in_a_row = 0
         self.interval.loss += loss
@@ -180,7 +189,8 @@ class Trainer:
             return
         report, period = self.method.report(), self.method.period.length(self.step)
         gradients = max(1, self.interval.gradients)
-        loss, grad_norm = float(self.interval.loss), float(self.interval.grad_norm)  # waits for the device
+        with self._training():
+            loss, grad_norm = float(self.interval.loss), float(self.interval.grad_norm)  # waits for the device
         common = {
             "train/lr": self.rates.at(min(self.step, self.total_steps)),
             "sync/count": report.count,
@@ -229,7 +239,10 @@ class Trainer:
         return self.method.fingerprint()
 
     def _settle(self) -> None:
-        """Wait for the line under way and act on it: all ranks do so at the same step, on the same numbers."""
+        """Wait for the line under way and act on it: all ranks do so at the same step, on the same numbers. So no replica is
+        ever further ahead of another than two lines."""
+        with self._training(), self.method.report().exposed(), self.method.report().waiting():
+            self.collector.wait()
         line, self.published = self.published or self._publish(self.collector.settle()), None
         if line is not None:
             self.summariser.check(line)

@@ -10,6 +10,7 @@ import torch
 
 from llmtrain.config import Recipe
 from llmtrain.errors import TrainingError
+from llmtrain.sync.anchors import flatten
 from llmtrain.train.trainer import Trainer
 from tests.distributed.pool import RankPool
 from tests.distributed.reshape_runs import Part, Seen, recipe_of, trainer_of, write_texts
@@ -57,6 +58,29 @@ def train(recipe: Recipe, steps: range) -> tuple[str, int, bool, float | None]:
     return ended, trainer.skipped, weights, trainer.last_line.get("health/skipped_steps")
 
 
+def at_anchor(trainer: Trainer) -> list[bool]:
+    """By block, whether the parameters are those of the anchor."""
+    blocks, anchors = trainer.engine.blocks, trainer.method.synchroniser.anchors.anchor
+    return [torch.equal(flatten(block), anchor) for block, anchor in zip(blocks, anchors, strict=True)]
+
+
+def roll_back(recipe: Recipe) -> tuple[str, int, list[tuple[int, bool, bool]]]:
+    """(how it ended, steps left out, and of each rollback: step, whether all blocks were at the anchor before, and after)."""
+    trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1), Seen())
+    trainer.stop.requested = False
+    trainer.recipe = recipe
+    make_nan(trainer, range(8, 9))
+    back, seen = trainer.method.roll_back, []
+
+    def wrapped() -> None:
+        before = all(at_anchor(trainer))
+        back()
+        seen.append((trainer.step, before, all(at_anchor(trainer))))
+
+    trainer.method.roll_back = wrapped
+    return trainer.fit(), trainer.skipped, seen
+
+
 def change_a_bit(recipe: Recipe) -> str:
     """In the sick replica's anchor, after step 5."""
     trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1), Seen())
@@ -97,6 +121,15 @@ def test_a_bad_gradient_is_left_out_and_counted_where_the_recipe_says_so(ranks: 
         assert [skipped for _, skipped, *_ in seen] == ([2, 2] if everywhere else [0, 2]), name
         assert all(finite for *_, finite, _ in seen)
         assert seen[0][3] == (4 if everywhere else 2)
+
+
+def test_a_bad_gradient_takes_its_replica_back_to_the_anchor_where_the_recipe_says_so(
+    ranks: RankPool, folder: Path
+) -> None:
+    for name in ("diloco", "edit"):
+        keys = [*METHODS[name], "train.steps=12", "log.every=2", "optim.nonfinite=rollback"]
+        well, sick = ranks.run(roll_back, recipe_of(folder, f"back-{name}", *keys), world_size=2, timeout=300)
+        assert well == ("done", 0, []) and sick == ("done", 1, [(8, False, True)]), name
 
 
 def test_a_replica_that_leaves_out_every_step_ends_the_run(ranks: RankPool, folder: Path) -> None:

@@ -392,4 +392,4 @@ def reduce_without_peer(exchanges: int) -> str:
 @pytest.mark.parametrize("exchanges", [0, 1])
 def test_a_peer_that_leaves_is_an_error_that_names_the_message(ranks, exchanges):
     said, _ = ranks.run(reduce_without_peer, exchanges, world_size=2, timeout=20)
-    assert said.startswith("the message over the replica axis failed on rank 0 (replica 0 of 2)")
+    assert said.startswith("the message over the replica axis failed on rank 0 (replica 0 of 2) on ")

@@ -18,7 +18,7 @@ TINY = [
     ),
     *(f"train.{key}" for key in ("sequence_length=32", "micro_batch=2", "global_batch=16", "steps=24")),
     *(f"sync.{key}" for key in ("warmup_steps=2", "period.every=4")),
-    *("schedule.warmup_steps=2", "checkpoint.every=6", "eval.every=8", "eval.tokens=4000", "log.every=4"),
+    *("schedule.warmup_steps=2", "checkpoint.every=6", "eval.every=8", "eval.tokens=4000", "log.every=2"),
     "run.restarts=0",
 ]
 EXACT = (

@@ -14,6 +14,8 @@ from tests.end_to_end.runs import ROOT, Runs, environment
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 LAUNCHER = str(Path(sys.executable).parent / "deepspeed")
 SHORT = ("train.steps=12", "checkpoint.every=3", "eval.every=null")
+LONGER = ("train.steps=30", "checkpoint.every=3", "eval.every=null", "log.every=1")
+"""Long enough to be asked to stop in the middle, on a machine that is busy with other things."""
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +62,14 @@ def test_without_a_count_it_starts_one_process_and_the_run_says_what_that_makes(
 def test_either_engine_continues_what_the_other_wrote(runs: Runs, first: str, second: str) -> None:
     """In a round, with anchors, outer momentum and inner moments."""
     name = f"{first}_then_{second}"
-    process = runs.start(runs.command(name, f"parallel.engine={first}", *SHORT))
+    process = runs.start(runs.command(name, f"parallel.engine={first}", *LONGER))
     runs.wait_for(name, 6)
     process.terminate()
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 3, output
-    code, output = runs.run(name, f"parallel.engine={second}", *SHORT)
+    code, output = runs.run(name, f"parallel.engine={second}", *LONGER)
     assert code == 0 and "continuing from" in output, output
     if not runs.path("alone").exists():
-        code, output = runs.run("alone", *SHORT)
+        code, output = runs.run("alone", *LONGER)
         assert code == 0, output
     assert losses(runs, name) == pytest.approx(losses(runs, "alone"), rel=1e-4)

@@ -15,6 +15,7 @@ import torch
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import DataError, RecipeError, TrainingError
+from llmtrain.launch.attempts import Attempt
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.processes import processes_here
 from llmtrain.launch.roll_call import RollCall, meet_nodes
@@ -99,10 +100,12 @@ def test_incomplete_variables_are_refused(nodes_in, variables, message):
 
 def test_torchrun_is_told_the_place_of_this_node():
     recipe = SimpleNamespace(run=SimpleNamespace(timeout_seconds=90.5))
-    words = " ".join(torchrun_arguments(recipe, Nodes(3, 2, "alpha", 5), 8))
+    words = " ".join(torchrun_arguments(recipe, Attempt(1, Nodes(3, 2, "alpha", 5)), 8))
     assert words.startswith("--nnodes 3 --nproc-per-node 8 ") and "SIGUSR1" in words
-    assert words.endswith("--master-addr alpha --master-port 5 --node-rank 2 --rdzv-conf timeout=91")
-    assert torchrun_arguments(recipe, Nodes(), 8)[-1] == "--standalone"
+    assert words.endswith(
+        "--master-addr alpha --master-port 5 --node-rank 2 --rdzv-id attempt 1 --rdzv-conf timeout=91"
+    )
+    assert torchrun_arguments(recipe, Attempt(0, Nodes()), 8)[-1] == "--standalone"
 
 
 class Meeting:

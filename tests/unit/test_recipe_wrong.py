@@ -189,6 +189,18 @@ WRONG_OVERRIDES = [
 ]
 
 WRONG_FILES = [
+    (
+        "train: {steps: 10}\noptim: {nonfinite: skip}\nparallel: {engine: zero}\nsync: {method: synchronous}",
+        ["optim.nonfinite is skip", "use stop, or engine=fsdp2"],
+    ),
+    (
+        "train: {steps: 10}\noptim: {nonfinite: rollback}\nsync: {method: local_sgd}",
+        ["optim.nonfinite is rollback", "sync.method=local_sgd keeps no anchor", "use skip or stop"],
+    ),
+    (
+        "train: {steps: 10}\noptim: {nonfinite: rollback}\nsync: {method: synchronous}",
+        ["optim.nonfinite is rollback", "sync.method=synchronous keeps no anchor"],
+    ),
     ("train: {steps: 3, stepz: 4}", ["recipe.yaml: train.stepz is not a key", "did you mean train.steps?"]),
     ("optim: {1: 2}", ["recipe.yaml: optim.1 is not a key", "kind, lr, betas"]),
     ("[1, 2]", ["recipe.yaml", "holds a list", "expected sections"]),

@@ -1,0 +1,76 @@
+"""`llmtrain train` in which one rank stops or kills itself at a chosen place: PHASE SIGNAL RANK FILE RECIPE KEY=VALUE...
+
+FILE gets the time of it. Started by `broken_launch`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llmtrain.errors import leave_with_code
+from llmtrain.parallel.world import World
+from llmtrain.recipe import load_recipe
+from llmtrain.train import run, writing
+from llmtrain.train.trainer import Trainer
+
+STEP = 5
+"""In which it happens, where it happens in a step; the second of the first round."""
+
+
+def before(owner: Any, name: str, happen: Callable[[], None], calls: int = 1) -> None:
+    """Let it happen before the so-many-th call of a function."""
+    original, called = getattr(owner, name), 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal called
+        called += 1
+        if called == calls:
+            happen()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+OF_TRAINER: dict[str, Callable[[Trainer, Callable[[], None]], None]] = {
+    "in a local step": lambda trainer, happen: before(trainer.engine, "step", happen, STEP),
+    "in a synchronisation": lambda trainer, happen: before(trainer.method.synchroniser, "step", happen, 2),
+    "in a validation": lambda trainer, happen: before(trainer, "_evaluate", happen, 2),
+    "at the end": lambda trainer, happen: before(trainer.method, "finish", happen),
+}
+OF_MODULE = {
+    "while data is prepared": (run, "prepare_for"),
+    "while groups are made": (run, "open_mesh"),
+    "while a checkpoint is written": (writing.dcp, "save"),
+    "while a checkpoint is sealed": (writing.Writing, "_seal"),
+}
+AT_ONCE = "while ranks start"
+PHASES = (AT_ONCE, *OF_MODULE, *OF_TRAINER)
+
+
+def main(phase: str, number: str, rank: str, file: str, recipe: str, *overrides: str) -> None:
+    world = World.from_environment()
+
+    def happen() -> None:
+        Path(file).write_text(str(time.time()))
+        os.kill(os.getpid(), signal.Signals[number])
+
+    def alter(trainer: Trainer) -> None:
+        if world.rank == int(rank) and phase in OF_TRAINER:
+            OF_TRAINER[phase](trainer, happen)
+
+    if world.rank == int(rank):
+        if phase == AT_ONCE:
+            happen()
+        if phase in OF_MODULE:
+            before(*OF_MODULE[phase], happen)
+    sys.exit(run.run_training(load_recipe(Path(recipe), overrides), world, alter))
+
+
+if __name__ == "__main__":
+    leave_with_code(lambda: main(*sys.argv[1:]))

@@ -1,0 +1,107 @@
+"""Ranks that die on one of several hosts, and hosts that go away, each with launch/train.sh of its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llmtrain.compare.cluster import Host, HostLimits, virtual_cluster
+from tests.end_to_end.runs import Runs
+from tests.multi_node.runs import PORT, ends, errors, measured, needs_hosts, start
+
+pytestmark = needs_hosts
+SECONDS = 240
+"""Most that a run may take, on a busy machine."""
+KEYS = (
+    "train.steps=30",
+    "checkpoint.every=3",
+    "log.every=1",
+    "eval.every=null",
+    "parallel.shard=1",
+    "train.global_batch=12",
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: Runs) -> list[dict]:
+    code, output = runs.run("restarts-undisturbed", *KEYS, "parallel.replicas=2")
+    assert code == 0, output
+    return measured(runs, "restarts-undisturbed")
+
+
+def train_sh(hosts: list[Host], runs: Runs, name: str, *overrides: str) -> list[subprocess.Popen]:
+    """launch/train.sh, one rank on each host."""
+    variables = {"NNODES": str(len(hosts)), "MASTER_ADDR": hosts[0].addresses[0], "MASTER_PORT": PORT}
+    keys = (*KEYS, f"parallel.replicas={len(hosts)}", "run.timeout_seconds=20", *overrides)
+    return [start(host, runs.command(name, *keys), NODE_RANK=str(rank), **variables) for rank, host in enumerate(hosts)]
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
+    """Processes of `llmtrain train`, not of the launchers above them."""
+    below = psutil.Process(launcher.pid).children(recursive=True)
+    return [process for process in below if process.cmdline()[1:4] == ["-u", "-m", "llmtrain"]]
+
+
+def test_a_rank_that_dies_is_started_again_with_all_others_of_all_hosts(runs: Runs, undisturbed: list[dict]) -> None:
+    with virtual_cluster([HostLimits()] * 2) as hosts:
+        launchers = train_sh(hosts, runs, "rank-dies", "run.restarts=1")
+        runs.wait_for("rank-dies", 6)
+        (victim,) = ranks_of(launchers[1])
+        victim.kill()
+        ended = ends(launchers, SECONDS)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert "the run failed; its ranks are started again (0 of 1 restarts left)" in ended[0][1]
+    assert measured(runs, "rank-dies") == undisturbed
+
+
+def test_a_frozen_rank_ends_the_run_on_all_hosts_and_leaves_no_process(runs: Runs) -> None:
+    with virtual_cluster([HostLimits()] * 2) as hosts:
+        launchers = train_sh(hosts, runs, "frozen", "run.restarts=0", "train.steps=100000")
+        runs.wait_for("frozen", 6)
+        (frozen,) = ranks_of(launchers[1])
+        frozen.suspend()
+        began = time.monotonic()
+        ended = ends(launchers, SECONDS)
+        assert time.monotonic() - began < 20 + 10
+        assert all(host.pids() == [] for host in hosts)
+    assert [code for code, _ in ended] == [1, 1], ended
+    (said,) = errors(ended[0][1])
+    assert "failed on rank 0 (" in said and " on host0: " in said and "took longer than run.timeout_seconds" in said
+
+
+@pytest.mark.parametrize("choice", ["continue", "stop"])
+def test_a_host_that_goes_away(runs: Runs, choice: str) -> None:
+    """Three hosts, global batch 12: two replicas can share it as well as three."""
+    name = f"host-{choice}"
+    with virtual_cluster([HostLimits()] * 3) as hosts:
+        launchers = train_sh(hosts, runs, name, f"run.on_replica_loss={choice}", "run.restarts=1")
+        runs.wait_for(name, 6)
+        hosts[1].kill()
+        first, _, third = ends(launchers, SECONDS)
+    if choice == "continue":
+        assert first[0] == third[0] == 0, (first, third)
+        assert "its ranks are started again on 2 of 3 nodes" in first[1]
+        assert "written by 3 replicas x 1 shards: 2 replicas start from their mean" in first[1]
+        steps = [line["step"] for line in runs.lines(name) if "train/loss" in line]
+        assert steps == list(range(1, 31)), "no step is missing or twice"
+    else:
+        assert first[0] == third[0] == 1, (first, third)
+        assert "node 1 on host1: nothing was heard of its launcher" in first[1]
+        assert "error: node 0 on host0 failed: node 1 on host1: nothing was heard" in third[1]
+        assert (runs.path(name) / "checkpoints/step-00000006").exists()
+
+
+def test_signals_are_no_failures(runs: Runs) -> None:
+    """SIGTERM to one host's launcher stops all ranks with a checkpoint; nobody starts them again."""
+    with virtual_cluster([HostLimits()] * 2) as hosts:
+        launchers = train_sh(hosts, runs, "stopped", "train.steps=100000")
+        runs.wait_for("stopped", 6)
+        launchers[0].send_signal(signal.SIGTERM)
+        ended = ends(launchers, SECONDS)
+    assert [code for code, _ in ended] == [3, 3], ended
+    assert Path(runs.path("stopped") / "summary.json").exists()
