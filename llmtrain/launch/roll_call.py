@@ -123,13 +123,25 @@ class RollCall:
             time.sleep(POLL_SECONDS)
         return []
 
+    def claim(self) -> None:
+        """Take this node's number. Raises RecipeError if another has it, TrainingError if one had it that is gone."""
+        rank = self.nodes.rank
+        if self._store.add(f"claims {rank}", 1) == 1:
+            return
+        beats = self._store.add(f"beat {rank}", 0)
+        time.sleep(3 * BEAT_SECONDS)
+        if self._store.add(f"beat {rank}", 0) == beats:
+            raise TrainingError(
+                f"node {rank} was there before, is gone, and the others have not given it up yet; start it again in "
+                f"{SILENCE_SECONDS:g} s, when they have ended"
+            )
+        raise RecipeError(
+            f"NODE_RANK={rank} on {self._host} is taken by {self._name(rank)}; number the nodes 0 to {self.nodes.count - 1}"
+        )
+
     def assemble(self, timeout_seconds: float) -> None:
         """Wait until the launchers of all nodes are here. Raises RecipeError and TrainingError as `meet_nodes` does."""
         rank, count = self.nodes.rank, self.nodes.count
-        if self._store.add(f"claims {rank}", 1) > 1:
-            raise RecipeError(
-                f"NODE_RANK={rank} on {self._host} is taken by {self._name(rank)}; number the nodes 0 to {count - 1}"
-            )
         if rank == 0:
             self._store.set("count 0", str(count))
         self._wait("count", [0], "come", timeout_seconds)
@@ -206,8 +218,9 @@ def meet_nodes(nodes: Nodes, timeout_seconds: float) -> Iterator[RollCall]:
     store = PrefixStore("llmtrain launch", _open_store(nodes, timeout_seconds))
     roll_call, over = RollCall(nodes, store), threading.Event()
     try:
-        roll_call.assemble(timeout_seconds)
+        roll_call.claim()
         threading.Thread(target=roll_call.beat, args=(over,), daemon=True, name="says that it is there").start()
+        roll_call.assemble(timeout_seconds)
         yield roll_call
     except BaseException as error:
         roll_call.tell_failure(str(error))

@@ -12,8 +12,9 @@ import pytest
 from tests.chaos.broken_rank import PHASES
 from tests.end_to_end.runs import ROOT, Runs, environment
 
-TIMEOUT, MORE = 15, 10
-"""Seconds: `run.timeout_seconds`, and what everything may take beyond it."""
+TIMEOUT, MORE = 15, 20
+"""Seconds: `run.timeout_seconds`, and what everything may take beyond it on a busy machine; on one that is not it is less than
+10, as `make chaos` shows. torchrun alone would give a frozen rank 30."""
 QUICK = {
     ("in a synchronisation", "SIGSTOP", 0),
     ("while a checkpoint is written", "SIGKILL", 1),
@@ -54,6 +55,7 @@ def test_all_others_end_in_time(runs: Runs, tmp_path: Path, phase: str, number: 
     assert done.returncode == 1, output
     waited = time.time() - float(file.read_text())
     assert waited < TIMEOUT + MORE, f"{waited:.0f} s: {output}"
+    print(f"\n{number} of rank {rank} {phase}: over after {waited:.1f} s (timeout {TIMEOUT} s)")
     assert subprocess.run(["pgrep", "-f", f"run.name={name}( |$)"], capture_output=True).stdout == b""
     if number == "SIGSTOP":
         assert "error: " in output, output

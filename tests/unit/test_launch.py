@@ -15,6 +15,7 @@ import torch
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import DataError, RecipeError, TrainingError
+from llmtrain.launch import roll_call as roll_calls
 from llmtrain.launch.attempts import Attempt
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.processes import processes_here
@@ -188,7 +189,8 @@ def test_a_node_that_fails_is_named_on_the_others(meeting: Meeting):
         assert str(outcome) == f"node 1 on {HERE} failed: data.cache_dir: no space"
 
 
-def test_two_nodes_with_one_number_are_refused(meeting: Meeting):
+def test_two_nodes_with_one_number_are_refused(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(roll_calls, "BEAT_SECONDS", 0.1)
     outcomes = meeting.hold([0, 1, 1], 3, lambda call: None)
     assert [type(outcome) for outcome in outcomes].count(RecipeError) == 1
     assert all("NODE_RANK=1" in str(outcome) and "is taken by node 1" in str(outcome) for outcome in outcomes)

@@ -115,6 +115,22 @@ def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(monkeypatch, goes_o
         assert str(third).startswith(f"node 0 on {HERE} failed: ")
 
 
+def test_a_node_that_comes_back_too_early_is_told_to_wait(monkeypatch) -> None:
+    """A scheduler that replaces a lost node must not read it as a wrong recipe."""
+    monkeypatch.setattr(roll_calls, "BEAT_SECONDS", 0.1)
+    meeting, outcomes = Meeting(), []
+
+    def attend(call: RollCall) -> None:
+        if call.nodes.rank == 1:
+            return  # leaves
+        time.sleep(1)
+        outcomes.extend(meeting.hold([1], 2, lambda call: None))
+
+    meeting.hold([0, 1], 2, attend)
+    assert type(outcomes[0]) is TrainingError
+    assert str(outcomes[0]).startswith("node 1 was there before, is gone, and the others have not given it up yet")
+
+
 LAUNCHER = """
 import subprocess, sys, time
 from llmtrain.launch.watch import hung_ranks_are_ended
