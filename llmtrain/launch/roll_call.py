@@ -20,6 +20,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from llmtrain.errors import FAILED, RecipeError, TrainingError
 from llmtrain.launch.attempts import Ended
+from llmtrain.launch.bounded_store import BoundedStore
 from llmtrain.launch.nodes import Nodes
 
 POLL_SECONDS = 0.2
@@ -36,7 +37,7 @@ PATIENCE_SECONDS = 10.0
 class RollCall:
     """This launcher among those of the other nodes. Without a store it is alone, and nothing waits."""
 
-    def __init__(self, nodes: Nodes, store: Store | None):
+    def __init__(self, nodes: Nodes, store: BoundedStore | None):
         self.nodes = nodes
         self._store = store
         self._host = socket.gethostname()
@@ -70,6 +71,12 @@ class RollCall:
         """
         if self._store is None:
             return {0: mine}
+        with self._needs_node_0("tell how their ranks ended"):
+            told = self._told(attempt, mine, goes_on_without)
+        self._members = list(told)
+        return told
+
+    def _told(self, attempt: int, mine: Ended, goes_on_without: bool) -> dict[int, Ended]:
         if mine.code == FAILED:
             self._store.set(f"failed {attempt}", "yes")
         self._store.set(f"ended{attempt} {self.nodes.rank}", json.dumps(asdict(mine)))
@@ -91,9 +98,18 @@ class RollCall:
         else:
             self._wait(outcome, [0], "see its ranks end", ENDING_SECONDS)
         told = json.loads(self._store.get(f"{outcome} 0"))
-        self._members = [int(node) for node in told]
         self._stay_until_heard(outcome)
         return {int(node): Ended(**ended) for node, ended in told.items()}
+
+    @contextmanager
+    def _needs_node_0(self, purpose: str) -> Iterator[None]:
+        try:
+            yield
+        except DistError as error:
+            raise TrainingError(
+                f"node {self.nodes.rank} on {self._host} lost node 0 ({self.nodes.address}:{self.nodes.port}) "
+                f"while it waited for nodes to {purpose}; see what node 0 said"
+            ) from error
 
     def has_failed(self, attempt: int) -> bool:
         """Whether some node has told that its ranks failed in this attempt."""
@@ -104,8 +120,8 @@ class RollCall:
 
     def beat(self, over: threading.Event) -> None:
         """Say that this launcher is there, until it is `over`."""
-        with suppress(DistError):  # node 0 is gone: there is nobody to tell
-            while not over.wait(BEAT_SECONDS):
+        while not over.wait(BEAT_SECONDS):
+            with suppress(DistError):  # node 0 may be gone for good, or out of reach for a while
                 self._store.add(f"beat {self.nodes.rank}", 1)
 
     def _gone(self, key: str) -> list[int]:
@@ -172,7 +188,7 @@ class RollCall:
     def _wait(self, key: str, nodes: Sequence[int], purpose: str, seconds: float) -> None:
         """Until all of `nodes` have set their `key`, but not longer than `seconds`; ends when any node has failed."""
         started, silent = time.monotonic(), True
-        try:
+        with self._needs_node_0(purpose):
             while missing := [node for node in nodes if not self._has(f"{key} {node}")]:
                 if self._has("failure"):
                     raise TrainingError(self._store.get("failure").decode())
@@ -184,11 +200,6 @@ class RollCall:
                     silent = False
                     print(f"node {self.nodes.rank} waits for {names} to {purpose} (up to {seconds:g} s)", flush=True)
                 time.sleep(POLL_SECONDS)
-        except DistError as error:
-            raise TrainingError(
-                f"node {self.nodes.rank} on {self._host} lost node 0 ({self.nodes.address}:{self.nodes.port}) "
-                f"while it waited for nodes to {purpose}; see what node 0 said"
-            ) from error
 
     def _timed_out(self, names: str, purpose: str, seconds: float) -> str:
         came = ", ".join(self._name(node) for node in range(self.nodes.count) if self._has(f"host {node}"))
@@ -215,7 +226,7 @@ def meet_nodes(nodes: Nodes, timeout_seconds: float) -> Iterator[RollCall]:
     if nodes.count == 1:
         yield RollCall(nodes, None)
         return
-    store = PrefixStore("llmtrain launch", _open_store(nodes, timeout_seconds))
+    store = BoundedStore(PrefixStore("llmtrain launch", _open_store(nodes, timeout_seconds)), SILENCE_SECONDS)
     roll_call, over = RollCall(nodes, store), threading.Event()
     try:
         roll_call.claim()

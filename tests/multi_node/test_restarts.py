@@ -74,6 +74,20 @@ def test_a_frozen_rank_ends_the_run_on_all_hosts_and_leaves_no_process(runs: Run
     assert "failed on rank 0 (" in said and " on host0: " in said and "took longer than run.timeout_seconds" in said
 
 
+def test_a_network_that_is_cut_ends_the_run_on_both_sides(runs: Runs) -> None:
+    with virtual_cluster([HostLimits()] * 2) as hosts:
+        launchers = train_sh(hosts, runs, "cut", "run.restarts=0", "train.steps=100000")
+        runs.wait_for("cut", 6)
+        hosts[1].popen(["ip", "link", "set", "eth0", "down"]).wait(timeout=10)
+        began = time.monotonic()
+        ended = ends(launchers, SECONDS)
+        assert time.monotonic() - began < 3 * 20 + 20, "ranks, then launchers, wait for each other 20 s"
+        assert all(host.pids() == [] for host in hosts)
+    assert [code for code, _ in ended] == [1, 1], ended
+    for rank, (_, output) in enumerate(ended):
+        assert any(f"failed on rank {rank} (" in line for line in errors(output)), output
+
+
 @pytest.mark.parametrize("choice", ["continue", "stop"])
 def test_a_host_that_goes_away(runs: Runs, choice: str) -> None:
     """Three hosts, global batch 12: two replicas can share it as well as three."""
