@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -197,6 +198,14 @@ class CheckpointSection(Section):
     background: bool = True
     """Training goes on while a copy of the state in the host's memory is written; `false`: it stands still, and needs no
     memory for the copy beyond that of one tensor."""
+    mirror: str | None = None
+    """Folder or URL that fsspec knows (`s3://bucket/runs`): complete checkpoints are copied there beside training, and fetched
+    where they are newer than the run directory's."""
+
+    def superseded(self, steps: Iterable[int]) -> list[int]:
+        """Of the steps of complete checkpoints, those whose checkpoints need not stay."""
+        older = sorted(steps)[: -self.keep]
+        return [step for step in older if self.keep_every is None or step % self.keep_every]
 
 
 class TraceSection(Section):

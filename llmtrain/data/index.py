@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,18 +117,3 @@ def open_prepared(directory: Path | str, limits: Mapping[Split, int] | None = No
             if found != (expected := f"{index.dtype} {(shard.tokens,)}"):
                 raise DataError(f"{path}: another file's content ({found} found, {expected} expected); {remedy}")
     return Prepared(directory, index, limits or {})
-
-
-def verify(prepared: Prepared) -> None:
-    """Read every shard and compare checksums; DataError names the first that differs."""
-    for split in prepared.index.splits.values():
-        for shard in split.shards:
-            path = prepared.directory / shard.name
-            array, crc32 = np.load(path, mmap_mode="r"), 0
-            for start in range(0, len(array), 1 << 24):
-                crc32 = zlib.crc32(array[start : start + (1 << 24)].tobytes(), crc32)
-            if crc32 != shard.crc32:
-                raise DataError(
-                    f"{path}: checksum {crc32:08x} found, {shard.crc32:08x} expected; "
-                    f"delete {prepared.directory} and prepare again"
-                )

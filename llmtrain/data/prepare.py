@@ -6,6 +6,7 @@ a lock, flushed to the disk and renamed. Every document is tokenised without spe
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -22,7 +23,8 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from llmtrain.config import DataSection
-from llmtrain.data.index import FORMAT, INDEX, TOKENIZER, Index, Prepared, SplitIndex, open_prepared, verify
+from llmtrain.data.damage import verify
+from llmtrain.data.index import FORMAT, INDEX, TOKENIZER, Index, Prepared, SplitIndex, open_prepared
 from llmtrain.data.progress import Progress
 from llmtrain.data.shards import ShardWriter, fsync_and_close
 from llmtrain.data.sources import HUB, SPLITS, Split, documents, fingerprint
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Prepared", "folder", "open_prepared", "prepare", "verify"]
 
+NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What a disk says that is full or read-only."""
 BATCH_CHARACTERS = 4_000_000
 """Text that is tokenised at once, spread over the cores."""
 PIECE_CHARACTERS = 1_000_000
@@ -68,7 +72,8 @@ def prepare(
     with _lock(directory, lock_timeout, show_progress):
         cached = open_prepared(directory, needed) if directory.exists() else None
         if cached is None or not _enough(cached, needed):
-            _replace(directory, data, needed, cached, show_progress)
+            with _full_disk_told(directory):
+                _replace(directory, data, needed, cached, show_progress)
     return open_prepared(directory, needed)
 
 
@@ -118,6 +123,16 @@ def _lock(directory: Path, timeout: float, say: bool) -> Iterator[None]:
         lock.release()
 
 
+@contextmanager
+def _full_disk_told(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_PLACE:
+            raise
+        raise DataError(f"data.cache_dir: {directory}: {error.strerror}; make room, or choose another folder") from None
+
+
 def _replace(
     directory: Path,
     data: DataSection,
@@ -138,7 +153,7 @@ def _replace(
         if old is not None:
             directory.rename(retired)
         new.rename(directory)
-        _fsync_folder(directory.parent)
+        _fsync(directory.parent)
     finally:
         shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(retired, ignore_errors=True)
@@ -165,7 +180,8 @@ def _write(new: Path, data: DataSection, needed: Mapping[Split, int], show_progr
     with (new / INDEX).open("wb") as file:
         file.write(index.model_dump_json(indent=1).encode())
         fsync_and_close(file)
-    _fsync_folder(new)
+    for path in (*(new / TOKENIZER).rglob("*"), new / TOKENIZER, new):
+        _fsync(path)
 
 
 def _write_split(
@@ -238,8 +254,8 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> np.ndarra
     return np.concatenate(list(itertools.chain.from_iterable(parts)))
 
 
-def _fsync_folder(path: Path) -> None:
-    """Flush names: without it a rename can be on the disk before what it names."""
+def _fsync(path: Path) -> None:
+    """Flush a file, or a folder's names: without it a rename can be on the disk before what it names."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

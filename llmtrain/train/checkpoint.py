@@ -27,7 +27,7 @@ from llmtrain.seeding import derive_seed
 from llmtrain.sync.anchors import flatten
 from llmtrain.sync.method import Method
 from llmtrain.sync.schedules.schedule import ByBlock
-from llmtrain.train.integrity import FORMAT, complete, read_state
+from llmtrain.train.integrity import FORMAT, complete, folder_name, read_state
 from llmtrain.train.reshape import Reshape
 from llmtrain.train.stored import StoredTensors
 from llmtrain.train.writing import Writing
@@ -78,7 +78,7 @@ class Checkpoints:
         tensors |= {f"rank{self.mesh.world.rank}.{name}": state for name, state in self._generators().items()}
         state = {"format": FORMAT, "step": step, "mesh": [self.mesh.replicas, self.mesh.shard.size]}
         state |= {"shared": _blocks_there(shared), "own": _blocks_there(own)}
-        final, comms = self.directory / f"step-{step:08d}", self.mesh.background
+        final, comms = self.directory / folder_name(step), self.mesh.background
         if self.section.background:
             tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         mine = {"method": self.method.state_dict(), **progress}
@@ -222,11 +222,10 @@ class Checkpoints:
 
     def _retain(self, newest: int) -> None:
         """Delete what is neither among the newest, kept for good nor in use; runs after the new one is complete."""
-        steps = sorted(step for step, _ in complete(self.directory) if step <= newest)
-        for step in steps[: -self.section.keep]:
-            is_kept = self.section.keep_every is not None and step % self.section.keep_every == 0
-            if not is_kept and step not in self.in_use():
-                shutil.rmtree(self.directory / f"step-{step:08d}", ignore_errors=True)
+        steps = [step for step, _ in complete(self.directory) if step <= newest]
+        for step in self.section.superseded(steps):
+            if step not in self.in_use():
+                shutil.rmtree(self.directory / folder_name(step), ignore_errors=True)
 
 
 def _blocks_there(kinds: dict[str, ByBlock]) -> dict[str, list[bool]]:

@@ -22,6 +22,16 @@ Digest = tuple[int, str]
 """Size in bytes, SHA-256 in hex."""
 
 
+def folder_name(step: int) -> str:
+    """Of a checkpoint, in `checkpoints`."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Which its name says."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def complete(directory: Path) -> list[tuple[int, Path]]:
     """(step, path) of all complete checkpoints in a `checkpoints` folder, oldest first."""
     if not directory.is_dir():
@@ -90,7 +100,7 @@ def newest_whole(candidates: Sequence[Path], mesh: Mesh, note: Callable[[str], N
         state = mesh.from_main(lambda path=path: _or_error(lambda: read_state(path)))
         if isinstance(state, str):
             problem = state
-        elif (found := _fault_anywhere(path, state["files"], mesh)) is None:
+        elif (found := fault_anywhere(path, state["files"], mesh)) is None:
             return path
         else:
             problem = f"{path} is damaged: {found}"
@@ -102,15 +112,19 @@ def newest_whole(candidates: Sequence[Path], mesh: Mesh, note: Callable[[str], N
     return None
 
 
-def _fault_anywhere(path: Path, files: Mapping[str, Digest], mesh: Mesh) -> str | None:
-    """What some rank found in its share of the files."""
+def fault_anywhere(directory: Path, files: Mapping[str, Digest], mesh: Mesh) -> str | None:
+    """As `fault`, on every rank; each reads its share of the files. A collective of all ranks."""
     share = sorted(files)[mesh.world.rank :: mesh.world.size]
-    mine = fault(path, {name: files[name] for name in share})
-    found: list[str | None] = [mine]
+    return said_by_any(fault(directory, {name: files[name] for name in share}), mesh)
+
+
+def said_by_any(mine: str | None, mesh: Mesh) -> str | None:
+    """What the first rank says that has something to say. A collective of all ranks."""
+    said: list[str | None] = [mine]
     if mesh.world.size > 1:
-        found = [None] * mesh.world.size
-        dist.all_gather_object(found, mine, group=mesh.everyone.group)
-    return next((one for one in found if one is not None), None)
+        said = [None] * mesh.world.size
+        dist.all_gather_object(said, mine, group=mesh.everyone.group)
+    return next((one for one in said if one is not None), None)
 
 
 def _or_error(read: Callable[[], dict]) -> dict | str:

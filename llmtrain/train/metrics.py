@@ -1,7 +1,7 @@
 """Metrics: what every rank measures between two log lines, brought together without a barrier, and written.
 
 Each rank hands in a row of numbers; the gather of the rows runs in the background and is picked up when it is done
-and no later than the next log line. So no replica waits for another just to print.
+and no later than the next log line. So a replica waits for another, to print, only when it is a whole line ahead.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from llmtrain.errors import TrainingError
 from llmtrain.parallel.comms import Pending
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.sync.penalty import RunningMoments
+from llmtrain.train.writing import write_durably
 
 SPIKE_DEVIATIONS = 6.0
 """A logged loss so many standard deviations above its running mean counts as a spike (OLMo's threshold)."""
@@ -213,7 +214,7 @@ class MetricsWriter:
         if not enabled:
             return
         kept = [line for line in _lines(path) if line["step"] <= resumed_step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        write_durably(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", buffering=1)
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -239,11 +240,13 @@ class MetricsWriter:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a metrics.jsonl; a line cut off by a crash is left out."""
+    """Whole lines of a metrics.jsonl; a line that a crash cut off, or a disk spoiled, is left out."""
     lines = []
-    for text in path.read_text().splitlines() if path.exists() else []:
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
             continue
+        if isinstance(line, dict) and "step" in line:
+            lines.append(line)
     return lines

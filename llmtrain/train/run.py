@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from llmtrain.config import Layerwise, Recipe, TraceSection
+from llmtrain.data.damage import DamageSearch
 from llmtrain.data.index import TOKENIZER, Prepared
 from llmtrain.data.loader import Loader, eval_batches
 from llmtrain.data.prepare import prepare
-from llmtrain.errors import DONE, STOPPED_EARLY, TrainingError
+from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError
 from llmtrain.lr import LearningRates
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
 from llmtrain.parallel.build import build_engine, replica_backend
@@ -32,14 +33,17 @@ from llmtrain.trace import open_trace
 from llmtrain.train.checkpoint import Checkpoints
 from llmtrain.train.console import Console, human
 from llmtrain.train.devices import memory_of_rank, peak_flops
+from llmtrain.train.disks import Disks
 from llmtrain.train.ending import closing_lines, draw_losses, write_sample
-from llmtrain.train.integrity import newest_whole
+from llmtrain.train.integrity import newest_whole, step_of
 from llmtrain.train.metrics import Summariser
+from llmtrain.train.mirror import Mirror
 from llmtrain.train.rundir import RunDirectory
 from llmtrain.train.signals import StopRequest, stop_requests
 from llmtrain.train.suite_runs import SuiteRuns
 from llmtrain.train.trainer import Trainer
 from llmtrain.train.validation import ValidationSet
+from llmtrain.train.writing import one_line
 
 
 def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] = lambda trainer: None) -> int:
@@ -51,6 +55,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     check(recipe, world.size)
     check_suite_data(recipe.eval.suite)
     console, directory = Console(enabled=world.rank == 0), RunDirectory(recipe)
+    mirror = Mirror(recipe, directory, console.note, is_main=world.rank == 0)
     timeout = recipe.run.timeout_seconds
     meeting = meet(world, recipe.parallel, lambda: memory_of_rank(world), timeout)
     memory = [place.memory for place in meeting.places]
@@ -63,29 +68,31 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
         SuiteRuns(recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop) as suites,
         open_mesh(world, replicas, shard, replica_backend(recipe.parallel), timeout, meeting) as mesh,
     ):
-        if mesh.from_main(lambda: _is_finished(directory, prepared)):
+        if mesh.from_main(lambda: _is_finished(directory)):
             console.note(directory.already_complete())
             return DONE
-        resume_from = newest_whole(directory.whole_checkpoints, mesh, console.note)
-        trainer = build_trainer(recipe, mesh, prepared, directory, resume_from, console, reason, stop, suites)
+        mirror.open(mesh)
+        mesh.from_main(lambda: _make_ready(directory, prepared))
+        resume_from = _newest_anywhere(directory, mirror, mesh, console)
+        trainer = build_trainer(recipe, mesh, prepared, directory, resume_from, console, reason, stop, suites, mirror)
         try:
             with _traced(recipe.log.trace, directory.trace_of(world.rank)):
                 alter(trainer)
                 ended = trainer.fit()
-        except RuntimeError as error:
+            _finish_mirror(mirror, mesh, console, ended)
+            _describe_ending(trainer, mesh, ended)
+        except (RuntimeError, DataError) as error:
             trainer.method.close()
             if mesh.is_main:
-                directory.write_summary(trainer.summary("error"))
-            if isinstance(error, TrainingError) or not is_lost_peer(error):
+                with suppress(OSError):  # the disk may be what ended the run
+                    directory.write_summary(trainer.summary("error"))
+            if isinstance(error, TrainingError | DataError) or not is_lost_peer(error):
                 raise
             reason = " ".join(str(error).splitlines()[0].split())
             raise TrainingError(
                 f"rank {world.rank} (replica {mesh.replica.rank}, shard {mesh.shard.rank}) lost a peer in step "
                 f"{trainer.step}: {reason}; start the same command again to continue from the last checkpoint"
             ) from error
-        mesh.from_main(lambda: directory.write_summary(trainer.summary(ended)))  # nobody leaves before it is there
-        if mesh.is_main:
-            draw_losses(directory.metrics, directory.plot, f"{recipe.run.name} · {recipe.sync.method}")
         if ended != "done":
             console.note(f"stopped at step {trainer.step}; start the same command again to continue")
             return STOPPED_EARLY
@@ -119,14 +126,54 @@ def prepare_sets(recipe: Recipe, prepared: Prepared, show_progress: bool) -> dic
     }
 
 
-def _is_finished(directory: RunDirectory, prepared: Prepared) -> bool:
-    """Whether there is nothing to train; otherwise the directory is made ready. Asked of the main rank only."""
+def _is_finished(directory: RunDirectory) -> bool:
+    """Whether there is nothing to train. Asked of the main rank only."""
     directory.check_recipe()
-    if directory.finished():
-        return True
+    return directory.finished() is not None
+
+
+def _make_ready(directory: RunDirectory, prepared: Prepared) -> None:
+    """By the main rank only."""
     directory.open()
     directory.keep_tokenizer(prepared.directory / TOKENIZER)
-    return False
+
+
+def _newest_anywhere(directory: RunDirectory, mirror: Mirror, mesh: Mesh, console: Console) -> Path | None:
+    """The newest whole checkpoint, fetched if it is in the mirror; None: there is none. A collective of all ranks."""
+    here, problem = None, None
+    try:
+        here = newest_whole(directory.whole_checkpoints, mesh, console.note)
+    except CheckpointError as error:
+        problem = error
+    there = mirror.fetch(mesh, newer_than=-1 if here is None else step_of(here))
+    if there is None and problem is not None:
+        raise problem
+    return there or here
+
+
+def _finish_mirror(mirror: Mirror, mesh: Mesh, console: Console, ended: str) -> None:
+    """Raises TrainingError, on every rank, if a run that is done is not there; one that was asked to stop only says so."""
+    if (problem := mirror.finish(mesh)) is None:
+        return
+    if ended == "done":
+        raise TrainingError(problem)
+    console.note(problem)
+
+
+def _describe_ending(trainer: Trainer, mesh: Mesh, ended: str) -> None:
+    """Summary and plot; nobody leaves before they are there. Raises TrainingError, on every rank, if they can't be written."""
+    recipe, directory = trainer.recipe, trainer.directory
+
+    def write() -> str | None:
+        try:
+            directory.write_summary(trainer.summary(ended))
+            draw_losses(directory.metrics, directory.plot, f"{recipe.run.name} · {recipe.sync.method}")
+        except OSError as error:
+            return f"{directory.path} can't be written: {one_line(error)}; start the same command again when it can"
+        return None
+
+    if (problem := mesh.from_main(write)) is not None:
+        raise TrainingError(problem)
 
 
 def build_trainer(
@@ -139,9 +186,13 @@ def build_trainer(
     mesh_reason: str,
     stop: StopRequest,
     suites: SuiteRuns | None = None,
+    mirror: Mirror | None = None,
 ) -> Trainer:
     """Model, engine, method and loader of this rank, in a Trainer. `mesh_reason` is shown to the user."""
     suites = suites or SuiteRuns(None, recipe, directory, console, stop)
+    mirror = mirror or Mirror(recipe, directory, console.note, mesh.is_main)
+    texts = {"": prepared, **prepare_sets(recipe, prepared, show_progress=False)}
+    search = DamageSearch(texts.values(), mesh.world.local_rank, mesh.world.local_size)
     if recipe.train.deterministic and mesh.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -209,10 +260,16 @@ def build_trainer(
                 ),
                 text.bytes_per_token("validation"),
             )
-            for name, text in {"": prepared, **prepare_sets(recipe, prepared, show_progress=False)}.items()
+            for name, text in texts.items()
         ],
         checkpoints=Checkpoints(
-            directory.checkpoints, mesh, engine, method, recipe.checkpoint, recipe.run.timeout_seconds, suites.in_use
+            directory.checkpoints,
+            mesh,
+            engine,
+            method,
+            recipe.checkpoint,
+            recipe.run.timeout_seconds,
+            lambda: suites.in_use() | mirror.in_use(),
         ),
         summariser=Summariser(mesh, flops, peak),
         console=console,
@@ -220,6 +277,8 @@ def build_trainer(
         resume_from=resume_from,
         stop=stop,
         suites=suites,
+        mirror=mirror,
+        disks=Disks(mesh, search),
     )
 
 
@@ -229,7 +288,8 @@ def _show_ending(recipe: Recipe, mesh: Mesh, prepared: Prepared, trainer: Traine
     if recipe.eval.sample_prompt is not None:
         text = write_sample(recipe, trainer.engine, mesh, model_config(recipe.model, prepared.vocab_size), prepared)
         if mesh.is_main:
-            directory.samples.write_text(text + "\n")
+            with suppress(OSError):  # it is shown anyway
+                directory.samples.write_text(text + "\n")
             console.note(f"\nThe model writes ({directory.samples}):\n\n{text}\n")
     if mesh.is_main:
         for line in closing_lines(recipe, trainer.summary("done"), trainer.first_eval.loss, parameters, directory):

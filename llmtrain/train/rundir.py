@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from llmtrain.data.index import TOKENIZER
 from llmtrain.errors import RecipeError
 from llmtrain.recipe import differences, load_recipe, resolved_yaml
 from llmtrain.train.integrity import complete
+from llmtrain.train.writing import write_durably
 
 FREE_TO_CHANGE = (
     "run.out_dir",
@@ -89,29 +92,48 @@ class RunDirectory:
         there = self.path / "recipe.yaml"
         if not there.exists():
             return
-        changed = differences(load_recipe(there), self.recipe, ignore=FREE_TO_CHANGE)
-        if changed:
-            raise RecipeError(
-                f"{self.path} holds a run of another recipe ({'; '.join(changed)}); choose another run.name, or delete that folder"
-            )
+        refuse_another_recipe(there, self.recipe, str(self.path))
 
     def open(self) -> None:
-        """Make the directory and write the resolved recipe. By the main rank only."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "recipe.yaml").write_text(resolved_yaml(self.recipe))
-        (self.path / "summary.json").unlink(missing_ok=True)
-        for half_written in self.checkpoints.glob("*.tmp"):
+        """Make the directory and write the resolved recipe. By the main rank only. Raises RecipeError where that can't be done."""
+        for half_written in self.checkpoints.glob("*.tmp"):  # first of all: they may be what fills the disk
             shutil.rmtree(half_written, ignore_errors=True)
+        with self._disk_problems_told():
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_durably(self.path / "recipe.yaml", resolved_yaml(self.recipe))
+            (self.path / "summary.json").unlink(missing_ok=True)
 
     def keep_tokenizer(self, folder: Path) -> None:
         """A copy of the tokenizer in `folder`, so that the run can be exported where its data is not. Once, by the main
-        rank only."""
-        if not self.tokenizer.exists():
-            half_copied = self.tokenizer.with_suffix(".tmp")
-            shutil.rmtree(half_copied, ignore_errors=True)
+        rank only. Raises RecipeError where it can't be written."""
+        if self.tokenizer.exists():
+            return
+        half_copied = self.tokenizer.with_suffix(".tmp")
+        shutil.rmtree(half_copied, ignore_errors=True)
+        with self._disk_problems_told():
             shutil.copytree(folder, half_copied, copy_function=shutil.copyfile)
             half_copied.rename(self.tokenizer)
 
+    @contextmanager
+    def _disk_problems_told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # copytree gathers (from, to, why)
+            reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+            raise RecipeError(
+                f"run.out_dir: {self.path} can't be written ({reason}); make room, or choose another folder"
+            ) from error
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         """By the main rank, when the run ends."""
-        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        write_durably(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def refuse_another_recipe(there: Path, recipe: Recipe, where: str) -> None:
+    """Raises RecipeError when `there`, the recipe.yaml of what is in `where`, is not one that `recipe` can continue."""
+    changed = differences(load_recipe(there), recipe, ignore=FREE_TO_CHANGE)
+    if changed:
+        raise RecipeError(
+            f"{where} holds a run of another recipe ({'; '.join(changed)}); choose another run.name, or delete that folder"
+        )

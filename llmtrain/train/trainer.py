@@ -25,7 +25,9 @@ from llmtrain.trace import span, step_span
 from llmtrain.train.checkpoint import Checkpoints
 from llmtrain.train.console import Console
 from llmtrain.train.devices import peak_memory_bytes
+from llmtrain.train.disks import Disks
 from llmtrain.train.metrics import Collector, Line, MetricsWriter, RankRow, Summariser
+from llmtrain.train.mirror import Mirror
 from llmtrain.train.rundir import RunDirectory
 from llmtrain.train.signals import StopRequest
 from llmtrain.train.suite_runs import SuiteRuns
@@ -64,10 +66,13 @@ class Trainer:
         resume_from: Path | None,
         stop: StopRequest,
         suites: SuiteRuns,
+        mirror: Mirror,
+        disks: Disks,
     ):
         self.recipe, self.mesh, self.engine, self.method = recipe, mesh, engine, method
         self.loader, self.checkpoints, self.directory, self.resume_from = loader, checkpoints, directory, resume_from
         self.summariser, self.console, self.stop, self.suites = summariser, console, stop, suites
+        self.mirror, self.disks = mirror, disks
         self.collector = Collector(mesh)
         self.validation_sets = validation_sets
         """The run's own, then others by name."""
@@ -100,7 +105,12 @@ class Trainer:
         """Train to the end: "done". Asked to stop: write a checkpoint, "signal"."""
         self._resume()
         board = self.directory.tensorboard if self.recipe.log.tensorboard else None
-        self.writer = MetricsWriter(self.directory.metrics, board, self.step, enabled=self.mesh.is_main)
+        metrics = self.directory.metrics
+        self.writer = self.disks.write(
+            metrics, lambda: MetricsWriter(metrics, board, self.step, enabled=self.mesh.is_main)
+        )
+        self.disks.check()
+        self.mirror.catch_up(self.resume_from)
         self.console.start(self.position, self.total_steps)
         if self.position == 0:
             self._evaluate()
@@ -116,14 +126,16 @@ class Trainer:
             if self._due(self.recipe.checkpoint.every):
                 self._save()
         if self.position >= self.total_steps:
-            with self._training():
-                self.method.finish()
-            self._log()
+            if self.interval.steps > 0:  # or it continued from its end
+                with self._training():
+                    self.method.finish()
+                self._log()
             self._evaluate()
         self._save()
         self._finish_checkpoint()
         self.method.close()
-        self.writer.close()
+        self.disks.write(metrics, self.writer.close)
+        self.disks.check()
         self.console.stop()
         return "done" if self.position >= self.total_steps else "signal"
 
@@ -224,7 +236,7 @@ class Trainer:
             mean_squared=report.mean_squared,
             spread_squared=report.spread_squared,
             stop=self.stop.requested,
-            unwritten=self.checkpoints.failed,
+            unwritten=self.checkpoints.failed or self.disks.have_failed,
             fingerprint=self._fingerprint(report.count),
         )
         self.collector.submit(self.position, self.train_seconds, common, row)
@@ -248,7 +260,8 @@ class Trainer:
             self.summariser.check(line)
             self.agreed_to_stop |= line.stop_requested
             if line.checkpoint_failed:
-                self.checkpoints.wait()  # raises, on all ranks
+                self.checkpoints.wait()  # raises, on all ranks, if it was that
+                self.disks.check()
 
     def _publish_early(self) -> None:
         """Only for the eye: show the line under way, and a checkpoint, as soon as they are there, without acting on it."""
@@ -259,9 +272,12 @@ class Trainer:
     def _publish(self, line: Line | None) -> Line | None:
         if line is not None:
             self.last_line, self.tokens = self.summariser.tags(line), line.tokens
-            self.writer.write(line.step, line.tokens, line.seconds, self.last_line)
+            self._write(line.step, line.tokens, line.seconds, self.last_line)
             self.console.line(line.step, line.tokens, self.last_line)
         return line
+
+    def _write(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
+        self.disks.write(self.directory.metrics, lambda: self.writer.write(step, tokens, seconds, tags))
 
     def _evaluate(self) -> None:
         """Validation loss of the replicas' mean; their own parameters stay as they are."""
@@ -278,7 +294,7 @@ class Trainer:
         for each, validation in zip(self.validation_sets, found, strict=True):
             tags |= each.tags(validation)
             self.console.evaluation(self.position, each.name, each.tags(validation))
-        self.writer.write(self.position, self.tokens, self.train_seconds, tags)
+        self._write(self.position, self.tokens, self.train_seconds, tags)
 
     def _count_tokens(self) -> None:
         mine = torch.tensor(float(self.predicted_tokens), dtype=torch.float64)
@@ -288,6 +304,8 @@ class Trainer:
         if self.position == self.last_saved:
             return
         self._settle()  # never keep a state that a bad number is known to have reached
+        self._finish_checkpoint()
+        self.disks.check()  # nor one whose metrics have a hole
         progress = {
             "step": self.step,
             "gradients": self.gradients,
@@ -308,7 +326,6 @@ class Trainer:
             "traffic": vars(self.mesh.replica.traffic),
             "other_traffic": vars(self.mesh.everyone.traffic),
         }
-        self._finish_checkpoint()
         self.checkpoints.save(self.position, progress)
         self.last_saved = self.position
 
@@ -321,6 +338,7 @@ class Trainer:
         if (written := self.checkpoints.written()) is not None:
             self.console.note(f"checkpoint {written.final} (written in {written.seconds:.1f} s)")
             self.suites.after_checkpoint(self.last_saved)
+            self.mirror.after_checkpoint(self.last_saved)
 
     def _resume(self) -> None:
         if self.resume_from is None:
@@ -368,6 +386,7 @@ class Trainer:
             "sync_seconds": round(report.seconds, 3),
             "exposed_sync_seconds": round(self.exposed_seconds, 3),
             "peak_memory_bytes": round(self.last_line.get("perf/peak_memory_gib", 0) * 2**30),
+            "mirrored": self.mirror.newest,
             "stopped": stopped,
         }
 

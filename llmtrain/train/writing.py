@@ -88,24 +88,28 @@ class Writing:
             self._tensors = {}  # memory for the next one
             self._seal()
         except CheckpointException as error:  # a BaseException
-            self.error = _one_line(next(iter(error.failures.values()))[0])
+            self.error = one_line(next(iter(error.failures.values()))[0])
         except Exception as error:
-            self.error = _one_line(error)
+            self.error = one_line(error)
         if self.error is not None and self._comms.rank == 0:
             shutil.rmtree(self.temporary, ignore_errors=True)  # so that a full disk has room again
         self.seconds = time.monotonic() - began
 
     def _seal(self) -> None:
         """Digests from all ranks, each of its share of the files; then the main rank makes it a checkpoint."""
-        names = self._from_main(sorted(path.name for path in self.temporary.iterdir()))
+        names = self._from_main(_or_problem(lambda: sorted(path.name for path in self.temporary.iterdir())))
+        if isinstance(names, str):
+            raise OSError(names)
         share = names[self._comms.rank :: self._comms.size]
-        of_ranks = self._gathered((self._progress, digests(self.temporary, share)))
+        of_ranks = self._gathered((self._progress, _or_problem(lambda: digests(self.temporary, share))))
         problem = self._from_main(self._complete(of_ranks) if self._comms.rank == 0 else None)
         if problem is not None:
             raise OSError(problem)
 
-    def _complete(self, of_ranks: list[tuple[str, dict]]) -> str | None:
+    def _complete(self, of_ranks: list[tuple[str, dict | str]]) -> str | None:
         """Returns what went wrong, for all ranks to know."""
+        if problem := next((found for _, found in of_ranks if isinstance(found, str)), None):
+            return problem
         self._state["ranks"] = [json.loads(progress) for progress, _ in of_ranks]
         self._state["files"] = {name: digest for _, found in of_ranks for name, digest in found.items()}
         try:
@@ -116,7 +120,7 @@ class Writing:
             write_durably(self.final.parent / "latest", self.final.name + "\n")
             self._when_whole()
         except OSError as error:
-            return _one_line(error)
+            return one_line(error)
         return None
 
     def _from_main(self, value: Any) -> Any:
@@ -149,5 +153,14 @@ def write_durably(path: Path, text: str) -> None:
         os.close(folder)
 
 
-def _one_line(error: BaseException) -> str:
+def _or_problem(work: Callable[[], Any]) -> Any:
+    """What it returns, or in one line what the disk said: for ranks that have to hear of it."""
+    try:
+        return work()
+    except OSError as error:
+        return one_line(error)
+
+
+def one_line(error: BaseException) -> str:
+    """What an exception says, or its name."""
     return " ".join(str(error).split())[:200] or type(error).__name__

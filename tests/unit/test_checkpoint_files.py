@@ -133,7 +133,7 @@ def test_a_full_disk_loses_nothing_and_is_given_back(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("*.tmp"))
         write(tmp_path, 30)  # there is room again
     finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
 def test_a_disk_that_hangs_is_given_up_after_the_timeout(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_damaged_folders_are_refused_with_file_and_sizes(data: DataSection) -> N
     refused(rf"train-00000\.npy: no such file; expected {len(whole)} bytes")
 
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(DataError, match=r"train-00000\.npy: checksum .* found, .* expected"):
+    with pytest.raises(DataError, match=r"train-00000\.npy on .*: checksum .* found, .* expected"):
         verify(open_prepared(prepared.directory))
     index = prepared.directory / "index.json"
     index.write_text(index.read_text().replace('"format": 1', '"format": 2'))

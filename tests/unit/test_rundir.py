@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
+from llmtrain.errors import RecipeError
 from llmtrain.recipe import load_recipe
 from llmtrain.train.rundir import RunDirectory
 
@@ -24,3 +30,46 @@ def test_a_runs_tokenizer_is_copied_once_and_whole(tmp_path: Path):
     assert [(path.name, path.read_text()) for path in (tmp_path / "a/tokenizer").iterdir()] == [
         ("tokenizer.json", "first")
     ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_disk_that_is_full_at_the_start_is_one_line_and_costs_no_file(tmp_path: Path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(tmp_path)]
+    mounted = subprocess.run(mount, capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no small disk here: {mounted.stderr.decode().strip()}")
+    try:
+        keys = [f"run.out_dir={tmp_path}", "run.name=a"]
+        directory = RunDirectory(load_recipe(ROOT / "recipes/quickstart.yaml", keys))
+        directory.open()
+        directory.write_summary({"stopped": "signal"})
+        recipe = (tmp_path / "a/recipe.yaml").read_text()
+        fill(tmp_path / "others")
+        with pytest.raises(
+            RecipeError, match=r"run\.out_dir: .*/a can't be written \(No space left on device\); make room"
+        ):
+            directory.open()
+        assert (tmp_path / "a/recipe.yaml").read_text() == recipe and directory.summary() == {"stopped": "signal"}
+        directory.check_recipe()
+        (tmp_path / "tokenizer").mkdir()
+        with pytest.raises(RecipeError, match=r"run\.out_dir: .*No space left on device"):
+            (tmp_path / "others").unlink()
+            (tmp_path / "tokenizer/tokenizer.json").write_bytes(bytes(70_000))
+            directory.keep_tokenizer(tmp_path / "tokenizer")
+        (tmp_path / "tokenizer/tokenizer.json").unlink()
+
+        (tmp_path / "a/checkpoints/step-00000010.tmp").mkdir(
+            parents=True
+        )  # of a run that was killed when it had filled the disk
+        fill(tmp_path / "a/checkpoints/step-00000010.tmp/__0_0.distcp")
+        directory.open()
+        assert directory.summary() is None and list((tmp_path / "a/checkpoints").iterdir()) == []
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def fill(path: Path) -> None:
+    """All that is left of the disk."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass

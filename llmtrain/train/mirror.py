@@ -1,0 +1,193 @@
+"""A run's checkpoints once more, elsewhere (`checkpoint.mirror`): copied there beside training, and fetched where the disk was
+lost.
+
+Training never waits for a copy, but for that of the last checkpoint at the very end. One is on its way at a time; of those
+that come meanwhile the newest is next. A copy that fails is a line on the console: the checkpoint is whole on the disk.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llmtrain.config import Recipe
+from llmtrain.errors import CheckpointError, RecipeError, UserError
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.train.errand import LOOK_SECONDS, on_main
+from llmtrain.train.integrity import fault_anywhere, folder_name, step_of
+from llmtrain.train.remote import RemoteRun
+from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.writing import one_line, write_durably
+
+
+class Mirror:
+    """The mirror of one run; without `checkpoint.mirror` it does nothing. All ranks make one and call it alike; the main rank
+    does the work."""
+
+    def __init__(self, recipe: Recipe, directory: RunDirectory, note: Callable[[str], None], is_main: bool):
+        """`note` is told of every copy, and of what goes wrong with one."""
+        base = recipe.checkpoint.mirror
+        self.url = None if base is None else f"{base.rstrip('/')}/{recipe.run.name}"
+        self.recipe, self.directory, self.note, self.is_main = recipe, directory, note, is_main
+        self.timeout_seconds = recipe.run.timeout_seconds
+        self.newest: int | None = None
+        """Step of the newest complete checkpoint there, as far as the main rank knows."""
+        self._remote: RemoteRun
+        self._problem = ""
+        self._lock = threading.Lock()
+        self._running: int | None = None
+        self._waiting: int | None = None
+        """Steps of the checkpoint that is being copied, and of the next one."""
+        self._last: int | None = None
+        """Step of the newest checkpoint that was to be copied."""
+        self._thread: threading.Thread | None = None
+
+    # ---- at the start, on all ranks
+
+    def open(self, mesh: Mesh) -> None:
+        """Leave the recipe there. Raises RecipeError, on every rank, if it can't be written or another recipe's is there."""
+        if self.url is not None:
+            self._on_main(mesh, self._open)
+
+    def fetch(self, mesh: Mesh, newer_than: int) -> Path | None:
+        """Bring the newest whole checkpoint there of a later step than `newer_than` (-1: of any) into the run directory, and
+        the metrics up to it. Returns where it is now; None: there is none.
+
+        Raises CheckpointError, on every rank, if there is no other one to continue from and all there are damaged, RecipeError
+        if they can't be read.
+        """
+        if self.url is None:
+            return None
+        there = self._on_main(mesh, lambda: self._remote.complete())
+        self.newest, problem = max(there, default=None), ""
+        for step in sorted((step for step in there if step > newer_than), reverse=True):
+            found = self._on_main(mesh, lambda step=step: self._download(step))
+            if not isinstance(found, str):
+                found = fault_anywhere(self._temporary, found, mesh)
+            where = f"{self.url}/checkpoints/{folder_name(step)}"
+            if found is None:
+                self._on_main(mesh, lambda step=step: self._keep(step))
+                self.note(f"fetched {where}")
+                return self.directory.checkpoints / folder_name(step)
+            problem = f"{where} is damaged: {found}"
+            self.note(f"{problem}; going back to the one before")
+            if self.is_main:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+        if problem and newer_than < 0:
+            raise CheckpointError(
+                f"{problem}; no older checkpoint is whole either, of {len(there)}; restore one, or delete them to train from the start"
+            )
+        return None
+
+    def catch_up(self, checkpoint: Path | None) -> None:
+        """The run continues from this checkpoint: copy it, if it is newer than all there."""
+        if checkpoint is not None and (self.newest is None or step_of(checkpoint) > self.newest):
+            self.after_checkpoint(step_of(checkpoint))
+
+    # ---- beside training
+
+    def after_checkpoint(self, step: int) -> None:
+        """The checkpoint of `step` is on the disk: copy it, once the one before is done. Returns at once."""
+        if self.url is None or not self.is_main:
+            return
+        with self._lock:
+            self._last = step
+            if self._running is None:
+                self._running = step
+                self._thread = threading.Thread(target=self._work, name="copies checkpoints", daemon=True)
+                self._thread.start()
+                return
+            left_out, self._waiting, running = self._waiting, step, self._running
+        if left_out is not None:
+            self.note(f"step {left_out} is not copied to {self.url}: step {running} still is, and step {step} is next")
+
+    def in_use(self) -> set[int]:
+        """Steps of checkpoints that must not be deleted from the disk yet. From any thread."""
+        with self._lock:
+            return {step for step in (self._running, self._waiting) if step is not None}
+
+    def finish(self, mesh: Mesh) -> str | None:
+        """Wait for the last copy, at most `run.timeout_seconds`. Returns, on every rank, why it is not there."""
+        if self.url is None:
+            return None
+        deadline = time.monotonic() + self.timeout_seconds
+        waiting = f"waiting for the copy to {self.url}, at most {self.timeout_seconds:g} s (run.timeout_seconds)"
+        while mesh.from_main(lambda: self._is_busy(deadline)):
+            if waiting:
+                self.note(waiting)
+            waiting = ""
+        return mesh.from_main(self._lacks)
+
+    def _work(self) -> None:
+        """The thread: one copy after another, while there are any."""
+        while (step := self._running) is not None:
+            began, self._problem = time.monotonic(), ""
+            try:
+                self._remote.upload(self.directory.checkpoints / folder_name(step), step, self.directory.metrics)
+                self.newest = step
+                self.note(f"copied to {self._remote.url_of(step)} (in {time.monotonic() - began:.1f} s)")
+                self._remote.retain(step, self.recipe.checkpoint)
+            except Exception as error:  # every file system has its own
+                self._problem = f"step {step} could not be copied to {self.url}: {one_line(error)}"
+                self.note(f"{self._problem}; training goes on, and the next checkpoint is tried again")
+            with self._lock:
+                self._running, self._waiting = self._waiting, None
+
+    def _is_busy(self, deadline: float) -> bool:
+        left = deadline - time.monotonic()
+        if self._thread is None or left <= 0:
+            return False
+        self._thread.join(min(left, LOOK_SECONDS))
+        return self._thread.is_alive()
+
+    def _lacks(self) -> str | None:
+        if self._last is None or self.newest == self._last:
+            return None
+        late = f"step {self._last} was not copied to {self.url} within {self.timeout_seconds:g} s (run.timeout_seconds)"
+        return f"{self._problem or late}; it is whole in {self.directory.checkpoints}, start the same command again to copy it"
+
+    # ---- on the main rank
+
+    def _on_main(self, mesh: Mesh, work: Callable[[], Any]) -> Any:
+        """What `work` of the main rank returns, on every rank, however long bytes keep arriving. What goes wrong with the
+        files becomes a RecipeError."""
+
+        def told() -> Any:
+            try:
+                return work()
+            except UserError:
+                raise
+            except Exception as error:  # every file system has its own
+                raise RecipeError(
+                    f"checkpoint.mirror: {self.url}: {one_line(error)}; expected a folder or URL to read and write with fsspec"
+                ) from error
+
+        return on_main(mesh, f"checkpoint.mirror: {self.url}", told, self.timeout_seconds, self._arrived)
+
+    def _open(self) -> None:
+        self._remote = RemoteRun(self.url)
+        self._remote.claim(self.recipe)
+
+    def _download(self, step: int) -> Any:
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary.mkdir(parents=True)
+        return self._remote.download(step, self._temporary)
+
+    def _keep(self, step: int) -> None:
+        final = self.directory.checkpoints / folder_name(step)
+        self._remote.download_metrics(self.directory.metrics)
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one
+        self._temporary.rename(final)
+        write_durably(final.parent / "latest", final.name + "\n")
+
+    def _arrived(self) -> int:
+        """Bytes."""
+        return sum(path.stat().st_size for path in self._temporary.glob("*"))
+
+    @property
+    def _temporary(self) -> Path:
+        return self.directory.checkpoints / "fetched.tmp"

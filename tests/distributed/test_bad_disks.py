@@ -1,0 +1,327 @@
+"""Disks that fill up, become read-only or lose bits, and clocks that jump, in runs of two ranks: every rank ends with the
+reason, nothing that was there is lost, and the run continues to the same metrics once the disk is well."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmtrain.config import Recipe
+from llmtrain.errors import DONE, DataError, TrainingError
+from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.world import World
+from llmtrain.train import trainer as trainer_module
+from llmtrain.train.integrity import FORMAT, complete, fault, read_state
+from llmtrain.train.metrics import MetricsWriter
+from llmtrain.train.run import run_training
+from llmtrain.train.trainer import Trainer
+from llmtrain.train.writing import Writing
+from tests.distributed.pool import RankPool
+from tests.distributed.reshape_runs import Part, Seen, recipe_of, trainer_of, write_texts
+from tests.end_to_end.runs import exact
+
+KEYS = ("train.steps=12", "checkpoint.every=3", "checkpoint.keep=9", "log.every=2", "sync.warmup_steps=2")
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+Meddle = Callable[[Trainer, Recipe], None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("disks")
+    write_texts(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: RankPool, folder: Path) -> list[dict]:
+    """What a run measures that nothing happens to."""
+    recipe = recipe_of(folder, "whole", *KEYS)
+    assert ranks.run(train, recipe, nothing, world_size=2) == ["done", "done"]
+    return lines_of(folder / "runs/whole")
+
+
+def train(recipe: Recipe, meddle: Meddle) -> str:
+    """How a run ended on this rank, from its newest checkpoint on: "done", or the error."""
+    trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1), Seen())
+    trainer.stop.requested, trainer.recipe = False, recipe
+    trainer.checkpoints.section = recipe.checkpoint
+    meddle(trainer, recipe)
+    try:
+        return trainer.fit()
+    except (TrainingError, DataError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        trainer.method.close()
+
+
+def nothing(trainer: Trainer, recipe: Recipe) -> None:
+    return None
+
+
+def after_step(trainer: Trainer, chosen: int, do: Callable[[], object]) -> None:
+    """On the main rank, once the checkpoints so far are on the disk."""
+    end_step = trainer.method.end_step
+
+    def wrapped(step: int) -> None:
+        end_step(step)
+        if step == chosen and trainer.mesh.is_main:
+            trainer.checkpoints.wait()
+            do()
+
+    trainer.method.end_step = wrapped
+
+
+def fill_disk(trainer: Trainer, recipe: Recipe) -> None:
+    """After step 7, but for a little."""
+
+    def fill() -> None:
+        room = os.statvfs(recipe.run.out_dir)
+        Path(recipe.run.out_dir, "others").write_bytes(bytes(room.f_bavail * room.f_frsize - 20_000))
+
+    after_step(trainer, 7, fill)
+
+
+def lines_of(run: Path) -> list[dict]:
+    return [exact(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(run: Path) -> list[int]:
+    """Of its checkpoints, all of which are whole."""
+    for _, path in complete(run / "checkpoints"):
+        assert fault(path, read_state(path)["files"]) is None
+    return [step for step, _ in complete(run / "checkpoints")]
+
+
+@contextmanager
+def mounted(folder: Path, *mounts: list[str]) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for options in mounts:
+        done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
+        if done.returncode:
+            subprocess.run(["umount", str(folder)], capture_output=True)
+            pytest.skip(f"this can't be mounted here: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@NEEDS_ROOT
+def test_a_full_disk_ends_all_ranks_with_the_reason_and_loses_nothing(
+    ranks: RankPool, folder: Path, whole: list[dict]
+) -> None:
+    disk = folder / "disk"
+    with mounted(disk, ["-t", "tmpfs", "-o", "size=30m", "tmpfs"]):
+        recipe = recipe_of(folder, "full", *KEYS, f"run.out_dir={disk}")
+        first, second = ranks.run(train, recipe, fill_disk, world_size=2)
+        assert first == second and "\n" not in first
+        assert first.startswith(f"TrainingError: {disk}/full/checkpoints/step-00000009 could not be written: "), first
+        assert steps_of(disk / "full") == [3, 6]
+        assert not list((disk / "full/checkpoints").glob("*.tmp"))
+        (disk / "others").unlink()
+        assert ranks.run(train, recipe, nothing, world_size=2) == ["done", "done"]
+        assert steps_of(disk / "full") == [3, 6, 9, 12] and lines_of(disk / "full") == whole
+
+
+def write_unevenly(folder: Path, step: int, numbers: int) -> str:
+    """A checkpoint of which rank 1 has all but a number. Why it could not be written."""
+    rank, comms = dist.get_rank(), Comms(dist.group.WORLD)
+    tensors = {f"rank{rank}": torch.full((numbers if rank else 1,), float(step))}
+    writing = Writing(folder / f"step-{step:08d}", tensors, {"format": FORMAT, "step": step}, {}, comms, lambda: None)
+    writing.start(in_thread=True)
+    try:
+        writing.wait(200)
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+@NEEDS_ROOT
+def test_a_disk_that_is_full_for_one_rank_is_so_for_all(ranks: RankPool, tmp_path: Path) -> None:
+    with mounted(tmp_path, ["-t", "tmpfs", "-o", "size=256k", "tmpfs"]):
+        assert ranks.run(write_unevenly, tmp_path, 10, 1000, world_size=2) == ["", ""]
+        first, second = ranks.run(write_unevenly, tmp_path, 20, 200_000, world_size=2)
+        assert first == second and "step-00000020 could not be written: " in first
+        assert [path.name for _, path in complete(tmp_path)] == ["step-00000010"] and not list(tmp_path.glob("*.tmp"))
+        assert ranks.run(write_unevenly, tmp_path, 30, 1000, world_size=2) == ["", ""], "there is room again"
+
+
+def digests_fail(folder: Path) -> tuple[str, float]:
+    """On rank 1 alone, which can't read back its share of the files; what came of it after how many seconds."""
+    from llmtrain.train import writing
+
+    digests, began = writing.digests, time.monotonic()
+    if dist.get_rank() == 1:
+        writing.digests = refused
+    try:
+        return write_unevenly(folder, 10, 1000), time.monotonic() - began
+    finally:
+        writing.digests = digests
+
+
+def refused(*arguments: Any) -> Any:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_file_that_one_rank_cannot_read_back_is_told_to_all_at_once(ranks: RankPool, tmp_path: Path) -> None:
+    (first, took), (second, also_took) = ranks.run(digests_fail, tmp_path, world_size=2, timeout=240)
+    assert first == second and "step-00000010 could not be written: [Errno 5] Input/output error" in first
+    assert max(took, also_took) < 100, "no collective was left waiting for its 120 s"
+    assert not list(tmp_path.iterdir())
+
+
+@NEEDS_ROOT
+def test_checkpoints_that_become_read_only_end_all_ranks_and_stay(
+    ranks: RankPool, folder: Path, whole: list[dict]
+) -> None:
+    run = folder / "runs/fixed"
+    recipe = recipe_of(folder, "fixed", *KEYS)
+    shutil.copytree(folder / "runs/whole", run)
+    for step in (9, 12):
+        shutil.rmtree(run / f"checkpoints/step-{step:08d}")
+    (run / "recipe.yaml").unlink()
+    checkpoints = run / "checkpoints"
+    with mounted(checkpoints, ["--bind", str(checkpoints)], ["-o", "remount,ro,bind"]):
+        first, second = ranks.run(train, recipe, nothing, world_size=2)
+        assert first == second and "\n" not in first
+        assert "step-00000009 could not be written: " in first and "Read-only file system" in first
+    assert steps_of(run) == [3, 6]
+    assert ranks.run(train, recipe, nothing, world_size=2) == ["done", "done"]
+    assert steps_of(run) == [3, 6, 9, 12] and lines_of(run) == whole
+
+
+class Refusing(MetricsWriter):
+    """Of a disk that takes no line of steps 5 to 8."""
+
+    def write(self, step: int, *values: Any) -> None:
+        if 5 <= step <= 8 and self._file is not None:
+            refused()
+        super().write(step, *values)
+
+
+def refuse_lines(trainer: Trainer, recipe: Recipe) -> None:
+    fit = trainer.fit
+
+    def fitted() -> str:
+        trainer_module.MetricsWriter = Refusing
+        try:
+            return fit()
+        finally:
+            trainer_module.MetricsWriter = MetricsWriter
+
+    trainer.fit = fitted
+
+
+def refuse_opening(trainer: Trainer, recipe: Recipe) -> None:
+    if trainer.mesh.is_main:
+        trainer.directory.metrics.mkdir()
+
+
+def test_metrics_that_cannot_be_written_end_all_ranks_before_a_checkpoint_with_a_hole(
+    ranks: RankPool, folder: Path, whole: list[dict]
+) -> None:
+    run, recipe = folder / "runs/lines", recipe_of(folder, "lines", *KEYS)
+    first, second = ranks.run(train, recipe, refuse_lines, world_size=2)
+    assert first == second
+    assert first == (
+        f"TrainingError: {run}/metrics.jsonl could not be written: [Errno 5] Input/output error; start the same command again to "
+        "continue from the last checkpoint"
+    )
+    assert steps_of(run) == [3], "that of step 6 would have no line of step 6 beside it"
+    assert ranks.run(train, recipe, nothing, world_size=2) == ["done", "done"]
+    assert lines_of(run) == whole
+    opened = recipe_of(folder, "opened", *KEYS)
+    first, second = ranks.run(train, opened, refuse_opening, world_size=2)
+    assert first == second and "opened/metrics.jsonl could not be written: [Errno 21] Is a directory" in first
+
+
+def test_a_summary_that_cannot_be_written_fails_the_run_until_it_can(folder: Path) -> None:
+    alone = ("parallel.replicas=1", "parallel.shard=1")
+    recipe, run = recipe_of(folder, "summary", *KEYS, *alone), folder / "runs/summary"
+    in_the_way = run / "summary.json.tmp"
+
+    def obstruct(trainer: Trainer) -> None:
+        in_the_way.mkdir()
+
+    with pytest.raises(
+        TrainingError, match=r"runs/summary can't be written: .*Is a directory: .*; start the same command"
+    ):
+        run_training(recipe, World(0, 1, 0, 1), obstruct)
+    in_the_way.rmdir()
+    assert steps_of(run) == [3, 6, 9, 12] and not (run / "summary.json").exists()
+    assert run_training(recipe, World(0, 1, 0, 1)) == DONE
+    assert json.loads((run / "summary.json").read_text())["stopped"] == "done"
+
+
+def search_first(trainer: Trainer, recipe: Recipe) -> None:
+    trainer.disks._search.wait()  # so short a run could be over before
+
+
+def test_a_flipped_bit_in_a_token_shard_ends_all_ranks_with_what_to_do(
+    ranks: RankPool, folder: Path, whole: list[dict]
+) -> None:
+    recipe = recipe_of(folder, "bits", *KEYS, f"data.cache_dir={folder / 'other-data'}")
+    assert ranks.run(train, recipe, nothing, world_size=2) == ["done", "done"]
+    run = folder / "runs/bits"
+    shutil.rmtree(run)
+    [shard] = (folder / "other-data").glob("*/train-00000.npy")
+    good = shard.read_bytes()
+    shard.write_bytes(good[:5000] + bytes([good[5000] ^ 16]) + good[5001:])
+    first, second = ranks.run(train, recipe, search_first, world_size=2)
+    assert first == second and "\n" not in first
+    assert first.startswith(f"DataError: {shard} on ") and " found, " in first and " expected; " in first
+    assert first.endswith(f"delete {shard.parent} and start the same command again: it prepares the same tokens")
+    shutil.rmtree(shard.parent)
+    assert ranks.run(train, recipe, nothing, world_size=2) == ["done", "done"]
+    assert shard.read_bytes() == good and lines_of(run) == whole
+
+
+def jump_back(trainer: Trainer, recipe: Recipe) -> None:
+    """Each look at the clock is an hour before the last one; and some days before now in the first place."""
+    hours = itertools.count()
+    now = time.time()
+    time.time = lambda: now - 1e6 - 3600.0 * next(hours)
+
+
+def jump_and_train(recipe: Recipe) -> str:
+    clock = time.time
+    try:
+        return train(recipe, jump_back)
+    finally:
+        time.time = clock
+
+
+def test_a_clock_that_jumps_back_changes_nothing(ranks: RankPool, folder: Path, whole: list[dict]) -> None:
+    keys = [key for key in KEYS if not key.startswith("checkpoint.keep")]
+    run, recipe = folder / "runs/clock", recipe_of(folder, "clock", *keys, "checkpoint.keep=2")
+    assert ranks.run(jump_and_train, recipe, world_size=2) == ["done", "done"]
+    assert steps_of(run) == [9, 12] and lines_of(run) == whole
+    seconds = [json.loads(line)["seconds"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert seconds == sorted(seconds) and seconds[0] >= 0 and seconds[-1] < 600
+
+    # Between runs: what is older is of tomorrow, what is newest is of 1970, and a half-written one is of next year.
+    shutil.rmtree(run / "checkpoints/step-00000012")
+    shutil.copytree(folder / "runs/whole/checkpoints/step-00000006", run / "checkpoints/step-00000006")
+    half_written = run / "checkpoints/step-00000012.tmp"
+    half_written.mkdir()
+    now = time.time()
+    for when, path in ((now + 86400, "step-00000006"), (0, "step-00000009"), (now + 3e7, "step-00000012.tmp")):
+        for each in (*(run / "checkpoints" / path).rglob("*"), run / "checkpoints" / path):
+            os.utime(each, (when, when))
+    os.utime(run / "metrics.jsonl", (0, 0))
+    assert steps_of(run) == [6, 9], "the newest last"
+    assert ranks.run(jump_and_train, recipe, world_size=2) == ["done", "done"]
+    assert not half_written.exists() and steps_of(run) == [9, 12] and lines_of(run) == whole

@@ -1,0 +1,124 @@
+"""A mirror as a run uses it: every rank hears of what goes wrong with it, and damage on the disk is made good from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from llmtrain.config import Recipe
+from llmtrain.errors import DONE, CheckpointError, RecipeError, TrainingError
+from llmtrain.parallel.world import World
+from llmtrain.train.integrity import complete
+from llmtrain.train.mirror import Mirror
+from llmtrain.train.remote import RemoteRun
+from llmtrain.train.run import run_training
+from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.trainer import Trainer
+from tests.distributed.pool import RankPool
+from tests.distributed.real_engine import mesh_of
+from tests.distributed.reshape_runs import recipe_of, write_texts
+from tests.end_to_end.runs import exact
+from tests.unit.test_checkpoint_files import flip
+
+ALONE = World(0, 1, 0, 1)
+KEYS = ("train.steps=9", "checkpoint.every=3", "log.every=2", "parallel.replicas=1", "parallel.shard=1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mirror")
+    write_texts(folder)
+    return folder
+
+
+def mirrored(folder: Path, name: str, *overrides: str) -> Recipe:
+    return recipe_of(folder, name, *KEYS, f"checkpoint.mirror={folder / 'there'}", *overrides)
+
+
+def lines_of(run: Path) -> list[dict]:
+    return [exact(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(run: Path) -> list[int]:
+    return [step for step, _ in complete(run / "checkpoints")]
+
+
+def opened_and_finished(recipe: Recipe, step: int | None) -> tuple[str, str | None]:
+    """(how the opening went on this rank, what it is told at the end), where a checkpoint of `step` is to be copied."""
+    mesh = mesh_of(2, 1)
+    mirror = Mirror(recipe, RunDirectory(recipe), lambda text: None, mesh.is_main)
+    try:
+        mirror.open(mesh)
+    except RecipeError as error:
+        return str(error), None
+    if step is not None:
+        mirror.after_checkpoint(step)
+    return "", mirror.finish(mesh)
+
+
+def test_every_rank_hears_of_what_goes_wrong(ranks: RankPool, folder: Path) -> None:
+    recipe = mirrored(folder, "two")
+    assert ranks.run(opened_and_finished, recipe, None, world_size=2) == [("", None), ("", None)]
+    first, second = ranks.run(opened_and_finished, mirrored(folder, "two", "optim.lr=0.5"), None, world_size=2)
+    assert first == second and "there/two holds a run of another recipe (optim.lr: 0.003 there, 0.5 here)" in first[0]
+    unknown = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"mirror": "nosuch://a"})})
+    first, second = ranks.run(opened_and_finished, unknown, None, world_size=2)
+    assert first == second and first[0].startswith("checkpoint.mirror: nosuch://a/two: Protocol not known: nosuch; ")
+    first, second = ranks.run(opened_and_finished, recipe, 3, world_size=2)  # there is no such checkpoint
+    assert first == second and first[1].startswith(f"step 3 could not be copied to {folder / 'there'}/two: ")
+
+
+def test_a_run_whose_last_checkpoint_is_not_copied_has_failed_until_it_is(folder: Path) -> None:
+    recipe, there = mirrored(folder, "late"), folder / "there/late/checkpoints"
+
+    def obstruct(trainer: Trainer) -> None:
+        there.write_text("a file in the way")
+
+    with pytest.raises(
+        TrainingError, match=r"step 9 could not be copied to .*; it is whole in .*, start the same command"
+    ):
+        run_training(recipe, ALONE, obstruct)
+    run = RunDirectory(recipe)
+    assert run.summary()["stopped"] == "error" and steps_of(run.path) == [3, 6, 9]
+    lines = lines_of(run.path)
+    there.unlink()
+    assert run_training(recipe, ALONE) == DONE
+    assert run.summary()["mirrored"] == 9 and lines_of(run.path) == lines
+    assert (there / "step-00000009/state.json").is_file()
+
+
+def test_damaged_checkpoints_are_fetched_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = mirrored(folder, "damaged")
+    run, there = RunDirectory(recipe), folder / "there/damaged"
+    assert run_training(recipe, ALONE) == DONE
+    lines = lines_of(run.path)
+    for damaged, of_mirror, newest in (([9], [], 9), ([3, 6, 9], [9], 6)):
+        (run.path / "summary.json").unlink()
+        for step in damaged:
+            flip(run.checkpoints / f"step-{step:08d}/__0_0.distcp")
+        for step in of_mirror:
+            flip(there / f"checkpoints/step-{step:08d}/__0_0.distcp")
+        capsys.readouterr()
+        assert run_training(recipe, ALONE) == DONE
+        said = capsys.readouterr().out
+        assert f"fetched {there}/checkpoints/step-{newest:08d}\n" in said
+        assert said.count("is damaged: __0_0.distcp is not what was written") == len(damaged) + len(of_mirror)
+        assert f"continuing from {run.checkpoints}/step-{newest:08d}\n" in said
+        assert lines_of(run.path) == lines and steps_of(run.path) == [3, 6, 9]
+    assert RemoteRun(str(there)).complete() == [3, 6, 9]
+
+    (run.path / "summary.json").unlink()
+    for place in (run.path, there):
+        for path in place.glob("checkpoints/step-*"):
+            os.truncate(path / "__0_0.distcp", 100)
+    with pytest.raises(
+        CheckpointError, match=r"there/damaged/checkpoints/step-00000003 is damaged: .* of 3; restore one"
+    ):
+        run_training(recipe, ALONE)
+    shutil.rmtree(run.path)
+    shutil.rmtree(there)
+    assert run_training(recipe, ALONE) == DONE and lines_of(run.path) == lines

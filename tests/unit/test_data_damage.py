@@ -1,0 +1,163 @@
+"""Token shards that a disk has changed, and preparing that is killed or has no room: nothing half-written is ever used."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmtrain.config import DataSection
+from llmtrain.data.damage import DamageSearch, verify
+from llmtrain.data.prepare import Prepared, folder, open_prepared, prepare
+from llmtrain.data.shards import ShardWriter
+from llmtrain.errors import DataError
+
+TEXTS = [f"Document {i}.\n\n  It is read {i * i} times.\té" for i in range(400)]
+MANY = 10**9
+PREPARE = """
+import os, signal, sys, time
+from pathlib import Path
+from llmtrain.config import DataSection
+from llmtrain.data import prepare as module
+
+module.BATCH_CHARACTERS = 1000
+where, calls = sys.argv[2], 0
+
+def killed_in(owner, name, call):
+    inner = getattr(owner, name)
+    def wrapped(*arguments):
+        global calls
+        calls += 1
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(*arguments)
+    setattr(owner, name, wrapped)
+
+if where == "slowly":
+    tokenize = module._tokenize
+    module._tokenize = lambda *arguments: (time.sleep(0.1), tokenize(*arguments))[1]
+elif where == "with all written":
+    killed_in(Path, "rename", 1)
+elif where == "between the renames":
+    killed_in(Path, "rename", 2)
+data = DataSection.model_validate_json(sys.argv[1])
+module.prepare(data, 10**9, 10**9)
+"""
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataSection:
+    source = tmp_path / "stories.txt"
+    source.write_text("\n~~~\n".join(TEXTS))
+    keys = {"tokenizer": "train:320", "validation_fraction": 0.2, "cache_dir": str(tmp_path / "cache")}
+    return DataSection(source=str(source), separator="\n~~~\n", **keys)
+
+
+@pytest.fixture
+def prepared(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> Prepared:
+    monkeypatch.setattr(ShardWriter.__init__, "__defaults__", (700,))
+    return prepare(data, MANY, MANY)
+
+
+def names(prepared: Prepared) -> list[str]:
+    return [shard.name for split in prepared.index.splits.values() for shard in split.shards]
+
+
+def searched(prepared: Prepared, *share: int) -> str | None:
+    search = DamageSearch([prepared], *share)
+    search.wait()
+    return search.problem
+
+
+def test_a_flipped_bit_anywhere_is_found_by_the_rank_whose_share_it_is(prepared: Prepared) -> None:
+    assert searched(prepared) is None
+    assert len(names(prepared)) > 5
+    for number, name in enumerate(names(prepared)):
+        path = prepared.directory / name
+        good = path.read_bytes()
+        for place in (128, len(good) - 1):  # the first and the last byte of the tokens
+            path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+            problem = searched(prepared)
+            assert problem is not None and problem.startswith(f"{path} on ") and "\n" not in problem
+            assert problem.endswith(
+                f"delete {prepared.directory} and start the same command again: it prepares the same tokens"
+            )
+            found = [searched(prepared, share, 3) for share in range(3)]
+            assert [one is not None for one in found] == [number % 3 == share for share in range(3)]
+            with pytest.raises(
+                DataError, match=rf"{name} on .*: checksum [0-9a-f]{{8}} found, [0-9a-f]{{8}} expected; "
+            ):
+                verify(open_prepared(prepared.directory))
+        path.write_bytes(good)
+    verify(prepared)
+
+
+def test_what_is_cut_off_or_gone_after_the_opening_is_found_too(prepared: Prepared) -> None:
+    path = prepared.directory / names(prepared)[-1]
+    os.truncate(path, path.stat().st_size - 2)
+    assert ": checksum " in searched(prepared)
+    path.unlink()
+    assert f"{path} on " in searched(prepared) and "can't be read (No such file or directory); delete" in searched(
+        prepared
+    )
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def start(data: DataSection, where: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", PREPARE, data.model_dump_json(), where], start_new_session=True)
+
+
+def wait_until_half_written(directory: Path) -> None:
+    deadline = time.monotonic() + 60
+    shard = directory.with_name(f"{directory.name}.new-tmp") / "train-00000.npy"
+    while not shard.exists() or shard.stat().st_size < 1000:
+        assert time.monotonic() < deadline, f"{shard} was not begun in 60 s"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("where", ["slowly", "with all written", "between the renames"])
+def test_preparing_that_is_killed_begins_again_and_makes_the_same_shards(data: DataSection, where: str) -> None:
+    expected = files_in(prepare(data.model_copy(update={"cache_dir": data.cache_dir + "-whole"}), MANY, MANY).directory)
+    directory = folder(data)
+    if where == "between the renames":  # of a smaller folder and the larger one that takes its place
+        prepare(data.model_copy(update={"max_tokens": 500}), 500, 100)
+    process = start(data, where)
+    if where == "slowly":
+        wait_until_half_written(directory)
+        process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    left = sorted(path.name for path in Path(data.cache_dir).iterdir() if path.is_dir())
+    assert left == [f"{directory.name}.{word}-tmp" for word in ("new", "old")[: 1 + (where == "between the renames")]]
+    with pytest.raises(DataError, match=r"no such file; expected a folder made by prepare"):
+        open_prepared(directory)
+
+    assert files_in(prepare(data, MANY, MANY).directory) == expected
+    assert [path for path in Path(data.cache_dir).iterdir() if path.is_dir()] == [directory]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_is_one_line_and_leaves_it_as_it_was(data: DataSection) -> None:
+    cache = Path(data.cache_dir)
+    cache.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(cache)]
+    mounted = subprocess.run(mount, capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no small disk here: {mounted.stderr.decode().strip()}")
+    try:
+        (cache / "others").write_bytes(bytes(40_000))
+        with pytest.raises(DataError, match=r"data\.cache_dir: .*: No space left on device; make room") as refused:
+            prepare(data, MANY, MANY)
+        assert "\n" not in str(refused.value)
+        assert [path.name for path in cache.iterdir() if path.is_dir()] == []
+        (cache / "others").unlink()
+        verify(prepare(data, MANY, MANY))
+    finally:
+        subprocess.run(["umount", "--lazy", str(cache)], check=True)

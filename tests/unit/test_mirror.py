@@ -1,0 +1,356 @@
+"""A run's mirror: what is copied, what is fetched, and what happens where neither works."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import fsspec
+import pytest
+
+from llmtrain.config import CheckpointSection
+from llmtrain.errors import CheckpointError, RecipeError, UserError
+from llmtrain.parallel.world import World
+from llmtrain.recipe import load_recipe
+from llmtrain.train.checkpoint import Checkpoints
+from llmtrain.train.integrity import STATE, complete, fault, read_state
+from llmtrain.train.mirror import Mirror
+from llmtrain.train.remote import RemoteRun
+from llmtrain.train.rundir import RunDirectory
+from tests.unit.test_checkpoint_files import flip, write
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = SimpleNamespace(world=World(0, 1, 0, 1), is_main=True, from_main=lambda ask: ask())
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(params=["file", "memory", "path"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "memory":
+        name = f"memory://mirror{next(NUMBERS)}"
+        yield name
+        fsspec.filesystem("memory").rm(name, recursive=True)
+    else:
+        yield f"file://{tmp_path}/there/" if request.param == "file" else f"{tmp_path}/there"
+
+
+class Machine:
+    """One with a disk of its own, and a run of two ranks' worth of nothing on it."""
+
+    def __init__(self, disk: Path, url: str | None, *overrides: str):
+        keys = [f"run.out_dir={disk}", "run.name=a", "checkpoint.keep=2", f"checkpoint.mirror={url or 'null'}"]
+        self.recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [*keys, *overrides])
+        self.directory, self.said = RunDirectory(self.recipe), []
+        self.mirror = Mirror(self.recipe, self.directory, self.said.append, is_main=True)
+
+    def start(self) -> Path | None:
+        """Up to the first step, without a local checkpoint."""
+        self.mirror.open(ALONE)
+        self.directory.open()
+        there = self.mirror.fetch(ALONE, newer_than=-1)
+        self.directory.metrics.touch()
+        return there
+
+    def save(self, step: int) -> None:
+        """A checkpoint, and metrics up to it, and wait for the copy."""
+        self.hand_in(step)
+        assert self.mirror.finish(ALONE) is None, self.said
+
+    def hand_in(self, step: int) -> None:
+        self.directory.checkpoints.mkdir(exist_ok=True)
+        with self.directory.metrics.open("a") as file:
+            file.write(f'{{"step": {step}}}\n')
+        write(self.directory.checkpoints, step)
+        self.mirror.after_checkpoint(step)
+
+    def steps(self) -> list[int]:
+        return [step for step, _ in complete(self.directory.checkpoints)]
+
+
+def steps_at(url: str) -> list[int]:
+    return RemoteRun(f"{url.rstrip('/')}/a").complete()
+
+
+def file_at(url: str, step: int, name: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    files, root = fsspec.url_to_fs(f"{url.rstrip('/')}/a")
+    return files, f"{root}/checkpoints/step-{step:08d}/{name}"
+
+
+def flip_at(url: str, step: int, name: str) -> None:
+    files, path = file_at(url, step, name)
+    data = bytearray(files.cat_file(path))
+    data[len(data) // 2] ^= 1
+    files.pipe_file(path, bytes(data))
+
+
+def test_what_was_copied_comes_back_on_an_empty_machine(tmp_path: Path, url: str) -> None:
+    first = Machine(tmp_path / "first", url)
+    assert first.start() is None
+    for step in (10, 20):
+        first.save(step)
+    assert [line.partition(" (in ")[0] for line in first.said] == [
+        f"copied to {url.rstrip('/')}/a/checkpoints/step-{step:08d}" for step in (10, 20)
+    ]
+    second = Machine(tmp_path / "second", url)
+    there = second.start()
+    assert there == second.directory.checkpoints / "step-00000020" and second.steps() == [20]
+    here = first.directory.checkpoints / "step-00000020"
+    assert {path.name: path.read_bytes() for path in there.iterdir()} == {
+        path.name: path.read_bytes() for path in here.iterdir()
+    }
+    assert second.directory.metrics.read_text() == first.directory.metrics.read_text() == '{"step": 10}\n{"step": 20}\n'
+    assert (second.directory.checkpoints / "latest").read_text() == "step-00000020\n"
+    assert second.said == [f"fetched {url.rstrip('/')}/a/checkpoints/step-00000020"]
+    assert sorted(path.name for path in second.directory.checkpoints.iterdir()) == ["latest", "step-00000020"]
+    second.mirror.catch_up(there)
+    assert second.mirror.in_use() == set(), "it is there already"
+    second.save(30)
+    assert steps_at(url) == [20, 30]
+
+
+def test_a_disk_that_has_the_newest_fetches_nothing_and_copies_what_is_missing(tmp_path: Path, url: str) -> None:
+    machine = Machine(tmp_path / "disk", url)
+    machine.start()
+    machine.save(10)
+    write(machine.directory.checkpoints, 20)  # and killed before the copy was begun
+    again = Machine(tmp_path / "disk", url)
+    again.mirror.open(ALONE)
+    assert again.mirror.fetch(ALONE, newer_than=20) is None and steps_at(url) == [10]
+    again.mirror.catch_up(again.directory.checkpoints / "step-00000020")
+    assert again.mirror.finish(ALONE) is None
+    assert steps_at(url) == [10, 20] and again.mirror.newest == 20
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda url: flip_at(url, 20, "__0_0.distcp"), "__0_0.distcp is not what was written: its SHA-256 differs"),
+        (lambda url: flip_at(url, 20, STATE), "state.json "),
+        (lambda url: (lambda files, path: files.rm(path))(*file_at(url, 20, ".metadata")), ".metadata is gone"),
+        (
+            lambda url: (lambda files, path: files.pipe_file(path, b"short"))(*file_at(url, 20, "__0_0.distcp")),
+            "__0_0.distcp has 5 bytes, ",
+        ),
+    ],
+    ids=["a bit", "a bit of state.json", "gone", "cut off"],
+)
+def test_damage_in_the_mirror_is_named_and_the_one_before_is_taken(
+    tmp_path: Path, url: str, damage, problem: str
+) -> None:
+    first = Machine(tmp_path / "first", url)
+    first.start()
+    for step in (10, 20):
+        first.save(step)
+    damage(url)
+    second = Machine(tmp_path / "second", url)
+    there = second.start()
+    assert there == second.directory.checkpoints / "step-00000010"
+    assert fault(there, read_state(there)["files"]) is None
+    line, fetched = second.said
+    assert line.startswith(f"{url.rstrip('/')}/a/checkpoints/step-00000020 is damaged: {problem}"), line
+    assert line.endswith("; going back to the one before") and "\n" not in line
+    assert fetched.endswith("step-00000010")
+    second.save(20)  # trained again, it takes the damaged one's place
+    assert Machine(tmp_path / "third", url).start().name == "step-00000020"
+
+
+def test_where_all_in_the_mirror_are_damaged_nothing_is_trained_anew(tmp_path: Path, url: str) -> None:
+    first = Machine(tmp_path / "first", url)
+    first.start()
+    for step in (10, 20):
+        first.save(step)
+        flip_at(url, step, "__0_0.distcp")
+    second = Machine(tmp_path / "second", url)
+    with pytest.raises(
+        CheckpointError, match=r"step-00000010 is damaged: .*; no older .* of 2; restore one, or delete"
+    ):
+        second.start()
+    assert second.steps() == [] and not list(second.directory.checkpoints.iterdir())
+    assert second.mirror.fetch(ALONE, newer_than=5) is None, "what the disk has is older, but it is there"
+
+
+def test_another_recipes_mirror_is_refused_as_its_directory_would_be(tmp_path: Path, url: str) -> None:
+    Machine(tmp_path / "first", url).start()
+    other = Machine(tmp_path / "second", url, "optim.lr=0.5")
+    with pytest.raises(RecipeError) as refused:
+        other.mirror.open(ALONE)
+    assert not other.directory.path.exists()
+    other.directory.path.mkdir(parents=True)
+    (other.directory.path / "recipe.yaml").write_text((tmp_path / "first/a/recipe.yaml").read_text())
+    with pytest.raises(RecipeError) as refused_here:
+        other.directory.check_recipe()
+    assert str(refused.value) == str(refused_here.value).replace(str(other.directory.path), f"{url.rstrip('/')}/a")
+    assert "optim.lr: 0.003 there, 0.5 here" in str(refused.value)
+    Machine(tmp_path / "third", url, "checkpoint.every=7").start()
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("nosuch://bucket", "Protocol not known: nosuch"),
+        ("s3://bucket/runs", "Install s3fs to access S3"),
+        ("{folder}/file/below", "File exists|Not a directory"),
+        ("file:///proc/nothing/can/be/here", "No such file or directory"),
+    ],
+)
+def test_a_url_that_is_of_no_use_is_one_line_before_training(tmp_path: Path, given: str, reason: str) -> None:
+    if given.startswith("s3"):
+        try:
+            import s3fs  # noqa: F401
+
+            pytest.skip("s3fs is installed")
+        except ImportError:
+            pass
+    (tmp_path / "file").write_text("in the way")
+    machine = Machine(tmp_path / "disk", given.format(folder=tmp_path))
+    with pytest.raises(RecipeError, match=rf"checkpoint\.mirror: .*/a: .*({reason}).*; expected a .* URL") as refused:
+        machine.start()
+    assert "\n" not in str(refused.value) and not machine.directory.path.exists()
+
+
+def test_a_mirror_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(RemoteRun, "claim", lambda self, recipe: answer.wait())
+    machine = Machine(tmp_path / "disk", f"{tmp_path}/there", "run.timeout_seconds=0.1")
+    with pytest.raises(UserError, match=r"checkpoint\.mirror: .*/a: no answer for 0\.1 s \(run\.timeout_seconds\)"):
+        machine.start()
+    answer.set()
+
+
+def test_a_download_may_take_longer_than_the_timeout_as_long_as_bytes_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = f"{tmp_path}/there"
+    first = Machine(tmp_path / "first", there)
+    first.start()
+    first.save(10)
+    download, waits = RemoteRun.download, []
+
+    def slowly(self: RemoteRun, step: int, here: Path) -> object:
+        for part in range(4):
+            (here / "growing").write_bytes(bytes(part + 1))
+            waits.append(threading.Event().wait(0.2))
+        (here / "growing").unlink()
+        return download(self, step, here)
+
+    monkeypatch.setattr(RemoteRun, "download", slowly)
+    second = Machine(tmp_path / "second", there, "run.timeout_seconds=0.5")
+    assert second.start() is not None and len(waits) == 4
+
+
+class Held:
+    """Copies that wait until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)
+        upload = RemoteRun.upload
+
+        def held(remote: RemoteRun, checkpoint: Path, step: int, metrics: Path) -> None:
+            self.begun.release()
+            assert self.go.acquire(timeout=30)
+            upload(remote, checkpoint, step, metrics)
+
+        monkeypatch.setattr(RemoteRun, "upload", held)
+
+
+def test_the_newest_goes_next_and_none_on_its_way_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, there = Held(monkeypatch), f"{tmp_path}/there"
+    machine = Machine(tmp_path / "disk", there, "checkpoint.keep=1")
+    machine.start()
+    section = CheckpointSection(keep=1)
+    checkpoints = Checkpoints(machine.directory.checkpoints, None, None, None, section, 1.0, machine.mirror.in_use)
+    machine.hand_in(10)
+    assert held.begun.acquire(timeout=30)
+    for step in (20, 30, 40):
+        machine.hand_in(step)
+        checkpoints._retain(step)
+    assert machine.steps() == [10, 40], "10 is on its way, 40 is the newest"
+    assert machine.mirror.in_use() == {10, 40}
+    assert [line for line in machine.said if "not copied" in line] == [
+        f"step {left_out} is not copied to {there}/a: step 10 still is, and step {step} is next"
+        for left_out, step in ((20, 30), (30, 40))
+    ]
+    held.go.release(2)
+    assert machine.mirror.finish(ALONE) is None
+    assert machine.mirror.in_use() == set()
+    assert steps_at(there) == [40] and machine.mirror.newest == 40
+
+
+def test_a_copy_that_fails_is_a_line_and_the_next_one_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = f"{tmp_path}/there"
+    machine = Machine(tmp_path / "disk", there)
+    machine.start()
+    put_whole = RemoteRun._put_whole
+
+    def broken(self: RemoteRun, here: Path, path: str) -> None:
+        if here.name == STATE:
+            raise OSError("the network is\ngone")
+        put_whole(self, here, path)
+
+    monkeypatch.setattr(RemoteRun, "_put_whole", broken)
+    machine.hand_in(10)
+    lacking = machine.mirror.finish(ALONE)
+    assert machine.said[-1] == (
+        f"step 10 could not be copied to {there}/a: the network is gone; training goes on, and the next checkpoint is tried again"
+    )
+    assert lacking == (
+        f"step 10 could not be copied to {there}/a: the network is gone; it is whole in {machine.directory.checkpoints}, "
+        "start the same command again to copy it"
+    )
+    assert steps_at(there) == [] and os.listdir(f"{there}/a/checkpoints") == ["step-00000010"], "half copied"
+    assert Machine(tmp_path / "other", there).start() is None, "which is as good as nothing"
+    monkeypatch.undo()
+    machine.save(20)
+    assert os.listdir(f"{there}/a/checkpoints") == ["step-00000020"], "and is gone now"
+
+
+def test_a_copy_that_hangs_is_waited_for_until_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, there = Held(monkeypatch), f"{tmp_path}/there"
+    machine = Machine(tmp_path / "disk", there, "run.timeout_seconds=0.2")
+    machine.start()
+    machine.hand_in(10)
+    assert machine.mirror.finish(ALONE) == (
+        f"step 10 was not copied to {there}/a within 0.2 s (run.timeout_seconds); it is whole in "
+        f"{machine.directory.checkpoints}, start the same command again to copy it"
+    )
+    held.go.release()
+    machine.mirror._thread.join(30)
+
+
+def test_the_mirror_keeps_what_the_disk_keeps(tmp_path: Path, url: str) -> None:
+    machine = Machine(tmp_path / "disk", url, "checkpoint.keep_every=30")
+    machine.start()
+    section = machine.recipe.checkpoint
+    checkpoints = Checkpoints(machine.directory.checkpoints, None, None, None, section, 1.0, machine.mirror.in_use)
+    for step in range(10, 80, 10):
+        machine.save(step)
+        checkpoints._retain(step)
+        assert steps_at(url) == machine.steps()
+    assert machine.steps() == [30, 60, 70]
+
+
+def test_without_a_mirror_nothing_is_asked_of_anybody(tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "disk", None)
+    mesh = SimpleNamespace(world=ALONE.world, is_main=True)  # no from_main
+    machine.mirror.open(mesh)
+    assert machine.mirror.fetch(mesh, -1) is None and machine.mirror.finish(mesh) is None
+    machine.mirror.after_checkpoint(10)
+    machine.mirror.catch_up(None)
+    assert machine.mirror.newest is None and machine.mirror.in_use() == set() and machine.said == []
+
+
+def test_a_damaged_local_copy_makes_way_for_the_mirrors(tmp_path: Path, url: str) -> None:
+    machine = Machine(tmp_path / "disk", url)
+    machine.start()
+    for step in (10, 20):
+        machine.save(step)
+    here = machine.directory.checkpoints / "step-00000020"
+    flip(here / "__0_0.distcp")
+    again = Machine(tmp_path / "disk", url)
+    again.mirror.open(ALONE)
+    assert again.mirror.fetch(ALONE, newer_than=10) == here
+    assert fault(here, read_state(here)["files"]) is None
