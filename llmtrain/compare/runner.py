@@ -19,6 +19,7 @@ from llmtrain.compare.results import load_trials
 from llmtrain.compare.trial import Record, record_of, run_trial
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, UserError
+from llmtrain.folder_lock import lock_folder
 from llmtrain.launch.nodes import DEFAULT_PORT
 from llmtrain.recipe import load_recipe, resolved_yaml
 from llmtrain.recipe_check import check, check_vocabulary
@@ -38,6 +39,7 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     planned = trials(comparison, file)
     recipes = [_checked(one, comparison) for one in planned]
     folder = Path(comparison.out_dir) / comparison.name
+    lock = lock_folder(folder, "give the other comparison another `name:`")
     _open(folder, comparison)
     command = shlex.join(["python", "-m", "llmtrain", "compare", str(file), *overrides])
     progress = Progress(len(planned))
@@ -65,6 +67,7 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
         return STOPPED_EARLY
     finally:
         progress.close()
+        lock.release()
     progress.note(f"report: {_report(folder, comparison, planned, command)}")
     failed = [one for one in planned if (record := record_of(one.directory)) and record["state"] == "failed"]
     return FAILED if failed else DONE
@@ -91,7 +94,6 @@ def _open(folder: Path, comparison: Comparison) -> None:
         raise RecipeError(
             f"{folder} was made by another version of this comparison ({differing}); give another `name:`, or remove the folder"
         )
-    folder.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
 

@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from llmtrain.config import Recipe
 from llmtrain.data.index import TOKENIZER
 from llmtrain.errors import RecipeError
+from llmtrain.folder_lock import lock_folder
 from llmtrain.recipe import differences, load_recipe, resolved_yaml
 from llmtrain.train.integrity import complete
 from llmtrain.train.writing import write_durably
@@ -55,6 +58,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.plot = self.path / "loss.png"
         self.samples = self.path / "samples.txt"
+        self._lock: FileLock | None = None
 
     @property
     def whole_checkpoints(self) -> list[Path]:
@@ -95,11 +99,13 @@ class RunDirectory:
         refuse_another_recipe(there, self.recipe, str(self.path))
 
     def open(self) -> None:
-        """Make the directory and write the resolved recipe. By the main rank only. Raises RecipeError where that can't be done."""
+        """Make the directory and write the resolved recipe. By the main rank only. Raises RecipeError where that can't be done,
+        or another process trains in it."""
+        with self._disk_problems_told():
+            self._lock = self._lock or lock_folder(self.path, "choose another run.name")
         for half_written in self.checkpoints.glob("*.tmp"):  # first of all: they may be what fills the disk
             shutil.rmtree(half_written, ignore_errors=True)
         with self._disk_problems_told():
-            self.path.mkdir(parents=True, exist_ok=True)
             write_durably(self.path / "recipe.yaml", resolved_yaml(self.recipe))
             (self.path / "summary.json").unlink(missing_ok=True)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain import folder_lock
 from llmtrain.errors import RecipeError
 from llmtrain.recipe import load_recipe
 from llmtrain.train.rundir import RunDirectory
@@ -30,6 +31,21 @@ def test_a_runs_tokenizer_is_copied_once_and_whole(tmp_path: Path):
     assert [(path.name, path.read_text()) for path in (tmp_path / "a/tokenizer").iterdir()] == [
         ("tokenizer.json", "first")
     ]
+
+
+def test_two_processes_never_train_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The second one would delete the checkpoint that the first one is writing."""
+    monkeypatch.setattr(folder_lock, "PATIENCE_SECONDS", 0.2)
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [f"run.out_dir={tmp_path}", "run.name=a"])
+    first = RunDirectory(recipe)
+    first.open()
+    (tmp_path / "a/checkpoints/step-00000003.tmp").mkdir(parents=True)
+    with pytest.raises(RecipeError, match=r"another process works in .*/a; wait until it has ended, or choose another"):
+        RunDirectory(recipe).open()
+    assert (tmp_path / "a/checkpoints/step-00000003.tmp").exists()
+    del first  # as when its process ends
+    RunDirectory(recipe).open()
+    assert not (tmp_path / "a/checkpoints/step-00000003.tmp").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")

@@ -46,12 +46,13 @@ class Overlapped(Schedule):
                 self._send(fragment)
 
     def finish(self) -> None:
-        for fragment, sent in enumerate(self._sent):
-            if sent is not None:
-                self._use(fragment)
-        if not self.is_synchronised:
-            self.synchroniser.together(max(self._since, key=lambda since: since.steps))
-            self.synchroniser.report.count += 1
+        with self.synchroniser.report.exposed():
+            for fragment, sent in enumerate(self._sent):
+                if sent is not None:
+                    self._use(fragment)
+            if not self.is_synchronised:
+                self.synchroniser.together(max(self._since, key=lambda since: since.steps))
+                self.synchroniser.report.count += 1
         self._since = [Round()] * len(self.fragments)
         self._is_mixed = False
 

@@ -30,11 +30,12 @@ class Stale(Schedule):
                 self._turn()
 
     def finish(self) -> None:
-        if self._round.steps > 0:
-            self._turn()
-        if self._sent is not None:
-            self._use(self._under_way, self._sent, gap=1.0)
-            self._sent, self._under_way = None, []
+        with self.synchroniser.report.exposed():
+            if self._round.steps > 0:
+                self._turn()
+            if self._sent is not None:
+                self._use(self._under_way, self._sent, gap=1.0)
+                self._sent, self._under_way = None, []
 
     @property
     def is_synchronised(self) -> bool:

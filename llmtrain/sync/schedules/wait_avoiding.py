@@ -48,10 +48,11 @@ class WaitAvoiding(Schedule):
         self._iteration += 1
 
     def finish(self) -> None:
-        if self._round.steps > 0:
-            self._average_all()
-        if self.worker is not None:
-            self.worker.finish(self._iteration)
+        with self.synchroniser.report.exposed():
+            if self._round.steps > 0:
+                self._average_all()
+            if self.worker is not None:
+                self.worker.finish(self._iteration)
 
     def close(self) -> None:
         if self.worker is not None:
