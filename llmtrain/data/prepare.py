@@ -242,16 +242,23 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> np.ndarra
         for text in texts
         for start in range(0, len(text), PIECE_CHARACTERS)
     ]
-    encoded = tokenizer(
-        [piece for piece, _ in pieces],
-        add_special_tokens=False,
-        split_special_tokens=True,  # a document that quotes the eos token does not end there
-        return_attention_mask=False,
-        verbose=False,
-    )["input_ids"]
+    encoded = _encode(tokenizer, [piece for piece, _ in pieces])
     eos = np.array([tokenizer.eos_token_id], dtype=np.uint32)
     parts = ((np.array(ids, dtype=np.uint32), eos[: int(last)]) for ids, (_, last) in zip(encoded, pieces, strict=True))
     return np.concatenate(list(itertools.chain.from_iterable(parts)))
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> list[list[int]]:
+    """A document that quotes the eos token does not end there."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
+        return tokenizer(pieces, verbose=False, **options)["input_ids"]
+    # The same without what transformers adds in one thread: offsets and their conversion, a third of the time on two cores.
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
+    return [encoding.ids for encoding in backend.encode_batch_fast(pieces, add_special_tokens=False)]
 
 
 def _fsync(path: Path) -> None:

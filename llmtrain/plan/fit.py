@@ -9,8 +9,9 @@ from llmtrain.errors import ModelError, RecipeError
 from llmtrain.plan.memory import Memory, ModelSize, estimate, size_of
 from llmtrain.plan.mesh import choose_mesh, given_shard
 
-ROOM = 0.9
-"""Share of a device's memory that a mesh of our choice may be estimated to need."""
+ROOM = 0.8
+"""Share of a device's memory that a mesh of our choice may be estimated to need. The rest is for what the estimate leaves out, and
+because it was held against measurements on CPUs only."""
 ASSUMED_VOCABULARY = 32_000
 """Tokens of a tokenizer that is not here yet. Few have less, so that nothing is refused by mistake."""
 

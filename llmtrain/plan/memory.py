@@ -1,8 +1,8 @@
 """What a recipe's model weighs, and an estimate of the memory one rank needs to train it.
 
-Nothing is allocated: the model is built on the meta device and counted. The estimate is arithmetic on those counts.
-It takes the parts as if all were at their largest at once, and leaves out the device's context, the communication
-library's buffers, the allocator's fragments and what torch.compile saves: good for choosing a mesh, no promise.
+Nothing is allocated: the model is built on the meta device and counted. The estimate is arithmetic on those counts, for
+the moments of a step at which most is there. It leaves out the device's context, the communication library's buffers, the
+allocator's fragments and what torch.compile saves: good for choosing a mesh, no promise.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ BYTES = {"bf16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}
 """By precision: of a master value, of a value in compute precision."""
 KNOWN_VOCABULARIES = {"gpt2": 50257, "openai-community/gpt2": 50257}
 """Tokens of tokenizers on the hub, which is not asked."""
-SAVED_PER_LINEAR = 1.25
-"""Bytes a layer keeps for backward over bytes of its linear layers' inputs and outputs. Counted on small models with
-`torch.autograd.graph.saved_tensors_hooks`: Llama 1.12 to 1.28; GPT-Neo, beside its attention weights, 1.6 to 1.7."""
-SAVED_PER_ATTENTION_WEIGHT = 8
-"""Bytes for each weight of an attention that is not fused. GPT-Neo keeps 6 in bf16 and 4 in fp32; the rest is room."""
+SAVED_PER_LINEAR = {True: {"bf16": 1.2, "fp32": 1.1, "fp64": 1.1}, False: {"bf16": 1.75, "fp32": 1.6, "fp64": 1.6}}
+"""By whether attention is fused, and precision: bytes a layer keeps for backward over bytes of its linear layers' inputs and
+outputs. Counted with `torch.autograd.graph.saved_tensors_hooks`: Llama 1.20 in bf16 and 1.09 to 1.10 in fp32; GPT-Neo,
+beside its attention weights, 1.69 to 1.74 and 1.57 to 1.59."""
+SAVED_PER_ATTENTION_WEIGHT = {"bf16": 6, "fp32": 4, "fp64": 8}
+"""Bytes for each weight of an attention that is not fused, counted on GPT-Neo in bf16 and fp32."""
+IN_BACKWARD = 1.25
+"""What a layer has kept, and the gradients of activations in its backward pass, over what it has kept."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Memory:
-    """Estimated bytes of one rank by part; see `estimate` for the formulas."""
+    """Estimated bytes of one rank by part, each at its largest; see `estimate` for the formulas."""
 
     weights: int
     gradients: int
@@ -71,12 +74,14 @@ class Memory:
     activations: int
     loss: int
     messages: int
+    apart: int
+    """What of these is never there at the same time as the rest; negative, so that all parts together are the most at a time."""
     host: int
     """What is kept in CPU memory instead of on the GPU: anchors, and with ZeRO's offload masters and moments."""
 
     @property
     def device_total(self) -> int:
-        """Everything that is on the GPU."""
+        """The most that is on the GPU at a time."""
         return sum(getattr(self, part.name) for part in fields(self)) - self.host
 
     @property
@@ -125,51 +130,108 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     optimizer    AdamW: 2 w P / M; SGD: 0. With `zero_offload` this, the masters and their gradients count as `host`
     anchors      w P / M for the anchor, unless plain averages are waited for and sent unrounded, and as much for
                  outer momentum; with `sync.offload` they count as `host`
-    gathered     the two largest blocks in c, the largest one's gradient in c and, on its way to being reduced, in w.
-                 ZeRO: buckets of BUCKET values in c for gradients, one in stage 3 and two in 1 and 2, which gather nothing
-    activations  a layer keeps l = 1.25 c t F, where F is the sum of its linear layers' inputs and outputs, plus, if its
-                 attention is not fused, 8 bytes for each of heads x t x sequence_length weights. layers x l and one l
-                 more for gradients; with checkpointing, c t hidden for each layer and 2 l
-    loss         two copies of loss_chunk x vocabulary logits in at least fp32; the head's gradient, vocabulary x hidden, in w and c
+    gathered     the two largest blocks in c; in backward the largest one's gradient in c and, on its way to being reduced, in w.
+                 ZeRO: buckets of BUCKET values for gradients, one in fp32 in stage 3, where it stays, and two in c in 1 and 2,
+                 which are there in backward and gather nothing
+    activations  a layer keeps l = s c t F, where F is the sum of its linear layers' inputs and outputs and s is
+                 SAVED_PER_LINEAR, plus, if its attention is not fused, some bytes for each of heads x t x sequence_length
+                 weights. layers x l and l / 4 more for gradients; with checkpointing, c t hidden for each layer and 5 l / 4
+    loss         logits of loss_chunk positions in at least fp32, twice, or once beside their gradient and the head's in c; the
+                 head's whole gradient in at least fp32, and that of its inputs in c
     messages     during a synchronisation, shards of the largest block in w: prefetch + 1 under way and 2 in work, and
                  2 more to bring offloaded ones in. Means under way while training goes on (a fragment's, or all of
-                 them) and rounding errors that are carried over come on top, w / M for each value
+                 them) and rounding errors that are carried over come on top, w / M for each value, and stay
+
+    Not all of them are there at once. Beside what stays (weights, optimizer, anchors, means under way) there are at most
+
+    at the end of forward       activations of all layers, the loss, blocks gathered; gradients of earlier micro-batches
+    when backward begins        these activations, blocks gathered and their gradients; gradients of earlier micro-batches
+    when backward ends          one layer's activations, blocks gathered and their gradients; all other gradients
+    while replicas synchronise  messages; if layer by layer in forward, beside activations and blocks gathered
+
+    and by what the most of these is less than all parts together, that is `apart`. ZeRO's stage 3 has room for gradients at
+    all times. Against torch's allocator on a CPU (one rank, Llama with and without checkpointing or accumulation, GPT-Neo,
+    DiLoCo, EDiT, ZeRO 1 to 3) this was off by -1 to +8 %. Models that keep more between their linear layers need more: Qwen3,
+    which normalises queries and keys, 8 %; GPT-2 with its dropout twice as much.
     """
     master, compute = BYTES[recipe.parallel.precision]
     train, sync = recipe.train, recipe.sync
     tokens = train.micro_batch * train.sequence_length
     shard_of_all = master * -(-size.parameters // shard)
-    largest = max(size.block_parameters)
 
     anchors = 0
-    under_way = _under_way(recipe, size)
     if needs_anchor(sync):
         anchors = shard_of_all * (2 if build_outer(sync.outer).has_momentum else 1)
+    in_flight, stay = _messages(recipe, size, shard, has_anchors=anchors > 0)
+    own = (
+        _zero(recipe, size, replicas, shard)
+        if recipe.parallel.engine == "zero"
+        else _fsdp2(recipe, size, replicas, shard)
+    )
 
-    layer = int(SAVED_PER_LINEAR * compute * tokens * size.linear_features)
-    layer += SAVED_PER_ATTENTION_WEIGHT * size.unfused_heads * tokens * train.sequence_length
-    checkpointed = size.layers * compute * tokens * size.hidden + 2 * layer
-    logits = min(recipe.parallel.loss_chunk, tokens) * size.vocabulary
+    layer = _kept_by_layer(recipe, size)
+    in_backward = int(IN_BACKWARD * layer)
+    if recipe.parallel.activation_checkpointing:
+        of_one = compute * tokens * size.hidden
+        forward, backward, last = size.layers * of_one, size.layers * of_one + in_backward, of_one + in_backward
+    else:
+        forward, backward, last = size.layers * layer, (size.layers - 1) * layer + in_backward, in_backward
+    loss = _loss(recipe, size, tokens)
 
-    rounds = not isinstance(sync.period, EveryStep)
-    prefetch = sync.schedule.prefetch if isinstance(sync.schedule, Layerwise) else PREFETCH
-    in_flight = min(prefetch + 1, len(size.block_parameters)) + 2 + (2 if sync.offload and anchors else 0)
-    own = _zero(recipe, size, shard) if recipe.parallel.engine == "zero" else _fsdp2(recipe, size, replicas, shard)
+    moments = (
+        own.early_gradients + forward + own.gathered_in_forward + loss,
+        own.early_gradients + backward + own.gathered,
+        own.late_gradients + last + own.gathered,
+        own.early_gradients
+        + in_flight
+        + (forward + own.gathered_in_forward if isinstance(sync.schedule, Layerwise) else 0),
+    )
+    sum_of_these = own.gradients + backward + own.gathered + loss + in_flight
     return Memory(
         weights=own.weights,
         gradients=own.gradients,
         optimizer=own.optimizer,
         anchors=0 if sync.offload else anchors,
         gathered=own.gathered,
-        activations=checkpointed if recipe.parallel.activation_checkpointing else (size.layers + 1) * layer,
-        loss=2 * max(4, compute) * logits + (master + compute) * size.vocabulary * size.hidden,
-        messages=(
-            (in_flight * master * -(-largest // shard) if rounds else 0)
-            + master * -(-under_way // shard)
-            + (shard_of_all if sync.wire.feedback else 0)
-        ),
+        activations=backward,
+        loss=loss,
+        messages=in_flight + stay,
+        apart=max(moments) - sum_of_these,
         host=own.host + (anchors if sync.offload else 0),
     )
+
+
+def _messages(recipe: Recipe, size: ModelSize, shard: int, has_anchors: bool) -> tuple[int, int]:
+    """Bytes of messages (while replicas synchronise, from one synchronisation to the next)."""
+    master, _ = BYTES[recipe.parallel.precision]
+    sync, largest = recipe.sync, max(size.block_parameters)
+    if isinstance(sync.period, EveryStep):
+        return 0, 0
+    prefetch = sync.schedule.prefetch if isinstance(sync.schedule, Layerwise) else PREFETCH
+    blocks = min(prefetch + 1, len(size.block_parameters)) + 2 + (2 if sync.offload and has_anchors else 0)
+    stay = master * -(-_under_way(recipe, size) // shard)
+    errors = master * -(-size.parameters // shard) if sync.wire.feedback else 0
+    return blocks * master * -(-largest // shard), stay + errors
+
+
+def _kept_by_layer(recipe: Recipe, size: ModelSize) -> int:
+    """Bytes that a layer keeps for backward."""
+    precision, train = recipe.parallel.precision, recipe.train
+    _, compute = BYTES[precision]
+    tokens = train.micro_batch * train.sequence_length
+    linear = SAVED_PER_LINEAR[size.unfused_heads == 0][precision] * compute * tokens * size.linear_features
+    weights = size.unfused_heads * tokens * train.sequence_length
+    return int(linear) + SAVED_PER_ATTENTION_WEIGHT[precision] * weights
+
+
+def _loss(recipe: Recipe, size: ModelSize, tokens: int) -> int:
+    """Bytes that `loss.summed_cross_entropy` needs at most."""
+    _, compute = BYTES[recipe.parallel.precision]
+    wide = max(4, compute)
+    logits, head = min(recipe.parallel.loss_chunk, tokens) * size.vocabulary, size.vocabulary * size.hidden
+    narrowed = compute if compute < wide else 0
+    in_chunk = max(2 * wide * logits, (wide + narrowed) * logits + compute * head)
+    return in_chunk + wide * head + compute * tokens * size.hidden
 
 
 @dataclass(frozen=True)
@@ -178,25 +240,37 @@ class _EngineMemory:
 
     weights: int
     gradients: int
+    early_gradients: int
+    """Those that are there before the last backward pass."""
+    late_gradients: int
+    """Those that are there when its last block is in work."""
     optimizer: int
     gathered: int
+    gathered_in_forward: int
     host: int = 0
+
+
+def _accumulates(recipe: Recipe, replicas: int, shard: int) -> bool:
+    return recipe.train.global_batch > recipe.train.micro_batch * replicas * shard
 
 
 def _fsdp2(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _EngineMemory:
     master, compute = BYTES[recipe.parallel.precision]
     sharded = master * -(-size.parameters // shard)
     largest, second, *_ = sorted(size.block_parameters, reverse=True)
-    accumulates = recipe.train.global_batch > recipe.train.micro_batch * replicas * shard
+    whole = master * size.parameters if _accumulates(recipe, replicas, shard) else 0
     return _EngineMemory(
         weights=sharded,
-        gradients=master * size.parameters if accumulates else sharded,
+        gradients=whole or sharded,
+        early_gradients=whole,
+        late_gradients=whole or sharded - master * -(-largest // shard),
         optimizer=2 * sharded if recipe.optim.kind == "adamw" else 0,
         gathered=compute * (largest + second) + (compute + master) * largest,
+        gathered_in_forward=compute * (largest + second),
     )
 
 
-def _zero(recipe: Recipe, size: ModelSize, shard: int) -> _EngineMemory:
+def _zero(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _EngineMemory:
     master, compute = BYTES[recipe.parallel.precision]
     parallel = recipe.parallel
     sharded = master * -(-size.parameters // shard)
@@ -205,11 +279,16 @@ def _zero(recipe: Recipe, size: ModelSize, shard: int) -> _EngineMemory:
     gathers = parallel.zero_stage == 3
     optimizer = 2 * sharded if recipe.optim.kind == "adamw" else 0
     offloaded = 2 * sharded + optimizer if parallel.zero_offload else 0  # masters and gradients
+    gradients = sharded + (whole if parallel.zero_stage == 1 else 0)
+    in_forward = compute * (largest + second) + max(4, compute) * BUCKET if gathers else 0
     return _EngineMemory(
         weights=(0 if offloaded else sharded) + (-(-whole // shard) if gathers else whole),
-        gradients=sharded + (whole if parallel.zero_stage == 1 else 0),
+        gradients=gradients,
+        early_gradients=gradients if gathers or _accumulates(recipe, replicas, shard) else 0,
+        late_gradients=gradients,
         optimizer=0 if offloaded else optimizer,
-        gathered=compute * (largest + second + BUCKET if gathers else 2 * BUCKET),
+        gathered=in_forward + compute * largest if gathers else compute * 2 * BUCKET,
+        gathered_in_forward=in_forward,
         host=offloaded,
     )
 

@@ -11,6 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from llmtrain.parallel.comms import Comms
@@ -21,10 +22,13 @@ from tests.distributed.fake_engine import meeting_store
 from tests.distributed.pool import RankPool
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "table")
+SHARED = ("loops", "peaks", "table")
+SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in SHARED)
 
 sys.path.append(str(ROOT / "benchmarks"))  # where a script finds the others
-methods, stragglers, table, wires = map(importlib.import_module, ("methods", "stragglers", "table", "wires"))
+data, loops, methods, peaks = map(importlib.import_module, ("data", "loops", "methods", "peaks"))
+step_overhead, stragglers, sync_cost = map(importlib.import_module, ("step_overhead", "stragglers", "sync_cost"))
+table, throughput, wires = map(importlib.import_module, ("table", "throughput", "wires"))
 
 
 @pytest.fixture
@@ -156,6 +160,125 @@ def test_wires_are_diloco_with_another_wire() -> None:
     for recipe in recipes.values():
         check(recipe, 4)
         assert not differences(recipes["fp32"], recipe, ignore=("sync.wire",))
+
+
+def test_a_script_asks_its_own_processes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    start = f"import sys; sys.path.append({str(ROOT / 'benchmarks')!r}); from loops import is_asked\n"
+    script.write_text(start + "assert is_asked(lambda task: {'twice': 2 * task['number']})\n")
+    assert loops.ask(str(script), 1, {"number": 21}) == {"twice": 42}
+    script.write_text(start + "is_asked(lambda task: None)\n")
+    with pytest.raises(SystemExit, match=r"script\.py: measuring {'number': 21} failed"):
+        loops.ask(str(script), 1, {"number": 21})
+    assert not loops.is_asked(lambda task: pytest.fail("nobody asked"))
+
+
+def test_the_first_turn_warms_up() -> None:
+    calls = iter(range(100))
+    found = loops.take_turns({"a": lambda: next(calls), "b": lambda: next(calls)}, turns=2)
+    assert found == {"a": [2, 4], "b": [3, 5]}
+
+
+def test_the_overheads_rows() -> None:
+    seconds = {step_overhead.BARE: [1.0] * 3, step_overhead.LOCAL: [1.0, 1.1, 1.2], "trainer, sync": [2.38] * 3}
+    rows = step_overhead.rows_of(seconds)
+    assert rows[1] == (step_overhead.LOCAL, "1100.0", "1.100", "1.000 to 1.200", "")
+    assert rows[2][-1] == "+0.91 %"  # 1.28 / 128 of 1.1
+    assert all(len(row) == len(step_overhead.COLUMNS) for row in rows)
+
+
+def test_a_synchronisations_rows() -> None:
+    local = [{"seconds": 0.1}] * 3
+    turns = [
+        {"seconds": 0.2 + added, "exposed": 0.04, "messages": 0.03, "bytes": 2e6, "alone": 0.02}
+        for added in (0.04, 0.05, 0.06)
+    ]
+    (row,) = sync_cost.rows_of("co2", 2, {sync_cost.LOCAL: local, "int8": turns})
+    assert row == ("co2", "int8", "2", "50.0", "40.0 to 60.0", "40.0", "30.0", "2.00", "20.0", "2.50")
+    assert len(row) == len(sync_cost.COLUMNS)
+
+
+def test_every_method_with_rounds_is_measured_once() -> None:
+    measured = {choice.method for choice in sync_cost.CHOICES.values()}
+    assert measured | set(sync_cost.SAME) == set(METHODS) - {"synchronous"} and not measured & set(sync_cost.SAME)
+    for method, like in sync_cost.SAME.items():
+        kinds = [
+            {key: METHODS[name].PRESET.get(key) for key in ("group", "penalty", "schedule", "wire")}
+            | {"outer": METHODS[name].PRESET["outer"]["kind"]}
+            for name in (method, like)
+        ]
+        assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("name", sync_cost.CHOICES)
+def test_a_synchronisations_loops_differ_in_sync_alone(name: str) -> None:
+    task = {"choice": name, "offload": True, "wires": sync_cost.WIRES, "replicas": 2, "shard": 1, "override": []}
+    recipes = {loop: sync_cost.recipe_of(task, keys) for loop, keys in sync_cost.loops_of(task).items()}
+    assert recipes.pop(sync_cost.LOCAL).sync.period.every > 10**6
+    assert [recipe.sync.wire.kind for recipe in recipes.values()] == list(sync_cost.WIRES)
+    for recipe in recipes.values():
+        check(recipe, 2)
+        assert recipe.sync.method == sync_cost.CHOICES[name].method and recipe.sync.offload
+        assert recipe.sync.period.kind == "seconds" or recipe.sync.period.every == sync_cost.CHOICES[name].every
+        assert not differences(recipes["fp32"], recipe, ignore=("sync.wire",))
+
+
+def _row_of(engine: str, **changes: object) -> dict[str, object]:
+    task = {"size": "6M", "engine": engine, "compile": False, "checkpoint": True, "shard": 2, "precision": "fp32"}
+    return {**task, "override": [], **changes}
+
+
+def test_which_rows_a_throughput_has() -> None:
+    for engine in throughput.ENGINES:
+        for size in throughput.SIZES:
+            assert throughput.is_possible(_row_of(engine, size=size))
+        assert throughput.is_possible(_row_of(engine, compile=True)) == (engine != "zero3")
+    recipe = throughput.recipe_of(_row_of("zero2"), throughput.TINY)
+    assert (recipe.parallel.engine, recipe.parallel.zero_stage, recipe.train.global_batch) == ("zero", 2, 4)
+    assert recipe.parallel.activation_checkpointing and not recipe.parallel.compile
+
+
+def test_a_throughputs_row() -> None:
+    found = {"tokens": 1000, "seconds": [0.5, 0.4, 0.6], "first": 9.0, "flops": 1e6, "peak_flops": 1e10, "ranks": 2}
+    found |= {"peak": 100e6, "predicted": 110e6, "grown": None}
+    row = throughput.row(_row_of("fsdp2"), found, {"seconds": [0.45]})
+    rates = ("2,000", "1,667 to 2,500", "0.900", "10.0 %", "9.0")
+    assert row == ("6M", "fsdp2", "checkpoint", *rates, "100", "110", "+10.0 %", "")
+    bare = throughput.row(_row_of(throughput.BARE), {**found, "peak_flops": None, "grown": 5e6}, None)
+    assert bare[5:] == ("", "", "9.0", "100", "", "", "5")
+    uncounted = throughput.row(_row_of("fsdp2"), {**found, "peak": None}, None)
+    assert uncounted[-4:] == ("", "110", "", "")
+    assert len(row) == len(bare) == len(throughput.COLUMNS)
+
+
+def test_the_allocators_peak_is_of_what_is_there_at_a_time() -> None:
+    def work() -> None:
+        torch.ones(3_000_000)  # gone at once
+        kept = torch.ones(1_000_000)
+        del kept
+
+    def both() -> None:
+        first = torch.ones(3_000_000)
+        second = torch.ones(1_000_000)
+        del first, second
+
+    assert (peaks.allocator_peak(work), peaks.allocator_peak(both)) == (12_000_000, 16_000_000)
+    kept: list[torch.Tensor] = []
+    assert peaks.allocator_peak(lambda: kept.append(torch.ones(500_000))) == 2_000_000
+    kept.clear()  # unseen: the profiler's own total stays where it is
+    assert peaks.allocator_peak(both) == 16_000_000
+
+
+def test_texts_rows() -> None:
+    library = [{"seconds": 2.0, "cpu": 4.0, "thread": 1.0, "tokens": 6_000_000}]
+    found = {data.PLAIN: library, data.READ: [{"seconds": 0.5, "cpu": 0.5, "thread": 0.5, "tokens": 0}]}
+    rows = data.rows_of(found, text_bytes=20_000_000)
+    assert rows[0] == (data.PLAIN, "2.00", "2.00 to 2.00", "10.0", "3.00", "1.00", "4.00", "1.00")
+    assert rows[1] == (data.READ, "0.50", "0.50 to 0.50", "40.0", "", "", "0.50", "0.50")
+    row = data.loader_row((8, 128), {"batches": [1e-4, 2e-4, 3e-4], "steps": [(0.5, 0.001)] * 3})
+    assert row == ("8 x 128", "200", "100 to 300", "5.1", "500", "0.200 %")
+    assert len(rows[0]) == len(data.COLUMNS) and len(row) == len(data.LOADER_COLUMNS)
+    assert list(map(len, data.batched(["x" * 3_000_000] * 5))) == [2, 2, 1]
 
 
 def test_who_is_slow() -> None:

@@ -1,0 +1,216 @@
+"""How fast is text made into tokens beside the tokenizers library alone, and does a step wait for its batch?
+
+    python benchmarks/data.py                                     # the standard library's source; two minutes
+    python benchmarks/data.py --source train.txt --tokenizer FOLDER
+
+First `prepare` and the bare library take turns over the same text, in this process and on all its cores. Then the loader
+reads batches from what was prepared, alone and inside steps of a small Llama. With `--write` the tables go to
+benchmarks/results/data/.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loops import ENDLESS, MODEL, NEVER, RECIPE, ask, build, is_asked, opened, quartiles, take_turns
+from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from llmtrain.config import DataSection
+
+BATCH_CHARACTERS = 4_000_000
+"""Text that the library gets at once, as `prepare` gives it."""
+FAST, PLAIN, PREPARE = "library, without offsets", "library", "prepare"
+READ = "reading the text"
+COLUMNS = ("what", "seconds", "quartiles", "MB/s", "M tokens/s", "of the library", "processor s", "one thread, s")
+LOADER_COLUMNS = ("micro-batch x length", "µs a batch", "quartiles", "M tokens/s", "step, ms", "share of the step")
+SHAPES = ((8, 128), (8, 1024), (1, 4096))
+NOTES = """\
+Medians over the turns, of the same text. *library*: `encode_batch` of the tokenizers library on text that is in memory,
+4 M characters at a time, and nothing done with what it returns; *without offsets*: its `encode_batch_fast`. *prepare*:
+everything, from files to token shards flushed to the disk, both splits, with a tokenizer that is there. *Reading the text* is
+a part of it: it is read once for each split, when validation documents are held out of it. *Processor s*: of all
+threads; *one thread*: of the calling one, in which nothing runs side by side. However many processors a machine has, it takes
+no less time than that."""
+LOADER_NOTES = """\
+The loader's batches, from shards that are in the system's file cache. *Step*: of a Llama of 4.2 M parameters on this
+machine, with that batch; the share is what the trainer logs (`perf/data_seconds` over `perf/step_seconds`). A faster
+machine or a larger model changes the step; the batch costs what it costs: at N tokens a second and rank, its share is
+N / (tokens/s of the loader)."""
+
+
+def library(tokenizer: PreTrainedTokenizerBase, batches: Sequence[Sequence[str]], fast: bool) -> int:
+    """Tokens of all texts, by the library alone."""
+    backend = tokenizer.backend_tokenizer
+    encode = backend.encode_batch_fast if fast else backend.encode_batch
+    return sum(len(one) for batch in batches for one in encode(batch, add_special_tokens=False))
+
+
+def prepared_tokens(data: DataSection) -> int:
+    """Tokens of both splits, prepared into an empty folder; without the eos after each document."""
+    from llmtrain.data.prepare import prepare
+
+    with tempfile.TemporaryDirectory() as folder:
+        prepared = prepare(data.model_copy(update={"cache_dir": folder}), 1, 10**12)
+        return sum(split.tokens - split.documents for split in prepared.index.splits.values())
+
+
+def batched(texts: Sequence[str]) -> list[list[str]]:
+    """The texts in batches of BATCH_CHARACTERS or a little more."""
+    batches: list[list[str]] = [[]]
+    for text in texts:
+        if sum(map(len, batches[-1])) >= BATCH_CHARACTERS:
+            batches.append([])
+        batches[-1].append(text)
+    return batches
+
+
+def clocked(work: Callable[[], int]) -> dict[str, float]:
+    """Tokens of `work`, its seconds, processor seconds, and of these the calling thread's."""
+    clocks = {"seconds": time.perf_counter, "cpu": time.process_time, "thread": time.thread_time}
+    began = {name: clock() for name, clock in clocks.items()}
+    tokens = work()
+    return {"tokens": tokens, **{name: clock() - began[name] for name, clock in clocks.items()}}
+
+
+def tokenise(task: dict[str, Any]) -> dict[str, Any]:
+    """The first table's figures."""
+    from llmtrain.config import DataSection
+    from llmtrain.data.prepare import folder, prepare
+    from llmtrain.data.sources import SPLITS, documents
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    asked = DataSection(source=task["source"], tokenizer=task["tokenizer"], cache_dir=str(ROOT / "data"))
+    kept = prepare(asked, 1, 1)  # trains the tokenizer, if it is to be trained, and keeps it
+    data = asked.model_copy(update={"tokenizer": str(folder(asked) / "tokenizer")})
+    tokenizer = kept.load_tokenizer()
+
+    def read() -> int:
+        for split in SPLITS:
+            for _ in documents(data, split):
+                pass
+        return 0
+
+    texts = [text for split in SPLITS for text in documents(data, split)]
+    batches = batched(texts)
+    found = take_turns(
+        {
+            FAST: lambda: clocked(lambda: library(tokenizer, batches, fast=True)),
+            PLAIN: lambda: clocked(lambda: library(tokenizer, batches, fast=False)),
+            PREPARE: lambda: clocked(lambda: prepared_tokens(data)),
+            READ: lambda: clocked(read),
+        },
+        task["turns"],
+    )
+    return {"bytes": sum(len(text.encode()) for text in texts), "documents": len(texts), "found": found}
+
+
+def load(task: dict[str, Any]) -> dict[str, Any]:
+    """The second table's figures for one shape of batch: seconds of batches alone, and of steps and their data."""
+    from llmtrain.recipe import load_recipe
+
+    micro_batch, length = task["shape"]
+    recipe = load_recipe(
+        ROOT / RECIPE,
+        [
+            *(f"model.config.{key}={value}" for key, value in MODEL.items()),
+            f"model.config.max_position_embeddings={length}",
+            *("parallel.replicas=1", "parallel.shard=1", "sync.method=local_sgd", NEVER, *ENDLESS),
+            *(f"train.global_batch={micro_batch}", f"train.micro_batch={micro_batch}"),
+            f"train.sequence_length={length}",
+            f"data.source={task['source']}",
+            f"data.tokenizer={task['tokenizer']}",
+        ],
+    )
+    with opened(recipe, 1, 1) as (mesh, prepared, scratch):
+        trainer = build(recipe, mesh, prepared, scratch)
+        trainer.train_step()  # warms up
+        interval, steps = trainer.interval, []
+        for _ in range(task["turns"]):
+            before = interval.step_seconds, interval.data_seconds
+            trainer.train_step()
+            steps.append((interval.step_seconds - before[0], interval.data_seconds - before[1]))
+        batches = [clocked(partial(_batch, trainer.loader))["seconds"] for _ in range(task["batches"])]
+    return {"batches": batches, "steps": steps}
+
+
+def _batch(loader: Any) -> int:
+    return sum(batch.numel() for batch in loader.next())
+
+
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """What this process was asked for."""
+    return load(task) if "shape" in task else tokenise(task)
+
+
+def rows_of(found: Mapping[str, Sequence[Mapping[str, float]]], text_bytes: int) -> list[Row]:
+    """The first table."""
+    library_seconds = statistics.median(turn["seconds"] for turn in found[PLAIN])
+    rows = []
+    for name, turns in found.items():
+        low, seconds, high = quartiles([turn["seconds"] for turn in turns])
+        cpu, thread = (statistics.median(turn[key] for turn in turns) for key in ("cpu", "thread"))
+        tokens = turns[0]["tokens"]
+        rows.append(
+            (
+                name,
+                f"{seconds:.2f}",
+                f"{low:.2f} to {high:.2f}",
+                f"{text_bytes / seconds / 1e6:.1f}",
+                f"{tokens / seconds / 1e6:.2f}" if tokens else "",
+                f"{library_seconds / seconds:.2f}" if tokens else "",
+                f"{cpu:.2f}",
+                f"{thread:.2f}",
+            )
+        )
+    return rows
+
+
+def loader_row(shape: tuple[int, int], found: Mapping[str, Any]) -> Row:
+    """A line of the second table."""
+    low, middle, high = quartiles(found["batches"])
+    step = statistics.median(seconds for seconds, _ in found["steps"])
+    share = statistics.median(data / seconds for seconds, data in found["steps"])
+    return (
+        f"{shape[0]} x {shape[1]}",
+        f"{1e6 * middle:.0f}",
+        f"{1e6 * low:.0f} to {1e6 * high:.0f}",
+        f"{shape[0] * shape[1] / middle / 1e6:.1f}",
+        f"{1000 * step:.0f}",
+        f"{100 * share:.3f} %",
+    )
+
+
+def main() -> None:
+    """Measure, print, write."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--source", default="stdlib", help="data.source: a file or folder of text")
+    arguments.add_argument("--tokenizer", default="train:4096", help="data.tokenizer")
+    arguments.add_argument("--turns", type=int, default=5)
+    arguments.add_argument("--batches", type=int, default=500, help="for the loader alone")
+    options = arguments.parse_args()
+    source = str(Path(options.source).resolve()) if Path(options.source).exists() else options.source
+    tokenizer = str(Path(options.tokenizer).resolve()) if Path(options.tokenizer).exists() else options.tokenizer
+    task = {"source": source, "tokenizer": tokenizer, "turns": options.turns, "batches": options.batches}
+    answer = ask(__file__, 1, task)
+    rows = rows_of(answer["found"], answer["bytes"])
+    title = f"{answer['bytes'] / 1e6:.1f} MB of text in {answer['documents']:,} documents, {os.cpu_count()} processors"
+    show(title, COLUMNS, rows)
+    loader_rows = [loader_row(shape, ask(__file__, 1, {"shape": shape, **task})) for shape in SHAPES]
+    show("The loader", LOADER_COLUMNS, loader_rows)
+    if options.write:
+        tables = [markdown(COLUMNS, rows), NOTES, markdown(LOADER_COLUMNS, loader_rows), LOADER_NOTES]
+        write_page(RESULTS / "data", "Text to tokens to batches", [f"{title}.", *tables])
+
+
+if __name__ == "__main__" and not is_asked(measure):
+    main()

@@ -1,0 +1,180 @@
+"""What the benchmarks of speed share: processes on this machine, loops that take turns, a bare loop beside the trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from table import ROOT
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmtrain.config import Recipe
+    from llmtrain.data.index import Prepared
+    from llmtrain.parallel.mesh import Mesh
+    from llmtrain.train.trainer import Trainer
+
+T = TypeVar("T")
+RECIPE = "recipes/quickstart.yaml"
+MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
+"""4.2 M parameters with the recipe's vocabulary."""
+ENDLESS = ("train.steps=1_000_000", "sync.warmup_steps=0", "optim.lr=1.0e-4")
+"""A run that no benchmark comes to the end of, at a learning rate that leaves even a synchronisation a step stable."""
+NEVER = "sync.period.every=1_000_000_000"
+"""Local steps alone."""
+TASK, ANSWER = "BENCHMARK_TASK", "BENCHMARK_ANSWER"
+PATIENCE_SECONDS = 3600
+"""For all that one set of processes measures."""
+
+
+def on_gpu() -> bool:
+    """Whether there is one here."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# ---- processes
+
+
+def ask(script: str, ranks: int, task: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Any:
+    """What the main one of `ranks` new processes of a benchmark answers to a task (JSON); all of them get it. They share
+    this machine's cores. SystemExit if one fails."""
+    command = [sys.executable, script]
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, *launcher, script]
+    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        ours = {"PYTHONPATH": str(ROOT), TASK: json.dumps(dict(task)), ANSWER: str(answer)}
+        variables = {"OMP_NUM_THREADS": threads, **os.environ, **ours, **(environment or {})}
+        ended = subprocess.run(command, cwd=ROOT, env=variables, timeout=PATIENCE_SECONDS)
+        if ended.returncode or not answer.exists():
+            raise SystemExit(f"{Path(script).name}: measuring {dict(task)} failed; its output is above")
+        return json.loads(answer.read_text())
+
+
+def is_asked(measure: Callable[[dict[str, Any]], Any]) -> bool:
+    """In a process that `ask` started: measure, and hand in the answer if this is the main one. False in any other."""
+    if TASK not in os.environ:
+        return False
+    answer = measure(json.loads(os.environ[TASK]))
+    if answer is not None:
+        Path(os.environ[ANSWER]).write_text(json.dumps(answer))
+    return True
+
+
+# ---- loops
+
+
+@contextmanager
+def opened(recipe: Recipe, replicas: int, shard: int) -> Iterator[tuple[Mesh, Prepared, str]]:
+    """(the mesh of the processes that `ask` started, the recipe's tokens, a folder for runs that goes afterwards)."""
+    from llmtrain.parallel.mesh import open_mesh
+    from llmtrain.parallel.world import World
+    from llmtrain.train.run import prepare_for
+
+    world = World.from_environment()
+    prepared = prepare_for(recipe, show_progress=world.rank == 0)
+    with tempfile.TemporaryDirectory() as scratch, open_mesh(world, replicas, shard, "auto", 300) as mesh:
+        yield mesh, prepared, scratch
+
+
+def build(recipe: Recipe, mesh: Mesh, prepared: Prepared, scratch: str, name: str = "") -> Trainer:
+    """A trainer whose `train_step` can be called. Several on one mesh need different names."""
+    import torch.distributed as dist
+
+    from llmtrain.train.console import Console
+    from llmtrain.train.run import build_trainer
+    from llmtrain.train.rundir import RunDirectory
+    from llmtrain.train.signals import StopRequest
+
+    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"out_dir": scratch})})
+    if mesh.store is not None:
+        mesh = replace(mesh, store=dist.PrefixStore(f"benchmark {name}", mesh.store))
+    built = build_trainer(recipe, mesh, prepared, RunDirectory(recipe), None, Console(False), "", StopRequest())
+    built.console.start(0, recipe.train.total_steps)
+    return built
+
+
+def bare_loop(
+    recipe: Recipe, mesh: Mesh, vocab_size: int, batches: Callable[[], Sequence[torch.Tensor]]
+) -> Callable[[], None]:
+    """One step of plain FSDP2 training, as one would write it by hand."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from llmtrain import model as models
+    from llmtrain.parallel.layers import wrap_layers
+
+    model = models.build(models.model_config(recipe.model, vocab_size), recipe.parallel.loss_chunk)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.parallel.precision]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    blocks = models.blocks_of(model)
+    wrap_layers(blocks, recipe.parallel)
+    for block in blocks:
+        models.initialise(model, block, 0, mesh.device, torch.float32)
+        fully_shard(
+            block.modules if len(block.modules) > 1 else block.modules[0], mesh=mesh.devices["shard"], mp_policy=policy
+        )
+    fully_shard(model, mesh=mesh.devices["shard"], mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+
+    def step() -> None:
+        for batch in batches():
+            batch = batch.to(mesh.device)
+            loss = model(batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
+            loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm.full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def take_turns(measurements: Mapping[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
+    """What each measured, turn after turn, so that a machine whose speed wanders is no faster for any; the first turn
+    warms up and is left out."""
+    found: dict[str, list[T]] = {name: [] for name in measurements}
+    for turn in range(turns + 1):
+        for name, measure in measurements.items():
+            measured = measure()
+            if turn:
+                found[name].append(measured)
+    return found
+
+
+def timed(step: Callable[[], object], steps: int, mesh: Mesh) -> float:
+    """Seconds of so many steps, which all ranks begin together."""
+    import torch
+
+    mesh.everyone.all_reduce(torch.zeros(1)).wait()
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(steps):
+        step()
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+# ---- numbers
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """(lower, median, upper)."""
+    return tuple(statistics.quantiles(values, n=4)) if len(values) > 1 else (values[0],) * 3

@@ -1,0 +1,244 @@
+"""What does one synchronisation cost, by method and wire, beside what its bytes alone need?
+
+    python benchmarks/sync_cost.py                              # 2 replicas of one process each; ten minutes on two cores
+    python benchmarks/sync_cost.py --methods edit diloco --wires fp32 int8 --shard 4    # eight GPUs
+
+For each method a new set of processes trains a small Llama: local steps, and rounds with every wire, in turns. What a
+round takes beyond its local steps, as measured in the same turn, is the added time; an all-reduce that sends as many bytes
+stands beside it, made in the same turn too. With `--write` the table goes to benchmarks/results/sync_cost/.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from loops import ENDLESS, MODEL, NEVER, RECIPE, ask, build, is_asked, on_gpu, opened, quartiles, take_turns, timed
+from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
+
+if TYPE_CHECKING:
+    from llmtrain.parallel.mesh import Mesh
+    from llmtrain.train.trainer import Trainer
+
+LOCAL = "local"
+WIRES = ("fp32", "bf16", "int8", "int4")
+MICRO_BATCH, SEQUENCE = 2, 128
+LATE_ROUND = 8
+"""Steps in a round of the methods that spread a round's work over its steps, or let it arrive during them."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method in one of its settings."""
+
+    method: str
+    every: int
+    overrides: tuple[str, ...] = ()
+
+
+def _steps(every: int) -> tuple[str, ...]:
+    return ("sync.period.kind=steps", f"sync.period.every={every}")
+
+
+CHOICES = {
+    "local_sgd": Choice("local_sgd", 1, _steps(1)),
+    "slowmo": Choice("slowmo", 1, _steps(1)),
+    "diloco": Choice("diloco", 1, _steps(1)),
+    "streaming_diloco": Choice("streaming_diloco", LATE_ROUND, _steps(LATE_ROUND)),
+    "co2": Choice("co2", LATE_ROUND, _steps(LATE_ROUND)),
+    "wagma": Choice("wagma", LATE_ROUND, _steps(LATE_ROUND)),
+    "edit": Choice("edit", 1, _steps(1)),
+    "edit, blocking": Choice("edit", 1, (*_steps(1), "sync.schedule=blocking")),
+    # a time that every step is longer than: all replicas meet after each
+    "a_edit": Choice(
+        "a_edit", 1, ("sync.period.kind=seconds", "sync.period.every=0.000001", "sync.period.min_steps=1")
+    ),
+}
+SAME = {"post_local_sgd": "local_sgd", "qsr": "local_sgd", "palsgd": "diloco"}
+"""Methods that differ from another one in when they synchronise, or in their steps, but not in how."""
+COLUMNS = (
+    "method",
+    "wire",
+    "steps a round",
+    "added, ms a round",
+    "its quartiles",
+    "exposed, ms",
+    "of it messages, ms",
+    "MB a round",
+    "bytes alone, ms",
+    "added / alone",
+)
+NOTES = f"""\
+Medians over the turns, of one round, on the main rank. *Added*: its time less that of as many local steps in the same turn.
+*Exposed*: what the trainer counts as standing still (`comm/exposed_seconds`); *messages*: waiting for messages to arrive,
+the rest is arithmetic. What is added and not exposed is spent beside it: messages that arrive during a step take
+processor time from it where, as on a CPU's loopback, processors carry them. *MB*: sent by one rank. *Bytes alone*: an
+all-reduce in fp32 by which a rank sends as many bytes; its sums are in it.
+
+A round has one step where all of it happens at its end; a longer one ends no differently. `co2`, `streaming_diloco` and
+`wagma` have rounds of {LATE_ROUND}; WAGMA averages in every one of these steps.
+`post_local_sgd` and `qsr` synchronise as `local_sgd` does, `palsgd` as `diloco`. `a_edit` meets after every step here, so that
+its meeting is in the figure."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One loop's turn on the main rank: seconds and bytes of one round, or of a local step."""
+
+    seconds: float
+    exposed: float = 0.0
+    messages: float = 0.0
+    bytes: float = 0.0
+    alone: float = 0.0
+
+
+def recipe_of(task: Mapping[str, Any], overrides: Sequence[str]):
+    """The recipe of one loop."""
+    from llmtrain.recipe import load_recipe
+
+    replicas, shard = task["replicas"], task["shard"]
+    common = [
+        *(f"model.config.{key}={value}" for key, value in MODEL.items()),
+        f"parallel.replicas={replicas}",
+        f"parallel.shard={shard}",
+        f"train.global_batch={MICRO_BATCH * replicas * shard}",
+        f"train.micro_batch={MICRO_BATCH}",
+        f"train.sequence_length={SEQUENCE}",
+        *ENDLESS,
+    ]
+    return load_recipe(ROOT / RECIPE, [*common, *overrides, *task["override"]])
+
+
+def loops_of(task: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The overrides of each loop that takes turns for one method: local steps, then every wire."""
+    choice = CHOICES[task["choice"]]
+    offloaded = ["sync.offload=true"] if task["offload"] else []
+    wires = {
+        wire: [f"sync.method={choice.method}", *choice.overrides, f"sync.wire.kind={wire}", *offloaded]
+        for wire in task["wires"]
+    }
+    return {LOCAL: ["sync.method=local_sgd", NEVER], **wires}
+
+
+def measure(task: dict[str, Any]) -> dict[str, Any] | None:
+    """One method's turns on this rank. The main rank answers with them, by loop."""
+    recipes = {name: recipe_of(task, overrides) for name, overrides in loops_of(task).items()}
+    every = CHOICES[task["choice"]].every
+    with opened(recipes[LOCAL], task["replicas"], task["shard"]) as (mesh, prepared, scratch):
+        trainers = {name: build(recipe, mesh, prepared, scratch, name) for name, recipe in recipes.items()}
+        measurements = {LOCAL: partial(local_turn, trainers[LOCAL], every * task["rounds"], mesh)}
+        measurements |= {
+            name: partial(sync_turn, built, every, task["rounds"], mesh)
+            for name, built in trainers.items()
+            if name != LOCAL
+        }
+        turns = take_turns(measurements, task["turns"])
+        for name, built in trainers.items():
+            if name != LOCAL:
+                built.method.finish()
+            built.method.close()
+        parameters = sum(shard.numel() for block in trainers[LOCAL].engine.blocks for shard in block.shards)
+        if not mesh.is_main:
+            return None
+        found = {name: [asdict(turn) for turn in series] for name, series in turns.items()}
+        return {"turns": found, "values": parameters, "device": mesh.device.type}
+
+
+def local_turn(trainer: Trainer, steps: int, mesh: Mesh) -> Turn:
+    """So many local steps."""
+    return Turn(timed(trainer.train_step, steps, mesh) / steps)
+
+
+def sync_turn(trainer: Trainer, every: int, rounds: int, mesh: Mesh) -> Turn:
+    """So many rounds of `every` steps, and an all-reduce that sends what one of them does."""
+    before = _counters(trainer)
+    seconds = timed(trainer.train_step, every * rounds, mesh)
+    exposed, waited, taken, sent = ((now - then) / rounds for now, then in zip(_counters(trainer), before, strict=True))
+    # A method whose thread sends its messages waits for the thread; the others count that waiting among the messages.
+    messages = taken + (waited if trainer.recipe.sync.schedule.kind == "wait_avoiding" else 0.0)
+    sent = mesh.from_main(lambda: sent)
+    return Turn(seconds / rounds, exposed, messages, sent, _alone(mesh, sent))
+
+
+def _counters(trainer: Trainer) -> tuple[float, ...]:
+    report, traffic = trainer.method.report(), trainer.mesh.replica.traffic
+    return trainer.exposed_seconds, report.wait_seconds, traffic.seconds, traffic.bytes
+
+
+def _alone(mesh: Mesh, sent: float) -> float:
+    """Seconds of an all-reduce in which a rank sends so many bytes."""
+    import torch
+
+    share = 2 * (mesh.replicas - 1) / mesh.replicas
+    values = torch.ones(max(1, round(sent / share / 4)), device=mesh.replica.device)
+    mesh.everyone.all_reduce(torch.zeros(1)).wait()
+    started = time.perf_counter()
+    mesh.replica.all_reduce(values).wait()
+    if values.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def rows_of(name: str, every: int, turns: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Row]:
+    """One method's rows, from its loops' turns."""
+    steps, rows = [turn["seconds"] for turn in turns[LOCAL]], []
+    for wire, series in turns.items():
+        if wire == LOCAL:
+            continue
+        low, added, high = quartiles([turn["seconds"] - every * step for turn, step in zip(series, steps, strict=True)])
+        middle = {key: statistics.median(turn[key] for turn in series) for key in series[0]}
+        rows.append(
+            (
+                name,
+                wire,
+                str(every),
+                f"{1000 * added:.1f}",
+                f"{1000 * low:.1f} to {1000 * high:.1f}",
+                f"{1000 * middle['exposed']:.1f}",
+                f"{1000 * middle['messages']:.1f}",
+                f"{middle['bytes'] / 1e6:.2f}",
+                f"{1000 * middle['alone']:.1f}",
+                f"{added / middle['alone']:.2f}",
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure method after method, print, write."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--methods", nargs="+", choices=CHOICES, default=list(CHOICES), metavar="METHOD")
+    arguments.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), metavar="WIRE")
+    arguments.add_argument("--replicas", type=int, default=2, help="a power of two for wagma")
+    arguments.add_argument("--shard", type=int, default=1)
+    arguments.add_argument("--turns", type=int, default=7)
+    arguments.add_argument("--rounds", type=int, default=3, help="in a turn")
+    arguments.add_argument("--offload", action="store_true", help="on GPUs: each method also with sync.offload")
+    arguments.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="for all, laid over the rest")
+    options = arguments.parse_args()
+    if options.replicas < 2:
+        raise SystemExit(
+            f"--replicas is {options.replicas}, but a synchronisation is between replicas; give at least 2"
+        )
+    if options.offload and not on_gpu():
+        raise SystemExit("--offload is for GPUs, and there is none here: on a CPU nothing is moved; leave it out")
+    common = {key: getattr(options, key) for key in ("wires", "replicas", "shard", "turns", "rounds", "override")}
+    rows: list[Row] = []
+    for name in options.methods:
+        for offload in (False, True) if options.offload else (False,):
+            found = ask(__file__, options.replicas * options.shard, {"choice": name, "offload": offload, **common})
+            rows += rows_of(f"{name}, offloaded" if offload else name, CHOICES[name].every, found["turns"])
+    mesh = f"{options.replicas} replicas x {options.shard} shards on {found['device']}"
+    title = f"{mesh}, {found['values']:,} parameters a rank, {options.turns} turns of {options.rounds} rounds"
+    show(title, COLUMNS, rows, words=2)
+    if options.write:
+        table = markdown(COLUMNS, rows, words=2)
+        write_page(RESULTS / "sync_cost", "What a synchronisation costs", [f"{title}.", table, NOTES])
+
+
+if __name__ == "__main__" and not is_asked(measure):
+    main()

@@ -1,0 +1,255 @@
+"""How fast does one replica train, in how much memory, beside a bare loop and beside what was predicted?
+
+    python benchmarks/throughput.py                               # small models on a CPU; a quarter of an hour on two cores
+    python benchmarks/throughput.py --sizes 160M 1B 7B-layers     # one GPU
+    python benchmarks/throughput.py --sizes 1B --shard 8          # eight
+
+Every row is a process of its own (with `--shard`, so many): an engine of ours or a bare FSDP2 loop, with and without
+torch.compile and activation checkpointing. What the recipe checks refuse (ZeRO stage 3 with compile) has no row. The
+prediction is the one that `llmtrain recipe show` prints. With `--write` the table goes to benchmarks/results/throughput/.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from loops import ENDLESS, RECIPE, ask, bare_loop, build, is_asked, on_gpu, opened, quartiles, timed
+from peaks import allocator_peak, forget_peak, peak_resident, resident
+from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
+
+if TYPE_CHECKING:
+    from llmtrain.config import Recipe
+    from llmtrain.data.index import Prepared
+    from llmtrain.parallel.mesh import Mesh
+
+BARE = "bare loop"
+ENGINES = {
+    BARE: ["parallel.engine=fsdp2"],
+    "fsdp2": ["parallel.engine=fsdp2"],
+    "zero2": ["parallel.engine=zero", "parallel.zero_stage=2"],
+    "zero3": ["parallel.engine=zero", "parallel.zero_stage=3"],
+}
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, vocabulary: int, length: int, batch: int) -> list[str]:
+    config = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": length,
+    }
+    changes = [f"model.config.{key}={value}" for key, value in config.items()]
+    return [*changes, f"train.sequence_length={length}", f"train.micro_batch={batch}"]
+
+
+SIZES = {
+    "6M": _llama(256, 688, 6, 4, 2048, 256, 4),
+    "33M": _llama(512, 1376, 8, 8, 8192, 256, 4),
+    "160M": _llama(768, 2048, 12, 12, 50304, 1024, 16),
+    "1B": _llama(2048, 5632, 16, 16, 50304, 4096, 4),
+    "7B-layers": _llama(4096, 11008, 4, 32, 50304, 4096, 2),
+}
+"""Llamas with their sequences and micro-batches; the last has the layers of a model of 7 B parameters, but four of them."""
+TINY = _llama(32, 64, 2, 2, 2048, 32, 2)
+"""Trained first, so that what is loaded once is there when memory is measured."""
+COLUMNS = (
+    "model",
+    "loop",
+    "with",
+    "tokens/s",
+    "quartiles",
+    "of bare",
+    "MFU",
+    "first step, s",
+    "peak, MB",
+    "predicted",
+    "off by",
+    "resident, MB",
+)
+WORDS = 3
+NOTES = """\
+One replica, so that a step is a local one. *With*: `parallel.compile` and `parallel.activation_checkpointing`. *Tokens/s*: of
+all ranks, the median over the turns. *Of bare*: relative to a hand-written FSDP2 loop over the same model, compiled and
+checkpointed alike (`bare_loop` in `benchmarks/loops.py`). These ran one after another, so a machine whose speed wanders shows
+here; `benchmarks/step_overhead.py`, where loops take turns, says it more exactly. *MFU*: of the vendor's dense bf16 peak, where
+it is known. *First step*: compiling is in it.
+
+*Peak*: the most bytes that torch's allocator had handed out at a time, from before the model was built until its third step:
+on a GPU its own count, on a CPU as torch's profiler counts them, in a second build of the same loop whose time does not count
+(and only of one rank: the profiler does not see what gloo's threads free). *Predicted* is the estimate of `llmtrain recipe show`
+for that mesh, which leaves out what torch.compile saves. *Resident* (CPU): the growth of the process's peak resident memory
+(VmHWM) since before the model was built, a small model having been trained before. It also holds what the C library keeps of
+freed memory, buffers of kernels and of gloo, and code that was loaded on the way; it lacks pages that were allocated and never
+touched."""
+
+
+def recipe_of(task: Mapping[str, Any], model: Sequence[str]) -> Recipe:
+    """The recipe of one row, with this model."""
+    from llmtrain.recipe import load_recipe
+
+    micro_batch = int(model[-1].partition("=")[2])
+    return load_recipe(
+        ROOT / RECIPE,
+        [
+            *model,
+            *ENDLESS,
+            "sync.method=synchronous",
+            "parallel.replicas=1",
+            f"parallel.shard={task['shard']}",
+            f"parallel.precision={task['precision']}",
+            f"parallel.compile={str(task['compile']).lower()}",
+            f"parallel.activation_checkpointing={str(task['checkpoint']).lower()}",
+            f"train.global_batch={micro_batch * task['shard']}",
+            *ENGINES[task["engine"]],
+            *task["override"],
+        ],
+    )
+
+
+def measure(task: dict[str, Any]) -> dict[str, Any] | None:
+    """One row's figures on this rank. The main rank answers."""
+    from llmtrain.plan.memory import estimate, size_of
+    from llmtrain.train.devices import peak_flops, peak_memory_bytes
+
+    recipe, tiny = recipe_of(task, SIZES[task["size"]]), recipe_of(task, TINY)
+    with opened(recipe, 1, task["shard"]) as (mesh, prepared, scratch):
+
+        def started(one: Recipe, name: str) -> Callable[[], object]:
+            return _step_of(task["engine"] == BARE, one, mesh, prepared, scratch, name)
+
+        timed(started(tiny, "tiny"), 2, mesh)
+        gc.collect()
+        forget_peak()
+        before = resident() if mesh.device.type == "cpu" else None
+        step = started(recipe, "timed")
+        first = timed(step, 1, mesh)
+        timed(step, 1, mesh)
+        seconds = [timed(step, task["steps"], mesh) / task["steps"] for _ in range(task["turns"])]
+        grown = None if before is None else peak_resident() - before
+        if mesh.device.type == "cuda":
+            peak = peak_memory_bytes(mesh.device)
+        elif task["shard"] > 1:
+            peak = None
+        else:
+            del step
+            gc.collect()
+            peak = allocator_peak(lambda: timed(started(recipe, "counted"), 3, mesh))
+        if not mesh.is_main:
+            return None
+        size = size_of(recipe, prepared.vocab_size)
+        predicted = estimate(recipe, size, 1, task["shard"])
+        return {
+            "tokens": recipe.train.tokens_per_step,
+            "seconds": seconds,
+            "first": first,
+            "flops": size.flops_per_token,
+            "peak_flops": peak_flops(mesh.device),
+            "ranks": task["shard"],
+            "peak": peak,
+            "predicted": predicted.device_total + (0 if mesh.device.type == "cuda" else predicted.host_total),
+            "grown": grown,
+            "parameters": size.parameters,
+        }
+
+
+def _step_of(
+    is_bare: bool, recipe: Recipe, mesh: Mesh, prepared: Prepared, scratch: str, name: str
+) -> Callable[[], object]:
+    """One step of a loop built now."""
+    if not is_bare:
+        return build(recipe, mesh, prepared, scratch, name).train_step
+    from llmtrain.data.loader import Loader
+
+    loader = Loader(
+        prepared.tokens("train"),
+        sequence_length=recipe.train.sequence_length,
+        global_batch=recipe.train.global_batch,
+        micro_batch=recipe.train.micro_batch,
+        replica=0,
+        replicas=1,
+        shard_rank=mesh.shard.rank,
+        shard=mesh.shard.size,
+        seed=recipe.run.seed,
+    )
+    return bare_loop(recipe, mesh, prepared.vocab_size, loader.next)
+
+
+def is_possible(task: Mapping[str, Any]) -> bool:
+    """Whether the recipe checks let it pass."""
+    from llmtrain.errors import RecipeError
+    from llmtrain.recipe_check import check
+
+    try:
+        check(recipe_of(task, SIZES[task["size"]]), None)
+    except RecipeError:
+        return False
+    return True
+
+
+def row(task: Mapping[str, Any], found: Mapping[str, Any], bare: Mapping[str, Any] | None) -> Row:
+    """A line of the table; `bare` is the bare loop's answer to the same task."""
+    rates = [found["tokens"] / seconds for seconds in found["seconds"]]
+    low, rate, high = quartiles(rates)
+    peak = found["peak_flops"]
+    ours = task["engine"] != BARE
+    return (
+        task["size"],
+        task["engine"],
+        "+".join(name for name in ("compile", "checkpoint") if task[name]),
+        f"{rate:,.0f}",
+        f"{low:,.0f} to {high:,.0f}",
+        f"{statistics.median(bare['seconds']) / statistics.median(found['seconds']):.3f}" if ours and bare else "",
+        f"{100 * rate * found['flops'] / (peak * found['ranks']):.1f} %" if peak else "",
+        f"{found['first']:.1f}",
+        f"{found['peak'] / 1e6:,.0f}" if found["peak"] else "",
+        f"{found['predicted'] / 1e6:,.0f}" if ours else "",
+        f"{100 * (found['predicted'] / found['peak'] - 1):+.1f} %" if ours and found["peak"] else "",
+        f"{found['grown'] / 1e6:,.0f}" if found["grown"] is not None else "",
+    )
+
+
+def main() -> None:
+    """Measure row after row, print, write."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--sizes", nargs="+", choices=SIZES, metavar="SIZE", help=f"of {', '.join(SIZES)}")
+    arguments.add_argument("--engines", nargs="+", choices=ENGINES, default=[BARE, "fsdp2", "zero3"])
+    arguments.add_argument("--compile", nargs="+", choices=("no", "yes"), default=["no", "yes"])
+    arguments.add_argument("--checkpoint", nargs="+", choices=("no", "yes"), default=["no", "yes"])
+    arguments.add_argument("--shard", type=int, default=1, help="ranks that hold the replica")
+    arguments.add_argument("--turns", type=int, default=5)
+    arguments.add_argument("--steps", type=int, default=2, help="in a turn")
+    arguments.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="for all, laid over the rest")
+    options = arguments.parse_args()
+    gpu = on_gpu()
+    sizes = options.sizes or (["160M", "1B", "7B-layers"] if gpu else ["6M", "33M"])
+    common = {key: getattr(options, key) for key in ("shard", "turns", "steps", "override")}
+    common["precision"] = "bf16" if gpu else "fp32"
+    rows: list[Row] = []
+    for size, compiled, checkpoint in itertools.product(sizes, options.compile, options.checkpoint):
+        settings = {"size": size, "compile": compiled == "yes", "checkpoint": checkpoint == "yes", **common}
+        bare = None
+        for engine in options.engines:
+            task = {"engine": engine, **settings}
+            if not is_possible(task):
+                continue
+            with tempfile.TemporaryDirectory() as cache:  # so that every row compiles for itself
+                found = ask(__file__, options.shard, task, {"TORCHINDUCTOR_CACHE_DIR": cache, "KINETO_LOG_LEVEL": "5"})
+            rows.append(row(task, found, bare))
+            bare = found if engine == BARE else bare
+    device = "GPU" if gpu else "CPU"
+    title = f"1 replica x {options.shard} shards on a {device}, {common['precision']}, {options.turns} turns of {options.steps} steps"
+    show(title, COLUMNS, rows, words=WORDS)
+    if options.write:
+        table = markdown(COLUMNS, rows, words=WORDS)
+        write_page(RESULTS / "throughput", "Tokens a second and memory", [f"{title}.", table, NOTES])
+
+
+if __name__ == "__main__" and not is_asked(measure):
+    main()
