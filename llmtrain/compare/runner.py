@@ -19,10 +19,10 @@ from llmtrain.compare.results import load_trials
 from llmtrain.compare.trial import Record, record_of, run_trial
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, UserError
-from llmtrain.folder_lock import lock_folder
 from llmtrain.launch.nodes import DEFAULT_PORT
 from llmtrain.recipe import load_recipe, resolved_yaml
 from llmtrain.recipe_check import check, check_vocabulary
+from llmtrain.train.folder_lock import lock_folder
 from llmtrain.train.run import prepare_for
 
 

@@ -14,8 +14,8 @@ from filelock import FileLock
 from llmtrain.config import Recipe
 from llmtrain.data.index import TOKENIZER
 from llmtrain.errors import RecipeError
-from llmtrain.folder_lock import lock_folder
 from llmtrain.recipe import differences, load_recipe, resolved_yaml
+from llmtrain.train.folder_lock import lock_folder
 from llmtrain.train.integrity import complete
 from llmtrain.train.writing import write_durably
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain import folder_lock
 from llmtrain.errors import RecipeError
 from llmtrain.recipe import load_recipe
+from llmtrain.train import folder_lock
 from llmtrain.train.rundir import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
