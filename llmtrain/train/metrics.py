@@ -213,13 +213,14 @@ class MetricsWriter:
         self._file, self._board = None, None
         if not enabled:
             return
-        kept = [line for line in _lines(path) if line["step"] <= resumed_step]
+        # Without a checkpoint all is done again, the validation before the first step too.
+        kept = [line for line in _lines(path) if line["step"] <= resumed_step] if resumed_step else []
         write_durably(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", buffering=1)
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(tensorboard), purge_step=resumed_step + 1 if resumed_step else None)
+            self._board = SummaryWriter(str(tensorboard), purge_step=resumed_step + 1 if resumed_step else 0)
 
     def write(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
         """One line; values that are not finite become null."""

@@ -171,6 +171,16 @@ def test_metrics_continue_without_lines_after_the_checkpoint(tmp_path: Path):
     assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [1, 10, 20]
 
 
+def test_a_run_that_begins_again_leaves_no_line_of_the_first_time(tmp_path: Path):
+    """Killed after the validation before its first step, with no checkpoint yet."""
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        writer = MetricsWriter(path, None, resumed_step=0, enabled=True)
+        writer.write(0, 0, 0.0, {"eval/loss": 7.0})
+        writer.close()
+    assert len(path.read_text().splitlines()) == 1
+
+
 def test_metrics_write_null_for_what_is_not_finite(tmp_path: Path):
     writer = MetricsWriter(tmp_path / "metrics.jsonl", None, resumed_step=0, enabled=True)
     writer.write(1, 1, 0.1, {"train/loss": math.nan})
