@@ -41,7 +41,8 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     folder = Path(comparison.out_dir) / comparison.name
     lock = lock_folder(folder, "give the other comparison another `name:`")
     _open(folder, comparison)
-    command = shlex.join(["python", "-m", "llmtrain", "compare", str(file), *overrides])
+    flags = [] if shaping else ["--no-shaping"]
+    command = shlex.join(["python", "-m", "llmtrain", "compare", str(file), *overrides, *flags])
     progress = Progress(len(planned))
     records: list[Record] = []
     try:
