@@ -9,7 +9,8 @@ import pytest
 from tests.chaos.harness import Victim, kill
 from tests.end_to_end.runs import Runs, exact
 
-METHODS = ("edit", "diloco", "streaming_diloco", "palsgd")
+METHODS = {"edit": [], "diloco": [], "streaming_diloco": ["sync.schedule.steps=2"], "palsgd": []}
+"""And what their presets need in rounds of four steps."""
 KILLS = 25
 """Of each method."""
 OFTEN = ["train.steps=60", "checkpoint.every=3", "log.every=3", "eval.every=20", "eval.sample_prompt=null"]
@@ -60,7 +61,7 @@ def test_killed_in_the_middle_of_a_write(runs: Runs, whole: list[dict]) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("method", METHODS)
 def test_many_kills_at_random_moments(runs: Runs, method: str) -> None:
-    keys = [*OFTEN, f"sync.method={method}"]
+    keys = [*OFTEN, f"sync.method={method}", *METHODS[method]]
     expected = undisturbed(runs, f"{method}-whole", *keys)
     draw = random.Random(f"kills of {method}")
     kills = starts = rounds = 0
