@@ -1,6 +1,6 @@
 """How fast does one replica train, in how much memory, beside a bare loop and beside what was predicted?
 
-    python benchmarks/throughput.py                               # small models on a CPU; a quarter of an hour on two cores
+    python benchmarks/throughput.py                               # small models on a CPU; half an hour on two cores
     python benchmarks/throughput.py --sizes 160M 1B 7B-layers     # one GPU
     python benchmarks/throughput.py --sizes 1B --shard 8          # eight
 
@@ -59,6 +59,7 @@ SIZES = {
 """Llamas with their sequences and micro-batches; the last has the layers of a model of 7 B parameters, but four of them."""
 TINY = _llama(32, 64, 2, 2, 2048, 32, 2)
 """Trained first, so that what is loaded once is there when memory is measured."""
+CHECKPOINTING = {"no": "false", "yes": "true", "selective": "selective"}
 COLUMNS = (
     "model",
     "loop",
@@ -66,20 +67,23 @@ COLUMNS = (
     "tokens/s",
     "quartiles",
     "of bare",
+    "predicted/s",
     "MFU",
     "first step, s",
     "peak, MB",
-    "predicted",
+    "predicted, MB",
     "off by",
     "resident, MB",
 )
 WORDS = 3
 NOTES = """\
-One replica, so that a step is a local one. *With*: `parallel.compile` and `parallel.activation_checkpointing`. *Tokens/s*: of
-all ranks, the median over the turns. *Of bare*: relative to a hand-written FSDP2 loop over the same model, compiled and
-checkpointed alike (`bare_loop` in `benchmarks/loops.py`). These ran one after another, so a machine whose speed wanders shows
-here; `benchmarks/step_overhead.py`, where loops take turns, says it more exactly. *MFU*: of the vendor's dense bf16 peak, where
-it is known. *First step*: compiling is in it.
+One replica, so that a step is a local one. *With*: `parallel.compile` and `parallel.activation_checkpointing`
+(`true` or `selective`). *Tokens/s*: of all ranks, the median over the turns. *Of bare*: relative to a hand-written FSDP2 loop over
+the same model, compiled and checkpointed alike (`bare_loop` in `benchmarks/loops.py`). These ran one after another, so a machine
+whose speed wanders shows here; `benchmarks/step_overhead.py`, where loops take turns, says it more exactly. *Predicted/s*: tokens a
+second by `llmtrain recipe show`: the rate of a large matrix product, timed in the same process, times one measured constant
+(`REACHED` in `llmtrain/plan/pace.py`); it knows nothing of compiling. *MFU*: of the vendor's dense bf16 peak, where it is known.
+*First step*: compiling is in it.
 
 *Peak*: the most bytes that torch's allocator had handed out at a time, from before the model was built until its third step:
 on a GPU its own count, on a CPU as torch's profiler counts them, in a second build of the same loop whose time does not count
@@ -105,7 +109,7 @@ def recipe_of(task: Mapping[str, Any], model: Sequence[str]) -> Recipe:
             f"parallel.shard={task['shard']}",
             f"parallel.precision={task['precision']}",
             f"parallel.compile={str(task['compile']).lower()}",
-            f"parallel.activation_checkpointing={str(task['checkpoint']).lower()}",
+            f"parallel.activation_checkpointing={CHECKPOINTING[task['checkpoint']]}",
             f"train.global_batch={micro_batch * task['shard']}",
             *ENGINES[task["engine"]],
             *task["override"],
@@ -116,6 +120,7 @@ def recipe_of(task: Mapping[str, Any], model: Sequence[str]) -> Recipe:
 def measure(task: dict[str, Any]) -> dict[str, Any] | None:
     """One row's figures on this rank. The main rank answers."""
     from llmtrain.plan.memory import estimate, size_of
+    from llmtrain.plan.pace import Rates, pace, rate_here
     from llmtrain.train.devices import peak_flops, peak_memory_bytes
 
     recipe, tiny = recipe_of(task, SIZES[task["size"]]), recipe_of(task, TINY)
@@ -132,6 +137,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
         first = timed(step, 1, mesh)
         timed(step, 1, mesh)
         seconds = [timed(step, task["steps"], mesh) / task["steps"] for _ in range(task["turns"])]
+        rate = rate_here(recipe)
         grown = None if before is None else peak_resident() - before
         if mesh.device.type == "cuda":
             peak = peak_memory_bytes(mesh.device)
@@ -148,6 +154,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
         return {
             "tokens": recipe.train.tokens_per_step,
             "seconds": seconds,
+            "predicted_seconds": pace(recipe, size, 1, task["shard"], Rates(rate, mbit=1.0)).step,
             "first": first,
             "flops": size.flops_per_token,
             "peak_flops": peak_flops(mesh.device),
@@ -202,10 +209,11 @@ def row(task: Mapping[str, Any], found: Mapping[str, Any], bare: Mapping[str, An
     return (
         task["size"],
         task["engine"],
-        "+".join(name for name in ("compile", "checkpoint") if task[name]),
+        _with(task),
         f"{rate:,.0f}",
         f"{low:,.0f} to {high:,.0f}",
         f"{statistics.median(bare['seconds']) / statistics.median(found['seconds']):.3f}" if ours and bare else "",
+        f"{found['tokens'] / found['predicted_seconds']:,.0f}" if ours else "",
         f"{100 * rate * found['flops'] / (peak * found['ranks']):.1f} %" if peak else "",
         f"{found['first']:.1f}",
         f"{found['peak'] / 1e6:,.0f}" if found["peak"] else "",
@@ -215,13 +223,18 @@ def row(task: Mapping[str, Any], found: Mapping[str, Any], bare: Mapping[str, An
     )
 
 
+def _with(task: Mapping[str, Any]) -> str:
+    checkpoint = {"no": [], "yes": ["checkpoint"], "selective": ["selective"]}[task["checkpoint"]]
+    return "+".join([*(["compile"] if task["compile"] else []), *checkpoint])
+
+
 def main() -> None:
     """Measure row after row, print, write."""
     arguments = parser(__doc__)
     arguments.add_argument("--sizes", nargs="+", choices=SIZES, metavar="SIZE", help=f"of {', '.join(SIZES)}")
     arguments.add_argument("--engines", nargs="+", choices=ENGINES, default=[BARE, "fsdp2", "zero3"])
     arguments.add_argument("--compile", nargs="+", choices=("no", "yes"), default=["no", "yes"])
-    arguments.add_argument("--checkpoint", nargs="+", choices=("no", "yes"), default=["no", "yes"])
+    arguments.add_argument("--checkpoint", nargs="+", choices=CHECKPOINTING, default=list(CHECKPOINTING))
     arguments.add_argument("--shard", type=int, default=1, help="ranks that hold the replica")
     arguments.add_argument("--turns", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=2, help="in a turn")
@@ -233,7 +246,7 @@ def main() -> None:
     common["precision"] = "bf16" if gpu else "fp32"
     rows: list[Row] = []
     for size, compiled, checkpoint in itertools.product(sizes, options.compile, options.checkpoint):
-        settings = {"size": size, "compile": compiled == "yes", "checkpoint": checkpoint == "yes", **common}
+        settings = {"size": size, "compile": compiled == "yes", "checkpoint": checkpoint, **common}
         bare = None
         for engine in options.engines:
             task = {"engine": engine, **settings}

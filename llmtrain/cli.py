@@ -231,14 +231,26 @@ def recipe_check(
 
 
 @recipe_app.command("show", context_settings=OVERRIDES)
-def recipe_show(context: typer.Context, recipe: RecipeFile) -> None:
-    """The resolved recipe, its model's size, and what it needs on a GPU."""
+def recipe_show(
+    context: typer.Context,
+    recipe: RecipeFile,
+    tflops: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-6, help="What a rank really does in training, in 10^12 operations a second; else tried here."
+        ),
+    ] = None,
+    mbit: Annotated[float, typer.Option(min=1e-6, help="Megabits a second from one replica to another.")] = 1000.0,
+) -> None:
+    """The resolved recipe, its model's size, and what it needs in memory and time."""
     from rich.console import Console
 
+    from llmtrain.plan.pace import Rates, rate_here
     from llmtrain.plan.show import show
     from llmtrain.recipe import load_recipe
 
-    show(load_recipe(recipe, context.args), Console(highlight=False))
+    loaded = load_recipe(recipe, context.args)
+    show(loaded, Console(highlight=False), Rates(tflops * 1e12 if tflops else rate_here(loaded), mbit))
 
 
 @recipe_app.command("schema")

@@ -16,7 +16,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from llmtrain.attention import FUSED_HERE, fuse_attention
 from llmtrain.config import ModelSection
+from llmtrain.documents import documents_of, positions_in
 from llmtrain.errors import ModelError
 from llmtrain.loss import LossHead
 from llmtrain.seeding import derive_seed
@@ -36,12 +38,16 @@ class ModelBlock:
 class LanguageModel(nn.Module):
     """A causal language model whose forward is its loss: (input_ids, labels) [B, T] -> summed loss, a scalar.
 
-    Labels are already shifted; -100 is left out. Logits exist for `loss_chunk` positions at a time.
+    Labels are already shifted; -100 is left out. Logits exist for `loss_chunk` positions at a time. With a
+    `separator`, the id of the token that ends a document, no token sees another document, and positions begin anew in each.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, loss_chunk: int):
+    def __init__(self, causal_lm: PreTrainedModel, loss_chunk: int, separator: int | None = None):
         super().__init__()
-        self.causal_lm = causal_lm
+        self.causal_lm, self._separator = causal_lm, separator
+        self._fused_here = causal_lm.config.model_type == FUSED_HERE
+        if self._fused_here:
+            fuse_attention(causal_lm, separates_documents=separator is not None)
         head = causal_lm.get_output_embeddings()
         if type(head) is not nn.Linear:
             raise ModelError(
@@ -50,8 +56,18 @@ class LanguageModel(nn.Module):
         causal_lm.set_output_embeddings(LossHead.from_linear(head, loss_chunk))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden = self.causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        return self.causal_lm.get_output_embeddings()(hidden, labels)
+        return self.causal_lm.get_output_embeddings()(self.hidden(input_ids), labels)
+
+    def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """What the head reads: [B, T] -> [B, T, hidden]."""
+        given: dict[str, torch.Tensor] = {}
+        documents = torch.zeros_like(input_ids)
+        if self._separator is not None:
+            documents = documents_of(input_ids, self._separator)
+            given["position_ids"] = positions_in(documents)  # transformers takes its masks from them
+        if self._fused_here:
+            given["attention_mask"] = documents[:, None, None]  # of four dimensions: transformers hands it on as it is
+        return self.causal_lm.base_model(input_ids=input_ids, use_cache=False, **given).last_hidden_state
 
 
 def model_config(section: ModelSection, vocab_size: int | None = None) -> PretrainedConfig:
@@ -82,8 +98,8 @@ def model_config(section: ModelSection, vocab_size: int | None = None) -> Pretra
         ) from error
 
 
-def build(config: PretrainedConfig, loss_chunk: int) -> LanguageModel:
-    """The model with weights on the meta device (buffers are real)."""
+def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = None) -> LanguageModel:
+    """The model with weights on the meta device (buffers are real). `separator` keeps documents apart."""
     from accelerate import init_empty_weights
 
     for key in LOGIT_CHANGING_KEYS:
@@ -98,7 +114,7 @@ def build(config: PretrainedConfig, loss_chunk: int) -> LanguageModel:
         raise ModelError(
             f"model: transformers can't build {config.model_type!r}: {str(error).splitlines()[0]}"
         ) from error
-    model = LanguageModel(causal_lm, loss_chunk)
+    model = LanguageModel(causal_lm, loss_chunk, separator)
     if config.tie_word_embeddings:
         causal_lm.tie_weights()
     return model

@@ -12,7 +12,7 @@ import torch
 
 from llmtrain.compare.comparison import DelaySection, GarbageSection
 from llmtrain.config import Section
-from llmtrain.data.loader import Loader
+from llmtrain.data.ahead import Ahead
 from llmtrain.trace import span
 from llmtrain.train.trainer import Trainer
 
@@ -71,7 +71,7 @@ def _sleeper(faults: Faults, host: int, trainer: Trainer) -> Callable[[int], Non
 class GarbageLoader:
     """Batches of another loader, with their tokens replaced at random while `is_on()`. They are used up all the same."""
 
-    def __init__(self, loader: Loader, is_on: Callable[[], bool], seed: int):
+    def __init__(self, loader: Ahead, is_on: Callable[[], bool], seed: int):
         self._loader, self._is_on = loader, is_on
         self._drawn = torch.Generator().manual_seed(seed)
 

@@ -84,6 +84,9 @@ class TrainSection(Section):
     """Sequences per step, of all replicas together."""
     micro_batch: PositiveInt = 8
     """Sequences per forward pass on one rank."""
+    document_mask: bool = False
+    """A token sees no other document than its own, and positions begin anew in each; otherwise all that is before it in its
+    sequence. With an attention of transformers a mask of sequence_length squared is made for every sequence."""
     deterministic: bool = False
     """Use only deterministic kernels (always so on the CPU); slower on GPUs."""
 
@@ -164,8 +167,9 @@ class ParallelSection(Section):
     """What forward and backward compute in; masters and optimizer stay fp32 (fp64: everything, for verification)."""
     compile: bool = False
     """torch.compile every layer on its own."""
-    activation_checkpointing: bool = False
-    """Recompute every layer in backward instead of keeping its activations."""
+    activation_checkpointing: bool | Literal["selective"] = False
+    """Recompute every layer in backward instead of keeping its activations; `selective`: keep the results of matrix products
+    and attention, which are expensive, and recompute the rest."""
     loss_chunk: PositiveInt = 1024
     """Positions whose logits exist at once; bounds the memory of tokens x vocabulary."""
     replica_backend: Literal["auto", "gloo", "nccl"] = "auto"

@@ -112,8 +112,7 @@ def training_model(config: PretrainedConfig, weights: ChosenWeights) -> Language
 @torch.no_grad()
 def training_logits(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
     """Logits [B, T, vocabulary] by the path that training's loss takes."""
-    hidden = model.causal_lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    return model.causal_lm.get_output_embeddings()(hidden)
+    return model.causal_lm.get_output_embeddings()(model.hidden(tokens))
 
 
 def load_exported(folder: Path) -> PreTrainedModel:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.model import LanguageModel, ModelBlock
 
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 """What forward and backward compute in, by `parallel.precision`."""
+EXPENSIVE = {"mm", "addmm", "bmm"}
+"""Operations whose results selective checkpointing keeps, and all of ATTENTION's."""
+ATTENTION = "_scaled_dot_product"
+"""What the names of torch's fused attentions begin with."""
 
 
 def named_parameters_of(model: LanguageModel, block: ModelBlock) -> list[tuple[str, nn.Parameter]]:
@@ -27,18 +33,26 @@ def wrap_layers(blocks: Iterable[ModelBlock], parallel: ParallelSection) -> None
     for layer in (m for block in blocks if block.name.startswith("layer") for m in block.modules):
         forward = layer.forward
         if parallel.activation_checkpointing:
-            forward = _checkpointed(forward)
+            forward = _checkpointed(forward, selective=parallel.activation_checkpointing == "selective")
         if parallel.compile:
             forward = torch.compile(forward)
         if forward is not layer.forward:
             layer.forward = forward
 
 
-def _checkpointed(forward):
-    def recomputing(*args, **kwargs):
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+def _checkpointed(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
+    keeps = {"context_fn": partial(create_selective_checkpoint_contexts, _what_is_kept)} if selective else {}
+
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **keeps, **kwargs)
 
     return recomputing
+
+
+def _what_is_kept(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = operation.overloadpacket.__name__
+    is_expensive = name in EXPENSIVE or name.startswith(ATTENTION)
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def build_optimizer(groups: list[dict], optim: OptimSection) -> torch.optim.Optimizer:

@@ -21,7 +21,7 @@ from llmtrain.errors import RecipeError, TrainingError
 from llmtrain.parallel.network import Networks, address_towards, is_loopback
 from llmtrain.parallel.world import World, meeting_point, node_name
 
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 3.0
 """How much longer the others wait than rank 0, which tells them who is missing; and how long it stays to be heard."""
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from llmtrain.attention import FUSED_HERE
 from llmtrain.config import EveryStep, Layerwise, Overlapped, Recipe, Stale
 from llmtrain.data.tokenizer import TRAIN, load_tokenizer
 from llmtrain.data.tokenizer import vocab_size as size_of_tokenizer
@@ -31,12 +32,17 @@ BYTES = {"bf16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}
 """By precision: of a master value, of a value in compute precision."""
 KNOWN_VOCABULARIES = {"gpt2": 50257, "openai-community/gpt2": 50257}
 """Tokens of tokenizers on the hub, which is not asked."""
-SAVED_PER_LINEAR = {True: {"bf16": 1.2, "fp32": 1.1, "fp64": 1.1}, False: {"bf16": 1.75, "fp32": 1.6, "fp64": 1.6}}
-"""By whether attention is fused, and precision: bytes a layer keeps for backward over bytes of its linear layers' inputs and
-outputs. Counted with `torch.autograd.graph.saved_tensors_hooks`: Llama 1.20 in bf16 and 1.09 to 1.10 in fp32; GPT-Neo,
-beside its attention weights, 1.69 to 1.74 and 1.57 to 1.59."""
+SAVED_PER_LINEAR = {
+    "fused": {"bf16": 1.2, "fp32": 1.1, "fp64": 1.1},
+    FUSED_HERE: {"bf16": 1.65, "fp32": 1.65, "fp64": 1.65},
+    "not fused": {"bf16": 1.75, "fp32": 1.6, "fp64": 1.6},
+}
+"""By kind of attention, and precision: bytes a layer keeps for backward over bytes of its linear layers' inputs and outputs.
+Counted with `torch.autograd.graph.saved_tensors_hooks`: Llama 1.20 in bf16 and 1.09 to 1.10 in fp32, a little more with grouped
+heads (1.23, 1.13); GPT-Neo, in global and local layers, 1.56 and 1.70; with transformers' attention, beside that one's weights,
+1.69 to 1.74 and 1.57 to 1.59."""
 SAVED_PER_ATTENTION_WEIGHT = {"bf16": 6, "fp32": 4, "fp64": 8}
-"""Bytes for each weight of an attention that is not fused, counted on GPT-Neo in bf16 and fp32."""
+"""Bytes for each weight of an attention that is not fused, counted on transformers' GPT-Neo in bf16 and fp32."""
 IN_BACKWARD = 1.25
 """What a layer has kept, and the gradients of activations in its backward pass, over what it has kept."""
 
@@ -56,6 +62,10 @@ class ModelSize:
     layers: int
     linear_features: int
     """Inputs and outputs of the linear layers in one layer, summed."""
+    linear_outputs: int
+    """Outputs alone."""
+    attention: str
+    """Key of SAVED_PER_LINEAR."""
     unfused_heads: int
     """Attention heads whose whole [T, T] weights are kept; 0 with a fused attention, as most models have."""
     flops_per_token: float
@@ -100,6 +110,8 @@ def size_of(recipe: Recipe, vocab_size: int | None = None) -> ModelSize:
     blocks = blocks_of(model)
     layer = next(block for block in blocks if block.name == "layer 0")
     tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
+    linears = [m for part in layer.modules for m in part.modules() if isinstance(m, nn.Linear | Conv1D)]
+    attention = _attention(config)
     return ModelSize(
         parameters=count_parameters(model),
         embedding_parameters=sum(tables.values()),
@@ -107,13 +119,10 @@ def size_of(recipe: Recipe, vocab_size: int | None = None) -> ModelSize:
         vocabulary=config.vocab_size,
         hidden=config.hidden_size,
         layers=config.num_hidden_layers,
-        linear_features=sum(
-            sum(linear.weight.shape)
-            for part in layer.modules
-            for linear in part.modules()
-            if isinstance(linear, nn.Linear | Conv1D)
-        ),
-        unfused_heads=0 if _has_fused_attention(config) else config.num_attention_heads,
+        linear_features=sum(sum(linear.weight.shape) for linear in linears),
+        linear_outputs=sum(linear.nf if isinstance(linear, Conv1D) else linear.out_features for linear in linears),
+        attention=attention,
+        unfused_heads=config.num_attention_heads if attention == "not fused" else 0,
         flops_per_token=flops_per_token(model, recipe.train.sequence_length),
     )
 
@@ -135,7 +144,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
                  which are there in backward and gather nothing
     activations  a layer keeps l = s c t F, where F is the sum of its linear layers' inputs and outputs and s is
                  SAVED_PER_LINEAR, plus, if its attention is not fused, some bytes for each of heads x t x sequence_length
-                 weights. layers x l and l / 4 more for gradients; with checkpointing, c t hidden for each layer and 5 l / 4
+                 weights. layers x l and l / 4 more for gradients; with checkpointing, c t hidden for each layer and 5 l / 4;
+                 with `selective`, c t (O + 2 hidden) for each layer, O the outputs of its linear layers, and 5 l / 4
     loss         logits of loss_chunk positions in at least fp32, twice, or once beside their gradient and the head's in c; the
                  head's whole gradient in at least fp32, and that of its inputs in c
     messages     during a synchronisation, shards of the largest block in w: prefetch + 1 under way and 2 in work, and
@@ -172,7 +182,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     layer = _kept_by_layer(recipe, size)
     in_backward = int(IN_BACKWARD * layer)
     if recipe.parallel.activation_checkpointing:
-        of_one = compute * tokens * size.hidden
+        selected = size.linear_outputs + size.hidden if recipe.parallel.activation_checkpointing == "selective" else 0
+        of_one = compute * tokens * (size.hidden + selected)
         forward, backward, last = size.layers * of_one, size.layers * of_one + in_backward, of_one + in_backward
     else:
         forward, backward, last = size.layers * layer, (size.layers - 1) * layer + in_backward, in_backward
@@ -219,7 +230,7 @@ def _kept_by_layer(recipe: Recipe, size: ModelSize) -> int:
     precision, train = recipe.parallel.precision, recipe.train
     _, compute = BYTES[precision]
     tokens = train.micro_batch * train.sequence_length
-    linear = SAVED_PER_LINEAR[size.unfused_heads == 0][precision] * compute * tokens * size.linear_features
+    linear = SAVED_PER_LINEAR[size.attention][precision] * compute * tokens * size.linear_features
     weights = size.unfused_heads * tokens * train.sequence_length
     return int(linear) + SAVED_PER_ATTENTION_WEIGHT[precision] * weights
 
@@ -322,11 +333,13 @@ def _vocabulary(recipe: Recipe) -> int | None:
     )
 
 
-def _has_fused_attention(config: PretrainedConfig) -> bool:
-    """transformers refuses to build a model with `sdpa` when its attention can't be fused."""
+def _attention(config: PretrainedConfig) -> str:
+    """Its key in SAVED_PER_LINEAR. transformers refuses to build a model with `sdpa` when its attention can't be fused."""
+    if config.model_type == FUSED_HERE:
+        return FUSED_HERE
     try:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     except ValueError:
-        return False
-    return True
+        return "not fused"
+    return "fused"

@@ -28,7 +28,7 @@ INTRODUCTION = """\
 A recipe is a YAML file that describes a whole run, in sections of keys. Each key has a default; a recipe says what differs.
 
     python -m llmtrain recipe check RECIPE        # can it be trained? (--processes N: on so many ranks?)
-    python -m llmtrain recipe show RECIPE         # every key's value, the model's size, memory on each GPU
+    python -m llmtrain recipe show RECIPE         # every key's value, the model's size, memory on each GPU, time
     python -m llmtrain recipe schema              # JSON schema, for editors
 
 **Base files.** `base: FILE` or `base: [FILE, ...]` at the top names recipes (relative to this one) that it is laid over;

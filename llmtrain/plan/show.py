@@ -1,4 +1,5 @@
-"""What a recipe amounts to, before it is run: the resolved keys, the model's size, the traffic, the memory."""
+"""What a recipe amounts to, before it is run: the resolved keys, the model's size, the traffic, the memory, the
+time."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from llmtrain.config import Recipe
 from llmtrain.plan.memory import Memory, ModelSize, estimate, size_of
+from llmtrain.plan.pace import Rates, pace
 from llmtrain.plan.traffic import traffic
 from llmtrain.recipe import resolved_yaml
 from llmtrain.recipe_check import check
@@ -19,8 +21,8 @@ MESHES = ((1, 1), (1, 8), (8, 8))
 """(replicas, shard) that are shown for every recipe."""
 
 
-def show(recipe: Recipe, console: Console) -> None:
-    """Print the resolved recipe, then what it costs; needs no data, GPU or network.
+def show(recipe: Recipe, console: Console, rates: Rates | None = None) -> None:
+    """Print the resolved recipe, then what it costs, with `rates` also in time; needs no data, GPU or network.
 
     Raises UserError for a recipe that can't be trained, or whose vocabulary is not known without a download.
     """
@@ -30,6 +32,13 @@ def show(recipe: Recipe, console: Console) -> None:
     console.print(_figures(recipe, size))
     console.print()
     console.print(_memory(recipe, size))
+    if rates is not None:
+        console.print(_pace(recipe, size, rates))
+        console.print(
+            f"  with {rates.flops / 1e12:.3g} TFLOP/s of each rank (--tflops) and {rates.mbit:,g} Mbit/s between replicas (--mbit); "
+            "waiting: for\n  what comes over the network, a step on average",
+            soft_wrap=True,
+        )
 
 
 def _figures(recipe: Recipe, size: ModelSize) -> Table:
@@ -50,16 +59,12 @@ def _figures(recipe: Recipe, size: ModelSize) -> Table:
 
 def _memory(recipe: Recipe, size: ModelSize) -> Table:
     """A row a part, a column a mesh."""
-    given = tuple(recipe.parallel.given_on_cpu)
-    meshes = [*MESHES, *([given] if len(given) == 2 and given not in MESHES else [])]
+    meshes = _meshes(recipe)
     estimates = [estimate(recipe, size, *mesh) for mesh in meshes]
     largest = max(memory.device_total for memory in estimates)
     scale, unit = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
 
-    table = Table(title=f"Estimated {unit} on each GPU, by replicas x shard", title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("")
-    for replicas, shard in meshes:
-        table.add_column(f"{replicas} x {shard}", justify="right")
+    table = _by_mesh(f"Estimated {unit} on each GPU, by replicas x shard", meshes)
     for part in (field.name for field in fields(Memory) if field.name != "host"):
         table.add_row(part, *(f"{getattr(memory, part) / scale:,.2f}" for memory in estimates))
     table.add_section()
@@ -67,6 +72,33 @@ def _memory(recipe: Recipe, size: ModelSize) -> Table:
     if any(memory.host_total for memory in estimates):
         table.add_row("in CPU memory", *(f"{memory.host_total / scale:,.2f}" for memory in estimates))
     table.add_row("micro-batches a step", *(_accumulation(recipe, replicas * shard) for replicas, shard in meshes))
+    return table
+
+
+def _pace(recipe: Recipe, size: ModelSize, rates: Rates) -> Table:
+    """The same for time."""
+    meshes = _meshes(recipe)
+    paces = [pace(recipe, size, *mesh, rates) for mesh in meshes]
+    table = _by_mesh("Estimated seconds, by replicas x shard", meshes)
+    for name in ("step", "message", "waiting"):
+        table.add_row(name, *(f"{getattr(one, name):,.3g}" for one in paces))
+    table.add_section()
+    table.add_row("run, hours", *(f"{one.run / 3600:,.3g}" for one in paces), style="bold")
+    table.add_row("of it computing", *(f"{one.computing:.1%}" for one in paces))
+    return table
+
+
+def _meshes(recipe: Recipe) -> list[tuple[int, int]]:
+    given = tuple(recipe.parallel.given_on_cpu)
+    return [*MESHES, *([given] if len(given) == 2 and given not in MESHES else [])]
+
+
+def _by_mesh(title: str, meshes: list[tuple[int, int]]) -> Table:
+    """A table with a column for each mesh."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("")
+    for replicas, shard in meshes:
+        table.add_column(f"{replicas} x {shard}", justify="right")
     return table
 
 

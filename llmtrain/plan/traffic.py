@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rich.filesize import decimal
 
 from llmtrain.config import Butterfly, EverySeconds, EveryStep, Recipe
@@ -26,35 +28,65 @@ def per_average(recipe: Recipe, size: ModelSize, replicas: int, kind: str) -> fl
     return 2 * (replicas - 1) / replicas * bytes_per_value(recipe, kind) * size.parameters
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """What one replica sends in rounds of steps."""
+
+    first: int
+    """Synchronous steps before the first round."""
+    number: int
+    every: float
+    """Steps of a round, on average."""
+    bytes: float
+    """Of a round."""
+    bytes_in_group: float = 0.0
+    """Of a step's average in a group; 0 where there are no groups."""
+
+
+def gradient_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> float:
+    """What one replica sends in a synchronous step."""
+    wire = recipe.sync.wire
+    return per_average(recipe, size, replicas, wire.kind if wire.gradients else "fp32")
+
+
+def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
+    """Rounds of a recipe whose period is in steps, more than one."""
+    sync, steps = recipe.sync, recipe.train.total_steps
+    rates = LearningRates.of(recipe)
+    warmup = warmup_of(sync, rates)
+    period = build_period(sync.period, warmup, rates)
+    number = sum(period.ends_round(step) for step in range(warmup + 1, steps + 1)) + (not period.ends_round(steps))
+    every = (steps - warmup) / number
+    per_round = per_average(recipe, size, replicas, sync.wire.kind)
+    if not isinstance(sync.group, Butterfly):
+        return Rounds(warmup, number, every, per_round)
+    in_group = per_average(recipe, size, group_size(replicas, sync.group.size), sync.wire.kind)
+    return Rounds(warmup, number, every, per_round + (every - 1) * in_group, in_group)
+
+
 def traffic(recipe: Recipe, size: ModelSize) -> str:
     """A line or two for people: bytes a round and a step."""
     replicas = TYPICAL_REPLICAS if recipe.parallel.replicas == "auto" else recipe.parallel.replicas
     if replicas == 1:
         return "none between replicas: there is one"
     sync = recipe.sync
-    gradients = per_average(recipe, size, replicas, sync.wire.kind if sync.wire.gradients else "fp32")
+    gradients = decimal(int(gradient_bytes(recipe, size, replicas)))
     whose = f"from each of {replicas} replicas"
     if isinstance(sync.period, EveryStep):
-        return f"{decimal(int(gradients))} a step {whose} (gradients in every step)"
-    warmup = warmup_of(sync, LearningRates.of(recipe))
-    lines = _rounds(recipe, size, replicas, warmup, whose)
-    first = f", as in the first {warmup:,} steps" if warmup else ""
-    return f"{lines}\n{decimal(int(gradients))} a step when synchronous{first}"
-
-
-def _rounds(recipe: Recipe, size: ModelSize, replicas: int, warmup: int, whose: str) -> str:
-    sync, steps = recipe.sync, recipe.train.total_steps
-    per_round = per_average(recipe, size, replicas, sync.wire.kind)
+        return f"{gradients} a step {whose} (gradients in every step)"
     if isinstance(sync.period, EverySeconds):
-        return f"{decimal(int(per_round))} {whose} a round, a round in {sync.period.every:g} s"
-    period = build_period(sync.period, warmup, LearningRates.of(recipe))
-    rounds = sum(period.ends_round(step) for step in range(warmup + 1, steps + 1)) + (not period.ends_round(steps))
-    every = (steps - warmup) / rounds
-    how_many = f"{rounds:,} rounds of about {every:.0f} steps"
-    in_groups = ""
-    if isinstance(sync.group, Butterfly):
-        members = group_size(replicas, sync.group.size)
-        in_group = per_average(recipe, size, members, sync.wire.kind)
-        per_round += (every - 1) * in_group
-        in_groups = f", {decimal(int(in_group))} of it in a step among {members}"
-    return f"{decimal(int(per_round))} {whose} a round{in_groups}, {how_many}: {decimal(int(per_round / every))} a step"
+        warmup = warmup_of(sync, LearningRates.of(recipe))
+        per_round = decimal(int(per_average(recipe, size, replicas, sync.wire.kind)))
+        line = f"{per_round} {whose} a round, a round in {sync.period.every:g} s"
+    else:
+        rounds = rounds_of(recipe, size, replicas)
+        warmup = rounds.first
+        in_groups = ""
+        if rounds.bytes_in_group:
+            members = group_size(replicas, sync.group.size)
+            in_groups = f", {decimal(int(rounds.bytes_in_group))} of it in a step among {members}"
+        line = (
+            f"{decimal(int(rounds.bytes))} {whose} a round{in_groups}, {rounds.number:,} rounds of about "
+            f"{rounds.every:.0f} steps: {decimal(int(rounds.bytes / rounds.every))} a step"
+        )
+    return f"{line}\n{gradients} a step when synchronous" + (f", as in the first {warmup:,} steps" if warmup else "")

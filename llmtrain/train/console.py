@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
+import psutil
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -25,6 +26,7 @@ class Console:
         self.out = RichConsole(file=sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._enabled = enabled
+        self._has_begun = False
 
     def start(self, step: int, total: int) -> None:
         """Training begins (or goes on) after `step`."""
@@ -37,6 +39,11 @@ class Console:
 
     def advance(self, step: int) -> None:
         """Step `step` is done."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.note(
+                f"first step {time.time() - psutil.Process().create_time():.1f} s after the start of this process"
+            )
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from llmtrain.config import Layerwise, Recipe, TraceSection
+from llmtrain.data.ahead import Ahead
 from llmtrain.data.damage import DamageSearch
 from llmtrain.data.index import TOKENIZER, Prepared
 from llmtrain.data.loader import Loader, eval_batches
@@ -197,7 +198,8 @@ def build_trainer(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(derive_seed(recipe.run.seed, "rank", mesh.world.rank))
-    model = build(model_config(recipe.model, prepared.vocab_size), recipe.parallel.loss_chunk)
+    separator = prepared.eos_id if recipe.train.document_mask else None
+    model = build(model_config(recipe.model, prepared.vocab_size), recipe.parallel.loss_chunk, separator)
     parameters, flops = count_parameters(model), flops_per_token(model, recipe.train.sequence_length)
     gradient_wire = build_wire(recipe.sync.wire.kind) if recipe.sync.wire.gradients else None
     engine = build_engine(
@@ -245,7 +247,7 @@ def build_trainer(
         mesh=mesh,
         engine=engine,
         method=method,
-        loader=loader,
+        loader=Ahead(loader, recipe.run.timeout_seconds, pin=mesh.device.type == "cuda"),
         validation_sets=[
             ValidationSet(
                 name,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from llmtrain.config import Recipe
-from llmtrain.data.loader import Loader
+from llmtrain.data.ahead import Ahead
 from llmtrain.lr import LearningRates
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
@@ -57,7 +57,7 @@ class Trainer:
         mesh: Mesh,
         engine: Engine,
         method: Method,
-        loader: Loader,
+        loader: Ahead,
         validation_sets: Sequence[ValidationSet],
         checkpoints: Checkpoints,
         summariser: Summariser,

@@ -116,6 +116,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
     newest = next(reversed(directory.whole_checkpoints), None)
     trainer = build_trainer(recipe, mesh, prepared, directory, newest, console, "", stop)
     console.trainer = trainer
+    trainer.loader = trainer.loader.loader  # what is read ahead is not used yet
     sample, following = trainer.loader.sample, trainer.loader.next
 
     def recorded(entry: int) -> int:

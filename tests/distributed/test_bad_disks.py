@@ -8,10 +8,8 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from llmtrain.train.writing import Writing
 from tests.distributed.pool import RankPool
 from tests.distributed.reshape_runs import Part, Seen, recipe_of, trainer_of, write_texts
 from tests.end_to_end.runs import exact
+from tests.mounts import mounted, read_only
 
 KEYS = ("train.steps=12", "checkpoint.every=3", "checkpoint.keep=9", "log.every=2", "sync.warmup_steps=2")
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
@@ -103,20 +102,6 @@ def steps_of(run: Path) -> list[int]:
     for _, path in complete(run / "checkpoints"):
         assert fault(path, read_state(path)["files"]) is None
     return [step for step, _ in complete(run / "checkpoints")]
-
-
-@contextmanager
-def mounted(folder: Path, *mounts: list[str]) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    for options in mounts:
-        done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
-        if done.returncode:
-            subprocess.run(["umount", str(folder)], capture_output=True)
-            pytest.skip(f"this can't be mounted here: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @NEEDS_ROOT
@@ -194,7 +179,7 @@ def test_checkpoints_that_become_read_only_end_all_ranks_and_stay(
         shutil.rmtree(run / f"checkpoints/step-{step:08d}")
     (run / "recipe.yaml").unlink()
     checkpoints = run / "checkpoints"
-    with mounted(checkpoints, ["--bind", str(checkpoints)], ["-o", "remount,ro,bind"]):
+    with read_only(checkpoints):
         first, second = ranks.run(train, recipe, nothing, world_size=2)
         assert first == second and "\n" not in first
         assert "step-00000009 could not be written: " in first and "Read-only file system" in first

@@ -106,19 +106,31 @@ def test_gradient_norm_does_not_jump_at_the_end_of_the_warm_up(ranks):
 
 @pytest.mark.parametrize(
     "other",
-    [{"micro_batch": 1}, {"parallel": {"precision": "fp32", "activation_checkpointing": True}}],
-    ids=["accumulation", "activation checkpointing"],
+    [
+        {"micro_batch": 1},
+        {"parallel": {"precision": "fp32", "activation_checkpointing": True}},
+        {"parallel": {"precision": "fp32", "activation_checkpointing": "selective"}},
+    ],
+    ids=["accumulation", "activation checkpointing", "selective activation checkpointing"],
 )
 def test_what_only_saves_memory_changes_nothing(ranks, other):
     plain, changed = outcomes(ranks, Case(edit(), 2, 2), Case(edit(), 2, 2, **other))
     np.testing.assert_allclose(changed[0].losses, plain[0].losses, rtol=1e-6)
 
 
-def test_compiled_layers_survive_layerwise_synchronisation(ranks):
-    plain, compiled = outcomes(
-        ranks, Case(edit(), 1, 2), Case(edit(), 1, 2, parallel={"precision": "fp32", "compile": True})
+@pytest.mark.parametrize("model", [Case().model, GPT_NEO], ids=["llama", "gpt_neo-tied"])
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+def test_compiled_layers_survive_layerwise_synchronisation(ranks, model, checkpointing):
+    compiled = {"precision": "fp32", "compile": True, "activation_checkpointing": checkpointing}
+    layerwise, blocking, plain = outcomes(
+        ranks,
+        Case(edit(every=2), 2, 1, model, compiled),
+        Case(edit(every=2, schedule="blocking"), 2, 1, model, compiled),
+        Case(edit(every=2), 2, 1, model),
     )
-    np.testing.assert_allclose(compiled[0].losses, plain[0].losses, rtol=1e-5)
+    assert layerwise[0].losses == blocking[0].losses
+    assert_equal_weights(layerwise[0], blocking[0])
+    np.testing.assert_allclose(layerwise[0].losses, plain[0].losses, rtol=1e-5)
 
 
 def test_masters_stay_fp32_under_bf16(ranks):

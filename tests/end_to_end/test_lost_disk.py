@@ -6,14 +6,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.runs import Runs, exact
+from tests.mounts import read_only
 
 TWO = ("parallel.shard=1", "eval.sample_prompt=null", "log.tensorboard=false")
 
@@ -29,20 +27,6 @@ def whole(runs: Runs) -> list[dict]:
     code, output = runs.run("whole", *TWO)
     assert code == 0, output
     return [exact(line) for line in runs.lines("whole")]
-
-
-@contextmanager
-def read_only(folder: Path) -> Iterator[None]:
-    """While it lasts; root ignores permissions, but no mount's options."""
-    for arguments in (["--bind", folder, folder], ["-o", "remount,ro,bind", folder]):
-        done = subprocess.run(["mount", *map(str, arguments)], capture_output=True, text=True)
-        if done.returncode:
-            subprocess.run(["umount", str(folder)], capture_output=True)
-            pytest.skip(f"no folder can be made read-only here: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_a_run_whose_disk_is_lost_continues_from_its_mirror_to_the_same_losses(runs: Runs, whole: list[dict]) -> None:

@@ -224,7 +224,7 @@ def test_a_synchronisations_loops_differ_in_sync_alone(name: str) -> None:
 
 
 def _row_of(engine: str, **changes: object) -> dict[str, object]:
-    task = {"size": "6M", "engine": engine, "compile": False, "checkpoint": True, "shard": 2, "precision": "fp32"}
+    task = {"size": "6M", "engine": engine, "compile": False, "checkpoint": "yes", "shard": 2, "precision": "fp32"}
     return {**task, "override": [], **changes}
 
 
@@ -240,13 +240,15 @@ def test_which_rows_a_throughput_has() -> None:
 
 def test_a_throughputs_row() -> None:
     found = {"tokens": 1000, "seconds": [0.5, 0.4, 0.6], "first": 9.0, "flops": 1e6, "peak_flops": 1e10, "ranks": 2}
-    found |= {"peak": 100e6, "predicted": 110e6, "grown": None}
+    found |= {"peak": 100e6, "predicted": 110e6, "predicted_seconds": 0.4, "grown": None}
     row = throughput.row(_row_of("fsdp2"), found, {"seconds": [0.45]})
-    rates = ("2,000", "1,667 to 2,500", "0.900", "10.0 %", "9.0")
+    rates = ("2,000", "1,667 to 2,500", "0.900", "2,500", "10.0 %", "9.0")
     assert row == ("6M", "fsdp2", "checkpoint", *rates, "100", "110", "+10.0 %", "")
     bare = throughput.row(_row_of(throughput.BARE), {**found, "peak_flops": None, "grown": 5e6}, None)
-    assert bare[5:] == ("", "", "9.0", "100", "", "", "5")
+    assert bare[5:] == ("", "", "", "9.0", "100", "", "", "5")
     uncounted = throughput.row(_row_of("fsdp2"), {**found, "peak": None}, None)
+    selective = throughput.row(_row_of("fsdp2", compile=True, checkpoint="selective"), found, None)
+    assert selective[2] == "compile+selective"
     assert uncounted[-4:] == ("", "110", "", "")
     assert len(row) == len(bare) == len(throughput.COLUMNS)
 

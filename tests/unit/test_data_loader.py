@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
 import torch
 
+from llmtrain.data.ahead import Ahead
 from llmtrain.data.loader import IGNORED, Loader, eval_batches
 from llmtrain.data.shards import TokenShards
 from llmtrain.errors import DataError
@@ -118,3 +120,38 @@ def test_too_little_validation_text_is_refused_at_once() -> None:
     with pytest.raises(DataError, match="validation data: 4 tokens there, 5 needed for one sequence"):
         keys = {"max_tokens": 100, "sequence_length": LENGTH, "micro_batch": 1, "rank": 0, "world": 1}
         eval_batches(TokenShards([np.arange(4, dtype=np.uint16)]), **keys)
+
+
+def test_reading_ahead_changes_neither_batches_nor_state() -> None:
+    plain, ahead = loader(sequence(29), 1, 2), Ahead(loader(sequence(29), 1, 2), timeout_seconds=10)
+    states = []
+    for _ in range(5):
+        states.append(ahead.state_dict())
+        assert ahead.state_dict() == plain.state_dict()
+        assert torch.equal(torch.cat(ahead.next()), torch.cat(plain.next()))
+    ahead.load_state_dict(states[2])
+    plain.load_state_dict(states[2])
+    for _ in range(3):
+        assert ahead.state_dict() == plain.state_dict()
+        assert torch.equal(torch.cat(ahead.next()), torch.cat(plain.next()))
+
+
+def test_a_disk_that_does_not_answer_is_an_error() -> None:
+    answers = threading.Event()
+    slow = loader(sequence(29))
+    read, slow.next = slow.next, lambda: answers.wait(20) and read()
+    ahead = Ahead(slow, timeout_seconds=0.05)
+    with pytest.raises(DataError, match="does not answer"):
+        ahead.next()
+    answers.set()
+
+
+def test_an_error_of_the_thread_is_raised_by_next() -> None:
+    broken = loader(sequence(29))
+
+    def fail() -> None:
+        raise DataError("a shard is gone")
+
+    broken.next = fail
+    with pytest.raises(DataError, match="a shard is gone"):
+        Ahead(broken, timeout_seconds=10).next()

@@ -52,15 +52,25 @@ def test_a_tied_head_counts_once(tmp_path) -> None:
     assert size.parameters == EMBEDDING + HIDDEN + LAYERS * LAYER
 
 
-def test_gpt_neo_keeps_its_attention_weights(tmp_path) -> None:
+def test_gpt_neo_keeps_more_between_its_linear_layers(tmp_path) -> None:
     model = "{type: gpt_neo, config: {hidden_size: 8, num_layers: 2, num_heads: 4, attention_types: [[[global, local], 1]]}}"
     recipe = make(tmp_path, model=model)
     size = size_of(recipe)
-    assert size.unfused_heads == 4
-    more = estimate(recipe, size, 1, 1).activations - estimate(recipe, replace(size, unfused_heads=0), 1, 1).activations
-    # of both layers, and a quarter for gradients: 6 bytes for heads x tokens x sequence; the other factor is GPT-Neo's too
-    linear = (1.75 - 1.2) * 2 * (2 * 16) * size.linear_features
-    assert more == pytest.approx((2 + 1 / 4) * (6 * 4 * (2 * 16) * 16 + linear), abs=2)
+    assert (size.attention, size.unfused_heads) == ("gpt_neo", 0)
+    assert estimate(recipe, size, 1, 1).activations == pytest.approx(
+        (2 + 1 / 4) * 1.65 * 2 * (2 * 16) * size.linear_features, abs=2
+    )
+
+
+def test_an_attention_that_is_not_fused_keeps_its_weights(tmp_path) -> None:
+    recipe = make(tmp_path, model="{type: gptj, config: {n_embd: 8, n_layer: 2, n_head: 4, rotary_dim: 2}}")
+    size = size_of(recipe)
+    assert (size.attention, size.unfused_heads) == ("not fused", 4)
+    # of both layers, and a quarter for gradients: 6 bytes for heads x tokens x sequence
+    linear = 1.75 * 2 * (2 * 16) * size.linear_features
+    assert estimate(recipe, size, 1, 1).activations == pytest.approx(
+        (2 + 1 / 4) * (6 * 4 * (2 * 16) * 16 + linear), abs=2
+    )
 
 
 def test_vocabulary_from_recipe_tokenizer_or_argument(tmp_path) -> None:
@@ -210,6 +220,14 @@ def test_checkpointing_keeps_layer_inputs_only(tmp_path) -> None:
         update={"parallel": recipe.parallel.model_copy(update={"activation_checkpointing": False})}
     )
     assert estimate(recipe, deep, 1, 1).activations < estimate(plain, deep, 1, 1).activations / 4
+
+
+def test_selective_checkpointing_keeps_what_matrix_products_gave(tmp_path) -> None:
+    size = size_of(make(tmp_path))
+    assert size.linear_outputs == 4 * HIDDEN + 2 * INNER + HIDDEN
+    found = planned(tmp_path, "parallel.activation_checkpointing=selective")
+    kept = LAYERS * 2 * 32 * (size.linear_outputs + 2 * HIDDEN)
+    assert found.activations == pytest.approx(kept + 1.25 * 1.2 * 2 * 32 * size.linear_features, abs=2)
 
 
 def test_sgd_and_precision(tmp_path) -> None:

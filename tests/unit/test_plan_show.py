@@ -9,6 +9,8 @@ import pytest
 from rich.console import Console
 
 from llmtrain.errors import RecipeError
+from llmtrain.plan.memory import size_of
+from llmtrain.plan.pace import Rates, pace, rate_here
 from llmtrain.plan.show import show
 from llmtrain.recipe import load_recipe
 
@@ -16,9 +18,12 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 QUICKSTART = RECIPES / "quickstart.yaml"
 
 
+RATES = Rates(flops=1e10, mbit=100.0)
+
+
 def shown(path: Path, *overrides: str, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    show(load_recipe(path, overrides), console)
+    show(load_recipe(path, overrides), console, RATES)
     return console.file.getvalue()
 
 
@@ -101,3 +106,40 @@ def test_a_model_from_a_folder_needs_no_download(tmp_path: Path) -> None:
 def test_an_impossible_recipe_is_refused() -> None:
     with pytest.raises(RecipeError, match="global_batch"):
         shown(QUICKSTART, "train.global_batch=30", "parallel.replicas=2", "parallel.shard=2")
+
+
+def test_time_by_hand() -> None:
+    keys = ["sync.method=diloco", "sync.warmup_steps=10", "sync.period.every=10", "train.steps=50"]
+    recipe = load_recipe(QUICKSTART, keys)
+    size = size_of(recipe)
+    message = 8 * 2 * 3 / 4 * 4 * size.parameters / 100e6
+    found = pace(recipe, size, 4, 1, RATES)
+    assert found.step == pytest.approx(size.flops_per_token * recipe.train.tokens_per_step / 4e10)
+    assert found.message == pytest.approx(message)
+    assert found.run == pytest.approx(50 * found.step + (10 + 4) * message)
+    assert found.waiting == pytest.approx(14 / 50 * message)
+    assert found.computing == pytest.approx(50 * found.step / found.run)
+    assert pace(recipe, size, 1, 1, RATES).waiting == 0
+    again = load_recipe(QUICKSTART, [*keys, "parallel.activation_checkpointing=true"])
+    assert pace(again, size, 4, 1, RATES).step == pytest.approx(4 / 3 * found.step)
+
+
+def test_what_a_schedule_hides() -> None:
+    keys = ["sync.warmup_steps=0", "train.steps=50"]
+
+    def waiting(*more: str, every: str = "sync.period.every=10") -> float:
+        recipe = load_recipe(QUICKSTART, [*keys, *more, *([every] if every else [])])
+        return pace(recipe, size_of(recipe), 4, 1, RATES).waiting
+
+    blocking = waiting("sync.method=diloco")
+    assert waiting("sync.method=edit") == pytest.approx(blocking)
+    recipe = load_recipe(QUICKSTART, keys)
+    step = pace(recipe, size_of(recipe), 4, 1, RATES).step
+    overlapped = ["sync.method=streaming_diloco", "sync.wire=fp32", "sync.schedule.fragments=2"]
+    assert waiting(*overlapped, "sync.schedule.steps=1") == pytest.approx(max(0, blocking - 2 * step / 10))
+    assert waiting("sync.method=co2") == pytest.approx(max(0, blocking - step))
+    assert waiting("sync.method=synchronous", every="") == pytest.approx(10 * blocking)
+
+
+def test_a_rate_is_found_here() -> None:
+    assert 1e8 < rate_here(load_recipe(QUICKSTART, [])) < 1e16

@@ -1,0 +1,108 @@
+"""GPT-Neo's attention by torch's fused kernels; transformers has it only with whole [T, T] weights, in fp32.
+
+Its local layers, of which every query sees the last `window_size` keys, are computed in chunks of a window: queries of
+one chunk see keys of that chunk and of the one before, so time and memory grow with T x window.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+FUSED_HERE = "gpt_neo"
+"""The family whose attention is replaced; the others have torch's fused kernels from transformers."""
+
+
+def fuse_attention(causal_lm: PreTrainedModel, separates_documents: bool) -> None:
+    """Replace GPT-Neo's attention, parameters and their names as they were. Its `attention_mask` is from then on the number
+    of each token's document [B, 1, 1, T], read only if it `separates_documents`."""
+    for layer in causal_lm.base_model.h:
+        layer.attn.attention = GPTNeoAttention(layer.attn.attention, causal_lm.config, separates_documents)
+
+
+class GPTNeoAttention(nn.Module):
+    """softmax(q k^T) v without the usual 1/sqrt(head size), as GPT-Neo has it. Makes no cache."""
+
+    def __init__(self, replaced: nn.Module, config: PretrainedConfig, separates_documents: bool):
+        super().__init__()
+        self.k_proj, self.v_proj, self.q_proj = replaced.k_proj, replaced.v_proj, replaced.q_proj
+        self.out_proj = replaced.out_proj
+        self.resid_dropout = replaced.resid_dropout
+        self.heads, self.dropout = config.num_heads, config.attention_dropout
+        self.window = config.window_size if replaced.attention_type == "local" else None
+        self.separates_documents = separates_documents
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: object
+    ) -> tuple[torch.Tensor, None]:
+        """[B, T, d] -> ([B, T, d], no attention weights)."""
+        documents = None
+        if self.separates_documents:
+            assert attention_mask is not None and attention_mask.shape[1:3] == (1, 1)
+            documents = attention_mask[:, 0, 0]
+        q, k, v = (
+            proj(hidden_states).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        dropout = self.dropout if self.training else 0.0
+        mixed = attend(q, k, v, self.window, documents, dropout)
+        return self.resid_dropout(self.out_proj(mixed.transpose(1, 2).flatten(2))), None
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int | None = None,
+    documents: torch.Tensor | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention [B, H, T, head size] of unscaled products.
+
+    A query sees itself and what is before it: all, or with a `window` of w the w - 1 before it; with `documents` [B, T]
+    only what has its own number.
+    """
+    length = q.shape[2]
+    if window is not None and window < length:
+        return _attend_in_chunks(q, k, v, window, documents, dropout)
+    if documents is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, scale=1.0)
+    place = torch.arange(length, device=q.device)
+    sees = (place[:, None] >= place) & (documents[:, :, None] == documents[:, None, :])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=sees[:, None], dropout_p=dropout, scale=1.0)
+
+
+def _attend_in_chunks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, documents: torch.Tensor | None, dropout: float
+) -> torch.Tensor:
+    """Chunks take the place of rows: [B chunks, H, w, head size] queries, and twice as many keys."""
+    batch, length = q.shape[0], q.shape[2]
+    chunks = -(-length // window)
+    missing = chunks * window - length
+
+    def chunked(x: torch.Tensor, before: int) -> torch.Tensor:  # [B, H, T, e] -> [B chunks, H, before + w, e]
+        padded = F.pad(x, (0, 0, before, missing))
+        return padded.unfold(2, before + window, window).permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+    row, key = torch.arange(window, device=q.device)[:, None], torch.arange(2 * window, device=q.device)
+    sees = (row < key) & (key <= row + window)
+    # Keys before the first token, and after the last, are padding; rows of padding see themselves.
+    is_there = torch.arange(chunks, device=q.device)[:, None, None] * window + key >= window
+    sees = (sees & is_there).expand(batch, -1, -1, -1)
+    if documents is not None:
+        numbers = documents[:, None, :, None]
+        of_rows, of_keys = chunked(numbers, 0), chunked(numbers, window)
+        same = of_rows == of_keys.transpose(2, 3)
+        sees = sees & same.unflatten(0, (batch, chunks))[:, :, 0]
+    mixed = F.scaled_dot_product_attention(
+        chunked(q, 0),
+        chunked(k, window),
+        chunked(v, window),
+        attn_mask=sees.flatten(0, 1)[:, None],
+        dropout_p=dropout,
+        scale=1.0,
+    )
+    whole = mixed.unflatten(0, (batch, chunks)).transpose(1, 2).flatten(2, 3)
+    return whole[:, :, :length]
