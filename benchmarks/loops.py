@@ -146,12 +146,13 @@ def bare_loop(
 
 
 def take_turns(measurements: Mapping[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
-    """What each measured, turn after turn, so that a machine whose speed wanders is no faster for any; the first turn
-    warms up and is left out."""
+    """What each measured, turn after turn, so that a machine whose speed wanders is no faster for any; every other turn
+    backwards, since what comes before one may matter to it. The first turn warms up and is left out."""
     found: dict[str, list[T]] = {name: [] for name in measurements}
+    forwards = list(measurements)
     for turn in range(turns + 1):
-        for name, measure in measurements.items():
-            measured = measure()
+        for name in forwards[:: 1 if turn % 2 else -1]:
+            measured = measurements[name]()
             if turn:
                 found[name].append(measured)
     return found

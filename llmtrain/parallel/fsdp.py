@@ -55,7 +55,8 @@ class Fsdp2Engine(Engine):
         fully_shard(model, mesh=mesh.devices["shard"], mp_policy=policy)
         self._units: list[FSDPModule] = [block.modules[0] for block in model_blocks]
         for unit in self._units:
-            unit.set_gradient_divide_factor(1.0)
+            if mesh.shard.size > 1:  # one rank alone would divide by it, in a pass of its own
+                unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_all_reduce_hook(self._average_over_replicas)
         self.blocks = [self._shards_of(block) for block in model_blocks]
