@@ -76,7 +76,8 @@ def draw_loss(condition: ConditionResult, axis: Axis, styles: dict[str, Style]) 
     if condition.target is not None:
         _draw_target(axes, condition.target)
         losses.append(condition.target)
-    _limit(axes, losses, [curves[0][len(curves[0]) // 4][1] for curves in drawn])
+    early = statistics.median(curves[0][len(curves[0]) // 4][1] for curves in drawn)
+    _limit(axes, min(losses), early if condition.target is None else max(early, condition.target))
     _scale_x(axes, axis, [curves[0][-1][0] for curves in drawn])
     axes.set(xlabel=axis.label, ylabel="validation loss (nats per token)", title=condition.name)
     _legend_below(figure, *axes.get_legend_handles_labels())
@@ -241,9 +242,9 @@ def _middle(curves: Sequence[Curve]) -> Curve | None:
     return [(statistics.median(x for x, _ in points), statistics.median(y for _, y in points)) for points in columns]
 
 
-def _limit(axes: Axes, losses: Sequence[float], early: Sequence[float]) -> None:
-    """From the lowest loss to where most runs were after a quarter of their validations: ends are what one compares."""
-    low, high = min(losses), statistics.median(early)
+def _limit(axes: Axes, low: float, high: float) -> None:
+    """From the lowest loss to where most runs were after a quarter of their validations, or the target if that is higher: ends
+    are what one compares."""
     if high > low:
         axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
 

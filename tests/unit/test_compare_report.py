@@ -265,6 +265,15 @@ def test_reports_of_little(tmp_path: Path) -> None:
     assert "| solo | 1 done | – | – |" in text and "plots/time-plain.png" in text and "plots/loss" not in text
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_losses_of_one_validation_each_leave_room_for_the_target(tmp_path: Path) -> None:
+    """The baseline, whose loss is the target, ends far above all others: its line would be outside of the picture."""
+    for run, loss in {"synchronous": 5.95, "edit": 5.78, "diloco": 5.69, "palsgd": 5.64}.items():
+        write_trial(tmp_path, "plain", run, 1, straight(20, loss)[1:])
+    write_report(load_trials([tmp_path]), tmp_path, "synchronous")
+    assert (tmp_path / "plots/loss_bytes-plain.png").exists()
+
+
 def test_a_table_of_seeds_that_got_there_and_that_did_not(tmp_path: Path) -> None:
     write(tmp_path, synchronous=[(100.0, 4.0)] * 3, edit=[(20.0, 4.0), (10.0, 4.0), (30.0, 4.4)])
     text = (write_report(load_trials([tmp_path]), tmp_path).parent / "report.md").read_text()
