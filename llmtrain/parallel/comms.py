@@ -77,8 +77,8 @@ class RoundedReduction(Pending):
         self._message.view(-1)[: tensor.numel()] = tensor.reshape(-1)
         self._sent = wire.encode(self._message).to(comms.device)
         self._received = torch.empty_like(self._sent)
-        self._mine: torch.Tensor | None = None  # my chunk of the sum, as I sent it
-        self._mine_lost: torch.Tensor | None = None  # what rounding it left out
+        self._total: torch.Tensor | None = None  # my chunk of the sum
+        self._mine: torch.Tensor | None = None  # the same, as I sent it
         self._gathered: list[torch.Tensor] = []
         sent = (comms.size - 1) * self._sent.shape[1]
         self._work = comms.begin(what, sent, dist.all_to_all_single, self._received, self._sent)
@@ -92,10 +92,8 @@ class RoundedReduction(Pending):
         if self._mine is not None:
             return
         self._finish()
-        total = self._wire.decode(self._received.to(self.result.device), self.result.dtype).sum(0, keepdim=True)
-        self._mine = self._wire.encode(total)
-        self._mine_lost = total - self._wire.decode(self._mine, total.dtype)
-        self._mine = self._mine.to(self._comms.device)
+        self._total = self._arrived(self._received).sum(0, keepdim=True)
+        self._mine = self._wire.encode(self._total).to(self._comms.device)
         self._gathered = [torch.empty_like(self._mine) for _ in range(self._comms.size)]
         sent = (self._comms.size - 1) * self._mine.numel()
         self._work = self._comms.begin(self._what, sent, dist.all_gather, self._gathered, self._mine)
@@ -104,17 +102,19 @@ class RoundedReduction(Pending):
         self.proceed()
         self._finish()
         if self._gathered:
-            whole = self._wire.decode(torch.cat(self._gathered).to(self.result.device), self.result.dtype)
+            whole = self._arrived(torch.cat(self._gathered))
             self.result.copy_(whole.view(-1)[: self.result.numel()].view(self.result.shape))
             self._gathered = []
         return self.result
 
     def lost(self) -> torch.Tensor:
         """After `wait`: what this rank's rounding left out, flat. Added to its next message, the sum makes up for it."""
-        decoded = self._wire.decode(self._sent.to(self._message.device), self._message.dtype)
-        lost = self._message - decoded
-        lost[self._comms.rank] += self._mine_lost.view(-1)
+        lost = self._message - self._arrived(self._sent)
+        lost[self._comms.rank] += (self._total - self._arrived(self._mine)).view(-1)
         return lost.view(-1)[: self.result.numel()]
+
+    def _arrived(self, payload: torch.Tensor) -> torch.Tensor:
+        return self._wire.decode(payload.to(self.result.device), self.result.dtype)
 
 
 class Comms:

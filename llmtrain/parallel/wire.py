@@ -34,9 +34,12 @@ class Wire:
         if self.kind == "bf16":
             return values.to(torch.bfloat16).view(torch.uint8)
         blocks = values.view(len(values), -1, BLOCK)
-        scales = (blocks.abs().amax(-1, keepdim=True) / self._levels).to(torch.float32)
-        quotients = torch.where(scales > 0, blocks / scales, 0.0).round_().clamp_(-self._levels, self._levels)
-        codes = quotients.nan_to_num_(0.0).to(torch.int8).view(len(values), -1)
+        # Without a tensor of absolute values, and of zeros without the sign that one of -0.0 would give the scale.
+        largest = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True)).abs_()
+        scales = (largest / self._levels).to(torch.float32)
+        quotients = blocks / torch.where(scales > 0, scales, 1.0)
+        # A code that is not a number becomes any number; the block's scale, which is none either, breaks all of it.
+        codes = quotients.round_().clamp_(-self._levels, self._levels).to(torch.int8).view(len(values), -1)
         if self.kind == "int4":
             offset = (codes + 8).view(torch.uint8)
             codes = offset[:, 0::2] | (offset[:, 1::2] << 4)
@@ -53,7 +56,7 @@ class Wire:
         if self.kind == "int4":
             codes = torch.stack([codes & 15, codes >> 4], dim=-1).to(torch.int8) - 8
         values = codes.contiguous().view(torch.int8).view(rows, blocks, BLOCK).to(dtype)
-        return (values * scales.contiguous().view(torch.float32).view(rows, blocks, 1).to(dtype)).view(rows, -1)
+        return values.mul_(scales.contiguous().view(torch.float32).view(rows, blocks, 1)).view(rows, -1)
 
     def chunk(self, numel: int, ranks: int) -> int:
         """Values of each rank's part of a message of `numel` values: whole blocks, the last ones padded."""
