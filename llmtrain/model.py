@@ -61,12 +61,11 @@ class LanguageModel(nn.Module):
     def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
         """What the head reads: [B, T] -> [B, T, hidden]."""
         given: dict[str, torch.Tensor] = {}
-        documents = torch.zeros_like(input_ids)
-        if self._separator is not None:
-            documents = documents_of(input_ids, self._separator)
+        documents = None if self._separator is None else documents_of(input_ids, self._separator)
+        if documents is not None:
             given["position_ids"] = positions_in(documents)  # transformers takes its masks from them
-        if self._fused_here:
-            given["attention_mask"] = documents[:, None, None]  # of four dimensions: transformers hands it on as it is
+        if self._fused_here:  # a mask of four dimensions is handed on as it is
+            given["attention_mask"] = (torch.zeros_like(input_ids) if documents is None else documents)[:, None, None]
         return self.causal_lm.base_model(input_ids=input_ids, use_cache=False, **given).last_hidden_state
 
 
