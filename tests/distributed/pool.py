@@ -112,6 +112,7 @@ def _serve(pipe: connection.Connection) -> None:
             dist.init_process_group(
                 "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
             )
+            dist.barrier()  # or a rank whose task sends nothing is gone before the others have connected to it
             fn, args = pickle.loads(task)
             # Plain pickle copies tensors; the pipe's own send() would pass them through shared memory.
             answer = pickle.dumps((None, fn(*args)))
