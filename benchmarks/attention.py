@@ -1,6 +1,6 @@
 """What does GPT-Neo gain by fused attention, and what do document masks cost?
 
-    python benchmarks/attention.py              # two minutes on two cores
+    python benchmarks/attention.py              # five minutes on two cores
 
 One GPT-Neo of four layers (global and local ones in turn), forward and backward, as transformers builds it and with llmtrain's
 attention, without and with `train.document_mask`, in turns. With `--write` the table goes to benchmarks/results/attention/.

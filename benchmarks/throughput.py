@@ -1,6 +1,6 @@
 """How fast does one replica train, in how much memory, beside a bare loop and beside what was predicted?
 
-    python benchmarks/throughput.py                               # small models on a CPU; half an hour on two cores
+    python benchmarks/throughput.py                               # small models on a CPU; 33M alone: ten minutes on two cores
     python benchmarks/throughput.py --sizes 160M 1B 7B-layers     # one GPU
     python benchmarks/throughput.py --sizes 1B --shard 8          # eight
 
