@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotInTime
+import threading
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
 from llmtrain.data.loader import Loader
 from llmtrain.errors import DataError
+from llmtrain.threads import on_this_device
 
 
 class Ahead:
@@ -20,9 +21,12 @@ class Ahead:
 
     def __init__(self, loader: Loader, timeout_seconds: float, pin: bool = False):
         self.loader, self._timeout, self._pin = loader, timeout_seconds, pin
-        self._thread = ThreadPoolExecutor(1, "reads ahead")
-        self._coming: Future[list[torch.Tensor]] | None = None
+        self._orders: SimpleQueue[None] = SimpleQueue()
+        self._read: SimpleQueue[list[torch.Tensor] | BaseException] = SimpleQueue()
+        self._is_coming = False
         self._state = loader.state_dict()
+        # A daemon: a disk that hangs must not keep a run that has given up on it from ending.
+        threading.Thread(target=on_this_device(self._serve), name="reads ahead", daemon=True).start()
 
     @property
     def num_samples(self) -> int:
@@ -32,16 +36,20 @@ class Ahead:
     def next(self) -> list[torch.Tensor]:
         """The next step's micro-batches of this rank: int64 [micro_batch, sequence_length + 1] each. DataError if they are
         not there in `timeout_seconds`."""
-        coming = self._coming or self._thread.submit(self._read)
+        if not self._is_coming:
+            self._order()
         try:
-            batches = coming.result(self._timeout)
-        except NotInTime:
+            batches = self._read.get(timeout=self._timeout)
+        except Empty:
             raise DataError(
                 f"no batch could be read in {self._timeout:g} s (run.timeout_seconds): the disk that holds the token shards does "
                 "not answer; start the same command again when it does, to continue from the last checkpoint"
             ) from None
+        self._is_coming = False
+        if isinstance(batches, BaseException):
+            raise batches
         self._state = self.loader.state_dict()
-        self._coming = self._thread.submit(self._read)
+        self._order()
         return batches
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,12 +58,21 @@ class Ahead:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse."""
-        if self._coming is not None:
-            self._coming.result()
-            self._coming = None
+        if self._is_coming:
+            self._read.get()
+            self._is_coming = False
         self.loader.load_state_dict(state)
         self._state = self.loader.state_dict()
 
-    def _read(self) -> list[torch.Tensor]:
-        batches = self.loader.next()
-        return [batch.pin_memory() for batch in batches] if self._pin else batches
+    def _order(self) -> None:
+        self._is_coming = True
+        self._orders.put(None)
+
+    def _serve(self) -> None:
+        while True:
+            self._orders.get()
+            try:
+                batches = self.loader.next()
+                self._read.put([batch.pin_memory() for batch in batches] if self._pin else batches)
+            except BaseException as error:  # the training thread raises it
+                self._read.put(error)

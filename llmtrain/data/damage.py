@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from llmtrain.data.index import Prepared
+from llmtrain.data.index import INDEX, Index, Prepared
 from llmtrain.data.shards import Shard
 from llmtrain.errors import DataError
 
@@ -39,8 +41,8 @@ class DamageSearch:
         self._thread.join()
 
     def _run(self) -> None:
-        found = (damage(text, shard) for text, shard in self._shards)
-        self.problem = next((one for one in found if one is not None), None)
+        found = ((text, damage(text, shard)) for text, shard in self._shards)
+        self.problem = next((one for text, one in found if one is not None and not _is_replaced(text)), None)
 
 
 def damage(prepared: Prepared, shard: Shard) -> str | None:
@@ -54,6 +56,15 @@ def damage(prepared: Prepared, shard: Shard) -> str | None:
     if found != shard.crc32:
         return f"{path} on {host}: checksum {found:08x} found, {shard.crc32:08x} expected; {remedy}"
     return None
+
+
+def _is_replaced(prepared: Prepared) -> bool:
+    """Whether another run has put a larger folder in this one's place since it was opened, as `prepare` does."""
+    for _ in range(2):
+        with suppress(OSError, ValueError):
+            return Index.model_validate_json((prepared.directory / INDEX).read_bytes()) != prepared.index
+        time.sleep(1.0)  # between the two renames there is none
+    return False
 
 
 def verify(prepared: Prepared) -> None:

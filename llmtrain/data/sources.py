@@ -14,7 +14,7 @@ import os
 import platform
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -141,6 +141,8 @@ def _read_txt(path: Path, data: DataSection) -> Iterator[str]:
                     yield from filter(None, map(str.strip, complete))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error.reason}); convert it first (iconv -t utf-8)") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
     if rest.strip():
         yield rest.strip()
 
@@ -160,6 +162,12 @@ def _read_jsonl(path: Path, data: DataSection) -> Iterator[str]:
         raise DataError(f"{path}:{number}: not JSON ({first_line(error)}); expected one object a line") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: damaged gzip file ({first_line(error)}); copy it again") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path}: can't be read ({error.strerror}); look at its permissions and its disk")
 
 
 def _read_parquet(path: Path, data: DataSection) -> Iterator[str]:
@@ -205,8 +213,24 @@ def _read_hub(data: DataSection, split: str, key: str) -> Iterator[str]:
         raise DataError(
             f"{data.source}: data.subset={data.subset or 'null'}, {key}={split}: {first_line(error)}"
         ) from None
-    for row in rows:
+    for row in _without_breaks(rows, data.source):
         yield from _text(row, data.text_key, data.source)
+
+
+def _without_breaks(rows: Iterable[dict[str, Any]], source: str) -> Iterator[dict[str, Any]]:
+    """The rows. Whatever the libraries below raise while they stream, a connection that broke for one, is a DataError."""
+    iterator = iter(rows)
+    while True:
+        try:
+            row = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise DataError(
+                f"{source}: reading it from the hub failed ({first_line(error)}); start the same command again, or download it "
+                "and give the folder as data.source"
+            ) from error
+        yield row
 
 
 # ---- rows

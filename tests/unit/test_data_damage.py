@@ -161,3 +161,12 @@ def test_a_full_disk_is_one_line_and_leaves_it_as_it_was(data: DataSection) -> N
         verify(prepare(data, MANY, MANY))
     finally:
         subprocess.run(["umount", "--lazy", str(cache)], check=True)
+
+
+def test_a_larger_folder_in_its_place_is_no_damage(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run wants more of the same tokens, while this one still looks through its own."""
+    monkeypatch.setattr("llmtrain.data.prepare.BATCH_CHARACTERS", 1000)
+    some = prepare(data, 500, 100)
+    more = prepare(data, MANY, MANY)
+    assert some.directory == more.directory and some.index != more.index
+    assert searched(some) is None and searched(more) is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -144,6 +146,27 @@ def test_a_disk_that_does_not_answer_is_an_error() -> None:
     with pytest.raises(DataError, match="does not answer"):
         ahead.next()
     answers.set()
+
+
+NEVER_ANSWERS = """
+import threading
+from llmtrain.data.ahead import Ahead
+from llmtrain.errors import DataError
+
+class Disk:
+    next = staticmethod(threading.Event().wait)
+    state_dict = dict
+
+try:
+    Ahead(Disk(), timeout_seconds=0.05).next()
+except DataError as error:
+    print(error)
+"""
+
+
+def test_a_process_ends_though_its_disk_never_answers() -> None:
+    ended = subprocess.run([sys.executable, "-c", NEVER_ANSWERS], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "does not answer" in ended.stdout
 
 
 def test_an_error_of_the_thread_is_raised_by_next() -> None:

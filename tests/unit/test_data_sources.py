@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
@@ -142,3 +143,28 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match=r"data\.validation: .*nothing: no such file"):
         read("stdlib", validation=str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_disk_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(Path, "open", fails)
+    monkeypatch.setattr("builtins.open", fails)
+    with pytest.raises(DataError, match=rf"{name}: can't be read \(Input/output error\)"):
+        read(tmp_path / name)
+
+
+def test_a_hub_that_breaks_off_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(*_: object, **__: object) -> Iterator[dict[str, str]]:
+        yield {"text": "one"}
+        raise ConnectionResetError("connection reset by peer")
+
+    monkeypatch.setattr("llmtrain.data.sources.require", lambda *_, **__: None)
+    monkeypatch.setattr("datasets.load_dataset", rows)
+    texts = documents(DataSection(source="hf:o/d", validation_fraction=0.001), "train")
+    assert next(texts) == "one"
+    with pytest.raises(DataError, match=r"hf:o/d: reading it from the hub failed \(connection reset by peer\)"):
+        next(texts)

@@ -1,0 +1,48 @@
+"""Whether all hosts have prepared the same tokens; without a folder that all see, each does it for itself."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Mapping
+
+import numpy as np
+import torch.distributed as dist
+
+from llmtrain.data.index import Prepared
+from llmtrain.data.sources import SPLITS
+from llmtrain.errors import DataError
+from llmtrain.parallel.mesh import Mesh
+
+STRETCHES, LENGTH = 64, 1024
+"""How many stretches of a split are compared, and of how many tokens each."""
+
+
+def check_same_tokens(mesh: Mesh, texts: Mapping[str, Prepared]) -> None:
+    """Raises DataError, on every rank, where hosts would read different tokens: the hub's data set or a local file is not
+    the same on them, or their Python's standard library. A collective of all ranks."""
+    if mesh.world.size == 1:
+        return
+    mine = socket.gethostname(), {name: described(text) for name, text in texts.items()}
+    everybody: list[tuple[str, dict[str, str]]] = [mine] * mesh.world.size
+    dist.all_gather_object(everybody, mine, group=mesh.everyone.group)
+    first_host, first = everybody[0]
+    for rank, (host, theirs) in enumerate(everybody):
+        for name, text in theirs.items():
+            if text != first[name]:
+                raise DataError(
+                    f"{texts[name].index.source}: rank {rank} on {host} has other tokens ({text}) than rank 0 on {first_host} "
+                    f"({first[name]}); let all hosts see one data.cache_dir, or copy {texts[name].directory} from one to all"
+                )
+
+
+def described(prepared: Prepared) -> str:
+    """What a run reads of it, in words and as a digest: of all that is not tokens, and of stretches all over these."""
+    counts = {split: prepared.tokens(split) for split in SPLITS}
+    digest = hashlib.sha256(repr((prepared.vocab_size, prepared.eos_id, prepared.index.dtype)).encode())
+    for tokens in counts.values():
+        length = min(LENGTH, len(tokens))
+        for start in np.linspace(0, len(tokens) - length, STRETCHES, dtype=np.int64):
+            digest.update(tokens.window(int(start), length).astype("<u4").tobytes())
+    sizes = " + ".join(f"{len(tokens):,}" for tokens in counts.values())
+    return f"{sizes} of a vocabulary of {prepared.vocab_size:,}, {digest.hexdigest()[:8]}"

@@ -1,0 +1,56 @@
+"""Hosts that have prepared other tokens than the others are named before training."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmtrain.config import DataSection
+from llmtrain.data.prepare import prepare
+from llmtrain.data.same import check_same_tokens, described
+from llmtrain.errors import DataError
+from llmtrain.parallel.mesh import build_mesh
+from llmtrain.parallel.world import World
+
+TEXTS = [f"Document {i}, read {i * i} times." for i in range(400)]
+KEYS = {"tokenizer": "train:320", "validation_fraction": 0.2}
+
+
+def section(folder: Path, texts: list[str]) -> DataSection:
+    folder.mkdir()
+    (folder / "stories.txt").write_text("\n~~~\n".join(texts))
+    return DataSection(source=str(folder / "stories.txt"), separator="\n~~~\n", cache_dir=str(folder / "cache"), **KEYS)
+
+
+def checked(sections: list[DataSection]) -> str:
+    """What this rank is told, each rank having the section of its number."""
+    world = World(dist.get_rank(), 2, dist.get_rank(), 2)
+    mesh = build_mesh(world, torch.device("cpu"), 2, 1, "auto", timedelta(seconds=60))
+    try:
+        check_same_tokens(mesh, {"": prepare(sections[world.rank], 3000, 300)})
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_other_tokens_on_another_host_are_refused_on_all(ranks, tmp_path: Path) -> None:
+    a, b, c = (section(tmp_path / name, texts) for name, texts in {"a": TEXTS, "b": TEXTS, "c": TEXTS[::-1]}.items())
+    assert ranks.run(checked, [a, b], world_size=2) == ["", ""]
+    one, other = ranks.run(checked, [a, c], world_size=2)
+    assert one.startswith(f"{a.source}: rank 1 on ") and "has other tokens (4,038 + 301 of a vocabulary of 320" in one
+    assert other.startswith(f"{c.source}: rank 1 on ")
+
+
+def test_what_another_run_has_prepared_beyond_it_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmtrain.data.prepare.BATCH_CHARACTERS", 1000)
+    data = section(tmp_path / "a", TEXTS)
+    few, many = (data.model_copy(update={"max_tokens": number}) for number in (2000, 3000))
+    before = described(prepare(few, 2000, 300))
+    assert described(prepare(many, 3000, 600)) != before
+    assert described(prepare(few, 2000, 300)) == before
