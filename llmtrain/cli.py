@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from llmtrain.errors import leave_with_code
+from llmtrain.startup import quick_imports
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, e.g. recipes/quickstart.yaml.")]
@@ -36,9 +37,10 @@ def train(
 
     Ranks come from the environment (torchrun, srun, DeepSpeed); without one, this is the only process.
     """
-    from llmtrain.parallel.world import World
-    from llmtrain.recipe import load_recipe
-    from llmtrain.train.run import run_training
+    with quick_imports():
+        from llmtrain.parallel.world import World
+        from llmtrain.recipe import load_recipe
+        from llmtrain.train.run import run_training
 
     raise typer.Exit(run_training(load_recipe(recipe, context.args), World.from_environment()))
 
@@ -58,9 +60,10 @@ def launch(context: typer.Context, recipe: RecipeFile) -> None:
 @app.command(context_settings=OVERRIDES)
 def prepare(context: typer.Context, recipe: RecipeFile) -> None:
     """Turn a recipe's text into token shards; training does it too, if they are not there yet."""
-    from llmtrain.recipe import load_recipe
-    from llmtrain.recipe_check import check
-    from llmtrain.train.run import prepare_for
+    with quick_imports():
+        from llmtrain.recipe import load_recipe
+        from llmtrain.recipe_check import check
+        from llmtrain.train.run import prepare_for
 
     loaded = load_recipe(recipe, context.args)
     check(loaded, None)
@@ -83,9 +86,10 @@ def doctor(
     Started on many ranks (torchrun ... -m llmtrain doctor RECIPE), it also tries the network between them. Exit code 1
     if there is a problem.
     """
-    from llmtrain.doctor.examine import examine
-    from llmtrain.parallel.world import World
-    from llmtrain.recipe import load_recipe
+    with quick_imports():
+        from llmtrain.doctor.examine import examine
+        from llmtrain.parallel.world import World
+        from llmtrain.recipe import load_recipe
 
     loaded = load_recipe(recipe, context.args) if recipe else None
     raise typer.Exit(examine(loaded, World.from_environment(), timeout))
@@ -151,10 +155,11 @@ def export(
     One process, no GPU, whatever mesh and engine the run had. The logits of the exported model are compared with the
     training model's; exit code 1 and no folder if they differ.
     """
-    from llmtrain.export.export import Request, describe
-    from llmtrain.export.export import export as export_checkpoint
-    from llmtrain.export.source import find_source
-    from llmtrain.export.weights import Choice
+    with quick_imports():
+        from llmtrain.export.export import Request, describe
+        from llmtrain.export.export import export as export_checkpoint
+        from llmtrain.export.source import find_source
+        from llmtrain.export.weights import Choice
 
     request = Request(Choice.parse(weights), dtype, max_shard_size)
     typer.echo(describe(*export_checkpoint(find_source(run, step), request, out)))
@@ -174,8 +179,9 @@ def generate(
 
     A run's checkpoint is exported first, unless it is already (RUN/export).
     """
-    from llmtrain.export.generate import Sampling
-    from llmtrain.export.generate import generate as write_text
+    with quick_imports():
+        from llmtrain.export.generate import Sampling
+        from llmtrain.export.generate import generate as write_text
 
     typer.echo(write_text(model, prompt, Sampling(tokens, temperature, top_k, seed), step))
 
@@ -199,7 +205,8 @@ def evaluate_command(
     """
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
-    from llmtrain.eval.command import evaluate
+    with quick_imports():
+        from llmtrain.eval.command import evaluate
 
     evaluate(
         runs,
@@ -243,11 +250,12 @@ def recipe_show(
     mbit: Annotated[float, typer.Option(min=1e-6, help="Megabits a second from one replica to another.")] = 1000.0,
 ) -> None:
     """The resolved recipe, its model's size, and what it needs in memory and time."""
-    from rich.console import Console
+    with quick_imports():
+        from rich.console import Console
 
-    from llmtrain.plan.pace import Rates, rate_here
-    from llmtrain.plan.show import show
-    from llmtrain.recipe import load_recipe
+        from llmtrain.plan.pace import Rates, rate_here
+        from llmtrain.plan.show import show
+        from llmtrain.recipe import load_recipe
 
     loaded = load_recipe(recipe, context.args)
     show(loaded, Console(highlight=False), Rates(tflops * 1e12 if tflops else rate_here(loaded), mbit))

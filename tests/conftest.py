@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,17 @@ from tests.distributed.pool import RankPool
 # Before any test imports transformers, and inherited by every process that a test starts.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["KINETO_LOG_LEVEL"] = "99"  # torch's profiler says aloud when it starts and stops
+
+
+def pytest_configure() -> None:
+    """Until all tests are imported, as `llmtrain.startup.quick_imports` has it."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

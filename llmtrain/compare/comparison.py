@@ -2,7 +2,7 @@
 
 name: sync_vs_async
 recipe: ../diloco_gpt_neo_8m.yaml            # of every run that names no other; paths are relative to this file
-overrides: [train.steps=300]                 # for all runs
+overrides: [train.tokens=null, train.steps=300]   # for all runs
 hosts: {count: 4, cpus: 0.5}
 runs:
   synchronous: {overrides: [sync.method=synchronous]}

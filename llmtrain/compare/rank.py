@@ -6,15 +6,18 @@ from __future__ import annotations
 import os
 import sys
 
-from llmtrain.compare.faults import Faults, inject
 from llmtrain.errors import leave_with_code
-from llmtrain.parallel.world import World
-from llmtrain.recipe import load_recipe
-from llmtrain.train.run import run_training
+from llmtrain.startup import quick_imports
 
 
 def main(faults: str, recipe: str, *overrides: str) -> int:
     """Train; returns the exit code. torchrun says which host this is (GROUP_RANK)."""
+    with quick_imports():
+        from llmtrain.compare.faults import Faults, inject
+        from llmtrain.parallel.world import World
+        from llmtrain.recipe import load_recipe
+        from llmtrain.train.run import run_training
+
     change = inject(Faults.model_validate_json(faults), host=int(os.environ["GROUP_RANK"]))
     return run_training(load_recipe(recipe, overrides), World.from_environment(), change)
 

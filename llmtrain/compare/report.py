@@ -44,7 +44,8 @@ PLOT_NOTES = (
 TIME_NOTES = (
     "Medians over seeds of the means over ranks; idle is what was not computing. Computing is all time in which training "
     "went on, reading data and injected delays included, so communication that was hidden behind it has no bar of its own. "
-    "Waiting is the time at the start of synchronisations until the slowest replica had come."
+    "Waiting is for the slowest replica: at the start of synchronisations, and at log lines, which let no replica run further "
+    "ahead than two of them."
 )
 TIMELINE_NOTES = (
     "One row a rank, the same number of seconds for all runs under a condition; black ticks are the starts of steps, thin "

@@ -26,6 +26,7 @@ from llmtrain.launch.processes import processes_per_node
 from llmtrain.launch.watch import hung_ranks_are_ended
 from llmtrain.recipe import load_recipe
 from llmtrain.recipe_check import check, check_vocabulary
+from llmtrain.startup import quick_imports
 
 if TYPE_CHECKING:
     from llmtrain.train.rundir import RunDirectory
@@ -62,14 +63,15 @@ def launch_torchrun(recipe_path: Path, overrides: Sequence[str]) -> int:
 
 def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     recipe = load_recipe(recipe_path, overrides)
+    with quick_imports():
+        from llmtrain.launch.roll_call import meet_nodes
+        from llmtrain.train.run import prepare_for
+        from llmtrain.train.rundir import RunDirectory
+
     nodes = Nodes.from_environment()
     per_node = processes_per_node(recipe.parallel, nodes.count)
     check(recipe, nodes.count * per_node)
     _check_memory(recipe, nodes, per_node)
-
-    from llmtrain.launch.roll_call import meet_nodes
-    from llmtrain.train.run import prepare_for
-    from llmtrain.train.rundir import RunDirectory
 
     directory = RunDirectory(recipe)
 

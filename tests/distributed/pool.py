@@ -17,6 +17,8 @@ from datetime import timedelta
 from multiprocessing import connection, get_context
 from typing import Any
 
+from llmtrain.startup import quick_imports
+
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to notice that one has failed, before they are killed."""
 
@@ -101,7 +103,10 @@ class RankPool:
 def _serve(pipe: connection.Connection) -> None:
     """A rank's life: take a task, answer (None, result) or (time of failure, traceback), until the parent is gone."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    import torch.distributed as dist
+    with quick_imports():
+        import torch.distributed as dist
+
+        import llmtrain.train.run  # noqa: F401  what most tasks need
 
     while True:
         try:
