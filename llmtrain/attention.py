@@ -1,7 +1,11 @@
-"""GPT-Neo's attention by torch's fused kernels; transformers has it only with whole [T, T] weights, in fp32.
+"""Attention by torch's fused kernels, where transformers does not let a training step have it, or not without waiting.
 
-Its local layers, of which every query sees the last `window_size` keys, are computed in chunks of a window: queries of
-one chunk see keys of that chunk and of the one before, so time and memory grow with T x window.
+GPT-Neo's is written here: transformers has it only with whole [T, T] weights, in fp32. Its local layers, of which every
+query sees the last `window_size` keys, are computed in chunks of a window: queries of one chunk see keys of that chunk and
+of the one before, so time and memory grow with T x window.
+
+Llama's is transformers' own, under a name for which it makes no mask: to make one, it looks at the positions for packed
+documents, and the host waits for the device in every forward pass.
 """
 
 from __future__ import annotations
@@ -9,10 +13,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 FUSED_HERE = "gpt_neo"
 """The family whose attention is replaced; the others have torch's fused kernels from transformers."""
+CAUSAL = {"llama"}
+"""Families of which every layer sees all that is before a token, and nothing else needs a mask."""
+UNMASKED = "unmasked_sdpa"
+"""transformers' name for fused attention for which it makes no mask: causal, unless one is given."""
+
+AttentionInterface.register(UNMASKED, AttentionInterface()["sdpa"])
 
 
 def fuse_attention(causal_lm: PreTrainedModel, separates_documents: bool) -> None:
@@ -20,6 +30,14 @@ def fuse_attention(causal_lm: PreTrainedModel, separates_documents: bool) -> Non
     of each token's document [B, 1, 1, T], read only if it `separates_documents`."""
     for layer in causal_lm.base_model.h:
         layer.attn.attention = GPTNeoAttention(layer.attn.attention, causal_lm.config, separates_documents)
+
+
+def prepared_mask(family: str, input_ids: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor | None:
+    """The `attention_mask` for input_ids [B, T], of which `documents` [B, T] are kept apart. transformers hands one of four
+    dimensions on to its layers as it is; None: it makes what it needs."""
+    if family == FUSED_HERE:
+        return (torch.zeros_like(input_ids) if documents is None else documents)[:, None, None]
+    return causal_in_documents(documents) if family in CAUSAL and documents is not None else None
 
 
 class GPTNeoAttention(nn.Module):
@@ -69,9 +87,16 @@ def attend(
         return _attend_in_chunks(q, k, v, window, documents, dropout)
     if documents is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, scale=1.0)
-    place = torch.arange(length, device=q.device)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=causal_in_documents(documents), dropout_p=dropout, scale=1.0
+    )
+
+
+def causal_in_documents(documents: torch.Tensor) -> torch.Tensor:
+    """Which keys a query sees, [B, 1, T, T]: itself and what is before it with its own number in `documents` [B, T]."""
+    place = torch.arange(documents.shape[1], device=documents.device)
     sees = (place[:, None] >= place) & (documents[:, :, None] == documents[:, None, :])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=sees[:, None], dropout_p=dropout, scale=1.0)
+    return sees[:, None]
 
 
 def _attend_in_chunks(

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.attention import FUSED_HERE, fuse_attention
+from llmtrain.attention import CAUSAL, FUSED_HERE, UNMASKED, fuse_attention, prepared_mask
 from llmtrain.config import ModelSection
 from llmtrain.documents import documents_of, positions_in
 from llmtrain.errors import ModelError
@@ -45,8 +45,7 @@ class LanguageModel(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel, loss_chunk: int, separator: int | None = None):
         super().__init__()
         self.causal_lm, self._separator = causal_lm, separator
-        self._fused_here = causal_lm.config.model_type == FUSED_HERE
-        if self._fused_here:
+        if causal_lm.config.model_type == FUSED_HERE:
             fuse_attention(causal_lm, separates_documents=separator is not None)
         head = causal_lm.get_output_embeddings()
         if type(head) is not nn.Linear:
@@ -60,13 +59,13 @@ class LanguageModel(nn.Module):
 
     def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
         """What the head reads: [B, T] -> [B, T, hidden]."""
-        given: dict[str, torch.Tensor] = {}
         documents = None if self._separator is None else documents_of(input_ids, self._separator)
-        if documents is not None:
-            given["position_ids"] = positions_in(documents)  # transformers takes its masks from them
-        if self._fused_here:  # a mask of four dimensions is handed on as it is
-            given["attention_mask"] = (torch.zeros_like(input_ids) if documents is None else documents)[:, None, None]
-        return self.causal_lm.base_model(input_ids=input_ids, use_cache=False, **given).last_hidden_state
+        return self.causal_lm.base_model(
+            input_ids=input_ids,
+            position_ids=None if documents is None else positions_in(documents),  # transformers' masks follow from them
+            attention_mask=prepared_mask(self.causal_lm.config.model_type, input_ids, documents),
+            use_cache=False,
+        ).last_hidden_state
 
 
 def model_config(section: ModelSection, vocab_size: int | None = None) -> PretrainedConfig:
@@ -106,9 +105,10 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
             raise ModelError(
                 f"model.config.{key}={getattr(config, key)} changes the logits, which this loss does not do; choose another model"
             )
+    attention = {"attn_implementation": UNMASKED} if config.model_type in CAUSAL else {}
     try:
         with init_empty_weights(include_buffers=False):
-            causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention)
     except (ValueError, TypeError, KeyError) as error:
         raise ModelError(
             f"model: transformers can't build {config.model_type!r}: {str(error).splitlines()[0]}"

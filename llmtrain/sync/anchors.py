@@ -25,7 +25,8 @@ class Anchors:
     def take(self) -> None:
         """The parameters as they are now become the anchor; momentum starts at zero."""
         self.anchor = [self._rest(i, flatten(block)) for i, block in enumerate(self.blocks)]
-        self.momentum = [torch.zeros_like(anchor) for anchor in self.anchor] if self.with_momentum else []
+        zeros = {"pin_memory": self._offload}  # zeros_like would not take that over
+        self.momentum = [torch.zeros_like(anchor, **zeros) for anchor in self.anchor] if self.with_momentum else []
 
     @property
     def taken(self) -> bool:

@@ -81,7 +81,9 @@ def build_method(
     synchroniser = Synchroniser(engine, replica, shard, outer, anchors, wire, sync.wire.feedback)
     warmup = warmup_of(sync, rates)
     if isinstance(sync.period, EverySeconds):
-        period: Period = Timed(sync.period, warmup, rates.total_steps, replica, shard, clock)
+        # Every step asks for the time: by way of a GPU, the host would wait for all that it has to do.
+        ranks = shard if shard.device.type == "cpu" else shard_group(replica, shard, timeout_seconds)
+        period: Period = Timed(sync.period, warmup, rates.total_steps, replica, ranks, clock)
     else:
         period = build_period(sync.period, warmup, rates)
     pull = Pull(sync.pull, synchroniser, seed) if sync.pull is not None else None

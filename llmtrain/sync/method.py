@@ -112,7 +112,10 @@ class Method:
         """The inverse of `state_dict`, between steps; `tensors` are the shared and own ones by name."""
         if self.synchroniser.anchors is not None:
             self.synchroniser.anchors.load_state_dict(tensors)
-        self.synchroniser.errors = [error.clone() for error in tensors["error"]]
+        self.synchroniser.errors = [
+            error.to(block.shards[0].device, copy=True)
+            for error, block in zip(tensors["error"], self.engine.blocks, strict=False)
+        ]
         self.synchroniser.report.load_state_dict(state["report"])
         self.period.load_state_dict(state["period"])
         self.schedule.load_state_dict(state["schedule"], tensors)

@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+
 from llmtrain.trace import span
 
 
 @dataclass
 class SyncReport:
-    """Counters since the start of the run, and the last round's findings. Seconds are the main thread's."""
+    """Counters since the start of the run, and the last round's findings. Seconds are the main thread's; sums of squares stay on
+    the device until somebody asks, so that training does not wait for it."""
 
     count: int = 0
     """Rounds completed."""
@@ -33,9 +36,9 @@ class SyncReport:
     """Largest weight that the last round gave one replica in one block."""
     slowest_replica: int = 0
     """The replica that computed longest in the last round."""
-    mean_squared: float = 0.0
+    mean_squared: torch.Tensor | float = 0.0
     """Last round: this rank's part of ||D||^2, of the reduced pseudo-gradient before clipping."""
-    spread_squared: float = 0.0
+    spread_squared: torch.Tensor | float = 0.0
     """Last round: this rank's part of ||D_n - mean||^2, how far its replica was from the mean."""
 
     @contextmanager
@@ -56,7 +59,7 @@ class SyncReport:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values by name."""
-        return asdict(self)
+        return asdict(self) | {"mean_squared": float(self.mean_squared), "spread_squared": float(self.spread_squared)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""

@@ -140,7 +140,7 @@ class Meeting(Schedule):
         report = self.synchroniser.report
         report.count += 1
         report.seconds += self._closed_at - self._opened_at
-        report.mean_squared, report.spread_squared = float(self._mean), float(self._spread)
+        report.mean_squared, report.spread_squared = self._mean, self._spread
         self._next_block, self._round = None, Round()
 
     def _weight(self, index: int) -> float:

@@ -115,6 +115,6 @@ class Overlapped(Schedule):
             synchroniser.install(index, anchor, self.section.mix)
         self._sent[fragment] = None
         self._is_mixed |= self.section.mix > 0
-        report.mean_squared = float(mean_squared)
+        report.mean_squared = mean_squared
         report.weights_max = 1 / synchroniser.replica.size
         report.count += fragment == len(self.fragments) - 1

@@ -80,7 +80,7 @@ class Stale(Schedule):
         for index, mean in enumerate(means(reductions)):
             mean_squared = mean_squared + mean.square().sum()
             synchroniser.install(index, synchroniser.step(index, mean.div_(gap), since))
-        report.mean_squared, report.weights_max = float(mean_squared), 1 / synchroniser.replica.size
+        report.mean_squared, report.weights_max = mean_squared, 1 / synchroniser.replica.size
         report.count += 1
 
 

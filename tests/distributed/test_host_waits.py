@@ -1,0 +1,72 @@
+"""Training runs ahead of its device: nothing between two log lines reads a number from it, for which the host would wait.
+
+A GPU is not needed to see that. Whatever reads a tensor's value ends in one operation of torch, which its profiler counts.
+The inner optimizer is SGD here: on a CPU the fused AdamW reads its own step counts, on a GPU it does not.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.profiler import profile, record_function
+
+from llmtrain.sync.methods import METHODS
+from tests.distributed.fake_engine import choices
+from tests.distributed.real_engine import GPT_NEO, LLAMA, Case, build_case, mesh_of, micro_batches
+
+READING = "aten::_local_scalar_dense"
+SGD = {"kind": "sgd", "lr": 1e-2, "clip_norm": 1.0}
+OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "mix": 0.5}
+
+
+def reads_by_step(case: Case, steps: int) -> list[int]:
+    """How often each of the first steps reads a value."""
+    engine, method = build_case(case, mesh_of(case.replicas, case.shard), clock=lambda: step)
+    batches_of = [micro_batches(case, engine.mesh, step) for step in range(1, steps + 1)]
+    with profile(use_kineto=False) as seen:  # over all steps: a message that outlives the profiler crashes it
+        for step, batches in enumerate(batches_of, start=1):
+            with record_function(f"step {step}"):
+                plan = method.begin_step(step, case.optim["lr"])
+                if plan.computes_gradient:
+                    engine.forward_backward(batches)
+                    engine.step(plan.lr)
+                method.end_step(step)
+        method.finish()
+    reads = [event.time_range.start for event in seen.function_events if event.name == READING]
+    took = {event.name: event.time_range for event in seen.function_events if event.name.startswith("step ")}
+    spans = [took[f"step {step}"] for step in range(1, steps + 1)]
+    return [sum(span.start <= at <= span.end for at in reads) for span in spans]
+
+
+def test_reading_is_noticed() -> None:
+    with profile(use_kineto=False) as seen:
+        bool((torch.ones(3) > 0).all())
+    assert sum(event.name == READING for event in seen.function_events) == 1
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT_NEO], ids=["llama", "gpt_neo"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("wagma", "a_edit", "synchronous")])
+def test_local_steps_read_nothing(ranks, method, model):
+    """WAGMA's messages are on the CPU in every step, A-EDiT asks the replica's ranks for the time."""
+    period = {"period": {"kind": "qsr", "base": 5, "alpha": 1e-9}} if method == "qsr" else {"every": 5}
+    case = Case(choices(method, warmup_steps=1, **period), 2, 1, model, steps=20, optim=SGD)
+    for reads in ranks.run(reads_by_step, case, 5, world_size=2):
+        assert reads[1:] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_synchronous_steps_read_nothing(ranks, shard):
+    for reads in ranks.run(reads_by_step, Case(replicas=2, shard=shard, optim=SGD), 3, world_size=2 * shard):
+        assert reads[1:] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [("streaming_diloco", {"schedule": OVERLAPPED}), ("co2", {})],
+    ids=["streaming_diloco", "co2"],
+)
+def test_what_is_hidden_behind_training_is_not_waited_for_on_the_device(ranks, method, changes):
+    """Sending and using means included."""
+    case = Case(choices(method, every=3, warmup_steps=1, **changes), 2, 1, steps=20, optim=SGD)
+    for reads in ranks.run(reads_by_step, case, 9, world_size=2):
+        assert reads[1:] == [0] * 8
