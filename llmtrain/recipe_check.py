@@ -90,11 +90,18 @@ def _check_nonfinite(recipe: Recipe) -> None:
 
 def check_vocabulary(recipe: Recipe, vocab_size: int) -> None:
     """Raise RecipeError if the model has fewer rows than the tokenizer has tokens (`vocab_size`)."""
-    given = recipe.model.config.get("vocab_size")
-    if given is not None and given < vocab_size:
+    from llmtrain.model import model_config
+
+    rows = getattr(model_config(recipe.model, vocab_size), "vocab_size", vocab_size)
+    if rows < vocab_size:
+        is_given = "vocab_size" in recipe.model.config
+        what = (
+            "model.config.vocab_size" if is_given else f"the vocabulary of model.from_config={recipe.model.from_config}"
+        )
+        change = "leave it out to take the tokenizer's" if is_given else "choose the tokenizer that belongs to it"
         raise RecipeError(
-            f"model.config.vocab_size is {given}, but the tokenizer {recipe.data.tokenizer} has {vocab_size} tokens; "
-            f"give at least {vocab_size}, or leave it out to take the tokenizer's"
+            f"{what} is {rows}, but the tokenizer {recipe.data.tokenizer} has {vocab_size} tokens; "
+            f"give at least {vocab_size} as model.config.vocab_size, or {change}"
         )
 
 
@@ -276,6 +283,11 @@ def _check_model(recipe: Recipe) -> None:
         if isinstance(section.config[key], int) and section.config[key] < 1:
             raise RecipeError(f"model.config.{key} is {section.config[key]}, expected a number greater than 0")
     config = model_config(section)
+    if not hasattr(config, "num_hidden_layers"):
+        raise RecipeError(
+            f"model: {config.model_type} is more than a language model, and its config has no num_hidden_layers; choose its "
+            "text model, as gemma3_text for gemma3"
+        )
     _check_heads(section, config)
     _check_fragments(recipe, config)
     positions = getattr(config, "max_position_embeddings", None)

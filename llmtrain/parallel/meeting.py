@@ -10,10 +10,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from llmtrain.config import ParallelSection
@@ -38,6 +39,7 @@ class Place:
     """Bytes that this rank may use of its device."""
     refusal: str | None = None
     """Why it can't run this recipe."""
+    on_gpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ class Meeting:
     places: Sequence[Place]
     """By rank."""
     networks: Networks
-    """Of this host."""
+    """Of this host: the recipe's, or the card that leads to the other hosts."""
+    given: Networks = field(default_factory=Networks)
+    """Of these, what the recipe names."""
 
     @property
     def nodes(self) -> list[str]:
@@ -62,30 +66,31 @@ def meet(world: World, parallel: ParallelSection, memory: Callable[[], float], t
 
     Raises TrainingError that names who did not come, and RecipeError on every rank for what one of them can't do.
     """
-    host, networks, available, refusal = socket.gethostname(), Networks(), 0.0, None
+    host, given, available, refusal = socket.gethostname(), Networks(), 0.0, None
     try:
-        networks, available = Networks.given(parallel), memory()
+        given, available = Networks.given(parallel), memory()
     except RecipeError as error:
         if world.size == 1:
             raise
         refusal = str(error)
     if world.size == 1:
-        return Meeting(None, [Place(node_name(), host, None, available)], networks)
+        return Meeting(None, [Place(node_name(), host, None, available)], given, given)
     deadline = time.monotonic() + timeout_seconds
     address, port = meeting_point()
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # found from Slurm's, perhaps: libraries ask for it too
     store = _open_store(world, address, port, timeout_seconds)
-    mine = Place(node_name(), host, address_towards(address), available, refusal)
+    mine = Place(node_name(), host, address_towards(address), available, refusal, torch.cuda.is_available())
     told = roll_call(store, world, "at the start", asdict(mine), deadline - time.monotonic())
     places = [Place(**place) for place in told]
     for rank, place in enumerate(places):
         if place.refusal:
             raise RecipeError(f"{place.refusal} (rank {rank} on {place.host})")
-    elsewhere = [place.address for place in places if place.node != mine.node]
+    _check_devices(places)
+    networks, elsewhere = given, [place.address for place in places if place.node != mine.node]
     if elsewhere:
         reachable = (other for other in elsewhere if other is not None and not is_loopback(other))
-        networks = networks.or_towards(next(reachable, address))
-    return Meeting(store, places, networks)
+        networks = given.or_towards(next(reachable, address))
+    return Meeting(store, places, networks, given)
 
 
 def roll_call(store: dist.Store, world: World, when: str, mine: Any, timeout_seconds: float) -> list[Any]:
@@ -144,6 +149,17 @@ def ranks_named(ranks: Iterable[int]) -> str:
             runs.append([rank])
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {', '.join(parts)}"
+
+
+def _check_devices(places: Sequence[Place]) -> None:
+    """A driver that has failed on one node would make its ranks CPU ranks, which the others would wait for in vain."""
+    without = [rank for rank, place in enumerate(places) if not place.on_gpu]
+    if 0 < len(without) < len(places):
+        hosts = ", ".join(sorted({places[rank].host for rank in without}))
+        raise RecipeError(
+            f"{ranks_named(without)} on {hosts} found no usable GPU, the others did; see `nvidia-smi` and `python -m llmtrain "
+            "doctor` there, or set CUDA_VISIBLE_DEVICES= everywhere to train on CPUs"
+        )
 
 
 def _open_store(world: World, address: str, port: str, timeout_seconds: float) -> dist.Store:

@@ -22,6 +22,8 @@ from llmtrain.parallel.reach import check_reach
 from llmtrain.parallel.world import World
 
 T = TypeVar("T")
+ONE_GPU_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
+"""Set by Slurm where it shows each rank only its own GPU (`srun --gpus-per-task=1`)."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ def local_device(world: World) -> torch.device:
     """This process's GPU by its local rank, or the CPU. Raises RecipeError if there are fewer GPUs than ranks."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    if torch.cuda.device_count() == 1 and any(name in os.environ for name in ONE_GPU_A_TASK):
+        return torch.device("cuda", 0)
     if world.local_rank >= torch.cuda.device_count():
         raise RecipeError(
             f"{world.local_size} processes on a machine with {torch.cuda.device_count()} GPUs; start one process a GPU"
@@ -96,7 +100,7 @@ def open_mesh(
     check_reach(meeting, world, replicas, shard, timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        if (cards := meeting.networks.for_nccl(replicas > 1 and replica_backend != "gloo")) is not None:
+        if (cards := meeting.given.for_nccl(replicas > 1 and replica_backend != "gloo")) is not None:
             os.environ[NCCL] = cards
     with carried_by(meeting.networks.replica):  # also what libraries make beside our groups
         _join(world, meeting, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)

@@ -79,5 +79,11 @@ def meeting_point() -> tuple[str, str]:
 def _first_host(nodes: str) -> str:
     if "[" not in nodes:
         return nodes.partition(",")[0]
-    names = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True).stdout
-    return names.split()[0]
+    try:
+        answer = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise RecipeError(
+            f"environment: rank 0's host is not known: scontrol could not be asked for the first of {nodes} ({error}); in a "
+            "container without Slurm's programs set MASTER_ADDR to that host before it starts"
+        ) from error
+    return answer.stdout.split()[0]

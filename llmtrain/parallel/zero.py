@@ -72,7 +72,9 @@ class ZeroEngine(Engine):
         self._hooks: list[Callable[[int], None]] = []
         self._in_forward = False
         self._is_stale = False  # stages 1 and 2: masters were changed, the weights computed with were not
-        os.environ.setdefault("LOCAL_RANK", str(mesh.world.local_rank))  # DeepSpeed insists; srun sets none
+        # DeepSpeed insists, and takes it for the GPU's number; srun sets none.
+        number = mesh.world.local_rank if mesh.device.index is None else mesh.device.index
+        os.environ.setdefault("LOCAL_RANK", str(number))
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         with redirect_stdout(io.StringIO()):  # every rank says what it has compiled
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
@@ -139,8 +141,10 @@ class ZeroEngine(Engine):
         if self.average_gradients and self.mesh.replicas > 1:
             self._average_over_replicas(groups)
         gradients = [gradient for group in groups for gradient in group]
-        local = torch.nn.utils.get_total_norm(gradients)
-        norm = self.mesh.shard.all_reduce(local.square(), "summing gradient norms").wait().sqrt()
+        # In fp32, also of stage 1's bf16 gradients.
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        local = torch.stack(norms).square().sum()
+        norm = self.mesh.shard.all_reduce(local, "summing gradient norms").wait().sqrt()
         if self._clip_norm is not None:
             factor = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
             for gradient in gradients:
@@ -156,6 +160,9 @@ class ZeroEngine(Engine):
             return
         for parameter in (p for group in self._parameters[self.blocks.index(block)] for p in group):
             parameter.ds_tensor.copy_(safe_get_local_fp32_param(parameter))
+        if self._in_forward and self.mesh.device.type == "cuda":
+            # DeepSpeed gathers on a stream of its own, which would not wait for what this one is still to copy.
+            torch.cuda.current_stream().synchronize()
 
     @contextmanager
     def evaluation(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
@@ -274,7 +281,7 @@ class ZeroEngine(Engine):
         """Group after group, so that no second copy of all gradients is made."""
         with self.waits_for_gradients():
             for gradients in groups:
-                flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+                flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).float()
                 self.mesh.replica.all_reduce(flat, "averaging gradients", self._gradient_wire).wait()
                 parts = flat.div_(self.mesh.replica.size).split([gradient.numel() for gradient in gradients])
                 for gradient, part in zip(gradients, parts, strict=True):

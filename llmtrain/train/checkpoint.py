@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,10 @@ from llmtrain.train.integrity import FORMAT, complete, folder_name, read_state
 from llmtrain.train.reshape import Reshape
 from llmtrain.train.stored import StoredTensors
 from llmtrain.train.writing import Writing
+
+T = TypeVar("T")
+Keep = Callable[[torch.Tensor], torch.Tensor]
+"""What becomes of a tensor of the state on its way to the disk: itself, or a copy that training leaves alone."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +78,14 @@ class Checkpoints:
         self.wait()
         started = time.monotonic()
         shared, own = self.method.shared_tensors(), self.method.own_tensors()
-        tensors = self._tensors(shared, own)
-        tensors |= {f"rank{self.mesh.world.rank}.{name}": state for name, state in self._generators().items()}
+        keep = _copied_to_cpu if self.section.background else _as_it_is
+        tensors = self._of_engine(keep)
+        for prefix, kind, flats in self._kinds(shared, own):
+            tensors |= self._of_method(prefix, kind, flats, keep)
+        tensors |= {f"rank{self.mesh.world.rank}.{name}": keep(state) for name, state in self._generators().items()}
         state = {"format": FORMAT, "step": step, "mesh": [self.mesh.replicas, self.mesh.shard.size]}
         state |= {"shared": _blocks_there(shared), "own": _blocks_there(own)}
         final, comms = self.directory / folder_name(step), self.mesh.background
-        if self.section.background:
-            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         mine = {"method": self.method.state_dict(), **progress}
         self._writing = Writing(final, tensors, state, mine, comms, lambda: self._retain(step))
         self._writing.start(in_thread=self.section.background)
@@ -116,16 +121,16 @@ class Checkpoints:
         reshape = Reshape.onto(self.mesh, state["mesh"])
         progress = reshape.progress(state["ranks"], state["step"], global_batch, self.method)
         method = progress.pop("method")
-        shared, own = self._empty(state["shared"]), self._empty(state["own"])
-        tensors = self._tensors(shared, own)
-        generators = self._seeded_generators(seed, state["step"])
+        tensors, generators = self._of_engine(_as_it_is), self._seeded_generators(seed, state["step"])
         self._together(lambda: self._read(path, reshape, tensors, generators))
-        shared, own = self._loaded(shared, own, tensors)
         prefix = f"replica{self.mesh.replica.rank}."
-        of_engine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        self.engine.load_state_dict({k: v for k, v in of_engine.items() if not k.startswith("sync.")})
+        self.engine.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
         self._set_generators(generators)
-        self.method.load_state_dict(method, {**shared, **own})
+        of_method = {
+            kind: self._read_kind(path, reshape, prefix, kind, present)
+            for prefix, kind, present in self._kinds(state["shared"], state["own"])
+        }
+        self.method.load_state_dict(method, of_method)
         return Loaded(state["step"], progress, reshape.describe())
 
     def _read(
@@ -160,23 +165,34 @@ class Checkpoints:
             if error is not None:
                 raise error
 
-    def _empty(self, there: dict[str, list[bool]]) -> dict[str, ByBlock]:
-        """Room for the method's tensors that a checkpoint has."""
-        blocks = self.engine.blocks
-        return {
-            kind: [torch.empty_like(flatten(blocks[i])) if is_there else None for i, is_there in enumerate(present)]
-            for kind, present in there.items()
-        }
+    def _read_kind(self, path: Path, reshape: Reshape, prefix: str, kind: str, present: list[bool]) -> ByBlock:
+        """One kind of the method's tensors, on the CPU: what rests there is never on the device as a whole."""
+        blocks = [(block, there) for block, there in zip(self.engine.blocks, present, strict=False)]
+        room: ByBlock = [torch.empty_like(flatten(block)) if there else None for block, there in blocks]
+        tensors = self._of_method(prefix, kind, room, _as_it_is)
+        self._together(lambda: self._read(path, reshape, tensors, {}))
+        return [
+            self.engine.from_sharded(
+                block, {name: tensors[f"{prefix}{kind}.{name}"] for name in block.parameter_names}
+            ).cpu()
+            if there
+            else None
+            for block, there in blocks
+        ]
 
-    def _tensors(self, shared: dict[str, ByBlock], own: dict[str, ByBlock]) -> dict[str, torch.Tensor]:
+    def _of_engine(self, keep: Keep) -> dict[str, torch.Tensor]:
+        """Weights and moments of this replica."""
         replica = self.mesh.replica.rank
-        tensors = {f"replica{replica}.{name}": tensor for name, tensor in self.engine.state_dict().items()}
-        for prefix, kind, flats in self._kinds(shared, own):
-            for block, flat in zip(self.engine.blocks, flats, strict=False):
-                if flat is not None:
-                    named = self.engine.as_sharded(block, flat)
-                    tensors |= {f"{prefix}{kind}.{name}": tensor for name, tensor in named.items()}
-        return tensors
+        return {f"replica{replica}.{name}": keep(tensor) for name, tensor in self.engine.state_dict().items()}
+
+    def _of_method(self, prefix: str, kind: str, flats: ByBlock, keep: Keep) -> dict[str, torch.Tensor]:
+        """One kind of the method's tensors. A block that rests on the CPU is on the device until it is kept."""
+        return {
+            f"{prefix}{kind}.{name}": keep(tensor)
+            for block, flat in zip(self.engine.blocks, flats, strict=False)
+            if flat is not None
+            for name, tensor in self.engine.as_sharded(block, flat).items()
+        }
 
     def _generators(self) -> dict[str, torch.Tensor]:
         """States of this rank's random number generators."""
@@ -195,30 +211,10 @@ class Checkpoints:
         if "cuda_rng" in states:
             torch.cuda.set_rng_state(states["cuda_rng"], self.mesh.device)
 
-    def _loaded(
-        self, shared: dict[str, ByBlock], own: dict[str, ByBlock], tensors: dict[str, torch.Tensor]
-    ) -> tuple[dict[str, ByBlock], dict[str, ByBlock]]:
-        """The method's tensors as the engine lays them out, from those that `_tensors` made of them."""
-        loaded: dict[str, dict[str, ByBlock]] = {"": {}, self._own_prefix: {}}
-        for prefix, kind, flats in self._kinds(shared, own):
-            loaded[prefix][kind] = [
-                None
-                if flat is None
-                else self.engine.from_sharded(
-                    block, {name: tensors[f"{prefix}{kind}.{name}"] for name in block.parameter_names}
-                )
-                for block, flat in zip(self.engine.blocks, flats, strict=False)
-            ]
-        return loaded[""], loaded[self._own_prefix]
-
-    @property
-    def _own_prefix(self) -> str:
-        return f"replica{self.mesh.replica.rank}.sync."
-
-    def _kinds(self, shared: dict[str, ByBlock], own: dict[str, ByBlock]) -> Iterator[tuple[str, str, ByBlock]]:
-        """(prefix in the checkpoint, kind, tensors by block) of all the method's tensors."""
-        for prefix, kinds in (("", shared), (self._own_prefix, own)):
-            yield from ((prefix, kind, flats) for kind, flats in kinds.items())
+    def _kinds(self, shared: dict[str, T], own: dict[str, T]) -> Iterator[tuple[str, str, T]]:
+        """(prefix in the checkpoint, kind, what is given of it) of all the method's tensors."""
+        for prefix, kinds in (("", shared), (f"replica{self.mesh.replica.rank}.sync.", own)):
+            yield from ((prefix, kind, given) for kind, given in kinds.items())
 
     def _retain(self, newest: int) -> None:
         """Delete what is neither among the newest, kept for good nor in use; runs after the new one is complete."""
@@ -226,6 +222,14 @@ class Checkpoints:
         for step in self.section.superseded(steps):
             if step not in self.in_use():
                 shutil.rmtree(self.directory / folder_name(step), ignore_errors=True)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _copied_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _blocks_there(kinds: dict[str, ByBlock]) -> dict[str, list[bool]]:

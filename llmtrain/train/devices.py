@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 
 import torch
@@ -13,14 +14,16 @@ from llmtrain.parallel.world import World
 PEAK_BF16 = {
     "B200": 2250e12,
     "H200": 989e12,
+    "GH200": 989e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "A10": 125e12,
 }
-"""Looked up in this order by a part of the device's name. Sparse figures, twice as high, are not used."""
+"""Looked up in this order by words of the device's name: an A10G is no A10. Sparse figures, twice as high, are not used."""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -28,7 +31,7 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_BF16.items() if part in name), None)
+    return next((peak for part, peak in PEAK_BF16.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 def memory_bytes(device: torch.device) -> int:

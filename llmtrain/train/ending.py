@@ -90,5 +90,5 @@ def closing_lines(
     return [
         happened,
         sent,
-        f"Look at {directory.plot}{board} · next: the same command with sync.method={other} run.name={other}",
+        f"Look at {directory.plot}{board} · next: add sync.method={other} run.name={other}",
     ]

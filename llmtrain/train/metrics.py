@@ -165,16 +165,18 @@ class Summariser:
         return tags
 
     def check(self, line: Line) -> None:
-        """Raises TrainingError, on every rank alike, for numbers with which training makes no sense any more: a loss that is
-        not finite, a replica that leaves out every step, anchors that differ."""
-        losses = line.column("loss_sum")
-        if not losses.isfinite().all():
-            rank = int((~losses.isfinite()).nonzero()[0])
-            raise TrainingError(
-                f"the loss is {losses[rank].item()} on rank {rank} (replica {rank // self.mesh.shard.size}) at step {line.step} "
-                f"or in the {line.column('steps')[rank]:.0f} steps before it; start again to continue from the last "
-                "checkpoint, with a smaller optim.lr under another run.name if it comes back"
-            )
+        """Raises TrainingError, on every rank alike, for numbers with which training makes no sense any more: a loss or a
+        gradient that is not finite, a replica that leaves out every step, anchors that differ."""
+        # Steps that optim.nonfinite leaves out are in neither sum.
+        for what, column in (("loss", "loss_sum"), ("norm of the gradient", "grad_norm")):
+            values = line.column(column)
+            if not values.isfinite().all():
+                rank = int((~values.isfinite()).nonzero()[0])
+                raise TrainingError(
+                    f"the {what} is {values[rank].item()} on rank {rank} (replica {rank // self.mesh.shard.size}) at step "
+                    f"{line.step} or in the {line.column('steps')[rank]:.0f} steps before it; start again to continue from the last "
+                    "checkpoint, with a smaller optim.lr under another run.name if it comes back"
+                )
 
         skipped = line.column("skipped_in_a_row")
         if skipped.max() >= SKIPS_IN_A_ROW:

@@ -16,6 +16,7 @@ from llmtrain.data.damage import DamageSearch
 from llmtrain.data.index import TOKENIZER, Prepared
 from llmtrain.data.loader import Loader, eval_batches
 from llmtrain.data.prepare import prepare
+from llmtrain.data.same import check_same_tokens
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError
 from llmtrain.lr import LearningRates
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
@@ -193,6 +194,7 @@ def build_trainer(
     suites = suites or SuiteRuns(None, recipe, directory, console, stop)
     mirror = mirror or Mirror(recipe, directory, console.note, mesh.is_main)
     texts = {"": prepared, **prepare_sets(recipe, prepared, show_progress=False)}
+    check_same_tokens(mesh, texts)
     search = DamageSearch(texts.values(), mesh.world.local_rank, mesh.world.local_size)
     if recipe.train.deterministic and mesh.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.comms import Comms
+from llmtrain.threads import on_this_device
 from llmtrain.train.integrity import STATE, digests, sealed
 
 warnings.filterwarnings("ignore", ".*the intent is to save in a single process", UserWarning)  # which is what is wanted
@@ -47,7 +48,7 @@ class Writing:
         """What it took, once it is done."""
         self.error: str | None = None
         # A daemon: a disk that hangs must not keep a run that has given up on it from ending.
-        self._thread = threading.Thread(target=self._run, name=f"writes {final.name}", daemon=True)
+        self._thread = threading.Thread(target=on_this_device(self._run), name=f"writes {final.name}", daemon=True)
 
     def start(self, in_thread: bool) -> None:
         """Write, beside whatever comes next or before it."""

@@ -1,14 +1,18 @@
 """Network cards by name, and what gloo and NCCL are told of them."""
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError
-from llmtrain.parallel.meeting import ranks_named
+from llmtrain.parallel.meeting import Place, meet, ranks_named
+from llmtrain.parallel.mesh import local_device
 from llmtrain.parallel.network import GLOO, Networks, address_of, address_towards, carried_by, interface_of
+from llmtrain.parallel.world import World
 from llmtrain.recipe import load_recipe
 from llmtrain.recipe_check import check
 
@@ -87,3 +91,37 @@ def test_two_networks_of_nccl_in_one_process_are_refused(monkeypatch):
     check(load_recipe(recipe, [*networks, "parallel.replica_backend=gloo"]), 4)
     with pytest.raises(RecipeError, match=r"replica_network is eth0 and .*shard_network ib0, .* nccl's"):
         check(load_recipe(recipe, networks), 4)
+
+
+def told(monkeypatch: pytest.MonkeyPatch, *places: Place) -> None:
+    """What a roll call of two ranks brings."""
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    monkeypatch.setenv("MASTER_PORT", "4711")
+    monkeypatch.setattr("llmtrain.parallel.meeting._open_store", lambda *_: None)
+    monkeypatch.setattr("llmtrain.parallel.meeting.roll_call", lambda *_: [asdict(place) for place in places])
+    monkeypatch.setattr("llmtrain.parallel.meeting.node_name", lambda: "a")
+    monkeypatch.setattr("llmtrain.parallel.network.interface_of", lambda address: "ens5")
+
+
+def test_nccl_is_not_told_the_card_that_was_found_for_gloo(monkeypatch):
+    told(monkeypatch, Place("a", "a", "192.0.2.1", 1.0), Place("b", "b", "192.0.2.2", 1.0))
+    meeting = meet(World(0, 2, 0, 1), ParallelSection(shard_network="lo"), lambda: 1.0, 1.0)
+    assert (meeting.networks, meeting.given) == (Networks("ens5", "lo"), Networks(None, "lo"))
+    assert meeting.given.for_nccl(replicas_use_nccl=True) == "=lo"
+    meeting = meet(World(0, 2, 0, 1), ParallelSection(), lambda: 1.0, 1.0)
+    assert (meeting.networks, meeting.given.for_nccl(True)) == (Networks("ens5", "ens5"), None)
+
+
+def test_a_host_whose_gpus_are_gone_is_named(monkeypatch):
+    told(monkeypatch, Place("a", "gpu-a", None, 1.0, on_gpu=True), Place("b", "gpu-b", None, 1.0, on_gpu=False))
+    with pytest.raises(RecipeError, match="rank 1 on gpu-b found no usable GPU, the others did"):
+        meet(World(0, 2, 0, 1), ParallelSection(), lambda: 1.0, 1.0)
+
+
+def test_a_gpu_for_each_task_is_the_first_that_it_sees(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(RecipeError, match="8 processes on a machine with 1 GPUs"):
+        local_device(World(3, 8, 3, 8))
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    assert local_device(World(3, 8, 3, 8)) == torch.device("cuda", 0)

@@ -190,6 +190,10 @@ WRONG_OVERRIDES = [
 
 WRONG_FILES = [
     (
+        "model: {type: gemma3}\ntrain: {steps: 10}\nsync: {method: local_sgd}\n",
+        ["gemma3 is more than a language model", "choose its text model, as gemma3_text"],
+    ),
+    (
         "train: {steps: 10}\noptim: {nonfinite: skip}\nparallel: {engine: zero}\nsync: {method: synchronous}",
         ["optim.nonfinite is skip", "use stop, or engine=fsdp2"],
     ),
@@ -284,6 +288,17 @@ def test_small_vocabulary_is_refused_only_when_given(right: Path) -> None:
     )
     check_vocabulary(load_recipe(right, ["model.config.vocab_size=2048"]), 2048)
     check_vocabulary(load_recipe(right), 2048)
+
+
+def test_a_smaller_vocabulary_of_a_foreign_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 1000}')
+    (tmp_path / "recipe.yaml").write_text(f"model: {{from_config: {tmp_path}}}\ntrain: {{steps: 10}}\n")
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    with pytest.raises(
+        RecipeError, match=rf"model.from_config={tmp_path} is 1000, but the tokenizer .* has 2048 tokens"
+    ):
+        check_vocabulary(recipe, 2048)
+    check_vocabulary(recipe, 1000)
 
 
 def test_nccl_without_a_gpu_is_refused(right: Path, monkeypatch: pytest.MonkeyPatch) -> None:

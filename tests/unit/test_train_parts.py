@@ -17,6 +17,7 @@ from llmtrain.errors import FAILED, CheckpointError, TrainingError
 from llmtrain.lr import LearningRates
 from llmtrain.train import signals
 from llmtrain.train.console import human
+from llmtrain.train.devices import peak_flops
 from llmtrain.train.integrity import FORMAT, complete, read_state
 from llmtrain.train.metrics import Line, MetricsWriter, RankRow, Summariser
 from llmtrain.train.signals import stop_requests
@@ -128,6 +129,32 @@ def test_a_loss_that_is_not_finite_names_rank_and_replica():
     with pytest.raises(TrainingError, match=r"rank 2 \(replica 1\) at step 10"):
         summariser.check(bad)
     summariser.check(line())
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_too():
+    """DeepSpeed leaves such a step out without a word."""
+    with pytest.raises(TrainingError, match=r"the norm of the gradient is inf on rank 3 \(replica 1\) at step 10"):
+        Summariser(MESH, 1e9, None).check(line(grad_norm=[1.0, 1.0, 1.0, math.inf]))
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA A10G", None),
+        ("NVIDIA A10", 125e12),
+    ],
+)
+def test_the_peak_is_that_of_this_very_card(monkeypatch, name, peak):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda", 0)) == peak
 
 
 def test_a_spike_is_counted_and_does_not_move_the_mean():

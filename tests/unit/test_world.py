@@ -75,6 +75,13 @@ def test_the_list_of_a_slurm_job_is_expanded_by_scontrol(environment, monkeypatc
     assert meeting_point() == ("gpu07", "15001")
 
 
+def test_without_scontrol_one_line_asks_for_the_address(environment, monkeypatch, tmp_path):
+    environment(SLURM_JOB_NODELIST="gpu[07-08]", SLURM_JOB_ID="1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RecipeError, match=r"first of gpu\[07-08\] .* set MASTER_ADDR"):
+        meeting_point()
+
+
 def on(*sizes: int) -> list[str]:
     """Nodes with so many ranks each, numbered node by node."""
     return [f"node{node}" for node, size in enumerate(sizes) for _ in range(size)]
