@@ -41,8 +41,8 @@ class Wire:
         # A code that is not a number becomes any number; the block's scale, which is none either, breaks all of it.
         codes = quotients.round_().clamp_(-self._levels, self._levels).to(torch.int8).view(len(values), -1)
         if self.kind == "int4":
-            offset = (codes + 8).view(torch.uint8)
-            codes = offset[:, 0::2] | (offset[:, 1::2] << 4)
+            pairs = (codes + 8).view(torch.int16)  # two codes in a number: neighbours need no strided slices
+            codes = (pairs | (pairs >> 4)).to(torch.uint8)  # its low byte
         return torch.cat([codes.view(torch.uint8), scales.view(len(values), -1).view(torch.uint8)], dim=1)
 
     def decode(self, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -54,7 +54,8 @@ class Wire:
         blocks = payload.shape[1] // (per_block + SCALE_BYTES)
         codes, scales = payload.split([blocks * per_block, blocks * SCALE_BYTES], dim=1)
         if self.kind == "int4":
-            codes = torch.stack([codes & 15, codes >> 4], dim=-1).to(torch.int8) - 8
+            pairs = codes.to(torch.int16)
+            codes = pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.int8).sub_(8)
         values = codes.contiguous().view(torch.int8).view(rows, blocks, BLOCK).to(dtype)
         return values.mul_(scales.contiguous().view(torch.float32).view(rows, blocks, 1)).view(rows, -1)
 

@@ -148,9 +148,9 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
                  with `selective`, c t (O + 2 hidden) for each layer, O the outputs of its linear layers, and 5 l / 4
     loss         logits of loss_chunk positions in at least fp32, twice, or once beside their gradient and the head's in c; the
                  head's whole gradient in at least fp32, and that of its inputs in c
-    messages     during a synchronisation, shards of the largest block in w: prefetch + 1 under way and 2 in work, and
-                 2 more to bring offloaded ones in. Means under way while training goes on (a fragment's, or all of
-                 them) and rounding errors that are carried over come on top, w / M for each value, and stay
+    messages     during a synchronisation, shards of the largest block in w: prefetch + 1 under way and 2 in work, and of
+                 offloaded ones prefetch + 2 anchors and 2 momenta. Means under way while training goes on (a fragment's, or
+                 all of them) and rounding errors that are carried over come on top, w / M for each value, and stay
 
     Not all of them are there at once. Beside what stays (weights, optimizer, anchors, means under way) there are at most
 
@@ -219,7 +219,9 @@ def _messages(recipe: Recipe, size: ModelSize, shard: int, has_anchors: bool) ->
     if isinstance(sync.period, EveryStep):
         return 0, 0
     prefetch = sync.schedule.prefetch if isinstance(sync.schedule, Layerwise) else PREFETCH
-    blocks = min(prefetch + 1, len(size.block_parameters)) + 2 + (2 if sync.offload and has_anchors else 0)
+    blocks = min(prefetch + 1, len(size.block_parameters)) + 2
+    if sync.offload and has_anchors:
+        blocks += min(prefetch + 2, len(size.block_parameters)) + 2
     stay = master * -(-_under_way(recipe, size) // shard)
     errors = master * -(-size.parameters // shard) if sync.wire.feedback else 0
     return blocks * master * -(-largest // shard), stay + errors

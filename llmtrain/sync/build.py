@@ -32,6 +32,7 @@ from llmtrain.sync import butterfly
 from llmtrain.sync.anchors import Anchors
 from llmtrain.sync.group_worker import GroupWorker
 from llmtrain.sync.method import Method
+from llmtrain.sync.offload import offload_copies
 from llmtrain.sync.outer import build_outer
 from llmtrain.sync.penalty import Penalty
 from llmtrain.sync.period import Period, build_period, warmup_of
@@ -76,7 +77,8 @@ def build_method(
     rates. `store` is the job's, for schedules that need to be woken; `clock` is what rounds of seconds are kept by.
     """
     outer = build_outer(sync.outer)
-    anchors = Anchors(engine.blocks, outer.has_momentum, sync.offload) if needs_anchor(sync) else None
+    copies = offload_copies(engine.blocks[0].shards[0].device) if sync.offload else None
+    anchors = Anchors(engine.blocks, outer.has_momentum, copies) if needs_anchor(sync) else None
     wire = build_wire(sync.wire.kind)
     synchroniser = Synchroniser(engine, replica, shard, outer, anchors, wire, sync.wire.feedback)
     warmup = warmup_of(sync, rates)

@@ -53,8 +53,7 @@ class Method:
     def roll_back(self) -> None:
         """The parameters become those of the last synchronisation; in a synchronous phase they stay."""
         if not self.engine.average_gradients:
-            for index in self.synchroniser.blocks:
-                self.synchroniser.install(index, self.synchroniser.anchors.load_anchor(index))
+            self.synchroniser.return_to_anchor()
 
     def end_step(self, step: int) -> None:
         """After the optimizer step, or the pull, of step `step`."""

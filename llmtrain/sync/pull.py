@@ -30,7 +30,6 @@ class Pull:
         kappa = lr * self.section.strength / self.section.probability
         if kappa == 0:
             return
-        for index, block in enumerate(self.synchroniser.engine.blocks):
-            parameters = flatten(block)
-            anchor = self.synchroniser.anchors.load_anchor(index)
-            self.synchroniser.install(index, parameters.lerp_(anchor, kappa))
+        blocks, anchors = self.synchroniser.engine.blocks, self.synchroniser.anchors
+        for index in anchors.visit(self.synchroniser.blocks):
+            self.synchroniser.install(index, flatten(blocks[index]).lerp_(anchors.load_anchor(index), kappa))

@@ -106,10 +106,15 @@ class Synchroniser:
         unflatten_into(parameters, block)
         self.engine.publish(block)
 
+    def return_to_anchor(self) -> None:
+        """The parameters become those of the last synchronisation. Needs anchors."""
+        for index in self.anchors.visit(self.blocks):
+            self.install(index, self.anchors.load_anchor(index))
+
     def together(self, since: Round) -> None:
         """Synchronise all blocks now, each replica counting alike; after it all replicas are equal. Needs anchors."""
         under_way = [self.send(index) for index in self.blocks[: PREFETCH + 1]]
-        for index in self.blocks:
+        for index in self.anchors.visit(self.blocks, momentum=True):
             mean = under_way[index].wait()
             if index + 1 < len(under_way):
                 under_way[index + 1].proceed()

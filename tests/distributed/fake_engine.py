@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from llmtrain.parallel.engine import Block
 from llmtrain.sync.build import build_method
 from llmtrain.sync.method import Method
 from llmtrain.sync.methods import METHODS
+from llmtrain.sync.offload import Copies, offload_copies
 from tests.distributed.oracle import Oracle
 from tests.distributed.oracle_late import OverlappedOracle, StaleOracle
 from tests.distributed.oracle_timed import TimedOracle
@@ -77,6 +79,8 @@ class Scenario:
     """After this step, or these, everything is built anew and loaded from the state that was saved."""
     save_after: Collection[int] = ()
     """After these steps the state is saved, and the run goes on."""
+    copies: Callable[[torch.device], Copies | None] = offload_copies
+    """How anchors are offloaded, if the recipe says that they are."""
 
     @property
     def rates(self) -> LearningRates:
@@ -277,7 +281,8 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
     def build() -> tuple[FakeEngine, Method]:
         engine = FakeEngine(scenario, replica.rank, shard.rank, replica.device)
         run = {"seed": scenario.seed, "store": store, "timeout_seconds": 20, "clock": clock}
-        return engine, build_method(scenario.sync, engine, replica, shard, scenario.rates, **run)
+        with mock.patch("llmtrain.sync.build.offload_copies", scenario.copies):
+            return engine, build_method(scenario.sync, engine, replica, shard, scenario.rates, **run)
 
     def save() -> bytes:
         tensors = {**method.shared_tensors(), **method.own_tensors()}

@@ -113,11 +113,13 @@ class Meeting(Schedule):
     def _synchronise(self, index: int) -> None:
         """Finish block `index`: after it, its parameters are the next anchor on every replica."""
         synchroniser = self.synchroniser
+        self._bring(index)
         for ahead in synchroniser.blocks[index : index + self.prefetch + 1]:
             if ahead not in self._under_way and not self._rolls_back(ahead):
                 self._under_way[ahead] = synchroniser.send(ahead, self._weight(ahead))
         if self._rolls_back(index):
             synchroniser.install(index, synchroniser.anchors.load_anchor(index))
+            synchroniser.anchors.release(index)
             return
         mean = self._under_way.pop(index).wait()
         if index + 1 in self._under_way:
@@ -133,6 +135,13 @@ class Meeting(Schedule):
             whole = synchroniser.shard.all_reduce(squared, "norm of a pseudo-gradient").wait()
             mean *= self.penalty.clip_factor(whole)
         synchroniser.install(index, synchroniser.step(index, mean, self._agreed_round))
+
+    def _bring(self, index: int) -> None:
+        """Offloaded anchors are announced a block before they are sent, momentum a block before it is used."""
+        anchors = self.synchroniser.anchors
+        if anchors is not None:
+            for near in self.synchroniser.blocks[index : index + self.prefetch + 2]:
+                anchors.bring(near, momentum=near <= index + 1)
 
     def _close(self) -> None:
         """All blocks are done: count the round."""
@@ -150,7 +159,8 @@ class Meeting(Schedule):
 
     def _norms(self) -> torch.Tensor:
         """This replica's pseudo-gradient norm of every block, over all its shards: [blocks], float64, one collective."""
-        squares = [self.synchroniser.message(i).double().square().sum() for i in self.synchroniser.blocks]
+        visited = self.synchroniser.anchors.visit(self.synchroniser.blocks)
+        squares = [self.synchroniser.message(index).double().square().sum() for index in visited]
         return self.synchroniser.shard.all_reduce(torch.stack(squares), "norms of pseudo-gradients").wait().sqrt().cpu()
 
     def _rolls_back(self, index: int) -> bool:

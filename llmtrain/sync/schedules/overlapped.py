@@ -99,7 +99,7 @@ class Overlapped(Schedule):
             self._use(fragment)
 
     def _send(self, fragment: int) -> None:
-        for index in self.fragments[fragment]:
+        for index in self.synchroniser.anchors.visit(self.fragments[fragment]):
             self._under_way[index] = self.synchroniser.send(index)
         self._sent[fragment], self._since[fragment] = self._since[fragment], Round()
         if self.section.steps == 0:
@@ -108,7 +108,7 @@ class Overlapped(Schedule):
     def _use(self, fragment: int) -> None:
         synchroniser, report = self.synchroniser, self.synchroniser.report
         mean_squared: torch.Tensor | float = 0.0
-        for index in self.fragments[fragment]:
+        for index in synchroniser.anchors.visit(self.fragments[fragment], momentum=True):
             mean = self._under_way.pop(index).wait()
             mean_squared = mean_squared + mean.square().sum()
             anchor = synchroniser.step(index, mean, self._sent[fragment])

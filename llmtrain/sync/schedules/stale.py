@@ -57,7 +57,8 @@ class Stale(Schedule):
 
     def _turn(self) -> None:
         means(self._under_way)  # before the next messages, which carry over what rounding left out of these
-        sent, done = [self.synchroniser.send(index) for index in self.synchroniser.blocks], self._round
+        visited, done = self.synchroniser.anchors.visit(self.synchroniser.blocks), self._round
+        sent = [self.synchroniser.send(index) for index in visited]
         self.staleness = int(done.steps) * self.section.rounds
         if self.section.rounds == 0:
             self._use(sent, done, gap=1.0)
@@ -65,8 +66,7 @@ class Stale(Schedule):
             if self._sent is not None:
                 self._use(self._under_way, self._sent, self._gap(self._sent, done))
             else:
-                for index in self.synchroniser.blocks:  # nothing has arrived yet: start again from the anchor
-                    self.synchroniser.install(index, self.synchroniser.anchors.load_anchor(index))
+                self.synchroniser.return_to_anchor()  # nothing has arrived yet
             self._under_way, self._sent = sent, done
         self._round = Round()
 
@@ -77,9 +77,10 @@ class Stale(Schedule):
     def _use(self, reductions: list[Reduction], since: Round, gap: float) -> None:
         synchroniser, report = self.synchroniser, self.synchroniser.report
         mean_squared: torch.Tensor | float = 0.0
-        for index, mean in enumerate(means(reductions)):
-            mean_squared = mean_squared + mean.square().sum()
-            synchroniser.install(index, synchroniser.step(index, mean.div_(gap), since))
+        arrived = means(reductions)
+        for index in synchroniser.anchors.visit(synchroniser.blocks, momentum=True):
+            mean_squared = mean_squared + arrived[index].square().sum()
+            synchroniser.install(index, synchroniser.step(index, arrived[index].div_(gap), since))
         report.mean_squared, report.weights_max = mean_squared, 1 / synchroniser.replica.size
         report.count += 1
 

@@ -87,7 +87,8 @@ class WaitAvoiding(Schedule):
         is_late = version != iteration
         synchroniser.report.late += is_late
         self.staleness = iteration - version
-        for index, (total, mine) in enumerate(zip(sums, own, strict=True)):
+        for index in synchroniser.anchors.visit(synchroniser.blocks):
+            total, mine = sums[index], own[index]
             mean = (total + mine) / (self.size + 1) if is_late else total / self.size
             anchor = synchroniser.anchors.load_anchor(index)
             synchroniser.install(index, anchor - mean.to(anchor.device))
@@ -114,7 +115,8 @@ class WaitAvoiding(Schedule):
         return self.worker.newest() if running else self._resumed
 
     def _message(self) -> Message:
-        return [self.synchroniser.message(index).cpu() for index in self.synchroniser.blocks]
+        visited = self.synchroniser.anchors.visit(self.synchroniser.blocks)
+        return [self.synchroniser.message(index).cpu() for index in visited]
 
     def _at_anchor(self) -> Message:
         return [torch.zeros_like(synchronised, device="cpu") for synchronised in self.synchroniser.anchors.anchor]

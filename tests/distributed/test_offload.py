@@ -1,0 +1,121 @@
+"""Offloaded anchors change no bit, however late their copies are made; and a wait left out shows.
+
+A GPU's side stream is played here by `LateCopies`, the worst that a stream may do: nothing is copied before somebody
+waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from llmtrain.parallel.comms import Comms
+from tests.distributed.fake_engine import Scenario, choices, edit, simulate, train
+from tests.distributed.pool import RankPool
+from tests.distributed.trace import assert_same_bits
+
+
+class LateCopies:
+    """Until a copy is waited for, what was to come is NaN and what was taken back has not arrived."""
+
+    def __init__(self, waits: bool = True):
+        self._waits = waits
+        self._asked: list[Callable[[], object]] = []
+        self.brought = 0
+
+    def rest(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def bring(self, resting: torch.Tensor) -> Callable[[], torch.Tensor]:
+        copy = torch.full_like(resting, torch.nan)
+        self._asked.append(partial(copy.copy_, resting))
+        self.brought += 1
+        mine = self._asked[-1]
+
+        def use() -> torch.Tensor:
+            while self._waits and mine in self._asked:  # in order, as a stream makes them
+                self._asked.pop(0)()
+            return copy
+
+        return use
+
+    def take(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
+        self._asked.append(partial(resting.copy_, changed))
+
+    def wait(self) -> None:
+        while self._asked:
+            self._asked.pop(0)()
+
+
+def late(device: torch.device) -> LateCopies:
+    return LateCopies()
+
+
+def never_waited_for(device: torch.device) -> LateCopies:
+    return LateCopies(waits=False)
+
+
+OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "mix": 0.5}
+PENALTY = {"z": 6.0, "min_rounds": 3, "temperature": 0.3, "clip": 0.5}
+SPIKES = {(9, 1, 1): 50.0, (11, 0, 2): float("nan"), **{(13, replica, 3): 50.0 for replica in range(4)}}
+"""An anomalous replica, a broken one, and a block in which everybody is anomalous."""
+RUNS = {
+    **{
+        f"edit, prefetch {ahead}": (edit, {"penalty": PENALTY, "schedule": {"kind": "layerwise", "prefetch": ahead}})
+        for ahead in (0, 1, 2, 9)
+    },
+    "diloco": (partial(choices, "diloco", 3), {}),
+    "slowmo": (partial(choices, "slowmo", 3), {}),
+    "streaming_diloco": (partial(choices, "streaming_diloco", 5), {"schedule": OVERLAPPED}),
+    "co2": (partial(choices, "co2", 3), {}),
+    "palsgd": (partial(choices, "palsgd", 3), {}),
+    "int8": (partial(choices, "diloco", 3), {"wire": {"kind": "int8", "feedback": True}}),
+}
+
+
+def scenario_of(run: str, offload: bool, **changes: object) -> Scenario:
+    section, parts = RUNS[run]
+    scales = SPIKES if run.startswith("edit") else {}
+    return Scenario(section(warmup_steps=1, offload=offload, **parts), 2, 2, steps=18, scales=scales, **changes)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_late_copies_change_no_bit(ranks: RankPool, run: str) -> None:
+    """Neither in training nor in what is saved in the middle of it."""
+    common = {"resume_after": 7, "save_after": (3, 4)}
+    kept = simulate(ranks, scenario_of(run, offload=False, **common))
+    assert_same_bits(simulate(ranks, scenario_of(run, offload=True, copies=late, **common)), kept)
+
+
+@pytest.mark.parametrize("run", ["edit, prefetch 2", "diloco", "streaming_diloco", "co2", "palsgd"])
+def test_a_wait_left_out_is_seen(ranks: RankPool, run: str) -> None:
+    kept = simulate(ranks, scenario_of(run, offload=False))
+    with pytest.raises(AssertionError, match="forward"):
+        assert_same_bits(simulate(ranks, scenario_of(run, offload=True, copies=never_waited_for)), kept)
+
+
+def test_a_round_brings_each_anchor_twice_and_each_momentum_once() -> None:
+    """EDiT: for the norms that the penalty goes by, and for the rest."""
+    copies = LateCopies()
+    scenario = Scenario(edit(every=2, penalty=PENALTY, offload=True), 1, 1, steps=8, copies=lambda device: copies)
+    one = Comms(None)
+    train(scenario, one, one)
+    assert copies.brought == 4 * 3 * len(scenario.shapes)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has anything to offload from; there is none")
+@pytest.mark.parametrize("run", RUNS)
+def test_offload_on_a_gpu_changes_no_bit(run: str) -> None:
+    one = Comms(None, torch.device("cuda"))
+    kept, offloaded = (
+        train(replace(scenario_of(run, offload, resume_after=7), replicas=1, shard=1), one, one)
+        for offload in (False, True)
+    )
+    for ours, theirs in zip([*offloaded.forwards, offloaded.final], [*kept.forwards, kept.final], strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(np.concatenate(a, axis=None), np.concatenate(b, axis=None))
