@@ -54,6 +54,8 @@ class Case:
     micro_batch: int = 2
     same_data: bool = False
     """Every replica gets the same batches."""
+    device: str = "cpu"
+    """Where all ranks compute; a GPU is shared by all of them, so each is a replica of its own."""
 
 
 @dataclass
@@ -69,10 +71,10 @@ class Outcome:
     master_dtype: torch.dtype
 
 
-def mesh_of(replicas: int, shard: int) -> Mesh:
+def mesh_of(replicas: int, shard: int, device: str = "cpu") -> Mesh:
     """A mesh over the first ranks of the pool's process group."""
     world = World(dist.get_rank(), replicas * shard, dist.get_rank(), replicas * shard)
-    return build_mesh(world, torch.device("cpu"), replicas, shard, "auto", timedelta(seconds=60))
+    return build_mesh(world, torch.device(device), replicas, shard, "gloo", timedelta(seconds=60))
 
 
 def build_case(case: Case, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> tuple[Engine, Method]:
@@ -105,7 +107,7 @@ def train(cases: list[Case]) -> list[Outcome]:
 
 
 def _train(case: Case) -> Outcome:
-    mesh = mesh_of(case.replicas, case.shard)
+    mesh = mesh_of(case.replicas, case.shard, case.device)
     losses, norms = [], []
     engine, method = build_case(case, mesh, clock=lambda: step)  # a second a step
     for step in range(1, case.steps + 1):
@@ -124,7 +126,7 @@ def _train(case: Case) -> Outcome:
     method.finish()
     # Not the whole weights: DTensor caches the groups of earlier meshes, which the pool has destroyed.
     shards = {
-        name: rows.to_local().clone()
+        name: rows.to_local().to("cpu", copy=True)
         for block in engine.blocks
         for name, rows in engine.as_sharded(block, flatten(block)).items()
     }
