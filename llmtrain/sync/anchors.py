@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from llmtrain.parallel.engine import Block
-from llmtrain.sync.offload import Copies
+from llmtrain.sync.offload import Brought, Copies
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -15,8 +15,8 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Anchors:
     """The parameters after the last synchronisation, sharded like the parameters, block by block.
 
-    With `copies` they rest in pinned CPU memory. `load` brings a block's to the device and `store` takes the changed ones
-    back; what `bring` has announced is on its way by then.
+    With `copies` they rest in pinned CPU memory. `load` brings a block's to the device, where they stay until `release`, and
+    `store` takes the changed ones back; what `bring` has announced is on its way by then.
     """
 
     def __init__(self, blocks: list[Block], with_momentum: bool, copies: Copies | None = None):
@@ -24,7 +24,7 @@ class Anchors:
         self.anchor: list[torch.Tensor] = []
         self.momentum: list[torch.Tensor] = []
         self._copies = copies
-        self._brought: dict[tuple[int, bool], Callable[[], torch.Tensor]] = {}  # by (block, is it momentum?)
+        self._brought: dict[tuple[int, bool], Brought] = {}  # by (block, is it momentum?)
 
     def take(self) -> None:
         """The parameters as they are now become the anchor; momentum starts at zero."""
@@ -38,7 +38,7 @@ class Anchors:
         return bool(self.anchor)
 
     def bring(self, index: int, momentum: bool = False) -> None:
-        """Start bringing a block's anchor, and momentum, to the device, where they stay until `store` or `release`."""
+        """A block's anchor, and momentum, will be needed on the device."""
         if self._copies is None:
             return
         for is_momentum in (False, True) if momentum and self.with_momentum else (False,):
@@ -47,9 +47,10 @@ class Anchors:
                 self._brought[index, is_momentum] = self._copies.bring(resting)
 
     def release(self, index: int) -> None:
-        """A block's anchor and momentum are not needed on the device any more."""
+        """Nothing more will be done with what `load` gave of a block."""
         for is_momentum in (False, True):
-            self._brought.pop((index, is_momentum), None)
+            if (brought := self._brought.pop((index, is_momentum), None)) is not None:
+                brought.release()
 
     def visit(self, indices: Sequence[int], momentum: bool = False) -> Iterator[int]:
         """The blocks one after another; while one is worked on, the next one's anchor (and momentum) is on its way."""
@@ -61,10 +62,12 @@ class Anchors:
 
     def load(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(anchor, momentum) of a block on the device of its parameters."""
+        self.bring(index, momentum=True)
         return self.load_anchor(index), self._here(index, self.momentum, True) if self.with_momentum else None
 
     def load_anchor(self, index: int) -> torch.Tensor:
         """A block's anchor on the device of its parameters."""
+        self.bring(index)
         return self._here(index, self.anchor, False)
 
     def store(self, index: int, anchor: torch.Tensor, momentum: torch.Tensor | None) -> None:
@@ -73,7 +76,6 @@ class Anchors:
             self._copies.take(self.anchor[index], anchor)
             if momentum is not None:
                 self._copies.take(self.momentum[index], momentum)
-            self.release(index)
 
     def state_dict(self) -> dict[str, list[torch.Tensor]]:
         """The tensors themselves, by block."""
@@ -98,7 +100,8 @@ class Anchors:
 
     def _forget(self) -> None:
         self._settle()
-        self._brought.clear()
+        for index in range(len(self.blocks)):
+            self.release(index)
 
     def _rest(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         if self._copies is not None:
@@ -106,10 +109,7 @@ class Anchors:
         return tensor.to(self.blocks[index].shards[0].device)
 
     def _here(self, index: int, resting: list[torch.Tensor], is_momentum: bool) -> torch.Tensor:
-        if self._copies is None:
-            return resting[index]
-        use = self._brought.get((index, is_momentum)) or self._copies.bring(resting[index])
-        return use()
+        return resting[index] if self._copies is None else self._brought[index, is_momentum].use()
 
     def _settle(self) -> None:
         if self._copies is not None:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+
+class Brought(Protocol):
+    """A copy on the device, or on its way there."""
+
+    def use(self) -> torch.Tensor:
+        """The copy, safe to use on the current stream, and to change."""
+        ...
+
+    def release(self) -> None:
+        """The current stream has been given all that it is to do with the copy: its memory may hold something else."""
+        ...
 
 
 class Copies(Protocol):
@@ -15,8 +26,8 @@ class Copies(Protocol):
         """A tensor's values where they can rest; waits for the copy."""
         ...
 
-    def bring(self, resting: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start copying a resting tensor to the device. What comes back gives the copy, safe to use on the current stream."""
+    def bring(self, resting: torch.Tensor) -> Brought:
+        """Start copying a resting tensor to the device."""
         ...
 
     def take(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
@@ -38,29 +49,37 @@ class SideStream:
     def rest(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu().pin_memory()
 
-    def bring(self, resting: torch.Tensor) -> Callable[[], torch.Tensor]:
-        with torch.cuda.stream(self._stream):
-            copy = resting.to(self._device, non_blocking=True)
-            arrived = self._stream.record_event()
-
-        def use() -> torch.Tensor:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(arrived)
-            copy.record_stream(
-                current
-            )  # its memory is the other stream's: not to be given away while this one works on it
-            return copy
-
-        return use
+    def bring(self, resting: torch.Tensor) -> BroughtBeside:
+        return BroughtBeside(resting, self._device, self._stream)
 
     def take(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             resting.copy_(changed, non_blocking=True)
-        changed.record_stream(self._stream)
 
     def wait(self) -> None:
         self._stream.synchronize()
+
+
+class BroughtBeside:
+    """A copy made by a side stream, in memory of that stream's.
+
+    `release` rather than `record_stream`: the memory is free at once for the stream's next copy, which waits on the device.
+    The host runs ahead by many blocks, and would find none of theirs free.
+    """
+
+    def __init__(self, resting: torch.Tensor, device: torch.device, side: torch.cuda.Stream):
+        self._device, self._side = device, side
+        with torch.cuda.stream(side):
+            self._copy = resting.to(device, non_blocking=True)
+            self._arrived = side.record_event()
+
+    def use(self) -> torch.Tensor:
+        torch.cuda.current_stream(self._device).wait_event(self._arrived)
+        return self._copy
+
+    def release(self) -> None:
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
 
 
 def offload_copies(device: torch.device) -> Copies | None:

@@ -24,32 +24,43 @@ class LateCopies:
     """Until a copy is waited for, what was to come is NaN and what was taken back has not arrived."""
 
     def __init__(self, waits: bool = True):
-        self._waits = waits
-        self._asked: list[Callable[[], object]] = []
-        self.brought = 0
+        self.waits = waits
+        self.asked: list[Callable[[], object]] = []
+        self.brought = self.released = self.most_at_once = 0
 
     def rest(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
-    def bring(self, resting: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def bring(self, resting: torch.Tensor) -> LateCopy:
         copy = torch.full_like(resting, torch.nan)
-        self._asked.append(partial(copy.copy_, resting))
+        self.asked.append(partial(copy.copy_, resting))
         self.brought += 1
-        mine = self._asked[-1]
-
-        def use() -> torch.Tensor:
-            while self._waits and mine in self._asked:  # in order, as a stream makes them
-                self._asked.pop(0)()
-            return copy
-
-        return use
+        self.most_at_once = max(self.most_at_once, self.brought - self.released)
+        return LateCopy(self, copy, self.asked[-1])
 
     def take(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
-        self._asked.append(partial(resting.copy_, changed))
+        self.asked.append(partial(resting.copy_, changed))
 
-    def wait(self) -> None:
-        while self._asked:
-            self._asked.pop(0)()
+    def wait(self, last: Callable[[], object] | None = None) -> None:
+        """For all, or for what was asked up to `last`: in order, as a stream does it."""
+        while self.asked if last is None else last in self.asked:
+            self.asked.pop(0)()
+
+
+class LateCopy:
+    """Soon gone when it is released."""
+
+    def __init__(self, copies: LateCopies, copy: torch.Tensor, arrival: Callable[[], object]):
+        self._copies, self._copy, self._arrival = copies, copy, arrival
+
+    def use(self) -> torch.Tensor:
+        if self._copies.waits:
+            self._copies.wait(self._arrival)
+        return self._copy
+
+    def release(self) -> None:
+        self._copies.released += 1
+        self._copies.asked.append(partial(self._copy.fill_, torch.nan))  # by what comes next, after copies from it
 
 
 def late(device: torch.device) -> LateCopies:
@@ -102,10 +113,12 @@ def test_a_wait_left_out_is_seen(ranks: RankPool, run: str) -> None:
 def test_a_round_brings_each_anchor_twice_and_each_momentum_once() -> None:
     """EDiT: for the norms that the penalty goes by, and for the rest."""
     copies = LateCopies()
-    scenario = Scenario(edit(every=2, penalty=PENALTY, offload=True), 1, 1, steps=8, copies=lambda device: copies)
+    sync = edit(every=2, penalty=PENALTY, offload=True, schedule={"kind": "layerwise", "prefetch": 0})
+    scenario = Scenario(sync, 1, 1, steps=8, copies=lambda device: copies)
     one = Comms(None)
     train(scenario, one, one)
-    assert copies.brought == 4 * 3 * len(scenario.shapes)
+    assert copies.brought == copies.released == 4 * 3 * len(scenario.shapes)
+    assert copies.most_at_once == 4  # anchor and momentum of a block and of the next one
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has anything to offload from; there is none")

@@ -48,7 +48,9 @@ class Meeting(Schedule):
         with report.exposed():
             if index == 0:
                 self._open()
+            self._bring(index)
             self._synchronise(index)
+            self._release(index)
             self._next_block = index + 1
             if self._next_block == len(self.synchroniser.blocks):
                 self._close()
@@ -113,13 +115,11 @@ class Meeting(Schedule):
     def _synchronise(self, index: int) -> None:
         """Finish block `index`: after it, its parameters are the next anchor on every replica."""
         synchroniser = self.synchroniser
-        self._bring(index)
         for ahead in synchroniser.blocks[index : index + self.prefetch + 1]:
             if ahead not in self._under_way and not self._rolls_back(ahead):
                 self._under_way[ahead] = synchroniser.send(ahead, self._weight(ahead))
         if self._rolls_back(index):
             synchroniser.install(index, synchroniser.anchors.load_anchor(index))
-            synchroniser.anchors.release(index)
             return
         mean = self._under_way.pop(index).wait()
         if index + 1 in self._under_way:
@@ -142,6 +142,10 @@ class Meeting(Schedule):
         if anchors is not None:
             for near in self.synchroniser.blocks[index : index + self.prefetch + 2]:
                 anchors.bring(near, momentum=near <= index + 1)
+
+    def _release(self, index: int) -> None:
+        if self.synchroniser.anchors is not None:
+            self.synchroniser.anchors.release(index)
 
     def _close(self) -> None:
         """All blocks are done: count the round."""
