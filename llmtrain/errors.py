@@ -64,6 +64,6 @@ def leave_with_code(command: Callable[[], object]) -> None:
 
 
 def _speaks_for_its_host() -> bool:
-    """Whether this is the first rank of its host, by whichever launcher."""
-    names = ("LOCAL_RANK", "SLURM_LOCALID", "RANK")
-    return next((os.environ[name] for name in names if os.environ.get(name)), "0") == "0"
+    """Whether this is the first rank of its host, by all launchers that had a part in starting it."""
+    on_host = [os.environ[name] for name in ("LOCAL_RANK", "SLURM_LOCALID") if os.environ.get(name)]
+    return all(number == "0" for number in on_host or [os.environ.get("RANK", "0")])

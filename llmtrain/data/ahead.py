@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -12,6 +14,9 @@ from llmtrain.data.loader import Loader
 from llmtrain.errors import DataError
 from llmtrain.threads import on_this_device
 
+Read = list[torch.Tensor] | BaseException
+"""Micro-batches, or why there are none."""
+
 
 class Ahead:
     """The batches of a loader, and its state as if the next one had not been read yet.
@@ -20,13 +25,15 @@ class Ahead:
     """
 
     def __init__(self, loader: Loader, timeout_seconds: float, pin: bool = False):
-        self.loader, self._timeout, self._pin = loader, timeout_seconds, pin
-        self._orders: SimpleQueue[None] = SimpleQueue()
-        self._read: SimpleQueue[list[torch.Tensor] | BaseException] = SimpleQueue()
+        self.loader, self._timeout = loader, timeout_seconds
+        self._orders: SimpleQueue[bool] = SimpleQueue()  # whether to read on
+        self._read: SimpleQueue[Read] = SimpleQueue()
         self._is_coming = False
         self._state = loader.state_dict()
         # A daemon: a disk that hangs must not keep a run that has given up on it from ending.
-        threading.Thread(target=on_this_device(self._serve), name="reads ahead", daemon=True).start()
+        serve = partial(_serve, loader, self._orders, self._read, pin)
+        threading.Thread(target=on_this_device(serve), name="reads ahead", daemon=True).start()
+        weakref.finalize(self, self._orders.put, False)
 
     @property
     def num_samples(self) -> int:
@@ -38,16 +45,7 @@ class Ahead:
         not there in `timeout_seconds`."""
         if not self._is_coming:
             self._order()
-        try:
-            batches = self._read.get(timeout=self._timeout)
-        except Empty:
-            raise DataError(
-                f"no batch could be read in {self._timeout:g} s (run.timeout_seconds): the disk that holds the token shards does "
-                "not answer; start the same command again when it does, to continue from the last checkpoint"
-            ) from None
-        self._is_coming = False
-        if isinstance(batches, BaseException):
-            raise batches
+        batches = self._arrived()
         self._state = self.loader.state_dict()
         self._order()
         return batches
@@ -59,20 +57,33 @@ class Ahead:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse."""
         if self._is_coming:
-            self._read.get()
-            self._is_coming = False
+            self._arrived()
         self.loader.load_state_dict(state)
         self._state = self.loader.state_dict()
 
     def _order(self) -> None:
         self._is_coming = True
-        self._orders.put(None)
+        self._orders.put(True)
 
-    def _serve(self) -> None:
-        while True:
-            self._orders.get()
-            try:
-                batches = self.loader.next()
-                self._read.put([batch.pin_memory() for batch in batches] if self._pin else batches)
-            except BaseException as error:  # the training thread raises it
-                self._read.put(error)
+    def _arrived(self) -> list[torch.Tensor]:
+        try:
+            batches = self._read.get(timeout=self._timeout)
+        except Empty:
+            raise DataError(
+                f"no batch could be read in {self._timeout:g} s (run.timeout_seconds): the disk that holds the token shards does "
+                "not answer; start the same command again when it does, to continue from the last checkpoint"
+            ) from None
+        self._is_coming = False
+        if isinstance(batches, BaseException):
+            raise batches
+        return batches
+
+
+def _serve(loader: Loader, orders: SimpleQueue[bool], read: SimpleQueue[Read], pin: bool) -> None:
+    """The thread's life. It knows no `Ahead`, whose end is its own."""
+    while orders.get():
+        try:
+            batches = loader.next()
+            read.put([batch.pin_memory() for batch in batches] if pin else batches)
+        except BaseException as error:  # the training thread raises it
+            read.put(error)

@@ -23,17 +23,28 @@ def check_same_tokens(mesh: Mesh, texts: Mapping[str, Prepared]) -> None:
     the same on them, or their Python's standard library. A collective of all ranks."""
     if mesh.world.size == 1:
         return
-    mine = socket.gethostname(), {name: described(text) for name, text in texts.items()}
-    everybody: list[tuple[str, dict[str, str]]] = [mine] * mesh.world.size
+    mine = socket.gethostname(), *_described(texts)
+    everybody: list[tuple[str, dict[str, str], str | None]] = [mine] * mesh.world.size
     dist.all_gather_object(everybody, mine, group=mesh.everyone.group)
-    first_host, first = everybody[0]
-    for rank, (host, theirs) in enumerate(everybody):
+    for rank, (host, _, problem) in enumerate(everybody):
+        if problem is not None:
+            raise DataError(f"rank {rank} on {host} can't read its token shards: {problem}; see to that disk")
+    first_host, first, _ = everybody[0]
+    for rank, (host, theirs, _) in enumerate(everybody):
         for name, text in theirs.items():
             if text != first[name]:
                 raise DataError(
                     f"{texts[name].index.source}: rank {rank} on {host} has other tokens ({text}) than rank 0 on {first_host} "
                     f"({first[name]}); let all hosts see one data.cache_dir, or copy {texts[name].directory} from one to all"
                 )
+
+
+def _described(texts: Mapping[str, Prepared]) -> tuple[dict[str, str], str | None]:
+    """(what is read of each text, why it could not be)."""
+    try:
+        return {name: described(text) for name, text in texts.items()}, None
+    except OSError as error:
+        return {}, str(error)
 
 
 def described(prepared: Prepared) -> str:

@@ -156,7 +156,7 @@ def _check_devices(places: Sequence[Place]) -> None:
     without = [rank for rank, place in enumerate(places) if not place.on_gpu]
     if 0 < len(without) < len(places):
         hosts = ", ".join(sorted({places[rank].host for rank in without}))
-        raise RecipeError(
+        raise TrainingError(  # and not a wrong recipe: the next attempt may find it again
             f"{ranks_named(without)} on {hosts} found no usable GPU, the others did; see `nvidia-smi` and `python -m llmtrain "
             "doctor` there, or set CUDA_VISIBLE_DEVICES= everywhere to train on CPUs"
         )

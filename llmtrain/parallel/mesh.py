@@ -22,8 +22,6 @@ from llmtrain.parallel.reach import check_reach
 from llmtrain.parallel.world import World
 
 T = TypeVar("T")
-ONE_GPU_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
-"""Set by Slurm where it shows each rank only its own GPU (`srun --gpus-per-task=1`)."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +70,19 @@ def local_device(world: World) -> torch.device:
     """This process's GPU by its local rank, or the CPU. Raises RecipeError if there are fewer GPUs than ranks."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if torch.cuda.device_count() == 1 and any(name in os.environ for name in ONE_GPU_A_TASK):
+    if torch.cuda.device_count() == 1 and _is_a_task_with_a_gpu(world):
         return torch.device("cuda", 0)
     if world.local_rank >= torch.cuda.device_count():
         raise RecipeError(
             f"{world.local_size} processes on a machine with {torch.cuda.device_count()} GPUs; start one process a GPU"
         )
     return torch.device("cuda", world.local_rank)
+
+
+def _is_a_task_with_a_gpu(world: World) -> bool:
+    """Whether Slurm has started each rank and shows it only its own GPU (`srun --gpus-per-task=1`)."""
+    by_task = "SLURM_GPUS_PER_TASK" in os.environ or "gres/gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
+    return by_task and os.environ.get("SLURM_PROCID") == str(world.rank)
 
 
 @contextmanager

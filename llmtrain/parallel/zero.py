@@ -71,10 +71,10 @@ class ZeroEngine(Engine):
         self._clip_norm, self._gradient_wire = optim.clip_norm, gradient_wire
         self._hooks: list[Callable[[int], None]] = []
         self._in_forward = False
-        self._is_stale = False  # stages 1 and 2: masters were changed, the weights computed with were not
-        # DeepSpeed insists, and takes it for the GPU's number; srun sets none.
+        self._is_stale = False  # masters were changed, and what is computed with may not have followed
+        # DeepSpeed insists, and takes it for the GPU's number; srun sets none, and with a GPU for each task that is 0.
         number = mesh.world.local_rank if mesh.device.index is None else mesh.device.index
-        os.environ.setdefault("LOCAL_RANK", str(number))
+        os.environ["LOCAL_RANK"] = str(number)
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         with redirect_stdout(io.StringIO()):  # every rank says what it has compiled
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
@@ -123,7 +123,7 @@ class ZeroEngine(Engine):
         if self.stage < 3:
             for index in range(len(self.blocks)):
                 self._call_hooks(index)
-            self._catch_up()
+        self._catch_up()
         for number, batch in enumerate(micro_batches, start=1):
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             batch = batch.to(self.mesh.device, non_blocking=True)
@@ -155,14 +155,12 @@ class ZeroEngine(Engine):
         return norm
 
     def publish(self, block: Block) -> None:
-        if self.stage < 3:
-            self._is_stale = True
-            return
-        for parameter in (p for group in self._parameters[self.blocks.index(block)] for p in group):
-            parameter.ds_tensor.copy_(safe_get_local_fp32_param(parameter))
-        if self._in_forward and self.mesh.device.type == "cuda":
-            # DeepSpeed gathers on a stream of its own, which would not wait for what this one is still to copy.
-            torch.cuda.current_stream().synchronize()
+        self._is_stale = True
+        if self.stage == 3:
+            for parameter in (p for group in self._parameters[self.blocks.index(block)] for p in group):
+                parameter.ds_tensor.copy_(safe_get_local_fp32_param(parameter))
+            if self._in_forward:
+                self._catch_up()
 
     @contextmanager
     def evaluation(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
@@ -299,10 +297,13 @@ class ZeroEngine(Engine):
             hook(index)
 
     def _catch_up(self) -> None:
-        """Stages 1 and 2: compute with what the masters were changed to."""
-        if self._is_stale:
+        """Compute with what the masters were changed to."""
+        if self._is_stale and self.stage < 3:
             self._engine.optimizer.update_lp_params()
-            self._is_stale = False
+        elif self._is_stale and self.mesh.device.type == "cuda":
+            # DeepSpeed gathers on a stream of its own, which would not wait for what this one is still to copy.
+            torch.cuda.current_stream().synchronize()
+        self._is_stale = False
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
         """All ranks' parts of a group: [ranks, size]."""

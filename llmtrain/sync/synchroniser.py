@@ -69,6 +69,11 @@ class Synchroniser:
         if self.feedback and not self.errors:
             self.errors = [torch.zeros_like(flatten(block)) for block in self.engine.blocks]
 
+    def wait_for_device(self) -> None:
+        """Until a GPU has done what it was given: before the host takes a time that is to be the GPU's too."""
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+
     def message(self, index: int) -> torch.Tensor:
         """What this replica has to say of a block: its pseudo-gradient, or its parameters where no anchor is kept."""
         parameters = flatten(self.engine.blocks[index])

@@ -121,10 +121,8 @@ class Checkpoints:
         reshape = Reshape.onto(self.mesh, state["mesh"])
         progress = reshape.progress(state["ranks"], state["step"], global_batch, self.method)
         method = progress.pop("method")
-        tensors, generators = self._of_engine(_as_it_is), self._seeded_generators(seed, state["step"])
-        self._together(lambda: self._read(path, reshape, tensors, generators))
-        prefix = f"replica{self.mesh.replica.rank}."
-        self.engine.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+        generators = self._seeded_generators(seed, state["step"])
+        self._read_engine(path, reshape, generators)
         self._set_generators(generators)
         of_method = {
             kind: self._read_kind(path, reshape, prefix, kind, present)
@@ -132,6 +130,13 @@ class Checkpoints:
         }
         self.method.load_state_dict(method, of_method)
         return Loaded(state["step"], progress, reshape.describe())
+
+    def _read_engine(self, path: Path, reshape: Reshape, generators: dict[str, torch.Tensor]) -> None:
+        """Weights, moments and generators; what is read into is gone after it, under ZeRO a second copy of them all."""
+        tensors = self._of_engine(_as_it_is)
+        self._together(lambda: self._read(path, reshape, tensors, generators))
+        prefix = f"replica{self.mesh.replica.rank}."
+        self.engine.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
 
     def _read(
         self, path: Path, reshape: Reshape, tensors: dict[str, torch.Tensor], generators: dict[str, torch.Tensor]
@@ -166,7 +171,7 @@ class Checkpoints:
                 raise error
 
     def _read_kind(self, path: Path, reshape: Reshape, prefix: str, kind: str, present: list[bool]) -> ByBlock:
-        """One kind of the method's tensors, on the CPU: what rests there is never on the device as a whole."""
+        """One kind of the method's tensors, on the CPU: of those that rest there, one kind at a time is on the device."""
         blocks = [(block, there) for block, there in zip(self.engine.blocks, present, strict=False)]
         room: ByBlock = [torch.empty_like(flatten(block)) if there else None for block, there in blocks]
         tensors = self._of_method(prefix, kind, room, _as_it_is)

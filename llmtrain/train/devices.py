@@ -12,6 +12,7 @@ from llmtrain.parallel.mesh import local_device
 from llmtrain.parallel.world import World
 
 PEAK_BF16 = {
+    "GB200": 2500e12,
     "B200": 2250e12,
     "H200": 989e12,
     "GH200": 989e12,

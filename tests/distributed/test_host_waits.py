@@ -1,10 +1,16 @@
 """Training runs ahead of its device: nothing between two log lines reads a number from it, for which the host would wait.
 
-A GPU is not needed to see that. Whatever reads a tensor's value ends in one operation of torch, which its profiler counts.
-The inner optimizer is SGD here: on a CPU the fused AdamW reads its own step counts, on a GPU it does not.
+A GPU is not needed to see that: torch's profiler counts the operations that end in a number or in a size that depends on
+values, and calls that copy to the CPU are counted with them. The inner optimizer is SGD here: on a CPU the fused AdamW
+reads its own step counts, on a GPU it does not.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,16 +20,33 @@ from llmtrain.sync.methods import METHODS
 from tests.distributed.fake_engine import choices
 from tests.distributed.real_engine import GPT_NEO, LLAMA, Case, build_case, mesh_of, micro_batches
 
-READING = "aten::_local_scalar_dense"
+READING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::_unique2", "copy to the CPU"}
+COPYING = ("cpu", "numpy", "tolist")
 SGD = {"kind": "sgd", "lr": 1e-2, "clip_norm": 1.0}
 OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "mix": 0.5}
+
+
+@contextmanager
+def copies_counted() -> Iterator[None]:
+    def counted(copy: Callable[..., Any]) -> Callable[..., Any]:
+        def copying(*args: Any, **kwargs: Any) -> Any:
+            with record_function("copy to the CPU"):
+                return copy(*args, **kwargs)
+
+        return copying
+
+    with ExitStack() as patches:
+        for name in COPYING:
+            patches.enter_context(mock.patch.object(torch.Tensor, name, counted(getattr(torch.Tensor, name))))
+        yield
 
 
 def reads_by_step(case: Case, steps: int) -> list[int]:
     """How often each of the first steps reads a value."""
     engine, method = build_case(case, mesh_of(case.replicas, case.shard), clock=lambda: step)
     batches_of = [micro_batches(case, engine.mesh, step) for step in range(1, steps + 1)]
-    with profile(use_kineto=False) as seen:  # over all steps: a message that outlives the profiler crashes it
+    # Over all steps: a message that outlives the profiler crashes it.
+    with copies_counted(), profile(use_kineto=False) as seen:
         for step, batches in enumerate(batches_of, start=1):
             with record_function(f"step {step}"):
                 plan = method.begin_step(step, case.optim["lr"])
@@ -32,16 +55,29 @@ def reads_by_step(case: Case, steps: int) -> list[int]:
                     engine.step(plan.lr)
                 method.end_step(step)
         method.finish()
-    reads = [event.time_range.start for event in seen.function_events if event.name == READING]
+    reads = [event.time_range.start for event in seen.function_events if event.name in READING]
     took = {event.name: event.time_range for event in seen.function_events if event.name.startswith("step ")}
     spans = [took[f"step {step}"] for step in range(1, steps + 1)]
     return [sum(span.start <= at <= span.end for at in reads) for span in spans]
 
 
-def test_reading_is_noticed() -> None:
-    with profile(use_kineto=False) as seen:
-        bool((torch.ones(3) > 0).all())
-    assert sum(event.name == READING for event in seen.function_events) == 1
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda values: bool((values > 0).all()),
+        lambda values: values.sum().item(),
+        lambda values: values[values > 0],
+        lambda values: values.unique(),
+        lambda values: values.cpu(),
+        lambda values: values.tolist(),
+        lambda values: values.numpy(),
+    ],
+    ids=["bool", "item", "mask", "unique", "cpu", "tolist", "numpy"],
+)
+def test_reading_is_noticed(read) -> None:
+    with copies_counted(), profile(use_kineto=False) as seen:
+        read(torch.ones(3))
+    assert sum(event.name in READING for event in seen.function_events) >= 1
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT_NEO], ids=["llama", "gpt_neo"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from llmtrain.config import DataSection
+from llmtrain.data.index import Prepared
 from llmtrain.data.prepare import prepare
 from llmtrain.data.same import check_same_tokens, described
 from llmtrain.errors import DataError
@@ -43,6 +45,24 @@ def test_other_tokens_on_another_host_are_refused_on_all(ranks, tmp_path: Path) 
     one, other = ranks.run(checked, [a, c], world_size=2)
     assert one.startswith(f"{a.source}: rank 1 on ") and "has other tokens (4,038 + 301 of a vocabulary of 320" in one
     assert other.startswith(f"{c.source}: rank 1 on ")
+
+
+def checked_with_a_bad_disk(section: DataSection) -> str:
+    """What this rank is told when rank 1 can't read what it has prepared."""
+
+    def described_there(prepared: Prepared) -> str:
+        if dist.get_rank() == 1:
+            raise OSError(5, "Input/output error", "train-00000.npy")
+        return described(prepared)
+
+    with mock.patch("llmtrain.data.same.described", described_there):
+        return checked([section, section])
+
+
+def test_a_disk_that_fails_on_one_host_is_an_error_on_all(ranks, tmp_path: Path) -> None:
+    one, other = ranks.run(checked_with_a_bad_disk, section(tmp_path / "a", TEXTS), world_size=2)
+    assert one == other and one.startswith("rank 1 on ")
+    assert "can't read its token shards: [Errno 5] Input/output error: 'train-00000.npy'; see to that disk" in one
 
 
 def test_what_another_run_has_prepared_beyond_it_does_not_count(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmtrain.config import ParallelSection
-from llmtrain.errors import RecipeError
+from llmtrain.errors import RecipeError, TrainingError
 from llmtrain.parallel.meeting import Place, meet, ranks_named
 from llmtrain.parallel.mesh import local_device
 from llmtrain.parallel.network import GLOO, Networks, address_of, address_towards, carried_by, interface_of
@@ -114,7 +114,7 @@ def test_nccl_is_not_told_the_card_that_was_found_for_gloo(monkeypatch):
 
 def test_a_host_whose_gpus_are_gone_is_named(monkeypatch):
     told(monkeypatch, Place("a", "gpu-a", None, 1.0, on_gpu=True), Place("b", "gpu-b", None, 1.0, on_gpu=False))
-    with pytest.raises(RecipeError, match="rank 1 on gpu-b found no usable GPU, the others did"):
+    with pytest.raises(TrainingError, match="rank 1 on gpu-b found no usable GPU, the others did"):
         meet(World(0, 2, 0, 1), ParallelSection(), lambda: 1.0, 1.0)
 
 
@@ -123,5 +123,15 @@ def test_a_gpu_for_each_task_is_the_first_that_it_sees(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(RecipeError, match="8 processes on a machine with 1 GPUs"):
         local_device(World(3, 8, 3, 8))
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_TRES_PER_TASK", "cpu=8")
+    with pytest.raises(RecipeError, match="8 processes on a machine with 1 GPUs"):
+        local_device(World(3, 8, 3, 8))
+    monkeypatch.setenv("SLURM_TRES_PER_TASK", "cpu=8,gres/gpu=1")
+    assert local_device(World(3, 8, 3, 8)) == torch.device("cuda", 0)
+    monkeypatch.delenv("SLURM_TRES_PER_TASK")
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
     assert local_device(World(3, 8, 3, 8)) == torch.device("cuda", 0)
+    monkeypatch.setenv("SLURM_PROCID", "0")  # one task that has started eight processes itself
+    with pytest.raises(RecipeError, match="8 processes on a machine with 1 GPUs"):
+        local_device(World(3, 8, 3, 8))

@@ -144,6 +144,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_too():
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GB200", 2500e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA RTX A1000", None),
         ("NVIDIA L40", 181e12),

@@ -44,8 +44,9 @@ class Meeting(Schedule):
         if self._next_block is None:
             return
         assert index == self._next_block, f"block {index} was reached before block {self._next_block}"
-        report = self.synchroniser.report
-        with report.exposed():
+        if index == 0:
+            self.synchroniser.wait_for_device()  # local steps are no part of it; it would be waited for in `_open`
+        with self.synchroniser.report.exposed():
             if index == 0:
                 self._open()
             self._bring(index)
@@ -149,6 +150,8 @@ class Meeting(Schedule):
 
     def _close(self) -> None:
         """All blocks are done: count the round."""
+        if not self.in_forward:
+            self.synchroniser.wait_for_device()  # training stands still until then
         self._closed_at = time.monotonic()
         report = self.synchroniser.report
         report.count += 1
