@@ -21,7 +21,8 @@ class RunSection(Section):
     seed: NonNegativeInt = 1234
     """The one seed. Initialisation, data order and every random choice derive from it by name."""
     timeout_seconds: PositiveFloat = 600
-    """How long a collective may wait for a peer before the run fails. Longer than the slowest replica's round."""
+    """How long a collective may wait for a peer before the run fails. Longer than the slowest replica takes for a round more
+    than the fastest."""
     restarts: NonNegativeInt = 2
     """How often `launch/train.sh` starts the ranks again, on all nodes, from the last checkpoint, after one has failed."""
     on_replica_loss: Literal["stop", "continue"] = "stop"
@@ -166,7 +167,7 @@ class ParallelSection(Section):
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
     """What forward and backward compute in; masters and optimizer stay fp32 (fp64: everything, for verification)."""
     compile: bool = False
-    """torch.compile every layer on its own."""
+    """torch.compile every layer on its own, and the rounding of messages."""
     activation_checkpointing: bool | Literal["selective"] = False
     """Recompute every layer in backward instead of keeping its activations; `selective`: keep the results of matrix products
     and attention, which are expensive, and recompute the rest."""

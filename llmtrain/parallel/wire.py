@@ -18,9 +18,13 @@ class Wire:
     What is not finite stays so, with int8 and int4 along with its block: a broken replica is never rounded to a healthy one.
     """
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, compiled: bool = False):
+        """`compiled`: by torch.compile, which makes one pass over the values of many."""
         self.kind = kind
         self._levels = {"bf16": 0, "int8": 127, "int4": 7}[kind]
+        if compiled:
+            self.encode = torch.compile(self.encode, dynamic=True)  # messages have many sizes
+            self.decode = torch.compile(self.decode, dynamic=True)
 
     def size(self, values: int) -> int:
         """Bytes of so many values, a multiple of BLOCK."""

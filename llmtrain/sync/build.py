@@ -46,9 +46,9 @@ from llmtrain.sync.synchroniser import PREFETCH, Synchroniser
 from llmtrain.sync.timed import Clock, Timed
 
 
-def build_wire(kind: str) -> Wire | None:
+def build_wire(kind: str, compiled: bool = False) -> Wire | None:
     """The format that messages are rounded to; None for none."""
-    return None if kind == "fp32" else Wire(kind)
+    return None if kind == "fp32" else Wire(kind, compiled)
 
 
 def needs_anchor(sync: SyncSection) -> bool:
@@ -67,6 +67,7 @@ def build_method(
     rates: LearningRates,
     *,
     seed: int,
+    compiled: bool = False,
     store: dist.Store | None = None,
     timeout_seconds: float = 600,
     clock: Clock = time.monotonic,
@@ -74,12 +75,13 @@ def build_method(
     """Put a method together. A collective of all ranks.
 
     `replica` and `shard` are the two axes of the mesh (rank = replica x shards + shard), `rates` the run's learning
-    rates. `store` is the job's, for schedules that need to be woken; `clock` is what rounds of seconds are kept by.
+    rates; `compiled` rounds messages with compiled code. `store` is the job's, for schedules that need to be woken;
+    `clock` is what rounds of seconds are kept by.
     """
     outer = build_outer(sync.outer)
     copies = offload_copies(engine.blocks[0].shards[0].device) if sync.offload else None
     anchors = Anchors(engine.blocks, outer.has_momentum, copies) if needs_anchor(sync) else None
-    wire = build_wire(sync.wire.kind)
+    wire = build_wire(sync.wire.kind, compiled)
     synchroniser = Synchroniser(engine, replica, shard, outer, anchors, wire, sync.wire.feedback)
     warmup = warmup_of(sync, rates)
     if isinstance(sync.period, EverySeconds):

@@ -71,7 +71,7 @@ RULES = (
     ),
     Rule(
         *("period", ("every_step",), "pull", ("pull",)),
-        *(f"{NO_ROUND}, so there is no anchor to be pulled to", "use sync.pull=null, or a period of steps"),
+        *(f"{NO_ROUND}, and no anchor to be pulled to", "use sync.pull=null, or a period of steps"),
     ),
     Rule(
         *("period", ("every_step",), "group", ("butterfly",)),

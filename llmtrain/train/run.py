@@ -203,7 +203,8 @@ def build_trainer(
     separator = prepared.eos_id if recipe.train.document_mask else None
     model = build(model_config(recipe.model, prepared.vocab_size), recipe.parallel.loss_chunk, separator)
     parameters, flops = count_parameters(model), flops_per_token(model, recipe.train.sequence_length)
-    gradient_wire = build_wire(recipe.sync.wire.kind) if recipe.sync.wire.gradients else None
+    compiled = recipe.parallel.compile
+    gradient_wire = build_wire(recipe.sync.wire.kind, compiled) if recipe.sync.wire.gradients else None
     engine = build_engine(
         model,
         mesh,
@@ -220,6 +221,7 @@ def build_trainer(
         mesh.shard,
         LearningRates.of(recipe),
         seed=recipe.run.seed,
+        compiled=compiled,
         store=mesh.store,
         timeout_seconds=recipe.run.timeout_seconds,
     )

@@ -86,7 +86,16 @@ def build_case(case: Case, mesh: Mesh, clock: Callable[[], float] = time.monoton
     engine = build_engine(model, mesh, parallel, optim, seed=3, changes_in_forward=in_forward)
     store = meeting_store() if case.sync.schedule.kind == "wait_avoiding" else None
     method = build_method(
-        case.sync, engine, mesh.replica, mesh.shard, rates, seed=3, store=store, clock=clock, timeout_seconds=60
+        case.sync,
+        engine,
+        mesh.replica,
+        mesh.shard,
+        rates,
+        seed=3,
+        compiled=parallel.compile,
+        store=store,
+        clock=clock,
+        timeout_seconds=60,
     )
     return engine, method
 

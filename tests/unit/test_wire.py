@@ -271,3 +271,18 @@ def test_chunks_are_whole_blocks_that_cover_the_message_and_no_more(kind):
         chunk = wire.chunk(numel, ranks)
         assert chunk % BLOCK == 0
         assert (chunk - BLOCK) * ranks < numel <= chunk * ranks, (numel, ranks)
+
+
+def test_compiled_rounds_to_the_same_bits():
+    """In one process, once: it takes ten seconds. Messages of several sizes need no compiling of their own."""
+    plain, compiled = Wire("int4"), Wire("int4", compiled=True)
+    for rows, blocks in [(3, 7), (2, 40), (4, 1), (5, BLOCKS)]:
+        for distribution in DISTRIBUTIONS:
+            values = torch.from_numpy(draw(distribution, np.float32, rows)[:, : blocks * BLOCK].copy())
+            payload = plain.encode(values)
+            assert torch.equal(compiled.encode(values), payload), distribution
+            assert torch.equal(compiled.decode(payload, torch.float32), plain.decode(payload, torch.float32))
+    values[0, 5], values[-1, BLOCK] = torch.nan, torch.inf
+    arrived, expected = (wire.decode(wire.encode(values), torch.float32) for wire in (compiled, plain))
+    assert torch.equal(arrived.isfinite(), expected.isfinite()) and not arrived[0, :BLOCK].isfinite().any()
+    assert torch.equal(arrived[expected.isfinite()], expected[expected.isfinite()])
