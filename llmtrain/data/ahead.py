@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -25,15 +23,13 @@ class Ahead:
     """
 
     def __init__(self, loader: Loader, timeout_seconds: float, pin: bool = False):
-        self.loader, self._timeout = loader, timeout_seconds
-        self._orders: SimpleQueue[bool] = SimpleQueue()  # whether to read on
+        self.loader, self._timeout, self._pin = loader, timeout_seconds, pin
+        self._orders: SimpleQueue[None] = SimpleQueue()
         self._read: SimpleQueue[Read] = SimpleQueue()
         self._is_coming = False
         self._state = loader.state_dict()
         # A daemon: a disk that hangs must not keep a run that has given up on it from ending.
-        serve = partial(_serve, loader, self._orders, self._read, pin)
-        threading.Thread(target=on_this_device(serve), name="reads ahead", daemon=True).start()
-        weakref.finalize(self, self._orders.put, False)
+        threading.Thread(target=on_this_device(self._serve), name="reads ahead", daemon=True).start()
 
     @property
     def num_samples(self) -> int:
@@ -63,7 +59,7 @@ class Ahead:
 
     def _order(self) -> None:
         self._is_coming = True
-        self._orders.put(True)
+        self._orders.put(None)
 
     def _arrived(self) -> list[torch.Tensor]:
         try:
@@ -78,12 +74,13 @@ class Ahead:
             raise batches
         return batches
 
-
-def _serve(loader: Loader, orders: SimpleQueue[bool], read: SimpleQueue[Read], pin: bool) -> None:
-    """The thread's life. It knows no `Ahead`, whose end is its own."""
-    while orders.get():
-        try:
-            batches = loader.next()
-            read.put([batch.pin_memory() for batch in batches] if pin else batches)
-        except BaseException as error:  # the training thread raises it
-            read.put(error)
+    def _serve(self) -> None:
+        """The thread's life, as long as the process's: one that ended while the interpreter does would drop tensors then, and
+        crash it."""
+        while True:
+            self._orders.get()
+            try:
+                batches = self.loader.next()
+                self._read.put([batch.pin_memory() for batch in batches] if self._pin else batches)
+            except BaseException as error:  # the training thread raises it
+                self._read.put(error)

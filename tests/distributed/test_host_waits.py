@@ -80,8 +80,10 @@ def test_reading_is_noticed(read) -> None:
     assert sum(event.name in READING for event in seen.function_events) >= 1
 
 
-@pytest.mark.parametrize("model", [LLAMA, GPT_NEO], ids=["llama", "gpt_neo"])
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("wagma", "a_edit", "synchronous")])
+LOCAL = [name for name in METHODS if name not in ("wagma", "a_edit", "synchronous")]
+
+
+@pytest.mark.parametrize(("method", "model"), [*((name, LLAMA) for name in LOCAL), ("edit", GPT_NEO)])
 def test_local_steps_read_nothing(ranks, method, model):
     """WAGMA's messages are on the CPU in every step, A-EDiT asks the replica's ranks for the time."""
     period = {"period": {"kind": "qsr", "base": 5, "alpha": 1e-9}} if method == "qsr" else {"every": 5}

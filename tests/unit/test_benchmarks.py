@@ -27,8 +27,8 @@ SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.ste
 
 sys.path.append(str(ROOT / "benchmarks"))  # where a script finds the others
 data, loops, methods, peaks = map(importlib.import_module, ("data", "loops", "methods", "peaks"))
-step_overhead, stragglers, sync_cost = map(importlib.import_module, ("step_overhead", "stragglers", "sync_cost"))
-table, throughput, wires = map(importlib.import_module, ("table", "throughput", "wires"))
+rounding, step_overhead, stragglers = map(importlib.import_module, ("rounding", "step_overhead", "stragglers"))
+sync_cost, table, throughput, wires = map(importlib.import_module, ("sync_cost", "table", "throughput", "wires"))
 
 
 @pytest.fixture
@@ -339,3 +339,12 @@ def test_every_method_runs_over_the_stand_in(name: str, ranks: RankPool) -> None
         assert [one.steps for one in found] == [2 * every] * 4
         assert [one.worth for one in found] == [2 * every] * 3 + [6 * every]
         assert [one.between_steps for one in found] == [2 * (every - 1)] * 4
+
+
+def test_rows_of_rounding_compare_with_plain_turn_by_turn() -> None:
+    seconds = {"plain encode": [0.010, 0.020, 0.030], "plain decode": [0.004] * 3}
+    seconds |= {"compiled encode": [0.005, 0.010, 0.030], "compiled decode": [0.001] * 3}
+    plain, compiled = rounding.rows_of("int4", seconds, 12.34)
+    assert plain == ("int4", "plain", "20.00", "10.00 to 30.00", "", "4.00", "4.00 to 4.00", "", "")
+    assert compiled == ("int4", "compiled", "10.00", "5.00 to 30.00", "0.50", "1.00", "1.00 to 1.00", "0.25", "12.3")
+    assert len(plain) == len(compiled) == len(rounding.COLUMNS)

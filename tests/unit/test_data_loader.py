@@ -169,15 +169,6 @@ def test_a_process_ends_though_its_disk_never_answers() -> None:
     assert ended.returncode == 0 and "does not answer" in ended.stdout
 
 
-def test_the_thread_ends_with_what_it_reads_for() -> None:
-    ahead = Ahead(loader(sequence(29)), timeout_seconds=10)
-    ahead.next()
-    mine = [thread for thread in threading.enumerate() if thread.name == "reads ahead"][-1]
-    del ahead
-    mine.join(10)
-    assert not mine.is_alive()
-
-
 def test_an_error_of_the_thread_is_raised_by_next() -> None:
     broken = loader(sequence(29))
 
