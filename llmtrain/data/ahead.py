@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -12,6 +14,8 @@ from llmtrain.data.loader import Loader
 from llmtrain.errors import DataError
 from llmtrain.threads import on_this_device
 
+REST_SECONDS = 2.0
+"""How long the process's end waits for a batch that nobody needs any more; a disk that does not answer holds no tensors."""
 Read = list[torch.Tensor] | BaseException
 """Micro-batches, or why there are none."""
 
@@ -30,6 +34,7 @@ class Ahead:
         self._state = loader.state_dict()
         # A daemon: a disk that hangs must not keep a run that has given up on it from ending.
         threading.Thread(target=on_this_device(self._serve), name="reads ahead", daemon=True).start()
+        atexit.register(self._come_to_rest)
 
     @property
     def num_samples(self) -> int:
@@ -56,6 +61,12 @@ class Ahead:
             self._arrived()
         self.loader.load_state_dict(state)
         self._state = self.loader.state_dict()
+
+    def _come_to_rest(self) -> None:
+        """At the process's end: the interpreter crashes when it ends under a thread that is busy with tensors."""
+        if self._is_coming:
+            with suppress(Empty):
+                self._read.get(timeout=REST_SECONDS)
 
     def _order(self) -> None:
         self._is_coming = True

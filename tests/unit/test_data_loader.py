@@ -169,6 +169,26 @@ def test_a_process_ends_though_its_disk_never_answers() -> None:
     assert ended.returncode == 0 and "does not answer" in ended.stdout
 
 
+READS_AT_THE_END = """
+import torch
+from llmtrain.data.ahead import Ahead
+
+class Many:
+    state_dict = dict
+
+    def next(self):
+        return [torch.randn(100) for _ in range(5000)]
+
+Ahead(Many(), timeout_seconds=10).next()
+"""
+
+
+def test_a_process_that_ends_while_a_batch_is_read_does_not_crash() -> None:
+    """The interpreter aborts when it ends under a thread that is busy with tensors."""
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", READS_AT_THE_END], timeout=120, check=True)
+
+
 def test_an_error_of_the_thread_is_raised_by_next() -> None:
     broken = loader(sequence(29))
 
