@@ -4,9 +4,10 @@
     python benchmarks/throughput.py --sizes 160M 1B 7B-layers     # one GPU
     python benchmarks/throughput.py --sizes 1B --shard 8          # eight
 
-Every row is a process of its own (with `--shard`, so many): an engine of ours or a bare FSDP2 loop, with and without
-torch.compile and activation checkpointing. What the recipe checks refuse (ZeRO stage 3 with compile) has no row. The
-prediction is the one that `llmtrain recipe show` prints. With `--write` the table goes to benchmarks/results/throughput/.
+Every row is a process of its own (with `--shard`, so many): an engine of ours, a bare FSDP2 loop, or torchtitan's trainer where
+that is installed, with and without torch.compile and activation checkpointing. What the recipe checks refuse (ZeRO stage 3 with
+compile) has no row. The prediction is the one that `llmtrain recipe show` prints. With `--write` the table goes to
+benchmarks/results/throughput/.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 from loops import ENDLESS, RECIPE, ask, bare_loop, build, is_asked, on_gpu, opened, quartiles, timed
 from peaks import allocator_peak, forget_peak, peak_resident, resident
 from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
+from titan import MODULE as TITAN
+from titan import is_installed, titan_loop
 
 if TYPE_CHECKING:
     from llmtrain.config import Recipe
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 BARE = "bare loop"
 ENGINES = {
     BARE: ["parallel.engine=fsdp2"],
+    TITAN: ["parallel.engine=fsdp2"],
     "fsdp2": ["parallel.engine=fsdp2"],
     "zero2": ["parallel.engine=zero", "parallel.zero_stage=2"],
     "zero3": ["parallel.engine=zero", "parallel.zero_stage=3"],
@@ -76,13 +80,17 @@ COLUMNS = (
     "resident, MB",
 )
 WORDS = 3
+OTHERS = (BARE, TITAN)
+"""Nothing is predicted for these."""
 NOTES = """\
 One replica, so that a step is a local one. *With*: `parallel.compile` and `parallel.activation_checkpointing`
 (`true` or `selective`). *Tokens/s*: of all ranks, the median over the turns. *Of bare*: relative to a hand-written FSDP2 loop over
-the same model, compiled and checkpointed alike (`bare_loop` in `benchmarks/loops.py`). These ran one after another, so a machine
-whose speed wanders shows here; `benchmarks/step_overhead.py`, where loops take turns, says it more exactly. *Predicted/s*: tokens a
-second by `llmtrain recipe show`: the rate of a large matrix product, timed in the same process, times one measured constant
-(`REACHED` in `llmtrain/plan/pace.py`); it knows nothing of compiling. *MFU*: of the vendor's dense bf16 peak, where it is known.
+the same model, compiled and checkpointed alike (`bare_loop` in `benchmarks/loops.py`). *torchtitan*: its own trainer, model, loss and
+optimizer in the same sizes, on the same batches (`benchmarks/titan.py`); what it recomputes selectively is its own choice, too.
+All these ran one after another, so a machine whose speed wanders shows here; `benchmarks/step_overhead.py`, where loops take
+turns, says it more exactly. *Predicted/s*: tokens a second by `llmtrain recipe show`: the rate of a large matrix product, timed in
+the same process, times one measured constant (`REACHED` in `llmtrain/plan/pace.py`); it knows nothing of compiling. *MFU*: of the
+vendor's dense bf16 peak, where it is known.
 *First step*: compiling is in it.
 
 *Peak*: the most bytes that torch's allocator had handed out at a time, from before the model was built until its third step:
@@ -127,7 +135,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
     with opened(recipe, 1, task["shard"]) as (mesh, prepared, scratch):
 
         def started(one: Recipe, name: str) -> Callable[[], object]:
-            return _step_of(task["engine"] == BARE, one, mesh, prepared, scratch, name)
+            return step_of(task["engine"], one, mesh, prepared, scratch, name)
 
         timed(started(tiny, "tiny"), 2, mesh)
         gc.collect()
@@ -166,11 +174,11 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
         }
 
 
-def _step_of(
-    is_bare: bool, recipe: Recipe, mesh: Mesh, prepared: Prepared, scratch: str, name: str
+def step_of(
+    engine: str, recipe: Recipe, mesh: Mesh, prepared: Prepared, scratch: str, name: str
 ) -> Callable[[], object]:
     """One step of a loop built now."""
-    if not is_bare:
+    if engine not in OTHERS:
         return build(recipe, mesh, prepared, scratch, name).train_step
     from llmtrain.data.loader import Loader
 
@@ -185,6 +193,8 @@ def _step_of(
         shard=mesh.shard.size,
         seed=recipe.run.seed,
     )
+    if engine == TITAN:
+        return titan_loop(recipe, prepared.vocab_size, loader.next)
     return bare_loop(recipe, mesh, prepared.vocab_size, loader.next)
 
 
@@ -205,14 +215,14 @@ def row(task: Mapping[str, Any], found: Mapping[str, Any], bare: Mapping[str, An
     rates = [found["tokens"] / seconds for seconds in found["seconds"]]
     low, rate, high = quartiles(rates)
     peak = found["peak_flops"]
-    ours = task["engine"] != BARE
+    ours = task["engine"] not in OTHERS
     return (
         task["size"],
         task["engine"],
         _with(task),
         f"{rate:,.0f}",
         f"{low:,.0f} to {high:,.0f}",
-        f"{statistics.median(bare['seconds']) / statistics.median(found['seconds']):.3f}" if ours and bare else "",
+        f"{statistics.median(bare['seconds']) / statistics.median(found['seconds']):.3f}" if bare else "",
         f"{found['tokens'] / found['predicted_seconds']:,.0f}" if ours else "",
         f"{100 * rate * found['flops'] / (peak * found['ranks']):.1f} %" if peak else "",
         f"{found['first']:.1f}",
@@ -232,7 +242,8 @@ def main() -> None:
     """Measure row after row, print, write."""
     arguments = parser(__doc__)
     arguments.add_argument("--sizes", nargs="+", choices=SIZES, metavar="SIZE", help=f"of {', '.join(SIZES)}")
-    arguments.add_argument("--engines", nargs="+", choices=ENGINES, default=[BARE, "fsdp2", "zero3"])
+    default = [BARE, *([TITAN] if is_installed() else []), "fsdp2", "zero3"]
+    arguments.add_argument("--engines", nargs="+", choices=ENGINES, default=default)
     arguments.add_argument("--compile", nargs="+", choices=("no", "yes"), default=["no", "yes"])
     arguments.add_argument("--checkpoint", nargs="+", choices=CHECKPOINTING, default=list(CHECKPOINTING))
     arguments.add_argument("--shard", type=int, default=1, help="ranks that hold the replica")

@@ -167,12 +167,14 @@ class ParallelSection(Section):
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
     """What forward and backward compute in; masters and optimizer stay fp32 (fp64: everything, for verification)."""
     compile: bool = False
-    """torch.compile every layer on its own, and the rounding of messages."""
+    """torch.compile every layer on its own, what the loss does to logits, and the rounding of messages."""
     activation_checkpointing: bool | Literal["selective"] = False
     """Recompute every layer in backward instead of keeping its activations; `selective`: keep the results of matrix products
     and attention, which are expensive, and recompute the rest."""
     loss_chunk: PositiveInt = 1024
     """Positions whose logits exist at once; bounds the memory of tokens x vocabulary."""
+    loss_kernel: Literal["torch", "liger"] = "torch"
+    """What computes head and loss: torch, or on GPUs liger-kernel, if it is installed; its chunks are its own."""
     replica_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """What carries traffic between replicas; `auto`: nccl on GPUs, gloo on CPUs."""
     replica_network: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from llmtrain.config import OptimSection, ParallelSection
+from llmtrain.loss import LossHead
 from llmtrain.model import LanguageModel, ModelBlock
 
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -28,8 +29,9 @@ def named_parameters_of(model: LanguageModel, block: ModelBlock) -> list[tuple[s
     return [(name, p) for name, p in model.named_parameters() if id(p) in owners]
 
 
-def wrap_layers(blocks: Iterable[ModelBlock], parallel: ParallelSection) -> None:
-    """Checkpoint, then compile, the forward of every layer. Hooks stay outside both, so they run once a forward."""
+def wrap_layers(blocks: Sequence[ModelBlock], parallel: ParallelSection) -> None:
+    """Checkpoint, then compile, the forward of every layer. Hooks stay outside both, so they run once a forward. And choose
+    the head's loss."""
     for layer in (m for block in blocks if block.name.startswith("layer") for m in block.modules):
         forward = layer.forward
         if parallel.activation_checkpointing:
@@ -38,6 +40,8 @@ def wrap_layers(blocks: Iterable[ModelBlock], parallel: ParallelSection) -> None
             forward = torch.compile(forward)
         if forward is not layer.forward:
             layer.forward = forward
+    for head in (m for block in blocks for m in block.modules if isinstance(m, LossHead)):
+        head.choose(parallel.loss_kernel, parallel.compile)
 
 
 def _checkpointed(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:

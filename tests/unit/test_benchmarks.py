@@ -22,12 +22,13 @@ from tests.distributed.fake_engine import meeting_store
 from tests.distributed.pool import RankPool
 
 ROOT = Path(__file__).parents[2]
-SHARED = ("loops", "peaks", "table")
+SHARED = ("loops", "peaks", "table", "titan")
 SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in SHARED)
 
 sys.path.append(str(ROOT / "benchmarks"))  # where a script finds the others
 data, loops, methods, peaks = map(importlib.import_module, ("data", "loops", "methods", "peaks"))
 rounding, step_overhead, stragglers = map(importlib.import_module, ("rounding", "step_overhead", "stragglers"))
+loss, step_parts = map(importlib.import_module, ("loss", "step_parts"))
 sync_cost, table, throughput, wires = map(importlib.import_module, ("sync_cost", "table", "throughput", "wires"))
 
 
@@ -348,3 +349,46 @@ def test_rows_of_rounding_compare_with_plain_turn_by_turn() -> None:
     assert plain == ("int4", "plain", "20.00", "10.00 to 30.00", "", "4.00", "4.00 to 4.00", "", "")
     assert compiled == ("int4", "compiled", "10.00", "5.00 to 30.00", "0.50", "1.00", "1.00 to 1.00", "0.25", "12.3")
     assert len(plain) == len(compiled) == len(rounding.COLUMNS)
+
+
+def test_a_steps_time_is_shared_out_by_names() -> None:
+    fitting = {
+        "aten::mm": "matrix products",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention",
+        "aten::_fused_adamw_": "optimizer",
+        "FSDP::pre_forward (causal_lm.model.layers.0)": "communication",
+        "triton_poi_fused_mul_silu_0": "compiled",
+        "aten::copy_": "copies",
+        "aten::fill_": "filling",
+        "aten::mul": step_parts.REST,
+        "aten::mm_backward": step_parts.REST,
+    }
+    assert {name: step_parts.group_of(name) for name in fitting} == fitting
+    parts = step_parts.parts_of([("aten::mm", 0.5), ("aten::bmm", 0.25), ("aten::mul", 0.125)], wall=1.0)
+    assert {name: share for name, share in parts.items() if share} == {
+        "matrix products": 0.75,
+        step_parts.REST: 0.125,
+        step_parts.IDLE: 0.125,
+    }
+
+
+def test_rows_of_a_steps_parts_end_with_the_whole_and_the_ideal() -> None:
+    loop = {
+        **step_parts.parts_of([("aten::mm", 0.5), ("aten::copy_", 0.25)], wall=1.0),
+        "a step": 1.0,
+        step_parts.IDEAL: 0.4,
+    }
+    rows = step_parts.rows_of({"fsdp2": loop, "zero3": loop})
+    assert rows[:2] == [("matrix products", *2 * ["500.0 (50 %)"]), ("copies", *2 * ["250.0 (25 %)"])]
+    assert [name for name, *_ in rows[-3:]] == [step_parts.IDLE, step_parts.WALL, step_parts.IDEAL]
+    assert rows[-1][1] == "400.0 (40 %)" and len(rows) == len(step_parts.GROUPS) + 4
+
+
+def test_losses_that_can_be_measured_anywhere() -> None:
+    measured = loss.losses(chunk=8)
+    assert list(measured)[:3] == [loss.ALL_AT_ONCE, loss.PLAIN, loss.COMPILED]
+    shaped = ((4, 8), (6, 8))
+    hidden, weight = (torch.randn(s, generator=torch.Generator().manual_seed(0)) for s in shaped)
+    labels = torch.tensor([1, 5, -100, 0])
+    first, second = (measured[name](hidden, weight, None, labels) for name in (loss.ALL_AT_ONCE, loss.PLAIN))
+    torch.testing.assert_close(first, second)

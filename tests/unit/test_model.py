@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM
 
 from llmtrain.config import ModelSection
 from llmtrain.errors import ModelError
-from llmtrain.loss import IGNORED, summed_cross_entropy
 from llmtrain.model import blocks_of, build, count_parameters, flops_per_token, initialise, model_config, named_weights
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -119,25 +118,6 @@ def test_what_cannot_be_built_is_refused_in_one_line(section, message):
     with pytest.raises(ModelError, match=message) as caught:
         materialised(section)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("chunk", [1, 5, 1000])
-def test_chunked_loss_and_gradients_are_those_of_cross_entropy(chunk, with_bias):
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (
-        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for shape in ((3, 4, 8), (11, 8))
-    )
-    bias = torch.randn(11, generator=generator, dtype=torch.float64, requires_grad=True) if with_bias else None
-    labels = torch.randint(0, 11, (3, 4), generator=generator)
-    labels[1, 2:] = IGNORED
-    inputs = [hidden, weight] + ([bias] if with_bias else [])
-    ours = torch.autograd.grad(3 * summed_cross_entropy(hidden, weight, bias, labels, chunk), inputs)
-    logits = F.linear(hidden, weight, bias).flatten(0, 1)
-    theirs = torch.autograd.grad(3 * F.cross_entropy(logits, labels.flatten(), reduction="sum"), inputs)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_only_one_block_is_materialised_at_a_time():

@@ -1,0 +1,125 @@
+"""What do the head and its loss cost, forward and backward?
+
+    python benchmarks/loss.py               # three minutes on two cores; on the GPU if there is one, in bf16
+
+Cross-entropy over all logits at once, as one would write it; ours in chunks, plain and compiled (`parallel.compile`); and
+liger-kernel's (`parallel.loss_kernel=liger`), where it is installed and there is a GPU. They take turns on the same numbers.
+With `--write` the table goes to benchmarks/results/loss/.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from loops import on_gpu, quartiles, take_turns
+from peaks import allocator_peak
+from table import RESULTS, Row, markdown, parser, show, write_page
+
+if TYPE_CHECKING:
+    import torch
+
+ALL_AT_ONCE, PLAIN, COMPILED, LIGER = "all at once", "chunked", "chunked, compiled", "liger"
+COLUMNS = ("loss", "tokens", "hidden", "vocabulary", "ms", "quartiles", "of all at once", "peak, MB", "first time, s")
+SHAPES = ((4096, 512, 8192), (2048, 768, 50304))
+"""Tokens, hidden size, vocabulary on a CPU: the 33M model of throughput.py, and GPT-Neo 125M's."""
+SHAPES_ON_GPU = ((16384, 2048, 50304), (8192, 4096, 128256))
+"""The 1B model of throughput.py, and Llama 3 8B's."""
+NOTES = """\
+Medians over the turns; *of all at once*: the median ratio within a turn. *Peak*: the most that torch's allocator had handed out
+at a time beyond what came in. *First time*: compiling is in it. That loss and gradients agree: `tests/unit/test_loss.py`."""
+
+
+def losses(chunk: int) -> dict[str, Callable[..., torch.Tensor]]:
+    """What can be measured here, by name: (hidden, weight, labels) -> a scalar."""
+    import torch.nn.functional as F
+
+    from llmtrain.loss import IGNORED, summed_loss
+
+    def all_at_once(hidden: torch.Tensor, weight: torch.Tensor, bias: None, labels: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(hidden, weight).float()
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+
+    found = {ALL_AT_ONCE: all_at_once, PLAIN: summed_loss("torch", chunk, False)}
+    found[COMPILED] = summed_loss("torch", chunk, True)
+    if on_gpu() and importlib.util.find_spec("liger_kernel"):
+        found[LIGER] = summed_loss("liger", chunk, False)
+    return found
+
+
+def rows_of(shape: tuple[int, int, int], chunk: int, turns: int, times: int) -> list[Row]:
+    """The lines of one shape."""
+    import torch
+
+    tokens, width, vocabulary = shape
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu() else ("cpu", torch.float32)
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
+    weight = (0.02 * torch.randn(vocabulary, width, device=device, dtype=dtype)).requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,), device=device)
+
+    def once(loss: Callable[..., torch.Tensor]) -> float:
+        began = time.perf_counter()
+        torch.autograd.grad(loss(hidden, weight, None, labels), (hidden, weight))
+        if on_gpu():
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    measured = losses(chunk)
+    first = {name: once(loss) for name, loss in measured.items()}
+    peaks = {name: _peak(partial(once, loss)) for name, loss in measured.items()}
+    work = {
+        name: lambda loss=loss: statistics.median(once(loss) for _ in range(times)) for name, loss in measured.items()
+    }
+    seconds = take_turns(work, turns)
+    rows = []
+    for name, mine in seconds.items():
+        low, middle, high = quartiles([1e3 * one for one in mine])
+        ratio = statistics.median(a / b for a, b in zip(mine, seconds[ALL_AT_ONCE], strict=True))
+        sizes = (f"{tokens:,}", f"{width:,}", f"{vocabulary:,}")
+        compared = "" if name == ALL_AT_ONCE else f"{ratio:.2f}"
+        cells = (
+            f"{middle:.1f}",
+            f"{low:.1f} to {high:.1f}",
+            compared,
+            f"{peaks[name] / 1e6:,.0f}",
+            f"{first[name]:.1f}",
+        )
+        rows.append((name, *sizes, *cells))
+    return rows
+
+
+def _peak(work: Callable[[], object]) -> int:
+    import torch
+
+    if not on_gpu():
+        return allocator_peak(work)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def main() -> None:
+    """Measure shape after shape, print, write."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--chunk", type=int, default=1024, help="parallel.loss_chunk")
+    arguments.add_argument("--turns", type=int, default=7)
+    arguments.add_argument("--times", type=int, default=3, help="in a turn")
+    options = arguments.parse_args()
+    rows: list[Row] = []
+    for shape in SHAPES_ON_GPU if on_gpu() else SHAPES:
+        rows += rows_of(shape, options.chunk, options.turns, options.times)
+    precision = "bf16 on a GPU" if on_gpu() else "fp32 on a CPU"
+    title = f"Head and loss, {precision}, chunks of {options.chunk}, {options.turns} turns of {options.times} times"
+    show(title, COLUMNS, rows)
+    if options.write:
+        write_page(RESULTS / "loss", "What the loss costs", [f"{title}.", markdown(COLUMNS, rows), NOTES])
+
+
+if __name__ == "__main__":
+    main()

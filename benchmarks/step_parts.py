@@ -1,0 +1,118 @@
+"""What does one replica's step spend its time on?
+
+    python benchmarks/step_parts.py                              # a small model on a CPU; five minutes on two cores
+    python benchmarks/step_parts.py --size 1B --compile yes      # one GPU
+
+Each loop is a process of its own. Some steps are timed, then some are profiled by torch: the time of every operation itself, without
+those that it calls (on a GPU: of its kernels) goes to one of a few groups by its name. With `--write` the table goes to
+benchmarks/results/step_parts/.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from loops import ask, is_asked, on_gpu, opened, timed
+from table import RESULTS, Row, markdown, parser, show, write_page
+from throughput import BARE, CHECKPOINTING, ENGINES, SIZES, TITAN, is_possible, recipe_of, step_of
+from titan import is_installed
+
+GROUPS = {
+    "optimizer": r"_fused_(adamw|sgd)_|Optimizer\.|_foreach_(norm|mul_|add_|lerp|addc|sqrt|div)|clip_grad|linalg_vector_norm",
+    "communication": r"c10d::|nccl|gloo|fsdp::|FSDP::|chunk_cat|record_param_comms",
+    "attention": r"scaled_dot_product|flex_attention|flash|efficient_attention",
+    "matrix products": r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$|mkl::|mkldnn::.*linear",
+    "compiled": r"fused|triton|Torch-Compiled|CompiledF",
+    "copies": r"aten::(copy_|cat|_to_copy|contiguous|clone|split_with_sizes_copy|stack|index_select|embedding)|Memcpy",
+    "filling": r"aten::(fill_|zero_|zeros|new_zeros)|Memset",
+}
+"""What an operation's name decides, the first that fits."""
+REST, IDLE = "elementwise, reductions", "none of these"
+WALL, IDEAL = "a step", "matrix products at the rate of large ones"
+NOTES = """\
+Milliseconds of a step, and its share; medians of the timed steps in the line *a step*, all others from profiled steps, scaled to
+it. *None of these*: the step's time less the sum of the groups: Python, launching, waiting. *Matrix products at the rate of large
+ones*: the step's floating-point operations (`flops_per_token`, and a third more where layers are recomputed) over the rate of a large
+product that was timed in the same process: what a perfect step would take. One process; groups are by names (`GROUPS` in
+`benchmarks/step_parts.py`), so *compiled* holds whatever torch.compile has fused, and the loss is in several."""
+
+
+def group_of(name: str) -> str:
+    """The group of an operation."""
+    return next((group for group, pattern in GROUPS.items() if re.search(pattern, name)), REST)
+
+
+def parts_of(events: Iterable[tuple[str, float]], wall: float) -> dict[str, float]:
+    """Seconds by group of (operation, its own seconds), and what is left of `wall`."""
+    parts = dict.fromkeys([*GROUPS, REST], 0.0)
+    for name, seconds in events:
+        parts[group_of(name)] += seconds
+    return {**parts, IDLE: max(0.0, wall - sum(parts.values()))}
+
+
+def measure(task: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a step by part."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from llmtrain.plan.memory import size_of
+    from llmtrain.plan.pace import REACHED, rate_here
+
+    recipe = recipe_of(task, SIZES[task["size"]])
+    with opened(recipe, 1, 1) as (mesh, prepared, scratch):
+        step = step_of(task["engine"], recipe, mesh, prepared, scratch, "")
+        timed(step, 3, mesh)
+        wall = statistics.median(timed(step, 1, mesh) for _ in range(task["steps"]))
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu() else [])]
+        with profile(activities=activities) as profiled:
+            profiled_wall = timed(step, task["profiled"], mesh)
+        own = "self_device_time_total" if on_gpu() else "self_cpu_time_total"
+        events = [(event.key, 1e-6 * getattr(event, own)) for event in profiled.key_averages()]
+        scale = wall / profiled_wall
+        parts = {name: scale * seconds for name, seconds in parts_of(events, profiled_wall).items()}
+        again = 4 / 3 if task["checkpoint"] == "yes" else 1.0
+        flops = again * recipe.train.tokens_per_step * size_of(recipe, prepared.vocab_size).flops_per_token
+        return {**parts, WALL: wall, IDEAL: flops * REACHED / rate_here(recipe)}
+
+
+def rows_of(found: dict[str, dict[str, float]]) -> list[Row]:
+    """A line for each part, a column for each loop; the whole step and the ideal one last."""
+
+    def cell(loop: dict[str, float], part: str) -> str:
+        return f"{1e3 * loop[part]:,.1f} ({100 * loop[part] / loop[WALL]:.0f} %)"
+
+    largest = sorted([*GROUPS, REST], key=lambda part: -max(loop[part] for loop in found.values()))
+    return [(part, *(cell(loop, part) for loop in found.values())) for part in (*largest, IDLE, WALL, IDEAL)]
+
+
+def main() -> None:
+    """Measure loop after loop, print, write."""
+    arguments = parser(__doc__)
+    default = [BARE, *([TITAN] if is_installed() else []), "fsdp2", "zero3"]
+    arguments.add_argument("--size", choices=SIZES, default="1B" if on_gpu() else "33M")
+    arguments.add_argument("--engines", nargs="+", choices=ENGINES, default=default)
+    arguments.add_argument("--compile", choices=("no", "yes"), default="no")
+    arguments.add_argument("--checkpoint", choices=CHECKPOINTING, default="no")
+    arguments.add_argument("--steps", type=int, default=7, help="that are timed")
+    arguments.add_argument("--profiled", type=int, default=3, help="steps that are profiled")
+    arguments.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="for all, laid over the rest")
+    options = arguments.parse_args()
+    precision = "bf16" if on_gpu() else "fp32"
+    common = {key: getattr(options, key) for key in ("size", "checkpoint", "steps", "profiled", "override")}
+    common |= {"compile": options.compile == "yes", "shard": 1, "precision": precision}
+    tasks = [{"engine": engine, **common} for engine in options.engines]
+    found = {task["engine"]: ask(__file__, 1, task) for task in tasks if is_possible(task)}
+    columns, rows = ("ms", *found), rows_of(found)
+    how = f"compiled: {options.compile}, checkpointing: {options.checkpoint}"
+    title = f"{options.size} on a {'GPU' if on_gpu() else 'CPU'}, {precision}, {how}"
+    show(title, columns, rows)
+    if options.write:
+        write_page(
+            RESULTS / "step_parts", "What a step spends its time on", [f"{title}.", markdown(columns, rows), NOTES]
+        )
+
+
+if __name__ == "__main__" and not is_asked(measure):
+    main()

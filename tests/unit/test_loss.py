@@ -1,0 +1,91 @@
+"""The loss in chunks, plain, compiled and by liger-kernel: values and gradients of torch's cross-entropy."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmtrain.errors import ModelError
+from llmtrain.loss import IGNORED, summed_cross_entropy, summed_loss
+
+POSITIONS, WIDTH, VOCABULARY = (3, 4), 8, 11
+
+
+def drawn(dtype: torch.dtype, with_bias: bool):
+    """(hidden, weight, bias or None, labels, of which two do not count)."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((*POSITIONS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
+    hidden, weight, bias = (torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes)
+    labels = torch.randint(0, VOCABULARY, POSITIONS, generator=generator)
+    labels[1, 2:] = IGNORED
+    return hidden, weight, bias if with_bias else None, labels
+
+
+def expected(hidden, weight, bias, labels):
+    """The loss and three times its gradients, all logits at once in at least fp32."""
+    inputs = [one for one in (hidden, weight, bias) if one is not None]
+    logits = F.linear(hidden, weight, bias).flatten(0, 1)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    loss = F.cross_entropy(logits.to(wide), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+    return loss, *torch.autograd.grad(3 * loss, inputs)
+
+
+def found(loss, inputs):
+    return loss, *torch.autograd.grad(3 * loss, [one for one in inputs if one is not None])
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_chunked_loss_and_gradients_are_those_of_cross_entropy(chunk, with_bias):
+    *inputs, labels = drawn(torch.float64, with_bias)
+    ours = found(summed_cross_entropy(*inputs, labels, chunk), inputs)
+    for mine, theirs in zip(ours, expected(*inputs, labels), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)], ids=["fp64", "bf16"])
+def test_compiled_loss_and_gradients_are_those_of_cross_entropy(dtype, close):
+    """With chunks that do not divide the positions, so that two shapes are compiled."""
+    *inputs, labels = drawn(dtype, with_bias=True)
+    ours = found(summed_cross_entropy(*inputs, labels, chunk=5, compiled=True), inputs)
+    for mine, theirs in zip(ours, expected(*inputs, labels), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=close, atol=close)
+
+
+def test_a_loss_without_gradients_is_the_same():
+    *inputs, labels = drawn(torch.float64, with_bias=False)
+    with torch.no_grad():
+        found = summed_cross_entropy(*inputs, labels, chunk=5)
+    torch.testing.assert_close(found, expected(*inputs, labels)[0].detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_liger_without_the_library_or_a_gpu_is_refused():
+    if torch.cuda.is_available() and importlib.util.find_spec("liger_kernel"):
+        pytest.skip("both are here")
+    with pytest.raises(ModelError, match="loss_kernel is liger"):
+        summed_loss("liger", chunk=5, compiled=False)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("liger_kernel"), reason="liger-kernel is not installed")
+def test_ligers_loss_and_gradients_are_those_of_cross_entropy():
+    """On a CPU in Triton's interpreter, which has to be asked for before Triton is imported."""
+    if torch.cuda.is_available():
+        check_liger("cuda")
+        return
+    code = "from tests.unit.test_loss import check_liger; check_liger('cpu')"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True, timeout=120)
+
+
+def check_liger(device: str) -> None:
+    from llmtrain.loss import liger_cross_entropy
+
+    for with_bias in (False, True):
+        *inputs, labels = (one if one is None else one.detach().to(device) for one in drawn(torch.float32, with_bias))
+        inputs = [one if one is None else one.requires_grad_() for one in inputs]
+        ours = found(liger_cross_entropy(*inputs, labels), inputs)
+        for mine, theirs in zip(ours, expected(*inputs, labels), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
