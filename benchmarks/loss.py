@@ -1,6 +1,6 @@
 """What do the head and its loss cost, forward and backward?
 
-    python benchmarks/loss.py               # three minutes on two cores; on the GPU if there is one, in bf16
+    python benchmarks/loss.py               # six minutes on two cores; on the GPU if there is one
 
 Cross-entropy over all logits at once, as one would write it; ours in chunks, plain and compiled (`parallel.compile`); and
 liger-kernel's (`parallel.loss_kernel=liger`), where it is installed and there is a GPU. They take turns on the same numbers.
@@ -24,10 +24,22 @@ if TYPE_CHECKING:
     import torch
 
 ALL_AT_ONCE, PLAIN, COMPILED, LIGER = "all at once", "chunked", "chunked, compiled", "liger"
-COLUMNS = ("loss", "tokens", "hidden", "vocabulary", "ms", "quartiles", "of all at once", "peak, MB", "first time, s")
-SHAPES = ((4096, 512, 8192), (2048, 768, 50304))
-"""Tokens, hidden size, vocabulary on a CPU: the 33M model of throughput.py, and GPT-Neo 125M's."""
-SHAPES_ON_GPU = ((16384, 2048, 50304), (8192, 4096, 128256))
+COLUMNS = (
+    "loss",
+    "",
+    "tokens",
+    "hidden",
+    "vocabulary",
+    "ms",
+    "quartiles",
+    "of all at once",
+    "peak, MB",
+    "first time, s",
+)
+WORDS = 2
+CASES = (("fp32", 4096, 512, 8192), ("bf16", 4096, 512, 8192), ("fp32", 2048, 768, 50304))
+"""Precision, tokens, hidden size, vocabulary on a CPU: the 33M model of throughput.py, and GPT-Neo 125M's."""
+CASES_ON_GPU = (("bf16", 16384, 2048, 50304), ("bf16", 8192, 4096, 128256))
 """The 1B model of throughput.py, and Llama 3 8B's."""
 NOTES = """\
 Medians over the turns; *of all at once*: the median ratio within a turn. *Peak*: the most that torch's allocator had handed out
@@ -51,12 +63,14 @@ def losses(chunk: int) -> dict[str, Callable[..., torch.Tensor]]:
     return found
 
 
-def rows_of(shape: tuple[int, int, int], chunk: int, turns: int, times: int) -> list[Row]:
-    """The lines of one shape."""
+def rows_of(case: tuple[str, int, int, int], chunk: int, turns: int, times: int) -> list[Row]:
+    """The lines of one case."""
     import torch
 
-    tokens, width, vocabulary = shape
-    device, dtype = ("cuda", torch.bfloat16) if on_gpu() else ("cpu", torch.float32)
+    from llmtrain.parallel.layers import COMPUTE
+
+    precision, tokens, width, vocabulary = case
+    device, dtype = "cuda" if on_gpu() else "cpu", COMPUTE[precision]
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
     weight = (0.02 * torch.randn(vocabulary, width, device=device, dtype=dtype)).requires_grad_()
@@ -89,7 +103,7 @@ def rows_of(shape: tuple[int, int, int], chunk: int, turns: int, times: int) -> 
             f"{peaks[name] / 1e6:,.0f}",
             f"{first[name]:.1f}",
         )
-        rows.append((name, *sizes, *cells))
+        rows.append((name, precision, *sizes, *cells))
     return rows
 
 
@@ -105,20 +119,20 @@ def _peak(work: Callable[[], object]) -> int:
 
 
 def main() -> None:
-    """Measure shape after shape, print, write."""
+    """Measure case after case, print, write."""
     arguments = parser(__doc__)
     arguments.add_argument("--chunk", type=int, default=1024, help="parallel.loss_chunk")
     arguments.add_argument("--turns", type=int, default=7)
     arguments.add_argument("--times", type=int, default=3, help="in a turn")
     options = arguments.parse_args()
     rows: list[Row] = []
-    for shape in SHAPES_ON_GPU if on_gpu() else SHAPES:
-        rows += rows_of(shape, options.chunk, options.turns, options.times)
-    precision = "bf16 on a GPU" if on_gpu() else "fp32 on a CPU"
-    title = f"Head and loss, {precision}, chunks of {options.chunk}, {options.turns} turns of {options.times} times"
-    show(title, COLUMNS, rows)
+    for case in CASES_ON_GPU if on_gpu() else CASES:
+        rows += rows_of(case, options.chunk, options.turns, options.times)
+    where = "a GPU" if on_gpu() else "a CPU"
+    title = f"Head and loss on {where}, chunks of {options.chunk}, {options.turns} turns of {options.times} times"
+    show(title, COLUMNS, rows, words=WORDS)
     if options.write:
-        write_page(RESULTS / "loss", "What the loss costs", [f"{title}.", markdown(COLUMNS, rows), NOTES])
+        write_page(RESULTS / "loss", "What the loss costs", [f"{title}.", markdown(COLUMNS, rows, words=WORDS), NOTES])
 
 
 if __name__ == "__main__":
