@@ -1,16 +1,14 @@
-"""What do GPT-Neo and Llama gain by llmtrain's attention, and what do document masks cost?
+"""What does GPT-Neo gain by fused attention, and what do document masks cost?
 
-    python benchmarks/attention.py              # ten minutes on two cores
+    python benchmarks/attention.py              # five minutes on two cores
 
-A model of four layers (GPT-Neo's are global and local in turn), forward and backward, as transformers builds it and with
-llmtrain's attention, without and with `train.document_mask`, in turns. With `--write` the table goes to
-benchmarks/results/attention/.
+One GPT-Neo of four layers (global and local ones in turn), forward and backward, as transformers builds it and with llmtrain's
+attention, without and with `train.document_mask`, in turns. With `--write` the table goes to benchmarks/results/attention/.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -25,36 +23,31 @@ if TYPE_CHECKING:
     import torch
 
 TOKENS, VOCABULARY, DOCUMENT = 4096, 1000, 200
-WIDTH, WINDOW = 512, 256
-FAMILIES = {
-    "gpt_neo": {"num_heads": 8, "num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
-    "llama": {"num_attention_heads": 8, "num_hidden_layers": 4, "intermediate_size": 1376},
-}
+LAYERS = {"hidden_size": 512, "num_heads": 8, "num_layers": 4, "attention_types": [[["global", "local"], 2]]}
+WINDOW = 256
 THEIRS, OURS, MASKED = "transformers", "ours", "ours, document masks"
-COLUMNS = ("model", "tokens in a sequence", "attention", "ms", "its quartiles", "of transformers'", "peak, MB")
-WORDS = 3
+COLUMNS = ("tokens in a sequence", "attention", "ms", "its quartiles", "of transformers'", "peak, MB")
 NOTES = f"""\
-Forward and backward of {TOKENS} tokens in all, {WIDTH} hidden, four layers, GPT-Neo's with windows of {WINDOW} in two of them; median
+Forward and backward of {TOKENS} tokens in all, {LAYERS["hidden_size"]} hidden, four layers, windows of {WINDOW} in two of them; median
 over the turns. *Of transformers'*: the median ratio within a turn. *Peak* (CPU): the most that torch's allocator handed out at a
 time in one pass, as its profiler counts. Documents have about {DOCUMENT} tokens. All compute the same function, but for the
 documents (tests/unit/test_attention.py)."""
 
 
-def passes(family: str, length: int) -> dict[str, Callable[[], object]]:
+def passes(length: int) -> dict[str, Callable[[], object]]:
     """Forward and backward by kind of attention, all from the same weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from llmtrain.attention import CAUSAL, UNMASKED
     from llmtrain.config import ModelSection
     from llmtrain.model import LanguageModel, model_config
 
     device = "cuda" if on_gpu() else "cpu"
-    config = {**FAMILIES[family], "hidden_size": WIDTH, "max_position_embeddings": length}
+    config = {**LAYERS, "window_size": WINDOW, "max_position_embeddings": length}
     torch.manual_seed(0)
     ids = torch.randint(1, VOCABULARY, (TOKENS // length, length + 1), device=device)
     ids[torch.rand(ids.shape, device=device) < 1 / DOCUMENT] = 0
-    theirs = AutoModelForCausalLM.from_config(model_config(ModelSection(type=family, config=config), VOCABULARY))
+    theirs = AutoModelForCausalLM.from_config(model_config(ModelSection(type="gpt_neo", config=config), VOCABULARY))
     theirs = theirs.to(device, torch.bfloat16 if on_gpu() else torch.float32)
 
     def run(hidden: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -62,13 +55,7 @@ def passes(family: str, length: int) -> dict[str, Callable[[], object]]:
         if on_gpu():
             torch.cuda.synchronize()
 
-    def with_ours(separator: int | None) -> LanguageModel:
-        same = copy.deepcopy(theirs)
-        if family in CAUSAL:
-            same.set_attn_implementation(UNMASKED)
-        return LanguageModel(same, 1024, separator)
-
-    ours, masked = with_ours(None), with_ours(0)
+    ours, masked = (LanguageModel(copy.deepcopy(theirs), 1024, separator) for separator in (None, 0))
     return {
         THEIRS: lambda: run(lambda inputs: theirs.base_model(input_ids=inputs, use_cache=False).last_hidden_state),
         OURS: lambda: run(ours.hidden),
@@ -86,20 +73,18 @@ def seconds_of(once: Callable[[], object]) -> float:
 def main() -> None:
     """Measure length after length, print, write."""
     arguments = parser(__doc__)
-    arguments.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     arguments.add_argument("--lengths", nargs="+", type=int, default=[256, 512, 1024, 2048])
     arguments.add_argument("--turns", type=int, default=9)
     options = arguments.parse_args()
     rows: list[Row] = []
-    for family, length in itertools.product(options.models, options.lengths):
-        kinds = passes(family, length)
+    for length in options.lengths:
+        kinds = passes(length)
         seconds = take_turns({kind: partial(seconds_of, once) for kind, once in kinds.items()}, options.turns)
         for kind, once in kinds.items():
             low, middle, high = quartiles([1e3 * one for one in seconds[kind]])
             ratios = [a / b for a, b in zip(seconds[kind], seconds[THEIRS], strict=True)]
             rows.append(
                 (
-                    family,
                     f"{length:,}",
                     kind,
                     f"{middle:.0f}",
@@ -108,9 +93,9 @@ def main() -> None:
                     "" if on_gpu() else f"{allocator_peak(once) / 1e6:,.0f}",
                 )
             )
-    show("Attention", COLUMNS, rows, words=WORDS)
+    show("GPT-Neo's attention", COLUMNS, rows, words=2)
     if options.write:
-        write_page(RESULTS / "attention", "Attention", [markdown(COLUMNS, rows, words=WORDS), NOTES])
+        write_page(RESULTS / "attention", "GPT-Neo's attention", [markdown(COLUMNS, rows, words=2), NOTES])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Attention by torch's fused kernels, where transformers does not let a training step have it, or slower than need be.
+"""Attention by torch's fused kernels, where transformers does not let a training step have it, or not without waiting.
 
 GPT-Neo's is written here: transformers has it only with whole [T, T] weights, in fp32. Its local layers, of which every
 query sees the last `window_size` keys, are computed in chunks of a window: queries of one chunk see keys of that chunk and
 of the one before, so time and memory grow with T x window.
 
-Llama's goes through transformers' kernels, but turns queries and keys in fewer passes. And it has a name for which
-transformers makes no mask: to make one, it looks at the positions for packed documents, and the host waits for the device in
-every forward pass.
+Llama's is transformers' own, under a name for which it makes no mask: to make one, it looks at the positions for packed
+documents, and the host waits for the device in every forward pass.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from llmtrain.rotary import rotated
-
 FUSED_HERE = "gpt_neo"
-"""The family that has no fused kernels in transformers."""
+"""The family whose attention is replaced; the others have torch's fused kernels from transformers."""
 CAUSAL = {"llama"}
 """Families of which every layer sees all that is before a token, and nothing else needs a mask."""
 UNMASKED = "unmasked_sdpa"
@@ -28,16 +25,11 @@ UNMASKED = "unmasked_sdpa"
 AttentionInterface.register(UNMASKED, AttentionInterface()["sdpa"])
 
 
-def replace_attention(causal_lm: PreTrainedModel, separates_documents: bool) -> None:
-    """Put ours in the place of GPT-Neo's and Llama's attention, parameters and their names as they were. GPT-Neo's
-    `attention_mask` is from then on the number of each token's document [B, 1, 1, T], read only if it `separates_documents`."""
-    config = causal_lm.config
-    if config.model_type == FUSED_HERE:
-        for layer in causal_lm.base_model.h:
-            layer.attn.attention = GPTNeoAttention(layer.attn.attention, config, separates_documents)
-    elif config.model_type == "llama":
-        for layer in causal_lm.base_model.layers:
-            layer.self_attn = LlamaAttention(layer.self_attn, config)
+def fuse_attention(causal_lm: PreTrainedModel, separates_documents: bool) -> None:
+    """Replace GPT-Neo's attention, parameters and their names as they were. Its `attention_mask` is from then on the number
+    of each token's document [B, 1, 1, T], read only if it `separates_documents`."""
+    for layer in causal_lm.base_model.h:
+        layer.attn.attention = GPTNeoAttention(layer.attn.attention, causal_lm.config, separates_documents)
 
 
 def prepared_mask(family: str, input_ids: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor | None:
@@ -46,38 +38,6 @@ def prepared_mask(family: str, input_ids: torch.Tensor, documents: torch.Tensor 
     if family == FUSED_HERE:
         return (torch.zeros_like(input_ids) if documents is None else documents)[:, None, None]
     return causal_in_documents(documents) if family in CAUSAL and documents is not None else None
-
-
-class LlamaAttention(nn.Module):
-    """softmax(q k^T / sqrt(head size)) v with rotary positions, keys and values shared by groups of heads. Makes no cache."""
-
-    def __init__(self, replaced: nn.Module, config: PretrainedConfig):
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = replaced.q_proj, replaced.k_proj, replaced.v_proj
-        self.o_proj = replaced.o_proj
-        self.head_size, self.dropout = replaced.head_dim, config.attention_dropout
-        self.num_key_value_groups, self.is_causal = (
-            replaced.num_key_value_groups,
-            True,
-        )  # transformers' kernels read these
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, None]:
-        """[B, T, d] -> ([B, T, d], no attention weights)."""
-        q, k, v = (
-            proj(hidden_states).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        cos, sin = (table[:, None] for table in position_embeddings)
-        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        dropout = self.dropout if self.training else 0.0
-        mixed, _ = AttentionInterface()[UNMASKED](self, q, k, v, attention_mask, dropout=dropout)
-        return self.o_proj(mixed.flatten(2)), None
 
 
 class GPTNeoAttention(nn.Module):

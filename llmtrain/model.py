@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.attention import CAUSAL, UNMASKED, prepared_mask, replace_attention
+from llmtrain.attention import CAUSAL, FUSED_HERE, UNMASKED, fuse_attention, prepared_mask
 from llmtrain.config import ModelSection
 from llmtrain.documents import documents_of, positions_in
 from llmtrain.errors import ModelError
@@ -45,7 +45,8 @@ class LanguageModel(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel, loss_chunk: int, separator: int | None = None):
         super().__init__()
         self.causal_lm, self._separator = causal_lm, separator
-        replace_attention(causal_lm, separates_documents=separator is not None)
+        if causal_lm.config.model_type == FUSED_HERE:
+            fuse_attention(causal_lm, separates_documents=separator is not None)
         head = causal_lm.get_output_embeddings()
         if type(head) is not nn.Linear:
             raise ModelError(

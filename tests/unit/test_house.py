@@ -19,7 +19,7 @@ PACKAGE = sorted((ROOT / "llmtrain").rglob("*.py"))
 PYTHON = PACKAGE + sorted(path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 
 LAYERS = [
-    {"errors", "config", "seeding", "lr", "trace", "threads", "startup", "attention", "rotary", "documents"},
+    {"errors", "config", "seeding", "lr", "trace", "threads", "startup", "attention", "documents"},
     {"loss", "model", "data", "parallel"},
     {"sync"},
     {"recipe", "recipe_messages", "recipe_check", "plan", "suites"},
