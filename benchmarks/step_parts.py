@@ -36,7 +36,7 @@ NOTES = """\
 Milliseconds of a step, and its share; medians of the timed steps in the line *a step*, all others from profiled steps, scaled to
 it. *None of these*: the step's time less the sum of the groups: Python, launching, waiting. *Matrix products at the rate of large
 ones*: the step's floating-point operations (`flops_per_token`, and a third more where layers are recomputed) over the rate of a large
-product that was timed in the same process: what a perfect step would take. One process; groups are by names (`GROUPS` in
+product, the best of those timed in each process: what a perfect step would take. One process; groups are by names (`GROUPS` in
 `benchmarks/step_parts.py`), so *compiled* holds whatever torch.compile has fused, and the loss is in several."""
 
 
@@ -78,7 +78,9 @@ def measure(task: dict[str, Any]) -> dict[str, float]:
 
 
 def rows_of(found: dict[str, dict[str, float]]) -> list[Row]:
-    """A line for each part, a column for each loop; the whole step and the ideal one last."""
+    """A line for each part, a column for each loop; the whole step and the ideal one, the best that was found, last."""
+    ideal = min(loop[IDEAL] for loop in found.values())
+    found = {name: {**loop, IDEAL: ideal} for name, loop in found.items()}
 
     def cell(loop: dict[str, float], part: str) -> str:
         return f"{1e3 * loop[part]:,.1f} ({100 * loop[part] / loop[WALL]:.0f} %)"

@@ -64,6 +64,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_weight += grad.T @ h
                 if bias is not None:
                     grad_bias += grad.sum(0)
+            del grad  # as large as logits, which would be beside it in the next chunk
         if needs_grad:
             ctx.save_for_backward(
                 grad_hidden, grad_weight.to(weight.dtype), None if bias is None else grad_bias.to(bias.dtype)
@@ -72,16 +73,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
-        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
-        scaled_bias = None if grad_bias is None else grad_bias * upstream.to(grad_bias.dtype)
-        return (
-            grad_hidden * upstream.to(grad_hidden.dtype),
-            grad_weight * upstream.to(grad_weight.dtype),
-            scaled_bias,
-            None,
-            None,
-            None,
-        )
+        # In place: most of a step's memory is in use now. A second backward pass would be told so.
+        scaled = (None if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in ctx.saved_tensors)
+        return *scaled, None, None, None
 
 
 def summed_cross_entropy(

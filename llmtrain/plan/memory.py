@@ -146,8 +146,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
                  SAVED_PER_LINEAR, plus, if its attention is not fused, some bytes for each of heads x t x sequence_length
                  weights. layers x l and l / 4 more for gradients; with checkpointing, c t hidden for each layer and 5 l / 4;
                  with `selective`, c t (O + 2 hidden) for each layer, O the outputs of its linear layers, and 5 l / 4
-    loss         logits of loss_chunk positions in at least fp32, twice, or once beside their gradient and the head's in c; the
-                 head's whole gradient in at least fp32, and that of its inputs in c
+    loss         logits of loss_chunk positions in at least fp32, twice, or their gradient and the head's in c; the head's
+                 whole gradient in at least fp32, and that of its inputs in c
     messages     during a synchronisation, shards of the largest block in w: prefetch + 1 under way and 2 in work, and of
                  offloaded ones prefetch + 2 anchors and 2 momenta. Means under way while training goes on (a fragment's, or
                  all of them) and rounding errors that are carried over come on top, w / M for each value, and stay
@@ -242,8 +242,7 @@ def _loss(recipe: Recipe, size: ModelSize, tokens: int) -> int:
     _, compute = BYTES[recipe.parallel.precision]
     wide = max(4, compute)
     logits, head = min(recipe.parallel.loss_chunk, tokens) * size.vocabulary, size.vocabulary * size.hidden
-    narrowed = compute if compute < wide else 0
-    in_chunk = max(2 * wide * logits, (wide + narrowed) * logits + compute * head)
+    in_chunk = max(2 * wide * logits, compute * (logits + head))
     return in_chunk + wide * head + compute * tokens * size.hidden
 
 

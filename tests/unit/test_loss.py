@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,3 +90,21 @@ def check_liger(device: str) -> None:
         ours = found(liger_cross_entropy(*inputs, labels), inputs)
         for mine, theirs in zip(ours, expected(*inputs, labels), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_no_more_is_held_than_the_memory_estimate_says(monkeypatch) -> None:
+    """Of several chunks, one after another; and backward adds nothing."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    peaks = importlib.import_module("peaks")
+    positions, width, vocabulary, chunk = 1024, 64, 2048, 128
+    hidden = torch.randn(positions, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    labels = torch.zeros(positions, dtype=torch.long)
+
+    def once() -> None:
+        loss = 0.5 * summed_cross_entropy(hidden, weight, None, labels, chunk)
+        torch.autograd.grad(loss, (hidden, weight))
+
+    once()
+    logits, head = chunk * vocabulary, vocabulary * width
+    assert peaks.allocator_peak(once) <= 4 * (2 * logits + head + positions * width) + 64 * chunk
