@@ -126,9 +126,10 @@ def provenance() -> str:
 
 def write_page(folder: Path, title: str, paragraphs: Sequence[str]) -> None:
     """README.md of a new results folder, in the place of the one before."""
+    made_by = provenance()  # as long as the tree is as it was
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / "README.md").write_text("\n\n".join([f"# {title}", provenance(), *paragraphs]) + "\n")
+    (folder / "README.md").write_text("\n\n".join([f"# {title}", made_by, *paragraphs]) + "\n")
 
 
 def keep(run: Path, folder: Path) -> None:
