@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from llmtrain.config import DataSection
 
-BATCH_CHARACTERS = 4_000_000
+BATCH_CHARACTERS = 1_000_000
 """Text that the library gets at once, as `prepare` gives it."""
 FAST, PLAIN, PREPARE = "library, without offsets", "library", "prepare"
 READ = "reading the text"
@@ -36,7 +36,7 @@ LOADER_COLUMNS = ("micro-batch x length", "µs a batch", "quartiles", "M tokens/
 SHAPES = ((8, 128), (8, 1024), (1, 4096))
 NOTES = """\
 Medians over the turns, of the same text. *library*: `encode_batch` of the tokenizers library on text that is in memory,
-4 M characters at a time, and nothing done with what it returns; *without offsets*: its `encode_batch_fast`. *prepare*:
+1 M characters at a time, and nothing done with what it returns; *without offsets*: its `encode_batch_fast`. *prepare*:
 everything, from files to token shards flushed to the disk, both splits, with a tokenizer that is there. *Reading the text* is
 a part of it: it is read once for each split, when validation documents are held out of it. *Processor s*: of all
 threads; *one thread*: of the calling one, in which nothing runs side by side. However many processors a machine has, it takes

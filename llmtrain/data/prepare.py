@@ -14,7 +14,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,13 +33,16 @@ from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, vocab_size
 from llmtrain.errors import DataError
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
+
+    Encoded = list[int] | Encoding
 
 __all__ = ["Prepared", "folder", "open_prepared", "prepare", "verify"]
 
 NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """What a disk says that is full or read-only."""
-BATCH_CHARACTERS = 4_000_000
+BATCH_CHARACTERS = 1_000_000
 """Text that is tokenised at once, spread over the cores."""
 PIECE_CHARACTERS = 1_000_000
 """A longer document is tokenised in pieces, to bound memory."""
@@ -195,16 +199,23 @@ def _write_split(
 ) -> SplitIndex:
     writer = ShardWriter(new, split, dtype)
     count, exhausted = 0, True
-    with Progress(f"{split} tokens", needed, show_progress) as progress:
+    with Progress(f"{split} tokens", needed, show_progress) as progress, ThreadPoolExecutor(1) as beside:
+        writing: Future | None = None
         # a split that needs little must not wait for a whole batch from a stream that is mostly the other split
         for texts in _batches(documents(data, split), min(BATCH_CHARACTERS, 6 * needed)):
-            ids = _tokenize(tokenizer, texts)
-            writer.append(ids)
+            encoded = _tokenize(tokenizer, texts)
+            if writing is not None:
+                writing.result()
+            # one thread's work, while all cores tokenise the next batch
+            writing = beside.submit(_append, writer, encoded, tokenizer.eos_token_id)
             count += len(texts)
-            progress.advance(sum(len(text.encode()) for text in texts), len(ids))
+            tokens = sum(len(piece) + is_last for piece, is_last in encoded)
+            progress.advance(sum(len(text.encode()) for text in texts), tokens)
             if progress.tokens >= needed:
                 exhausted = False
                 break
+        if writing is not None:
+            writing.result()
     writer.close()
     if not count:
         raise DataError(
@@ -233,8 +244,8 @@ def _batches(texts: Iterable[str], size: int) -> Iterator[list[str]]:
         yield batch
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> np.ndarray:
-    """The ids of all texts, each followed by eos: [tokens] of uint32."""
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[tuple[Encoded, bool]]:
+    """Pieces of the texts, in order, and whether a text ends with each."""
     # tokenizers spreads a batch over the cores; saying so also silences its warning in processes that fork later
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     pieces = [
@@ -243,12 +254,10 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> np.ndarra
         for start in range(0, len(text), PIECE_CHARACTERS)
     ]
     encoded = _encode(tokenizer, [piece for piece, _ in pieces])
-    eos = np.array([tokenizer.eos_token_id], dtype=np.uint32)
-    parts = ((np.array(ids, dtype=np.uint32), eos[: int(last)]) for ids, (_, last) in zip(encoded, pieces, strict=True))
-    return np.concatenate(list(itertools.chain.from_iterable(parts)))
+    return [(ids, is_last) for ids, (_, is_last) in zip(encoded, pieces, strict=True)]
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> list[list[int]]:
+def _encode(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> Sequence[Encoded]:
     """A document that quotes the eos token does not end there."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -258,7 +267,17 @@ def _encode(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> list[list[
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
-    return [encoding.ids for encoding in backend.encode_batch_fast(pieces, add_special_tokens=False)]
+    return backend.encode_batch_fast(pieces, add_special_tokens=False)
+
+
+def _append(writer: ShardWriter, encoded: list[tuple[Encoded, bool]], eos: int) -> None:
+    """Write the ids of all pieces, eos after each text."""
+    end = np.array([eos], dtype=np.uint32)
+    parts = (
+        (np.array(ids if isinstance(ids, list) else ids.ids, dtype=np.uint32), end[: int(is_last)])
+        for ids, is_last in encoded
+    )
+    writer.append(np.concatenate(list(itertools.chain.from_iterable(parts))))
 
 
 def _fsync(path: Path) -> None:
