@@ -32,11 +32,13 @@ GROUPS = {
 """What an operation's name decides, the first that fits."""
 REST, IDLE = "elementwise, reductions", "none of these"
 WALL, IDEAL = "a step", "matrix products at the rate of large ones"
+OVER = "a step over its matrix products"
 NOTES = """\
 Milliseconds of a step, and its share; medians of the timed steps in the line *a step*, all others from profiled steps, scaled to
 it. *None of these*: the step's time less the sum of the groups: Python, launching, waiting. *Matrix products at the rate of large
 ones*: the step's floating-point operations (`flops_per_token`, and a third more where layers are recomputed) over the rate of a large
-product, the best of those timed in each process: what a perfect step would take. One process; groups are by names (`GROUPS` in
+product, the best of those timed in each process: what a perfect step would take. *A step over its matrix products*: loops ran one
+after another, and what a machine's speed does meanwhile it does to both. One process; groups are by names (`GROUPS` in
 `benchmarks/step_parts.py`), so *compiled* holds whatever torch.compile has fused, and the loss is in several."""
 
 
@@ -78,7 +80,7 @@ def measure(task: dict[str, Any]) -> dict[str, float]:
 
 
 def rows_of(found: dict[str, dict[str, float]]) -> list[Row]:
-    """A line for each part, a column for each loop; the whole step and the ideal one, the best that was found, last."""
+    """A line for each part, a column for each loop; the whole step and the ideal one, the best that was found, after them."""
     ideal = min(loop[IDEAL] for loop in found.values())
     found = {name: {**loop, IDEAL: ideal} for name, loop in found.items()}
 
@@ -86,7 +88,8 @@ def rows_of(found: dict[str, dict[str, float]]) -> list[Row]:
         return f"{1e3 * loop[part]:,.1f} ({100 * loop[part] / loop[WALL]:.0f} %)"
 
     largest = sorted([*GROUPS, REST], key=lambda part: -max(loop[part] for loop in found.values()))
-    return [(part, *(cell(loop, part) for loop in found.values())) for part in (*largest, IDLE, WALL, IDEAL)]
+    rows = [(part, *(cell(loop, part) for loop in found.values())) for part in (*largest, IDLE, WALL, IDEAL)]
+    return [*rows, (OVER, *(f"{loop[WALL] / loop['matrix products']:.2f}" for loop in found.values()))]
 
 
 def main() -> None:

@@ -380,8 +380,9 @@ def test_rows_of_a_steps_parts_end_with_the_whole_and_the_ideal() -> None:
     }
     rows = step_parts.rows_of({"fsdp2": loop, "zero3": loop})
     assert rows[:2] == [("matrix products", *2 * ["500.0 (50 %)"]), ("copies", *2 * ["250.0 (25 %)"])]
-    assert [name for name, *_ in rows[-3:]] == [step_parts.IDLE, step_parts.WALL, step_parts.IDEAL]
-    assert rows[-1][1] == "400.0 (40 %)" and len(rows) == len(step_parts.GROUPS) + 4
+    assert [name for name, *_ in rows[-4:-1]] == [step_parts.IDLE, step_parts.WALL, step_parts.IDEAL]
+    assert rows[-2][1] == "400.0 (40 %)" and rows[-1] == (step_parts.OVER, "2.00", "2.00")
+    assert len(rows) == len(step_parts.GROUPS) + 5
 
 
 def test_losses_that_can_be_measured_anywhere() -> None:
