@@ -1,6 +1,6 @@
 """What does one replica's step spend its time on?
 
-    python benchmarks/step_parts.py                              # a small model on a CPU; five minutes on two cores
+    python benchmarks/step_parts.py                              # a small model on a CPU; three minutes on two cores
     python benchmarks/step_parts.py --size 1B --compile yes      # one GPU
 
 Each loop is a process of its own. Some steps are timed, then some are profiled by torch: the time of every operation itself, without

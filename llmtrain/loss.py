@@ -41,12 +41,13 @@ def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Summed loss and, while a chunk's logits exist, its share of both gradients: no recomputation in backward."""
+    """Summed loss and, while a chunk's logits exist, its share of both gradients: no recomputation in backward.
+
+    hidden [P, d], weight [V, d], bias [V] or None, labels [P].
+    """
 
     @staticmethod
-    def forward(
-        ctx, hidden, weight, bias, labels, chunk, compiled
-    ):  # hidden [P, d], weight [V, d], bias [V], labels [P]
+    def forward(ctx, hidden, weight, bias, labels, chunk, compiled):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         needs_grad = any(ctx.needs_input_grad[:3])
         loss = torch.zeros((), dtype=wide, device=hidden.device)
