@@ -1,5 +1,6 @@
 # make quickstart   sets up, then trains a small Llama with EDiT on this machine's CPU (no GPU, no download of data)
 # make test         sets up, then runs all tests
+# make test-gpu     the tests that need a GPU, which it skips
 # make chaos        100 SIGKILLs at random moments of real runs, and what became of them; about an hour
 # make lint         ruff, as CI does
 # make clean        removes what the above made here (not runs/)
@@ -11,13 +12,16 @@ READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.ready-tools
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test chaos lint format docs clean
+.PHONY: quickstart test test-gpu chaos lint format docs clean
 
 quickstart: $(READY)
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m llmtrain launch recipes/quickstart.yaml $(ARGS)
 
 test: $(TOOLS)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(TOOLS)
+	$(BIN)/python -m pytest --gpu $(ARGS)
 
 chaos: $(TOOLS)
 	$(BIN)/python -m pytest tests/chaos -m chaos -s $(ARGS)

@@ -134,7 +134,7 @@ def bare_loop(
 
     def step() -> None:
         for batch in batches():
-            batch = batch.to(mesh.device)
+            batch = batch.to(mesh.device, non_blocking=True)
             loss = model(batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

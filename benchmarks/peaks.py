@@ -24,7 +24,11 @@ def peak_resident() -> int | None:
 
 
 def forget_peak() -> None:
-    """The peak begins anew from now, where the system can."""
+    """The peak begins anew from now, where the system can; also a GPU's."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
     if FORGET.exists():
         FORGET.write_text("5")
 

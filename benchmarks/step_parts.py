@@ -57,6 +57,7 @@ def parts_of(events: Iterable[tuple[str, float]], wall: float) -> dict[str, floa
 
 def measure(task: dict[str, Any]) -> dict[str, float]:
     """Seconds of a step by part."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     from llmtrain.plan.memory import size_of
@@ -71,7 +72,9 @@ def measure(task: dict[str, Any]) -> dict[str, float]:
         with profile(activities=activities) as profiled:
             profiled_wall = timed(step, task["profiled"], mesh)
         own = "self_device_time_total" if on_gpu() else "self_cpu_time_total"
-        events = [(event.key, 1e-6 * getattr(event, own)) for event in profiled.key_averages()]
+        # Operations, which the host calls: on a GPU their kernels are events of their own once more.
+        operations = (event for event in profiled.key_averages() if event.device_type == DeviceType.CPU)
+        events = [(event.key, 1e-6 * getattr(event, own)) for event in operations]
         scale = wall / profiled_wall
         parts = {name: scale * seconds for name, seconds in parts_of(events, profiled_wall).items()}
         again = 4 / 3 if task["checkpoint"] == "yes" else 1.0

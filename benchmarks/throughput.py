@@ -145,10 +145,11 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
         first = timed(step, 1, mesh)
         timed(step, 1, mesh)
         seconds = [timed(step, task["steps"], mesh) / task["steps"] for _ in range(task["turns"])]
-        rate = rate_here(recipe)
         grown = None if before is None else peak_resident() - before
+        reached = peak_memory_bytes(mesh.device)
+        rate = rate_here(recipe)
         if mesh.device.type == "cuda":
-            peak = peak_memory_bytes(mesh.device)
+            peak = reached
         elif task["shard"] > 1:
             peak = None
         else:
@@ -180,6 +181,7 @@ def step_of(
     """One step of a loop built now."""
     if engine not in OTHERS:
         return build(recipe, mesh, prepared, scratch, name).train_step
+    from llmtrain.data.ahead import Ahead
     from llmtrain.data.loader import Loader
 
     loader = Loader(
@@ -193,9 +195,10 @@ def step_of(
         shard=mesh.shard.size,
         seed=recipe.run.seed,
     )
+    batches = Ahead(loader, recipe.run.timeout_seconds, pin=mesh.device.type == "cuda").next  # as the trainer has them
     if engine == TITAN:
-        return titan_loop(recipe, prepared.vocab_size, loader.next)
-    return bare_loop(recipe, mesh, prepared.vocab_size, loader.next)
+        return titan_loop(recipe, prepared.vocab_size, batches)
+    return bare_loop(recipe, mesh, prepared.vocab_size, batches)
 
 
 def is_possible(task: Mapping[str, Any]) -> bool:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 DONE, FAILED, BAD_USAGE, STOPPED_EARLY = 0, 1, 2, 3
 """Exit codes: finished · failed · bad recipe or usage · stopped early with a checkpoint (start again to continue)."""
@@ -57,10 +59,24 @@ def leave_with_code(command: Callable[[], object]) -> None:
     except UserError as error:
         if _speaks_for_its_host():  # all ranks find the same fault in a recipe
             print(f"error: {error}", file=sys.stderr)
-        sys.exit(BAD_USAGE)
+        _leave(BAD_USAGE)
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(FAILED)
+        _leave(FAILED)
+    except Exception:
+        traceback.print_exc()
+        _leave(FAILED)
+
+
+def _leave(code: int) -> NoReturn:
+    """End at once where a GPU may have been given work that waits for other ranks: an interpreter that ends in order waits
+    for it, and its launcher, which would stop the others, for the interpreter."""
+    torch = sys.modules.get("torch")  # imported by whatever needed it; not for its sake
+    if torch is not None and torch.cuda.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _speaks_for_its_host() -> bool:

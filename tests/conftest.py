@@ -17,9 +17,24 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["KINETO_LOG_LEVEL"] = "99"  # torch's profiler says aloud when it starts and stops
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="run those tests, and only those, that need a GPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Until all tests are imported, as `llmtrain.startup.quick_imports` has it."""
     gc.disable()
+    if not config.getoption("--gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the others are about CPUs, wherever they run
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    needed = {item: item.get_closest_marker("gpu") is not None for item in items}
+    if config.getoption("--gpu"):
+        items[:] = [item for item in items if needed[item]]
+    for item in items:
+        if needed[item] and not config.getoption("--gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU; make test-gpu"))
 
 
 def pytest_collection_finish() -> None:

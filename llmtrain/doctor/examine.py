@@ -29,7 +29,7 @@ def examine(recipe: Recipe | None, world: World, timeout_seconds: float) -> int:
     """
     parallel = recipe.parallel if recipe else ParallelSection()
     found = cards()
-    sections: Sections = {"software": software(), "machine": machine()}
+    sections: Sections = {"software": software(), "machine": machine(world)}
     sections["network"] = [listed(found), *named_by_environment(found), *environment()]
     if world.size == 1:
         sections["network"] += _given_networks(parallel)

@@ -38,7 +38,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
     except UserError as error:
         return [problem(f"recipe: {error}", "")], None
     findings = [ok(f"mesh: {replicas} replicas x {shard} shards ({reason})")]
-    if recipe.parallel.precision == "bf16" and on_gpu and not torch.cuda.is_bf16_supported():
+    if recipe.parallel.precision == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         findings.append(problem("this GPU does not compute in bf16", "set parallel.precision=fp32"))
     try:
         size = size_of(recipe)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from llmtrain.doctor.finding import Finding, ok, problem, warning
+from llmtrain.parallel.world import World
 from llmtrain.train.devices import memory_bytes
 
 GIB = 2**30
@@ -20,15 +21,17 @@ LEAST_FREE_SHARE = 0.9
 """Of a GPU's memory; less means that somebody else computes on it."""
 
 
-def machine() -> list[Finding]:
-    """Devices, memory and limits."""
-    return [*gpus(), cores_and_memory(), *shared_memory(SHARED_MEMORY, _gpu_count()), open_files()]
+def machine(world: World) -> list[Finding]:
+    """Devices, memory and limits, as this process sees them."""
+    return [*gpus(world), cores_and_memory(), *shared_memory(SHARED_MEMORY, _gpu_count()), open_files()]
 
 
-def gpus() -> list[Finding]:
-    """Each GPU with its memory. Those that others use are warned of."""
+def gpus(world: World) -> list[Finding]:
+    """A rank's own GPU, or all GPUs for a process by itself, with memory. Those that others use are warned of: so no rank
+    asks after another's, since to ask takes some memory there."""
+    there = range(_gpu_count())
     findings = []
-    for index in range(_gpu_count()):
+    for index in there if world.size == 1 or len(there) == 1 else there[world.local_rank : world.local_rank + 1]:
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         what = f"GPU {index}: {properties.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"

@@ -110,8 +110,11 @@ def open_mesh(
         _join(world, meeting, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
         try:
             yield build_mesh(world, device, replicas, shard, replica_backend, timeout, meeting.store, meeting.networks)
-        finally:
-            dist.destroy_process_group()
+        except BaseException:
+            if device.type != "cuda":  # NCCL would wait here for collectives that the other ranks never join
+                dist.destroy_process_group()
+            raise
+        dist.destroy_process_group()
 
 
 def build_mesh(

@@ -44,8 +44,10 @@ except ImportError as error:
     ) from error
 
 # Reductions through shared memory, which only inference uses. They would be compiled at a machine's first start, and a
-# start that is killed meanwhile leaves a lock for which all later ones wait without end.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# start that is killed meanwhile leaves a lock for which all later ones wait without end. On GPUs there is no such operation,
+# and to ask would be to try all compilers.
+if os.environ["DS_ACCELERATOR"] == "cpu":
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class ZeroEngine(Engine):
@@ -141,10 +143,10 @@ class ZeroEngine(Engine):
         if self.average_gradients and self.mesh.replicas > 1:
             self._average_over_replicas(groups)
         gradients = [gradient for group in groups for gradient in group]
-        # In fp32, also of stage 1's bf16 gradients.
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        # In fp64, rounded at the end: all replicas must clip by the same number, and other GPUs sum in another order.
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
         local = torch.stack(norms).square().sum()
-        norm = self.mesh.shard.all_reduce(local, "summing gradient norms").wait().sqrt()
+        norm = self.mesh.shard.all_reduce(local, "summing gradient norms").wait().sqrt().float()
         if self._clip_norm is not None:
             factor = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
             for gradient in gradients:
@@ -246,6 +248,8 @@ class ZeroEngine(Engine):
                     config_dict_or_path=config,
                     dtype=COMPUTE[parallel.precision],
                 )
+        for buffer in self.model.buffers() if self.stage == 3 else ():  # which DeepSpeed moves in the other stages only
+            buffer.data = buffer.data.to(self.mesh.device)
         return grouped
 
     def _flat_masters(self) -> list[torch.Tensor]:

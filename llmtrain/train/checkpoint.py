@@ -81,7 +81,9 @@ class Checkpoints:
         keep = _copied_to_cpu if self.section.background else _as_it_is
         tensors = self._of_engine(keep)
         for prefix, kind, flats in self._kinds(shared, own):
-            tensors |= self._of_method(prefix, kind, flats, keep)
+            # What rests on the CPU passes the device a block at a time; kept there, all of it would be there at once.
+            rest = any(flat is not None and flat.device != self.mesh.device for flat in flats)
+            tensors |= self._of_method(prefix, kind, flats, _copied_to_cpu if rest else keep)
         tensors |= {f"rank{self.mesh.world.rank}.{name}": keep(state) for name, state in self._generators().items()}
         state = {"format": FORMAT, "step": step, "mesh": [self.mesh.replicas, self.mesh.shard.size]}
         state |= {"shared": _blocks_there(shared), "own": _blocks_there(own)}

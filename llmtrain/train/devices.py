@@ -14,9 +14,11 @@ from llmtrain.parallel.world import World
 PEAK_BF16 = {
     "GB200": 2500e12,
     "B200": 2250e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "GH200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,

@@ -70,10 +70,11 @@ def mean_of_replicas(engine: Engine, mesh: Mesh) -> Iterator[None]:
 
 def validate(engine: Engine, mesh: Mesh, batches: Callable[[], Batches]) -> Validation:
     """Mean loss over all ranks' `batches`, with the parameters the engine has now. A collective of all ranks."""
-    totals = torch.zeros(2, dtype=torch.float64)  # summed loss, tokens that count
+    summed, counted = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
     with engine.evaluation() as summed_loss:
         for input_ids, labels in batches():
-            totals[0] += summed_loss(input_ids, labels).item()
-            totals[1] += int((labels != IGNORED).sum())
+            summed += summed_loss(input_ids, labels)  # stays on the device, so that the host runs ahead of it
+            counted += int((labels != IGNORED).sum())
+    totals = torch.tensor([summed.item(), counted], dtype=torch.float64)
     loss, tokens = mesh.everyone.all_reduce(totals, "summing validation losses").wait().tolist()
     return Validation(loss / tokens, int(tokens))

@@ -85,7 +85,10 @@ class Writing:
         began = time.monotonic()
         try:
             where = {"process_group": self._comms.group, "no_dist": self._comms.size == 1}
-            dcp.save(self._tensors, checkpoint_id=self.temporary, **where)
+            # 0 copies ahead: what rests on the CPU already needs none, and torch would wait for the GPU's stream, and so for
+            # all that training has queued on it, once a tensor.
+            writer = dcp.FileSystemWriter(self.temporary, per_thread_copy_ahead=0)
+            dcp.save(self._tensors, storage_writer=writer, **where)
             self._tensors = {}  # memory for the next one
             self._seal()
         except CheckpointException as error:  # a BaseException

@@ -12,10 +12,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from typing import Any
+from unittest import mock
 
 from llmtrain.startup import quick_imports
 
@@ -28,14 +29,15 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """`world_size` spawned processes that run module-level functions inside a fresh gloo process group.
+    """`world_size` spawned processes that run module-level functions inside a fresh process group (gloo; for tensors on GPUs,
+    where there are any, NCCL).
 
-    The processes start with the first call. After a rank has died or hung they are all killed, and the next call
-    starts new ones.
+    The processes start with the first call, with `environment` added to this process's. After a rank has died or hung they
+    are all killed, and the next call starts new ones.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, environment: Mapping[str, str] | None = None) -> None:
+        self.world_size, self._environment = world_size, dict(environment or {})
         self._ranks: list[tuple[Any, connection.Connection]] = []  # (process, our end of its pipe)
 
     def run(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout: float = 120.0) -> list:
@@ -69,7 +71,8 @@ class RankPool:
         while len(self._ranks) < self.world_size:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
+            with mock.patch.dict(os.environ, self._environment):
+                process.start()
             theirs.close()
             self._ranks.append((process, ours))
 
@@ -104,10 +107,12 @@ def _serve(pipe: connection.Connection) -> None:
     """A rank's life: take a task, answer (None, result) or (time of failure, traceback), until the parent is gone."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with quick_imports():
+        import torch
         import torch.distributed as dist
 
         import llmtrain.train.run  # noqa: F401  what most tasks need
 
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     while True:
         try:
             sys.path[:], rank, store, size, seconds, task = pickle.loads(pipe.recv_bytes())
@@ -115,7 +120,7 @@ def _serve(pipe: connection.Connection) -> None:
             return
         try:
             dist.init_process_group(
-                "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+                backend, init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
             )
             dist.barrier()  # or a rank whose task sends nothing is gone before the others have connected to it
             fn, args = pickle.loads(task)

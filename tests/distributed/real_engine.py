@@ -56,6 +56,8 @@ class Case:
     """Every replica gets the same batches."""
     device: str = "cpu"
     """Where all ranks compute; a GPU is shared by all of them, so each is a replica of its own."""
+    network: str = "gloo"
+    """Between replicas. NCCL needs a GPU for each rank."""
 
 
 @dataclass
@@ -71,10 +73,10 @@ class Outcome:
     master_dtype: torch.dtype
 
 
-def mesh_of(replicas: int, shard: int, device: str = "cpu") -> Mesh:
+def mesh_of(replicas: int, shard: int, device: str = "cpu", network: str = "gloo") -> Mesh:
     """A mesh over the first ranks of the pool's process group."""
     world = World(dist.get_rank(), replicas * shard, dist.get_rank(), replicas * shard)
-    return build_mesh(world, torch.device(device), replicas, shard, "gloo", timedelta(seconds=60))
+    return build_mesh(world, torch.device(device), replicas, shard, network, timedelta(seconds=60))
 
 
 def build_case(case: Case, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> tuple[Engine, Method]:
@@ -116,7 +118,7 @@ def train(cases: list[Case]) -> list[Outcome]:
 
 
 def _train(case: Case) -> Outcome:
-    mesh = mesh_of(case.replicas, case.shard, case.device)
+    mesh = mesh_of(case.replicas, case.shard, case.device, case.network)
     losses, norms = [], []
     engine, method = build_case(case, mesh, clock=lambda: step)  # a second a step
     for step in range(1, case.steps + 1):

@@ -11,7 +11,6 @@ from llmtrain.parallel.comms import Pending
 from tests.distributed.fake_engine import edit
 from tests.distributed.real_engine import Case, Outcome, train
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 STEPS = {"cpu": 30, "cuda": 200}
 COMPILED, RECOMPUTING = {"compile": True}, {"activation_checkpointing": True}
 
@@ -27,9 +26,9 @@ def case(device: str, schedule: str | dict, **parallel: object) -> Case:
     ("device", "parallel"),
     [
         pytest.param("cpu", RECOMPUTING, id="recomputing"),  # and compiled: see test_engine.py
-        pytest.param("cuda", RECOMPUTING, id="recomputing, on a GPU", marks=on_gpu),
-        pytest.param("cuda", COMPILED, id="compiled, on a GPU", marks=on_gpu),
-        pytest.param("cuda", COMPILED | RECOMPUTING, id="compiled and recomputing, on a GPU", marks=on_gpu),
+        pytest.param("cuda", RECOMPUTING, id="recomputing, on a GPU", marks=pytest.mark.gpu),
+        pytest.param("cuda", COMPILED, id="compiled, on a GPU", marks=pytest.mark.gpu),
+        pytest.param("cuda", COMPILED | RECOMPUTING, id="compiled and recomputing, on a GPU", marks=pytest.mark.gpu),
     ],
 )
 def test_layerwise_is_blocking_for_many_rounds(ranks, device, parallel):
@@ -54,7 +53,7 @@ def train_without_waiting(cases: list[Case]) -> list[Outcome]:
         return train(cases)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_wait_left_out_is_seen(ranks, device):
     cases = [case(device, {"kind": "layerwise", "prefetch": 0})]
     [waiting], [hasty] = (ranks.run(run, cases, world_size=2)[0] for run in (train, train_without_waiting))

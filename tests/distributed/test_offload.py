@@ -121,7 +121,7 @@ def test_a_round_brings_each_anchor_twice_and_each_momentum_once() -> None:
     assert copies.most_at_once == 4  # anchor and momentum of a block and of the next one
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU has anything to offload from; there is none")
+@pytest.mark.gpu
 @pytest.mark.parametrize("run", RUNS)
 def test_offload_on_a_gpu_changes_no_bit(run: str) -> None:
     one = Comms(None, torch.device("cuda"))

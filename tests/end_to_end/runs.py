@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,10 +35,10 @@ EXACT = (
 
 
 class Runs:
-    """Starts runs of a tiny recipe in one scratch folder; token shards are made once."""
+    """Starts runs of a tiny recipe in one scratch folder, with `changes` to the environment; token shards are made once."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, changes: Mapping[str, str] | None = None):
+        self.folder, self.environment = folder, environment() | dict(changes or {})
 
     def command(self, name: str, *overrides: str) -> list[str]:
         keys = [f"run.name={name}", f"run.out_dir={self.folder / 'runs'}", f"data.cache_dir={self.folder / 'data'}"]
@@ -47,7 +48,7 @@ class Runs:
         return subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment(),
+            env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

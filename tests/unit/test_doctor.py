@@ -26,6 +26,7 @@ from llmtrain.doctor.links import SECRET_BYTES, Link, LinkServer, measure, measu
 from llmtrain.doctor.network_report import SHOWN, links_between
 from llmtrain.doctor.report import show, verdict
 from llmtrain.parallel.network import Networks
+from llmtrain.parallel.world import World
 from llmtrain.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,9 +68,10 @@ def test_gpus_are_listed_and_those_in_use_warned_of(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="H100"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 80 * GIB))
-    found = machine.gpus()
+    found = machine.gpus(World(0, 1, 0, 1))
     assert levels(found) == ["ok", "warning"]
     assert found[1].what == "GPU 1: H100, 20.0 of 80.0 GiB free"
+    assert machine.gpus(World(1, 2, 1, 2)) == found[1:]  # a rank asks after its own only
 
 
 @pytest.mark.parametrize(("gpus", "size", "level"), [(8, 64 * 2**20, "warning"), (8, GIB, "ok"), (0, 64 * 2**20, "ok")])

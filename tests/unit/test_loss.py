@@ -65,20 +65,21 @@ def test_a_loss_without_gradients_is_the_same():
 
 
 def test_liger_without_the_library_or_a_gpu_is_refused():
-    if torch.cuda.is_available() and importlib.util.find_spec("liger_kernel"):
-        pytest.skip("both are here")
     with pytest.raises(ModelError, match="loss_kernel is liger"):
         summed_loss("liger", chunk=5, compiled=False)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("liger_kernel"), reason="liger-kernel is not installed")
 def test_ligers_loss_and_gradients_are_those_of_cross_entropy():
-    """On a CPU in Triton's interpreter, which has to be asked for before Triton is imported."""
-    if torch.cuda.is_available():
-        check_liger("cuda")
-        return
+    """In Triton's interpreter, which has to be asked for before Triton is imported."""
     code = "from tests.unit.test_loss import check_liger; check_liger('cpu')"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True, timeout=120)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not importlib.util.find_spec("liger_kernel"), reason="liger-kernel is not installed")
+def test_ligers_loss_on_a_gpu():
+    check_liger("cuda")
 
 
 def check_liger(device: str) -> None:

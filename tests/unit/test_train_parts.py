@@ -143,6 +143,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_too():
         ("NVIDIA H200", 989e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA GH200 480GB", 989e12),
         ("NVIDIA GB200", 2500e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),

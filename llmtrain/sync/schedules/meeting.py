@@ -130,11 +130,12 @@ class Meeting(Schedule):
         if synchroniser.anchors is None:
             synchroniser.install(index, mean)
             return
-        squared = mean.square().sum()
+        squared = torch.linalg.vector_norm(mean, dtype=torch.float64).square()
         self._mean = self._mean + squared
         if self.penalty is not None and self.penalty.section.clip is not None:
             whole = synchroniser.shard.all_reduce(squared, "norm of a pseudo-gradient").wait()
-            mean *= self.penalty.clip_factor(whole)
+            # All replicas must find the same factor, and other GPUs sum in another order: in fp64, rounded at the end.
+            mean *= self.penalty.clip_factor(whole).to(mean.dtype)
         synchroniser.install(index, synchroniser.step(index, mean, self._agreed_round))
 
     def _bring(self, index: int) -> None:

@@ -1,0 +1,266 @@
+"""The names of `torch.cuda` over the emulation, for a process that has imported nothing of torch yet."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.emulated_gpu.build import HERE, HOOKS, MODULE
+
+ROOT = HERE.parents[1]
+GIB = 2**30
+FOLDER = "EMULATED_GPU"
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What makes any Python process one with GPUs."""
+    return {FOLDER: str(folder), "PYTHONPATH": f"{HERE / 'path'}{os.pathsep}{ROOT}"}
+
+
+def install() -> None:
+    """From here on this process has GPUs."""
+    folder = Path(os.environ[FOLDER])
+    ctypes.CDLL(str(folder / HOOKS), ctypes.RTLD_GLOBAL)
+    import torch
+
+    spec = importlib.util.spec_from_file_location("emulated", folder / MODULE)
+    emulated = sys.modules["emulated"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(emulated)
+    _name_devices(torch, emulated)
+    _name_streams(torch, emulated)
+    _name_storage(torch, emulated)
+    _name_groups(torch, emulated)
+
+
+def loaded() -> Any:
+    """The compiled module, in a process with GPUs."""
+    return sys.modules["emulated"]
+
+
+# ---- devices
+
+
+def _name_devices(torch: Any, emulated: Any) -> None:
+    def index(device: Any = None) -> int:
+        if device is None or isinstance(device, int):
+            return emulated.current_device() if device is None else device
+        found = torch.device(device).index
+        return emulated.current_device() if found is None else found
+
+    class Device:
+        def __init__(self, device: Any):
+            self.index = index(device)
+
+        def __enter__(self) -> None:
+            self.before = emulated.current_device()
+            emulated.set_device(self.index)
+
+        def __exit__(self, *_: object) -> None:
+            emulated.set_device(self.before)
+
+    properties = SimpleNamespace(name="NVIDIA H100", total_memory=80 * GIB, major=9, minor=0, multi_processor_count=132)
+    _take_over(
+        torch.cuda,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        init=_nothing(),
+        _lazy_init=_nothing(),
+        device_count=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 4)),
+        current_device=lambda: emulated.current_device(),
+        set_device=lambda device: emulated.set_device(index(device)),
+        device=Device,
+        get_device_name=lambda device=None: properties.name,
+        get_device_properties=lambda device=None: properties,
+        get_device_capability=lambda device=None: (properties.major, properties.minor),
+        mem_get_info=lambda device=None: (79 * GIB, properties.total_memory),
+        memory_allocated=lambda device=None: emulated.allocated(),
+        max_memory_allocated=lambda device=None: emulated.peak(),
+        reset_peak_memory_stats=lambda device=None: emulated.forget_peak(),
+        empty_cache=_nothing(),
+        is_bf16_supported=lambda including_emulation=True: True,
+        get_rng_state=lambda device="cuda": torch.get_rng_state(),
+        set_rng_state=lambda state, device="cuda": None,  # the CPU's, which is set as such
+        manual_seed=_nothing(),
+        manual_seed_all=_nothing(),
+    )
+    _take_over(torch.cuda.nccl, version=lambda: (2, 0, 0))
+    _take_over(torch.cuda.nvtx, range_push=_nothing(), range_pop=_nothing())
+    _take_over(
+        torch.accelerator,
+        current_accelerator=lambda check_available=False: torch.device("cuda"),
+        is_available=lambda: True,
+        device_count=lambda: torch.cuda.device_count(),
+        current_device_index=lambda: emulated.current_device(),
+    )
+    # What compiles for GPUs needs one.
+    compile_module, compile_function = torch.nn.Module.compile, torch.compile
+    torch.nn.Module.compile = lambda self, **options: compile_module(self, **{**options, "backend": "aot_eager"})
+    torch.compile = lambda *given, **options: compile_function(*given, **{**options, "backend": "aot_eager"})
+
+
+# ---- streams
+
+
+Listener = Callable[..., None]
+listeners: list[Listener] = []
+"""Called with what happens and the ids that it is about: `stream made`, `event made`, `recorded` (event, stream), `waits`
+(stream, event), `host waits` (for a stream, or None for all of them)."""
+_ids = itertools.count(1)
+_of_thread = threading.local()
+
+
+def _tell(what: str, *ids: int | None) -> None:
+    for listener in listeners:
+        listener(what, *ids)
+
+
+def _name_streams(torch: Any, emulated: Any) -> None:
+    class Stream:
+        def __init__(self, device: Any = None, priority: int = 0, number: int | None = None, **_: Any):
+            self.device = torch.device("cuda", emulated.current_device())
+            self.cuda_stream = self.stream_id = next(_ids) if number is None else number
+            _tell("stream made", self.cuda_stream)
+
+        def wait_stream(self, other: Stream) -> None:
+            self.wait_event(other.record_event())
+
+        def wait_event(self, event: Event) -> None:
+            _tell("waits", self.cuda_stream, event.number)
+
+        def record_event(self, event: Event | None = None) -> Event:
+            event = event or Event()
+            event.record(self)
+            return event
+
+        def synchronize(self) -> None:
+            _tell("host waits", self.cuda_stream)
+
+        def query(self) -> bool:
+            return True
+
+        def is_capturing(self) -> bool:
+            return False
+
+    class Event:
+        def __init__(self, *_: Any, **__: Any):
+            self.number, self.at = next(_ids), 0.0
+            _tell("event made", self.number)
+
+        def record(self, stream: Stream | None = None) -> None:
+            self.at = time.perf_counter()
+            _tell("recorded", self.number, (stream or current()).cuda_stream)
+
+        def wait(self, stream: Stream | None = None) -> None:
+            (stream or current()).wait_event(self)
+
+        def synchronize(self) -> None:
+            _tell("host waits", None)
+
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1e3 * (other.at - self.at)
+
+    class InStream:
+        def __init__(self, stream: Stream | None):
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            self.before = current()
+            _of_thread.stream = self.stream or self.before
+
+        def __exit__(self, *_: object) -> None:
+            _of_thread.stream = self.before
+
+    default = Stream(number=0)
+
+    def current(device: Any = None) -> Stream:
+        return getattr(_of_thread, "stream", default)
+
+    def wait_for_all(device: Any = None) -> None:
+        _tell("host waits", None)
+
+    _take_over(
+        torch.cuda,
+        Stream=Stream,
+        Event=Event,
+        stream=lambda stream: InStream(stream),
+        StreamContext=InStream,
+        current_stream=current,
+        default_stream=lambda device=None: default,
+        synchronize=wait_for_all,
+        is_current_stream_capturing=lambda: False,
+    )
+    _take_over(
+        torch.accelerator, current_stream=lambda device=None: current(), synchronize=lambda device=None: wait_for_all()
+    )
+    torch.Event = Event
+    torch.Tensor.record_stream = _nothing()
+
+
+# ---- storages, whose methods do not pass through operations
+
+
+def _name_storage(torch: Any, emulated: Any) -> None:
+    resize, clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
+
+    def values(storage: Any) -> Any:
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def resize_(self: Any, size: int) -> Any:
+        return emulated.resize_storage(values(self), size) if self.device.type == "cuda" else resize(self, size)
+
+    def cloned(self: Any) -> Any:
+        return values(self).clone().untyped_storage() if self.device.type == "cuda" else clone(self)
+
+    _take_over(torch.UntypedStorage, resize_=resize_, clone=cloned)
+
+
+# ---- process groups
+
+
+def _name_groups(torch: Any, emulated: Any) -> None:
+    c10d = torch.distributed.distributed_c10d
+    gloo = torch.distributed.ProcessGroupGloo
+
+    class OneOfOurs(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, emulated.Group)
+
+        def __call__(cls, store: Any, rank: int, size: int, options: Any = None, timeout: Any = None) -> Any:
+            inner = gloo(store, rank, size, timeout or options._timeout)
+            group = emulated.Group(inner, cls.backend)
+            group.options = inner.options
+            return group
+
+    class Gloo(metaclass=OneOfOurs):
+        backend = "gloo"
+
+    class Nccl(metaclass=OneOfOurs):
+        backend = "nccl"
+
+        class Options(SimpleNamespace):
+            is_high_priority_stream = False
+
+    c10d.ProcessGroupGloo, c10d.ProcessGroupNCCL = Gloo, Nccl
+    torch.distributed.is_nccl_available = c10d.is_nccl_available = lambda: True
+
+
+def _take_over(where: Any, **names: Any) -> None:
+    for name, value in names.items():
+        setattr(where, name, value)
+
+
+def _nothing() -> Callable[..., None]:
+    """What has no effect here. A function for each name, by which torch.compile tells them apart."""
+    return lambda *_, **__: None

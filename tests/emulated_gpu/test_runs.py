@@ -1,0 +1,82 @@
+"""Whole runs on GPUs, from the command line."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from llmtrain.errors import DONE, STOPPED_EARLY
+from tests.end_to_end.runs import ROOT, Runs, exact
+
+LONG = ("parallel.replicas=2", "parallel.shard=2", "train.steps=40", "eval.every=40", "sync.offload=true")
+
+
+def finished(runs: Runs, name: str, *overrides: str) -> str:
+    """The output of a run that ends well."""
+    code, output = runs.run(name, *overrides)
+    assert code == DONE, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def offloaded(gpu_runs: Runs) -> Runs:
+    """The runs, with one of them there."""
+    output = finished(gpu_runs, "offloaded", *LONG)
+    assert "mesh: 2 replicas x 2 shards on cuda (as the recipe says)" in output
+    return gpu_runs
+
+
+def test_it_trains_and_shows_what_a_gpu_does(offloaded: Runs) -> None:
+    lines = offloaded.lines("offloaded")
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert losses[-1] < losses[0] - 0.5
+    assert all(line["perf/mfu"] > 0 for line in lines if "train/loss" in line)
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(offloaded: Runs) -> None:
+    """With checkpoints that are written while training stands still; an anchor in them never is on the GPU whole."""
+    command = offloaded.command("interrupted", *LONG, "checkpoint.background=false")
+    process = offloaded.start(command)
+    offloaded.wait_for("interrupted", 6)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == STOPPED_EARLY, output
+    assert "continuing from" in finished(offloaded, "interrupted", *LONG, "checkpoint.background=false")
+    ours, theirs = ([exact(line) for line in offloaded.lines(name)] for name in ("interrupted", "offloaded"))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("sync.method=wagma", "parallel.replicas=4", "parallel.shard=1"),
+        ("parallel.engine=zero", "parallel.zero_stage=2", "parallel.precision=bf16", "parallel.shard=2"),
+        ("parallel.engine=zero", "parallel.zero_stage=1", "parallel.zero_offload=true", "parallel.shard=2"),
+        ("sync.method=streaming_diloco", "sync.schedule.steps=2", "sync.wire.kind=int4", "parallel.compile=true"),
+    ],
+    ids=["wagma", "ZeRO-2", "ZeRO-1", "streaming"],
+)
+def test_whatever_the_recipe_says(gpu_runs: Runs, request: pytest.FixtureRequest, keys: tuple[str, ...]) -> None:
+    name = request.node.callspec.id
+    finished(gpu_runs, name, *keys)
+    losses = [line["train/loss"] for line in gpu_runs.lines(name) if "train/loss" in line]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "command", [("generate", "--prompt", "def "), ("export",), ("doctor",)], ids=lambda command: command[0]
+)
+def test_commands_that_take_a_gpu_if_there_is_one(offloaded: Runs, command: tuple[str, ...]) -> None:
+    run = () if command[0] == "doctor" else (str(offloaded.path("offloaded")),)
+    done = subprocess.run(
+        [sys.executable, "-m", "llmtrain", command[0], *run, *command[1:]],
+        cwd=ROOT,
+        env=offloaded.environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == DONE, done.stdout + done.stderr

@@ -1,0 +1,157 @@
+"""On GPUs a run is what it is on a CPU, no stream overtakes another, and the host waits for nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from llmtrain.config import ParallelSection, SyncSection
+from llmtrain.parallel.build import replica_backend
+from llmtrain.parallel.fsdp import Fsdp2Engine
+from llmtrain.sync.offload import BroughtBeside, SideStream
+from tests.distributed.fake_engine import choices, edit
+from tests.distributed.pool import RankFailure, RankPool
+from tests.distributed.real_engine import Case, Outcome, build_case, mesh_of, micro_batches, train
+from tests.emulated_gpu import as_cuda
+from tests.emulated_gpu.races import looked_for
+
+PENALTY = {"z": 3.0, "temperature": 1.0, "clip": 0.5}
+OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "mix": 0.5}
+ZERO_3 = {"precision": "fp32", "engine": "zero", "zero_stage": 3}
+
+
+def gpu(sync: SyncSection, replicas: int = 2, shard: int = 2, **changes: Any) -> Case:
+    case = Case(sync, replicas, shard, device="cuda", steps=9, **changes)
+    return replace(case, network=replica_backend(ParallelSection(**case.parallel)))
+
+
+CASES = {
+    "edit, offloaded": gpu(edit(every=2, warmup_steps=2, penalty=PENALTY, offload=True)),
+    "edit, rounded": gpu(edit(every=2, penalty=PENALTY, wire={"kind": "int8", "feedback": True})),
+    "diloco, offloaded": gpu(choices("diloco", 3, offload=True)),
+    "streaming, offloaded": gpu(
+        choices("streaming_diloco", 4, warmup_steps=1, schedule=OVERLAPPED, offload=True, wire={"kind": "int4"}),
+    ),
+    "co2, offloaded": gpu(choices("co2", 2, warmup_steps=1, offload=True)),
+    "palsgd": gpu(choices("palsgd", 3, warmup_steps=1)),
+    "a_edit": gpu(edit(every=2, period={"kind": "seconds", "every": 2.0})),
+    "synchronous, recomputed": gpu(
+        choices("synchronous"), parallel={"precision": "fp32", "activation_checkpointing": "selective"}
+    ),
+    "synchronous, rounded": gpu(choices("synchronous", wire={"kind": "int8", "gradients": True})),
+    "edit, bf16": gpu(edit(every=2, penalty=PENALTY), 2, 1, parallel={"precision": "bf16"}),
+    "edit, ZeRO-3": gpu(edit(every=2, warmup_steps=2, penalty=PENALTY, offload=True), parallel=ZERO_3),
+    "diloco, ZeRO-1, all offloaded": gpu(
+        choices("diloco", 2, warmup_steps=1, offload=True),
+        parallel=ZERO_3 | {"zero_stage": 1, "zero_offload": True},
+    ),
+}
+
+
+def train_unfused(cases: list[Case]) -> list[Outcome]:
+    """With the attention that both devices have."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return train(cases)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_on_gpus_is_the_run_on_a_cpu(gpu_ranks: RankPool, cpu_ranks: RankPool, name: str) -> None:
+    case = CASES[name]
+    size = case.replicas * case.shard
+    [on_gpus, on_cpus] = (
+        pool.run(train_unfused, [replace(case, device=device)], world_size=size)
+        for pool, device in ((gpu_ranks, "cuda"), (cpu_ranks, "cpu"))
+    )
+    for [on_gpu], [on_cpu] in zip(on_gpus, on_cpus, strict=True):
+        assert on_gpu.losses == on_cpu.losses and on_gpu.norms == on_cpu.norms
+        assert on_gpu.rounds == on_cpu.rounds
+        for parameter, values in on_cpu.weights.items():
+            assert values.equal(on_gpu.weights[parameter]), parameter
+
+
+# ---- streams
+
+OFFLOADED = replace(CASES["edit, offloaded"], steps=6)
+
+
+def train_and_look(cases: list[Case]) -> None:
+    with looked_for():
+        train(cases)
+
+
+def without_the_wait_of_use(cases: list[Case]) -> None:
+    with mock.patch.object(BroughtBeside, "use", lambda self: self._copy):
+        train_and_look(cases)
+
+
+def without_the_wait_of_take(cases: list[Case]) -> None:
+    def take(self: SideStream, resting: object, changed: object) -> None:
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            resting.copy_(changed, non_blocking=True)
+
+    with mock.patch.object(SideStream, "take", take):
+        train_and_look(cases)
+
+
+def without_the_gather_after_a_change(cases: list[Case]) -> None:
+    """FSDP then gathers from its own stream, which has waited for nothing since the forward pass began."""
+    with mock.patch.object(Fsdp2Engine, "publish", lambda self, block: self._units[self.blocks.index(block)].reshard()):
+        train_and_look(cases)
+
+
+def test_no_stream_overtakes_another(gpu_ranks: RankPool) -> None:
+    gpu_ranks.run(train_and_look, [OFFLOADED])
+
+
+@pytest.mark.parametrize(
+    "careless", [without_the_wait_of_use, without_the_wait_of_take, without_the_gather_after_a_change]
+)
+def test_a_wait_left_out_is_seen(gpu_ranks: RankPool, careless: object) -> None:
+    with pytest.raises(RankFailure, match="possible data race"):
+        gpu_ranks.run(careless, [OFFLOADED])
+
+
+# ---- the host
+
+
+def reads_by_step(case: Case) -> list[int]:
+    """How often the host waits for the GPU in each step."""
+    emulated, waits = as_cuda.loaded(), []
+    engine, method = build_case(case, mesh_of(case.replicas, case.shard, case.device, case.network), clock=lambda: step)
+    reads = []
+    as_cuda.listeners.append(lambda what, *ids: waits.append(ids) if what == "host waits" else None)
+    for step in range(1, case.steps + 1):
+        before = emulated.host_reads() + len(waits)
+        plan = method.begin_step(step, case.optim["lr"])
+        engine.forward_backward(micro_batches(case, engine.mesh, step))
+        engine.step(plan.lr)
+        method.end_step(step)
+        reads.append(emulated.host_reads() + len(waits) - before)
+    method.finish()
+    as_cuda.listeners.clear()
+    return reads
+
+
+@pytest.mark.parametrize(
+    ("sync", "reading"),
+    [
+        (choices("synchronous"), set()),
+        (choices("diloco", 4, warmup_steps=1, offload=True), {5, 9}),
+        (edit(every=4, warmup_steps=1, penalty=PENALTY, offload=True), {6}),
+        (choices("streaming_diloco", 4, warmup_steps=1, schedule=OVERLAPPED, offload=True), set()),
+        (choices("co2", 2, warmup_steps=1, offload=True), set()),
+    ],
+    ids=lambda given: getattr(given, "method", ""),
+)
+def test_the_host_waits_for_the_gpu_only_where_replicas_wait_for_each_other(
+    gpu_ranks: RankPool, sync: SyncSection, reading: set[int]
+) -> None:
+    """Or when the first anchor is taken, in step 2."""
+    for reads in gpu_ranks.run(reads_by_step, gpu(sync)):
+        assert {step for step, count in enumerate(reads, start=1) if count and step != 2} == reading
