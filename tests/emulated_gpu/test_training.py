@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llmtrain.config import ParallelSection, SyncSection
+from llmtrain.config import CheckpointSection, ParallelSection, SyncSection
 from llmtrain.parallel.build import replica_backend
 from llmtrain.parallel.fsdp import Fsdp2Engine
 from llmtrain.sync.offload import BroughtBeside, SideStream
+from llmtrain.train.checkpoint import Checkpoints
 from tests.distributed.fake_engine import choices, edit
 from tests.distributed.pool import RankFailure, RankPool
 from tests.distributed.real_engine import Case, Outcome, build_case, mesh_of, micro_batches, train
@@ -155,3 +157,35 @@ def test_the_host_waits_for_the_gpu_only_where_replicas_wait_for_each_other(
     """Or when the first anchor is taken, in step 2."""
     for reads in gpu_ranks.run(reads_by_step, gpu(sync)):
         assert {step for step, count in enumerate(reads, start=1) if count and step != 2} == reading
+
+
+# ---- checkpoints
+
+
+def checkpointed(case: Case, folder: Path, background: bool) -> tuple[int, int]:
+    """Bytes that a checkpoint needs on the GPU, and of what rests in CPU memory."""
+    emulated = as_cuda.loaded()
+    engine, method = build_case(case, mesh_of(case.replicas, case.shard, "cuda:0", case.network), clock=lambda: 0.0)
+    for step in (1, 2, 3):
+        method.begin_step(step, case.optim["lr"])
+        engine.forward_backward(micro_batches(case, engine.mesh, step))
+        engine.step(case.optim["lr"])
+        method.end_step(step)
+    resting = [flat for flats in method.shared_tensors().values() for flat in flats if flat is not None]
+    checkpoints = Checkpoints(folder, engine.mesh, engine, method, CheckpointSection(background=background), 60.0)
+    emulated.forget_peak()
+    before = emulated.allocated()
+    checkpoints.save(3, {})
+    needed = emulated.peak() - before
+    checkpoints.wait()
+    method.finish()
+    return needed, sum(flat.numel() * flat.element_size() for flat in resting)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_checkpoint_does_not_bring_all_that_is_offloaded_to_the_gpu(
+    gpu_ranks: RankPool, tmp_path: Path, background: bool
+) -> None:
+    case = gpu(choices("diloco", 4, warmup_steps=1, offload=True))
+    for needed, resting in gpu_ranks.run(checkpointed, case, tmp_path, background):
+        assert needed < resting / 2
