@@ -212,7 +212,7 @@ def _name_streams(torch: Any, emulated: Any) -> None:
 
 
 def _name_storage(torch: Any, emulated: Any) -> None:
-    resize, clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
+    resize, clone, to = torch.UntypedStorage.resize_, torch.UntypedStorage.clone, torch.UntypedStorage.to
 
     def values(storage: Any) -> Any:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -223,7 +223,12 @@ def _name_storage(torch: Any, emulated: Any) -> None:
     def cloned(self: Any) -> Any:
         return values(self).clone().untyped_storage() if self.device.type == "cuda" else clone(self)
 
-    _take_over(torch.UntypedStorage, resize_=resize_, clone=cloned)
+    def moved(self: Any, *, device: Any, non_blocking: bool = False) -> Any:
+        if torch.device(device).type != "cuda":
+            return to(self, device=device, non_blocking=non_blocking)
+        return values(self).to(device, copy=True).untyped_storage()
+
+    _take_over(torch.UntypedStorage, resize_=resize_, clone=cloned, to=moved)
 
 
 # ---- process groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -80,3 +81,21 @@ def test_commands_that_take_a_gpu_if_there_is_one(offloaded: Runs, command: tupl
         timeout=200,
     )
     assert done.returncode == DONE, done.stdout + done.stderr
+
+
+def test_what_needs_a_real_gpu_passes_here_too(emulation: dict[str, str]) -> None:
+    """Of it, what takes no minutes."""
+    tests = (
+        "tests/distributed/test_offload.py",
+        "tests/distributed/test_layerwise_long.py::test_a_wait_left_out_is_seen",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--gpu", *tests],
+        cwd=ROOT,
+        env={**os.environ, **emulation},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "11 passed" in done.stdout
