@@ -24,6 +24,8 @@ def why_not() -> str | None:
         return "there is no g++"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return "Python's headers are not installed"
+    if (_torch() / "lib/libtorch_cuda.so").exists():
+        return "this torch is built for real ones"
     return None
 
 
@@ -35,7 +37,7 @@ def build() -> Path:
     if folder.exists():
         return folder
     building = Path(tempfile.mkdtemp(prefix="emulated-gpu-building-"))
-    torch = Path(find_spec("torch").origin).parent
+    torch = _torch()
     include = (torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_path("include"))
     places = [*(f"-I{path}" for path in include), f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", f"-L{building}"]
 
@@ -51,5 +53,13 @@ def build() -> Path:
     objects = (str(building / "device.o"), str(building / "groups.o"))
     libraries = ("-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-lemulated_hooks", "-Wl,-rpath,$ORIGIN")
     compiled(MODULE, *objects, *libraries)
-    building.rename(folder)
+    try:
+        building.rename(folder)
+    except OSError:  # somebody else was faster
+        shutil.rmtree(building)
     return folder
+
+
+def _torch() -> Path:
+    """Where it is installed. It is not imported: who asks may be about to make a process one with GPUs."""
+    return Path(find_spec("torch").origin).parent
