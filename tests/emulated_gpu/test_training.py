@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmtrain.config import CheckpointSection, ParallelSection, SyncSection
@@ -92,8 +93,6 @@ def without_the_wait_of_use(cases: list[Case]) -> None:
 
 def without_the_wait_of_take(cases: list[Case]) -> None:
     def take(self: SideStream, resting: object, changed: object) -> None:
-        import torch
-
         with torch.cuda.stream(self._stream):
             resting.copy_(changed, non_blocking=True)
 
@@ -165,7 +164,8 @@ def test_the_host_waits_for_the_gpu_only_where_replicas_wait_for_each_other(
 def checkpointed(case: Case, folder: Path, background: bool) -> tuple[int, int]:
     """Bytes that a checkpoint needs on the GPU, and of what rests in CPU memory."""
     emulated = as_cuda.loaded()
-    engine, method = build_case(case, mesh_of(case.replicas, case.shard, "cuda:0", case.network), clock=lambda: 0.0)
+    device = f"cuda:{torch.cuda.current_device()}"
+    engine, method = build_case(case, mesh_of(case.replicas, case.shard, device, case.network), clock=lambda: 0.0)
     for step in (1, 2, 3):
         method.begin_step(step, case.optim["lr"])
         engine.forward_backward(micro_batches(case, engine.mesh, step))
