@@ -75,9 +75,10 @@ COLUMNS = (
 NOTES = f"""\
 Medians over the turns, of one round, on the main rank. *Added*: its time less that of as many local steps in the same turn.
 *Exposed*: what the trainer counts as standing still (`comm/exposed_seconds`); *messages*: waiting for messages to arrive,
-the rest is arithmetic. What is added and not exposed is spent beside it: messages that arrive during a step take
-processor time from it where, as on a CPU's loopback, processors carry them. *MB*: sent by one rank. *Bytes alone*: an
-all-reduce in fp32 by which a rank sends as many bytes; its sums are in it.
+the rest is arithmetic. Both are the host's time: on a GPU it waits only where all is blocking. What is added and not exposed
+is spent beside it: messages that arrive during a step take processor time from it where, as on a CPU's loopback, processors
+carry them. *MB*: sent by one rank. *Bytes alone*: an all-reduce in fp32 by which a rank sends as many bytes; its sums are
+in it.
 
 A round has one step where all of it happens at its end; a longer one ends no differently. `co2`, `streaming_diloco` and
 `wagma` have rounds of {LATE_ROUND}; WAGMA averages in every one of these steps.
