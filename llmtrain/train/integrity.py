@@ -1,5 +1,5 @@
-"""Which checkpoints are on the disk, and whether they are what was written: names, sizes and SHA-256 of files, which
-state.json lists."""
+"""Which checkpoints are on the disk, and whether they are what was written: names, sizes and digests (XXH3, which
+keeps up with disks) of files, which state.json lists."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import xxhash
 
 from llmtrain.errors import CheckpointError
 from llmtrain.parallel.mesh import Mesh
 
-FORMAT = 3
+FORMAT = 4
 STATE, SEAL = "state.json", "sha256"
 NAME = re.compile(r"step-(\d{8})")
 Digest = tuple[int, str]
-"""Size in bytes, SHA-256 in hex."""
+"""Size in bytes, XXH3 of 128 bits in hex."""
 
 
 def folder_name(step: int) -> str:
@@ -68,19 +69,19 @@ def _digest_of(state: dict[str, Any]) -> str:
 
 def digests(directory: Path, names: Sequence[str]) -> dict[str, Digest]:
     """Of these files."""
-    return {name: ((directory / name).stat().st_size, _sha256(directory / name)) for name in names}
+    return {name: ((directory / name).stat().st_size, _xxh3(directory / name)) for name in names}
 
 
 def fault(directory: Path, files: Mapping[str, Digest]) -> str | None:
     """What is wrong with the first file that is not as it was written; None: nothing."""
-    for name, (size, sha256) in sorted(files.items()):
+    for name, (size, digest) in sorted(files.items()):
         path = directory / name
         try:
             found = path.stat().st_size
             if found != size:
                 return f"{name} has {found} bytes, {size} were written"
-            if _sha256(path) != sha256:
-                return f"{name} is not what was written: its SHA-256 differs"
+            if _xxh3(path) != digest:
+                return f"{name} is not what was written: its digest differs"
         except FileNotFoundError:
             return f"{name} is gone"
         except OSError as error:
@@ -134,6 +135,6 @@ def _or_error(read: Callable[[], dict]) -> dict | str:
         return str(error)
 
 
-def _sha256(path: Path) -> str:
+def _xxh3(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -128,7 +128,7 @@ def test_a_disk_that_has_the_newest_fetches_nothing_and_copies_what_is_missing(t
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda url: flip_at(url, 20, "__0_0.distcp"), "__0_0.distcp is not what was written: its SHA-256 differs"),
+        (lambda url: flip_at(url, 20, "__0_0.distcp"), "__0_0.distcp is not what was written: its digest differs"),
         (lambda url: flip_at(url, 20, STATE), "state.json "),
         (lambda url: (lambda files, path: files.rm(path))(*file_at(url, 20, ".metadata")), ".metadata is gone"),
         (
