@@ -239,6 +239,7 @@ class SyncSection(Section):
     wire: Wire = Field(default_factory=WireSection)
     """What averages travel in: `fp32`, `bf16`, `int8` or `int4`; `{kind: int4, feedback: true}` carries errors over."""
     offload: bool = False
-    """Keep anchor and outer momentum in CPU memory between synchronisations."""
+    """Keep anchor and outer momentum in CPU memory between synchronisations; pinned, where torch rounds a block's bytes up to a
+    power of two."""
     verify_every: PositiveInt | None = 10
     """Synchronisations after which the next log line compares the replicas' anchors, by a sum of their bits; `null`: never."""

@@ -138,8 +138,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
                  and in stage 1 c P more
     optimizer    AdamW: 2 w P / M; SGD: 0. With `zero_offload` this, the masters and their gradients count as `host`
     anchors      w P / M for the anchor, unless plain averages are waited for and sent unrounded, and as much for
-                 outer momentum; with `sync.offload` they count as `host`, a block rounded up to a power of two, as torch pins
-                 memory
+                 outer momentum; with `sync.offload` they count as `host`
     gathered     the two largest blocks in c; in backward the largest one's gradient in c and, on its way to being reduced, in w.
                  ZeRO: buckets of BUCKET values for gradients, one in fp32 in stage 3, where it stays, and two in c in 1 and 2,
                  which are there in backward and gather nothing
@@ -170,11 +169,9 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     tokens = train.micro_batch * train.sequence_length
     shard_of_all = master * -(-size.parameters // shard)
 
-    anchors = resting = 0
+    anchors = 0
     if needs_anchor(sync):
-        copies = 2 if build_outer(sync.outer).has_momentum else 1
-        anchors = copies * shard_of_all
-        resting = copies * sum(_pinned(master * -(-block // shard)) for block in size.block_parameters)
+        anchors = shard_of_all * (2 if build_outer(sync.outer).has_momentum else 1)
     in_flight, stay = _messages(recipe, size, shard, has_anchors=anchors > 0)
     own = (
         _zero(recipe, size, replicas, shard)
@@ -211,13 +208,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
         loss=loss,
         messages=in_flight + stay,
         apart=max(moments) - sum_of_these,
-        host=own.host + (resting if sync.offload else 0),
+        host=own.host + (anchors if sync.offload else 0),
     )
-
-
-def _pinned(wanted: int) -> int:
-    """Bytes of pinned memory that torch takes for so many."""
-    return 1 << (wanted - 1).bit_length()
 
 
 def _messages(recipe: Recipe, size: ModelSize, shard: int, has_anchors: bool) -> tuple[int, int]:
