@@ -1,6 +1,9 @@
 # make quickstart   sets up, then trains a small Llama with EDiT on this machine's CPU (no GPU, no download of data)
-# make test         sets up, then runs all tests
-# make test-gpu     the tests that need a GPU, which it skips
+# make test         sets up, then runs the fast tests, which guard correctness: ten minutes on two cores
+# make test-deep    full matrices, real schedulers, true timeouts, emulated GPUs: about an hour
+# make test-gpu     the tests that need a GPU, which the above skip
+# make mutants      breaks the code on purpose, one line at a time, and sees that tests fail; ARGS="--area sync" for a part
+# make coverage     branches of llmtrain/ that make test reaches, by package
 # make chaos        100 SIGKILLs at random moments of real runs, and what became of them; about an hour
 # make lint         ruff, as CI does
 # make clean        removes what the above made here (not runs/)
@@ -12,19 +15,33 @@ READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.ready-tools
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test test-gpu chaos lint format docs clean
+TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: quickstart test test-deep test-gpu chaos mutants coverage lint format docs clean
 
 quickstart: $(READY)
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m llmtrain launch recipes/quickstart.yaml $(ARGS)
 
 test: $(TOOLS)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(TWO_WORKERS) $(ARGS)
+
+test-deep: $(TOOLS)
+	$(BIN)/python -m pytest $(TWO_WORKERS) -m deep $(ARGS)
 
 test-gpu: $(TOOLS)
 	$(BIN)/python -m pytest --gpu $(ARGS)
 
 chaos: $(TOOLS)
 	$(BIN)/python -m pytest tests/chaos -m chaos -s $(ARGS)
+
+mutants: $(TOOLS)
+	$(BIN)/python -m tests.mutation $(ARGS)
+
+coverage: $(TOOLS)
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest $(TWO_WORKERS) --cpu-limit-test=60 --cpu-limit-all=6000 $(ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m tests.coverage_table
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

@@ -59,6 +59,7 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     _check_sync(recipe)
     _check_engine(recipe.parallel)
     _check_nonfinite(recipe)
+    _check_pull(recipe)
     if world_size is not None:
         check_mesh(recipe.parallel, world_size)
         _check_backend(recipe.parallel)
@@ -86,6 +87,19 @@ def _check_nonfinite(recipe: Recipe) -> None:
             raise RecipeError(
                 f"optim.nonfinite is rollback, but sync.method={recipe.sync.method} keeps no anchor to go back to; use skip or stop"
             )
+
+
+def _check_pull(recipe: Recipe) -> None:
+    parallel = recipe.parallel
+    if (
+        recipe.sync.pull is not None
+        and (parallel.engine, parallel.zero_stage) == ("zero", 3)
+        and parallel.replicas != 1
+    ):
+        raise RecipeError(
+            "sync.pull does not go with zero_stage=3: in its first forward passes DeepSpeed waits for all ranks, and a replica "
+            "that pulls makes none; use zero_stage=2, or engine=fsdp2"
+        )
 
 
 def check_vocabulary(recipe: Recipe, vocab_size: int) -> None:

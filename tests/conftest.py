@@ -9,23 +9,29 @@ from pathlib import Path
 
 import pytest
 
+from tests import budget, mother
 from tests.distributed.pool import RankPool
 
-# Before any test imports transformers, and inherited by every process that a test starts.
+# Before any test imports torch or transformers, and inherited by every process that a test starts.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # torch.compile does not try what this CPU's compiler can do, for 9 CPU s
 os.environ["KINETO_LOG_LEVEL"] = "99"  # torch's profiler says aloud when it starts and stops
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run those tests, and only those, that need a GPU")
+    budget.pytest_addoption(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Until all tests are imported, as `llmtrain.startup.quick_imports` has it."""
-    gc.disable()
+    gc.disable()  # until all tests are imported, as in llmtrain.startup.quick_imports
     if not config.getoption("--gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the others are about CPUs, wherever they run
+    if config.getoption("numprocesses", None):
+        os.environ[mother.ADDRESS] = mother.start()  # for all workers; it imports while they collect
+    config.pluginmanager.register(budget.Budget(config))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

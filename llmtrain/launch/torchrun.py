@@ -7,6 +7,7 @@ checkpoint, all together (`attempts`).
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
@@ -23,18 +24,17 @@ from llmtrain.errors import DONE, FAILED, STOPPED_EARLY
 from llmtrain.launch.attempts import Attempt, Ended, train_with_restarts
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.processes import processes_per_node
+from llmtrain.launch.rank_server import rank_program, rank_server
 from llmtrain.launch.watch import hung_ranks_are_ended
 from llmtrain.recipe import load_recipe
 from llmtrain.recipe_check import check, check_vocabulary
-from llmtrain.startup import quick_imports
+from llmtrain.startup import note_command_start, quick_imports
 
 if TYPE_CHECKING:
     from llmtrain.train.rundir import RunDirectory
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """What torchrun passes on to the ranks: its own choice, and the signal that Slurm sends ahead of the end."""
-PROGRAM = ("-m", "llmtrain", "train")
-"""What a rank runs, before RECIPE and overrides."""
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SUMMARY_SECONDS = 30.0
 """How long a shared folder may take to show to one node what another wrote."""
@@ -62,7 +62,13 @@ def launch_torchrun(recipe_path: Path, overrides: Sequence[str]) -> int:
 
 
 def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
+    note_command_start()
     recipe = load_recipe(recipe_path, overrides)
+    with rank_server():
+        return _launch_with_server(recipe_path, overrides, recipe)
+
+
+def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Recipe) -> int:
     with quick_imports():
         from llmtrain.launch.roll_call import meet_nodes
         from llmtrain.train.run import prepare_for
@@ -90,13 +96,15 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
             print(complete, flush=True)
             return DONE
 
+        program = rank_program()
+
         def run(attempt: Attempt) -> Ended:
             # Fewer nodes than the recipe was written for have as many replicas as fit on them.
             fewer = ["parallel.replicas=auto"] if attempt.nodes.count < nodes.count else []
             check(load_recipe(recipe_path, [*overrides, *fewer]), attempt.nodes.count * per_node)
             options = torchrun_arguments(recipe, attempt, per_node)
             with hung_ranks_are_ended(partial(roll_call.has_failed, attempt.number)):
-                return _run(options, [str(recipe_path), *overrides, *fewer], directory, nodes)
+                return _run([*options, *program, str(recipe_path), *overrides, *fewer], directory, nodes)
 
         def tell(*how: Any) -> Mapping[int, Ended]:
             with _stop_requests_raise("between two attempts"):
@@ -129,18 +137,19 @@ def torchrun_arguments(recipe: Recipe, attempt: Attempt, per_node: int) -> list[
     return [*options, *meeting, "--rdzv-conf", f"timeout={math.ceil(recipe.run.timeout_seconds)}"]
 
 
-def _run(options: Sequence[str], arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Ended:
+def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Ended:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    command = parse_args([*options, *PROGRAM, *arguments])
+    command = parse_args([*arguments])
     cores = (os.cpu_count() or 1) // int(command.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
     # After a signal torchrun kills ranks that are still there after 30 s, which a step and a checkpoint can take.
     grace = math.ceil(directory.recipe.run.timeout_seconds)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace))
     opened_before = _opened_at(directory)
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_without_traceback)
     try:
         run(command)
     except ChildFailedError as error:
@@ -151,6 +160,12 @@ def _run(options: Sequence[str], arguments: Sequence[str], directory: RunDirecto
             raise StopRequested(error.sigval, "before training began") from None
         return Ended(_ending(directory, patience=0 if nodes.rank == 0 else SUMMARY_SECONDS), by_signal=True)
     return Ended(DONE)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Leave the line that names the failed rank; the stack is that of torchrun's own wait."""
+    record.exc_info = None
+    return True
 
 
 def _opened_at(directory: RunDirectory) -> int | None:

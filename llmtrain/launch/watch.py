@@ -33,7 +33,8 @@ def _watch(over: threading.Event, others: set[psutil.Process], failed_elsewhere:
     launcher, ranks = psutil.Process(), set()
     ended_at = None
     while not over.wait(POLL_SECONDS):
-        ranks |= set(launcher.children()) - others
+        ranks |= _children(launcher) - others  # spawned
+        ranks |= {rank for other in others for rank in _children(other)}  # forked by the rank server
         living = [rank for rank in ranks if _state(rank) not in (None, psutil.STATUS_ZOMBIE)]
         elsewhere = failed_elsewhere()
         if len(living) == len(ranks) and not elsewhere:
@@ -46,6 +47,13 @@ def _watch(over: threading.Event, others: set[psutil.Process], failed_elsewhere:
             if elsewhere or _state(rank) == psutil.STATUS_STOPPED:
                 with suppress(psutil.NoSuchProcess):
                     rank.kill()
+
+
+def _children(process: psutil.Process) -> set[psutil.Process]:
+    try:
+        return set(process.children())
+    except psutil.NoSuchProcess:
+        return set()
 
 
 def _state(process: psutil.Process) -> str | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -172,6 +173,16 @@ class Comms:
         if arrived is not None:
             work.get_future().add_done_callback(lambda future: arrived())
         return work
+
+    def among(self, lists: Sequence[Sequence[int]], rank: int, axis: str, timeout_seconds: float) -> Comms:
+        """Make groups of ranks beside the mesh's axes, over gloo and CPU tensors, and return the one that `rank`, this one,
+        is in. A collective of all ranks."""
+        mine = None
+        for ranks in lists:  # every rank takes part in making every group
+            if len(ranks) > 1:
+                group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+                mine = group if rank in ranks else mine
+        return Comms(mine, axis=axis)
 
     def failure(self, what: str, error: Exception) -> TrainingError:
         """One line that says what was being exchanged, by whom, and what the backend reported."""

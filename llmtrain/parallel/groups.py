@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
-
-import torch.distributed as dist
 
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.network import carried_by
@@ -15,20 +12,11 @@ def replica_groups(replica: Comms, shard: Comms, partition: Sequence[Sequence[in
     """Replicas in disjoint groups that cover all of them: this rank's, along its shard. A collective of all ranks."""
     lists = [[r * shard.size + s for r in group] for s in range(shard.size) for group in partition]
     with carried_by(replica.interface):
-        return _mine(lists, replica.rank * shard.size + shard.rank, "group", timeout_seconds)
+        return replica.among(lists, replica.rank * shard.size + shard.rank, "group", timeout_seconds)
 
 
 def shard_group(replica: Comms, shard: Comms, timeout_seconds: float) -> Comms:
     """The ranks of this replica once more, on the CPU. A collective of all ranks."""
     lists = [[r * shard.size + s for s in range(shard.size)] for r in range(replica.size)]
     with carried_by(shard.interface):
-        return _mine(lists, replica.rank * shard.size + shard.rank, "shard", timeout_seconds)
-
-
-def _mine(lists: list[list[int]], rank: int, axis: str, timeout_seconds: float) -> Comms:
-    mine = None
-    for ranks in lists:  # every rank takes part in making every group
-        if len(ranks) > 1:
-            group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-            mine = group if rank in ranks else mine
-    return Comms(mine, axis=axis)
+        return shard.among(lists, replica.rank * shard.size + shard.rank, "shard", timeout_seconds)

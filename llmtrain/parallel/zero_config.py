@@ -25,6 +25,8 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dic
         # A parameter that stays gathered over a synchronisation would be computed with as it was before.
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
         zero |= {"sub_group_size": 2**62}  # so that each parameter group stays one flat tensor
+        # DeepSpeed's own linear layer adds the bias in place, to what selective checkpointing keeps: it would be added twice.
+        zero |= {"memory_efficient_linear": False}
         if changes_in_forward:
             zero |= {"stage3_prefetch_bucket_size": 0}
     # In stage 1 with bf16, fp32 here would switch DeepSpeed to an optimizer of another make, without shards of gradients.

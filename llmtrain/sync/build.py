@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from llmtrain.config import (
@@ -32,7 +33,7 @@ from llmtrain.sync import butterfly
 from llmtrain.sync.anchors import Anchors
 from llmtrain.sync.group_worker import GroupWorker
 from llmtrain.sync.method import Method
-from llmtrain.sync.offload import offload_copies
+from llmtrain.sync.offload import Copies, offload_copies
 from llmtrain.sync.outer import build_outer
 from llmtrain.sync.penalty import Penalty
 from llmtrain.sync.period import Period, build_period, warmup_of
@@ -71,15 +72,18 @@ def build_method(
     store: dist.Store | None = None,
     timeout_seconds: float = 600,
     clock: Clock = time.monotonic,
+    activation: Callable[[dist.Store], Activation] = Activation,
+    copies_of: Callable[[torch.device], Copies | None] = offload_copies,
 ) -> Method:
     """Put a method together. A collective of all ranks.
 
     `replica` and `shard` are the two axes of the mesh (rank = replica x shards + shard), `rates` the run's learning
     rates; `compiled` rounds messages with compiled code. `store` is the job's, for schedules that need to be woken;
-    `clock` is what rounds of seconds are kept by.
+    `clock` is what rounds of seconds are kept by. `activation` wakes ranks by way of the store; `copies_of` a device
+    offloads anchors from it.
     """
     outer = build_outer(sync.outer)
-    copies = offload_copies(engine.blocks[0].shards[0].device) if sync.offload else None
+    copies = copies_of(engine.blocks[0].shards[0].device) if sync.offload else None
     anchors = Anchors(engine.blocks, outer.has_momentum, copies) if needs_anchor(sync) else None
     wire = build_wire(sync.wire.kind, compiled)
     synchroniser = Synchroniser(engine, replica, shard, outer, anchors, wire, sync.wire.feedback)
@@ -98,7 +102,7 @@ def build_method(
             step = warmup + 1 + iteration
             return step <= rates.total_steps and period.ends_round(step)
 
-        schedule: Schedule = _wait_avoiding(sync, synchroniser, is_global, store, timeout_seconds)
+        schedule: Schedule = _wait_avoiding(sync, synchroniser, is_global, store, activation, timeout_seconds)
     else:
         schedule = _schedule(sync, synchroniser, period)
     return Method(engine, period, schedule, pull)
@@ -119,6 +123,7 @@ def _wait_avoiding(
     synchroniser: Synchroniser,
     is_global: Callable[[int], bool],
     store: dist.Store | None,
+    activation: Callable[[dist.Store], Activation],
     timeout_seconds: float,
 ) -> WaitAvoiding:
     """With its thread and the groups it works in; a single replica needs neither. `is_global`: this iteration is the last of a round."""
@@ -135,7 +140,7 @@ def _wait_avoiding(
         group_of=lambda iteration: comms[butterfly.bits(iteration, size, replica.size)],
         is_global=is_global,
         shard=shard_group(replica, shard, timeout_seconds),
-        activation=Activation(store),
+        activation=activation(store),
         wire=synchroniser.wire,
         timeout_seconds=timeout_seconds,
     )

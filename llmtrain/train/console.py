@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import time
 
-import psutil
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from llmtrain.startup import seconds_since_command
 
 
 def human(number: float) -> str:
@@ -41,9 +42,7 @@ class Console:
         """Step `step` is done."""
         if not self._has_begun:
             self._has_begun = True
-            self.note(
-                f"first step {time.time() - psutil.Process().create_time():.1f} s after the start of this process"
-            )
+            self.note(f"first step {seconds_since_command():.1f} s after the command was started")
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 

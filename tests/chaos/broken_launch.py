@@ -1,4 +1,4 @@
-"""`llmtrain launch` with ranks one of which breaks: PHASE SIGNAL RANK FILE RECIPE KEY=VALUE... (`broken_rank`)."""
+"""`llmtrain launch` with ranks one of which breaks (`broken_rank`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from pathlib import Path
 
 from llmtrain.errors import leave_with_code
 from llmtrain.launch import torchrun
+from tests.chaos import broken_rank
 
-if __name__ == "__main__":
-    torchrun.PROGRAM = ("-m", "tests.chaos.broken_rank", *sys.argv[1:5])
-    leave_with_code(lambda: sys.exit(torchrun.launch_torchrun(Path(sys.argv[5]), sys.argv[6:])))
+
+def launch(phase: str, number: str, rank: str, file: str, recipe: str, *overrides: str) -> None:
+    """Launch a recipe; its rank so-and-so sends itself that signal in that phase, and writes the time of it to a file."""
+    original = torchrun.rank_program
+
+    def program() -> list[str]:
+        *options, _ = original()
+        assert options[-1] == "--run-path", "ranks are not forked"
+        return [*options, str(Path(broken_rank.__file__)), phase, number, rank, file]
+
+    torchrun.rank_program = program
+    leave_with_code(lambda: sys.exit(torchrun.launch_torchrun(Path(recipe), overrides)))

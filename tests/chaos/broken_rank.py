@@ -1,6 +1,6 @@
 """`llmtrain train` in which one rank stops or kills itself at a chosen place: PHASE SIGNAL RANK FILE RECIPE KEY=VALUE...
 
-FILE gets the time of it. Started by `broken_launch`.
+FILE gets the time of it. Forked by the server that `broken_launch` has started.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import leave_with_code
+from llmtrain.launch.forked_rank import become_a_program
 from llmtrain.parallel.world import World
 from llmtrain.recipe import load_recipe
 from llmtrain.train import run, writing
@@ -73,4 +74,5 @@ def main(phase: str, number: str, rank: str, file: str, recipe: str, *overrides:
 
 
 if __name__ == "__main__":
+    become_a_program()
     leave_with_code(lambda: main(*sys.argv[1:]))

@@ -6,16 +6,17 @@ metrics of a run that nobody disturbed, bit by bit.
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import subprocess
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+import psutil
+
 from llmtrain.train.integrity import complete, fault, read_state
-from tests.end_to_end.runs import Runs
+from tests.end_to_end.runs import Runs, family_of, is_gone, ranks_of, wait_until
+from tests.mother import Process
 
 START_SECONDS = 120.0
 
@@ -35,16 +36,17 @@ class Damage:
 
 
 class Victim:
-    """A run by name, with its own overrides."""
+    """A run by name, with its own overrides; `fresh`: its launchers are new interpreters, which are killed in the middle of
+    imports, too."""
 
-    def __init__(self, runs: Runs, name: str, *overrides: str):
-        self.runs, self.name, self.overrides = runs, name, overrides
+    def __init__(self, runs: Runs, name: str, *overrides: str, fresh: bool = False):
+        self.runs, self.name, self.overrides, self.fresh = runs, name, overrides, fresh
         self.checkpoints = runs.path(name) / "checkpoints"
         self.damage = Damage()
         self._newest = -1
 
-    def start(self, *more: str) -> subprocess.Popen:
-        return self.runs.start(self.runs.command(self.name, *self.overrides, *more))
+    def start(self, *more: str) -> Process | subprocess.Popen:
+        return self.runs.start(self.runs.command(self.name, *self.overrides, *more), self.fresh)
 
     def finish(self) -> str:
         """Train to the end; the output."""
@@ -53,32 +55,21 @@ class Victim:
         assert process.returncode == 0, output
         return output
 
-    def ranks(self) -> list[int]:
-        """Process ids of the ranks that live."""
-        pattern = f"llmtrain train.*run.name={self.name}( |$)"
-        return [
-            int(pid) for pid in subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout.split()
-        ]
-
-    def kill_all(self, process: subprocess.Popen) -> None:
-        """The launcher, torchrun in it, and all ranks."""
-        os.killpg(process.pid, signal.SIGKILL)
-        for pid in self.ranks():  # they have sessions of their own
-            kill(pid)
+    def kill_all(self, process: Process | subprocess.Popen) -> None:
+        """The launcher, torchrun in it, the server and all ranks."""
+        for one in family_of(process):
+            kill(one)
         process.communicate(timeout=30)
 
-    def kill_one(self, process: subprocess.Popen, chosen: int, seconds: float) -> None:
+    def kill_one(self, process: Process | subprocess.Popen, chosen: int, seconds: float) -> None:
         """One rank; the others have to end by themselves within `seconds`."""
-        ranks = self.ranks()
+        family, ranks = family_of(process), ranks_of(process)
         if not ranks:
             return self.kill_all(process)
         kill(ranks[chosen % len(ranks)])
         output, _ = process.communicate(timeout=seconds)
         assert process.returncode == 1, output
-        deadline = time.monotonic() + 10
-        while self.ranks():
-            assert time.monotonic() < deadline, "ranks outlive their launcher"
-            time.sleep(0.1)
+        wait_until(lambda: all(map(is_gone, family)), "ranks outlive their launcher", 10)
         return None
 
     def look(self) -> None:
@@ -105,7 +96,7 @@ class Victim:
             self.damage.before_training += 1
         else:
             before = self._size()
-            _until(lambda: self._size() > before or process.poll() is not None, "training begins", START_SECONDS)
+            wait_until(lambda: self._size() > before or process.poll() is not None, "no step", START_SECONDS)
             time.sleep(draw.uniform(0, 2.5))
         if process.poll() is not None:
             process.communicate()
@@ -126,7 +117,9 @@ class Victim:
         """Kill all while a checkpoint later than `after_step` is being written."""
         process = self.start()
         self.runs.wait_for(self.name, after_step)
-        _until(lambda: list(self.checkpoints.glob("step-*.tmp")), "a checkpoint is begun", START_SECONDS, pause=0.0005)
+        wait_until(
+            lambda: list(self.checkpoints.glob("step-*.tmp")), "no checkpoint begun", START_SECONDS, pause=0.0005
+        )
         self.kill_all(process)
         self.look()
 
@@ -135,15 +128,6 @@ class Victim:
         return path.stat().st_size if path.exists() else 0
 
 
-def kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _until(condition: Callable[[], object], what: str, seconds: float, pause: float = 0.02) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds:g} s until {what}"
-        time.sleep(pause)
+def kill(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.kill()

@@ -7,53 +7,44 @@ import random
 import pytest
 
 from tests.chaos.harness import Victim, kill
-from tests.end_to_end.runs import Runs, exact
+from tests.end_to_end.runs import Runs, exact_lines, ranks_of
 
 METHODS = {"edit": [], "diloco": [], "streaming_diloco": ["sync.schedule.steps=2"], "palsgd": []}
 """And what their presets need in rounds of four steps."""
 KILLS = 25
 """Of each method."""
 OFTEN = ["train.steps=60", "checkpoint.every=3", "log.every=3", "eval.every=20", "eval.sample_prompt=null"]
-SHORT = [*OFTEN, "train.steps=30", "parallel.shard=1"]
+TWO = ["parallel.replicas=2", "parallel.shard=1"]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("chaos"))
+    made = Runs(tmp_path_factory.mktemp("chaos"))
+    made.reference(2, 1)  # what these tests compare with
+    return made
 
 
-def undisturbed(runs: Runs, name: str, *overrides: str) -> list[dict]:
-    code, output = runs.run(name, *overrides)
-    assert code == 0, output
-    return [exact(line) for line in runs.lines(name)]
-
-
-@pytest.fixture(scope="module")
-def whole(runs: Runs) -> list[dict]:
-    return undisturbed(runs, "whole", *SHORT)
-
-
-def test_a_rank_that_is_killed_costs_nothing_but_time(runs: Runs, whole: list[dict]) -> None:
+@pytest.mark.deep
+def test_a_rank_that_is_killed_costs_nothing_but_time(runs: Runs) -> None:
     """The launcher starts the ranks again by itself, from the last checkpoint."""
-    victim = Victim(runs, "restarted", *SHORT)
-    process = victim.start("run.restarts=1", "run.timeout_seconds=20")
-    runs.wait_for("restarted", 9)
-    ranks = victim.ranks()
+    process = Victim(runs, "restarted", *TWO).start("run.restarts=1", "run.timeout_seconds=20")
+    runs.wait_for("restarted", 6)
+    ranks = ranks_of(process)
     assert len(ranks) == 2
     kill(ranks[-1])
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, output
+    code, output = runs.end(process)
+    assert code == 0, output
     assert "the run failed; its ranks are started again (0 of 1 restarts left)" in output
     assert output.count("continuing from") == 1
-    assert [exact(line) for line in runs.lines("restarted")] == whole
+    assert runs.exact("restarted") == exact_lines(runs.reference(2, 1))
 
 
-def test_killed_in_the_middle_of_a_write(runs: Runs, whole: list[dict]) -> None:
-    victim = Victim(runs, "torn", *SHORT)
-    victim.kill_in_a_write(after_step=9)
+def test_killed_in_the_middle_of_a_write(runs: Runs) -> None:
+    victim = Victim(runs, "torn", *TWO)
+    victim.kill_in_a_write(after_step=3)
     output = victim.finish()
     assert "continuing from" in output
-    assert [exact(line) for line in runs.lines("torn")] == whole
+    assert runs.exact("torn") == exact_lines(runs.reference(2, 1))
     assert not list(victim.checkpoints.glob("*.tmp"))
 
 
@@ -62,18 +53,18 @@ def test_killed_in_the_middle_of_a_write(runs: Runs, whole: list[dict]) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_many_kills_at_random_moments(runs: Runs, method: str) -> None:
     keys = [*OFTEN, f"sync.method={method}", *METHODS[method]]
-    expected = undisturbed(runs, f"{method}-whole", *keys)
+    expected = exact_lines(runs.reference(2, 2, *keys))
     draw = random.Random(f"kills of {method}")
     kills = starts = rounds = 0
     figures = []
     while kills < KILLS:
         rounds += 1
-        victim = Victim(runs, f"{method}-{rounds}", *keys)
+        victim = Victim(runs, f"{method}-{rounds}", *keys, fresh=True)
         while kills < KILLS and victim.kill_at_random(draw, timeout_seconds=20):
             kills += 1
         victim.finish()
         starts += victim.damage.kills + 1
-        assert [exact(line) for line in runs.lines(victim.name)] == expected, f"run {rounds} of {method}"
+        assert runs.exact(victim.name) == expected, f"run {rounds} of {method}"
         figures.append(victim.damage)
     print(
         f"\n{method}: {kills} SIGKILLs ({sum(one.whole_groups for one in figures)} of everything, the rest of one rank; "

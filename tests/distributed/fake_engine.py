@@ -1,7 +1,7 @@
 """An engine without a model: blocks of float64 tensors that move by predetermined updates, sharded as FSDP2 shards.
 
-A `Scenario` describes a whole run. `simulate` carries it out on the ranks with the real synchronisation, `replay` in
-this process with the oracle; both give what every replica computed with in every step.
+A `Scenario` describes a whole run. `train` is one rank's part in it with the real synchronisation, `replay` the whole
+run by the oracle; `trace_of` what every replica computed with in every step. threads.py runs the ranks.
 
 Time is simulated too: a replica's clock moves by what the scenario says that its steps take, and by nothing else.
 """
@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from llmtrain.config import ScheduleSection, SyncSection
 from llmtrain.lr import LearningRates
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Block
+from llmtrain.sync.anchors import flatten
 from llmtrain.sync.build import build_method
 from llmtrain.sync.method import Method
 from llmtrain.sync.methods import METHODS
@@ -32,7 +31,6 @@ from llmtrain.sync.offload import Copies, offload_copies
 from tests.distributed.oracle import Oracle
 from tests.distributed.oracle_late import OverlappedOracle, StaleOracle
 from tests.distributed.oracle_timed import TimedOracle
-from tests.distributed.pool import RankPool
 from tests.distributed.trace import Trace
 
 Shapes = tuple[tuple[tuple[int, ...], ...], ...]
@@ -82,7 +80,7 @@ class Scenario:
     copies: Callable[[torch.device], Copies | None] = offload_copies
     """How anchors are offloaded, if the recipe says that they are."""
 
-    @property
+    @cached_property
     def rates(self) -> LearningRates:
         return LearningRates(1.0, self.steps, self.schedule)
 
@@ -93,30 +91,53 @@ class Scenario:
         return step in self.resume_after if isinstance(self.resume_after, Collection) else step == self.resume_after
 
     def size(self, block: int) -> int:
-        return sum(math.prod(shape) for shape in self.shapes[block])
+        return len(part_of(self.shapes[block], 1, 0).places)
 
     def start(self, block: int) -> np.ndarray:
-        """Initial values: [elements]."""
-        return np.random.default_rng((self.seed, block)).normal(size=self.size(block))
+        """Initial values: [elements], not to be changed."""
+        return drawn((self.seed, block), 1.0, (self.size(block),))
 
     def noise(self, step: int, block: int) -> np.ndarray:
-        """The part of each replica's update that does not depend on the parameters: [replicas, elements]."""
-        drawn = np.random.default_rng((self.seed, block, step)).normal(0.0, 0.1, (self.replicas, self.size(block)))
+        """The part of each replica's update that does not depend on the parameters: [replicas, elements], not to be
+        changed."""
+        noise = drawn((self.seed, block, step), 0.1, (self.replicas, self.size(block)))
+        if not self.scales:
+            return noise
         scales = [self.scales.get((step, replica, block), 1.0) for replica in range(self.replicas)]
-        return drawn * np.array(scales)[:, None]
+        return noise * np.array(scales)[:, None]
 
     def direction(self, step: int, replica: int, block: int, parameters: np.ndarray) -> np.ndarray:
         """What a replica's inner step at learning rate 1 adds to a block: [elements]."""
         return self.noise(step, block)[replica] - self.pull * parameters
 
-    def shards(self, block: int, flat: np.ndarray, rank: int) -> list[torch.Tensor]:
-        """What a shard rank holds of a block: dimension 0 in equal pieces, the last ones shorter or empty."""
-        ends = np.cumsum([math.prod(shape) for shape in self.shapes[block]])
-        tensors = [
-            part.reshape(shape) for part, shape in zip(np.split(flat, ends[:-1]), self.shapes[block], strict=True)
-        ]
-        pieces = [math.ceil(len(tensor) / self.shard) for tensor in tensors]
-        return [torch.tensor(t[rank * n : (rank + 1) * n]) for t, n in zip(tensors, pieces, strict=True)]
+
+@cache
+def drawn(seed: tuple[int, ...], deviation: float, shape: tuple[int, ...]) -> np.ndarray:
+    """Normal noise, made once for all ranks and scenarios that use it; so it can't be written to."""
+    noise = np.random.default_rng(seed).normal(0.0, deviation, shape)
+    noise.flags.writeable = False
+    return noise
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a shard rank holds of a block: of every tensor, dimension 0 in equal pieces, the last ones shorter or empty."""
+
+    shapes: list[tuple[int, ...]]
+    places: np.ndarray
+    """Where its elements are among the block's."""
+
+
+@cache
+def part_of(shapes: tuple[tuple[int, ...], ...], shard: int, rank: int) -> Part:
+    pieces, places, start = [], [], 0
+    for shape in shapes:
+        rows = math.ceil(shape[0] / shard)
+        piece = np.arange(start, start + math.prod(shape)).reshape(shape)[rank * rows : (rank + 1) * rows]
+        start += math.prod(shape)
+        pieces.append(piece.shape)
+        places.append(piece.reshape(-1))
+    return Part(pieces, np.concatenate(places))
 
 
 class FakeEngine:
@@ -124,9 +145,15 @@ class FakeEngine:
 
     def __init__(self, scenario: Scenario, replica: int, rank: int, device: torch.device) -> None:
         self.scenario, self.replica, self.rank = scenario, replica, rank
-        starts = [scenario.shards(i, scenario.start(i), rank) for i in range(len(scenario.shapes))]
-        self.blocks = [Block(f"block {i}", [shard.to(device) for shard in start]) for i, start in enumerate(starts)]
-        self.computed: dict[str, list[np.ndarray]] = {}
+        self._parts = [part_of(shapes, scenario.shard, rank) for shapes in scenario.shapes]
+        starts = [scenario.start(i)[part.places] for i, part in enumerate(self._parts)]
+        self._flat = [torch.from_numpy(start).to(device) for start in starts]
+        self.blocks = [
+            Block(f"block {i}", _cut(flat, part.shapes))
+            for i, (flat, part) in enumerate(zip(self._flat, self._parts, strict=True))
+        ]
+        self._index = {block.name: i for i, block in enumerate(self.blocks)}
+        self.computed: list[np.ndarray] = [np.empty(0)] * len(self.blocks)
         self.average_gradients = True
         self._hooks: list[Callable[[int], None]] = []
         for block in self.blocks:
@@ -136,29 +163,41 @@ class FakeEngine:
         self._hooks.append(hook)
 
     def publish(self, block: Block) -> None:
-        self.computed[block.name] = [shard.numpy(force=True).copy() for shard in block.shards]
+        index = self._index[block.name]
+        self.computed[index] = self._flat[index].numpy(force=True).copy()
 
     def forward(self) -> Shards:
         """What each block is computed with."""
         seen = []
-        for index, block in enumerate(self.blocks):
+        for index in range(len(self.blocks)):
             for hook in self._hooks:
                 hook(index)
-            seen.append(self.computed[block.name])
+            seen.append(self.computed[index])
         return seen
 
     def step(self, step: int, lr: float = 1.0) -> None:
         """Add `lr` x this replica's update, or the mean of all replicas' while gradients are averaged."""
-        for index, block in enumerate(self.blocks):
+        for index, (block, flat, part) in enumerate(zip(self.blocks, self._flat, self._parts, strict=True)):
             noise = self.scenario.noise(step, index)
             noise = noise.mean(0) if self.average_gradients else noise[self.replica]
-            for shard, part in zip(block.shards, self.scenario.shards(index, noise, self.rank), strict=True):
-                shard += lr * (part.to(shard.device) - self.scenario.pull * shard)
+            flat += lr * (torch.from_numpy(noise[part.places]).to(flat.device) - self.scenario.pull * flat)
+            self.publish(block)
+
+    def load(self, flat: Sequence[torch.Tensor]) -> None:
+        """Go on from these values, by block."""
+        for block, ours, theirs in zip(self.blocks, self._flat, flat, strict=True):
+            ours.copy_(theirs)
             self.publish(block)
 
 
-Shards = list[list[np.ndarray]]
-"""[block][tensor] -> this rank's part."""
+def _cut(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Tensors of these shapes that share a flat one's memory."""
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+Shards = list[np.ndarray]
+"""By block: this rank's part, end to end."""
 
 
 @dataclass
@@ -182,12 +221,17 @@ class Answer:
     agreed: list[tuple[int, int]]
     says_synchronised: list[bool]
     bytes_sent: float
+    squares: tuple[float, float]
+    """Of the last mean and of the distance from it, as `SyncReport` has them."""
 
 
 def replay(scenario: Scenario) -> Trace:
-    """The run by the oracle, in this process."""
+    """The run by the oracle."""
     start = [scenario.start(block) for block in range(len(scenario.shapes))]
-    common = (scenario.sync, scenario.rates, start, scenario.replicas, scenario.direction, scenario.seed)
+    cuts = [
+        [part_of(shapes, scenario.shard, rank).places for rank in range(scenario.shard)] for shapes in scenario.shapes
+    ]
+    common = (scenario.sync, scenario.rates, start, scenario.replicas, scenario.direction, scenario.seed, cuts)
     kinds = {"stale": StaleOracle, "overlapped": OverlappedOracle}
     if scenario.sync.period.kind == "seconds":
         oracle: Oracle = TimedOracle(*common, seconds=scenario.seconds)
@@ -198,23 +242,16 @@ def replay(scenario: Scenario) -> Trace:
     forwards = [[np.stack(block) for block in zip(*step, strict=True)] for step in _in_step(oracle.seen, nothing)]
     synchronous = list(range(1, min(oracle.warmup, scenario.steps) + 1))
     counts = (oracle.count, oracle.anomalies, oracle.rollbacks)
-    return Trace(forwards, oracle.theta, synchronous, counts, oracle.agreed)
+    squares = oracle.squares if has_spread(scenario) else None
+    return Trace(forwards, oracle.theta, synchronous, counts, oracle.agreed, squares=squares)
 
 
-def simulate(ranks: RankPool, scenario: Scenario) -> Trace:
-    """The run by `llmtrain.sync`, on as many ranks as the scenario's mesh has."""
-    return simulate_all(ranks, [scenario])[0]
+def has_spread(scenario: Scenario) -> bool:
+    """Whether the schedule reports how far replicas were from their mean."""
+    return scenario.sync.schedule.kind in ("blocking", "layerwise")
 
 
-def simulate_all(ranks: RankPool, scenarios: Sequence[Scenario]) -> list[Trace]:
-    """One after another, on one mesh: what starting costs is paid once."""
-    (replicas, shard) = mesh = (scenarios[0].replicas, scenarios[0].shard)
-    assert all((scenario.replicas, scenario.shard) == mesh for scenario in scenarios)
-    by_rank = ranks.run(_train_on_mesh, list(scenarios), world_size=replicas * shard, timeout=60)
-    return [_trace(scenario, answers) for scenario, *answers in zip(scenarios, *by_rank, strict=True)]
-
-
-def _trace(scenario: Scenario, answers: Sequence[Answer]) -> Trace:
+def trace_of(scenario: Scenario, answers: Sequence[Answer]) -> Trace:
     """One run, from what its ranks saw."""
     first = answers[0]
     for rank, answer in enumerate(answers):
@@ -222,13 +259,14 @@ def _trace(scenario: Scenario, answers: Sequence[Answer]) -> Trace:
         assert answer.synchronous_steps == first.synchronous_steps, f"ranks 0 and {rank} average gradients differently"
         assert [run for _, run in answer.agreed] == [run for _, run in first.agreed], f"ranks 0 and {rank} do not agree"
         assert answer.says_synchronised[-1], f"rank {rank} does not know that the run is over"
-    nothing = [[[np.full_like(tensor, np.nan) for tensor in block] for block in answer.final] for answer in answers]
-    forwards = [_assemble(scenario, shards) for shards in _in_step([answer.forwards for answer in answers], nothing)]
-    final = _assemble(scenario, [answer.final for answer in answers])
+    nothing = [[np.full_like(block, np.nan) for block in answer.final] for answer in answers]
+    forwards = [assemble(scenario, shards) for shards in _in_step([answer.forwards for answer in answers], nothing)]
+    final = assemble(scenario, [answer.final for answer in answers])
     sent = sum(answer.bytes_sent for answer in answers)
     agreed = [answer.agreed for answer in answers[:: scenario.shard]]
     says = [all(said) for said in zip(*(answer.says_synchronised for answer in answers), strict=False)]
-    return Trace(forwards, final, first.synchronous_steps, first.counts, agreed, says, sent)
+    squares = tuple(np.sum([answer.squares for answer in answers], axis=0)) if has_spread(scenario) else None
+    return Trace(forwards, final, first.synchronous_steps, first.counts, agreed, says, sent, squares)
 
 
 def _in_step(seen: Sequence[list], nothing: Sequence[Any]) -> list[list]:
@@ -237,29 +275,16 @@ def _in_step(seen: Sequence[list], nothing: Sequence[Any]) -> list[list]:
     return [[one[i] if i < len(one) else none for one, none in zip(seen, nothing, strict=True)] for i in range(steps)]
 
 
-def _assemble(scenario: Scenario, by_rank: Sequence[Shards]) -> list[np.ndarray]:
+def assemble(scenario: Scenario, by_rank: Sequence[Shards]) -> list[np.ndarray]:
     """Blocks as [replicas, elements] from every rank's shards; ranks count shards innermost."""
     whole = []
     for block, shapes in enumerate(scenario.shapes):
-        replicas = []
-        for first in range(0, len(by_rank), scenario.shard):
-            owners = by_rank[first : first + scenario.shard]
-            tensors = [np.concatenate([owner[block][tensor] for owner in owners]) for tensor in range(len(shapes))]
-            replicas.append(np.concatenate([tensor.reshape(-1) for tensor in tensors]))
-        whole.append(np.stack(replicas))
+        values = np.empty((scenario.replicas, scenario.size(block)))
+        for rank, shards in enumerate(by_rank):
+            replica, shard = divmod(rank, scenario.shard)
+            values[replica, part_of(shapes, scenario.shard, shard).places] = shards[block]
+        whole.append(values)
     return whole
-
-
-def _train_on_mesh(scenarios: Sequence[Scenario]) -> list[Answer]:
-    """One rank's runs."""
-    mesh = (scenarios[0].replicas, scenarios[0].shard)
-    axes = init_device_mesh("cpu", mesh, mesh_dim_names=("replica", "shard"))
-    groups = axes.get_group("replica"), axes.get_group("shard")
-    return [train(scenario, *(Comms(group) for group in groups), _store_for(scenario.sync)) for scenario in scenarios]
-
-
-def _store_for(sync: SyncSection) -> dist.Store | None:
-    return meeting_store() if sync.schedule.kind == "wait_avoiding" else None
 
 
 def meeting_store() -> dist.Store:
@@ -274,6 +299,19 @@ def meeting_store() -> dist.Store:
     return store
 
 
+def save(engine: FakeEngine, method: Method) -> tuple[list[torch.Tensor], str, dict[str, list]]:
+    """What a checkpoint holds: parameters, plain values and tensors."""
+    tensors = {**method.shared_tensors(), **method.own_tensors()}
+    kept = {name: [None if one is None else one.clone() for one in many] for name, many in tensors.items()}
+    return [flatten(block) for block in engine.blocks], json.dumps(method.state_dict()), kept
+
+
+def load(engine: FakeEngine, method: Method, saved: tuple[list[torch.Tensor], str, dict[str, list]]) -> None:
+    parameters, state, tensors = saved
+    engine.load(parameters)
+    method.load_state_dict(json.loads(state), tensors)
+
+
 def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | None = None) -> Answer:
     """The run of this rank of the given axes."""
     clock = Clock()
@@ -281,12 +319,9 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
     def build() -> tuple[FakeEngine, Method]:
         engine = FakeEngine(scenario, replica.rank, shard.rank, replica.device)
         run = {"seed": scenario.seed, "store": store, "timeout_seconds": 20, "clock": clock}
-        with mock.patch("llmtrain.sync.build.offload_copies", scenario.copies):
-            return engine, build_method(scenario.sync, engine, replica, shard, scenario.rates, **run)
-
-    def save() -> bytes:
-        tensors = {**method.shared_tensors(), **method.own_tensors()}
-        return pickle.dumps((engine.blocks, json.dumps(method.state_dict()), tensors))
+        return engine, build_method(
+            scenario.sync, engine, replica, shard, scenario.rates, copies_of=scenario.copies, **run
+        )
 
     engine, method = build()
     forwards, synchronous, agreed, says_synchronised = [], [], [], []
@@ -300,7 +335,7 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
             forwards.append(engine.forward())
             engine.step(step, plan.lr)
         else:
-            forwards.append([engine.computed[block.name] for block in engine.blocks])
+            forwards.append(list(engine.computed))
         # A replica goes by its first shard rank's clock; those of the others run three times as fast.
         clock.now += scenario.seconds(replica.rank, step) * (3 if shard.rank else 1)
         method.end_step(step)
@@ -309,27 +344,23 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
             position = run_step
             agreed.append((step, position))
         if step in scenario.save_after:
-            save()
+            save(engine, method)
         if scenario.resumes_after(step):
-            saved = save()
+            saved = save(engine, method)
             method.close()
             clock.now += 1000.0  # what passes while nothing runs does not count
             engine, method = build()
-            blocks, state, tensors = pickle.loads(saved)
-            for block, values in zip(engine.blocks, blocks, strict=True):
-                for tensor, value in zip(block.shards, values.shards, strict=True):
-                    tensor.copy_(value)
-                engine.publish(block)
-            method.load_state_dict(json.loads(state), tensors)
+            load(engine, method, saved)
         says_synchronised.append(method.is_synchronised)
     method.finish()
     report = method.report()
     return Answer(
         forwards=forwards,
-        final=[engine.computed[block.name] for block in engine.blocks],
+        final=list(engine.computed),
         synchronous_steps=synchronous,
         counts=(report.count, report.anomalies, report.rollbacks),
         agreed=agreed,
         says_synchronised=[*says_synchronised, method.is_synchronised],
         bytes_sent=replica.traffic.bytes,
+        squares=(float(report.mean_squared), float(report.spread_squared)),
     )

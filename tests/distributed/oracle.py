@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llmtrain.config import MomentumOuter, NesterovOuter, SgdOuter, SyncSection
+from llmtrain.config import AverageOuter, MomentumOuter, NesterovOuter, SgdOuter, SyncSection
 from llmtrain.lr import LearningRates
 from llmtrain.seeding import derive_seed
+from tests.distributed.oracle_wire import rounded_sum
 
 Direction = Callable[[int, int, int, np.ndarray], np.ndarray]
 """(step, replica, block, its parameters) -> what an inner step at learning rate 1 adds to them."""
@@ -35,15 +36,22 @@ class Oracle:
         replicas: int,
         direction: Direction,
         seed: int = 0,
+        cuts: Sequence[Sequence[np.ndarray]] | None = None,
     ) -> None:
+        """`cuts`: of each block, where the elements of each shard are, whose messages are rounded by themselves."""
         self.sync, self.rates, self.direction, self.seed = sync, rates, direction, seed
         self.replicas = range(replicas)
         self.blocks = range(len(start))
         self.theta = [np.repeat(block[None], replicas, axis=0) for block in start]
         self.anchor = [block.copy() for block in start]
         self.momentum = [np.zeros_like(block) for block in start]
+        self.cuts = cuts or [[np.arange(len(block))] for block in start]
+        self.errors = [np.zeros_like(theta) for theta in self.theta]
+        """What rounding has left out of each replica's messages so far, by block."""
         self.ordinary_norms: dict[tuple[int, int], list[float]] = defaultdict(list)  # of (replica, block), oldest first
         self.count = self.anomalies = self.rollbacks = 0
+        self.squares = (0.0, 0.0)
+        """Of the last round, in all blocks: replicas x ||D||^2, if they keep an anchor, and the sum of ||D_n - D||^2."""
         self.lrs: list[list[float]] = [[] for _ in self.replicas]  # of each replica's local steps since the last round
         self.seen: list[list[list[np.ndarray]]] = [[] for _ in self.replicas]  # [replica][step][block]
         self.agreed: list[list[tuple[int, int]]] = [[] for _ in self.replicas]  # (its step, the whole run's)
@@ -136,21 +144,55 @@ class Oracle:
     def synchronise(self) -> None:
         """All blocks at once; from here on all replicas are equal."""
         unit = self.unit(self.lrs)
+        of_mean = of_spread = 0.0
         for block in self.blocks:
             moved = self.anchor[block] - self.theta[block]  # D_n: [replicas, elements]
             weights = self._weights(block, np.linalg.norm(moved, axis=1))
             if weights is None:
                 self.rollbacks += 1
             else:
-                counted = weights > 0  # a replica left out may hold NaN, and 0 x NaN is NaN
-                self.outer_step(block, self._clipped(weights[counted] @ moved[counted]), unit)
+                counted = weights > 0
+                mean = self.sum_of(block, weights, moved)
+                of_mean += len(self.replicas) * (mean @ mean)
+                of_spread += ((moved[counted] - mean) ** 2).sum()
+                self.outer_step(block, self._clipped(mean), unit)
             self.restart(block)
+        self.squares = (of_mean if self.has_anchor else 0.0, of_spread)
         self.count += 1
         self.lrs = [[] for _ in self.replicas]
+
+    def sum_of(self, block: int, weights: np.ndarray, moved: np.ndarray) -> np.ndarray:
+        """The weighted sum of the replicas' displacements, as it arrives: [elements]."""
+        counted = weights > 0  # a replica left out may hold NaN, and 0 x NaN is NaN
+        wire = self.sync.wire
+        if wire.kind == "fp32" or len(self.replicas) == 1:
+            return weights[counted] @ moved[counted]
+        messages = np.zeros_like(moved)
+        messages[counted] = weights[counted, None] * moved[counted]
+        if wire.feedback:
+            messages[counted] += self.errors[block][counted]
+            self.errors[block][counted] = 0.0
+        result = np.empty_like(moved[0])
+        for places in self.cuts[block]:
+            if len(places):
+                result[places], lost = rounded_sum(messages[:, places], wire.kind)
+                self.errors[block][:, places] += np.nan_to_num(lost, nan=0.0, posinf=0.0, neginf=0.0)
+        return result
+
+    def mean_of(self, block: int) -> np.ndarray:
+        """The mean of how far the replicas are from the anchor now, as it arrives: [elements]."""
+        replicas = len(self.replicas)
+        return self.sum_of(block, np.full(replicas, 1 / replicas), self.anchor[block] - self.theta[block])
 
     def restart(self, block: int) -> None:
         """All replicas go on from the anchor."""
         self.theta[block] = np.repeat(self.anchor[block][None], len(self.replicas), axis=0)
+
+    @property
+    def has_anchor(self) -> bool:
+        """Whether displacements are sent, and not the parameters themselves."""
+        is_plain = isinstance(self.sync.outer, AverageOuter) and self.sync.penalty is None and self.sync.pull is None
+        return not is_plain or self.sync.wire.kind != "fp32"
 
     def _weights(self, block: int, norms: np.ndarray) -> np.ndarray | None:
         """[replicas]; None if all replicas are anomalous."""

@@ -19,7 +19,7 @@ class StaleOracle(Oracle):
 
     def synchronise(self) -> None:
         """A round's end."""
-        self.sent.append([(anchor - theta).mean(0) for anchor, theta in zip(self.anchor, self.theta, strict=True)])
+        self.sent.append([self.mean_of(block) for block in self.blocks])
         self.sent_lrs.append(self.lrs[0])
         if self.sync.schedule.rounds == 0:
             self.use(-1, 1.0)
@@ -87,7 +87,7 @@ class OverlappedOracle(Oracle):
 
     def send(self, part: int) -> None:
         for block in self.of(part):
-            self.means[block] = (self.anchor[block] - self.theta[block]).mean(0)
+            self.means[block] = self.mean_of(block)
 
     def use(self, part: int, number: int) -> None:
         """The mean of fragment `part`'s turn `number`, and the learning rates of the steps that led to it."""
@@ -109,6 +109,6 @@ class OverlappedOracle(Oracle):
             return
         lrs = [self.rates.at(step) for step in range(min(newest) + 1, self.last + 1)]
         for block in self.blocks:
-            self.outer_step(block, (self.anchor[block] - self.theta[block]).mean(0), self.unit([lrs]))
+            self.outer_step(block, self.mean_of(block), self.unit([lrs]))
             self.restart(block)
         self.count += 1

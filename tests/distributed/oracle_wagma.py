@@ -1,22 +1,16 @@
 """WAGMA in NumPy float64, on the models W' themselves as the paper writes it: no anchors, no threads, no shards.
 
-Who is late, and with how old a model, is given; nothing here is taken from `llmtrain`. `Planned` makes it come true there.
+Who is late, and with how old a model, is given; nothing here is taken from `llmtrain`. wagma_runs.py makes it come true there.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
-import torch.distributed as dist
 
 from tests.distributed.fake_engine import Scenario
-
-if TYPE_CHECKING:
-    from llmtrain.sync.group_worker import GroupWorker
 
 Blocks = list[np.ndarray]
 """By block: [replicas, elements]."""
@@ -123,6 +117,8 @@ class Case:
     has not even posted the one that is."""
     sleeps: Mapping[int, float] = field(default_factory=dict)
     """Replica -> largest pause before the end of a step, in seconds."""
+    held: Collection[tuple[int, int]] = ()
+    """(iteration, replica): it ends its step when the others have carried the iteration out without it."""
     fault: tuple[int, int] | None = None
     """(rank, step) that raises."""
     timeout_seconds: float = PATIENCE
@@ -194,60 +190,3 @@ def replay(case: Case) -> tuple[History, WagmaOracle]:
         states.append([theta.copy() for theta in oracle.theta])
     oracle.finish()
     return History(states, oracle.theta, oracle.count), oracle
-
-
-class Planned:
-    """In place of Activation: an iteration starts when all that are on time have arrived at it, and not before the
-    late ones have finished what they are to contribute."""
-
-    def __init__(self, case: Case, replica: int, rank: int, store: dist.Store):
-        self.case, self.replica, self.rank = case, replica, rank
-        self.announcing, self.waiting = store, store.clone()
-        self.worker: GroupWorker | None = None
-        self.started = -1
-        self.forgotten: list[int] = []
-
-    def announce(self, iteration: int) -> None:
-        assert (iteration, self.replica) not in self.case.late, "it woke the others for what is over"
-        self.announcing.add(f"arrived {iteration}", 1)
-
-    def wait(self, iteration: int) -> bool:
-        def may_go_on() -> bool:
-            return self.worker._closing or self.waiting.check([f"end {iteration}"]) or self._is_due(iteration)
-
-        until(may_go_on, f"iteration {iteration} starts")
-        if self.worker._closing or self.waiting.check([f"end {iteration}"]):
-            return False
-        self.started = iteration
-        return True
-
-    def end(self, iteration: int) -> None:
-        self.announcing.set(f"end {iteration}", b"")
-
-    def forget(self, iterations: Iterable[int]) -> None:
-        self.forgotten += iterations
-
-    def _is_due(self, iteration: int) -> bool:
-        is_ahead = self.rank == 1 and self.case.second_rank == "ahead"
-        needed = iteration if is_ahead else self.case.version(iteration, self.replica)
-        if self.rank == 1 and self.case.second_rank == "behind":
-            needed = -1
-        arrived = self.waiting.add(f"arrived {iteration}", 0)
-        return arrived == self.case.on_time(iteration) and self.worker.newest()[0] >= needed
-
-    def hold(self, iteration: int) -> None:
-        """Before the end of a step: a late replica is still computing."""
-        if self.rank == 1 and self.case.second_rank == "ahead":
-            return
-        last = self.case.answered_before(iteration, self.replica)
-        if last >= 0:
-            until(lambda: self.worker._done >= last, f"iteration {last} is carried out without replica {self.replica}")
-        elif self.rank == 1 and self.case.second_rank == "behind" and not self.worker.is_global(iteration):
-            until(lambda: self.started >= iteration or not self.worker.is_running, f"iteration {iteration} starts")
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain until {what}"
-        time.sleep(0.0005)

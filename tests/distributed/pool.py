@@ -1,24 +1,21 @@
-"""A pool of ranks: processes that outlive a test, so that each test pays for its collectives and not for imports.
-
-Importing this file must stay cheap and free of torch: a rank sets its threads before torch is loaded.
-"""
+"""A pool of ranks: processes forked from the mother that outlive a test, so that each test pays for its collectives only."""
 
 from __future__ import annotations
 
 import gc
-import os
 import pickle
+import socket
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from typing import Any
-from unittest import mock
 
-from llmtrain.startup import quick_imports
+from tests.mother import Mother, Process, session
 
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to notice that one has failed, before they are killed."""
@@ -29,16 +26,16 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """`world_size` spawned processes that run module-level functions inside a fresh process group (gloo; for tensors on GPUs,
+    """`world_size` processes that run module-level functions inside a fresh process group (gloo; for tensors on GPUs,
     where there are any, NCCL).
 
-    The processes start with the first call, with `environment` added to this process's. After a rank has died or hung they
-    are all killed, and the next call starts new ones.
+    The processes are forked with the first call, or from a mother of their own if `environment` is added to this process's.
+    After a rank has died or hung they are all killed, and the next call forks new ones.
     """
 
     def __init__(self, world_size: int, environment: Mapping[str, str] | None = None) -> None:
-        self.world_size, self._environment = world_size, dict(environment or {})
-        self._ranks: list[tuple[Any, connection.Connection]] = []  # (process, our end of its pipe)
+        self.world_size, self._mother = world_size, Mother(environment) if environment else session()
+        self._ranks: list[tuple[Process, connection.Connection]] = []  # (process, our end of its pipe)
 
     def run(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout: float = 120.0) -> list:
         """`fn(*args)` on the first `world_size` ranks (default: all of them); the results, by rank.
@@ -57,24 +54,26 @@ class RankPool:
             return self._collect(size, time.monotonic() + timeout)
 
     def close(self) -> None:
-        """Kill the processes; the next call starts new ones."""
-        for process, pipe in self._ranks:
-            process.kill()
-            process.join()
+        """End the processes, and kill those that do not end by themselves; the next call starts new ones."""
+        for _, pipe in self._ranks:
             pipe.close()
+        deadline = time.monotonic() + 1.0
+        for process, _ in self._ranks:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         self._ranks = []
 
     def _start(self) -> None:
-        if any(not process.is_alive() for process, _ in self._ranks):
+        if any(process.poll() is not None for process, _ in self._ranks):
             self.close()
-        context = get_context("spawn")
         while len(self._ranks) < self.world_size:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            with mock.patch.dict(os.environ, self._environment):
-                process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
+            ours, theirs = socket.socketpair()
+            with theirs:
+                process = self._mother.fork(_serve, descriptors=[theirs.fileno()])
+            self._ranks.append((process, connection.Connection(ours.detach())))
 
     def _collect(self, size: int, deadline: float) -> list:
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks[:size])}
@@ -92,9 +91,8 @@ class RankPool:
                 try:
                     failed_at, results[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
-                    process = self._ranks[rank][0]
-                    process.join(GRACE_SECONDS)
-                    failed_at, results[rank] = 0.0, f"died with exit code {process.exitcode}"
+                    code = self._ranks[rank][0].wait(GRACE_SECONDS)
+                    failed_at, results[rank] = 0.0, f"died with exit code {code}"
                 if failed_at is not None:
                     failures.append((failed_at, f"rank {rank}: {results[rank]}"))
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -103,20 +101,17 @@ class RankPool:
         return results
 
 
-def _serve(pipe: connection.Connection) -> None:
-    """A rank's life: take a task, answer (None, result) or (time of failure, traceback), until the parent is gone."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with quick_imports():
-        import torch
-        import torch.distributed as dist
+def _serve(descriptor: int) -> None:
+    """Take a task, answer (None, result) or (time of failure, traceback), and again, until the other end is gone."""
+    import torch
+    import torch.distributed as dist
 
-        import llmtrain.train.run  # noqa: F401  what most tasks need
-
+    pipe = connection.Connection(descriptor)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     while True:
         try:
             sys.path[:], rank, store, size, seconds, task = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         try:
             dist.init_process_group(

@@ -21,12 +21,15 @@ from llmtrain.parallel.world import World
 from llmtrain.sync.anchors import flatten
 from llmtrain.sync.build import build_method
 from llmtrain.sync.method import Method
+from llmtrain.sync.offload import Copies, offload_copies
 from tests.distributed.fake_engine import choices, meeting_store
+from tests.distributed.pool import RankPool
 
-VOCABULARY, LENGTH = 61, 16
+VOCABULARY, LENGTH, SEED = 61, 16, 3
 LLAMA = ModelSection(
     type="llama", config={"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 )
+TIED = LLAMA.model_copy(update={"config": {**LLAMA.config, "tie_word_embeddings": True}})
 GPT_NEO = ModelSection(
     type="gpt_neo",
     config={
@@ -49,6 +52,7 @@ class Case:
     model: ModelSection = LLAMA
     parallel: dict[str, Any] = field(default_factory=lambda: {"precision": "fp32"})
     optim: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
+    schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(kind="constant"))
     steps: int = 6
     global_batch: int = 8
     micro_batch: int = 2
@@ -58,6 +62,12 @@ class Case:
     """Where all ranks compute; a GPU is shared by all of them, so each is a replica of its own."""
     network: str = "gloo"
     """Between replicas. NCCL needs a GPU for each rank."""
+    copies: Callable[[torch.device], Copies | None] = offload_copies
+    """How anchors are offloaded, if the recipe says that they are."""
+
+    @property
+    def rates(self) -> LearningRates:
+        return LearningRates(self.optim["lr"], self.steps, self.schedule)
 
 
 @dataclass
@@ -82,63 +92,105 @@ def mesh_of(replicas: int, shard: int, device: str = "cpu", network: str = "gloo
 def build_case(case: Case, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> tuple[Engine, Method]:
     """Engine and method of a case."""
     model = build(model_config(case.model, VOCABULARY), loss_chunk=11)
-    rates = LearningRates(case.optim["lr"], case.steps, ScheduleSection(kind="constant"))
     parallel, in_forward = ParallelSection(**case.parallel), case.sync.schedule.kind == "layerwise"
     optim = OptimSection(**case.optim)
-    engine = build_engine(model, mesh, parallel, optim, seed=3, changes_in_forward=in_forward)
+    engine = build_engine(model, mesh, parallel, optim, seed=SEED, changes_in_forward=in_forward)
     store = meeting_store() if case.sync.schedule.kind == "wait_avoiding" else None
     method = build_method(
         case.sync,
         engine,
         mesh.replica,
         mesh.shard,
-        rates,
-        seed=3,
+        case.rates,
+        seed=SEED,
         compiled=parallel.compile,
         store=store,
         clock=clock,
         timeout_seconds=60,
+        copies_of=case.copies,
     )
     return engine, method
 
 
-def micro_batches(case: Case, mesh: Mesh, step: int) -> list[torch.Tensor]:
-    """This rank's part of a global batch that is the same on every mesh."""
+def global_batch(case: Case, step: int) -> torch.Tensor:
+    """What all ranks together read in a step; the same on every mesh."""
     generator = torch.Generator().manual_seed(step)
-    batch = torch.randint(0, VOCABULARY, (case.global_batch, LENGTH + 1), generator=generator) % 17
+    return torch.randint(0, VOCABULARY, (case.global_batch, LENGTH + 1), generator=generator) % 17
+
+
+def micro_batches(case: Case, mesh: Mesh, step: int) -> list[torch.Tensor]:
+    """This rank's part of a global batch."""
     parts = case.replicas * case.shard
     part = mesh.shard.rank if case.same_data else mesh.world.rank
-    mine = batch.chunk(case.shard if case.same_data else parts)[part]
+    mine = global_batch(case, step).chunk(case.shard if case.same_data else parts)[part]
     return list(mine.split(case.micro_batch))
+
+
+@dataclass
+class Run:
+    """A case's engine and method on this rank, and what its steps so far have given."""
+
+    case: Case
+    mesh: Mesh
+    step: int = 0
+    sums: list[list[float]] = field(default_factory=list)
+    """[step] -> (loss of this rank's tokens, their number)."""
+    norms: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.seconds = self.step  # each step takes one
+        self.engine, self.method = build_case(self.case, self.mesh, clock=lambda: self.seconds)
+
+    def train(self, until: int) -> None:
+        """Up to and including step `until`."""
+        while self.step < until:
+            self.step += 1
+            self._train_step()
+
+    def _train_step(self) -> None:
+        batches = micro_batches(self.case, self.mesh, self.step)
+        plan = self.method.begin_step(self.step, self.case.rates.at(self.step))
+        loss = torch.zeros(())
+        if plan.computes_gradient:
+            loss = self.engine.forward_backward(batches)
+            self.norms.append(float(self.engine.step(plan.lr)))
+        self.seconds += 1
+        self.method.end_step(self.step)
+        tokens = sum(batch.shape[0] for batch in batches) * LENGTH * plan.computes_gradient
+        self.sums.append([float(loss), tokens])
+
+    def losses(self) -> list[float]:
+        """Of each step in which somebody computed a gradient. A collective of all ranks; none in each step, in which replicas
+        that only pull would wait for those that ZeRO-3 makes wait for their next forward pass."""
+        sums = self.mesh.everyone.all_reduce(torch.tensor(self.sums, dtype=torch.float64)).wait().tolist()
+        return [loss / tokens for loss, tokens in sums if tokens]
+
+    def finish(self) -> Outcome:
+        """The last synchronisation, and what there is then."""
+        self.method.finish()
+        # Not the whole weights: DTensor caches the groups of earlier meshes, which the pool has destroyed.
+        shards = {
+            name: rows.to_local().to("cpu", copy=True)
+            for block in self.engine.blocks
+            for name, rows in self.engine.as_sharded(block, flatten(block)).items()
+        }
+        dtype, rounds = self.engine.blocks[0].shards[0].dtype, self.method.report().count
+        return Outcome(self.losses(), self.norms, shards, rounds, dtype)
 
 
 def train(cases: list[Case]) -> list[Outcome]:
     """Run the cases one after another on this rank; all have the same number of ranks."""
-    return [_train(case) for case in cases]
+    outcomes = []
+    for case in cases:
+        run = Run(case, mesh_of(case.replicas, case.shard, case.device, case.network))
+        run.train(case.steps)
+        outcomes.append(run.finish())
+    return outcomes
 
 
-def _train(case: Case) -> Outcome:
-    mesh = mesh_of(case.replicas, case.shard, case.device, case.network)
-    losses, norms = [], []
-    engine, method = build_case(case, mesh, clock=lambda: step)  # a second a step
-    for step in range(1, case.steps + 1):
-        batches = micro_batches(case, mesh, step)
-        plan = method.begin_step(step, case.optim["lr"])
-        loss = torch.zeros(())
-        if plan.computes_gradient:
-            loss = engine.forward_backward(batches)
-            norms.append(float(engine.step(plan.lr)))
-        method.end_step(step)
-        tokens = sum(batch.shape[0] for batch in batches) * LENGTH * plan.computes_gradient
-        totals = torch.tensor([float(loss), tokens], dtype=torch.float64)
-        loss, tokens = mesh.everyone.all_reduce(totals).wait().tolist()
-        if tokens:
-            losses.append(loss / tokens)
-    method.finish()
-    # Not the whole weights: DTensor caches the groups of earlier meshes, which the pool has destroyed.
-    shards = {
-        name: rows.to_local().to("cpu", copy=True)
-        for block in engine.blocks
-        for name, rows in engine.as_sharded(block, flatten(block)).items()
-    }
-    return Outcome(losses, norms, shards, method.report().count, engine.blocks[0].shards[0].dtype)
+def zero_pool(size: int) -> RankPool:
+    """Ranks of their own for DeepSpeed, which keeps much that is global; it has built its first engine, which takes seconds."""
+    pool = RankPool(size)
+    parallel = {"precision": "fp32", "engine": "zero", "zero_stage": 3}
+    pool.run(train, [Case(shard=size, steps=1, global_batch=2 * size, parallel=parallel)])
+    return pool

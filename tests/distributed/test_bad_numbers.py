@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_nan(trainer: Trainer, steps: range) -> None:
+def make_nan(trainer: Trainer, steps: Sequence[int]) -> None:
     """Of the sick replica's loss, and so of its gradients, before they are averaged with anybody's."""
     model = trainer.engine.model
     forward = model.forward
@@ -43,7 +44,7 @@ def make_nan(trainer: Trainer, steps: range) -> None:
     model.forward = wrapped
 
 
-def train(recipe: Recipe, steps: range) -> tuple[str, int, bool, float | None]:
+def train(recipe: Recipe, steps: Sequence[int]) -> tuple[str, int, bool, float | None]:
     """(error or how it ended, steps left out, all weights are finite, the line's count of them)."""
     trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1), Seen())
     trainer.stop.requested = False
@@ -139,6 +140,14 @@ def test_a_replica_that_leaves_out_every_step_ends_the_run(ranks: RankPool, fold
     assert seen[0][0].startswith("replica 1 left out its last 11 steps up to step 14: no gradient was finite"), seen[0][
         0
     ]
+
+
+def test_a_good_step_ends_a_row_of_steps_left_out(ranks: RankPool, folder: Path) -> None:
+    """Two rows, each shorter than what ends a run and both together longer."""
+    keys = [*METHODS["diloco"], "train.steps=18", "log.every=2", "optim.nonfinite=skip"]
+    rows = [*range(4, 11), *range(12, 18)]
+    seen = ranks.run(train, recipe_of(folder, "two-rows", *keys), rows, world_size=2, timeout=300)
+    assert [(ended, skipped) for ended, skipped, *_ in seen] == [("done", 0), ("done", len(rows))]
 
 
 def test_an_anchor_with_a_changed_bit_is_found(ranks: RankPool, folder: Path) -> None:

@@ -35,9 +35,19 @@ MODELS = [(model, tied) for model in ("llama", "gpt_neo") for tied in (False, Tr
 FSDP2 = [ExportRun(*model, replicas=2, shard=2) for model in MODELS]
 FSDP2 += [ExportRun("llama", True, replicas=1, shard=4), ExportRun("gpt_neo", False, replicas=1, shard=4)]
 FSDP2 += [ExportRun("llama", False, replicas=4, shard=1), ExportRun("gpt_neo", True, replicas=4, shard=1)]
-ZERO = [*(ExportRun(*model, "zero3") for model in MODELS), ExportRun(engine="zero1")]
-RUNS = FSDP2 + (ZERO if find_spec("deepspeed") else [])
+ZERO = [
+    *(ExportRun(*model, "zero3") for model in MODELS),
+    ExportRun(engine="zero1"),
+    ExportRun("llama", True, "zero3", 1, 2),
+]
 PLAIN = FSDP2[0]
+PAIRS = [PLAIN, ExportRun("gpt_neo", False, replicas=1, shard=4), ExportRun("gpt_neo", True, replicas=4, shard=1)]
+PAIRS += [ExportRun("llama", True, "zero3", replicas=1, shard=2)]
+"""Either model, tied and not; both engines; each mesh."""
+RUNS = [
+    run if run in PAIRS else pytest.param(run, marks=pytest.mark.deep)
+    for run in FSDP2 + (ZERO if find_spec("deepspeed") else [])
+]
 
 
 class Runs:
@@ -49,7 +59,7 @@ class Runs:
     def path(self, run: ExportRun) -> Path:
         path = self.folder / "runs" / str(run)
         if not path.exists():
-            self.pool.run(make_run, run.recipe(self.folder), timeout=280)
+            self.pool.run(make_run, run.recipe(self.folder), world_size=run.replicas * run.shard, timeout=280)
         return path
 
 

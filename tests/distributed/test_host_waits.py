@@ -81,9 +81,12 @@ def test_reading_is_noticed(read) -> None:
 
 
 LOCAL = [name for name in METHODS if name not in ("wagma", "a_edit", "synchronous")]
+FAST = [("local_sgd", LLAMA), ("palsgd", LLAMA), ("edit", GPT_NEO)]
+"""A plain mean, a pull, a layer-wise synchronisation; what is hidden has a test of its own."""
+DEEP = [pytest.param(name, LLAMA, marks=pytest.mark.deep) for name in LOCAL if (name, LLAMA) not in FAST]
 
 
-@pytest.mark.parametrize(("method", "model"), [*((name, LLAMA) for name in LOCAL), ("edit", GPT_NEO)])
+@pytest.mark.parametrize(("method", "model"), [*FAST, *DEEP])
 def test_local_steps_read_nothing(ranks, method, model):
     """WAGMA's messages are on the CPU in every step, A-EDiT asks the replica's ranks for the time."""
     period = {"period": {"kind": "qsr", "base": 5, "alpha": 1e-9}} if method == "qsr" else {"every": 5}
@@ -92,7 +95,7 @@ def test_local_steps_read_nothing(ranks, method, model):
         assert reads[1:] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.parametrize("shard", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_synchronous_steps_read_nothing(ranks, shard):
     for reads in ranks.run(reads_by_step, Case(replicas=2, shard=shard, optim=SGD), 3, world_size=2 * shard):
         assert reads[1:] == [0, 0]

@@ -11,7 +11,7 @@ from llmtrain.parallel.comms import Pending
 from tests.distributed.fake_engine import edit
 from tests.distributed.real_engine import Case, Outcome, train
 
-STEPS = {"cpu": 30, "cuda": 200}
+STEPS = {"cpu": 18, "cuda": 200}
 COMPILED, RECOMPUTING = {"compile": True}, {"activation_checkpointing": True}
 
 

@@ -1,4 +1,4 @@
-"""SlowMo, CO2, Streaming DiLoCo, PALSGD, A-EDiT and mixes of their choices on gloo ranks against the float64 oracle."""
+"""SlowMo, CO2, Streaming DiLoCo, PALSGD, A-EDiT and mixes of their choices against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from llmtrain.config import ScheduleSection
-from tests.distributed.fake_engine import Scenario, choices, edit, replay, simulate_all
-from tests.distributed.pool import RankPool
+from tests.distributed.fake_engine import Scenario, choices, edit, replay
+from tests.distributed.threads import simulate
 from tests.distributed.trace import Trace, assert_same_run
 
 MESHES = [
@@ -22,8 +22,8 @@ DROPS = ScheduleSection(kind="step", decay_at=(0.3, 0.7), decay_factor=0.3)
 QSR = {"kind": "qsr", "base": 2, "alpha": 1.5}
 
 
-def matches_the_oracle(ranks: RankPool, *scenarios: Scenario) -> list[Trace]:
-    runs = simulate_all(ranks, scenarios)
+def matches_the_oracle(*scenarios: Scenario) -> list[Trace]:
+    runs = [simulate(scenario) for scenario in scenarios]
     for got, scenario in zip(runs, scenarios, strict=True):
         try:
             assert_same_run(got, replay(scenario))
@@ -69,10 +69,10 @@ OUTER = {
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize("sync", OUTER.values(), ids=OUTER.keys())
-def test_outer_steps_and_their_units(ranks: RankPool, sync: Any, replicas: int, shard: int) -> None:
+def test_outer_steps_and_their_units(sync: Any, replicas: int, shard: int) -> None:
     """Rounds of 3 in a run of 17: the last one has 2 steps, and with TO_ZERO its last learning rate is 0."""
     schedules = [CONSTANT, TO_ZERO, DROPS] if replicas == 4 else [FALLING]
-    matches_the_oracle(ranks, *(Scenario(sync, replicas, shard, steps=17, schedule=each) for each in schedules))
+    matches_the_oracle(*(Scenario(sync, replicas, shard, steps=17, schedule=each) for each in schedules))
 
 
 STALE = {
@@ -92,14 +92,14 @@ STALE = {
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize("sync", STALE.values(), ids=STALE.keys())
-def test_stale(ranks: RankPool, sync: Any, replicas: int, shard: int) -> None:
+def test_stale(sync: Any, replicas: int, shard: int) -> None:
     """Runs that end within a round, at a round's end, within the first round, at its end, and within the warm-up."""
     lengths = [17, 16, 15, 7, 5, 3, 2] if replicas == 4 else [17]
     runs = [Scenario(sync, replicas, shard, steps=steps, schedule=FALLING) for steps in lengths]
     if replicas == 2:
         runs.append(Scenario(sync, replicas, shard, steps=17, schedule=TO_ZERO))
         runs.append(Scenario(sync, replicas, shard, steps=16, schedule=DROPS))
-    matches_the_oracle(ranks, *runs)
+    matches_the_oracle(*runs)
 
 
 def overlapped(steps: int, fragments: int, mix: float, **changes: Any) -> Any:
@@ -133,10 +133,10 @@ OVERLAPPED = {
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize("sync", OVERLAPPED.values(), ids=OVERLAPPED.keys())
-def test_overlapped(ranks: RankPool, sync: Any, replicas: int, shard: int) -> None:
+def test_overlapped(sync: Any, replicas: int, shard: int) -> None:
     """Runs that end with messages under way, just after one was used or sent, and before any was sent."""
     lengths = [16, 17, 18, 19, 20, 6, 3, 2] if replicas == 4 else [18]
-    matches_the_oracle(ranks, *(Scenario(sync, replicas, shard, steps=steps, schedule=FALLING) for steps in lengths))
+    matches_the_oracle(*(Scenario(sync, replicas, shard, steps=steps, schedule=FALLING) for steps in lengths))
 
 
 PULL = {"probability": 0.4, "strength": 0.3}
@@ -154,16 +154,16 @@ PALSGD = {
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize("sync", PALSGD.values(), ids=PALSGD.keys())
-def test_pull(ranks: RankPool, sync: Any, replicas: int, shard: int) -> None:
+def test_pull(sync: Any, replicas: int, shard: int) -> None:
     """Several seeds: other steps are drawn, some of them the first of a round."""
     runs = [Scenario(sync, replicas, shard, steps=18, seed=seed, schedule=FALLING) for seed in range(3)]
-    matches_the_oracle(ranks, *runs)
+    matches_the_oracle(*runs)
 
 
-def test_every_replica_draws_for_itself(ranks: RankPool) -> None:
+def test_every_replica_draws_for_itself() -> None:
     """In the first step of a run a pull moves nothing: in some runs some replicas have moved, and others have not."""
     runs = [Scenario(PALSGD["to-the-anchor"], 4, 1, steps=2, seed=seed) for seed in range(8)]
-    moved = [(got.forwards[1][0] != got.forwards[0][0]).any(1) for got in matches_the_oracle(ranks, *runs)]
+    moved = [(got.forwards[1][0] != got.forwards[0][0]).any(1) for got in matches_the_oracle(*runs)]
     assert any(some.any() and not some.all() for some in moved)
     assert 8 < sum(some.sum() for some in moved) < 32
 
@@ -204,39 +204,39 @@ def of_different_speeds(sync: Any, replicas: int, shard: int) -> Scenario:
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize("sync", TIMED.values(), ids=TIMED.keys())
-def test_rounds_of_seconds(ranks: RankPool, sync: Any, replicas: int, shard: int) -> None:
+def test_rounds_of_seconds(sync: Any, replicas: int, shard: int) -> None:
     """Replicas of different speeds, and replicas that keep step."""
     even = Scenario(sync, replicas, shard, steps=16, schedule=FALLING)
-    got, _ = matches_the_oracle(ranks, of_different_speeds(sync, replicas, shard), even)
+    got, _ = matches_the_oracle(of_different_speeds(sync, replicas, shard), even)
     if sync.warmup_steps < 24 and sync.period.every > 0.5:
         assert len({one[-1][0] for one in got.agreed}) > 1, "all replicas did as many steps: nothing was tested"
 
 
 @pytest.mark.parametrize(("replicas", "shard"), [(3, 1), (1, 1)], ids=["3x1", "1x1"])
 @pytest.mark.parametrize("syncs", [OUTER, STALE, OVERLAPPED, PALSGD], ids=["outer", "stale", "overlapped", "pull"])
-def test_three_replicas_and_one(ranks: RankPool, syncs: dict, replicas: int, shard: int) -> None:
-    matches_the_oracle(ranks, *(Scenario(sync, replicas, shard, steps=18, schedule=FALLING) for sync in syncs.values()))
+def test_three_replicas_and_one(syncs: dict, replicas: int, shard: int) -> None:
+    matches_the_oracle(*(Scenario(sync, replicas, shard, steps=18, schedule=FALLING) for sync in syncs.values()))
 
 
 @pytest.mark.parametrize("replicas", [3, 1])
-def test_three_replicas_and_one_in_rounds_of_seconds(ranks: RankPool, replicas: int) -> None:
-    matches_the_oracle(ranks, *(of_different_speeds(sync, replicas, 1) for sync in TIMED.values()))
+def test_three_replicas_and_one_in_rounds_of_seconds(replicas: int) -> None:
+    matches_the_oracle(*(of_different_speeds(sync, replicas, 1) for sync in TIMED.values()))
 
 
-def test_the_run_ends_on_its_steps(ranks: RankPool) -> None:
+def test_the_run_ends_on_its_steps() -> None:
     """The last meetings come earlier, so that at most a step of each replica is too many; with `min_steps` too."""
     for sync in (timed(every=10.0), timed(every=7.0, min_steps=60)):
-        (got,) = matches_the_oracle(ranks, Scenario(sync, 4, 1, steps=40, step_seconds=SECONDS))
+        (got,) = matches_the_oracle(Scenario(sync, 4, 1, steps=40, step_seconds=SECONDS))
         done = sum(replica[-1][0] for replica in got.agreed)
         assert 4 * 40 <= done < 4 * (40 + 1)
         assert {replica[-1][1] for replica in got.agreed} == {40}
 
 
-def test_weights_by_steps(ranks: RankPool) -> None:
+def test_weights_by_steps() -> None:
     """With r = 1 alone a replica that did twice the steps counts twice: 4, 2 and 1 steps, then the mean is theirs."""
     sync = timed(every=4.0, warmup_steps=0, penalty={"step_weight": 1.0, "z": None, "clip": None}, outer="average")
     scenario = Scenario(sync, 3, 1, steps=100, step_seconds=(1.0, 2.0, 4.0))
-    (got,) = matches_the_oracle(ranks, scenario)
+    (got,) = matches_the_oracle(scenario)
     assert [replica[0] for replica in got.agreed] == [(4, 2), (2, 2), (1, 2)]
 
 
@@ -253,11 +253,9 @@ WARMUPS = {
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize(("schedule", "changes", "last"), WARMUPS.values(), ids=WARMUPS.keys())
 def test_synchronous_until_the_learning_rate_falls(
-    ranks: RankPool, schedule: ScheduleSection, changes: dict, last: int, replicas: int, shard: int
+    schedule: ScheduleSection, changes: dict, last: int, replicas: int, shard: int
 ) -> None:
     """A low learning rate in its own warm-up does not count."""
     syncs = [choices("post_local_sgd", every=3, **changes), choices("co2", every=3, **changes)]
-    for got in matches_the_oracle(
-        ranks, *(Scenario(sync, replicas, shard, steps=20, schedule=schedule) for sync in syncs)
-    ):
+    for got in matches_the_oracle(*(Scenario(sync, replicas, shard, steps=20, schedule=schedule) for sync in syncs)):
         assert got.synchronous_steps == list(range(1, last + 1))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from llmtrain.config import ScheduleSection
-from tests.distributed.fake_engine import Scenario, choices, edit, replay, simulate_all
-from tests.distributed.pool import RankPool
+from tests.distributed.fake_engine import Scenario, choices, edit, replay
+from tests.distributed.threads import simulate
 from tests.distributed.trace import assert_same_bits, assert_same_run
 
 FALLING = ScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
@@ -24,9 +24,10 @@ def of(method: str, every: int | None = 4, **changes: Any) -> Any:
     return choices(method, every, **{"warmup_steps": WARMUP, **changes})
 
 
-def streaming(steps: int = 2, wire: Any = "fp32", **changes: Any) -> Any:
-    schedule = {"kind": "overlapped", "steps": steps, "fragments": 3, **changes}
-    return of("streaming_diloco", schedule=schedule, wire=wire)
+def streaming(steps: int = 2, wire: Any = "fp32", **schedule: Any) -> Any:
+    outer = {"outer": schedule.pop("outer")} if "outer" in schedule else {}
+    schedule = {"kind": "overlapped", "steps": steps, "fragments": 3, **schedule}
+    return of("streaming_diloco", schedule=schedule, wire=wire, **outer)
 
 
 def feedback(kind: str) -> dict:
@@ -47,6 +48,7 @@ STEPPED = {
     "co2-at-once": of("co2", schedule={"kind": "stale", "rounds": 0}),
     "co2-qsr": of("co2", None, period=QSR),
     "streaming": streaming(),
+    "streaming-accumulated": streaming(outer=BY_SUM),
     "streaming-at-once": streaming(steps=0),
     "streaming-whole-model-at-once": streaming(steps=0, fragments=1),
     "streaming-whole-round": streaming(steps=4, mix=0.3, pattern="sequential"),
@@ -80,15 +82,14 @@ MOMENTS = {
 }
 
 
-def is_the_run_left_alone(ranks: RankPool, sync: Any, replicas: int, shard: int, **run: Any) -> None:
+def is_the_run_left_alone(sync: Any, replicas: int, shard: int, **run: Any) -> None:
     """Whenever it is saved and resumed, or only saved."""
     run = {"steps": STEPS, "schedule": FALLING, **run}
     alone = Scenario(sync, replicas, shard, **run)
     resumed = [Scenario(sync, replicas, shard, **run, resume_after=moment) for moment in MOMENTS.values()]
     saved = Scenario(sync, replicas, shard, **run, save_after=range(1, 100))
-    expected, only_saved, *runs = simulate_all(ranks, [alone, saved, *resumed])
-    if sync.wire.kind == "fp32":
-        assert_same_run(expected, replay(alone))
+    expected, only_saved, *runs = map(simulate, [alone, saved, *resumed])
+    assert_same_run(expected, replay(alone))
     for moment, got in [("saved", only_saved), *zip(MOMENTS, runs, strict=True)]:
         try:
             assert_same_bits(got, expected)
@@ -99,14 +100,14 @@ def is_the_run_left_alone(ranks: RankPool, sync: Any, replicas: int, shard: int,
 
 
 @pytest.mark.parametrize("sync", STEPPED.values(), ids=STEPPED.keys())
-def test_rounds_of_steps(ranks: RankPool, sync: Any) -> None:
-    is_the_run_left_alone(ranks, sync, 2, 2)
+def test_rounds_of_steps(sync: Any) -> None:
+    is_the_run_left_alone(sync, 2, 2)
 
 
 @pytest.mark.parametrize("sync", ROUNDED.values(), ids=ROUNDED.keys())
-def test_rounded_messages(ranks: RankPool, sync: Any) -> None:
+def test_rounded_messages(sync: Any) -> None:
     """What rounding has left out so far is state, wherever it is: kept, or with a message under way."""
-    is_the_run_left_alone(ranks, sync, 4, 1)
+    is_the_run_left_alone(sync, 4, 1)
 
 
 TIMED = {
@@ -119,6 +120,6 @@ TIMED = {
 
 
 @pytest.mark.parametrize("sync", TIMED.values(), ids=TIMED.keys())
-def test_rounds_of_seconds(ranks: RankPool, sync: Any) -> None:
+def test_rounds_of_seconds(sync: Any) -> None:
     """A step of a replica's own: some resume at a meeting, others in a round, whose clocks go on where they stood."""
-    is_the_run_left_alone(ranks, sync, 2, 2, step_seconds=(0.5, 1.25), delays={(7, 1): 2.0})
+    is_the_run_left_alone(sync, 2, 2, step_seconds=(0.5, 1.25), delays={(7, 1): 2.0})

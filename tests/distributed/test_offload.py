@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from llmtrain.parallel.comms import Comms
-from tests.distributed.fake_engine import Scenario, choices, edit, simulate, train
-from tests.distributed.pool import RankPool
+from tests.distributed.fake_engine import Scenario, choices, edit, train
+from tests.distributed.threads import simulate
 from tests.distributed.trace import assert_same_bits
 
 
@@ -96,18 +96,18 @@ def scenario_of(run: str, offload: bool, **changes: object) -> Scenario:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_late_copies_change_no_bit(ranks: RankPool, run: str) -> None:
+def test_late_copies_change_no_bit(run: str) -> None:
     """Neither in training nor in what is saved in the middle of it."""
     common = {"resume_after": 7, "save_after": (3, 4)}
-    kept = simulate(ranks, scenario_of(run, offload=False, **common))
-    assert_same_bits(simulate(ranks, scenario_of(run, offload=True, copies=late, **common)), kept)
+    kept = simulate(scenario_of(run, offload=False, **common))
+    assert_same_bits(simulate(scenario_of(run, offload=True, copies=late, **common)), kept)
 
 
 @pytest.mark.parametrize("run", ["edit, prefetch 2", "diloco", "streaming_diloco", "co2", "palsgd"])
-def test_a_wait_left_out_is_seen(ranks: RankPool, run: str) -> None:
-    kept = simulate(ranks, scenario_of(run, offload=False))
+def test_a_wait_left_out_is_seen(run: str) -> None:
+    kept = simulate(scenario_of(run, offload=False))
     with pytest.raises(AssertionError, match="forward"):
-        assert_same_bits(simulate(ranks, scenario_of(run, offload=True, copies=never_waited_for)), kept)
+        assert_same_bits(simulate(scenario_of(run, offload=True, copies=never_waited_for)), kept)
 
 
 def test_a_round_brings_each_anchor_twice_and_each_momentum_once() -> None:

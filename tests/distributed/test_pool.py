@@ -82,23 +82,19 @@ def test_an_argument_that_cannot_be_rebuilt_is_the_ranks_error(pool: RankPool) -
 
 def test_a_rank_that_dies_is_named_and_replaced(pool: RankPool) -> None:
     with pytest.raises(RankFailure, match="rank 1: died with exit code 7"):
-        pool.run(exit_on, 1, timeout=40)
+        pool.run(exit_on, 1, timeout=10)
     assert [answer[:2] for answer in pool.run(ranks_and_pids)] == [(0, 2), (1, 2)]
 
 
 def test_a_rank_that_hangs_is_named_and_replaced(pool: RankPool) -> None:
-    pool.run(ranks_and_pids)  # the time limit below is not for starting processes
-    start = time.monotonic()
     with pytest.raises(RankFailure, match="rank 1: no answer in time"):
-        pool.run(sleep_on, 1, timeout=10)
-    assert time.monotonic() - start < 30
+        pool.run(sleep_on, 1, timeout=3)
     assert [answer[:2] for answer in pool.run(ranks_and_pids)] == [(0, 2), (1, 2)]
 
 
 def test_a_collective_that_hangs_is_reported_with_its_traceback(pool: RankPool) -> None:
-    pool.run(ranks_and_pids)
     with pytest.raises(RankFailure, match=r"(?s)rank 0: Traceback.*skip_collective_on"):
-        pool.run(skip_collective_on, 1, timeout=10)
+        pool.run(skip_collective_on, 1, timeout=3)
     assert len(pool.run(ranks_and_pids)) == 2
 
 

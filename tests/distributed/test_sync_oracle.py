@@ -1,8 +1,9 @@
-"""Synchronisation on four gloo ranks against the float64 oracle: every step of a run, and what it counted."""
+"""Synchronisation against the float64 oracle: every step of a run, and what it counted."""
 
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ import torch
 
 from llmtrain.config import PenaltySection
 from llmtrain.sync.penalty import Penalty
-from tests.distributed.fake_engine import Scenario, choices, edit, replay, simulate
-from tests.distributed.pool import RankPool
-from tests.distributed.trace import assert_same_bits, assert_same_run
+from tests.distributed.fake_engine import Scenario, choices, edit, replay
+from tests.distributed.threads import simulate
+from tests.distributed.trace import Trace, assert_same_bits, assert_same_run
 
 MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1")]
 
@@ -37,16 +38,16 @@ PLAIN = {
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize("sync", PLAIN.values(), ids=PLAIN.keys())
-def test_methods(ranks: RankPool, sync: Any, replicas: int, shard: int) -> None:
+def test_methods(sync: Any, replicas: int, shard: int) -> None:
     scenario = Scenario(sync, replicas, shard, steps=8)
-    assert_same_run(simulate(ranks, scenario), replay(scenario))
+    assert_same_run(simulate(scenario), replay(scenario))
 
 
 @pytest.mark.parametrize(("replicas", "shard"), [(1, 2), (3, 1), (1, 1)], ids=["1x2", "3x1", "1x1"])
 @pytest.mark.parametrize("sync", [edit(penalty=ALL_PARTS), choices("local_sgd", every=2)], ids=["edit", "local_sgd"])
-def test_meshes_that_are_not_square(ranks: RankPool, sync: Any, replicas: int, shard: int) -> None:
+def test_meshes_that_are_not_square(sync: Any, replicas: int, shard: int) -> None:
     scenario = Scenario(sync, replicas, shard, steps=7)
-    assert_same_run(simulate(ranks, scenario), replay(scenario))
+    assert_same_run(simulate(scenario), replay(scenario))
 
 
 PENALTIES = {
@@ -63,18 +64,18 @@ PENALTIES = {
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES.keys())
-def test_penalty_parts(ranks: RankPool, penalty: dict, replicas: int, shard: int) -> None:
+def test_penalty_parts(penalty: dict, replicas: int, shard: int) -> None:
     """Enough rounds for the running statistics to matter: the oracle flags ordinary norms now and then."""
     scenario = Scenario(edit(penalty=penalty), replicas, shard, steps=26)
     expected = replay(scenario)
     if penalty.get("z") in (1.0, 1.5):
         assert expected.counts[1] > 3, "the case would not test what it is for"
-    assert_same_run(simulate(ranks, scenario), expected)
+    assert_same_run(simulate(scenario), expected)
 
 
 @pytest.mark.parametrize("schedule", ["blocking", "layerwise"])
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
-def test_an_anomalous_replica(ranks: RankPool, replicas: int, shard: int, schedule: str) -> None:
+def test_an_anomalous_replica(replicas: int, shard: int, schedule: str) -> None:
     """A spike before `min_rounds` counts, one after it is left out, and leaves no trace in the statistics."""
     scales = {(3, 1, 0): 30.0, (9, 1, 1): 30.0, (11, 1, 1): 4.0, (13, 0, 2): 30.0, (13, 1, 3): 30.0}
     sync = edit(penalty={**ALL_PARTS, "z": 4.0, "min_rounds": 3, "ema": 0.1}, schedule=schedule)
@@ -82,7 +83,7 @@ def test_an_anomalous_replica(ranks: RankPool, replicas: int, shard: int, schedu
     expected = replay(scenario)
     assert expected.counts[1] >= 4
     assert expected.counts[2] == 0
-    assert_same_run(simulate(ranks, scenario), expected)
+    assert_same_run(simulate(scenario), expected)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -90,12 +91,12 @@ def test_an_anomalous_replica(ranks: RankPool, replicas: int, shard: int, schedu
 @pytest.mark.parametrize("z", [None, 3.0])
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 def test_a_non_finite_replica(
-    ranks: RankPool, replicas: int, shard: int, z: float | None, temperature: float | None, value: float
+    replicas: int, shard: int, z: float | None, temperature: float | None, value: float
 ) -> None:
     """It is left out from the first round on, in that block alone, and follows the others again afterwards."""
     sync = edit(penalty={"z": z, "min_rounds": 10, "temperature": temperature, "clip": 1.0})
     scenario = Scenario(sync, replicas, shard, steps=8, scales={(2, 1, 1): value, (6, 0, 0): value})
-    got = simulate(ranks, scenario)
+    got = simulate(scenario)
     assert got.counts[1:] == (2, 0)
     assert all(np.isfinite(block).all() for block in got.final)
     assert_same_run(got, replay(scenario))
@@ -104,14 +105,12 @@ def test_a_non_finite_replica(
 @pytest.mark.parametrize("offender", [math.nan, 100.0])
 @pytest.mark.parametrize("schedule", ["blocking", "layerwise"])
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
-def test_all_anomalous_is_a_rollback(
-    ranks: RankPool, replicas: int, shard: int, schedule: str, offender: float
-) -> None:
+def test_all_anomalous_is_a_rollback(replicas: int, shard: int, schedule: str, offender: float) -> None:
     """The block returns to its anchor; anchor and momentum stay, which the rounds after it show."""
     scales = {(9, replica, block): offender for replica in range(replicas) for block in (1, 3)}
     sync = edit(penalty={**ALL_PARTS, "z": 6.0, "min_rounds": 3}, schedule=schedule)
     scenario = Scenario(sync, replicas, shard, steps=14, scales=scales)
-    got = simulate(ranks, scenario)
+    got = simulate(scenario)
     assert got.counts[2] == 2
     np.testing.assert_array_equal(got.forwards[10][1], got.forwards[8][1], err_msg="not the anchor")
     assert_same_run(got, replay(scenario))
@@ -125,14 +124,14 @@ def test_nobody_has_a_weight_where_all_are_anomalous() -> None:
         assert Penalty(section, 2, 2).judge(norms, torch.ones(2)).weights.tolist() == [[0.0, 0.5], [0.0, 0.5]]
 
 
-def test_a_mean_without_spread(ranks: RankPool) -> None:
+def test_a_mean_without_spread() -> None:
     """Norms that have always been 0 have no deviation: 0 is ordinary, anything above it is infinitely far."""
     scales = {(step, replica, block): 0.0 for step in range(1, 7) for replica in range(2) for block in range(4)}
     sync = edit(penalty={"z": 5.0})
     scenario = Scenario(sync, 2, 2, steps=8, scales=scales, pull=0.0)
     expected = replay(scenario)
     assert expected.counts == (4, 8, 4)
-    assert_same_run(simulate(ranks, scenario), expected)
+    assert_same_run(simulate(scenario), expected)
 
 
 FINISHES = {
@@ -147,11 +146,11 @@ FINISHES = {
 
 @pytest.mark.parametrize(("steps", "schedule"), FINISHES.values(), ids=FINISHES.keys())
 @pytest.mark.parametrize("method", ["diloco", "edit", "local_sgd"])
-def test_finish(ranks: RankPool, method: str, steps: int, schedule: str) -> None:
+def test_finish(method: str, steps: int, schedule: str) -> None:
     changes = {"schedule": schedule, "warmup_steps": 2}
     sync = edit(every=3, penalty=ALL_PARTS, **changes) if method == "edit" else choices(method, every=3, **changes)
     scenario = Scenario(sync, 2, 2, steps=steps)
-    got = simulate(ranks, scenario)
+    got = simulate(scenario)
     assert got.counts[0] == math.ceil((steps - 2) / 3)
     assert_same_run(got, replay(scenario))
 
@@ -165,12 +164,18 @@ RESUMED = {
 MOMENTS = {"in-warm-up": 1, "after-warm-up": 2, "in-first-round": 3, "armed": 11, "in-a-round": 13, "last-step": 18}
 
 
+@cache
+def left_alone(name: str) -> tuple[Trace, Trace]:
+    """The run that nobody stops, and the oracle's."""
+    scenario = Scenario(RESUMED[name], 2, 2, steps=18)
+    return simulate(scenario), replay(scenario)
+
+
 @pytest.mark.parametrize("resume_after", MOMENTS.values(), ids=MOMENTS.keys())
-@pytest.mark.parametrize("sync", RESUMED.values(), ids=RESUMED.keys())
-def test_a_resumed_run_is_the_run_left_alone(ranks: RankPool, sync: Any, resume_after: int) -> None:
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_is_the_run_left_alone(name: str, resume_after: int) -> None:
     """To the last bit, with everything built anew and loaded; 11 is the last step of a round."""
-    alone = Scenario(sync, 2, 2, steps=18)
-    got = simulate(ranks, Scenario(sync, 2, 2, steps=18, resume_after=resume_after))
-    expected = simulate(ranks, alone)
-    assert_same_bits(got, expected)
-    assert_same_run(got, replay(alone))
+    got = simulate(Scenario(RESUMED[name], 2, 2, steps=18, resume_after=resume_after))
+    alone, expected = left_alone(name)
+    assert_same_bits(got, alone)
+    assert_same_run(got, expected)

@@ -12,6 +12,7 @@ import pytest
 from llmtrain.errors import DONE, STOPPED_EARLY
 from tests.end_to_end.runs import ROOT, Runs, exact
 
+pytestmark = pytest.mark.deep
 LONG = ("parallel.replicas=2", "parallel.shard=2", "train.steps=40", "eval.every=40", "sync.offload=true")
 
 

@@ -22,6 +22,7 @@ from tests.distributed.real_engine import Case, Outcome, build_case, mesh_of, mi
 from tests.emulated_gpu import as_cuda
 from tests.emulated_gpu.races import looked_for
 
+pytestmark = pytest.mark.deep
 PENALTY = {"z": 3.0, "temperature": 1.0, "clip": 0.5}
 OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "mix": 0.5}
 ZERO_3 = {"precision": "fp32", "engine": "zero", "zero_stage": 3}

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import psutil
+from filelock import FileLock
+
+from tests.mother import ROOT, Mother, Process, run_llmtrain, session
+
 RECIPE = "recipes/quickstart.yaml"
 TINY = [
     *(
@@ -22,6 +29,12 @@ TINY = [
     *("schedule.warmup_steps=2", "checkpoint.every=6", "eval.every=8", "eval.tokens=4000", "log.every=2"),
     "run.restarts=0",
 ]
+SHORT = [
+    *("train.steps=12", "train.micro_batch=4", "checkpoint.every=3", "log.every=1", "log.tensorboard=false"),
+    *("eval.every=null", "eval.tokens=320", "eval.sample_prompt=null"),
+]
+"""Two synchronous steps, two rounds of four and a short one; validation before and after only."""
+TOKENS_A_STEP = 16 * 32
 EXACT = (
     "step",
     "tokens",
@@ -32,47 +45,100 @@ EXACT = (
     "sync/pseudo_grad_norm",
     "comm/bytes_total",
 )
+TEXT_CHARACTERS = 40_000
+RUN_SECONDS = 200
+"""Most that a run may take, on a busy machine."""
 
 
 class Runs:
-    """Starts runs of a tiny recipe in one scratch folder, with `changes` to the environment; token shards are made once."""
+    """Starts runs of a tiny recipe in one scratch folder, which pytest's tmp_path_factory has made, with `changes` to the
+    environment. The text, its tokens and runs to compare with are shared by all tests of the session."""
 
-    def __init__(self, folder: Path, changes: Mapping[str, str] | None = None):
+    def __init__(self, folder: Path, changes: Mapping[str, str] | None = None, shared: Path | None = None):
         self.folder, self.environment = folder, environment() | dict(changes or {})
+        self._mother = Mother(changes) if changes else session()
+        of_all_workers = folder.parents[1] if "PYTEST_XDIST_WORKER" in os.environ else folder.parent
+        self.shared = shared or of_all_workers / "shared"
 
     def command(self, name: str, *overrides: str) -> list[str]:
-        keys = [f"run.name={name}", f"run.out_dir={self.folder / 'runs'}", f"data.cache_dir={self.folder / 'data'}"]
-        return ["bash", "launch/train.sh", RECIPE, *TINY, *keys, *overrides]
+        text, folder = write_text(self.shared), self.folder
+        keys = [f"run.name={name}", f"run.out_dir={folder / 'runs'}", f"data.cache_dir={self.shared / 'data'}"]
+        keys += [f"data.source={text}", "data.tokenizer=train:400", "data.validation_fraction=0.2"]
+        return ["bash", "launch/train.sh", RECIPE, *TINY, *SHORT, *keys, *overrides]
 
-    def start(self, command: list[str]) -> subprocess.Popen:
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+    def start(self, command: list[str], fresh: bool = False) -> Process | subprocess.Popen:
+        """Start a command in a session of its own; `fresh`: by a shell and a new interpreter instead of a fork."""
+        return start(command, self.environment, fresh, self._mother)
 
-    def run(self, name: str, *overrides: str) -> tuple[int, str]:
+    def run(self, name: str, *overrides: str, fresh: bool = False) -> tuple[int, str]:
         """(exit code, output)."""
-        process = self.start(self.command(name, *overrides))
-        output, _ = process.communicate(timeout=300)
+        return self.end(self.start(self.command(name, *overrides), fresh))
+
+    def train(self, name: str, *overrides: str) -> tuple[int, str]:
+        """(exit code, output) of `llmtrain train` in one process, without a launcher."""
+        alone = ("parallel.replicas=1", "parallel.shard=1", *overrides)
+        return self.end(self.start([sys.executable, "-m", "llmtrain", "train", *self.command(name, *alone)[2:]]))
+
+    def end(self, process: Process | subprocess.Popen) -> tuple[int, str]:
+        """Wait for it; (exit code, output)."""
+        output, _ = process.communicate(timeout=RUN_SECONDS)
         return process.returncode, output
 
     def path(self, name: str) -> Path:
         return self.folder / "runs" / name
 
     def lines(self, name: str) -> list[dict]:
-        return [json.loads(line) for line in (self.path(name) / "metrics.jsonl").read_text().splitlines()]
+        return lines_of(self.path(name))
+
+    def exact(self, name: str) -> list[dict]:
+        """Return what must not differ by one bit from the lines of another run."""
+        return [exact(line) for line in self.lines(name)]
+
+    def reference(self, replicas: int = 2, shard: int = 2, *overrides: str) -> Path:
+        """Return the folder of a run on such a mesh that nobody disturbs, trained once in the session. Only to be read."""
+        keys = (f"parallel.replicas={replicas}", f"parallel.shard={shard}", *overrides)
+        name = f"{replicas}x{shard}-{hashlib.sha256(' '.join(overrides).encode()).hexdigest()[:8]}"
+        references = Runs(self.shared / "references", shared=self.shared)
+        references.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(references.folder / f"{name}.lock"):
+            if not (references.path(name) / "summary.json").exists():
+                code, output = references.run(name, *keys)
+                assert code == 0, output
+        return references.path(name)
 
     def wait_for(self, name: str, step: int) -> None:
         """Until the checkpoint of `step` is there."""
-        deadline = time.monotonic() + 120
-        while not (self.path(name) / f"checkpoints/step-{step:08d}").exists():
-            assert time.monotonic() < deadline, f"no checkpoint of step {step} in 120 s"
-            time.sleep(0.02)
+        checkpoint = self.path(name) / f"checkpoints/step-{step:08d}"
+        wait_until(checkpoint.exists, f"no checkpoint of step {step}")
+
+
+def start(
+    command: list[str], environment: Mapping[str, str], fresh: bool = False, mother: Mother | None = None
+) -> Process | subprocess.Popen:
+    """Start a command in the repository; forked from the mother where it is llmtrain's, unless it is to be `fresh`."""
+    arguments = None if fresh else llmtrain_arguments(command)
+    if arguments is not None:
+        return (mother or session()).fork(run_llmtrain, *arguments, environment=environment, capture=True)
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def llmtrain_arguments(command: Sequence[str]) -> list[str] | None:
+    """Return what the program `llmtrain` gets from a command that starts it; None for other commands."""
+    for prefix, arguments in (
+        (["bash", "launch/train.sh"], ["launch"]),
+        ([sys.executable, "-m", "llmtrain"], []),
+    ):
+        if list(command[: len(prefix)]) == prefix:
+            return [*arguments, *command[len(prefix) :]]
+    return None
 
 
 def environment() -> dict[str, str]:
@@ -81,6 +147,82 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PATH": path, "VIRTUAL_ENV": sys.prefix, "OMP_NUM_THREADS": "1"}
 
 
+def write_text(folder: Path) -> Path:
+    """Return a file of 40 KB of Python in several documents, written once in the session."""
+    path = folder / "text.txt"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        sources = sorted((ROOT / "llmtrain" / "sync").glob("*.py")) + sorted((ROOT / "llmtrain" / "data").glob("*.py"))
+        partial = folder / f"text-{os.getpid()}"
+        partial.write_text("<|endoftext|>".join(source.read_text() for source in sources)[:TEXT_CHARACTERS])
+        with contextlib.suppress(FileExistsError):  # the other worker was first
+            os.link(partial, path)
+        partial.unlink()
+    return path
+
+
+def lines_of(run: Path) -> list[dict]:
+    """Return the lines of a run's metrics."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def exact(line: dict) -> dict:
     """What must not differ by one bit between two runs."""
     return {key: line[key] for key in EXACT if key in line}
+
+
+def exact_lines(run: Path) -> list[dict]:
+    """Return what must not differ by one bit between two runs, of all lines."""
+    return [exact(line) for line in lines_of(run)]
+
+
+def losses(run: Path) -> list[float]:
+    """Return a run's training losses, in the order of steps."""
+    return [line["train/loss"] for line in lines_of(run) if "train/loss" in line]
+
+
+def summary(run: Path) -> dict:
+    """Return what a run says of itself at its end."""
+    return json.loads((run / "summary.json").read_text())
+
+
+def ranks_of(launcher: Process | subprocess.Popen) -> list[psutil.Process]:
+    """Return the ranks that a launcher has forked by its server and that live, by number."""
+    try:
+        below = psutil.Process(launcher.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    named = {}
+    for process in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            program, _, number = process.name().partition("-")
+            if program == "llmtrain" and number.isdigit() and process.status() != psutil.STATUS_ZOMBIE:
+                named[int(number)] = process
+    return [named[number] for number in sorted(named)]
+
+
+def family_of(launcher: Process | subprocess.Popen) -> list[psutil.Process]:
+    """Return a launcher and all processes below it."""
+    process = psutil.Process(launcher.pid)
+    return [process, *process.children(recursive=True)]
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Ended, whether or not whoever adopted it has looked."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def wait_until(condition: Callable[[], object], otherwise: str, seconds: float = 120.0, pause: float = 0.02) -> None:
+    """Wait for a condition; fail with `otherwise` if it does not hold within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{otherwise} after {seconds:g} s"
+        time.sleep(pause)
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        return opened.getsockname()[1]

@@ -7,55 +7,71 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from llmtrain.compare.cluster import why_no_cluster
-from tests.end_to_end.runs import ROOT, TINY, environment
+from tests.end_to_end import forked_trials
+from tests.end_to_end.runs import ROOT, Runs, start, wait_until
+from tests.mother import ADDRESS, session
 
 needs_hosts = pytest.mark.skipif(why_no_cluster() is not None, reason=str(why_no_cluster()))
 FILE = """
 name: small
 out_dir: {out}
 recipe: {root}/recipes/quickstart.yaml
-overrides: [{overrides}, train.steps=20, eval.every=10, checkpoint.every=null, log.tensorboard=false, data.cache_dir={data}]
+overrides: [{overrides}, train.steps={steps}, eval.every=4, checkpoint.every=null]
 hosts: {{count: 2}}
 runs:
-  synchronous: {{overrides: [sync.method=synchronous]}}
-  diloco: {{overrides: [sync.method=diloco, sync.warmup_steps=2, sync.period.every=4]}}
-{more}
-baseline: synchronous
-trace: {{first: 6, steps: 10}}
+{runs}
+conditions:
+{conditions}
+baseline: {baseline}
+trace: {{first: 4, steps: 4}}
 """
+SYNCHRONOUS = "  synchronous: {overrides: [sync.method=synchronous]}"
+DILOCO = "  diloco: {overrides: [sync.method=diloco, sync.warmup_steps=2, sync.period.every=4]}"
+BROKEN = "  broken: {overrides: [sync.method=diloco, sync.warmup_steps=2, sync.period.every=4, optim.lr=1e30]}"
+ELASTIC = """  elastic:
+    overrides: [sync.method=diloco, sync.warmup_steps=2, sync.period.every=4, train.steps=20]
+    replicas: 1
+    restarts: [{after_step: 2, replicas: 2}]"""
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Token shards, made once."""
-    return tmp_path_factory.mktemp("data")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
 
 
-def comparison(folder: Path, data: Path, more: str = "") -> Path:
+def comparison(folder: Path, runs: Runs, *compared: str, steps: int = 8, conditions: str) -> Path:
+    """Write a comparison file; the first of the runs is the baseline."""
     file = folder / "small.yaml"
-    common = [f'"{key}"' for key in TINY if not key.startswith("sync.")]
-    keys = {"out": folder, "root": ROOT, "data": data, "overrides": ", ".join(common), "more": more}
-    file.write_text(FILE.format(**keys))
+    common = [f'"{key}"' for key in runs.command("")[3:] if not key.startswith(("sync.", "run.name=", "run.out_dir="))]
+    file.write_text(
+        FILE.format(
+            out=folder,
+            root=ROOT,
+            overrides=", ".join(common),
+            steps=steps,
+            runs="\n".join(compared),
+            conditions=conditions,
+            baseline=compared[0].split(":")[0].strip(),
+        )
+    )
     return file
 
 
-def start(*arguments: str | Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "llmtrain", "compare", *map(str, arguments)]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
 def compare(*arguments: str | Path) -> tuple[int, str]:
-    process = start(*arguments)
+    """(exit code, output) of a comparison on loopback, or of a report."""
+    words = map(str, arguments)
+    process = session().fork(forked_trials.compare, *words, environment={ADDRESS: session().address}, capture=True)
     output, _ = process.communicate(timeout=300)
     return process.returncode, output
+
+
+def start_on_hosts(file: Path, runs: Runs) -> subprocess.Popen:
+    return start([sys.executable, "-m", "llmtrain", "compare", str(file)], runs.environment, fresh=True)
 
 
 def records(folder: Path) -> dict[tuple[str, str], dict]:
@@ -63,27 +79,16 @@ def records(folder: Path) -> dict[tuple[str, str], dict]:
     return {(record["condition"], record["run"]): record for record in found}
 
 
-ELASTIC = """  elastic:
-    overrides: [sync.method=diloco, sync.warmup_steps=2, sync.period.every=4, train.steps=40]
-    replicas: 1
-    restarts: [{after_step: 5, replicas: 2}]
-conditions:
-  plain: {delays: {who: 0, seconds: 0.1}}"""
+SLEEPY = "  plain: {delays: {who: 0, seconds: 0.1}}"
 
 
-def test_on_loopback_without_root(tmp_path: Path, data: Path) -> None:
-    file = comparison(tmp_path, data, ELASTIC)
+def test_on_loopback_without_root(tmp_path: Path, runs: Runs) -> None:
+    file = comparison(tmp_path, runs, SYNCHRONOUS, DILOCO, conditions=SLEEPY)
     code, output = compare(file, "--no-shaping")
     assert code == 0, output
-    assert "trial 2 of 3: plain · diloco · seed 1234" in output
-    assert {key: record["state"] for key, record in records(tmp_path).items()} == {
-        ("plain", "synchronous"): "done",
-        ("plain", "diloco"): "done",
-        ("plain", "elastic"): "done",
-    }
-    elastic = tmp_path / "small/plain/elastic/seed-1234"
-    assert "written by 1 replicas x 1 shards" in (elastic / "host0.log").read_text()
-    assert json.loads((elastic / "summary.json").read_text())["replicas"] == 2
+    assert "trial 2 of 2: plain · diloco · seed 1234" in output
+    states = {key: record["state"] for key, record in records(tmp_path).items()}
+    assert states == {("plain", "synchronous"): "done", ("plain", "diloco"): "done"}
     report = (tmp_path / "small" / "report.md").read_text()
     assert "on loopback, without limits" in report and "| diloco" in report
     assert (tmp_path / "small" / "report.html").stat().st_size > 50_000
@@ -95,24 +100,32 @@ def test_on_loopback_without_root(tmp_path: Path, data: Path) -> None:
     assert code == 0 and (tmp_path / "another" / "report.html").exists(), output
 
 
+def test_a_run_goes_on_with_more_replicas(tmp_path: Path, runs: Runs) -> None:
+    file = comparison(tmp_path, runs, ELASTIC, conditions=SLEEPY)
+    code, output = compare(file, "--no-shaping")
+    assert code == 0, output
+    assert records(tmp_path)["plain", "elastic"]["state"] == "done"
+    elastic = tmp_path / "small/plain/elastic/seed-1234"
+    assert "written by 1 replicas x 1 shards" in (elastic / "host0.log").read_text()
+    assert json.loads((elastic / "summary.json").read_text())["replicas"] == 2
+
+
 @needs_hosts
-def test_two_hosts_one_run_that_fails_and_an_interruption(tmp_path: Path, data: Path) -> None:
+@pytest.mark.deep
+def test_two_hosts_one_run_that_fails_and_an_interruption(tmp_path: Path, runs: Runs) -> None:
     """The failing run is shown with its last lines and loses nobody else; an interrupted comparison goes on."""
-    more = """  broken: {overrides: [sync.method=diloco, sync.warmup_steps=2, sync.period.every=4, optim.lr=1e30]}
-conditions:
-  thin: {bandwidth_mbit: 50, delays: {who: 1, seconds: 0.05}}"""
-    file = comparison(tmp_path, data, more)
-    process = start(file)
-    deadline = time.monotonic() + 120
-    while ("thin", "synchronous") not in records(tmp_path):
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
-        time.sleep(0.1)
+    thin = "  thin: {bandwidth_mbit: 50, delays: {who: 1, seconds: 0.05}}"
+    file = comparison(tmp_path, runs, SYNCHRONOUS, DILOCO, BROKEN, steps=20, conditions=thin)
+    process = start_on_hosts(file, runs)
+    wait_until(
+        lambda: ("thin", "synchronous") in records(tmp_path) or process.poll() is not None, "no trial is over", 200
+    )
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 3 and "interrupted; start the same command again" in output
     first = records(tmp_path)["thin", "synchronous"]
 
-    code, output = compare(file)
+    code, output = runs.end(start_on_hosts(file, runs))
     assert code == 1, output
     made = records(tmp_path)
     assert made["thin", "synchronous"] == first, "a finished trial is not made again"

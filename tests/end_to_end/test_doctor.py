@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from llmtrain.compare.cluster import Host, HostLimits, virtual_cluster
-from tests.end_to_end.runs import RECIPE, ROOT, TINY, environment
-from tests.multi_node.runs import ends, needs_hosts, start
+from tests.end_to_end.runs import RECIPE, TINY, environment, start
+from tests.mother import run_llmtrain
+from tests.multi_node.runs import ends, needs_hosts, start_rank
 
-PORT = "29517"
 SECONDS = 200
 """In which the doctor of two hosts must have ended, on a busy machine."""
 
@@ -28,37 +27,42 @@ def lines_of(output: str) -> str:
     return re.sub(r"\s+", " ", output)
 
 
+def doctor(*arguments: str) -> tuple[int, str]:
+    """(exit code, output) of the doctor of this machine alone."""
+    process = start([sys.executable, "-m", "llmtrain", "doctor", RECIPE, *arguments], environment())
+    output, _ = process.communicate(timeout=SECONDS)
+    return process.returncode, output
+
+
 def test_alone_it_looks_at_this_machine_and_the_recipe(folders):
-    command = [sys.executable, "-m", "llmtrain", "doctor", RECIPE, *TINY, *folders]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
-    shown = lines_of(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = doctor(*TINY, *folders)
+    shown = lines_of(output)
+    assert code == 0, output
     assert "ok launch/train.sh would start 4 processes on this machine alone" in shown
     assert "ok mesh: 2 replicas x 2 shards (no GPU: parallel.on_cpu)" in shown
     assert "lo (127.0.0.1)" in shown
 
 
 def test_a_problem_is_exit_code_1_and_a_bad_recipe_2(folders):
-    command = [sys.executable, "-m", "llmtrain", "doctor"]
-    run = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 120}
-    wrong = subprocess.run([*command, RECIPE, *TINY, *folders, "parallel.replica_network=wlan7"], **run)
-    assert wrong.returncode == 1 and "problem parallel.replica_network is wlan7" in lines_of(wrong.stdout)
-    bad = subprocess.run([*command, RECIPE, "optim.speed=3"], **run)
-    assert bad.returncode == 2 and "optim.speed" in bad.stderr and not bad.stdout
+    code, output = doctor(*TINY, *folders, "parallel.replica_network=wlan7")
+    assert code == 1 and "problem parallel.replica_network is wlan7" in lines_of(output)
+    code, output = doctor("optim.speed=3")
+    assert code == 2 and "optim.speed" in output
+    assert output.startswith("error: ") and output.count("\n") == 1, "nothing but the reason"
 
 
 def examine(pair: list[Host], arguments: list[str], *of_the_second: str) -> tuple[list[int], str]:
     """The doctor on two hosts: (exit codes, what the first one wrote)."""
     started = []
-    for number, host in enumerate(pair):
-        command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number)]
-        command += ["--master-addr", pair[0].addresses[0], "--master-port", PORT, "-m", "llmtrain", "doctor", RECIPE]
-        started.append(start(host, [*command, *arguments, *(of_the_second if number else ())]))
+    for rank, host in enumerate(pair):
+        words = [*arguments, *(of_the_second if rank else ())]
+        started.append(start_rank(host, rank, 2, pair[0].address, run_llmtrain, "doctor", RECIPE, *words))
     ended = ends(started, SECONDS)
     return [code for code, _ in ended], ended[0][1]
 
 
 @needs_hosts
+@pytest.mark.deep
 def test_between_hosts_it_measures_the_network(folders):
     with virtual_cluster([HostLimits(bandwidth_mbit=80)] * 2) as pair:
         codes, output = examine(pair, [*TINY, *folders, "parallel.shard=1"])

@@ -6,8 +6,6 @@ import io
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,9 @@ from rich.console import Console
 from llmtrain.eval import pieces
 from llmtrain.eval.command import evaluate
 from llmtrain.suites.suite import load_suite
-from tests.end_to_end.runs import ROOT, Runs, environment
+from tests.end_to_end import forked_evaluations
+from tests.end_to_end.runs import ROOT, TOKENS_A_STEP, Runs, exact_lines
+from tests.mother import ADDRESS, session
 
 pytest.importorskip(
     "lm_eval", reason="lm-evaluation-harness is not installed: pip install -c constraints.txt -e '.[eval]'"
@@ -27,7 +27,6 @@ SUITE = """
 tasks: [{task: offline_piqa, show: [acc_norm, bits_per_byte]}]
 texts: [{name: words, file: words.txt, window: 16}]
 """
-ALONE = ["parallel.replicas=1", "parallel.shard=1", "eval.sample_prompt=null"]
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +34,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
 
 
-def train(runs: Runs, name: str, *overrides: str) -> str:
-    """The output of a run of one process."""
-    command = [sys.executable, "-m", "llmtrain", "train", *runs.command(name, *ALONE, *overrides)[2:]]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def train(runs: Runs, name: str, *overrides: str) -> tuple[int, str]:
+    """(exit code, output) of a run of one process."""
+    words = runs.command(name, "parallel.replicas=1", "parallel.shard=1", *overrides)[2:]
+    environment = {**runs.environment, ADDRESS: session().address}
+    return runs.end(session().fork(forked_evaluations.train, *words, environment=environment, capture=True))
 
 
 @pytest.fixture(scope="module")
@@ -55,26 +53,30 @@ def suite(runs: Runs) -> str:
 
 @pytest.fixture(scope="module")
 def quick(runs: Runs, suite: str) -> str:
-    """The output of a run of 24 steps with checkpoints every 6, of which only the newest stays, and every second until it
+    """The output of a run of 12 steps with checkpoints every 3, of which only the newest stays, and every second until it
     is evaluated."""
     keys = {"name": suite, "every": 2, "limit": 6, "data_dir": runs.folder, "threads": 1}
-    return train(runs, "quick", "checkpoint.keep=1", *(f"eval.suite.{key}={value}" for key, value in keys.items()))
+    code, output = train(
+        runs, "quick", "checkpoint.keep=1", *(f"eval.suite.{key}={value}" for key, value in keys.items())
+    )
+    assert code == 0, output
+    return output
 
 
 def test_checkpoints_are_evaluated_while_training_goes_on(runs: Runs, suite: str, quick: str) -> None:
     lines, run = quick.splitlines(), runs.path("quick")
     found = {}
-    for step in (12, 24):
+    for step in (6, 12):
         found[step] = json.loads((run / f"eval/quick-step-{step:08d}.json").read_text())
-        assert f"step {step}/24 | quick: {found[step]['in_short']}" in lines
+        assert f"step {step}/12 | quick: {found[step]['in_short']}" in lines
         assert found[step]["in_short"].startswith("offline_piqa acc_norm 0.")
         assert "± 0." in found[step]["in_short"] and "near chance, words loss" in found[step]["in_short"]
-        assert found[step]["checkpoint_step"] == step and found[step]["tokens"] == step * 16 * 32
+        assert found[step]["checkpoint_step"] == step and found[step]["tokens"] == step * TOKENS_A_STEP
         assert "offline_piqa" in (run / f"eval/log/quick-step-{step:08d}.log").read_text()
-    assert found[24]["results"]["words"]["loss"] < found[12]["results"]["words"]["loss"]
-    assert found[24]["results"]["offline_piqa"]["n"] == 6
-    assert not list(run.glob("eval/quick-step-0000000*.json"))
-    assert next(line for line in lines if "Trained 24 steps" in line)
+    assert found[12]["results"]["words"]["loss"] < found[6]["results"]["words"]["loss"]
+    assert found[12]["results"]["offline_piqa"]["n"] == 6
+    assert not list(run.glob("eval/quick-step-0000000[39]*.json"))
+    assert next(line for line in lines if "Trained 12 steps" in line)
     assert lines[-1].startswith(f"all checkpoints: python -m llmtrain eval {run} --suite {suite} --limit 6")
 
 
@@ -89,56 +91,48 @@ def test_over_time_everything_is_in_the_cache(
         monkeypatch.delattr(pieces, name)
     monkeypatch.delattr(pieces.texts, "evaluate_text")
     results = evaluate([run], suite, over_time=True, limit=6, data_dir=runs.folder, console=Console(quiet=True))
-    kept = [json.loads((run / f"eval/quick-step-{step:08d}.json").read_text()) for step in (12, 24)]
+    kept = [json.loads((run / f"eval/quick-step-{step:08d}.json").read_text()) for step in (6, 12)]
     assert [each["results"] for each in results] == [each["results"] for each in kept]
     assert (run / "eval/quick-over-time.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture(scope="module")
-def stories(runs: Runs, suite: str, shared_data: Path) -> str:
-    """The output of a run on TinyStories whose suite can't be evaluated."""
+def failing(runs: Runs, suite: str) -> list[str]:
+    """Keys of a suite whose only task asks for a column that its data does not have."""
     task = (ROOT / "eval/tasks/piqa.yaml").read_text().replace("offline_piqa", "broken")
     (runs.folder / "tasks").mkdir()
     (runs.folder / "tasks/broken.yaml").write_text(task.replace("goal", "no_such_column"))
     shutil.copy(ROOT / "eval/tasks/local_jsonl.py", runs.folder / "tasks")
     (runs.folder / "bad.yaml").write_text("task_folders: [tasks]\ntasks: [{task: broken}]\n")
-    text = [
-        f"data.source={shared_data}/tinystories/valid.txt",
-        "data.tokenizer=train:512",
-        "data.validation_fraction=0.2",
-    ]
-    keys = {"name": runs.folder / "bad.yaml", "data_dir": runs.folder}
-    return train(runs, "stories", *text, "checkpoint.every=null", *(f"eval.suite.{k}={v}" for k, v in keys.items()))
+    return [f"eval.suite.name={runs.folder / 'bad.yaml'}", f"eval.suite.data_dir={runs.folder}"]
 
 
-def test_a_failing_suite_does_not_touch_the_run(runs: Runs, stories: str) -> None:
-    failed = [line for line in stories.splitlines() if "step 24/24 | bad: the evaluation failed (exit code 1)" in line]
-    assert len(failed) == 1 and failed[0].endswith("bad-step-00000024.log"), stories
-    assert json.loads((runs.path("stories") / "summary.json").read_text())["stopped"] == "done"
+def test_a_failing_suite_does_not_touch_the_run(runs: Runs, failing: list[str]) -> None:
+    code, output = train(runs, "failing", "checkpoint.every=null", *failing)
+    assert code == 0, output
+    failed = [line for line in output.splitlines() if "step 12/12 | bad: the evaluation failed (exit code 1)" in line]
+    assert len(failed) == 1 and failed[0].endswith("bad-step-00000012.log"), output
+    assert runs.exact("failing") == exact_lines(runs.reference(1, 1))
 
 
 def test_a_suite_that_lacks_its_data_is_refused_before_anything_else(runs: Runs, suite: str) -> None:
-    command = runs.command("refused", *ALONE, f"eval.suite={{name: {suite}, data_dir: /nowhere}}")
-    done = subprocess.run(
-        [sys.executable, "-m", "llmtrain", "train", *command[2:]],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == (
+    code, output = train(runs, "refused", f"eval.suite={{name: {suite}, data_dir: /nowhere}}")
+    assert (code, output) == (
+        2,
         "error: eval.suite.data_dir /nowhere is not a folder, so it has no piqa/validation.jsonl, which task offline_piqa "
-        "reads; see eval/README.md\n"
+        "reads; see eval/README.md\n",
     )
     assert not runs.path("refused").exists()
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(600)
-def test_the_small_suites_tasks_from_local_files(runs: Runs, quick: str, stories: str, shared_data: Path) -> None:
+def test_the_small_suites_tasks_from_local_files(runs: Runs, quick: str, shared_data: Path) -> None:
     """Of a model trained by the quickstart's recipe and one trained on TinyStories: what eval/README.md documents, with
     few steps and documents."""
+    text = [f"data.source={shared_data}/tinystories/valid.txt", "data.tokenizer=train:512"]
+    code, output = train(runs, "stories", *text)
+    assert code == 0, output
     screen = io.StringIO()
     results = evaluate(
         [runs.path("quick"), runs.path("stories")],

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import Runs, exact
-
-TOKENS = 16 * 32
-"""Of one step of all replicas."""
+from tests.end_to_end.runs import TOKENS_A_STEP, Runs, losses, summary
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
-
-
-def summary(path: Path) -> dict:
-    return json.loads((path / "summary.json").read_text())
 
 
 def forget_after(path: Path, step: int) -> None:
@@ -37,53 +29,71 @@ RESUMED = {
     "co2": ["sync.period.every=5"],
     "palsgd": ["sync.schedule=layerwise", "sync.pull.probability=0.4"],
 }
+TRUE_LENGTH = ["parallel.shard=2", "train.steps=24", "checkpoint.every=6"]
 
 
-@pytest.mark.parametrize("method", RESUMED)
-def test_a_run_with_messages_under_way_continues_to_the_same_losses(runs: Runs, method: str):
-    changes = [f"sync.method={method}", *RESUMED[method], "eval.sample_prompt=null", "log.tensorboard=false"]
-    code, output = runs.run(method, *changes)
+@pytest.fixture
+def whole(runs: Runs, method: str, length: list[str], step: int) -> list[dict]:
+    """What the undisturbed run logs."""
+    code, output = runs.run(f"{method}-{step}", f"sync.method={method}", *RESUMED[method], *length)
     assert code == 0, output
-    whole = runs.lines(method)
-    forget_after(runs.path(method), 12)
-    code, output = runs.run(method, *changes)
-    assert code == 0 and "step-00000012" in output, output
-    assert [exact(line) for line in runs.lines(method)] == [exact(line) for line in whole]
+    return runs.exact(f"{method}-{step}")
 
 
-def test_palsgd_reports_steps_and_gradients(runs: Runs):
-    result = summary(runs.path("palsgd"))
-    assert result["steps"] == 24 and 10 < result["gradient_steps"] < 24
-    assert result["tokens"] == result["gradient_steps"] * TOKENS, "a pull reads no data"
-    assert runs.lines("palsgd")[-1]["tokens"] == result["tokens"]
+@pytest.mark.parametrize(
+    ("method", "length", "step"),
+    [
+        ("streaming_diloco", ["parallel.shard=1"], 6),
+        *(pytest.param(method, TRUE_LENGTH, 12, marks=pytest.mark.deep) for method in RESUMED),
+    ],
+)
+def test_a_run_with_messages_under_way_continues_to_the_same_losses(
+    runs: Runs, whole: list[dict], method: str, length: list[str], step: int
+):
+    name = f"{method}-{step}"
+    changes = [f"sync.method={method}", *RESUMED[method], *length]
+    forget_after(runs.path(name), step)
+    code, output = runs.run(name, *changes)
+    assert code == 0 and f"step-{step:08d}" in output, output
+    assert runs.exact(name) == whole
+    if method == "palsgd":
+        said = summary(runs.path(name))
+        assert said["steps"] == 24 and 10 < said["gradient_steps"] < 24
+        assert said["tokens"] == said["gradient_steps"] * TOKENS_A_STEP, "a pull reads no data"
+        assert runs.lines(name)[-1]["tokens"] == said["tokens"]
 
 
 def test_a_edit_ends_on_the_tokens_of_all_replicas(runs: Runs):
-    period = "sync.period={kind: seconds, every: 0.3, min_steps: 2}"
-    changes = ["sync.method=a_edit", period, "eval.sample_prompt=null", "parallel.replicas=4", "parallel.shard=1"]
+    period = "sync.period={kind: seconds, every: 0.01, min_steps: 2}"
+    changes = ["sync.method=a_edit", period, "train.steps=8", "parallel.replicas=4", "parallel.shard=1"]
     code, output = runs.run("a_edit", *changes)
     assert code == 0, output
     result, lines = summary(runs.path("a_edit")), runs.lines("a_edit")
-    assert result["stopped"] == "done" and result["tokens"] >= 24 * TOKENS
-    assert result["steps"] == result["tokens"] // TOKENS
-    assert result["gradient_steps"] * TOKENS == result["tokens"]
+    assert result["stopped"] == "done" and result["tokens"] >= 8 * TOKENS_A_STEP
+    assert result["steps"] == result["tokens"] // TOKENS_A_STEP
+    assert result["gradient_steps"] * TOKENS_A_STEP == result["tokens"]
     assert result["sync_count"] > 1
     steps = [line["step"] for line in lines if "train/loss" in line]
     assert steps == sorted(set(steps)) and steps[-1] == result["steps"]
 
 
-def test_wagma_trains_and_stops_its_thread(runs: Runs):
-    changes = ["sync.method=wagma", "parallel.replicas=4", "parallel.shard=1", "eval.sample_prompt=null"]
-    code, output = runs.run("wagma", *changes)
-    assert code == 0, output
-    first, *_, last = (line["eval/loss"] for line in runs.lines("wagma") if "eval/loss" in line)
-    assert last < first - 0.3
-    forget_after(runs.path("wagma"), 12)
-    code, output = runs.run("wagma", *changes)
-    assert code == 0 and "step-00000012" in output, output
+@pytest.mark.deep
+def test_wagma_trains_continues_and_stops_its_thread(runs: Runs):
+    changes = ["sync.method=wagma", "parallel.replicas=4", "parallel.shard=1", *TRUE_LENGTH[1:]]
+    for resumed in (False, True):
+        code, output = runs.run("wagma", *changes)
+        assert code == 0 and ("step-00000012" in output or not resumed), output
+        first, *_, last = (line["eval/loss"] for line in runs.lines("wagma") if "eval/loss" in line)
+        assert last < first - 0.3
+        assert [line["step"] for line in runs.lines("wagma") if "train/loss" in line] == list(range(1, 25))
+        if not resumed:
+            forget_after(runs.path("wagma"), 12)
 
 
-def test_diloco_of_two_replicas_with_three_shards(runs: Runs):
-    changes = ["sync.method=diloco", "parallel.shard=3", "train.global_batch=12", "train.steps=8"]
-    code, output = runs.run("three_shards", *changes, "eval.sample_prompt=null")
+@pytest.mark.deep
+def test_replicas_of_three_shards_train_as_replicas_of_one(runs: Runs):
+    changes = ["sync.method=diloco", "train.global_batch=12", "train.micro_batch=1"]
+    code, output = runs.run("three_shards", *changes, "parallel.replicas=2", "parallel.shard=3")
     assert code == 0 and "2 replicas x 3 shards" in output, output
+    ours, theirs = losses(runs.path("three_shards")), losses(runs.reference(2, 1, *changes))
+    assert ours == pytest.approx(theirs, rel=1e-4)

@@ -23,6 +23,7 @@ SECONDS = 120
 NARROWEST_WINDOW = 500
 """Chromium makes no narrower ones; a frame inside can be."""
 
+
 WATCH = """
 <script>
   window.faults = [];
@@ -100,7 +101,7 @@ def seen(report: Path, folder: Path, width: int) -> dict[str, Any]:
     return json.loads(unescape(found[1]))
 
 
-@pytest.mark.parametrize("width", [1400, 420])
+@pytest.mark.parametrize("width", [pytest.param(1400, marks=pytest.mark.deep), 420])
 def test_a_report_is_readable_in_a_browser(report: Path, tmp_path: Path, width: int) -> None:
     result = seen(report, tmp_path, width)
     assert result["faults"] == []

@@ -1,11 +1,6 @@
-"""One rank of a start on several hosts, without a model: meets the others, makes the mesh, prints it, and leaves.
-
-python -m tests.multi_node.only_meet TIMEOUT_SECONDS [REPLICA_NETWORK]
-"""
+"""One rank of a start on several hosts, without a model: meets the others, makes the mesh, prints it, and leaves."""
 
 from __future__ import annotations
-
-import sys
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import BAD_USAGE, FAILED, TrainingError, UserError
@@ -15,7 +10,7 @@ from llmtrain.parallel.world import World
 
 
 def main(timeout: str, replica_network: str | None = None) -> int:
-    """The exit code of a run that starts like this."""
+    """Start as a run does that has these seconds and asks for this network; return its exit code."""
     world = World.from_environment()
     try:
         meeting = meet(world, ParallelSection(replica_network=replica_network), lambda: 0.0, float(timeout))
@@ -25,7 +20,3 @@ def main(timeout: str, replica_network: str | None = None) -> int:
         print(f"error: {error}")
         return BAD_USAGE if isinstance(error, UserError) else FAILED
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
-from llmtrain.compare.cluster import Host, why_no_cluster
-from tests.end_to_end.runs import ROOT, Runs, environment, exact
+from llmtrain.compare.cluster import Host, VirtualHost, why_no_cluster
+from llmtrain.compare.cluster.namespaces import FILES
+from tests.end_to_end.runs import ROOT, Runs, environment, llmtrain_arguments
+from tests.mother import Process, run_llmtrain, session
 
 needs_hosts = pytest.mark.skipif((reason := why_no_cluster()) is not None, reason=reason or "")
-SHORT = ["train.steps=6", "sync.warmup_steps=1", "checkpoint.every=null", "eval.every=null", "log.every=1"]
+SIX_STEPS = ["train.steps=6", "sync.warmup_steps=1", "checkpoint.every=null"]
 """One synchronous step, one round of four, and one more."""
 PORT = "29511"
+"""Of hosts, which have ports of their own."""
+NEW_MOUNTS, NEW_NAME = 0x00020000, 0x04000000
+"""Flags of unshare(2)."""
+PRIVATE, BIND = 0x00040000 | 0x00004000, 0x00001000
+"""Flags of mount(2)."""
 
 
 def arguments(runs: Runs, name: str, *overrides: str) -> list[str]:
-    """RECIPE and overrides of a short run."""
-    return runs.command(name, *SHORT, *overrides)[2:]
+    """RECIPE and overrides of a run."""
+    return runs.command(name, *overrides)[2:]
 
 
-def start(host: Host, command: Sequence[str], **variables: str) -> subprocess.Popen:
-    """A command in the repository, its output to be read."""
-    env = {name: value for name, value in environment().items() if not name.startswith(("MASTER_", "GLOO_"))}
+def start(host: Host, command: Sequence[str], fresh: bool = False, **variables: str) -> Process | subprocess.Popen:
+    """A command in the repository, its output to be read; forked on virtual hosts where it is llmtrain's, unless it is to be
+    `fresh`."""
+    words = None if fresh else llmtrain_arguments(command)
+    if words is not None:
+        return fork(host, run_llmtrain, *words, **variables)
     return host.popen(
         command,
-        env={**env, "HF_HUB_OFFLINE": "1", **variables},
+        env=_variables(variables),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -39,14 +52,44 @@ def start(host: Host, command: Sequence[str], **variables: str) -> subprocess.Po
     )
 
 
-def start_rank(host: Host, rank: int, size: int, master: str, command: Sequence[str]) -> subprocess.Popen:
-    """`python -m COMMAND` as one rank, alone on its host, by the variables that every launcher sets."""
+def fork(host: VirtualHost, fn: Callable[..., Any], *args: Any, **variables: str) -> Process:
+    """Call a function in a process on a host, its output to be read."""
+    place = (str(FILES / host.namespace), str(host.names), host.name)
+    return session().fork(call_inside, place, fn, args, environment=_variables(variables), capture=True)
+
+
+def start_rank(host: VirtualHost, rank: int, size: int, master: str, fn: Callable[..., Any], *args: Any) -> Process:
+    """Call a function as one rank, alone on its host, by the variables that every launcher sets."""
     ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     variables = {name: str(value) for name, value in ranks.items()}
-    return start(host, [sys.executable, "-m", *command], MASTER_ADDR=master, MASTER_PORT=PORT, **variables)
+    return fork(host, fn, *args, MASTER_ADDR=master, MASTER_PORT=PORT, **variables)
 
 
-def ends(processes: Sequence[subprocess.Popen], seconds: float) -> list[tuple[int, str]]:
+def call_inside(place: tuple[str, str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Move this process, which must have one thread, to a virtual host (as `VirtualHost` moves commands), and call."""
+    namespace, names, name = place
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def succeed(answer: int, what: str) -> None:
+        if answer:
+            raise OSError(ctypes.get_errno(), f"{what} of {name}")
+
+    with open(namespace) as file:
+        succeed(libc.setns(file.fileno(), 0), "network")
+    succeed(libc.unshare(NEW_MOUNTS | NEW_NAME), "mounts and name")
+    succeed(libc.mount(b"none", b"/", None, PRIVATE, None), "private mounts")
+    succeed(libc.mount(b"host", b"/sys", b"sysfs", 0, None), "network cards")
+    succeed(libc.mount(names.encode(), b"/etc/hosts", None, BIND, None), "names")
+    socket.sethostname(name)
+    return fn(*args)
+
+
+def _variables(more: Mapping[str, str]) -> dict[str, str]:
+    env = {name: value for name, value in environment().items() if not name.startswith(("MASTER_", "GLOO_"))}
+    return {**env, "HF_HUB_OFFLINE": "1", **more}
+
+
+def ends(processes: Sequence[Process | subprocess.Popen], seconds: float) -> list[tuple[int, str]]:
     """(exit code, output) of each, all within `seconds`; what is still there then is ended, and the test fails."""
     deadline = time.monotonic() + seconds
     ended = []
@@ -66,6 +109,6 @@ def errors(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("error: ")]
 
 
-def measured(runs: Runs, name: str) -> list[dict]:
-    """What a run logged, as far as it must be the same wherever its ranks were."""
-    return [exact(line) for line in runs.lines(name)]
+def python(*words: str) -> list[str]:
+    """Return the command of a module in this interpreter."""
+    return [sys.executable, "-m", *words]

@@ -8,13 +8,15 @@ import pytest
 
 from llmtrain.compare.cluster import HostLimits, VirtualHost, virtual_cluster
 from tests.end_to_end.runs import Runs
+from tests.mother import run_llmtrain
+from tests.multi_node import only_meet
 from tests.multi_node.runs import PORT, arguments, ends, errors, needs_hosts, start_rank
 
 pytestmark = needs_hosts
-TIMEOUT = 15
+TIMEOUT = 5
 """run.timeout_seconds of these starts."""
-IMPORTS = 60
-"""Seconds that a process may take beside it, on a busy machine."""
+MORE = 60
+"""Seconds that everything may take beside it, on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +29,10 @@ def outcome(made: list[VirtualHost], size: int, master: str, *networks: str) -> 
     """(exit code, error lines) of one rank of `size` on each host; `networks` are what each asks for."""
     asked = [[name] for name in networks] or [[] for _ in made]
     started = [
-        start_rank(host, rank, size, master, ["tests.multi_node.only_meet", str(TIMEOUT), *asked[rank]])
+        start_rank(host, rank, size, master, only_meet.main, str(TIMEOUT), *asked[rank])
         for rank, host in enumerate(made)
     ]
-    return [(code, errors(output)) for code, output in ends(started, TIMEOUT + IMPORTS)]
+    return [(code, errors(output)) for code, output in ends(started, TIMEOUT + MORE)]
 
 
 def test_hosts_meet_over_the_card_that_joins_them(three):
@@ -91,9 +93,9 @@ def test_a_rank_that_dies_once_all_have_met(runs: Runs, three):
     run = arguments(runs, "dies", "parallel.replicas=2", "parallel.shard=1", f"run.timeout_seconds={TIMEOUT}")
     sources = [[], [f"data.source={runs.folder / 'nothing.txt'}"]]
     started = [
-        start_rank(three[rank], rank, 2, "10.77.0.1", ["llmtrain", "train", *run, *sources[rank]]) for rank in (0, 1)
+        start_rank(three[rank], rank, 2, "10.77.0.1", run_llmtrain, "train", *run, *sources[rank]) for rank in (0, 1)
     ]
-    (code, output), (other_code, _) = ends(started, TIMEOUT + 2 * IMPORTS)
+    (code, output), (other_code, _) = ends(started, TIMEOUT + MORE)
     assert (code, other_code) == (1, 2)
     [line] = errors(output)
     assert line.startswith(

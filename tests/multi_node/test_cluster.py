@@ -107,6 +107,7 @@ def three() -> Iterator[list[VirtualHost]]:
 
 
 @needs_hosts
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("sender", "receiver", "mbit"), [(0, 1, FAST), (1, 0, FAST), (0, 2, THIN), (2, 0, THIN)], ids="{}".format
 )
@@ -121,12 +122,14 @@ def test_each_cable_carries_its_bandwidth_in_both_directions(three, sender: int,
 
 
 @needs_hosts
+@pytest.mark.deep
 def test_without_a_limit_it_is_fast():
     with virtual_cluster([HostLimits()] * 2) as pair:
         assert seconds_for(25_000_000, *pair) < 1.0  # 2 s at 100 Mbit/s
 
 
 @needs_hosts
+@pytest.mark.deep
 @pytest.mark.skipif(controller() is None, reason="no control group for CPU time is mounted")
 def test_a_share_of_cpu_time_is_that_of_all_processes_together():
     try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from llmtrain.compare.cluster import Host, HostLimits, virtual_cluster
-from tests.end_to_end.runs import Runs
-from tests.multi_node.runs import PORT, arguments, ends, measured, needs_hosts, start
+from tests.end_to_end.runs import Runs, exact_lines
+from tests.multi_node.runs import PORT, SIX_STEPS, arguments, ends, needs_hosts, start
 
 pytestmark = needs_hosts
 SECONDS = 240
@@ -21,37 +23,41 @@ def torchrun(made: list[Host], run: list[str], **variables: str) -> list[tuple[i
     return ends([start(host, command, **variables) for host in made], SECONDS)
 
 
-def test_two_hosts_by_torchrun(runs: Runs, on_one_host):
+@pytest.mark.deep
+def test_two_hosts_by_torchrun(runs: Runs):
+    keys = [*SIX_STEPS, "parallel.replicas=auto", "parallel.shard=auto"]
     with virtual_cluster([HostLimits()] * 2) as made:
-        ended = torchrun(made, arguments(runs, "torchrun", "parallel.replicas=auto", "parallel.shard=auto"))
+        ended = torchrun(made, arguments(runs, "torchrun", *keys))
     assert [code for code, _ in ended] == [0, 0], ended
     assert any("mesh: 2 replicas x 1 shards on cpu (2 nodes of 1: a node is a shard group)" in out for _, out in ended)
-    assert measured(runs, "torchrun") == on_one_host(2, 1)
+    assert runs.exact("torchrun") == exact_lines(runs.reference(2, 1, *SIX_STEPS))
 
 
-def test_two_hosts_by_train_sh(runs: Runs, on_one_host):
+@pytest.mark.fresh
+def test_two_hosts_by_train_sh(runs: Runs):
     with virtual_cluster([HostLimits()] * 2) as made:
         run = arguments(runs, "train-sh", "parallel.replicas=2", "parallel.shard=1")
         variables = {"NNODES": "2", "MASTER_ADDR": made[0].addresses[0], "MASTER_PORT": PORT}
         started = [
-            start(host, ["bash", "launch/train.sh", *run], NODE_RANK=str(rank), **variables)
+            start(host, ["bash", "launch/train.sh", *run], fresh=True, NODE_RANK=str(rank), **variables)
             for rank, host in enumerate(made)
         ]
         ended = ends(started, SECONDS)
     assert [code for code, _ in ended] == [0, 0], ended
-    assert measured(runs, "train-sh") == on_one_host(2, 1)
+    assert runs.exact("train-sh") == exact_lines(runs.reference(2, 1))
 
 
-def test_replicas_and_shards_have_a_network_each(runs: Runs, on_one_host):
+@pytest.mark.deep
+def test_replicas_and_shards_have_a_network_each(runs: Runs):
     """Four hosts of one rank: every message leaves by a card, and the card's own counter says by which."""
-    keys = ["parallel.replicas=2", "parallel.shard=2", "parallel.shard_across_nodes=true"]
+    keys = [*SIX_STEPS, "parallel.replicas=2", "parallel.shard=2", "parallel.shard_across_nodes=true"]
     networks = ["parallel.replica_network=nic9,eth1", "parallel.shard_network=eth0"]
     with virtual_cluster([HostLimits()] * 4, networks=2) as made:
         ended = torchrun(made, arguments(runs, "networks", *keys, *networks))
         sent = [{network: host.sent(network) for network in (0, 1)} for host in made]
     assert [code for code, _ in ended] == [0] * 4, ended
-    assert measured(runs, "networks") == on_one_host(2, 2)
-    between_replicas = max(line.get("comm/bytes_total", 0) for line in measured(runs, "networks")) / 4
+    assert runs.exact("networks") == exact_lines(runs.reference(2, 2, *SIX_STEPS))
+    between_replicas = max(line.get("comm/bytes_total", 0) for line in runs.exact("networks")) / 4
     for host in sent:
         assert between_replicas < host[1] < 2 * between_replicas
         assert host[0] > 10 * between_replicas

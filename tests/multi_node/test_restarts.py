@@ -7,58 +7,41 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from llmtrain.compare.cluster import Host, HostLimits, virtual_cluster
-from tests.end_to_end.runs import Runs
-from tests.multi_node.runs import PORT, ends, errors, measured, needs_hosts, start
+from tests.end_to_end.runs import Runs, exact_lines, ranks_of
+from tests.mother import Process
+from tests.multi_node.runs import PORT, ends, errors, needs_hosts, start
 
 pytestmark = needs_hosts
 SECONDS = 240
 """Most that a run may take, on a busy machine."""
-KEYS = (
-    "train.steps=30",
-    "checkpoint.every=3",
-    "log.every=1",
-    "eval.every=null",
-    "parallel.shard=1",
-    "train.global_batch=12",
-)
+LONG = ("train.steps=30", "train.global_batch=12")
+TIMEOUT = 20
+"""run.timeout_seconds of those who wait for it."""
 
 
-@pytest.fixture(scope="module")
-def undisturbed(runs: Runs) -> list[dict]:
-    code, output = runs.run("restarts-undisturbed", *KEYS, "parallel.replicas=2")
-    assert code == 0, output
-    return measured(runs, "restarts-undisturbed")
-
-
-def train_sh(hosts: list[Host], runs: Runs, name: str, *overrides: str) -> list[subprocess.Popen]:
+def train_sh(hosts: list[Host], runs: Runs, name: str, *overrides: str) -> list[Process | subprocess.Popen]:
     """launch/train.sh, one rank on each host."""
     variables = {"NNODES": str(len(hosts)), "MASTER_ADDR": hosts[0].addresses[0], "MASTER_PORT": PORT}
-    keys = (*KEYS, f"parallel.replicas={len(hosts)}", "run.timeout_seconds=20", *overrides)
+    keys = ("parallel.shard=1", f"parallel.replicas={len(hosts)}", f"run.timeout_seconds={TIMEOUT}", *overrides)
     return [start(host, runs.command(name, *keys), NODE_RANK=str(rank), **variables) for rank, host in enumerate(hosts)]
 
 
-def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
-    """Processes of `llmtrain train`, not of the launchers above them."""
-    below = psutil.Process(launcher.pid).children(recursive=True)
-    return [process for process in below if process.cmdline()[1:4] == ["-u", "-m", "llmtrain"]]
-
-
-def test_a_rank_that_dies_is_started_again_with_all_others_of_all_hosts(runs: Runs, undisturbed: list[dict]) -> None:
+def test_a_rank_that_dies_is_started_again_with_all_others_of_all_hosts(runs: Runs) -> None:
     with virtual_cluster([HostLimits()] * 2) as hosts:
         launchers = train_sh(hosts, runs, "rank-dies", "run.restarts=1")
-        runs.wait_for("rank-dies", 6)
+        runs.wait_for("rank-dies", 3)
         (victim,) = ranks_of(launchers[1])
         victim.kill()
         ended = ends(launchers, SECONDS)
     assert [code for code, _ in ended] == [0, 0], ended
     assert "the run failed; its ranks are started again (0 of 1 restarts left)" in ended[0][1]
-    assert measured(runs, "rank-dies") == undisturbed
+    assert runs.exact("rank-dies") == exact_lines(runs.reference(2, 1))
 
 
+@pytest.mark.deep
 def test_a_frozen_rank_ends_the_run_on_all_hosts_and_leaves_no_process(runs: Runs) -> None:
     with virtual_cluster([HostLimits()] * 2) as hosts:
         launchers = train_sh(hosts, runs, "frozen", "run.restarts=0", "train.steps=100000")
@@ -67,13 +50,14 @@ def test_a_frozen_rank_ends_the_run_on_all_hosts_and_leaves_no_process(runs: Run
         frozen.suspend()
         began = time.monotonic()
         ended = ends(launchers, SECONDS)
-        assert time.monotonic() - began < 20 + 10
+        assert time.monotonic() - began < TIMEOUT + 10
         assert all(host.pids() == [] for host in hosts)
     assert [code for code, _ in ended] == [1, 1], ended
     (said,) = errors(ended[0][1])
     assert "failed on rank 0 (" in said and " on host0: " in said and "took longer than run.timeout_seconds" in said
 
 
+@pytest.mark.deep
 def test_a_network_that_is_cut_ends_the_run_on_both_sides(runs: Runs) -> None:
     with virtual_cluster([HostLimits()] * 2) as hosts:
         launchers = train_sh(hosts, runs, "cut", "run.restarts=0", "train.steps=100000")
@@ -81,7 +65,7 @@ def test_a_network_that_is_cut_ends_the_run_on_both_sides(runs: Runs) -> None:
         hosts[1].popen(["ip", "link", "set", "eth0", "down"]).wait(timeout=10)
         began = time.monotonic()
         ended = ends(launchers, SECONDS)
-        assert time.monotonic() - began < 3 * 20 + 20, "ranks, then launchers, wait for each other 20 s"
+        assert time.monotonic() - began < 3 * TIMEOUT + 20, "ranks, then launchers, wait for each other"
         assert all(host.pids() == [] for host in hosts)
     assert [code for code, _ in ended] == [1, 1], ended
     for rank, (_, output) in enumerate(ended):
@@ -90,12 +74,13 @@ def test_a_network_that_is_cut_ends_the_run_on_both_sides(runs: Runs) -> None:
         assert any(words in line for line in errors(output) for words in named), output
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("choice", ["continue", "stop"])
 def test_a_host_that_goes_away(runs: Runs, choice: str) -> None:
     """Three hosts, global batch 12: two replicas can share it as well as three."""
     name = f"host-{choice}"
     with virtual_cluster([HostLimits()] * 3) as hosts:
-        launchers = train_sh(hosts, runs, name, f"run.on_replica_loss={choice}", "run.restarts=1")
+        launchers = train_sh(hosts, runs, name, *LONG, f"run.on_replica_loss={choice}", "run.restarts=1")
         runs.wait_for(name, 6)
         hosts[1].kill()
         first, _, third = ends(launchers, SECONDS)
@@ -112,6 +97,7 @@ def test_a_host_that_goes_away(runs: Runs, choice: str) -> None:
         assert (runs.path(name) / "checkpoints/step-00000006").exists()
 
 
+@pytest.mark.deep
 def test_signals_are_no_failures(runs: Runs) -> None:
     """SIGTERM to one host's launcher stops all ranks with a checkpoint; nobody starts them again."""
     with virtual_cluster([HostLimits()] * 2) as hosts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,26 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import RECIPE, ROOT, Runs, environment, exact
+from tests.end_to_end.runs import RECIPE, ROOT, Runs, environment, exact_lines, summary
 from tests.multi_node.slurm import Slurm, slurm_cluster
 
 NODES, RANKS_PER_NODE = 2, 2
-STEPS = 40
+LONG = ("train.steps=40",)
 SUBMIT = ["sbatch", "--parsable", f"--nodes={NODES}", "--gpus-per-node=0", f"--cpus-per-task={RANKS_PER_NODE}"]
 JOB_SECONDS = 150
 
 
-class JobRuns(Runs):
-    """Runs of a tiny recipe on a little text, so that its preparation takes no time."""
+class Jobs:
+    """Runs of a tiny recipe as jobs."""
 
-    def __init__(self, folder: Path):
-        super().__init__(folder)
-        sources = sorted((ROOT / "llmtrain").rglob("*.py"))
-        (folder / "text.txt").write_text("<|endoftext|>".join(path.read_text() for path in sources))
+    def __init__(self, runs: Runs) -> None:
+        self.runs = runs
 
     def arguments(self, name: str, *overrides: str) -> list[str]:
-        data = [f"data.source={self.folder / 'text.txt'}", "data.tokenizer=train:600", "data.validation_fraction=0.2"]
-        return self.command(name, *data, f"train.steps={STEPS}", "run.timeout_seconds=60", *overrides)[2:]
+        return self.runs.command(name, *LONG, "run.timeout_seconds=60", *overrides)[2:]
 
     def submit(self, slurm: Slurm, name: str, *overrides: str) -> str:
         """The number of a job that trains the recipe by launch/slurm.sbatch."""
@@ -38,7 +34,7 @@ class JobRuns(Runs):
         return slurm.command(*words, cwd=ROOT, env=environment()).strip()
 
     def log(self, name: str) -> Path:
-        return self.folder / f"{name}.log"
+        return self.runs.folder / f"{name}.log"
 
 
 @pytest.fixture(scope="module")
@@ -47,54 +43,46 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def runs(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> JobRuns:
-    return JobRuns(tmp_path_factory.mktemp("jobs"))
+@pytest.fixture
+def jobs(slurm: Slurm, runs: Runs) -> Jobs:
+    return Jobs(runs)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(runs: JobRuns) -> list[dict]:
-    """The metrics of the same run without Slurm: one node, one torchrun, the same mesh."""
-    process = runs.start(["bash", "launch/train.sh", *runs.arguments("undisturbed")])
-    output, _ = process.communicate(timeout=JOB_SECONDS)
-    assert process.returncode == 0, output
-    return [exact(line) for line in runs.lines("undisturbed")]
-
-
-def test_a_preempted_job_is_requeued_and_continues_to_the_same_losses(
-    slurm: Slurm, runs: JobRuns, undisturbed: list[dict]
-):
-    job = runs.submit(slurm, "preempted")
+@pytest.mark.deep
+def test_a_preempted_job_is_requeued_and_continues_to_the_same_losses(slurm: Slurm, jobs: Jobs, runs: Runs):
+    job = jobs.submit(slurm, "preempted")
     runs.wait_for("preempted", 6)
     slurm.command("scancel", "--signal=USR1", job)
     slurm.wait_for_job(job, lambda shown: shown["Restarts"] == "1", JOB_SECONDS, "not requeued")
-    stopped = runs.log("preempted").read_text()
+    stopped = jobs.log("preempted").read_text()
     assert "stopped at step" in stopped and f"job {job} goes back to the queue" in stopped
     assert "before training began" not in stopped, "torchrun did not pass on the signal"
-    assert json.loads((runs.path("preempted") / "summary.json").read_text())["stopped"] == "signal"
+    assert summary(runs.path("preempted"))["stopped"] == "signal"
 
     slurm.wait_for_job(job, lambda shown: shown["JobState"] == "COMPLETED", JOB_SECONDS, "not completed")
-    log = runs.log("preempted").read_text()
+    log = jobs.log("preempted").read_text()
     assert log.startswith(stopped) and "continuing from" in log.removeprefix(stopped)
-    assert [exact(line) for line in runs.lines("preempted")] == undisturbed
+    assert runs.exact("preempted") == exact_lines(runs.reference(2, 2, *LONG))
 
 
-def test_a_cancelled_job_writes_a_checkpoint_and_stays_cancelled(slurm: Slurm, runs: JobRuns):
-    job = runs.submit(slurm, "cancelled", "train.steps=100000", "parallel.shard=1")
+@pytest.mark.deep
+def test_a_cancelled_job_writes_a_checkpoint_and_stays_cancelled(slurm: Slurm, jobs: Jobs, runs: Runs):
+    job = jobs.submit(slurm, "cancelled", "train.steps=100000", "parallel.shard=1")
     runs.wait_for("cancelled", 6)
     slurm.command("scancel", job)
     slurm.wait_for_job(job, lambda shown: shown["JobState"] == "CANCELLED", JOB_SECONDS, "not cancelled")
-    assert "stopped at step" in runs.log("cancelled").read_text()
+    assert "stopped at step" in jobs.log("cancelled").read_text()
     assert slurm.job(job)["Restarts"] == "0"
 
 
-def test_srun_with_one_task_a_rank_trains_the_same(slurm: Slurm, runs: JobRuns, undisturbed: list[dict]):
+@pytest.mark.deep
+def test_srun_with_one_task_a_rank_trains_the_same(slurm: Slurm, jobs: Jobs, runs: Runs):
     tasks = [f"--nodes={NODES}", f"--ntasks-per-node={RANKS_PER_NODE}", "--kill-on-bad-exit=1"]
-    command = ["srun", *tasks, sys.executable, "-m", "llmtrain", "train", *runs.arguments("by_srun")]
+    command = ["srun", *tasks, sys.executable, "-m", "llmtrain", "train", *jobs.arguments("by_srun")]
     environ = {**environment(), "SLURM_CONF": slurm.environment["SLURM_CONF"]}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=JOB_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [exact(line) for line in runs.lines("by_srun")] == undisturbed
+    assert runs.exact("by_srun") == exact_lines(runs.reference(2, 2, *LONG))
 
 
 STAND_INS = {

@@ -47,10 +47,13 @@ def written_out(
     return mixed
 
 
-@pytest.mark.parametrize("length", [1, 4, 5, 8, 13])
-@pytest.mark.parametrize("window", [None, 1, 4, 5, 99])
-@pytest.mark.parametrize("has_documents", [False, True])
-def test_attention_by_hand(length: int, window: int | None, has_documents: bool) -> None:
+WINDOWS, LENGTHS = [None, 1, 4, 5, 99], [1, 4, 5, 8, 13]
+PAIRS = [(window, length, (i + j) % 2 == 1) for i, window in enumerate(WINDOWS) for j, length in enumerate(LENGTHS)]
+"""Every window with every length, and either with documents and without."""
+
+
+@pytest.mark.parametrize(("window", "length", "has_documents"), PAIRS)
+def test_attention_by_hand(window: int | None, length: int, has_documents: bool) -> None:
     q, k, v = (draw(2, 3, length, 4, seed=seed).requires_grad_() for seed in range(3))
     ids = torch.randint(0, 8, (2, length), generator=torch.Generator().manual_seed(length))
     documents = documents_of(ids, SEPARATOR) if has_documents else None

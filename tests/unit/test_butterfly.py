@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 
 import pytest
 
@@ -13,6 +15,7 @@ POWERS = [2**n for n in range(1, 11)]
 PAIRS = [(replicas, size) for replicas in POWERS for size in POWERS if size <= replicas]
 
 
+@functools.cache
 def at(iteration: int, size: int, replicas: int) -> list[list[int]]:
     return groups(bits(iteration, size, replicas), replicas)
 
@@ -44,36 +47,38 @@ def test_the_paper_s_64_replicas() -> None:
     assert at(1, 8, 64) == [list(range(first, 64, 8)) for first in range(8)]
 
 
-@pytest.mark.parametrize(("replicas", "size"), PAIRS)
-def test_groups_are_disjoint_and_cover_all(replicas: int, size: int) -> None:
-    for iteration in range(replicas.bit_length()):
-        made = at(iteration, size, replicas)
-        assert all(len(group) == size and group == sorted(group) for group in made)
-        assert sorted(replica for group in made for replica in group) == list(range(replicas))
+def test_groups_are_disjoint_and_cover_all() -> None:
+    for replicas, size in PAIRS:
+        for iteration in range(replicas.bit_length()):
+            made = at(iteration, size, replicas)
+            assert all(len(group) == size and group == sorted(group) for group in made)
+            assert sorted(replica for group in made for replica in group) == list(range(replicas))
 
 
-@pytest.mark.parametrize(("replicas", "size"), [pair for pair in PAIRS if pair[0] <= 64])
-def test_groups_are_those_of_recursive_doubling(replicas: int, size: int) -> None:
-    for iteration in range(2 * replicas.bit_length()):
-        assert sorted(at(iteration, size, replicas)) == exchanged(iteration, size, replicas)
+def test_groups_are_those_of_recursive_doubling() -> None:
+    for replicas, size in [pair for pair in PAIRS if pair[0] <= 64]:
+        for iteration in range(2 * replicas.bit_length()):
+            assert sorted(at(iteration, size, replicas)) == exchanged(iteration, size, replicas), (replicas, size)
 
 
-@pytest.mark.parametrize(("replicas", "size"), PAIRS)
-def test_an_update_reaches_everybody_in_log_s_of_p_iterations(replicas: int, size: int) -> None:
+def test_an_update_reaches_everybody_in_log_s_of_p_iterations() -> None:
     """Wherever one starts, also where log2 S does not divide log2 P; and one iteration less is not enough."""
-    needed = next(n for n in range(1, 11) if size**n >= replicas)
-    everybody = (1 << replicas) - 1
-    for first in range(replicas.bit_length() - 1):  # the pattern repeats after log2 P iterations or sooner
-        reached = [1 << replica for replica in range(replicas)]  # whose updates each has, as a bit mask
-        for iteration in range(first, first + needed):
-            assert any(has != everybody for has in reached)
-            for group in at(iteration, size, replicas):
-                together = 0
-                for replica in group:
-                    together |= reached[replica]
-                for replica in group:
-                    reached[replica] = together
-        assert all(has == everybody for has in reached), f"starting at iteration {first}"
+    for replicas, size in PAIRS:
+        needed = next(n for n in range(1, 11) if size**n >= replicas)
+        for first in range(replicas.bit_length() - 1):  # the pattern repeats after log2 P iterations or sooner
+            reached = [1 << replica for replica in range(replicas)]  # whose updates each has, as a bit mask
+            for iteration in range(first, first + needed):
+                assert not all_reached(reached), (replicas, size, first)
+                for group in at(iteration, size, replicas):
+                    together = functools.reduce(operator.or_, (reached[replica] for replica in group))
+                    for replica in group:
+                        reached[replica] = together
+            assert all_reached(reached), (replicas, size, first)
+
+
+def all_reached(masks: list[int]) -> bool:
+    """Return whether every replica has the update of every other."""
+    return all(mask == (1 << len(masks)) - 1 for mask in masks)
 
 
 def test_one_replica_is_a_group_by_itself() -> None:
@@ -88,19 +93,19 @@ def test_auto_is_the_square_root_rounded_up_to_a_power_of_two() -> None:
         assert size**2 >= replicas > (size // 2) ** 2
 
 
-@pytest.mark.parametrize(("replicas", "size"), PAIRS)
-def test_a_size_that_fits_is_taken_as_given(replicas: int, size: int) -> None:
-    assert group_size(replicas, size) == size
+def test_a_size_that_fits_is_taken_as_given() -> None:
+    assert {(replicas, size, group_size(replicas, size)) for replicas, size in PAIRS} == {(p, s, s) for p, s in PAIRS}
 
 
 @pytest.mark.parametrize("size", ["auto", 2])
-@pytest.mark.parametrize("replicas", [3, 6, 12, 1000])
-def test_replicas_that_are_no_power_of_two(replicas: int, size: int | str) -> None:
-    with pytest.raises(RecipeError, match=rf"power of two of replicas, and there are {replicas}; .*parallel\.replicas"):
-        group_size(replicas, size)
+def test_replicas_that_are_no_power_of_two(size: int | str) -> None:
+    for replicas in (3, 6, 12, 1000):
+        refused = rf"power of two of replicas, and there are {replicas}; .*parallel\.replicas"
+        with pytest.raises(RecipeError, match=refused):
+            group_size(replicas, size)
 
 
-@pytest.mark.parametrize(("replicas", "size"), [(8, 1), (8, 3), (8, 6), (8, 16), (8, 0), (2, 4), (1, 4)])
-def test_sizes_that_make_no_groups(replicas: int, size: int) -> None:
-    with pytest.raises(RecipeError, match=rf"sync\.group\.size is {size}, .* to the {replicas} replicas"):
-        group_size(replicas, size)
+def test_sizes_that_make_no_groups() -> None:
+    for replicas, size in [(8, 1), (8, 3), (8, 6), (8, 16), (8, 0), (2, 4), (1, 4)]:
+        with pytest.raises(RecipeError, match=rf"sync\.group\.size is {size}, .* to the {replicas} replicas"):
+            group_size(replicas, size)

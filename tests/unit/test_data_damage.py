@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,38 +14,11 @@ from llmtrain.data.damage import DamageSearch, verify
 from llmtrain.data.prepare import Prepared, folder, open_prepared, prepare
 from llmtrain.data.shards import ShardWriter
 from llmtrain.errors import DataError
+from tests.mother import session
+from tests.unit import processes
 
 TEXTS = [f"Document {i}.\n\n  It is read {i * i} times.\té" for i in range(400)]
 MANY = 10**9
-PREPARE = """
-import os, signal, sys, time
-from pathlib import Path
-from llmtrain.config import DataSection
-from llmtrain.data import prepare as module
-
-module.BATCH_CHARACTERS = 1000
-where, calls = sys.argv[2], 0
-
-def killed_in(owner, name, call):
-    inner = getattr(owner, name)
-    def wrapped(*arguments):
-        global calls
-        calls += 1
-        if calls == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return inner(*arguments)
-    setattr(owner, name, wrapped)
-
-if where == "slowly":
-    tokenize = module._tokenize
-    module._tokenize = lambda *arguments: (time.sleep(0.1), tokenize(*arguments))[1]
-elif where == "with all written":
-    killed_in(Path, "rename", 1)
-elif where == "between the renames":
-    killed_in(Path, "rename", 2)
-data = DataSection.model_validate_json(sys.argv[1])
-module.prepare(data, 10**9, 10**9)
-"""
 
 
 @pytest.fixture
@@ -111,31 +82,19 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def start(data: DataSection, where: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", PREPARE, data.model_dump_json(), where], start_new_session=True)
-
-
-def wait_until_half_written(directory: Path) -> None:
-    deadline = time.monotonic() + 60
-    shard = directory.with_name(f"{directory.name}.new-tmp") / "train-00000.npy"
-    while not shard.exists() or shard.stat().st_size < 1000:
-        assert time.monotonic() < deadline, f"{shard} was not begun in 60 s"
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("where", ["slowly", "with all written", "between the renames"])
+@pytest.mark.parametrize("where", processes.KILLED_AT)
 def test_preparing_that_is_killed_begins_again_and_makes_the_same_shards(data: DataSection, where: str) -> None:
     expected = files_in(prepare(data.model_copy(update={"cache_dir": data.cache_dir + "-whole"}), MANY, MANY).directory)
     directory = folder(data)
-    if where == "between the renames":  # of a smaller folder and the larger one that takes its place
+    if where == "between":  # the renames of a smaller folder and of the larger one that takes its place
         prepare(data.model_copy(update={"max_tokens": 500}), 500, 100)
-    process = start(data, where)
-    if where == "slowly":
-        wait_until_half_written(directory)
-        process.kill()
+    process = session().fork(processes.prepare_until_killed, data.model_dump_json(), where)
     assert process.wait(60) == -signal.SIGKILL
     left = sorted(path.name for path in Path(data.cache_dir).iterdir() if path.is_dir())
-    assert left == [f"{directory.name}.{word}-tmp" for word in ("new", "old")[: 1 + (where == "between the renames")]]
+    assert left == [f"{directory.name}.{word}-tmp" for word in ("new", "old")[: 1 + (where == "between")]]
+    if where == "half written":
+        written = directory.with_name(left[0]) / "train-00000.npy"
+        assert 1000 < written.stat().st_size < len(expected["train-00000.npy"])
     with pytest.raises(DataError, match=r"no such file; expected a folder made by prepare"):
         open_prepared(directory)
 

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -127,10 +126,10 @@ def test_hub_data_set_is_streamed_by_split_and_mistakes_are_named(hub: str, tmp_
 
 
 def test_without_a_hub_one_line_says_so_soon(tmp_path: Path) -> None:
+    """Soon: before `attempt` gives the process up."""
     with socket.socket() as silent:  # accepts and never answers: the worst that a network can do
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        start = time.monotonic()
         said = attempt(
             f"http://127.0.0.1:{silent.getsockname()[1]}",
             tmp_path,
@@ -138,7 +137,6 @@ def test_without_a_hub_one_line_says_so_soon(tmp_path: Path) -> None:
             ({"tokenizer": "gpt2"}, "tokenizer"),
             timeout=1.0,
         )
-        assert time.monotonic() - start < 20
     source, tokenizer = said
     assert source.startswith("data.source: 'roneneldan/TinyStories' needs the Hugging Face hub, which can't be used")
     assert source.endswith("connect to the internet, or use data.source=/path/to/files or data.source=stdlib")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -15,6 +13,8 @@ from llmtrain.data.ahead import Ahead
 from llmtrain.data.loader import IGNORED, Loader, eval_batches
 from llmtrain.data.shards import TokenShards
 from llmtrain.errors import DataError
+from tests.mother import session
+from tests.unit import processes
 
 LENGTH, BATCH = 4, 8
 MESHES = [(1, 1), (2, 2), (4, 1), (1, 4)]
@@ -148,45 +148,17 @@ def test_a_disk_that_does_not_answer_is_an_error() -> None:
     answers.set()
 
 
-NEVER_ANSWERS = """
-import threading
-from llmtrain.data.ahead import Ahead
-from llmtrain.errors import DataError
-
-class Disk:
-    next = staticmethod(threading.Event().wait)
-    state_dict = dict
-
-try:
-    Ahead(Disk(), timeout_seconds=0.05).next()
-except DataError as error:
-    print(error)
-"""
-
-
 def test_a_process_ends_though_its_disk_never_answers() -> None:
-    ended = subprocess.run([sys.executable, "-c", NEVER_ANSWERS], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0 and "does not answer" in ended.stdout
-
-
-READS_AT_THE_END = """
-import torch
-from llmtrain.data.ahead import Ahead
-
-class Many:
-    state_dict = dict
-
-    def next(self):
-        return [torch.randn(100) for _ in range(5000)]
-
-Ahead(Many(), timeout_seconds=10).next()
-"""
+    process = session().fork(processes.read_from_a_silent_disk, capture=True)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "does not answer" in output
 
 
 def test_a_process_that_ends_while_a_batch_is_read_does_not_crash() -> None:
     """The interpreter aborts when it ends under a thread that is busy with tensors."""
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", READS_AT_THE_END], timeout=120, check=True)
+        process = session().fork(processes.end_while_a_batch_is_read, capture=True)
+        assert process.communicate(timeout=60) == ("", None) and process.returncode == 0
 
 
 def test_an_error_of_the_thread_is_raised_by_next() -> None:

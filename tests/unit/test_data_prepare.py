@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,8 @@ from llmtrain.data.prepare import Prepared, open_prepared, prepare, verify
 from llmtrain.data.shards import ShardWriter, TokenShards
 from llmtrain.data.sources import documents
 from llmtrain.errors import DataError
+from tests.mother import session
+from tests.unit import processes
 
 TEXTS = [f"Document {i}.\n\n  It says <|endoftext|> {i * i} times.\té" for i in range(400)]
 
@@ -148,31 +148,22 @@ def test_interruption_leaves_nothing_half_done(data: DataSection, monkeypatch: p
     assert cached(data) == [before.directory.name]
 
 
-def test_processes_that_start_together_prepare_once(data: DataSection, tmp_path: Path) -> None:
-    code = (
-        "import sys; from llmtrain.config import DataSection; from llmtrain.data.prepare import prepare;"
-        "made = prepare(DataSection.model_validate_json(sys.argv[1]), 500, 100).directory / 'index.json';"
-        "print(made.stat().st_mtime_ns)"
-    )
-    command = [sys.executable, "-c", code, data.model_dump_json()]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    times = [process.communicate(timeout=100)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes)
-    assert len(set(times)) == 1 and len(cached(data)) == 1
+def test_processes_that_start_together_prepare_once(data: DataSection) -> None:
+    started = [session().fork(processes.prepare_and_say_when, data.model_dump_json(), capture=True) for _ in range(3)]
+    times = {process.communicate(timeout=100)[0] for process in started}
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert times == {f"{made(prepare(data, 500, 100))}\n"} and len(cached(data)) == 1
 
 
 def test_waiting_says_for_what_and_ends(data: DataSection, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = f"{module.folder(data)}.lock"
     Path(data.cache_dir).mkdir()
-    code = "import sys, filelock, time; "
-    code += "lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print('held', flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code, lock], stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout and holder.stdout.readline() == "held\n"
-        with pytest.raises(DataError, match=r"another process has held this lock for 0\.2 s"):
-            prepare(data, 100, 100, show_progress=True, lock_timeout=0.2)
-        assert "waiting for another process that prepares" in capsys.readouterr().out
-        holder.kill()
-        holder.wait()
+    holder = session().fork(processes.hold_lock, f"{module.folder(data)}.lock", capture=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(DataError, match=r"another process has held this lock for 0\.2 s"):
+        prepare(data, 100, 100, show_progress=True, lock_timeout=0.2)
+    assert "waiting for another process that prepares" in capsys.readouterr().out
+    holder.kill()
+    holder.wait(60)
     prepare(data, 100, 100)
 
 
@@ -235,6 +226,7 @@ def test_shards_are_plain_npy_read_as_one_sequence(tmp_path: Path, dtype: str) -
         window = tokens.window(start, length)
         assert window.dtype == np.dtype(dtype)
         np.testing.assert_array_equal(window, everything[start : start + length])
+    assert all(np.shares_memory(tokens.window(start, 100), arrays[start // 100]) for start in (0, 100, 900)), "no copy"
     assert len(TokenShards(arrays, 150)) == 150 and len(TokenShards(arrays, 5000)) == 1003
     with pytest.raises(AssertionError):
         TokenShards(arrays, 150).window(100, 51)

@@ -48,7 +48,7 @@ def test_after_a_global_average_nobody_answers_with_what_is_older(worker: GroupW
         assert version == iteration and total.tolist() == [1.0 + iteration] * 3
     worker.activation.given.put(True)  # of iteration 3
     with worker._changed:
-        came_early = worker._changed.wait_for(lambda: GLOBAL + 1 in worker._sums, timeout=1.0)
+        came_early = worker._changed.wait_for(lambda: GLOBAL + 1 in worker._sums, timeout=0.2)
     assert not came_early, "it answered with a message that is relative to another anchor"
     worker.post(GLOBAL, [torch.zeros(3)])
     (total,), version = worker.take(GLOBAL + 1)

@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -39,8 +39,9 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def each(paths: list[Path]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("path", paths, ids=name_of)
+def at_fault(found: Mapping[str, Collection[str]]) -> dict[str, Collection[str]]:
+    """Return the files in which something was found, and what."""
+    return {name: names for name, names in found.items() if names}
 
 
 @cache
@@ -120,44 +121,55 @@ def kept_texts() -> list[Path]:
     return [path for path in paths if path.is_file() and b"\0" not in path.read_bytes()[:8192]]
 
 
-@each(PACKAGE)
-def test_imports_point_one_way(path: Path) -> None:
-    if path == ROOT / "llmtrain" / "__init__.py":
-        assert not parts_imported(parsed(path))
-        return
-    above = {part for part in parts_imported(parsed(path)) if layer_of(part) > layer_of(part_of(path))}
-    assert not above, f"{part_of(path)} imports {above}, which are built on it"
+def test_imports_point_one_way() -> None:
+    package, *modules = PACKAGE
+    assert package == ROOT / "llmtrain" / "__init__.py" and not parts_imported(parsed(package))
+    above = {
+        name_of(path): [part for part in parts_imported(parsed(path)) if layer_of(part) > layer_of(part_of(path))]
+        for path in modules
+    }
+    assert not at_fault(above), "these import what is built on them"
 
 
-@each([path for path in PACKAGE if part_of(path) == "sync"])
-def test_sync_knows_no_model_recipe_or_data(path: Path) -> None:
-    assert parts_imported(parsed(path)) <= SYNC_SEES
-    assert "llmtrain.config.Recipe" not in imported(parsed(path))
+def test_sync_knows_no_model_recipe_or_data() -> None:
+    found = {
+        name_of(path): parts_imported(parsed(path)) - SYNC_SEES
+        | {"Recipe"} & {name.rpartition(".")[2] for name in imported(parsed(path))}
+        for path in PACKAGE
+        if part_of(path) == "sync"
+    }
+    assert found and not at_fault(found)
 
 
-@each([path for path in PACKAGE if part_of(path) != "parallel"])
-def test_only_parallel_imports_fsdp_and_deepspeed(path: Path) -> None:
+def test_only_parallel_imports_fsdp_and_deepspeed() -> None:
     engines = ("torch.distributed.fsdp", "torch.distributed._composable", "deepspeed")
-    assert not [name for name in imported(parsed(path)) if name.startswith(engines)]
+    found = {
+        name_of(path): [name for name in imported(parsed(path)) if name.startswith(engines)]
+        for path in PACKAGE
+        if part_of(path) != "parallel"
+    }
+    assert found and not at_fault(found)
 
 
-@each([path for path in PACKAGE if "methods" not in path.parts])
-def test_methods_are_known_by_their_choices_alone(path: Path) -> None:
-    assert not method_comparisons(parsed(path)), "let the method's PRESET make this choice"
+def test_methods_are_known_by_their_choices_alone() -> None:
+    found = {name_of(path): method_comparisons(parsed(path)) for path in PACKAGE if "methods" not in path.parts}
+    assert found and not at_fault(found), "let the method's PRESET make this choice"
 
 
 IN_PLACE_OF_TORCH = {ROOT / "tests/emulated_gpu/races.py"}
 """Tells torch's search for races what torch's own streams would tell it, for which there is no public entrance."""
 
 
-@each([path for path in PYTHON if path not in IN_PLACE_OF_TORCH])
-def test_no_private_names_of_others(path: Path) -> None:
-    assert not private_names(parsed(path), our_names())
+def test_no_private_names_of_others() -> None:
+    found = {
+        name_of(path): private_names(parsed(path), our_names()) for path in PYTHON if path not in IN_PLACE_OF_TORCH
+    }
+    assert found and not at_fault(found)
 
 
-@each(PYTHON)
-def test_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < MAX_LINES
+def test_files_are_short() -> None:
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in PYTHON}
+    assert not {name: length for name, length in lengths.items() if length >= MAX_LINES}
 
 
 @pytest.mark.parametrize(

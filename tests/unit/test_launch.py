@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,6 +19,8 @@ from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.processes import processes_here
 from llmtrain.launch.roll_call import RollCall, meet_nodes
 from llmtrain.launch.torchrun import torchrun_arguments
+from tests.mother import session
+from tests.unit import processes
 
 HERE = socket.gethostname()
 VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
@@ -163,16 +163,20 @@ def test_a_run_that_node_0_finds_complete_is_complete_everywhere(meeting: Meetin
 
 
 def test_a_node_that_never_comes_is_named_on_every_node_that_came(meeting: Meeting):
-    outcomes = meeting.hold([0, 2], 4, lambda call: None, seconds=3)
+    outcomes = meeting.hold([0, 2], 4, lambda call: None, seconds=0.5)
     assert {type(outcome) for outcome in outcomes} == {TrainingError}
     for outcome in outcomes:
-        assert f"waited 3 s for node 1, node 3 to come; here: node 0 on {HERE}, node 2 on {HERE}; start" in str(outcome)
+        assert f"waited 0.5 s for node 1, node 3 to come; here: node 0 on {HERE}, node 2 on {HERE}; start" in str(
+            outcome
+        )
 
 
 def test_without_node_0_the_others_say_where_they_looked(meeting: Meeting):
-    (outcome,) = meeting.hold([1], 2, lambda call: None, seconds=1)
+    (outcome,) = meeting.hold([1], 2, lambda call: None, seconds=0.3)
     assert isinstance(outcome, TrainingError)
-    assert f"node 1 on {HERE} could not reach node 0 at 127.0.0.1:{meeting.port} in 1 s: Connection ref" in str(outcome)
+    assert f"node 1 on {HERE} could not reach node 0 at 127.0.0.1:{meeting.port} in 0.3 s: Connection ref" in str(
+        outcome
+    )
 
 
 def test_a_node_that_fails_is_named_on_the_others(meeting: Meeting):
@@ -214,11 +218,7 @@ def test_a_port_that_is_taken_is_refused():
 
 def test_a_stop_before_training_ends_with_3_in_one_line():
     """A process of its own: it gets the signal while its recipe is read."""
-    script = (
-        "import os, signal, pathlib, llmtrain.launch.torchrun as t\n"
-        "t.load_recipe = lambda *a: os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "raise SystemExit(t.launch_torchrun(pathlib.Path('r.yaml'), []))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (3, "")
-    assert done.stdout == f"stopped by {signal.SIGUSR1.name} before training began; start the same command again\n"
+    process = session().fork(processes.be_stopped_while_the_recipe_is_read, capture=True)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert output == f"stopped by {signal.SIGUSR1.name} before training began; start the same command again\n"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +15,8 @@ from llmtrain.launch import roll_call as roll_calls
 from llmtrain.launch.attempts import Attempt, Ended, train_with_restarts
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.roll_call import RollCall
+from tests.mother import session
+from tests.unit import processes
 from tests.unit.test_launch import HERE, Meeting
 
 THREE = Nodes(3, 2, "alpha", 5)
@@ -93,16 +96,23 @@ def test_all_nodes_learn_how_all_ended() -> None:
     assert [outcome[1:] for outcome in outcomes] == [[True, False, first, all_ended(DONE, DONE, DONE)]] * 3
 
 
-@pytest.mark.parametrize("goes_on_without", [True, False])
-def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(monkeypatch, goes_on_without: bool) -> None:
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make launchers say often that they are there, and wait for silent ones a second."""
+    monkeypatch.setattr(roll_calls, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(roll_calls, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(roll_calls, "SILENCE_SECONDS", 1.5)
+    monkeypatch.setattr(roll_calls, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(roll_calls, "PATIENCE_SECONDS", 1.0)
 
-    def attend(call: RollCall) -> dict[int, Ended] | None:
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("goes_on_without", [True, False])
+def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(goes_on_without: bool) -> None:
+    def attend(call: RollCall) -> tuple[dict[int, Ended], ...] | None:
         if call.nodes.rank == 1:
             return None  # leaves: nothing more is heard of it
-        if call.nodes.rank == 2:
-            time.sleep(3)  # trains, for longer than a launcher may be silent
+        if call.nodes.rank == 2:  # trains, for longer than a launcher may be silent
+            threading.Event().wait(2 * roll_calls.SILENCE_SECONDS)
         told = call.tell(0, Ended(FAILED), goes_on_without)
         return told, call.tell(1, Ended(DONE), goes_on_without)
 
@@ -111,62 +121,85 @@ def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(monkeypatch, goes_o
         assert first == third == ({0: Ended(FAILED), 2: Ended(FAILED)}, {0: Ended(DONE), 2: Ended(DONE)})
     else:
         assert type(first) is type(third) is TrainingError
-        assert f"node 1 on {HERE}: nothing was heard of its launcher for 1.5 s" in str(third)
+        assert f"node 1 on {HERE}: nothing was heard of its launcher for 1 s" in str(third)
         assert str(third).startswith(f"node 0 on {HERE} failed: ")
 
 
-def test_a_node_that_comes_back_too_early_is_told_to_wait(monkeypatch) -> None:
+@pytest.mark.usefixtures("soon")
+def test_a_node_that_comes_back_too_early_is_told_to_wait() -> None:
     """A scheduler that replaces a lost node must not read it as a wrong recipe."""
-    monkeypatch.setattr(roll_calls, "BEAT_SECONDS", 0.1)
     meeting, outcomes = Meeting(), []
 
     def attend(call: RollCall) -> None:
         if call.nodes.rank == 1:
             return  # leaves
-        time.sleep(1)
+        eventually(lambda: [thread.name for thread in threading.enumerate()].count("says that it is there") == 1)
         outcomes.extend(meeting.hold([1], 2, lambda call: None))
 
+    eventually(lambda: "says that it is there" not in [thread.name for thread in threading.enumerate()])
     meeting.hold([0, 1], 2, attend)
     assert type(outcomes[0]) is TrainingError
     assert str(outcomes[0]).startswith("node 1 was there before, is gone, and the others have not given it up yet")
 
 
-LAUNCHER = """
-import subprocess, sys, time
-from llmtrain.launch.watch import hung_ranks_are_ended
-elsewhere = sys.argv[1] == "elsewhere"
-with hung_ranks_are_ended(lambda: elsewhere):
-    ranks = [subprocess.Popen(["sleep", seconds], start_new_session=True) for seconds in sys.argv[2:]]
-    print(*(rank.pid for rank in ranks), flush=True)
-    print(*(rank.wait() for rank in ranks))
-"""
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait until it holds."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
-def launcher(where: str, *seconds: str) -> tuple[subprocess.Popen, list[psutil.Process]]:
-    """A launcher with ranks that sleep so long."""
-    command = [sys.executable, "-c", LAUNCHER, where, *seconds]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    return process, [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+class Launcher:
+    """A launcher in a process of its own, whose ranks end when they are let go."""
+
+    def __init__(self, folder: Path, ranks: int, failed_elsewhere: bool = False):
+        self.folder = folder
+        commands = [
+            f"for _ in {{1..1200}}; do [ -e {folder}/{rank} ] && exit; sleep 0.05; done" for rank in range(ranks)
+        ]
+        self._looks = folder / "looks"
+        self._looks.touch()
+        self._process = session().fork(processes.launch, str(self._looks), failed_elsewhere, *commands, capture=True)
+        self.ranks = [psutil.Process(int(pid)) for pid in self._process.stdout.readline().split()]
+
+    def let_go(self, rank: int) -> None:
+        """Let a rank end."""
+        (self.folder / str(rank)).touch()
+
+    def has_looked(self, times: int) -> None:
+        """Wait until the launcher has looked at its ranks so many times more."""
+        before = self._looks.stat().st_size
+        eventually(lambda: self._looks.stat().st_size >= before + times)
+
+    def ended(self) -> list[str]:
+        """Return how the ranks ended, once all have."""
+        output, _ = self._process.communicate(timeout=60)
+        return output.split()
 
 
-def test_a_frozen_rank_is_ended_once_another_has_ended() -> None:
-    process, (frozen, _, alive) = launcher("here", "60", "1", "9")
+def test_a_frozen_rank_is_ended_once_another_has_ended(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, 3)
+    frozen, _, alive = launcher.ranks
     frozen.suspend()
-    output, _ = process.communicate(timeout=30)
-    assert output.split() == ["-9", "0", "0"] and not alive.is_running()
+    launcher.let_go(1)
+    eventually(lambda: not frozen.is_running())
+    assert alive.is_running() and alive.status() != psutil.STATUS_ZOMBIE
+    launcher.let_go(2)
+    assert launcher.ended() == ["-9", "0", "0"]
 
 
-def test_all_ranks_are_ended_when_those_of_another_node_have_failed() -> None:
-    process, _ = launcher("elsewhere", "60", "60")
-    output, _ = process.communicate(timeout=30)
-    assert output.split() == ["-9", "-9"]
+def test_all_ranks_are_ended_when_those_of_another_node_have_failed(tmp_path: Path) -> None:
+    assert Launcher(tmp_path, 2, failed_elsewhere=True).ended() == ["-9", "-9"]
 
 
-def test_a_frozen_rank_among_ranks_that_train_is_left_alone() -> None:
-    process, (frozen, _) = launcher("here", "6", "5")
+def test_a_frozen_rank_among_ranks_that_train_is_left_alone(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, 2)
+    frozen = launcher.ranks[0]
     frozen.suspend()
-    time.sleep(4)
+    launcher.has_looked(20)  # in which time it would have lost patience three times
     assert frozen.status() == psutil.STATUS_STOPPED
     frozen.resume()
-    output, _ = process.communicate(timeout=30)
-    assert output.split() == ["0", "0"]
+    launcher.let_go(0)
+    launcher.let_go(1)
+    assert launcher.ended() == ["0", "0"]

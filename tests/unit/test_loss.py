@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from llmtrain import loss
 from llmtrain.errors import ModelError
 from llmtrain.loss import IGNORED, summed_cross_entropy, summed_loss
 
@@ -31,12 +32,12 @@ def expected(hidden, weight, bias, labels):
     inputs = [one for one in (hidden, weight, bias) if one is not None]
     logits = F.linear(hidden, weight, bias).flatten(0, 1)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    loss = F.cross_entropy(logits.to(wide), labels.flatten(), reduction="sum", ignore_index=IGNORED)
-    return loss, *torch.autograd.grad(3 * loss, inputs)
+    value = F.cross_entropy(logits.to(wide), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+    return value, *torch.autograd.grad(3 * value, inputs)
 
 
-def found(loss, inputs):
-    return loss, *torch.autograd.grad(3 * loss, [one for one in inputs if one is not None])
+def found(value, inputs):
+    return value, *torch.autograd.grad(3 * value, [one for one in inputs if one is not None])
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -48,13 +49,31 @@ def test_chunked_loss_and_gradients_are_those_of_cross_entropy(chunk, with_bias)
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)], ids=["fp64", "bf16"])
-def test_compiled_loss_and_gradients_are_those_of_cross_entropy(dtype, close):
-    """With chunks that do not divide the positions, so that two shapes are compiled."""
+@pytest.mark.parametrize(
+    ("dtype", "chunk", "close"),
+    [
+        pytest.param(torch.float64, 6, 1e-12, marks=pytest.mark.deep),
+        pytest.param(torch.float64, 5, 1e-12, marks=pytest.mark.deep),
+        pytest.param(torch.bfloat16, 5, 2e-2, marks=pytest.mark.deep),
+    ],
+    ids=["fp64", "fp64-uneven", "bf16-uneven"],
+)
+def test_compiled_loss_and_gradients_are_those_of_cross_entropy(dtype, chunk, close):
+    """Each of the two shapes of chunks that do not divide the positions takes seconds to compile."""
     *inputs, labels = drawn(dtype, with_bias=True)
-    ours = found(summed_cross_entropy(*inputs, labels, chunk=5, compiled=True), inputs)
+    ours = found(summed_cross_entropy(*inputs, labels, chunk, compiled=True), inputs)
     for mine, theirs in zip(ours, expected(*inputs, labels), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=close, atol=close)
+
+
+def test_a_loss_that_is_traced_for_compilation_is_the_same(monkeypatch):
+    """Without the compiler itself, which takes seconds."""
+    traced = torch.compile(loss._loss_and_gradient, dynamic=False, backend="eager")
+    monkeypatch.setattr(loss, "_compiled", lambda: traced)
+    *inputs, labels = drawn(torch.float64, with_bias=True)
+    ours = found(summed_cross_entropy(*inputs, labels, 6, compiled=True), inputs)
+    for mine, theirs in zip(ours, expected(*inputs, labels), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_a_loss_without_gradients_is_the_same():

@@ -28,7 +28,8 @@ ALONE = SimpleNamespace(world=World(0, 1, 0, 1), is_main=True, from_main=lambda 
 NUMBERS = itertools.count()
 
 
-@pytest.fixture(params=["file", "memory", "path"])
+# A path without a protocol is what the tests of one kind below give.
+@pytest.fixture(params=["file", "memory", pytest.param("path", marks=pytest.mark.deep)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "memory":
         name = f"memory://mirror{next(NUMBERS)}"
@@ -228,18 +229,38 @@ def test_a_download_may_take_longer_than_the_timeout_as_long_as_bytes_arrive(
     first = Machine(tmp_path / "first", there)
     first.start()
     first.save(10)
-    download, waits = RemoteRun.download, []
+    download, clock = RemoteRun.download, Clock()
+    monkeypatch.setattr("llmtrain.train.errand.time", clock)
 
     def slowly(self: RemoteRun, step: int, here: Path) -> object:
         for part in range(4):
             (here / "growing").write_bytes(bytes(part + 1))
-            waits.append(threading.Event().wait(0.2))
+            clock.is_looked_at(2)  # once it may have been between the bytes and the clock
+            clock.now += 0.06
         (here / "growing").unlink()
         return download(self, step, here)
 
     monkeypatch.setattr(RemoteRun, "download", slowly)
-    second = Machine(tmp_path / "second", there, "run.timeout_seconds=0.5")
-    assert second.start() is not None and len(waits) == 4
+    second = Machine(tmp_path / "second", there, "run.timeout_seconds=0.1")
+    assert second.start() is not None and clock.now == pytest.approx(0.24)
+
+
+class Clock:
+    """A clock in place of `time` that the test moves."""
+
+    def __init__(self) -> None:
+        self.now, self._looks = 0.0, threading.Semaphore(0)
+
+    def monotonic(self) -> float:
+        self._looks.release()
+        return self.now
+
+    def is_looked_at(self, times: int) -> None:
+        """Wait until it has been, from now on."""
+        while self._looks.acquire(blocking=False):
+            pass
+        for _ in range(times):
+            assert self._looks.acquire(timeout=30)
 
 
 class Held:

@@ -198,6 +198,10 @@ WRONG_FILES = [
         ["optim.nonfinite is skip", "use stop, or engine=fsdp2"],
     ),
     (
+        "train: {steps: 100}\nparallel: {engine: zero}\nsync: {method: palsgd}",
+        ["sync.pull does not go with zero_stage=3", "use zero_stage=2, or engine=fsdp2"],
+    ),
+    (
         "train: {steps: 10}\noptim: {nonfinite: rollback}\nsync: {method: local_sgd}",
         ["optim.nonfinite is rollback", "sync.method=local_sgd keeps no anchor", "use skip or stop"],
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmtrain.config import EverySteps
+from llmtrain.config import EverySteps, Recipe
 from llmtrain.recipe import differences, load_recipe, resolved_yaml
 from llmtrain.recipe_check import check
 from llmtrain.sync.methods import METHODS
@@ -29,102 +29,78 @@ OWN_ROUND = {"wagma"}
 """Methods with rounds of a fixed length that is part of the method, and not the comparison's."""
 
 
-def of(paths: list[Path]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("path", paths, ids=lambda path: path.stem)
-
-
-compared = pytest.mark.parametrize(("method", "model"), COMPARED, ids=[f"{m}_{model}" for m, model in COMPARED])
-
-
 def bases_of(path: Path) -> set[Path]:
-    """The base files that a recipe names, and those that they name."""
+    """Return the base files that a recipe names, and those that they name."""
     named = yaml.safe_load(path.read_text()).get("base") or []
     direct = {(path.parent / name).resolve() for name in ([named] if isinstance(named, str) else named)}
     return direct.union(*(bases_of(base) for base in direct))
 
 
 def header_of(path: Path) -> list[str]:
-    """The comment lines that a file begins with, without their sign."""
+    """Return the comment lines that a file begins with, without their sign."""
     lines = path.read_text().splitlines()
     end = next(i for i, line in enumerate(lines) if not line.startswith("# "))
     return [line.removeprefix("# ") for line in lines[:end]]
 
 
-def test_there_are_recipes() -> None:
+@pytest.fixture(scope="module")
+def recipes() -> dict[str, Recipe]:
+    """Return every recipe by the name of its file."""
     assert RECIPES and BASES
+    return {path.stem: load_recipe(path) for path in RECIPES}
 
 
-@of(RECIPES)
-def test_recipe_checks(path: Path) -> None:
-    recipe = load_recipe(path)
-    check(recipe, None)
-    assert recipe.run.name == path.stem
+def test_every_recipe_can_be_trained_under_its_files_name(recipes: dict[str, Recipe]) -> None:
+    for name, recipe in recipes.items():
+        check(recipe, None)
+        assert recipe.run.name == name
 
 
-@of(RECIPES)
-def test_recipe_reads_back_the_same(path: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(path)
+def test_every_recipe_reads_back_the_same(recipes: dict[str, Recipe], tmp_path: Path) -> None:
     resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(resolved_yaml(recipe))
-    assert load_recipe(resolved) == recipe
+    for name, recipe in recipes.items():
+        resolved.write_text(resolved_yaml(recipe))
+        assert load_recipe(resolved) == recipe, name
 
 
-@of(RECIPES + BASES)
-def test_recipe_begins_with_a_comment_that_says_what_it_is(path: Path) -> None:
-    header = header_of(path)
-    assert header and len(header[0]) > 20, f"{path}: the header is {header}"
+def test_every_file_begins_with_a_comment_that_says_what_it_is_and_where_its_values_come_from() -> None:
+    headers = {path.name: header_of(path) for path in RECIPES + BASES}
+    assert not {name: header for name, header in headers.items() if not header or len(header[0]) <= 20}
+    assert not [path.name for path in RECIPES if len(headers[path.name]) < 2], "what is a paper's, recalled or chosen?"
 
 
-@of(RECIPES)
-def test_recipe_says_where_its_values_come_from(path: Path) -> None:
-    assert len(header_of(path)) > 1, f"{path}: the header has one line; say what is a paper's, recalled or chosen"
+def test_a_header_has_the_recipes_tokens(recipes: dict[str, Recipe]) -> None:
+    told = {path.stem: re.search(r"([\d.]+) B tokens", header_of(path)[0]) for path in RECIPES}
+    billions = {name: float(found[1]) for name, found in told.items() if found}
+    assert billions and all(recipes[name].train.tokens == 1e9 * number for name, number in billions.items())
 
 
-@of([path for path in RECIPES if " B tokens" in header_of(path)[0]])
-def test_header_has_the_recipes_tokens(path: Path) -> None:
-    billions = re.search(r"([\d.]+) B tokens", header_of(path)[0])
-    assert float(billions[1]) * 1e9 == load_recipe(path).train.tokens
-
-
-@of(BASES)
-def test_base_says_nothing_of_one_run(path: Path) -> None:
+def test_a_base_is_used_and_says_nothing_of_one_run() -> None:
     # A `sync` section would bring choices of one method into the recipes of another.
-    assert not {"run", "sync"} & yaml.safe_load(path.read_text()).keys()
+    assert not [path.name for path in BASES if {"run", "sync"} & yaml.safe_load(path.read_text()).keys()]
+    assert {path.resolve() for path in BASES} == set().union(*map(bases_of, RECIPES))
 
 
-@of(BASES)
-def test_base_is_used(path: Path) -> None:
-    assert any(path.resolve() in bases_of(recipe) for recipe in RECIPES)
+def test_every_method_has_its_recipe_and_no_other_has_its_name(recipes: dict[str, Recipe]) -> None:
+    for method, model in COMPARED:
+        recipe = recipes[f"{method}_{model}"]
+        assert recipe.sync.method == method
+        check(recipe, PROCESSES[model])
+    for model in PROCESSES:
+        named = {name for name in recipes if name.endswith(f"_{model}")}
+        assert named == {f"{method}_{its}" for method, its in COMPARED if its == model}
 
 
-@compared
-def test_method_has_its_recipe(method: str, model: str) -> None:
-    recipe = load_recipe(ROOT / f"{method}_{model}.yaml")
-    assert recipe.sync.method == method
-    check(recipe, PROCESSES[model])
-
-
-@pytest.mark.parametrize("model", PROCESSES)
-def test_all_recipes_of_a_model_are_compared(model: str) -> None:
-    assert {path.stem for path in ROOT.glob(f"*_{model}.yaml")} == {
-        f"{m}_{model}" for m, its in COMPARED if its == model
-    }
-
-
-@compared
-def test_compared_recipes_differ_in_their_method_alone(method: str, model: str) -> None:
-    baseline = load_recipe(ROOT / f"synchronous_{model}.yaml")
-    assert differences(baseline, load_recipe(ROOT / f"{method}_{model}.yaml"), ignore=MAY_DIFFER) == []
+def test_compared_recipes_differ_in_their_method_alone(recipes: dict[str, Recipe]) -> None:
+    for method, model in COMPARED:
+        baseline, recipe = (recipes[f"{name}_{model}"] for name in ("synchronous", method))
+        assert differences(baseline, recipe, ignore=MAY_DIFFER) == [], (method, model)
 
 
 @pytest.mark.parametrize("model", GPT_NEO)
-def test_rounds_of_a_fixed_length_are_equally_long(model: str) -> None:
-    sections = [load_recipe(ROOT / f"{method}_{model}.yaml").sync for method in METHODS if method not in OWN_ROUND]
-    assert len({sync.period.every for sync in sections if isinstance(sync.period, EverySteps)}) == 1
-
-
-@pytest.mark.parametrize("model", GPT_NEO)
-def test_local_steps_begin_at_the_same_step(model: str) -> None:
-    sections = [load_recipe(ROOT / f"{method}_{model}.yaml").sync for method in METHODS]
-    local = [sync for sync in sections if sync.period.kind != "every_step" and sync.warmup_until_lr is None]
-    assert len({sync.warmup_steps for sync in local}) == 1
+def test_compared_rounds_begin_together_and_are_equally_long(recipes: dict[str, Recipe], model: str) -> None:
+    sections = {method: recipes[f"{method}_{model}"].sync for method in METHODS}
+    fixed = [sync for method, sync in sections.items() if method not in OWN_ROUND]
+    assert len({sync.period.every for sync in fixed if isinstance(sync.period, EverySteps)}) == 1
+    by_step = [sync for sync in sections.values() if sync.warmup_until_lr is None]
+    assert len({sync.warmup_steps for sync in by_step if sync.period.kind != "every_step"}) == 1

@@ -48,6 +48,15 @@ def test_two_processes_never_train_in_one_directory(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "a/checkpoints/step-00000003.tmp").exists()
 
 
+def test_a_run_that_is_killed_has_no_summary_of_the_time_before(tmp_path: Path):
+    """What reads summary.json takes a run that has one for ended."""
+    directory = RunDirectory(load_recipe(ROOT / "recipes/quickstart.yaml", [f"run.out_dir={tmp_path}", "run.name=a"]))
+    directory.open()
+    directory.write_summary({"stopped": "signal"})
+    directory.open()  # started again, and killed
+    assert directory.summary() is None and not (tmp_path / "a/summary.json").exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_disk_that_is_full_at_the_start_is_one_line_and_costs_no_file(tmp_path: Path):
     mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(tmp_path)]

@@ -82,7 +82,7 @@ class Beside:
 
 
 def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -301,11 +301,10 @@ def test_one_that_does_not_heed_a_request_is_killed(beside: Beside, monkeypatch:
 
 
 def test_the_process_yields_to_all_others_and_hears_no_ctrl_c(tmp_path: Path) -> None:
-    code = "import os; print(os.nice(0), os.getsid(0) == os.getpid(), sorted(os.environ)[:1])"
-    process = start_beside(
-        ["python3", "-c", f"import time; time.sleep(0.5); {code}"], {"A": "b", **path()}, tmp_path / "x/log"
-    )
-    assert process.wait(20) == 0
+    yields = "import os, time\nwhile os.nice(0) < 19: time.sleep(0.01)\n"
+    code = yields + "print(os.nice(0), os.getsid(0) == os.getpid(), sorted(os.environ)[:1])"
+    process = start_beside(["python3", "-c", code], {"A": "b", **path()}, tmp_path / "x/log")
+    assert process.wait(60) == 0
     assert (tmp_path / "x/log").read_text() == "19 True ['A']\n"
 
 

@@ -1,0 +1,41 @@
+"""`llmtrain train` in a process forked by the rank server, made to behave like a program of its own."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from llmtrain.errors import leave_with_code
+from llmtrain.parallel.world import World
+from llmtrain.recipe import load_recipe
+from llmtrain.train.run import run_training
+
+
+def become_a_program() -> None:
+    """Make this process what an interpreter of its own would have been."""
+    os.setsid()  # a Ctrl-C in the terminal reaches ranks through torchrun alone
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores these
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    Path("/proc/self/comm").write_text(f"llmtrain-{os.environ['RANK']}")  # for ps and top
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # as python -u
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # a list is one number per nesting level
+    threading.Thread(target=_stop_without_launcher, daemon=True, name="watches the launcher").start()
+
+
+def _stop_without_launcher() -> None:
+    """Ask this process to stop, with a checkpoint, once its launcher is gone. Nobody else would: its parent is the server,
+    which lives as long as any rank does."""
+    multiprocessing.parent_process().join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    become_a_program()
+    recipe, *overrides = sys.argv[1:]
+    leave_with_code(lambda: sys.exit(run_training(load_recipe(Path(recipe), overrides), World.from_environment())))

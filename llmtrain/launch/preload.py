@@ -1,0 +1,14 @@
+"""Imports of the process that ranks are forked from (`rank_server`); importing this module is all that it is for."""
+
+import signal
+
+from llmtrain.startup import quick_imports
+
+# A scheduler signals every process of a job. Ranks and the launcher answer; this process must outlive them.
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN)
+
+with quick_imports():
+    import torch.utils.tensorboard  # noqa: F401
+
+    import llmtrain.train.run  # noqa: F401

@@ -1,0 +1,113 @@
+"""CPU seconds of every test, counted over all processes it uses, and the limits that keep `make test` short.
+
+CPU seconds and not wall time: a busy machine must not fail the tests. Seconds of children come from wait4, those of forked
+processes from the mother, which waits for them. Tests outside the fast tier (deep, chaos, gpu) have no limit. What fixtures
+use is in the total, but in no test's own figure: the first test that needs one is not the only one.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests import mother
+
+SECONDS, LIMIT = "cpu_seconds", "cpu_limit"
+OTHER_TIERS = ("deep", "chaos", "gpu")
+FRESH_LIMIT = 40.0
+"""The limit of the few tests that start new interpreters on purpose: each interpreter imports for 4 seconds."""
+SHOWN = 10
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("budget", "CPU seconds that fast tests may use")
+    group.addoption("--cpu-limit-test", type=float, default=10.0, help="each, without fixtures")
+    group.addoption("--cpu-limit-all", type=float, default=1200.0, help="all together, with imports and collection")
+
+
+class Budget:
+    """A plugin for pytest, in each of xdist's workers (which measure) and their controller (which judges), or in the one
+    process that is both."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.tests: dict[str, tuple[float, float]] = {}
+        """CPU seconds of each fast test, and its limit."""
+        self.elsewhere = 0.0
+        """CPU seconds of the workers, as they say when they end."""
+        self._at_call = 0.0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+        report = yield
+        if call.when == "setup":
+            self._at_call = used()
+        if call.when == "teardown":
+            report.user_properties = [*report.user_properties, (SECONDS, used() - self._at_call)]
+            if not any(item.get_closest_marker(tier) for tier in OTHER_TIERS):
+                limit = FRESH_LIMIT if item.get_closest_marker("fresh") else self.config.getoption("--cpu-limit-test")
+                report.user_properties.append((LIMIT, limit))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        properties = dict(report.user_properties)
+        if LIMIT in properties:
+            self.tests[report.nodeid] = properties[SECONDS], properties[LIMIT]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        self.elsewhere += getattr(node, "workeroutput", {}).get(SECONDS, 0.0)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput[SECONDS] = used() + used_by_mothers()
+        elif session.exitstatus == pytest.ExitCode.OK and self._excesses():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.tests:
+            return
+        terminalreporter.section(f"CPU seconds of {len(self.tests)} tests: {self._total():.0f}")
+        for name, (seconds, _) in sorted(self.tests.items(), key=lambda one: -one[1][0])[:SHOWN]:
+            terminalreporter.line(f"{seconds:6.1f} {name}")
+        for excess in self._excesses():
+            terminalreporter.line(f"ERROR: {excess}", red=True)
+
+    def _total(self) -> float:
+        has_workers = bool(self.config.getoption("numprocesses", None))
+        here = _seconds(resource.RUSAGE_SELF) if has_workers else used()  # the workers have said what they used
+        return here + used_by_mothers() + self.elsewhere
+
+    def _excesses(self) -> list[str]:
+        """Describe what is over a limit, a line each."""
+        lines = [
+            f"{name} uses {seconds:.1f} CPU seconds; a test outside `deep` may use {limit:g}"
+            for name, (seconds, limit) in self.tests.items()
+            if seconds > limit
+        ]
+        together = self.config.getoption("--cpu-limit-all")
+        if self.tests and self._total() > together:
+            lines.append(
+                f"the tests use {self._total():.0f} CPU seconds; all outside `deep` together may use {together:g}"
+            )
+        return lines
+
+
+def used() -> float:
+    """Return the CPU seconds of this process, of children that it has waited for, and of what mothers have forked for it."""
+    here = _seconds(resource.RUSAGE_SELF) + _seconds(resource.RUSAGE_CHILDREN)
+    return here + sum(each.cpu_seconds() for each in mother.connections)
+
+
+def _seconds(who: int) -> float:
+    usage = resource.getrusage(who)
+    return usage.ru_utime + usage.ru_stime
+
+
+def used_by_mothers() -> float:
+    """Return the CPU seconds of mothers that this process has started: their imports, which no test is charged with."""
+    times = [psutil.Process(pid).cpu_times() for pid in mother.started if psutil.pid_exists(pid)]
+    return sum(time.user + time.system for time in times)

@@ -1,0 +1,180 @@
+"""Runs of tiny models in which every two choices that go together meet at least once: method, mesh, engine, model and all that
+a recipe says of precision, memory and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmtrain.config import Recipe, ScheduleSection
+from llmtrain.errors import RecipeError
+from llmtrain.recipe_check import check
+from llmtrain.sync.methods import METHODS
+from tests.distributed.fake_engine import choices
+from tests.distributed.real_engine import GPT_NEO, LENGTH, LLAMA, TIED, Case
+from tests.distributed.test_offload import late
+
+FACTORS: dict[str, tuple[str, ...]] = {
+    "method": tuple(METHODS),
+    "mesh": ("2x2", "4x1", "1x4", "3x1"),
+    "engine": ("fsdp2", "zero1", "zero2", "zero3"),
+    "schedule": ("blocking", "layerwise", "overlapped", "stale", "wait_avoiding"),
+    "wire": ("fp32", "bf16", "int8", "int4"),
+    "model": ("llama", "gpt_neo", "tied"),
+    "precision": ("fp32", "bf16", "fp64"),
+    "recomputed": ("nothing", "all", "selective"),
+    "offload": ("nothing", "anchors", "optimizer"),
+    "optimizer": ("adamw", "sgd"),
+    "forwards": ("1", "2"),
+}
+TABLE = """
+synchronous       2x2  fsdp2  blocking       int8  tied     fp64  selective  anchors    adamw  2
+synchronous       4x1  zero1  blocking       int4  llama    bf16  nothing    nothing    adamw  1
+synchronous       1x4  zero2  blocking       bf16  llama    fp32  nothing    nothing    sgd    1
+synchronous       3x1  zero3  blocking       fp32  gpt_neo  fp32  all        optimizer  adamw  1
+local_sgd         2x2  fsdp2  blocking       int8  tied     fp32  nothing    anchors    adamw  1
+local_sgd         4x1  zero1  layerwise      bf16  llama    fp32  nothing    nothing    sgd    1
+local_sgd         1x4  zero3  stale          fp32  llama    fp32  nothing    optimizer  adamw  1
+local_sgd         3x1  fsdp2  overlapped     int4  gpt_neo  fp64  all        nothing    adamw  1
+local_sgd         3x1  zero2  stale          fp32  llama    bf16  selective  nothing    adamw  2
+post_local_sgd    2x2  zero1  blocking       int4  gpt_neo  fp32  nothing    optimizer  sgd    2
+post_local_sgd    4x1  zero3  stale          bf16  llama    fp32  all        nothing    adamw  1
+post_local_sgd    1x4  zero2  overlapped     int8  tied     bf16  selective  nothing    adamw  1
+post_local_sgd    3x1  fsdp2  layerwise      fp32  llama    fp64  nothing    anchors    sgd    1
+qsr               2x2  zero1  overlapped     fp32  llama    bf16  selective  nothing    adamw  1
+qsr               4x1  zero2  layerwise      int8  gpt_neo  fp32  all        optimizer  adamw  1
+qsr               1x4  fsdp2  blocking       bf16  llama    fp64  nothing    anchors    adamw  1
+qsr               3x1  zero3  stale          int4  tied     fp32  nothing    nothing    sgd    2
+slowmo            2x2  fsdp2  stale          int8  tied     bf16  nothing    nothing    adamw  1
+slowmo            4x1  zero3  overlapped     bf16  llama    fp32  all        nothing    adamw  1
+slowmo            1x4  zero1  blocking       int4  llama    fp32  nothing    optimizer  adamw  1
+slowmo            3x1  fsdp2  stale          fp32  gpt_neo  fp64  nothing    anchors    adamw  2
+slowmo            3x1  zero2  layerwise      fp32  llama    fp32  selective  nothing    sgd    1
+diloco            2x2  fsdp2  stale          bf16  gpt_neo  fp64  all        nothing    adamw  1
+diloco            4x1  zero2  overlapped     fp32  llama    fp32  nothing    nothing    adamw  1
+diloco            1x4  zero1  blocking       int4  llama    bf16  nothing    anchors    sgd    2
+diloco            3x1  zero3  layerwise      int8  tied     fp32  selective  optimizer  adamw  1
+streaming_diloco  2x2  zero3  blocking       fp32  tied     fp32  all        anchors    sgd    2
+streaming_diloco  4x1  fsdp2  stale          int8  llama    fp64  selective  nothing    adamw  1
+streaming_diloco  1x4  zero2  overlapped     int4  llama    fp32  nothing    optimizer  adamw  1
+streaming_diloco  3x1  zero1  layerwise      bf16  gpt_neo  bf16  nothing    nothing    adamw  1
+co2               2x2  zero3  overlapped     bf16  gpt_neo  fp32  nothing    optimizer  adamw  1
+co2               4x1  fsdp2  stale          fp32  tied     fp32  selective  nothing    adamw  1
+co2               1x4  zero1  layerwise      fp32  llama    fp32  nothing    anchors    sgd    2
+co2               1x4  zero2  blocking       int8  llama    bf16  all        nothing    adamw  1
+co2               3x1  fsdp2  overlapped     int4  llama    fp64  nothing    nothing    sgd    2
+palsgd            2x2  zero1  stale          int8  tied     fp32  nothing    nothing    sgd    1
+palsgd            4x1  zero2  blocking       fp32  llama    bf16  nothing    optimizer  adamw  2
+palsgd            1x4  zero3  overlapped     int4  llama    fp32  all        anchors    sgd    1
+palsgd            3x1  fsdp2  layerwise      bf16  gpt_neo  fp64  selective  nothing    adamw  1
+wagma             2x2  zero1  wait_avoiding  fp32  llama    fp32  all        optimizer  adamw  1
+wagma             4x1  zero2  wait_avoiding  int4  tied     fp32  nothing    nothing    adamw  1
+wagma             1x4  fsdp2  wait_avoiding  bf16  gpt_neo  fp64  selective  nothing    sgd    2
+wagma             1x4  zero3  wait_avoiding  int8  llama    bf16  nothing    anchors    adamw  1
+edit              2x2  zero2  layerwise      int4  gpt_neo  fp32  selective  nothing    sgd    1
+edit              4x1  zero1  blocking       int8  llama    bf16  nothing    anchors    adamw  1
+edit              1x4  zero3  blocking       fp32  llama    fp32  nothing    optimizer  adamw  1
+edit              3x1  fsdp2  blocking       bf16  tied     fp64  all        nothing    adamw  2
+a_edit            2x2  fsdp2  blocking       bf16  tied     fp64  nothing    nothing    sgd    2
+a_edit            4x1  zero2  blocking       int4  llama    bf16  nothing    anchors    adamw  1
+a_edit            1x4  zero3  layerwise      fp32  llama    fp32  all        nothing    adamw  1
+a_edit            3x1  zero1  blocking       int8  gpt_neo  fp32  selective  optimizer  adamw  1
+"""
+ROWS = [dict(zip(FACTORS, line.split(), strict=True)) for line in TABLE.strip().splitlines()]
+STEPS, WARMUP, BATCH, PEAK = 5, 1, 12, {"adamw": 1e-2, "sgd": 0.5}
+PENALTY = {"z": 2.0, "ema": 0.3, "min_rounds": 2, "temperature": 0.3, "clip": 0.5}
+SCHEDULES = {"overlapped": {"kind": "overlapped", "steps": 1, "fragments": 2, "mix": 0.5}}
+ONE_LAYER = {"num_hidden_layers": 1}
+MODELS = {
+    "llama": LLAMA.model_copy(update={"config": {**LLAMA.config, **ONE_LAYER}}),
+    "gpt_neo": GPT_NEO,  # one layer of each of its two kinds of attention
+    "tied": TIED.model_copy(update={"config": {**TIED.config, **ONE_LAYER}}),
+}
+CHECKPOINTING = {"nothing": False, "all": True, "selective": "selective"}
+
+
+def keys_of(row: Mapping[str, str]) -> dict[str, Any]:
+    """The sections of the recipe that a row stands for."""
+    lr = PEAK[row["optimizer"]]
+    replicas, shard = map(int, row["mesh"].split("x"))
+    engine, stage = (row["engine"][:4], row["engine"][4:]) if row["engine"] != "fsdp2" else ("fsdp2", "3")
+    return {
+        "optim": {"kind": row["optimizer"], "lr": lr, "clip_norm": 0.5},
+        "schedule": {"kind": "cosine", "warmup_steps": 1},
+        "sync": _sync_of(row, lr),
+        "parallel": {
+            "engine": engine,
+            "zero_stage": int(stage),
+            "replicas": replicas,
+            "shard": shard,
+            "precision": row["precision"],
+            "activation_checkpointing": CHECKPOINTING[row["recomputed"]],
+            "zero_offload": row["offload"] == "optimizer",
+        },
+    }
+
+
+def _sync_of(row: Mapping[str, str], lr: float) -> dict[str, Any]:
+    method = row["method"]
+    periods = {
+        "qsr": {"period": {"kind": "qsr", "base": 2, "alpha": lr * 2**0.5}},
+        "a_edit": {"period": {"kind": "seconds", "every": 2, "min_steps": 1}},
+        "synchronous": {},
+    }
+    sync = periods.get(method, {"period": {"kind": "steps", "every": 2}})
+    if method not in ("synchronous", "post_local_sgd"):  # which stay synchronous in another way
+        sync |= {"warmup_steps": WARMUP}
+    if METHODS[method].PRESET.get("pull") is not None:
+        sync |= {"pull": {"probability": 0.3, "strength": 0.5, "batch": "keep"}}
+    if METHODS[method].PRESET["penalty"] is not None:
+        sync |= {"penalty": PENALTY}
+    can_feed_back = method != "synchronous" and row["schedule"] != "wait_avoiding"
+    wire = {"kind": row["wire"], "feedback": row["wire"] == "int4" and can_feed_back}
+    wire["gradients"] = method == "synchronous" and row["wire"] != "fp32"
+    schedule = SCHEDULES.get(row["schedule"], row["schedule"])
+    return {**sync, "schedule": schedule, "wire": wire, "offload": row["offload"] == "anchors"}
+
+
+def recipe_of(row: Mapping[str, str]) -> Recipe:
+    """A recipe that says what the row does."""
+    keys = keys_of(row)
+    sync = choices(row["method"], **keys.pop("sync"))
+    batch = {"steps": STEPS, "sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1}
+    return Recipe.model_validate(
+        {"run": {"name": "pairs"}, "model": MODELS[row["model"]], "train": batch, "sync": sync, **keys}
+    )
+
+
+def is_refused(row: Mapping[str, str]) -> bool:
+    """Whether a recipe that says so is refused."""
+    recipe = recipe_of(row)
+    try:
+        check(recipe, recipe.parallel.replicas * recipe.parallel.shard)
+    except RecipeError:
+        return True
+    return False
+
+
+def case_of(row: Mapping[str, str]) -> Case:
+    """The run of a row."""
+    keys = keys_of(row)
+    parallel = keys["parallel"]
+    section = {key: value for key, value in parallel.items() if key not in ("replicas", "shard")}
+    return Case(
+        choices(row["method"], **keys["sync"]),
+        parallel["replicas"],
+        parallel["shard"],
+        MODELS[row["model"]],
+        section,
+        keys["optim"],
+        ScheduleSection(**keys["schedule"]),
+        steps=STEPS,
+        global_batch=BATCH,
+        micro_batch=2 if row["forwards"] == "2" else BATCH,
+        copies=late,
+    )
+
+
+def resumed_after(row: Mapping[str, str]) -> int:
+    """A step in the second round; layer-wise, the last of the first, which the next forward pass is to synchronise."""
+    return 3 if row["schedule"] == "layerwise" else 4

@@ -1,0 +1,141 @@
+"""The run of a case once more, in one process: plain transformers models in float64, the oracle's synchronisation, and the
+inner optimizers written out. Nothing of it is the engine's or `llmtrain.sync`'s but the initial weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from llmtrain.config import OptimSection
+from llmtrain.lr import LearningRates
+from llmtrain.model import blocks_of, build, initialise, model_config
+from tests.distributed.oracle import Oracle
+from tests.distributed.oracle_late import OverlappedOracle, StaleOracle
+from tests.distributed.oracle_timed import TimedOracle
+from tests.distributed.real_engine import SEED, VOCABULARY, Case, global_batch
+
+
+@dataclass
+class Reference:
+    """What a run should look like."""
+
+    losses: list[float]
+    """Mean over all replicas that computed one, of each step in which somebody did."""
+    norms: list[list[float]]
+    """[replica][step]: of the gradient before it was clipped."""
+    weights: dict[str, torch.Tensor]
+    """At the end, by parameter."""
+    rounds: int
+
+
+@dataclass
+class Moments:
+    """AdamW's state of one replica."""
+
+    mean: np.ndarray | float = 0.0
+    square: np.ndarray | float = 0.0
+    steps: int = 0
+
+
+@dataclass
+class Replicas:
+    """N models' gradients and inner optimizers: the oracle asks for the direction of every inner step."""
+
+    case: Case
+    losses: dict[int, list[float]] = field(default_factory=dict)
+    norms: list[list[float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.optim = OptimSection(**self.case.optim)
+        initial = build(model_config(self.case.model, VOCABULARY), loss_chunk=99)
+        blocks = blocks_of(initial)
+        for block in blocks:
+            initialise(initial, block, SEED, torch.device("cpu"), torch.float64)
+        names = {id(parameter): name for name, parameter in initial.named_parameters()}
+        of_blocks = [[p for module in block.modules for p in module.parameters()] for block in blocks]
+        self.names = [list(dict.fromkeys(names[id(p)] for p in parameters)) for parameters in of_blocks]
+        self.model = AutoModelForCausalLM.from_config(
+            model_config(self.case.model, VOCABULARY), dtype=torch.float64, attn_implementation="eager"
+        )
+        self.model.load_state_dict(initial.causal_lm.state_dict())
+        weights = {f"causal_lm.{name}": parameter for name, parameter in self.model.named_parameters()}
+        self.parameters = [weights[name] for block in self.names for name in block]
+        self.start = [_flat([weights[name].detach() for name in block]) for block in self.names]
+        decay = [np.full(p.numel(), self.optim.weight_decay if p.ndim > 1 else 0.0) for p in self.parameters]
+        self.decay, self.ends = np.concatenate(decay), np.cumsum([len(block) for block in self.start])[:-1]
+        self.moments = [Moments() for _ in range(self.case.replicas)]
+        self.norms = [[] for _ in range(self.case.replicas)]
+        self._directions: dict[int, list[np.ndarray]] = {}
+
+    def run(self) -> Reference:
+        """By the oracle of the case's schedule."""
+        sync, kinds = self.case.sync, {"stale": StaleOracle, "overlapped": OverlappedOracle}
+        rates = LearningRates(self.case.optim["lr"], self.case.steps, self.case.schedule)
+        common = (sync, rates, self.start, self.case.replicas, self.direction, SEED)
+        if sync.period.kind == "seconds":
+            self.oracle: Oracle = TimedOracle(*common, seconds=lambda replica, step: 1.0)
+        else:
+            self.oracle = kinds.get(sync.schedule.kind, Oracle)(*common)
+        self.oracle.run()
+        assert all((block == block[0]).all() for block in self.oracle.theta), "the oracle's replicas end equal"
+        self._load([block[0] for block in self.oracle.theta])
+        weights = {f"causal_lm.{name}": parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        losses = [float(np.mean(self.losses[step])) for step in sorted(self.losses)]
+        return Reference(losses, self.norms, weights, self.oracle.count)
+
+    def direction(self, step: int, replica: int, block: int, parameters: np.ndarray) -> np.ndarray:
+        """What an inner step at learning rate 1 adds to a block. The oracle asks for block 0 before it changes anything."""
+        if block == 0:
+            self._directions[replica] = np.split(self._inner_step(step, replica), self.ends)
+        return self._directions[replica][block]
+
+    def _inner_step(self, step: int, replica: int) -> np.ndarray:
+        theta = np.concatenate([block[replica] for block in self.oracle.theta])
+        if step <= self.oracle.warmup:
+            everybody = [self._gradient(step, each) for each in range(self.case.replicas)]
+            gradient = np.mean([gradient for gradient, _ in everybody], axis=0)
+            self.losses[step] = [loss for _, loss in everybody]
+        else:
+            gradient, loss = self._gradient(step, replica)
+            self.losses.setdefault(step, []).append(loss)
+        norm = float(np.linalg.norm(gradient))
+        self.norms[replica].append(norm)
+        if self.optim.clip_norm is not None:
+            gradient = gradient * min(1.0, self.optim.clip_norm / (norm + 1e-6))
+        if self.optim.kind == "sgd":
+            return -(gradient + self.decay * theta)
+        (beta, gamma), moments = self.optim.betas, self.moments[replica]
+        moments.steps += 1
+        moments.mean = beta * moments.mean + (1 - beta) * gradient
+        moments.square = gamma * moments.square + (1 - gamma) * gradient**2
+        mean, square = moments.mean / (1 - beta**moments.steps), moments.square / (1 - gamma**moments.steps)
+        return -(mean / (np.sqrt(square) + self.optim.eps) + self.decay * theta)
+
+    def _gradient(self, step: int, replica: int) -> tuple[np.ndarray, float]:
+        """Of the mean loss of a replica's part of the batch, and that loss."""
+        self._load([block[replica] for block in self.oracle.theta])
+        batch = global_batch(self.case, step).chunk(self.case.replicas)[replica]
+        logits = self.model(batch[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        self.model.zero_grad()
+        loss.backward()
+        return _flat([parameter.grad for parameter in self.parameters]), loss.item()
+
+    @torch.no_grad()
+    def _load(self, blocks: list[np.ndarray]) -> None:
+        parts = torch.from_numpy(np.concatenate(blocks)).split([p.numel() for p in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.copy_(part.view(parameter.shape))
+
+
+def _flat(tensors: list[Any]) -> np.ndarray:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]).numpy().copy()
+
+
+def reference(case: Case) -> Reference:
+    """What the case should give, whatever its mesh's shards, its engine, its precision and its wire."""
+    return Replicas(case).run()

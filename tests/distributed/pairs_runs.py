@@ -1,0 +1,59 @@
+"""A case of the table on the ranks of the pool: the whole run, and its second half once more from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from llmtrain.config import CheckpointSection
+from llmtrain.train.checkpoint import Checkpoints
+from llmtrain.train.integrity import folder_name
+from llmtrain.train.writing import Writing
+from tests.distributed.real_engine import SEED, Case, Outcome, Run, mesh_of
+
+TIMEOUT = 60.0
+
+
+@contextmanager
+def held_back() -> Iterator[Callable[[], None]]:
+    """Checkpoints are written when the function given is called: as on a disk so slow that training is over by then."""
+    held: list[Writing] = []
+    start = Writing.start
+
+    def write() -> None:
+        for writing in held:
+            start(writing, in_thread=True)
+
+    with mock.patch.object(Writing, "start", lambda writing, in_thread: held.append(writing)):
+        yield write
+
+
+def train_and_resume(case: Case, after: int, folder: Path) -> tuple[Outcome, Outcome]:
+    """The run, and all of it that comes after step `after` by an engine and a method that have loaded its checkpoint."""
+    mesh = mesh_of(case.replicas, case.shard)
+    whole = Run(case, mesh)
+    whole.train(after)
+    checkpoints = _checkpoints(whole, folder)
+    with held_back() as write:
+        checkpoints.save(after, {"sums": whole.sums, "norms": whole.norms})
+        whole.train(case.steps)
+        outcome = whole.finish()
+        write()
+    checkpoints.wait()
+    whole.method.close()
+    torch.manual_seed(99)
+    resumed = Run(case, mesh, after)
+    loaded = _checkpoints(resumed, folder).load(folder / folder_name(after), case.global_batch, SEED)
+    resumed.sums, resumed.norms = loaded.progress["sums"], loaded.progress["norms"]
+    resumed.train(case.steps)
+    again = resumed.finish()
+    resumed.method.close()
+    return outcome, again
+
+
+def _checkpoints(run: Run, folder: Path) -> Checkpoints:
+    return Checkpoints(folder, run.mesh, run.engine, run.method, CheckpointSection(), TIMEOUT)

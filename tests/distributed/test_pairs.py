@@ -1,0 +1,111 @@
+"""Every two choices together, on real engines: the losses, gradient norms and weights of plain models, one replica after another
+in float64; replicas that end equal; and a run that goes on from a checkpoint as if it had never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.pairs import FACTORS, ROWS, WARMUP, case_of, is_refused, resumed_after
+from tests.distributed.pairs_reference import Reference, reference
+from tests.distributed.pairs_runs import train_and_resume
+from tests.distributed.pool import RankPool
+from tests.distributed.real_engine import Case, Outcome, zero_pool
+
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2e-3}
+"""Of losses, relative, by what is computed in."""
+SINGLE = 1e-8
+"""Llama's norms are computed in fp32 whatever the rest is, and AdamW enlarges what that changes of small gradients."""
+ROUNDED = {"fp32": 0.0, "bf16": 2e-4, "int8": 2e-4, "int4": 2e-3}
+"""And by what messages travel in, once there have been some."""
+
+
+def row_id(row: Mapping[str, str]) -> str:
+    return " ".join(row.values())
+
+
+def every_product() -> list[dict[str, str]]:
+    """Each method on each mesh by each engine, and on one mesh with all that a recipe says beside."""
+    plain = {name: levels[0] for name, levels in FACTORS.items()} | {"schedule": "layerwise"}
+    own = {"synchronous": "blocking", "co2": "stale", "streaming_diloco": "overlapped", "wagma": "wait_avoiding"}
+    methods = ("method", "mesh", "engine")
+    rows = [
+        {**plain, **dict(zip(methods, levels, strict=True)), "schedule": own.get(levels[0], "layerwise")}
+        for levels in product(*(FACTORS[name] for name in methods))
+    ]
+    rows += [
+        {**plain, "method": "edit", "engine": engine, name: level}
+        for engine in FACTORS["engine"]
+        for name in ("wire", "model", "precision", "recomputed", "offload", "optimizer")
+        for level in FACTORS[name][1:]
+    ]
+    return rows
+
+
+PRODUCT = [row for row in every_product() if row not in ROWS]
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    """By size, of their own: DeepSpeed keeps much that is global, and counts parameters from one engine to the next."""
+    pools = {size: (zero_pool if find_spec("deepspeed") else RankPool)(size) for size in (3, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.deep) for row in PRODUCT)], ids=row_id)
+def test_a_run_is_that_of_plain_replicas_and_goes_on_from_a_checkpoint(
+    pools: dict[int, RankPool], tmp_path: Path, row: dict[str, str]
+) -> None:
+    if is_refused(row):
+        pytest.skip("recipes that say so are refused")
+    if row["engine"] != "fsdp2" and find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    case = case_of(row)
+    pool = pools[case.replicas * case.shard]
+    ranks = pool.run(train_and_resume, case, resumed_after(row), tmp_path)
+    for whole, _ in ranks:
+        assert whole.losses == ranks[0][0].losses
+    assert_replicas_are_equal(case, [whole for whole, _ in ranks])
+    if row["method"] == "wagma" and case.replicas > 1:  # whose groups are a matter of time
+        assert ranks[0][0].losses[-1] < ranks[0][0].losses[0]
+        assert_replicas_are_equal(case, [resumed for _, resumed in ranks])
+        return
+    for whole, resumed in ranks:
+        assert_same_bits(resumed, whole)
+    assert_is_that_of(reference(case), case, row, [whole for whole, _ in ranks])
+
+
+def assert_replicas_are_equal(case: Case, ranks: list[Outcome]) -> None:
+    for rank, outcome in enumerate(ranks):
+        for name, tensor in outcome.weights.items():
+            assert torch.equal(tensor, ranks[rank % case.shard].weights[name]), (rank, name)
+
+
+def assert_same_bits(got: Outcome, expected: Outcome) -> None:
+    assert got.losses == expected.losses and got.norms == expected.norms and got.rounds == expected.rounds
+    for name, tensor in expected.weights.items():
+        assert torch.equal(tensor, got.weights[name]), name
+
+
+def assert_is_that_of(expected: Reference, case: Case, row: Mapping[str, str], ranks: list[Outcome]) -> None:
+    """Up to rounding. Norms and weights are held to the bounds of their own, of engine against engine: 20 and 100 times as wide."""
+    exact = TOLERANCES[row["precision"]]
+    loose = exact + (ROUNDED[row["wire"]] if case.replicas > 1 else 0.0)
+    before = 1 if row["method"] == "synchronous" else WARMUP + 1  # forward passes, before any rounded message counts
+    np.testing.assert_allclose(ranks[0].losses[:before], expected.losses[:before], rtol=exact)
+    np.testing.assert_allclose(ranks[0].losses, expected.losses, rtol=loose)
+    for rank, outcome in enumerate(ranks):
+        np.testing.assert_allclose(outcome.norms, expected.norms[rank // case.shard], rtol=20 * loose)
+        assert outcome.rounds == expected.rounds
+        assert outcome.master_dtype == (torch.float64 if row["precision"] == "fp64" else torch.float32)
+    for name, whole in expected.weights.items():
+        there = torch.cat([rank.weights[name] for rank in ranks[: case.shard]])
+        assert (there - whole).abs().max() <= 100 * max(loose, SINGLE), name

@@ -1,0 +1,52 @@
+"""The table of pairs is whole: all that a recipe may say together is there."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import combinations, product
+
+from tests.distributed.pairs import FACTORS, ROWS, is_refused
+
+PLAIN = {name: levels[0] for name, levels in FACTORS.items()}
+HALVES = (("method", "mesh", "schedule", "wire"), ("engine", "precision", "offload", "recomputed"))
+"""One rule is about choices of both halves, pulls under stage 3 of ZeRO, and it forbids no pair; none is about others."""
+
+
+@cache
+def half_is_allowed(half: tuple[str, ...], levels: tuple[str, ...]) -> bool:
+    return not is_refused({**PLAIN, **dict(zip(half, levels, strict=True))})
+
+
+def can_meet(chosen: dict[str, str]) -> bool:
+    """Whether a recipe may say all of that, whatever else it says."""
+    return all(
+        any(
+            half_is_allowed(half, levels)
+            for levels in product(*([chosen[name]] if name in chosen else FACTORS[name] for name in half))
+        )
+        for half in HALVES
+    )
+
+
+def test_no_row_is_refused() -> None:
+    assert [row for row in ROWS if is_refused(row)] == []
+
+
+def test_all_levels_that_go_together_meet() -> None:
+    missing = []
+    for first, second in combinations(FACTORS, 2):
+        there = {(row[first], row[second]) for row in ROWS}
+        for levels in product(FACTORS[first], FACTORS[second]):
+            if levels not in there and can_meet(dict(zip((first, second), levels, strict=True))):
+                missing.append((first, second, levels))
+    assert missing == []
+
+
+def test_some_levels_never_meet_and_no_row_can_be_left_out() -> None:
+    """Or the two above would pass of a table of anything."""
+    assert not can_meet({"method": "edit", "schedule": "stale"}) and not can_meet(
+        {"engine": "zero1", "precision": "fp64"}
+    )
+    pairs = [{(first, row[first], second, row[second]) for first, second in combinations(FACTORS, 2)} for row in ROWS]
+    for number, mine in enumerate(pairs):
+        assert mine - set().union(*(other for place, other in enumerate(pairs) if place != number))

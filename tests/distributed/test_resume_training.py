@@ -1,0 +1,100 @@
+"""What a run goes on with after it has stopped: the generators of dropout, the steps at which something is due, and no word of an
+end that it has not come to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.config import Recipe
+from llmtrain.train.integrity import complete
+from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.trainer import Trainer
+from tests.distributed.fake_engine import choices
+from tests.distributed.pairs_runs import train_and_resume
+from tests.distributed.pool import RankPool
+from tests.distributed.real_engine import GPT_NEO, Case, train
+from tests.distributed.reshape_runs import Part, Seen, recipe_of, trainer_of, write_texts
+
+DROPPING = GPT_NEO.model_copy(update={"config": {**GPT_NEO.config, "resid_dropout": 0.3, "embed_dropout": 0.3}})
+STOPPED = 1
+"""The rank that is asked to stop."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    write_texts(folder)
+    return folder
+
+
+def test_dropout_goes_on_where_it_was(ranks: RankPool, tmp_path: Path) -> None:
+    case = Case(choices("diloco", 2), 2, 1, DROPPING, steps=5)
+    for whole, resumed in ranks.run(train_and_resume, case, 3, tmp_path, world_size=2):
+        assert resumed.losses == whole.losses and resumed.norms == whole.norms
+        for name, weights in whole.weights.items():
+            assert torch.equal(resumed.weights[name], weights), name
+    [[other], _] = ranks.run(train, [case], world_size=2)
+    assert other.losses != whole.losses, "nothing was dropped"
+
+
+def whole_trainer(recipe: Recipe, seconds: tuple[float, ...] = ()) -> Trainer:
+    """On this rank, of a run that nothing stops."""
+    trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1, seconds), Seen())
+    trainer.stop.requested, trainer.recipe = False, recipe
+    trainer.checkpoints.section = recipe.checkpoint
+    return trainer
+
+
+def stopped_on_one_rank(recipe: Recipe, step: int) -> tuple[str, int]:
+    """(how it ended, after which step), one rank having been asked to stop in `step`."""
+    trainer = whole_trainer(recipe)
+    end_step = trainer.method.end_step
+
+    def wrapped(number: int) -> None:
+        end_step(number)
+        trainer.stop.requested |= number == step and trainer.mesh.world.rank == STOPPED
+
+    trainer.method.end_step = wrapped
+    return trainer.fit(), trainer.step
+
+
+def test_all_ranks_stop_together_when_one_is_asked_to(ranks: RankPool, folder: Path) -> None:
+    keys = ("sync.method=diloco", "sync.warmup_steps=2", "train.steps=9", "log.every=2", "eval.every=null")
+    recipe = recipe_of(folder, "asked", *keys)
+    [first, second] = ranks.run(stopped_on_one_rank, recipe, 3, world_size=2, timeout=40)
+    assert first == second == ("signal", 6), "the line of step 4 says so, which is read with the next one"
+    assert [step for step, _ in complete(folder / "runs/asked/checkpoints")] == [6]
+
+
+def fit(recipe: Recipe, seconds: tuple[float, ...]) -> str:
+    """How it ended."""
+    return whole_trainer(recipe, seconds).fit()
+
+
+def test_what_is_due_happens_though_its_step_was_passed(ranks: RankPool, folder: Path) -> None:
+    """Rounds of seconds: all ranks know how far the run is after 2, 6, 10, 14 and 16 steps, and at no other."""
+    method = ("sync.method=a_edit", "sync.warmup_steps=2", "sync.period={kind: seconds, every: 3, min_steps: 0}")
+    keys = ("train.steps=16", "log.every=3", "eval.every=4", "checkpoint.every=5", "checkpoint.keep=9")
+    recipe = recipe_of(folder, "passed", *method, *keys)
+    assert ranks.run(fit, recipe, (0.5, 1.5), world_size=2) == ["done", "done"]
+    lines = [json.loads(line) for line in (folder / "runs/passed/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == [1, 6, 10, 14, 16]
+    assert [line["step"] for line in lines if "eval/loss" in line] == [0, 6, 10, 14, 16]
+    assert lines[1]["train/loss"] == pytest.approx(lines[0]["eval/loss"], rel=0.02), (
+        "both of a model that knows nothing yet"
+    )
+    assert [step for step, _ in complete(folder / "runs/passed/checkpoints")] == [6, 10, 16]
+
+
+def test_a_run_that_goes_on_has_no_summary_until_it_ends_again(folder: Path) -> None:
+    """Or one that is then killed would be taken for what it was the time before."""
+    directory = RunDirectory(recipe_of(folder, "killed"))
+    directory.open()
+    directory.write_summary({"stopped": "signal", "steps": 3})
+    assert directory.summary() is not None
+    directory.open()
+    assert directory.summary() is None

@@ -1,0 +1,285 @@
+"""Runs of WAGMA: ranks on threads, with lateness as it is planned, or on gloo, as it happens; and what is held to the oracle."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from llmtrain.config import SyncSection
+from llmtrain.parallel.activation import Activation
+from llmtrain.parallel.comms import Comms, Pending
+from llmtrain.sync.build import build_method
+from llmtrain.sync.group_worker import GroupWorker, Message
+from llmtrain.sync.method import Method
+from tests.distributed.fake_engine import FakeEngine, Shards, assemble, choices, load, save
+from tests.distributed.oracle_wagma import PATIENCE, Case, History, Lateness, ends_of_rounds, exchanges, replay
+from tests.distributed.threads import FreeThreads
+
+
+def wagma(every: int | None = 5, size: int | str = 2, **changes: Any) -> SyncSection:
+    return choices("wagma", every, group={"kind": "butterfly", "size": size}, **changes)
+
+
+class Fault(Exception):
+    """What a rank of a test raises."""
+
+
+@dataclass
+class Answer:
+    """What one rank saw."""
+
+    states: list[Shards] = field(default_factory=list)
+    """After every step."""
+    final: Shards = field(default_factory=list)
+    behind: list[int] = field(default_factory=list)
+    """After every step: how many iterations old its message in the last group average was."""
+    contributed: dict[int, int] = field(default_factory=dict)
+    """Iteration -> whose message its thread handed to the group's sum, by the message itself."""
+    late: int = 0
+    count: int = 0
+    bytes_sent: float = 0.0
+    forgotten: list[int] = field(default_factory=list)
+
+
+Waking = Callable[[dist.Store], Activation]
+
+
+class Planned:
+    """In place of Activation: an iteration starts when all that are on time have arrived at it, and not before the
+    late ones have finished what they are to contribute."""
+
+    def __init__(self, case: Case, replica: int, rank: int, threads: FreeThreads, store: dist.Store):
+        self.case, self.replica, self.rank, self.threads, self.store = case, replica, rank, threads, store
+        self.worker: GroupWorker | None = None
+        self.started = -1
+        self.forgotten: list[int] = []
+
+    def announce(self, iteration: int) -> None:
+        assert (iteration, self.replica) not in self.case.late, "it woke the others for what is over"
+        self.store.add(f"arrived {iteration}", 1)
+
+    def wait(self, iteration: int) -> bool:
+        def may_go_on() -> bool:
+            return self.worker._closing or self.store.check([f"end {iteration}"]) or self._is_due(iteration)
+
+        self._until(may_go_on, f"iteration {iteration} starts")
+        if self.worker._closing or self.store.check([f"end {iteration}"]):
+            return False
+        self.started = iteration
+        return True
+
+    def end(self, iteration: int) -> None:
+        self.store.set(f"end {iteration}", b"")
+
+    def forget(self, iterations: Iterable[int]) -> None:
+        self.forgotten += iterations
+
+    def _is_due(self, iteration: int) -> bool:
+        is_ahead = self.rank == 1 and self.case.second_rank == "ahead"
+        needed = iteration if is_ahead else self.case.version(iteration, self.replica)
+        if self.rank == 1 and self.case.second_rank == "behind":
+            needed = -1
+        arrived = self.store.add(f"arrived {iteration}", 0)
+        return arrived == self.case.on_time(iteration) and self.worker.newest()[0] >= needed
+
+    def hold(self, iteration: int) -> None:
+        """Before the end of a step: a late replica is still computing."""
+        if self.rank == 1 and self.case.second_rank == "ahead":
+            return
+        last = self.case.answered_before(iteration, self.replica)
+        if last >= 0:
+            self._until(lambda: self.worker._done >= last, f"iteration {last} is over without replica {self.replica}")
+        elif self.rank == 1 and self.case.second_rank == "behind" and not self.worker.is_global(iteration):
+            self._until(
+                lambda: self.started >= iteration or not self.worker.is_running, f"iteration {iteration} starts"
+            )
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        until(lambda: self.threads.stopped or condition(), what)
+        if self.threads.stopped:
+            raise RuntimeError(self.threads.stopped)
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.0005)
+
+
+class Watched:
+    """A group's Comms that tells what is handed to it."""
+
+    def __init__(self, comms: Comms, tell: Callable[[torch.Tensor], None]):
+        self._comms, self._tell = comms, tell
+
+    def all_reduce(self, tensor: torch.Tensor, *args: Any) -> Pending:
+        self._tell(tensor.clone())
+        return self._comms.all_reduce(tensor, *args)
+
+
+def watch(worker: GroupWorker, contributed: dict[int, int]) -> None:
+    """Find out for every iteration whose message is contributed to it: the newest of those posted that has the same bits."""
+    posted: dict[int, Message] = {}
+    sent: dict[int, Message] = {}
+    start, post, carry_out, group_of = worker.start, worker.post, worker._carry_out, worker.group_of
+
+    def watched_start(iteration: int, newest: int, message: Message) -> None:
+        posted[newest] = [part.clone() for part in message]
+        start(iteration, newest, message)
+
+    def watched_post(iteration: int, message: Message) -> None:
+        posted[iteration] = [part.clone() for part in message]
+        post(iteration, message)
+
+    def watched_group_of(iteration: int) -> Watched:
+        return Watched(group_of(iteration), sent.setdefault(iteration, []).append)
+
+    def watched_carry_out(iteration: int) -> None:
+        carry_out(iteration)
+        if iteration in sent:
+            same = [i for i, message in posted.items() if all(map(torch.equal, message, sent[iteration]))]
+            contributed[iteration] = max(same)
+
+    worker.start, worker.post, worker.group_of, worker._carry_out = (
+        watched_start,
+        watched_post,
+        watched_group_of,
+        watched_carry_out,
+    )
+
+
+def train(case: Case, replica: Comms, shard: Comms, store: dist.Store | None, waking: Waking = Activation) -> Answer:
+    """One rank's run."""
+    total, cut = case.scenario.steps, case.scenario.resume_after
+    answer = Answer()
+    with _built(case, replica, shard, store, waking, answer) as (engine, method):
+        _advance(case, engine, method, range(1, (cut or total) + 1), answer)
+        if cut is None:
+            _finish(engine, method, answer)
+        else:
+            saved = save(engine, method)
+    if cut is not None:
+        with _built(case, replica, shard, store, waking, answer) as (engine, method):
+            load(engine, method, saved)
+            _advance(case, engine, method, range(cut + 1, total + 1), answer)
+            _finish(engine, method, answer)
+    answer.bytes_sent = replica.traffic.bytes
+    return answer
+
+
+@contextmanager
+def _built(
+    case: Case, replica: Comms, shard: Comms, store: dist.Store | None, waking: Waking, answer: Answer
+) -> Iterator[tuple[FakeEngine, Method]]:
+    scenario = case.scenario
+    engine = FakeEngine(scenario, replica.rank, shard.rank, replica.device)
+    run = {"seed": 0, "store": store, "timeout_seconds": case.timeout_seconds, "activation": waking}
+    method = build_method(scenario.sync, engine, replica, shard, scenario.rates, **run)
+    worker = method.schedule.worker
+    if worker is not None:
+        worker.activation.worker = worker
+        watch(worker, answer.contributed)
+    try:
+        yield engine, method
+    finally:
+        method.close()
+
+
+def _advance(case: Case, engine: FakeEngine, method: Method, steps: range, answer: Answer) -> None:
+    draw = np.random.default_rng((case.scenario.seed, engine.replica))
+    worker, replica = method.schedule.worker, engine.replica
+    for step in steps:
+        plan, iteration = method.begin_step(step, case.scenario.rates.at(step)), step - case.warmup - 1
+        engine.forward()
+        engine.step(step, plan.lr)
+        if case.fault == (replica * case.scenario.shard + engine.rank, step):
+            raise Fault
+        if case.late is not None and iteration >= 0:
+            worker.activation.hold(iteration)
+        if (iteration, replica) in case.held:
+            until(lambda i=iteration: worker._done >= i, f"iteration {iteration} is over without replica {replica}")
+        time.sleep(draw.uniform(0, case.sleeps.get(replica, 0.0)))
+        method.end_step(step)
+        answer.states.append(list(engine.computed))
+        answer.behind.append(method.schedule.staleness)
+
+
+def _finish(engine: FakeEngine, method: Method, answer: Answer) -> None:
+    method.finish()
+    report = method.report()
+    answer.final = list(engine.computed)
+    answer.late, answer.count = report.late, report.count
+    if method.schedule.worker is not None:
+        answer.forgotten = getattr(method.schedule.worker.activation, "forgotten", [])
+
+
+def run(case: Case) -> tuple[History, list[Answer]]:
+    """The run on threads, its lateness planned; what all ranks held, and what each saw."""
+    scenario, before = case.scenario, set(threading.enumerate())
+    threads, store = FreeThreads(scenario.replicas * scenario.shard), dist.HashStore()
+
+    def train_rank(rank: int) -> Answer:
+        replica, shard = threads.axes(rank, scenario.replicas, scenario.shard)
+        return train(case, replica, shard, store, partial(Planned, case, replica.rank, shard.rank, threads))
+
+    answers = threads.run(train_rank)
+    assert set(threading.enumerate()) <= before, "a thread outlived finish()"
+    return history(case, answers), answers
+
+
+def history(case: Case, answers: list[Answer]) -> History:
+    """What all ranks held."""
+    scenario = case.scenario
+    assert len({answer.count for answer in answers}) == 1
+    states = [assemble(scenario, shards) for shards in zip(*(answer.states for answer in answers), strict=True)]
+    final = assemble(scenario, [answer.final for answer in answers])
+    return History(states, final, answers[0].count, sum(answer.bytes_sent for answer in answers))
+
+
+def check(case: Case) -> tuple[History, list[Answer]]:
+    """The run on threads, which is to be the oracle's."""
+    got, answers = run(case)
+    is_the_oracles(case, got, answers)
+    return got, answers
+
+
+def is_the_oracles(case: Case, got: History, answers: list[Answer]) -> None:
+    """Every replica's model after every step, and who counted itself late by how much. Without a plan, the oracle goes by the
+    messages that the replicas' first ranks have contributed."""
+    if case.late is None:
+        case = replace(case, late=_lateness(case, answers))
+    got.assert_close(replay(case)[0])
+    assert all((block == block[0]).all() for block in got.final), "finish() left replicas that differ"
+    assert_groups_agree(case, got)
+    groups = [i for i in range(case.iterations) if i not in ends_of_rounds(case.scenario)]
+    for rank, answer in enumerate(answers):
+        expected = [case.behind(iteration, rank // case.scenario.shard) for iteration in range(case.iterations)]
+        assert answer.late == np.count_nonzero(expected)
+        assert [answer.behind[case.warmup + i] for i in groups] == [expected[i] for i in groups]
+        assert answer.contributed == {i: i - expected[i] for i in groups}
+
+
+def _lateness(case: Case, answers: list[Answer]) -> Lateness:
+    first = answers[:: case.scenario.shard]
+    return {(i, r): i - newest for r, one in enumerate(first) for i, newest in one.contributed.items() if newest < i}
+
+
+def assert_groups_agree(case: Case, got: History) -> None:
+    """To the last bit: all replicas after a round, and within a group those that were on time."""
+    replicas, ends = case.scenario.replicas, ends_of_rounds(case.scenario)
+    for iteration, state in enumerate(got.states[case.warmup :]):
+        groups = exchanges(iteration, case.scenario.sync.group.size, replicas)
+        for group in [list(range(replicas))] if iteration in ends else groups:
+            equal = [member for member in group if not case.behind(iteration, member)]
+            for block in state:
+                assert (block[equal] == block[equal[:1]]).all(), f"iteration {iteration}: {equal} differ"

@@ -1,0 +1,48 @@
+"""`llmtrain compare` on loopback whose torchruns are forked from the session's mother, and their ranks from a server.
+
+As a program it is one rank: FAULTS RECIPE KEY=VALUE...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from llmtrain.compare import rank
+from llmtrain.compare.cluster import Host
+from llmtrain.errors import leave_with_code
+from llmtrain.launch.forked_rank import become_a_program
+from llmtrain.launch.rank_server import rank_server
+from tests.mother import Process, run_llmtrain, session
+
+
+def compare(*arguments: str) -> None:
+    """`llmtrain compare ARGUMENTS`, to be forked."""
+    Host.popen = _popen
+    run_llmtrain("compare", *arguments)
+
+
+def _popen(host: Host, command: Sequence[str], env: Mapping[str, str], stdout: IO[str], stderr: int) -> Process:
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    process = session().fork(torchrun, command[3:], environment=env, descriptors=[stdout.fileno()])
+    host._started.append(process)
+    return process
+
+
+def torchrun(output: int, words: Sequence[str]) -> None:
+    """torchrun with forked ranks, its output to a descriptor."""
+    from torch.distributed.run import main
+
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    at = words.index("-m")
+    assert words[at + 1] == "llmtrain.compare.rank"
+    with rank_server():
+        main([*words[:at], "--start-method", "forkserver", "--run-path", __file__, *words[at + 2 :]])
+
+
+if __name__ == "__main__":
+    become_a_program()
+    leave_with_code(lambda: sys.exit(rank.main(*sys.argv[1:])))

@@ -1,0 +1,162 @@
+"""Runs that are killed, stopped or broken from outside: what is left, and that they go on to the same losses."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+
+import psutil
+import pytest
+
+from tests.end_to_end.runs import (
+    Runs,
+    exact_lines,
+    family_of,
+    is_gone,
+    lines_of,
+    ranks_of,
+    summary,
+    wait_until,
+)
+from tests.mother import Process, run_llmtrain, session
+
+TWO = ("parallel.replicas=2", "parallel.shard=1")
+ENDLESS = (*TWO, "train.steps=100000")
+SECONDS = 60.0
+"""In which everybody must have ended, on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    made = Runs(tmp_path_factory.mktemp("runs"))
+    made.reference(2, 1)  # what these tests compare with
+    return made
+
+
+def kill_all(launcher: Process | subprocess.Popen) -> None:
+    """SIGKILL a launcher, its server and its ranks, as the loss of power does."""
+    for process in family_of(launcher):
+        process.kill()
+    launcher.communicate(timeout=SECONDS)
+
+
+@pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.deep)], ids="{} shards".format)
+@pytest.mark.parametrize("step", [4, 6], ids=["in a round", "with a synchronisation armed"])
+def test_a_killed_run_continues_to_the_same_losses(runs: Runs, step: int, shard: int):
+    name, keys = f"killed{step}x{shard}", ("parallel.replicas=2", f"parallel.shard={shard}", f"checkpoint.every={step}")
+    runs.path(name).mkdir(parents=True)
+    (runs.path(name) / "summary.json").write_text('{"stopped": "signal"}')  # of a start before
+    process = runs.start(runs.command(name, *keys))
+    runs.wait_for(name, step)
+    kill_all(process)
+    assert not (runs.path(name) / "summary.json").exists()
+    code, output = runs.run(name, *keys)
+    [continued] = re.findall(r"continuing from .*/step-0*(\d+)\n", output)
+    assert code == 0 and int(continued) % step == 0, output
+    assert runs.exact(name) == exact_lines(runs.reference(2, shard))
+
+
+def test_a_stopped_run_writes_a_checkpoint_exits_with_3_and_continues_to_the_same_losses(runs: Runs):
+    process = runs.start(runs.command("stopped", *TWO, "checkpoint.every=4"))
+    runs.wait_for("stopped", 4)
+    process.send_signal(signal.SIGTERM)
+    code, output = runs.end(process)
+    assert code == 3, output
+    said = summary(runs.path("stopped"))
+    assert said["stopped"] == "signal"
+    assert (runs.path("stopped") / f"checkpoints/step-{said['steps']:08d}/state.json").is_file()
+    code, output = runs.run("stopped", *TWO, "checkpoint.every=4")
+    assert code == 0 and f"step-{said['steps']:08d}" in output, output
+    assert runs.exact("stopped") == exact_lines(runs.reference(2, 1))
+
+
+def test_a_run_killed_after_its_last_checkpoint_only_writes_its_summary(runs: Runs):
+    reference, path = runs.reference(2, 1), runs.path("ended")
+    shutil.copytree(reference, path)
+    recipe = path / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(f"name: {reference.name}", "name: ended"))
+    (path / "summary.json").unlink()
+    code, output = runs.run("ended", *TWO)
+    assert code == 0, output
+    assert lines_of(path) == lines_of(reference)
+    ours, theirs = (said | {"name": ""} for said in (summary(path), summary(reference)))
+    assert ours == theirs
+
+
+def all_end(family: list[psutil.Process]) -> None:
+    wait_until(lambda: all(map(is_gone, family)), "processes outlive their launcher", SECONDS)
+
+
+def asked_of_all(launcher: Process | subprocess.Popen) -> None:
+    """SIGUSR1 and then SIGTERM to every process of the job at once, as a scheduler does."""
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        for process in family_of(launcher):
+            process.send_signal(number)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        pytest.param(lambda launcher: launcher.send_signal(signal.SIGINT), id="SIGINT"),
+        pytest.param(lambda launcher: launcher.send_signal(signal.SIGUSR1), id="SIGUSR1"),
+        pytest.param(asked_of_all, id="all processes"),
+    ],
+)
+def test_a_request_to_stop_ends_in_a_checkpoint_and_exit_code_3(runs: Runs, request: pytest.FixtureRequest, ask):
+    name = request.node.callspec.id.replace(" ", "-")
+    process = runs.start(runs.command(name, *ENDLESS))
+    runs.wait_for(name, 3)
+    family = family_of(process)
+    ask(process)
+    code, output = runs.end(process)
+    assert code == 3, output
+    said = summary(runs.path(name))
+    assert said["stopped"] == "signal"
+    assert (runs.path(name) / "checkpoints/latest").read_text().strip() == f"step-{said['steps']:08d}"
+    all_end(family)
+
+
+def test_a_rank_that_dies_ends_the_run_with_an_error(runs: Runs):
+    process = runs.start(
+        runs.command("broken", *ENDLESS, "checkpoint.every=null")
+    )  # whose writer would say it otherwise
+    metrics = runs.path("broken") / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and "train/loss" in metrics.read_text(), "no step")
+    family, ranks = family_of(process), ranks_of(process)
+    assert len(ranks) == 2
+    ranks[-1].kill()
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1, output
+    assert ("error: rank" in output and "lost a peer" in output) or "a peer died" in output, output
+    all_end(family)
+
+
+def test_a_launcher_that_is_killed_leaves_no_process(runs: Runs):
+    process = runs.start(runs.command("orphans", *ENDLESS))
+    runs.wait_for("orphans", 3)
+    family = family_of(process)
+    assert len(ranks_of(process)) == 2
+    process.kill()
+    all_end(family)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == -signal.SIGKILL, output
+    assert summary(runs.path("orphans"))["stopped"] == "signal", "ranks stop with a checkpoint"
+
+
+def spawn_ranks(*arguments: str) -> None:
+    """`llmtrain ARGUMENTS` where the server can't be forked, as on GPUs."""
+    from llmtrain.launch import rank_server
+
+    rank_server._can_fork = lambda: False
+    run_llmtrain(*arguments)
+
+
+@pytest.mark.deep
+def test_ranks_that_are_spawned_train_the_same(runs: Runs):
+    arguments = runs.command("spawned", *TWO)[2:]
+    process = session().fork(spawn_ranks, "launch", *arguments, environment=runs.environment, capture=True)
+    code, output = runs.end(process)
+    assert code == 0, output
+    assert runs.exact("spawned") == exact_lines(runs.reference(2, 1))

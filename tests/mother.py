@@ -1,0 +1,297 @@
+"""One process per test session that has imported torch, transformers, DeepSpeed and llmtrain, and forks ranks and commands.
+
+`fork` runs a function in a fork of it, with its own environment, folder and standard streams; the `Process` that it
+returns is used like subprocess.Popen's. The mother does nothing but fork, so it has one thread, and forking it is safe.
+What a forked command starts by multiprocessing (the launcher's rank server) is forked, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+ADDRESS = "LLMTRAIN_TEST_MOTHER"
+"""Environment variable: the socket of the session's mother."""
+START_SECONDS = 120.0
+LOST = -signal.SIGKILL
+
+LARGEST_REQUEST = 1 << 17
+
+
+# What tests call
+
+
+class Process:
+    """A process forked by the mother: the face of subprocess.Popen that tests use."""
+
+    def __init__(self, connection: socket.socket, stdout: IO[str] | None) -> None:
+        self._connection, self.stdout, self.returncode = connection, stdout, None
+        self._cpu_seconds = 0.0
+        self.pid: int = self._receive()
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._connection], [], [], 0)[0]:
+            self._end()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self._end()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Read standard output to its end. Raises subprocess.TimeoutExpired."""
+        deadline, output = time.monotonic() + (timeout or 1e9), b""
+        descriptor = self.stdout.fileno()
+        while True:
+            if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0, output=output)
+            if not (part := os.read(descriptor, 1 << 16)):
+                break
+            output += part
+        self.wait(max(0.0, deadline - time.monotonic()))
+        self.stdout.close()
+        return output.decode(), None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """User and system time so far, of the process and of children that it has waited for."""
+        if self.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = psutil.Process(self.pid).cpu_times()
+                self._cpu_seconds = times.user + times.system + times.children_user + times.children_system
+        return self._cpu_seconds
+
+    def _receive(self) -> Any:
+        data = self._connection.recv(1 << 10)
+        return pickle.loads(data) if data else None
+
+    def _end(self) -> None:
+        self.returncode, self._cpu_seconds = self._receive() or (LOST, self._cpu_seconds)
+        self._connection.close()
+
+
+class Mother:
+    """A connection to the session's mother, or to one with `changes` to the environment, which this process starts."""
+
+    def __init__(self, changes: Mapping[str, str] | None = None) -> None:
+        self._given = None if changes else os.environ.get(ADDRESS)
+        self._changes = dict(changes or {})
+        self.processes: list[Process] = []
+        connections.append(self)
+
+    def fork(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        descriptors: Sequence[int] = (),
+        capture: bool = False,
+    ) -> Process:
+        """Call `fn(*args)`, after the numbers there of `descriptors`, in a new session, and exit with what it says.
+
+        With `capture`, standard output and error go to `Process.stdout`, else to this process's.
+        """
+        connection = self._connect()
+        call = pickle.dumps((fn, args))
+        request = pickle.dumps((call, {**os.environ, **(environment or {})}, str(cwd), list(sys.path)))
+        assert len(request) <= LARGEST_REQUEST, f"{len(request)} bytes of arguments and environment"
+        reader, writer = os.pipe() if capture else (None, None)
+        with open(os.devnull) as nothing:
+            streams = [nothing.fileno(), *((writer, writer) if capture else (1, 2))]
+            socket.send_fds(connection, [request], [*streams, *descriptors])
+        if capture:
+            os.close(writer)
+        process = Process(connection, open(reader) if capture else None)  # noqa: SIM115  closed by communicate
+        self.processes.append(process)
+        return process
+
+    @functools.cached_property
+    def address(self) -> str:
+        """Path of its socket; a mother is started if there is none."""
+        return self._given or start(self._changes)
+
+    def cpu_seconds(self) -> float:
+        """What all processes forked from here have used so far."""
+        return sum(process.cpu_seconds for process in self.processes)
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                connection.connect(self.address)
+                return connection
+            except (FileNotFoundError, ConnectionRefusedError):
+                assert time.monotonic() < deadline, f"no mother of processes at {self.address} in {START_SECONDS:g} s"
+                time.sleep(0.05)
+
+
+connections: list[Mother] = []
+"""All of this process."""
+started: list[int] = []
+"""Process ids of mothers that this process has started."""
+
+
+@functools.cache
+def session() -> Mother:
+    """Return this process's connection to the session's mother."""
+    return Mother()
+
+
+def start(changes: Mapping[str, str] | None = None) -> str:
+    """Start a mother that lives as long as this process; its address. It imports meanwhile."""
+    address = f"{tempfile.mkdtemp(prefix='llmtrain-mother-')}/socket"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(changes or {})}
+    command = [sys.executable, "-m", "tests.mother", address, str(os.getpid())]
+    # Its own session: a Ctrl-C is for pytest, whose end is the mother's, too.
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    started.append(process.pid)
+    return address
+
+
+def run_llmtrain(*arguments: str) -> None:
+    """`llmtrain ARGUMENTS`, to be forked."""
+    from llmtrain.cli import main
+
+    sys.argv = ["llmtrain", *arguments]
+    main()
+
+
+# The mother
+
+
+def serve(address: str, owner: int) -> None:
+    """Import, then fork for whoever connects, until the process `owner` is gone. Returns, in forks too, by SystemExit."""
+    _import_everything()
+    folder = os.path.dirname(address)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address + ".new")
+        listener.listen(64)
+        os.rename(address + ".new", address)  # whoever sees it can connect
+        _fork_for_all(listener, owner)
+    with contextlib.suppress(OSError):
+        os.unlink(address)
+        os.rmdir(folder)
+
+
+def _import_everything() -> None:
+    from llmtrain.startup import quick_imports
+
+    with quick_imports():
+        import deepspeed  # noqa: F401
+        import torch.distributed.checkpoint
+        import torch.distributed.fsdp
+        import torch.utils.tensorboard  # noqa: F401
+
+        import llmtrain.cli
+        import llmtrain.launch
+        import llmtrain.launch.torchrun
+        import llmtrain.train.run  # noqa: F401
+    assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread: forking is not safe"
+
+
+def _fork_for_all(listener: socket.socket, owner: int) -> None:
+    owner_end = os.pidfd_open(owner)
+    children: dict[int, tuple[int, socket.socket]] = {}  # descriptor that is ready when it ends -> its pid, who asked
+    while True:
+        ready, _, _ = select.select([listener, owner_end, *children], [], [])
+        if owner_end in ready:
+            for pid, _ in children.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            return
+        for descriptor in set(ready) & children.keys():
+            pid, connection = children.pop(descriptor)
+            _, status, usage = os.wait4(pid, 0)
+            os.close(descriptor)
+            with contextlib.suppress(OSError), connection:  # who asked may be gone
+                connection.send(pickle.dumps((os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime)))
+        if listener in ready:
+            connection, _ = listener.accept()
+            request, descriptors, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 16)
+            if (pid := os.fork()) == 0:
+                for one in (listener, connection, *(other for _, other in children.values())):
+                    one.close()
+                for one in (owner_end, *children):
+                    os.close(one)
+                _become(descriptors, *pickle.loads(request))
+            for descriptor in descriptors:
+                os.close(descriptor)
+            connection.send(pickle.dumps(pid))
+            children[os.pidfd_open(pid)] = (pid, connection)
+
+
+def _become(descriptors: list[int], call: bytes, environment: Mapping[str, str], cwd: str, path: list[str]) -> NoReturn:
+    """Be the process that was asked for; ends by SystemExit or an exception."""
+    os.setsid()
+    for number, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.path[:] = path
+    _fork_instead_of_spawn()
+    fn, args = pickle.loads(call)
+    sys.exit(fn(*descriptors[3:], *args))
+
+
+def _fork_instead_of_spawn() -> None:
+    """multiprocessing starts its helpers (forkserver, resource tracker) by fork, as long as there is one thread."""
+    from multiprocessing import util
+
+    spawn = util.spawnv_passfds
+
+    def fork_or_spawn(path: bytes, arguments: Sequence[str], passed: Sequence[int]) -> int:
+        *_, option, code = arguments
+        if option != "-c" or len(os.listdir("/proc/self/task")) > 1:
+            return spawn(path, arguments, passed)
+        if pid := os.fork():
+            return pid
+        try:
+            keep = {0, 1, 2, *passed}
+            for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - keep:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+            exec(code, {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    util.spawnv_passfds = fork_or_spawn
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,188 @@
+"""The benchmarks' tables and pages, of runs that were never made."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from llmtrain.sync.methods import METHODS
+from tests.unit.test_benchmarks import ROOT, row_of
+
+pytestmark = pytest.mark.deep
+
+methods, step_parts, stragglers = map(importlib.import_module, ("methods", "step_parts", "stragglers"))
+sync_cost, table, throughput, wires = map(importlib.import_module, ("sync_cost", "table", "throughput", "wires"))
+data, rounding, step_overhead = map(importlib.import_module, ("data", "rounding", "step_overhead"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A DiLoCo run of 4 replicas: 50 synchronous steps of 600 bytes and 13 rounds of 1000, of all ranks."""
+    summary = {
+        "method": "diloco",
+        "replicas": 4,
+        "steps": 300,
+        "gradient_steps": 241.25,
+        "tokens": 1_228_800,
+        "train_seconds": 150.0,
+        "final_eval_loss": 2.0,
+        "bytes_sent": 43_000,
+        "sync_count": 13,
+        "exposed_sync_seconds": 3.25,
+    }
+    lines = [
+        {"step": 10, "tokens": 1, "comm/bytes_total": 6_000, "sync/count": 0},
+        {"step": 60, "tokens": 2, "comm/bytes_total": 30_000, "sync/count": 0},
+        {"step": 60, "tokens": 2, "eval/loss": 3.0},
+        {"step": 70, "tokens": 3, "comm/bytes_total": 31_000, "sync/count": 1},
+        {"step": 300, "tokens": 4, "comm/bytes_total": 43_000, "sync/count": 13},
+        {"step": 300, "tokens": 4, "eval/loss": 2.0},
+    ]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "recipe.yaml").write_text("run: {name: run}\n")
+    return folder
+
+
+def test_a_methods_row(run: Path) -> None:
+    row = methods.row(run)
+    assert row == ("diloco", "2.0000", "7.39", "13", "0.00 GB", "300", "241", "1.23 M")
+    assert len(row) == len(methods.COLUMNS)
+
+
+def test_a_wires_row(run: Path) -> None:
+    parameters = 100  # 2 x 3/4 x 100 x (1/2 + 4/128) = 79.6875 bytes
+    row = wires.row("int4+feedback", run, parameters, fp32_loss=1.6)
+    assert row == ("int4+feedback", "2.0000", "+25.00 %", "250", "80", "+213.73 %", "13")
+    assert len(row) == len(wires.COLUMNS)
+
+
+def test_the_lowest_number_is_bold() -> None:
+    rows = [("a", "3.5"), ("b", "3.4"), ("c", "10.0")]
+    assert table.lowest_in_bold(rows, 1) == [("a", "3.5"), ("b", "**3.4**"), ("c", "10.0")]
+
+
+def test_markdown() -> None:
+    assert table.markdown(("x", "y"), [("a", "1")]) == "| x | y |\n| --- | ---: |\n| a | 1 |"
+
+
+def test_pages_name_no_folder_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = tmp_path / "train.txt"
+    text.touch()
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks/methods.py"), "--source", str(text), f"--set=a={text}"])
+    table.write_page(tmp_path / "page", "Title", ["Text."])
+    page = (tmp_path / "page" / "README.md").read_text()
+    assert page.startswith("# Title\n\n`python benchmarks/methods.py --source ../") and page.endswith("\n\nText.\n")
+    assert f" {tmp_path}" not in page and f"={tmp_path}" not in page
+    assert table.run_overrides(Namespace(source=str(text), validation=None))[-1] == "data.validation=null"
+
+
+def test_written_results(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(methods, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(wires, "RESULTS", tmp_path / "results")
+    methods.write([methods.row(run)], dict.fromkeys(METHODS, run))
+    wires.write([wires.row("fp32", run, 100, 2.0)], {"fp32": run})
+    written = {path.relative_to(tmp_path / "results").as_posix() for path in (tmp_path / "results").rglob("*.*")}
+    logs = ("metrics.jsonl", "recipe.yaml", "summary.json")
+    folders = [f"methods/{method}" for method in METHODS] + ["wires/fp32"]
+    pages = {"methods/README.md", f"methods/{methods.PLOT}", "wires/README.md"}
+    assert written == {f"{folder}/{name}" for folder in folders for name in logs} | pages
+    assert "| diloco | **2.0000** |" in (tmp_path / "results/methods/README.md").read_text()
+
+
+def test_the_overheads_rows() -> None:
+    seconds = {step_overhead.BARE: [1.0] * 3, step_overhead.LOCAL: [1.0, 1.1, 1.2], "trainer, sync": [2.38] * 3}
+    rows = step_overhead.rows_of(seconds)
+    assert rows[1] == (step_overhead.LOCAL, "1100.0", "1.100", "1.000 to 1.200", "")
+    assert rows[2][-1] == "+0.91 %"  # 1.28 / 128 of 1.1
+    assert all(len(row) == len(step_overhead.COLUMNS) for row in rows)
+
+
+def test_a_synchronisations_rows() -> None:
+    local = [{"seconds": 0.1}] * 3
+    turns = [
+        {"seconds": 0.2 + added, "exposed": 0.04, "messages": 0.03, "bytes": 2e6, "alone": 0.02}
+        for added in (0.04, 0.05, 0.06)
+    ]
+    (row,) = sync_cost.rows_of("co2", 2, {sync_cost.LOCAL: local, "int8": turns})
+    assert row == ("co2", "int8", "2", "50.0", "40.0 to 60.0", "40.0", "30.0", "2.00", "20.0", "2.50")
+    assert len(row) == len(sync_cost.COLUMNS)
+
+
+def test_a_throughputs_row() -> None:
+    found = {"tokens": 1000, "seconds": [0.5, 0.4, 0.6], "first": 9.0, "flops": 1e6, "peak_flops": 1e10, "ranks": 2}
+    found |= {"peak": 100e6, "predicted": 110e6, "predicted_seconds": 0.4, "grown": None}
+    row = throughput.row(row_of("fsdp2"), found, {"seconds": [0.45]})
+    rates = ("2,000", "1,667 to 2,500", "0.900", "2,500", "10.0 %", "9.0")
+    assert row == ("6M", "fsdp2", "checkpoint", *rates, "100", "110", "+10.0 %", "")
+    bare = throughput.row(row_of(throughput.BARE), {**found, "peak_flops": None, "grown": 5e6}, None)
+    assert bare[5:] == ("", "", "", "9.0", "100", "", "", "5")
+    uncounted = throughput.row(row_of("fsdp2"), {**found, "peak": None}, None)
+    selective = throughput.row(row_of("fsdp2", compile=True, checkpoint="selective"), found, None)
+    assert selective[2] == "compile+selective"
+    assert uncounted[-4:] == ("", "110", "", "")
+    assert len(row) == len(bare) == len(throughput.COLUMNS)
+
+
+def test_texts_rows() -> None:
+    library = [{"seconds": 2.0, "cpu": 4.0, "thread": 1.0, "tokens": 6_000_000}]
+    found = {data.PLAIN: library, data.READ: [{"seconds": 0.5, "cpu": 0.5, "thread": 0.5, "tokens": 0}]}
+    rows = data.rows_of(found, text_bytes=20_000_000)
+    assert rows[0] == (data.PLAIN, "2.00", "2.00 to 2.00", "10.0", "3.00", "1.00", "4.00", "1.00")
+    assert rows[1] == (data.READ, "0.50", "0.50 to 0.50", "40.0", "", "", "0.50", "0.50")
+    row = data.loader_row((8, 128), {"batches": [1e-4, 2e-4, 3e-4], "steps": [(0.5, 0.001)] * 3})
+    assert row == ("8 x 128", "200", "100 to 300", "5.1", "500", "0.200 %")
+    assert len(rows[0]) == len(data.COLUMNS) and len(row) == len(data.LOADER_COLUMNS)
+    assert list(map(len, data.batched(["x" * 750_000] * 5))) == [2, 2, 1]
+
+
+def test_a_stragglers_row() -> None:
+    def speeds(fast: float, slow: float, between: float) -> list[list[float]]:
+        """Steps in 10 s, of a fast replica and of one that is twice as slow, and a fast one's between global averages."""
+        one = [fast, 10.0, fast, between, 10.0, between, 0.25]
+        return [one, one, [slow, 10.0, 2 * slow, slow, 10.0, 2 * slow, 0.75]]
+
+    alone = [0.1, 0.1, 0.1]  # seconds: 100 steps in 10 s, the slow one 50
+    nobody, one = {"factor": 1.0, "slow": None}, {"factor": 2.0, "slow": 2}
+    results = [
+        {"scenario": nobody, "method": "wagma_10", "alone": alone, "rows": [[90, 10, 90, 90, 10, 90, 0]] * 3},
+        {"scenario": one, "method": "wagma_10", "alone": alone, "rows": speeds(60, 40, 81)},
+        {"scenario": one, "method": "edit", "alone": alone, "rows": speeds(60, 40, 81)},
+    ]
+    results.insert(0, results[0] | {"method": "edit"})
+    rows = {(row[0], row[1]): row[2:] for row in stragglers.rows_of(results)}
+    assert rows["none", "edit"] == ("9.0", "", "90.0 %", "90.0 to 90.0", "", "", "", "")
+    # (2 x 6 + 4) steps/s over (2 x 10 + 5)
+    start = ("6.0", "4.0", "64.0 %", "64.0 to 64.0")
+    assert rows["one, 2x", "edit"] == (*start, "", "", "", "")
+    assert rows["one, 2x", "wagma_10"] == (*start, "81.0 %", "81.0 to 81.0", "90.0 %", "42 %")
+    assert all(len(row) + 2 == len(stragglers.COLUMNS) for row in rows.values())
+
+
+def test_rows_of_rounding_compare_with_plain_turn_by_turn() -> None:
+    seconds = {"plain encode": [0.010, 0.020, 0.030], "plain decode": [0.004] * 3}
+    seconds |= {"compiled encode": [0.005, 0.010, 0.030], "compiled decode": [0.001] * 3}
+    plain, compiled = rounding.rows_of("int4", seconds, 12.34)
+    assert plain == ("int4", "plain", "20.00", "10.00 to 30.00", "", "4.00", "4.00 to 4.00", "", "")
+    assert compiled == ("int4", "compiled", "10.00", "5.00 to 30.00", "0.50", "1.00", "1.00 to 1.00", "0.25", "12.3")
+    assert len(plain) == len(compiled) == len(rounding.COLUMNS)
+
+
+def test_rows_of_a_steps_parts_end_with_the_whole_and_the_ideal() -> None:
+    loop = {
+        **step_parts.parts_of([("aten::mm", 0.5), ("aten::copy_", 0.25)], wall=1.0),
+        "a step": 1.0,
+        step_parts.IDEAL: 0.4,
+    }
+    rows = step_parts.rows_of({"fsdp2": loop, "zero3": loop})
+    assert rows[:2] == [("matrix products", *2 * ["500.0 (50 %)"]), ("copies", *2 * ["250.0 (25 %)"])]
+    assert [name for name, *_ in rows[-4:-1]] == [step_parts.IDLE, step_parts.WALL, step_parts.IDEAL]
+    assert rows[-2][1] == "400.0 (40 %)" and rows[-1] == (step_parts.OVER, "2.00", "2.00")
+    assert len(rows) == len(step_parts.GROUPS) + 5

@@ -1,0 +1,97 @@
+"""What a checkpoint holds: the state at its step, random numbers included, whatever training does while it is written."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmtrain.config import CheckpointSection
+from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.engine import Block
+from llmtrain.parallel.world import World
+from llmtrain.train.checkpoint import Checkpoints
+from llmtrain.train.integrity import folder_name
+from llmtrain.train.writing import Writing
+
+ALONE = SimpleNamespace(rank=0, size=1)
+MESH = SimpleNamespace(
+    world=World(0, 1, 0, 1),
+    replicas=1,
+    replica=ALONE,
+    shard=ALONE,
+    device=torch.device("cpu"),
+    background=Comms(None),
+    everyone=Comms(None),
+)
+
+
+class Training:
+    """One rank with a weight, its moments, an anchor and dropout; each step changes all of them in place."""
+
+    def __init__(self, folder: Path, background: bool = True):
+        self.weight, self.moments, self.anchor = torch.zeros(50), torch.zeros(50), torch.zeros(50)
+        engine = SimpleNamespace(
+            blocks=[Block("all", [self.weight], ["w"])],
+            state_dict=lambda: {"weights.w": self.weight, "optimizer.w.moments": self.moments},
+            load_state_dict=lambda state: None,  # its tensors have been read into
+            as_sharded=lambda block, flat: {"w": flat},
+            from_sharded=lambda block, tensors: tensors["w"],
+        )
+        method = SimpleNamespace(
+            shared_tensors=lambda: {"anchor": [self.anchor]},
+            own_tensors=dict,
+            state_dict=dict,
+            load_state_dict=lambda state, tensors: self.anchor.copy_(tensors["anchor"][0]),
+        )
+        section = CheckpointSection(every=1, background=background)
+        self.folder, self.checkpoints = folder, Checkpoints(folder, MESH, engine, method, section, 30.0)
+
+    def step(self) -> None:
+        self.weight += F.dropout(torch.ones(50))
+        self.moments.lerp_(self.weight, 0.5)
+        self.anchor -= 1.0
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in (self.weight, self.moments, self.anchor)]
+
+    def save(self) -> None:
+        self.checkpoints.save(1, {"step": 1})
+
+    def load(self) -> None:
+        self.checkpoints.wait()
+        self.checkpoints.load(self.folder / folder_name(1), global_batch=1, seed=0)
+
+
+def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, run = threading.Event(), Writing._run
+    monkeypatch.setattr(Writing, "_run", lambda writing: go.wait(30) and run(writing))
+    training = Training(tmp_path)
+    training.step()
+    expected = training.tensors()
+    training.save()
+    training.step()
+    assert not any(map(torch.equal, training.tensors(), expected))
+    go.set()
+    training.load()
+    assert all(map(torch.equal, training.tensors(), expected))
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_resumed_run_drops_what_the_undisturbed_one_drops(tmp_path: Path, background: bool) -> None:
+    training = Training(tmp_path, background)
+    torch.manual_seed(1)
+    training.step()
+    training.save()
+    training.step()
+    undisturbed = training.tensors()
+    torch.manual_seed(2)  # another process
+    training.load()
+    training.step()
+    assert all(map(torch.equal, training.tensors(), undisturbed))

@@ -1,0 +1,52 @@
+"""One number for all that replicas should hold alike: what changes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmtrain.parallel.engine import Block
+from llmtrain.sync.anchors import Anchors
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float64]
+
+
+def anchors(anchor: list[torch.Tensor], momentum: list[torch.Tensor]) -> Anchors:
+    made = Anchors([Block(f"block {i}", [torch.zeros_like(flat)]) for i, flat in enumerate(anchor)], with_momentum=True)
+    made.load_state_dict({"anchor": anchor, "momentum": momentum})
+    return made
+
+
+def drawn(dtype: torch.dtype, seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Anchors and momenta of three blocks, of equal sizes so that they can be mistaken for each other."""
+    generator = torch.Generator().manual_seed(seed)
+    flats = torch.randn(6, 5, generator=generator).to(dtype)
+    return list(flats[:3]), list(flats[3:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_values_have_equal_fingerprints(dtype: torch.dtype) -> None:
+    ours, theirs = anchors(*drawn(dtype)).fingerprint(), anchors(*drawn(dtype)).fingerprint()
+    assert ours == theirs
+    assert 0 <= ours < 2**53  # metrics carry it as a float
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_bit_anywhere_changes_it(dtype: torch.dtype) -> None:
+    usual = anchors(*drawn(dtype)).fingerprint()
+    for which in (0, 1):
+        for block in range(3):
+            for element in range(5):
+                changed = drawn(dtype)
+                bits = changed[which][block].view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+                bits[element] ^= 1
+                assert anchors(*changed).fingerprint() != usual
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_in_another_order_change_it(dtype: torch.dtype) -> None:
+    anchor, momentum = drawn(dtype)
+    usual = anchors(anchor, momentum).fingerprint()
+    assert anchors([anchor[1], anchor[0], anchor[2]], momentum).fingerprint() != usual
+    assert anchors(anchor, [momentum[0], momentum[2], momentum[1]]).fingerprint() != usual
+    assert anchors(momentum, anchor).fingerprint() != usual

@@ -1,0 +1,117 @@
+"""What mutants of the launcher, the meeting of ranks and the command line showed to be untested."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from llmtrain import launch
+from llmtrain.cli import main
+from llmtrain.config import ParallelSection
+from llmtrain.errors import DONE, FAILED, DataError, RecipeError, TrainingError, leave_with_code
+from llmtrain.launch import roll_call as roll_calls
+from llmtrain.launch.attempts import Ended
+from llmtrain.launch.roll_call import RollCall
+from llmtrain.parallel.meeting import Meeting, Place, meet
+from llmtrain.parallel.network import Networks
+from llmtrain.parallel.reach import check_reach
+from llmtrain.parallel.world import World
+from tests.unit.test_launch import Meeting as Launchers
+
+
+@pytest.fixture
+def meeting_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        monkeypatch.setenv("MASTER_PORT", str(opened.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+
+def errors_of(ranks: int, do: Callable[[World], object]) -> list[Exception | None]:
+    """What `do` raised on each rank, all of them threads of this process."""
+
+    def attend(rank: int) -> Exception | None:
+        try:
+            do(World(rank, ranks, 0, 1))
+        except Exception as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(attend, range(ranks)))
+
+
+@pytest.mark.usefixtures("meeting_point")
+def test_every_rank_hears_why_one_can_not_take_part() -> None:
+    def no_gpu() -> float:
+        raise RecipeError("there is no such GPU")
+
+    errors = errors_of(2, lambda world: meet(world, ParallelSection(), no_gpu if world.rank else lambda: 1.0, 20))
+    assert [type(error) for error in errors] == [RecipeError] * 2
+    assert all(str(error).startswith("there is no such GPU (rank 1 on ") for error in errors)
+
+
+@pytest.mark.usefixtures("meeting_point")
+@pytest.mark.parametrize(("replicas", "shard", "axis"), [(3, 1, "replica"), (1, 3, "shard")])
+def test_ranks_try_the_way_to_their_peers_on_other_hosts(replicas: int, shard: int, axis: str) -> None:
+    def told(hosts: list[str]) -> list[Exception | None]:
+        places = [Place(f"{host}:{rank}", host, None, 1.0) for rank, host in enumerate(hosts)]
+        meeting = Meeting(dist.HashStore(), places, Networks("lo", "lo"))
+        return errors_of(3, lambda world: check_reach(meeting, world, replicas, shard, 20))
+
+    assert told(["one", "one", "one"]) == [None] * 3, "loopback will do between launchers on one host"
+    errors = told(["one", "two", "three"])
+    assert [type(error) for error in errors] == [TrainingError] * 3
+    for error in errors:
+        assert str(error).startswith(
+            "rank 0 on one (lo, 127.0.0.1) does not reach rank 1 on two (lo, 127.0.0.1): loopback"
+        )
+        assert f"parallel.{axis}_network" in str(error) and "nor do 2 other ranks" in str(error)
+
+
+def test_nobody_waits_again_for_a_launcher_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_calls, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(roll_calls, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(roll_calls, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(roll_calls, "SILENCE_SECONDS", 1.0)
+
+    def attend(call: RollCall) -> list[dict[int, Ended]] | None:
+        if call.nodes.rank == 1:
+            return None  # leaves
+        told = [call.tell(0, Ended(FAILED), True)]
+        monkeypatch.setattr(roll_calls, "SILENCE_SECONDS", 600.0)
+        return [*told, call.tell(1, Ended(DONE), True)]
+
+    first, _ = Launchers().hold([0, 1], 2, attend)
+    assert first == [{0: Ended(FAILED)}, {0: Ended(DONE)}]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_launch_leaves_with_the_code_of_its_ranks(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    monkeypatch.setattr(launch, "launch_torchrun", lambda recipe, overrides: code)
+    with pytest.raises(SystemExit) as left:
+        main(["launch", "recipe.yaml"])
+    assert left.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("variables", "speaks"), [({}, True), ({"SLURM_LOCALID": "0"}, True), ({"SLURM_LOCALID": "1"}, False)]
+)
+def test_a_rank_speaks_for_its_host_if_it_is_the_first_by_all_launchers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, variables: dict[str, str], speaks: bool
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"LOCAL_RANK": "0", **variables}.items():
+        monkeypatch.setenv(name, value)
+
+    def fail() -> None:
+        raise DataError("no data")
+
+    with pytest.raises(SystemExit) as left:
+        leave_with_code(fail)
+    assert left.value.code == 2
+    assert capsys.readouterr().err == ("error: no data\n" if speaks else "")

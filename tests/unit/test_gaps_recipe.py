@@ -1,0 +1,46 @@
+"""What mutants of reading and checking recipes showed to be untested."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmtrain.errors import RecipeError
+from llmtrain.recipe import load_recipe
+from llmtrain.recipe_check import check
+
+MODEL = "{hidden_size: 16, intermediate_size: 32, num_attention_heads: 2, num_key_value_heads: 2, num_hidden_layers: 2}"
+RECIPE = f"""
+model: {{config: {MODEL}}}
+data: {{tokenizer: "train:400"}}
+train: {{steps: 400, sequence_length: 32, global_batch: 8, micro_batch: 1}}
+eval: {{tokens: 64}}
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_another_method_is_not_pulled_as_the_old_one_was(tmp_path: Path) -> None:
+    path = written(tmp_path, "train: {steps: 9}\nsync: {method: palsgd, pull: {strength: 0.5}}")
+    assert load_recipe(path).sync.pull is not None
+    assert load_recipe(path, ["sync.method=diloco"]).sync.pull is None
+
+
+@pytest.mark.parametrize(("is_tied", "blocks"), [("true", 3), ("false", 4)])
+def test_a_model_has_as_many_fragments_as_blocks_at_most(tmp_path: Path, is_tied: str, blocks: int) -> None:
+    path = written(tmp_path, RECIPE)
+    choices = [f"model.config.tie_word_embeddings={is_tied}", "sync.method=streaming_diloco"]
+    check(load_recipe(path, [*choices, f"sync.schedule.fragments={blocks}"]), None)
+    with pytest.raises(RecipeError, match=f"the model has {blocks} blocks"):
+        check(load_recipe(path, [*choices, f"sync.schedule.fragments={blocks + 1}"]), None)
+
+
+def test_the_last_place_that_gave_a_wrong_value_is_named(tmp_path: Path) -> None:
+    (tmp_path / "below.yaml").write_text("optim: {lr: slow}")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml: optim\.lr is \"fast\""):
+        load_recipe(written(tmp_path, "base: below.yaml\noptim: {lr: fast}"))

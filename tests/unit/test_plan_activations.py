@@ -1,0 +1,86 @@
+"""The plan's activations against what autograd keeps of real layers, so that its constants are not only their own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.config import Recipe
+from llmtrain.model import LanguageModel, blocks_of, build, initialise, model_config
+from llmtrain.plan.memory import estimate, size_of
+from llmtrain.recipe import load_recipe
+
+SEQUENCES, LENGTH, CPU = 8, 64, torch.device("cpu")
+LLAMA = "{hidden_size: 128, intermediate_size: 344, num_attention_heads: 4, num_hidden_layers: %d}"
+NEO = "{hidden_size: 128, num_heads: 4, window_size: 32, num_layers: %d, attention_types: [[[global, local], %d]]}"
+GPTJ = "{n_embd: 128, n_head: 4, rotary_dim: 8, n_layer: %d}"
+MODELS: dict[str, Callable[[int], str]] = {
+    "llama": lambda layers: LLAMA % layers,
+    "gpt_neo": lambda layers: NEO % (layers, layers // 2),
+    "gptj": lambda layers: GPTJ % layers,
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def recipe_of(tmp_path: Path, family: str, layers: int, precision: str) -> Recipe:
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        f"model: {{type: {family}, config: {MODELS[family](layers)}}}\n"
+        "data: {tokenizer: 'train:300'}\n"
+        f"train: {{steps: 10, sequence_length: {LENGTH}, global_batch: {SEQUENCES}, micro_batch: {SEQUENCES}}}\n"
+        "sync: {method: local_sgd}\n"
+    )
+    return load_recipe(path, [f"parallel.precision={precision}"])
+
+
+def model_of(recipe: Recipe) -> LanguageModel:
+    """Return the recipe's model in the precision in which it computes."""
+    model = build(model_config(recipe.model, 300), recipe.parallel.loss_chunk)
+    for block in blocks_of(model):
+        initialise(model, block, 0, CPU, torch.float32)
+    return model.to(DTYPES[recipe.parallel.precision]).train()
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(0, 300, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def kept(recipe: Recipe) -> int:
+    """Return the bytes that autograd keeps for backward, parameters left out."""
+    model = model_of(recipe)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.hidden(ids())
+    return sum(storage.nbytes() for address, storage in saved.items() if address not in own)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize(("family", "off"), [("llama", 0.02), ("gpt_neo", 0.03), ("gptj", 0.2)])
+def test_a_layer_keeps_what_the_plan_says(tmp_path: Path, family: str, off: float, precision: str) -> None:
+    """Attention that is not fused is planned with GPT-Neo's numbers, of which GPT-J needs less."""
+    few, many = (recipe_of(tmp_path, family, layers, precision) for layers in (2, 4))
+    planned = [estimate(recipe, size_of(recipe), 1, 1).activations for recipe in (few, many)]
+    found = (kept(many) - kept(few)) / (planned[1] - planned[0])
+    assert 1 - off < found < 1.02
+
+
+def test_a_layers_backward_takes_a_quarter_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    peaks = importlib.import_module("peaks")
+    few, many = (recipe_of(tmp_path, "llama", layers, "fp32") for layers in (2, 4))
+    sizes = [estimate(recipe, size_of(recipe), 1, 1).activations for recipe in (few, many)]
+    layer = (sizes[1] - sizes[0]) / 2
+    assert sizes[0] == pytest.approx(2.25 * layer, abs=2)
+    model, made = model_of(few), []
+    peaks.allocator_peak(lambda: made.append(model.hidden(ids()).sum()))  # the profiler knows of what it saw allocated
+    assert peaks.allocator_peak(made[0].backward) == pytest.approx(layer / 4, rel=0.2)
