@@ -19,13 +19,13 @@ SECONDS, LIMIT = "cpu_seconds", "cpu_limit"
 OTHER_TIERS = ("deep", "chaos", "gpu")
 FRESH_LIMIT = 40.0
 """The limit of the few tests that start new interpreters on purpose: each interpreter imports for 4 seconds."""
-SHOWN = 10
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("budget", "CPU seconds that fast tests may use")
     group.addoption("--cpu-limit-test", type=float, default=10.0, help="each, without fixtures")
     group.addoption("--cpu-limit-all", type=float, default=1200.0, help="all together, with imports and collection")
+    group.addoption("--cpu-shown", type=int, default=10, help="how many of the most expensive tests are printed")
 
 
 class Budget:
@@ -71,7 +71,8 @@ class Budget:
         if not self.tests:
             return
         terminalreporter.section(f"CPU seconds of {len(self.tests)} tests: {self._total():.0f}")
-        for name, (seconds, _) in sorted(self.tests.items(), key=lambda one: -one[1][0])[:SHOWN]:
+        shown = self.config.getoption("--cpu-shown")
+        for name, (seconds, _) in sorted(self.tests.items(), key=lambda one: -one[1][0])[:shown]:
             terminalreporter.line(f"{seconds:6.1f} {name}")
         for excess in self._excesses():
             terminalreporter.line(f"ERROR: {excess}", red=True)
