@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -207,8 +206,22 @@ def run_llmtrain(*arguments: str) -> None:
 # The mother
 
 
+_exit_codes: list[int] = []
+"""Of this process, if it is a fork that ends."""
+
+
+def _leave_modules_alone() -> None:
+    """End here, when all else is done: taking down the modules would copy the mother's pages, for 0.4 CPU seconds."""
+    if _exit_codes:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(_exit_codes[0])
+
+
 def serve(address: str, owner: int) -> None:
     """Import, then fork for whoever connects, until the process `owner` is gone."""
+    atexit.register(_leave_modules_alone)  # the first, which is called last
     _import_everything()
     folder = os.path.dirname(address)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -277,7 +290,9 @@ def _become(descriptors: list[int], call: bytes, environment: Mapping[str, str],
     os.chdir(cwd)
     sys.path[:] = path
     _fork_instead_of_spawn()
-    _exit_with(_code_of(call, descriptors[3:]))
+    code = _code_of(call, descriptors[3:])
+    _exit_codes.append(code)
+    sys.exit(code)
 
 
 def _code_of(call: bytes, descriptors: list[int]) -> int:
@@ -292,16 +307,6 @@ def _code_of(call: bytes, descriptors: list[int]) -> int:
     except BaseException:
         traceback.print_exc()
     return 1
-
-
-def _exit_with(code: int) -> NoReturn:
-    """End as an interpreter does, but without taking down all modules, which would copy the mother's pages for 0.4 CPU s."""
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
 
 
 def _fork_instead_of_spawn() -> None:

@@ -90,7 +90,7 @@ DEEP = [pytest.param(name, LLAMA, marks=pytest.mark.deep) for name in LOCAL if (
 def test_local_steps_read_nothing(ranks, method, model):
     """WAGMA's messages are on the CPU in every step, A-EDiT asks the replica's ranks for the time."""
     period = {"period": {"kind": "qsr", "base": 5, "alpha": 1e-9}} if method == "qsr" else {"every": 5}
-    case = Case(choices(method, warmup_steps=1, **period), 2, 1, model, steps=20, optim=SGD)
+    case = Case(choices(method, warmup_steps=1, **period), 2, 1, model, steps=20, optim=SGD, micro_batch=4)
     for reads in ranks.run(reads_by_step, case, 5, world_size=2):
         assert reads[1:] == [0, 0, 0, 0]
 
@@ -108,6 +108,6 @@ def test_synchronous_steps_read_nothing(ranks, shard):
 )
 def test_what_is_hidden_behind_training_is_not_waited_for_on_the_device(ranks, method, changes):
     """Sending and using means included."""
-    case = Case(choices(method, every=3, warmup_steps=1, **changes), 2, 1, steps=20, optim=SGD)
+    case = Case(choices(method, every=3, warmup_steps=1, **changes), 2, 1, steps=20, optim=SGD, micro_batch=4)
     for reads in ranks.run(reads_by_step, case, 9, world_size=2):
         assert reads[1:] == [0] * 8
