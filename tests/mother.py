@@ -35,7 +35,10 @@ LOST = -signal.SIGKILL
 
 LARGEST_REQUEST = 1 << 17
 IMPORTED_LATE = (
+    "PIL.PngImagePlugin",
     "deepspeed.compile.init_z3",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "tokenizers",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",

@@ -24,8 +24,14 @@ from tests.distributed.real_engine import mesh_of
 from tests.end_to_end.runs import RECIPE, ROOT, TINY
 
 SMALL = [
-    *("model.config.hidden_size=16", "model.config.intermediate_size=24", "parallel.precision=fp64"),
-    *("data.tokenizer=train:400", "train.global_batch=12", "eval.every=null", "eval.tokens=500"),
+    *("model.config.hidden_size=16", "model.config.intermediate_size=24", "model.config.num_hidden_layers=1"),
+    *(
+        "parallel.precision=fp64",
+        "data.tokenizer=train:400",
+        "train.global_batch=12",
+        "eval.every=null",
+        "eval.tokens=500",
+    ),
     *("eval.sample_prompt=null", "log.tensorboard=false", "checkpoint.keep=9"),
 ]
 
