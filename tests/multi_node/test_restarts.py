@@ -17,7 +17,7 @@ from tests.multi_node.runs import PORT, ends, errors, needs_hosts, start
 pytestmark = needs_hosts
 SECONDS = 240
 """Most that a run may take, on a busy machine."""
-LONG = ("train.steps=30", "train.global_batch=12")
+LONG = ("train.steps=30", "train.global_batch=12", "train.micro_batch=2")
 TIMEOUT = 20
 """run.timeout_seconds of those who wait for it."""
 
