@@ -6,7 +6,7 @@ import shlex
 import signal
 import socket
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -46,7 +46,7 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     progress = Progress(len(planned))
     records: list[Record] = []
     try:
-        with _termination_interrupts():
+        with _interruptions() as raise_again:
             for recipe in recipes:  # all data first: its preparation is no part of a trial
                 check_vocabulary(recipe, prepare_for(recipe, show_progress=True).vocab_size)
             for (
@@ -55,6 +55,7 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
                 with _cluster(comparison, condition, shaping):
                     pass
             for number, (one, recipe) in enumerate(zip(planned, recipes, strict=True)):
+                raise_again()
                 if _is_over(one, retry):
                     progress.skip(one)
                     continue
@@ -149,14 +150,23 @@ def _report(folder: Path, comparison: Comparison, planned: Sequence[Planned], co
 
 
 @contextmanager
-def _termination_interrupts() -> Iterator[None]:
-    """SIGTERM is a Ctrl-C too: hosts are removed on the way out."""
+def _interruptions() -> Iterator[Callable[[], None]]:
+    """SIGTERM is a Ctrl-C too: hosts are removed on the way out. Yields a function that raises KeyboardInterrupt again if
+    there was one, because Python drops it where a destructor or a callback of its imports is running."""
+    requested = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        requested = True
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    def raise_again() -> None:
+        if requested:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield raise_again
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

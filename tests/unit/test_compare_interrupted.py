@@ -1,0 +1,60 @@
+"""A comparison ends at an interruption, wherever it arrives."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmtrain.compare import runner
+from llmtrain.errors import STOPPED_EARLY
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+FILE = f"""
+recipe: {RECIPE}
+overrides: [train.steps=60]
+out_dir: runs
+hosts: {{count: 2}}
+runs: {{synchronous: {{overrides: [sync.method=synchronous, sync.warmup_steps=0]}}, diloco: }}
+"""
+
+
+class Interrupted:
+    """What is interrupted as it goes away: Python reports the exception and drops it, as in callbacks of its imports."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        signal.raise_signal(self.number)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_that_python_drops_ends_it_before_the_next_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    file, made = tmp_path / "small.yaml", []
+
+    def make(planned: Any, *_: Any) -> Any:
+        made.append(planned.run)
+        return SimpleNamespace(wall_seconds=1.0, state="done", last_lines=[], write=lambda directory: None)
+
+    def report(*_: Any) -> Path:
+        if len(made) == 1:
+            Interrupted(number)
+        return tmp_path
+
+    file.write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "_make", make)
+    monkeypatch.setattr(runner, "_report", report)
+    monkeypatch.setattr(runner, "_seconds_left", lambda *_: 0.0)
+    monkeypatch.setattr(runner, "prepare_for", lambda *_, **__: SimpleNamespace(vocab_size=400))
+    before = signal.getsignal(number)
+    assert runner.run_comparison(file, (), shaping=False, retry=False) == STOPPED_EARLY
+    assert made == ["synchronous"] and "start the same command again" in capsys.readouterr().out
+    assert signal.getsignal(number) is before
