@@ -4,6 +4,7 @@ end that it has not come to."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,27 @@ def test_what_is_due_happens_though_its_step_was_passed(ranks: RankPool, folder:
         "both of a model that knows nothing yet"
     )
     assert [step for step, _ in complete(folder / "runs/passed/checkpoints")] == [6, 10, 16]
+
+
+def test_a_line_in_which_a_run_stopped_is_of_all_its_steps(ranks: RankPool, folder: Path) -> None:
+    """The checkpoint of step 6 comes between the lines of steps 4 and 8."""
+    method = ("sync.method=diloco", "sync.warmup_steps=2")
+    recipe = recipe_of(folder, "line", *method, "train.steps=8", "log.every=4", "checkpoint.every=3", "eval.every=null")
+
+    def last_line() -> dict[str, float]:
+        assert ranks.run(fit, recipe, (), world_size=2) == ["done", "done"]
+        [line] = [
+            line
+            for line in map(json.loads, metrics.read_text().splitlines())
+            if line["step"] == 8 and "train/loss" in line
+        ]
+        return {key: line[key] for key in ("tokens", "train/loss", "train/grad_norm", "comm/bytes_total")}
+
+    metrics, checkpoints = folder / "runs/line/metrics.jsonl", folder / "runs/line/checkpoints"
+    whole = last_line()
+    assert [step for step, _ in complete(checkpoints)] == [3, 6, 8]
+    shutil.rmtree(dict(complete(checkpoints))[8])
+    assert last_line() == whole
 
 
 def test_a_run_that_goes_on_has_no_summary_until_it_ends_again(folder: Path) -> None:
