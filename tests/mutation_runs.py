@@ -189,9 +189,6 @@ def preload() -> None:
                 importlib.import_module(name)
             except Exception:  # made by another module's import, or meant to be imported by it alone
                 continue
-    import torch
-
-    torch.set_num_threads(1)
     assert not any(name.partition(".")[0] == "llmtrain" for name in sys.modules)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"a process of {threads} threads can't be forked safely"

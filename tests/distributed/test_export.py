@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -240,6 +241,11 @@ def truncate(checkpoint: Path) -> None:
         file.truncate(5000)
 
 
+def lose_last_byte(checkpoint: Path) -> None:
+    file = checkpoint / "__3_0.distcp"
+    os.truncate(file, file.stat().st_size - 1)
+
+
 def overwrite(checkpoint: Path) -> None:
     with (checkpoint / "__0_0.distcp").open("r+b") as file:
         file.write(b"\0" * 2000)
@@ -249,6 +255,7 @@ def overwrite(checkpoint: Path) -> None:
     ("damage", "message"),
     [
         (truncate, r"__3_0\.distcp: 5000 bytes found, \d+ expected; copy the checkpoint again, or export another"),
+        (lose_last_byte, r"__3_0\.distcp: \d+ bytes found, \d+ expected"),
         (lambda path: (path / "__1_0.distcp").unlink(), r"__1_0\.distcp: no such file, but the checkpoint has weights"),
         (
             lambda path: (path / ".metadata").unlink(),
@@ -261,7 +268,7 @@ def overwrite(checkpoint: Path) -> None:
         (lambda path: (path / "state.json").write_text("{"), r"state\.json can't be read"),
         (overwrite, r"step-00000005 can't be read: .*; copy the checkpoint again"),
     ],
-    ids=["truncated", "missing", "no metadata", "damaged metadata", "damaged state", "overwritten"],
+    ids=["truncated", "a byte short", "missing", "no metadata", "damaged metadata", "damaged state", "overwritten"],
 )
 def test_a_damaged_checkpoint_is_one_line(run: Path, damage, message: str) -> None:
     damage(run / f"checkpoints/step-{LAST:08d}")

@@ -13,6 +13,7 @@ from llmtrain.data.ahead import Ahead
 from llmtrain.data.loader import IGNORED, Loader, eval_batches
 from llmtrain.data.shards import TokenShards
 from llmtrain.errors import DataError
+from tests.end_to_end.runs import wait_until
 from tests.mother import session
 from tests.unit import processes
 
@@ -131,6 +132,7 @@ def test_reading_ahead_changes_neither_batches_nor_state() -> None:
         states.append(ahead.state_dict())
         assert ahead.state_dict() == plain.state_dict()
         assert torch.equal(torch.cat(ahead.next()), torch.cat(plain.next()))
+    wait_until(lambda: ahead.loader.state_dict() != ahead.state_dict(), "the sixth step is not read", 10)
     ahead.load_state_dict(states[2])
     plain.load_state_dict(states[2])
     for _ in range(3):

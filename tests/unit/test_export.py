@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +15,8 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from llmtrain.config import Recipe
-from llmtrain.errors import UserError
-from llmtrain.export import card
+from llmtrain.errors import TrainingError, UserError
+from llmtrain.export import card, parity
 from llmtrain.export.export import Request
 from llmtrain.export.folder import Manifest, locked, read_manifest, replacing, sizes, write_manifest
 from llmtrain.export.parity import Parity
@@ -23,6 +24,7 @@ from llmtrain.export.results import read_scores
 from llmtrain.export.source import Source
 from llmtrain.export.weights import MEAN, Choice
 from llmtrain.export.write import write_configs, write_weights
+from llmtrain.model import model_config
 from llmtrain.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,6 +191,41 @@ def test_parity_is_relative_to_the_largest_logit() -> None:
     line = Parity(2e-7, 8.0).describe()
     assert "2.0e-07, 2.5e-08 of the largest logit (allowed: 1e-05)" in line and "bf16" not in line
     assert "rounding to bf16 moved logits by up to 4.0e-02, 5.0e-03" in Parity(0.0, 8.0, 0.04).describe()
+
+
+@pytest.mark.parametrize(
+    ("difference", "largest", "is_same"), [(5e-4, 100.0, True), (2e-3, 100.0, False), (5e-6, 1e-3, False)]
+)
+def test_models_whose_logits_differ_by_more_than_rounding_are_not_the_same(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, difference: float, largest: float, is_same: bool
+) -> None:
+    """Logits may differ by 1e-5 of the largest, however large that is."""
+    logits = torch.linspace(-1, 1, 11, dtype=torch.float64) * largest
+    exported = SimpleNamespace(logits=logits + difference * torch.eye(11, dtype=torch.float64)[4])
+    monkeypatch.setattr(parity, "training_model", lambda *_: None)
+    monkeypatch.setattr(parity, "training_logits", lambda *_: logits)
+    monkeypatch.setattr(parity, "load_exported", lambda _: lambda *_, **__: exported)
+    expected = nullcontext() if is_same else pytest.raises(TrainingError, match="is not the trained one")
+    with expected:
+        parity.check_logits(model_config(recipe.model, 400), None, tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("request_", "is_met"),
+    [
+        (Request(), True),
+        (Request(dtype="bf16"), False),
+        (Request(Choice("anchor")), False),
+        (Request(max_shard_size="5GB"), True),
+        (Request(max_shard_size="1GB"), False),
+    ],
+    ids=["the same", "dtype", "weights", "the same size", "size"],
+)
+def test_an_export_in_another_form_is_another_export(source: Source, request_: Request, is_met: bool) -> None:
+    vars(source)["digest"] = MANIFEST.checkpoint
+    assert request_.is_met_by(MANIFEST, source) is is_met
+    vars(source)["digest"] = "trained anew"
+    assert not request_.is_met_by(MANIFEST, source)
 
 
 def make(folder: Path, text: str = "weights") -> None:
