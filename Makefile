@@ -3,7 +3,7 @@
 # make test-deep    full matrices, real schedulers, true timeouts, emulated GPUs: about an hour
 # make test-gpu     the tests that need a GPU, which the above skip
 # make mutants      breaks the code on purpose, one line at a time, and sees that tests fail; ARGS="--area sync" for a part
-# make coverage     branches of llmtrain/ that make test reaches, by package
+# make coverage     branches of llmtrain/ that make test reaches, by package; coverage-deep after it adds the deep tests
 # make chaos        100 SIGKILLs at random moments of real runs, and what became of them; about an hour
 # make lint         ruff, as CI does
 # make clean        removes what the above made here (not runs/)
@@ -17,7 +17,7 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-deep test-gpu chaos mutants coverage lint format docs clean
+.PHONY: quickstart test test-deep test-gpu chaos mutants coverage coverage-deep lint format docs clean
 
 quickstart: $(READY)
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m llmtrain launch recipes/quickstart.yaml $(ARGS)
@@ -40,7 +40,14 @@ mutants: $(TOOLS)
 coverage: $(TOOLS)
 	$(BIN)/python -m coverage erase
 	$(BIN)/python -m coverage run -m pytest $(TWO_WORKERS) --cpu-limit-test=60 --cpu-limit-all=6000 $(ARGS)
-	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage combine --quiet --data-file=.coverage_fast
+	rm -f .coverage_both
+	$(BIN)/python -m tests.coverage_table
+
+coverage-deep: $(TOOLS)
+	$(BIN)/python -m coverage run -m pytest $(TWO_WORKERS) -m deep $(ARGS)
+	$(BIN)/python -m coverage combine --quiet --keep --data-file=.coverage_both .coverage_fast .coverage.*
+	rm -f .coverage.*
 	$(BIN)/python -m tests.coverage_table
 
 lint: $(TOOLS)

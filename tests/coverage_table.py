@@ -1,4 +1,4 @@
-"""Write what `make coverage` measured, by package and line, to tests/COVERAGE.md."""
+"""Write what `make coverage` and `make coverage-deep` measured, by package and line, to tests/COVERAGE.md."""
 
 from __future__ import annotations
 
@@ -8,40 +8,74 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests" / "COVERAGE.md"
+FAST, BOTH = ROOT / ".coverage_fast", ROOT / ".coverage_both"
+"""Coverage's data of the fast tests, and of these and the deep ones."""
+
+Sums = dict[str, collections.Counter[str]]
 
 
 def main() -> None:
     """Turn coverage's own data into a table and a list."""
+    fast = measured(FAST)
+    both = measured(BOTH) if BOTH.exists() else None
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
+    by = "`make coverage`" if both is None else "`make coverage coverage-deep`"
+    who = "no fast test reaches" if both is None else "no test reaches, fast or deep"
+    text = f"# Coverage of llmtrain\n\nBy {by} at {commit.strip()}.\n\n{table(sums_of(fast), both and sums_of(both))}\n"
+    FILE.write_text(f"{text}\n## Lines and branches that {who}\n\n" + "\n".join(missing(both or fast)) + "\n")
+    print(text)
+
+
+def measured(data: Path) -> dict[str, Any]:
+    """Return coverage's report of each file."""
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
-        subprocess.run([sys.executable, "-m", "coverage", "json", "--quiet", "-o", report.name], cwd=ROOT, check=True)
-        files = json.loads(Path(report.name).read_text())["files"]
-    packages: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    missing = []
-    for name, file in sorted(files.items()):
+        command = [sys.executable, "-m", "coverage", "json", "--quiet", f"--data-file={data}", "-o", report.name]
+        subprocess.run(command, cwd=ROOT, check=True)
+        return json.loads(Path(report.name).read_text())["files"]
+
+
+def sums_of(files: dict[str, Any]) -> Sums:
+    """Add up by package, and all."""
+    packages: Sums = collections.defaultdict(collections.Counter)
+    for name, file in files.items():
         package = "/".join(Path(name).parts[:2]) if len(Path(name).parts) > 2 else "llmtrain"
         packages[package].update({key: value for key, value in file["summary"].items() if isinstance(value, int)})
+    return dict(sorted(packages.items())) | {"all": sum(packages.values(), collections.Counter())}
+
+
+def table(fast: Sums, both: Sums | None) -> str:
+    """Return the table of packages; its last columns are of both tiers."""
+    columns = ["lines", "branches", "% of branches"]
+    head = ["package", *columns, *(f"{column}, with deep tests" for column in columns if both)]
+    lines = [f"| {' | '.join(head)} |", f"|---{'|---:' * (len(head) - 1)}|"]
+    for package in fast:
+        cells = [*_cells(fast[package]), *(_cells(both[package]) if both else ())]
+        lines.append(f"| {package} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def missing(files: dict[str, Any]) -> list[str]:
+    """Name the lines and branches that were not reached, a file per line."""
+    lines = []
+    for name, file in sorted(files.items()):
         branches = [f"{start}→{end if end > 0 else 'end'}" for start, end in file["missing_branches"]]
         if places := [*map(str, file["missing_lines"]), *branches]:
-            missing.append(f"- `{name}`: {', '.join(places)}")
-    rows = [
-        f"| {package} | {sums['covered_lines']}/{sums['num_statements']} | {sums['covered_branches']}/{sums['num_branches']} "
-        f"| {_percent(sums['covered_branches'], sums['num_branches'])} |"
-        for package, sums in [*sorted(packages.items()), ("all", sum(packages.values(), collections.Counter()))]
-    ]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
-    FILE.write_text(
-        f"# Coverage of llmtrain by `make test`\n\nBy `make coverage` at {commit.strip()}.\n\n"
-        "| package | lines | branches | % of branches |\n|---|---:|---:|---:|\n" + "\n".join(rows) + "\n\n"
-        "## Lines and branches that no fast test reaches\n\n" + "\n".join(missing) + "\n"
+            lines.append(f"- `{name}`: {', '.join(places)}")
+    return lines
+
+
+def _cells(sums: collections.Counter[str]) -> tuple[str, str, str]:
+    lines = f"{sums['covered_lines']}/{sums['num_statements']}"
+    branches = f"{sums['covered_branches']}/{sums['num_branches']}"
+    return (
+        lines,
+        branches,
+        f"{100 * sums['covered_branches'] / sums['num_branches']:.1f}" if sums["num_branches"] else "",
     )
-    print(FILE.read_text().split("\n## ")[0])
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f}" if whole else ""
 
 
 if __name__ == "__main__":
