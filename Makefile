@@ -40,7 +40,8 @@ mutants: $(TOOLS)
 coverage: $(TOOLS)
 	$(BIN)/python -m coverage erase
 	$(BIN)/python -m coverage run -m pytest $(TWO_WORKERS) --cpu-limit-test=60 --cpu-limit-all=6000 $(ARGS)
-	$(BIN)/python -m coverage combine --quiet --data-file=.coverage_fast
+	$(BIN)/python -m coverage combine --quiet
+	mv .coverage .coverage_fast
 	rm -f .coverage_both
 	$(BIN)/python -m tests.coverage_table
 
