@@ -121,11 +121,11 @@ def drawn(seed: tuple[int, ...], deviation: float, shape: tuple[int, ...]) -> np
 
 @dataclass(frozen=True)
 class Part:
-    """What a shard rank holds of a block: of every tensor, dimension 0 in equal pieces, the last ones shorter or empty."""
+    """A shard rank's part of a block: of every tensor, dimension 0 in equal pieces, the last ones shorter or empty."""
 
     shapes: list[tuple[int, ...]]
     places: np.ndarray
-    """Where its elements are among the block's."""
+    """Indices of its elements among the block's."""
 
 
 @cache
@@ -222,7 +222,7 @@ class Answer:
     says_synchronised: list[bool]
     bytes_sent: float
     squares: tuple[float, float]
-    """Of the last mean and of the distance from it, as `SyncReport` has them."""
+    """Squared norms of the last mean and of the distance from it, as `SyncReport` has them."""
 
 
 def replay(scenario: Scenario) -> Trace:
@@ -247,7 +247,7 @@ def replay(scenario: Scenario) -> Trace:
 
 
 def has_spread(scenario: Scenario) -> bool:
-    """Whether the schedule reports how far replicas were from their mean."""
+    """Return whether the schedule reports how far replicas were from their mean."""
     return scenario.sync.schedule.kind in ("blocking", "layerwise")
 
 
@@ -300,7 +300,7 @@ def meeting_store() -> dist.Store:
 
 
 def save(engine: FakeEngine, method: Method) -> tuple[list[torch.Tensor], str, dict[str, list]]:
-    """What a checkpoint holds: parameters, plain values and tensors."""
+    """Return what a checkpoint holds: parameters, plain values and tensors."""
     tensors = {**method.shared_tensors(), **method.own_tensors()}
     kept = {name: [None if one is None else one.clone() for one in many] for name, many in tensors.items()}
     return [flatten(block) for block in engine.blocks], json.dumps(method.state_dict()), kept

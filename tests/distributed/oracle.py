@@ -47,7 +47,7 @@ class Oracle:
         self.momentum = [np.zeros_like(block) for block in start]
         self.cuts = cuts or [[np.arange(len(block))] for block in start]
         self.errors = [np.zeros_like(theta) for theta in self.theta]
-        """What rounding has left out of each replica's messages so far, by block."""
+        """Rounding errors of each replica's messages so far, by block."""
         self.ordinary_norms: dict[tuple[int, int], list[float]] = defaultdict(list)  # of (replica, block), oldest first
         self.count = self.anomalies = self.rollbacks = 0
         self.squares = (0.0, 0.0)
