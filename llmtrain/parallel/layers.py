@@ -38,7 +38,7 @@ def wrap_layers(blocks: Sequence[ModelBlock], parallel: ParallelSection) -> None
             forward = _checkpointed(forward, selective=parallel.activation_checkpointing == "selective")
         if parallel.compile:
             forward = torch.compile(forward)
-        if forward is not layer.forward:
+        if forward != layer.forward:  # a bound method is a new object each time
             layer.forward = forward
     for head in (m for block in blocks for m in block.modules if isinstance(m, LossHead)):
         head.choose(parallel.loss_kernel, parallel.compile)

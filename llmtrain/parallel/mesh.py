@@ -17,7 +17,7 @@ from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError, TrainingError, UserError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.meeting import Meeting, meet
-from llmtrain.parallel.network import NCCL, Networks, carried_by
+from llmtrain.parallel.network import Networks, carried_by
 from llmtrain.parallel.reach import check_reach
 from llmtrain.parallel.world import World
 
@@ -104,8 +104,7 @@ def open_mesh(
     check_reach(meeting, world, replicas, shard, timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        if (cards := meeting.given.for_nccl(replicas > 1 and replica_backend != "gloo")) is not None:
-            os.environ[NCCL] = cards
+        meeting.given.tell_nccl(replicas > 1 and replica_backend != "gloo")
     with carried_by(meeting.networks.replica):  # also what libraries make beside our groups
         _join(world, meeting, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
         try:

@@ -49,13 +49,14 @@ class Networks:
         default = None if os.environ.get(GLOO) else interface_of(address_towards(peer))
         return Networks(self.replica or default, self.shard or default)
 
-    def for_nccl(self, replicas_use_nccl: bool) -> str | None:
-        """The one card of NCCL, as NCCL_SOCKET_IFNAME spells it; None: NCCL decides.
+    def tell_nccl(self, replicas_use_nccl: bool) -> None:
+        """Set NCCL_SOCKET_IFNAME to NCCL's one card, if a name is given; else NCCL decides.
 
         Between replicas where they use NCCL: a replica within a node needs no network card.
         """
         name = (self.replica if replicas_use_nccl else None) or self.shard
-        return name and f"={name}"
+        if name is not None:
+            os.environ[NCCL] = f"={name}"
 
 
 def interfaces() -> list[str]:

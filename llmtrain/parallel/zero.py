@@ -339,9 +339,6 @@ class _ShardAxis:
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self._group
 
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self._group)
-
     def get_data_parallel_world_size(self) -> int:
         return dist.get_world_size(self._group)
 

@@ -232,8 +232,13 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the page, and the tables within others."""
     PAGE.write_text(recipe_reference(), encoding="utf-8")
     README.write_text(readme_with_methods(README.read_text(encoding="utf-8")), encoding="utf-8")
     METHODS_PAGE.write_text(methods_page_with_composition(METHODS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote {PAGE} and the tables in {README} and {METHODS_PAGE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -21,8 +21,8 @@ MESHES = ((1, 1), (1, 8), (8, 8))
 """(replicas, shard) that are shown for every recipe."""
 
 
-def show(recipe: Recipe, console: Console, rates: Rates | None = None) -> None:
-    """Print the resolved recipe, then what it costs, with `rates` also in time; needs no data, GPU or network.
+def show(recipe: Recipe, console: Console, rates: Rates) -> None:
+    """Print the resolved recipe, then what it costs in memory, and in time at these rates; needs no data, GPU or network.
 
     Raises UserError for a recipe that can't be trained, or whose vocabulary is not known without a download.
     """
@@ -32,13 +32,12 @@ def show(recipe: Recipe, console: Console, rates: Rates | None = None) -> None:
     console.print(_figures(recipe, size))
     console.print()
     console.print(_memory(recipe, size))
-    if rates is not None:
-        console.print(_pace(recipe, size, rates))
-        console.print(
-            f"  with {rates.flops / 1e12:.3g} TFLOP/s of each rank (--tflops) and {rates.mbit:,g} Mbit/s between replicas (--mbit); "
-            "waiting: for\n  what comes over the network, a step on average",
-            soft_wrap=True,
-        )
+    console.print(_pace(recipe, size, rates))
+    console.print(
+        f"  with {rates.flops / 1e12:.3g} TFLOP/s of each rank (--tflops) and {rates.mbit:,g} Mbit/s between replicas (--mbit); "
+        "waiting: for\n  what comes over the network, a step on average",
+        soft_wrap=True,
+    )
 
 
 def _figures(recipe: Recipe, size: ModelSize) -> Table:

@@ -54,7 +54,7 @@ class Timed(Period):
         return self._last_length if step > self.warmup else 0
 
     def place(self, step: int) -> int:
-        return max(0, step - self._met_at)
+        return step - self._met_at if step > self.warmup else 0
 
     def agreed(self, step: int) -> int | None:
         if step <= self.warmup:

@@ -13,11 +13,11 @@ from llmtrain.startup import seconds_since_command
 
 def human(number: float) -> str:
     """Three digits and a unit: 41200 -> 41.2k."""
-    for unit in ("", "k", "M", "G", "T"):
-        if abs(number) < 999.5 or unit == "T":
+    for unit in ("", "k", "M", "G"):
+        if abs(number) < 999.5:
             return f"{number:.3g}{unit}"
         number /= 1000
-    raise AssertionError
+    return f"{number:.3g}T"
 
 
 class Console:

@@ -51,6 +51,13 @@ def memory_of_rank(world: World) -> float:
     return memory_bytes(device) / (1 if device.type == "cuda" else world.local_size)
 
 
+def compute_deterministically(device: torch.device) -> None:
+    """Let a GPU give the same bits for the same numbers, which some of its kernels otherwise don't; a CPU's all do."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Most memory this process has used: the device's allocator on a GPU, resident memory on a CPU."""
     if device.type == "cuda":

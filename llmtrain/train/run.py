@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -34,7 +33,7 @@ from llmtrain.sync.build import build_method, build_wire
 from llmtrain.trace import open_trace
 from llmtrain.train.checkpoint import Checkpoints
 from llmtrain.train.console import Console, human
-from llmtrain.train.devices import memory_of_rank, peak_flops
+from llmtrain.train.devices import compute_deterministically, memory_of_rank, peak_flops
 from llmtrain.train.disks import Disks
 from llmtrain.train.ending import closing_lines, draw_losses, write_sample
 from llmtrain.train.integrity import newest_whole, step_of
@@ -196,9 +195,8 @@ def build_trainer(
     texts = {"": prepared, **prepare_sets(recipe, prepared, show_progress=False)}
     check_same_tokens(mesh, texts)
     search = DamageSearch(texts.values(), mesh.world.local_rank, mesh.world.local_size)
-    if recipe.train.deterministic and mesh.device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    if recipe.train.deterministic:
+        compute_deterministically(mesh.device)
     torch.manual_seed(derive_seed(recipe.run.seed, "rank", mesh.world.rank))
     separator = prepared.eos_id if recipe.train.document_mask else None
     model = build(model_config(recipe.model, prepared.vocab_size), recipe.parallel.loss_chunk, separator)

@@ -197,8 +197,6 @@ class Trainer:
     def _log(self) -> None:
         """Settle the line before and hand in this interval."""
         self._settle()
-        if self.interval.steps == 0:
-            return
         report, period = self.method.report(), self.method.period.length(self.step)
         gradients = max(1, self.interval.gradients)
         with self._training():

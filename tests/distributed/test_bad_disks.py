@@ -228,6 +228,10 @@ def test_metrics_that_cannot_be_written_end_all_ranks_before_a_checkpoint_with_a
     assert steps_of(run) == [3], "that of step 6 would have no line of step 6 beside it"
     assert ranks.run(train, recipe, nothing, world_size=2) == ["done", "done"]
     assert lines_of(run) == whole
+    rarely = recipe_of(folder, "rarely", *KEYS, "checkpoint.every=100")
+    first, second = ranks.run(train, rarely, refuse_lines, world_size=2)
+    assert first == second and "rarely/metrics.jsonl could not be written: [Errno 5]" in first
+    assert steps_of(folder / "runs/rarely") == [], "it ended at the next line"
     opened = recipe_of(folder, "opened", *KEYS)
     first, second = ranks.run(train, opened, refuse_opening, world_size=2)
     assert first == second and "opened/metrics.jsonl could not be written: [Errno 21] Is a directory" in first

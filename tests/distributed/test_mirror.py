@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.config import Recipe
-from llmtrain.errors import DONE, CheckpointError, RecipeError, TrainingError
+from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, RecipeError, TrainingError
 from llmtrain.parallel.world import World
 from llmtrain.train.integrity import complete
 from llmtrain.train.mirror import Mirror
@@ -89,6 +89,38 @@ def test_a_run_whose_last_checkpoint_is_not_copied_has_failed_until_it_is(folder
     assert run_training(recipe, ALONE) == DONE
     assert run.summary()["mirrored"] == 9 and lines_of(run.path) == lines
     assert (there / "step-00000009/state.json").is_file()
+
+
+def test_a_run_that_was_asked_to_stop_only_says_what_is_not_copied(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, there = mirrored(folder, "stopped"), folder / "there/stopped/checkpoints"
+
+    def obstruct_and_stop(trainer: Trainer) -> None:
+        there.write_text("a file in the way")
+        trainer.stop.requested = True
+
+    assert run_training(recipe, ALONE, obstruct_and_stop) == STOPPED_EARLY
+    said = capsys.readouterr().out
+    assert "could not be copied to" in said and said.rstrip().endswith("start the same command again to continue")
+    there.unlink()
+    assert run_training(recipe, ALONE) == DONE
+    capsys.readouterr()
+    assert run_training(recipe, ALONE) == DONE
+    run = RunDirectory(recipe)
+    assert capsys.readouterr().out.strip() == run.already_complete(), "and nothing else"
+
+
+def test_without_a_mirror_the_damage_of_the_disks_checkpoints_is_the_error(folder: Path) -> None:
+    recipe = recipe_of(folder, "alone", *KEYS)
+    assert run_training(recipe, ALONE) == DONE
+    run = RunDirectory(recipe)
+    (run.path / "summary.json").unlink()
+    for path in run.checkpoints.glob("step-*"):
+        flip(path / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"runs/alone/checkpoints/step-00000003 is damaged: __0_0.distcp"):
+        run_training(recipe, ALONE)
+    assert steps_of(run.path) == [3, 6, 9]
 
 
 def test_damaged_checkpoints_are_fetched_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from llmtrain.compare.cluster.cpu_limits import controller
 from llmtrain.compare.cluster.leftovers import FOLDERS
 from llmtrain.compare.cluster.names import cluster_of
 from llmtrain.compare.cluster.namespaces import FILES
+from llmtrain.compare.cluster.processes import marks
 from llmtrain.errors import ClusterError
 from tests.end_to_end.runs import ROOT
 from tests.multi_node.runs import needs_hosts
@@ -174,6 +175,15 @@ def test_all_processes_of_one_host_are_paused_resumed_and_killed(kind: str):
         assert all(map(is_gone, pids)) and host.pids() == [] and process.returncode == -signal.SIGKILL
         assert bystander.poll() is None
     assert bystander.returncode == -signal.SIGKILL  # the end of the cluster
+
+
+def test_a_process_is_found_also_while_it_becomes_another_program(tmp_path):
+    again = tmp_path / "again.sh"
+    again.write_text('echo > "$1"; exec sh "$0" "$1"')
+    with loopback_cluster(1) as (host,):
+        process = host.popen(["sh", str(again), str(tmp_path / "began")])
+        wait_for((tmp_path / "began").exists, "it did not begin")
+        assert [process.pid in marks() for _ in range(200)] == [True] * 200
 
 
 @needs_hosts

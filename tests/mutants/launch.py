@@ -8,8 +8,8 @@ MUTANTS = [
     Mutant(
         "attempts: one restart less",
         "llmtrain/launch/attempts.py",
-        "for number in range(1 + restarts):",
-        "for number in range(max(1, restarts)):",
+        "if final or number == restarts:",
+        "if final or number >= restarts - 1:",
         ("tests/unit/test_launch_again.py",),
     ),
     Mutant(

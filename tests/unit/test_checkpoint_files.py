@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from llmtrain.errors import CheckpointError, TrainingError
 from llmtrain.parallel.comms import Comms
@@ -118,6 +120,29 @@ def test_what_cannot_be_written_is_one_line_and_loses_nothing(tmp_path: Path) ->
         write(tmp_path, 20)
     assert "\n" not in str(failed.value)
     assert newest(tmp_path) == (tmp_path / "step-00000010", [])
+
+
+def test_a_checkpoint_whose_files_are_gone_before_it_is_whole_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = dcp.save
+
+    def and_lose(*arguments: object, **options: object) -> None:
+        save(*arguments, **options)
+        shutil.rmtree(tmp_path / "step-00000010.tmp")
+
+    monkeypatch.setattr(dcp, "save", and_lose)
+    with pytest.raises(TrainingError, match=r"step-00000010 could not be written: .*No such file.*; older checkpoints"):
+        write(tmp_path, 10)
+    assert newest(tmp_path) == (None, [])
+
+
+def test_a_checkpoint_that_can_not_get_its_name_is_none(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    (tmp_path / "step-00000020").write_text("a file in the way")
+    with pytest.raises(TrainingError, match=r"step-00000020 could not be written: .*; older checkpoints are as"):
+        write(tmp_path, 20)
+    assert newest(tmp_path)[0] == tmp_path / "step-00000010" and not list(tmp_path.glob("*.tmp"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")

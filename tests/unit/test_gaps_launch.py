@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import socket
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +19,8 @@ from llmtrain.errors import DONE, FAILED, DataError, RecipeError, TrainingError,
 from llmtrain.launch import roll_call as roll_calls
 from llmtrain.launch.attempts import Ended
 from llmtrain.launch.roll_call import RollCall
-from llmtrain.parallel.meeting import Meeting, Place, meet
+from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.meeting import Meeting, Place, meet, roll_call
 from llmtrain.parallel.network import Networks
 from llmtrain.parallel.reach import check_reach
 from llmtrain.parallel.world import World
@@ -52,6 +56,29 @@ def test_every_rank_hears_why_one_can_not_take_part() -> None:
     errors = errors_of(2, lambda world: meet(world, ParallelSection(), no_gpu if world.rank else lambda: 1.0, 20))
     assert [type(error) for error in errors] == [RecipeError] * 2
     assert all(str(error).startswith("there is no such GPU (rank 1 on ") for error in errors)
+
+
+def test_a_single_process_hears_at_once_why_it_can_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_gpu() -> float:
+        raise RecipeError("there is no such GPU")
+
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RecipeError, match=r"^there is no such GPU$"):
+        meet(World(0, 1, 0, 1), ParallelSection(), no_gpu, 20)
+
+
+@pytest.mark.usefixtures("meeting_point")
+def test_ranks_that_lose_the_store_in_a_roll_call_say_where_it_was() -> None:
+    class Lost:
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistNetworkError("connection\nreset")
+
+    with pytest.raises(TrainingError) as lost:
+        roll_call(Lost(), World(1, 2, 0, 1), "after a pause", None, 20)
+    where = f"127.0.0.1:{os.environ['MASTER_PORT']}"
+    assert f"lost the store at {where} in the roll call after a pause: connection" in str(lost.value)
+    assert str(lost.value).startswith(f"rank 1 on {socket.gethostname()} ") and "\n" not in str(lost.value)
 
 
 @pytest.mark.usefixtures("meeting_point")
@@ -115,3 +142,23 @@ def test_a_rank_speaks_for_its_host_if_it_is_the_first_by_all_launchers(
         leave_with_code(fail)
     assert left.value.code == 2
     assert capsys.readouterr().err == ("error: no data\n" if speaks else "")
+
+
+def test_a_collective_that_can_not_begin_says_what_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer [192.0.2.1]:4711\na stack of C++")
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    with pytest.raises(TrainingError) as failed:
+        Comms(None, axis="replica").begin("averaging block 2", 0.0, refuse)
+    assert str(failed.value) == (
+        f"averaging block 2 over the replica axis failed on rank 3 (replica 0 of 1) on {socket.gethostname()}: "
+        "Connection closed by peer [192.0.2.1]:4711; a peer died or took longer than run.timeout_seconds"
+    )
+
+
+def test_zero_without_deepspeed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.delitem(sys.modules, "llmtrain.parallel.zero", raising=False)
+    with pytest.raises(RecipeError, match=r"^parallel.engine=zero needs DeepSpeed, .*; pip install deepspeed$"):
+        importlib.import_module("llmtrain.parallel.zero")

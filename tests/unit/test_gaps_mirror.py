@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from llmtrain.train.remote import RemoteRun
-from tests.unit.test_mirror import ALONE, Machine, steps_at
+from tests.unit.test_mirror import ALONE, Machine, flip_at, steps_at
 
 
 def test_what_is_on_the_disk_is_not_fetched_again(tmp_path: Path) -> None:
@@ -30,3 +32,35 @@ def test_the_last_copy_is_missed_though_there_is_an_older_one(tmp_path: Path, mo
     missing = machine.mirror.finish(ALONE)
     assert missing is not None and missing.startswith("step 20 could not be copied")
     assert steps_at(url) == [10]
+
+
+def test_only_the_main_rank_removes_what_it_fetched_in_vain(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/there"
+    first = Machine(tmp_path / "first", url)
+    first.start()
+    for step in (10, 20):
+        first.save(step)
+    flip_at(url, 20, "__0_0.distcp")
+    second = Machine(tmp_path / "second", url)
+    second.mirror.open(ALONE)
+    second.directory.open()
+    second.mirror.is_main = False
+    there = second.mirror.fetch(ALONE, newer_than=-1)
+    assert there is not None and there.name == "step-00000010"
+
+
+def test_a_wait_for_the_last_copy_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path / "disk", f"file://{tmp_path}/there")
+    machine.start()
+    answers = iter([True, True, True, False])
+    monkeypatch.setattr(machine.mirror, "_is_busy", lambda deadline: next(answers))
+    assert machine.mirror.finish(ALONE) is None
+    assert [line.partition(" to ")[0] for line in machine.said] == ["waiting for the copy"]
+
+
+def test_a_mirror_without_metrics_leaves_those_of_the_disk(tmp_path: Path) -> None:
+    here = tmp_path / "metrics.jsonl"
+    here.write_text("{}\n")
+    (tmp_path / "there").mkdir()
+    RemoteRun(f"{tmp_path}/there").download_metrics(here)
+    assert here.read_text() == "{}\n" and list(tmp_path.glob("*.tmp")) == []

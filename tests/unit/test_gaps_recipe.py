@@ -44,3 +44,12 @@ def test_the_last_place_that_gave_a_wrong_value_is_named(tmp_path: Path) -> None
     (tmp_path / "below.yaml").write_text("optim: {lr: slow}")
     with pytest.raises(RecipeError, match=r"recipe\.yaml: optim\.lr is \"fast\""):
         load_recipe(written(tmp_path, "base: below.yaml\noptim: {lr: fast}"))
+
+
+def test_deepspeeds_own_keys_are_passed_on_unless_one_of_ours_says_the_same(tmp_path: Path) -> None:
+    path, zero = written(tmp_path, RECIPE), ["parallel.engine=zero", "sync.warmup_steps=0"]
+    check(load_recipe(path, [*zero, "parallel.deepspeed={zero_optimization: {overlap_comm: true}}"]), None)
+    with pytest.raises(
+        RecipeError, match=r"^parallel\.deepspeed\.gradient_clipping is 1\.0, but this is what optim\.clip"
+    ):
+        check(load_recipe(path, [*zero, "parallel.deepspeed={gradient_clipping: 1.0}"]), None)

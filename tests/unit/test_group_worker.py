@@ -20,6 +20,7 @@ class Announced:
 
     def __init__(self) -> None:
         self.given: queue.Queue[bool] = queue.Queue()
+        self.ended: list[int] = []
 
     def wait(self, iteration: int) -> bool:
         """False: there are no more."""
@@ -27,6 +28,10 @@ class Announced:
 
     def announce(self, iteration: int) -> None:
         """The test does that."""
+
+    def end(self, iteration: int) -> None:
+        self.ended.append(iteration)
+        self.given.put(False)
 
 
 @pytest.fixture
@@ -61,3 +66,13 @@ def test_a_late_replica_answers_with_its_newest_message(worker: GroupWorker) -> 
         worker.activation.given.put(True)
         (total,), version = worker.take(iteration)
         assert version == 0 and total.tolist() == [1.0] * 3
+
+
+def test_a_run_may_end_before_a_global_average(worker: GroupWorker) -> None:
+    """The thread has passed it over, and waits for the iteration after it."""
+    for iteration in (0, 1):
+        worker.post(iteration, [torch.ones(3)])
+        worker.activation.given.put(True)
+        worker.take(iteration)
+    worker.finish(GLOBAL)
+    assert worker.activation.ended == [GLOBAL + 1] and not worker.is_running

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import SignalException
 
-from llmtrain.errors import BAD_USAGE, DONE, FAILED, STOPPED_EARLY, TrainingError
+from llmtrain.errors import BAD_USAGE, DONE, FAILED, STOPPED_EARLY, DataError, TrainingError
 from llmtrain.launch import roll_call as roll_calls
+from llmtrain.launch import torchrun, watch
 from llmtrain.launch.attempts import Attempt, Ended, train_with_restarts
+from llmtrain.launch.bounded_store import BoundedStore
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.roll_call import RollCall
+from llmtrain.recipe import load_recipe
+from llmtrain.train.rundir import RunDirectory
+from tests.end_to_end.runs import RECIPE, ROOT
 from tests.mother import session
 from tests.unit import processes
 from tests.unit.test_launch import HERE, Meeting
@@ -203,3 +213,58 @@ def test_a_frozen_rank_among_ranks_that_train_is_left_alone(tmp_path: Path) -> N
     launcher.let_go(0)
     launcher.let_go(1)
     assert launcher.ended() == ["0", "0"]
+
+
+def test_processes_that_end_while_they_are_looked_at_have_no_children() -> None:
+    ended = subprocess.Popen(["true"])
+    process = psutil.Process(ended.pid)
+    ended.wait()
+    assert watch._children(process) == set()
+
+
+def test_node_0_hears_why_another_launcher_gave_up_and_waits_no_longer() -> None:
+    def attend(call: RollCall) -> dict[int, Ended]:
+        if call.nodes.rank == 1:
+            raise DataError("data.cache_dir: no space")
+        return call.tell(0, Ended(DONE), True)
+
+    first, second = Meeting().hold([0, 1], 2, attend)
+    assert isinstance(second, DataError)
+    assert isinstance(first, TrainingError) and str(first) == f"node 1 on {HERE} failed: data.cache_dir: no space"
+
+
+def test_a_stores_own_error_is_raised_to_who_asked() -> None:
+    class Lost:
+        def check(self, keys: list[str]) -> bool:
+            raise DistError(f"{keys[0]}: connection reset")
+
+    with pytest.raises(DistError, match=r"^ended: connection reset$"):
+        BoundedStore(Lost(), 10.0).check(["ended"])
+
+
+@pytest.mark.parametrize(("recipe_was_written", "code"), [(False, None), (True, STOPPED_EARLY)])
+def test_a_signal_before_the_ranks_have_met_ends_like_one_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe_was_written: bool, code: int | None
+) -> None:
+    """Ranks that have met listen for signals, and say by the summary how they ended; it may come late from another node."""
+    directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
+
+    def run(command: object) -> None:
+        if recipe_was_written:
+            directory.path.mkdir()
+            (directory.path / "recipe.yaml").touch()
+        raise SignalException("asked to stop", signal.SIGUSR1)
+
+    def sleep(seconds: float) -> None:
+        directory.write_summary({"stopped": "signal"})
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr(torchrun, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    arguments = torchrun.torchrun_arguments(directory.recipe, Attempt(0, THREE), 2)
+    if code is None:
+        with pytest.raises(torchrun.StopRequested, match=r"^stopped by SIGUSR1 before training began; start"):
+            torchrun._run([*arguments, "train.py"], directory, THREE)
+    else:
+        assert torchrun._run([*arguments, "train.py"], directory, THREE) == Ended(code, by_signal=True)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,9 +84,31 @@ def test_a_loss_without_gradients_is_the_same():
     torch.testing.assert_close(found, expected(*inputs, labels)[0].detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_liger_without_the_library_or_a_gpu_is_refused():
-    with pytest.raises(ModelError, match="loss_kernel is liger"):
+@pytest.mark.parametrize(("is_installed", "lacks"), [(False, "is not installed; pip install"), (True, "needs a GPU")])
+def test_liger_without_the_library_or_a_gpu_is_refused(monkeypatch, is_installed, lacks):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if is_installed else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ModelError, match=f"loss_kernel is liger.*{lacks}"):
         summed_loss("liger", chunk=5, compiled=False)
+
+
+def test_liger_gets_rows_and_sums_gradients_in_fp32(monkeypatch):
+    """As far as that can be seen without the library: `check_liger` compares its numbers."""
+
+    def fused(flat, weight, labels, bias, ignore_index, reduction, accum_dtype):
+        asked.update(reduction=reduction, accum_dtype=accum_dtype)
+        return F.cross_entropy(F.linear(flat, weight, bias), labels, ignore_index=ignore_index, reduction=reduction)
+
+    asked = {}
+    functional = SimpleNamespace(liger_fused_linear_cross_entropy=fused)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    loss = summed_loss("liger", chunk=5, compiled=False)
+    for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        *inputs, labels = drawn(dtype, with_bias=True)
+        torch.testing.assert_close(loss(*inputs, labels), expected(*inputs, labels)[0], check_dtype=False)
+        assert asked == {"reduction": "sum", "accum_dtype": wide}
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("liger_kernel"), reason="liger-kernel is not installed")

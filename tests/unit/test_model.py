@@ -3,11 +3,21 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, T5Config
 
-from llmtrain.config import ModelSection
+from llmtrain.config import ModelSection, ParallelSection
 from llmtrain.errors import ModelError
-from llmtrain.model import blocks_of, build, count_parameters, flops_per_token, initialise, model_config, named_weights
+from llmtrain.model import (
+    LanguageModel,
+    blocks_of,
+    build,
+    count_parameters,
+    flops_per_token,
+    initialise,
+    model_config,
+    named_weights,
+)
+from llmtrain.parallel.layers import wrap_layers
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 NEO = {
@@ -127,3 +137,61 @@ def test_only_one_block_is_materialised_at_a_time():
     initialise(model, blocks_of(model)[1], 0, CPU, torch.float32)
     real = {name for name, p in model.named_parameters() if not p.is_meta}
     assert real and all(".layers.0." in name for name in real)
+
+
+class TripledRMSNorm(torch.nn.Module):
+    """A norm of which no weight makes a unit variance."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(32, device="meta"))
+
+    def forward(self, x):
+        return 3 * (1 + self.weight.abs()) * x
+
+
+def without_a_linear_head(config):
+    causal_lm = AutoModelForCausalLM.from_config(config)
+    causal_lm.set_output_embeddings(torch.nn.Sequential(causal_lm.get_output_embeddings()))
+    return LanguageModel(causal_lm, 64)
+
+
+def with_a_strange_norm(config):
+    model = build(config, 64)
+    model.causal_lm.base_model.norm = TripledRMSNorm()
+    for block in blocks_of(model):
+        initialise(model, block, 1, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("do", "config", "message"),
+    [
+        (without_a_linear_head, LlamaConfig(**LLAMA, vocab_size=97), "LlamaForCausalLM has no linear output head"),
+        (with_a_strange_norm, LlamaConfig(**LLAMA, vocab_size=97), "no initial weight makes TripledRMSNorm keep"),
+        (lambda config: build(config, 64), T5Config(), "transformers can't build 't5': Unrecognized configuration"),
+        (
+            lambda config: blocks_of(build(config, 64)),
+            OPTConfig(hidden_size=32, ffn_dim=64, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=32),
+            "OPTModel has no list of 3 layers; choose a decoder-only model",
+        ),
+    ],
+    ids=["no linear head", "a strange norm", "an encoder-decoder", "layers deep inside"],
+)
+def test_a_model_of_another_shape_is_refused_in_one_line(do, config, message):
+    with pytest.raises(ModelError, match=message) as caught:
+        do(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_row_of_padding_begins_and_stays_at_zero():
+    embedding = materialised(ModelSection(config={**LLAMA, "pad_token_id": 5})).causal_lm.get_input_embeddings()
+    assert embedding.padding_idx == 5
+    assert embedding.weight.ne(0).any(dim=1).tolist() == [row != 5 for row in range(97)]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_layer_keeps_its_forward_unless_there_is_something_to_wrap(kept):
+    model = materialised(ModelSection(config=LLAMA))
+    wrap_layers(blocks_of(model), ParallelSection(activation_checkpointing=not kept))
+    layers = [layer for block in blocks_of(model) if block.name.startswith("layer") for layer in block.modules]
+    assert len(layers) == 3 and all(("forward" in vars(layer)) != kept for layer in layers)

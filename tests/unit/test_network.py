@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError, TrainingError
-from llmtrain.parallel.meeting import Place, meet, ranks_named
-from llmtrain.parallel.mesh import local_device
-from llmtrain.parallel.network import GLOO, Networks, address_of, address_towards, carried_by, interface_of
+from llmtrain.parallel.meeting import Meeting, Place, meet, ranks_named
+from llmtrain.parallel.mesh import local_device, open_mesh
+from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, address_towards, carried_by, interface_of
 from llmtrain.parallel.world import World
 from llmtrain.recipe import load_recipe
 from llmtrain.recipe_check import check
@@ -56,11 +57,18 @@ def test_a_card_towards_the_others_is_chosen_unless_one_is_given(monkeypatch):
     assert Networks(shard="eth0").or_towards("127.0.0.1") == Networks(None, "eth0")
 
 
-def test_nccl_has_one_card_for_all_its_groups():
+def told_to_nccl(monkeypatch: pytest.MonkeyPatch, networks: Networks, replicas_use_nccl: bool) -> str | None:
+    """Return NCCL's variable."""
+    monkeypatch.delenv(NCCL, raising=False)
+    networks.tell_nccl(replicas_use_nccl)
+    return os.environ.get(NCCL)
+
+
+def test_nccl_has_one_card_for_all_its_groups(monkeypatch):
     networks = Networks("eth0", "ib0")
-    assert networks.for_nccl(replicas_use_nccl=True) == "=eth0"
-    assert networks.for_nccl(replicas_use_nccl=False) == "=ib0"
-    assert Networks(replica="eth0").for_nccl(replicas_use_nccl=False) is None
+    assert told_to_nccl(monkeypatch, networks, replicas_use_nccl=True) == "=eth0"
+    assert told_to_nccl(monkeypatch, networks, replicas_use_nccl=False) == "=ib0"
+    assert told_to_nccl(monkeypatch, Networks(replica="eth0"), replicas_use_nccl=False) is None
 
 
 def test_the_variable_is_back_afterwards(monkeypatch):
@@ -107,9 +115,10 @@ def test_nccl_is_not_told_the_card_that_was_found_for_gloo(monkeypatch):
     told(monkeypatch, Place("a", "a", "192.0.2.1", 1.0), Place("b", "b", "192.0.2.2", 1.0))
     meeting = meet(World(0, 2, 0, 1), ParallelSection(shard_network="lo"), lambda: 1.0, 1.0)
     assert (meeting.networks, meeting.given) == (Networks("ens5", "lo"), Networks(None, "lo"))
-    assert meeting.given.for_nccl(replicas_use_nccl=True) == "=lo"
+    assert told_to_nccl(monkeypatch, meeting.given, replicas_use_nccl=True) == "=lo"
     meeting = meet(World(0, 2, 0, 1), ParallelSection(), lambda: 1.0, 1.0)
-    assert (meeting.networks, meeting.given.for_nccl(True)) == (Networks("ens5", "ens5"), None)
+    assert meeting.networks == Networks("ens5", "ens5")
+    assert told_to_nccl(monkeypatch, meeting.given, replicas_use_nccl=True) is None
 
 
 def test_a_host_whose_gpus_are_gone_is_named(monkeypatch):
@@ -135,3 +144,40 @@ def test_a_gpu_for_each_task_is_the_first_that_it_sees(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")  # one task that has started eight processes itself
     with pytest.raises(RecipeError, match="8 processes on a machine with 1 GPUs"):
         local_device(World(3, 8, 3, 8))
+
+
+def test_a_host_without_a_way_to_the_others_has_no_address_towards_them():
+    assert address_towards("no address") is None
+
+
+def test_a_group_that_can_not_connect_names_rank_host_and_card(monkeypatch):
+    def refuse(*_, **__) -> None:
+        raise RuntimeError("connect timed out\na stack of C++")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    meeting = Meeting(None, [Place("a", "alpha", None, 1.0)], Networks("ens5"))
+    with (
+        pytest.raises(TrainingError, match=r"^rank 0 of 1 on alpha could not connect .* over ens5: connect timed out$"),
+        open_mesh(World(0, 1, 0, 1), 1, 1, "auto", 5.0, meeting),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("device", "is_left"), [("cpu", True), ("cuda", False)])
+def test_a_mesh_of_gpus_is_not_left_in_order_after_an_error(monkeypatch, device: str, is_left: bool):
+    """NCCL would wait for collectives that the other ranks never join."""
+    left, mesh = [], "parallel.mesh"
+    monkeypatch.setattr(f"llmtrain.{mesh}.local_device", lambda world: torch.device(device))
+    monkeypatch.setattr(f"llmtrain.{mesh}.build_mesh", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(device))
+    monkeypatch.setenv(NCCL, "=eth7")
+    meeting = Meeting(None, [Place("a", "a", None, 1.0)], Networks("lo", "lo"), Networks("lo", "lo"))
+    with pytest.raises(KeyError), open_mesh(World(0, 1, 0, 1), 1, 1, "auto", 5.0, meeting):
+        raise KeyError
+    assert bool(left) == is_left
+    assert os.environ[NCCL] == ("=eth7" if device == "cpu" else "=lo")
+    with open_mesh(World(0, 1, 0, 1), 1, 1, "auto", 5.0, meeting):
+        left.clear()
+    assert left == [device]

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmtrain.config import EveryStep, EverySteps, QsrPeriod, ScheduleSection
+from llmtrain.config import EverySeconds, EveryStep, EverySteps, QsrPeriod, ScheduleSection
 from llmtrain.lr import LearningRates
+from llmtrain.parallel.comms import Comms
 from llmtrain.sync.period import Period, Qsr, build_period
+from llmtrain.sync.timed import Timed
 
 
 def rounds(period: Period, total: int) -> list[int]:
@@ -82,3 +84,50 @@ def test_a_learning_rate_that_ends_at_zero_is_no_division_by_zero():
 def test_every_step_has_no_rounds():
     period = build_period(EveryStep(), 0, LearningRates(1.0, 10, ScheduleSection()))
     assert all(period.is_synchronous(s) and not period.ends_round(s) and period.length(s) == 0 for s in range(1, 11))
+
+
+def test_a_step_has_a_place_in_its_round_and_none_in_a_synchronous_phase():
+    rates = LearningRates(1e-3, 12, ScheduleSection(kind="constant"))
+    places = {
+        "always": (build_period(EveryStep(), 3, rates), [0] * 12),
+        "fixed": (build_period(EverySteps(every=4), 3, rates), [0] * 3 + [1, 2, 3, 4, 1, 2, 3, 4, 1]),
+        "qsr": (build_period(QsrPeriod(base=4, alpha=1e-9), 3, rates), [0] * 3 + [1, 2, 3, 4, 1, 2, 3, 4, 1]),
+    }
+    for name, (period, expected) in places.items():
+        assert [period.place(step) for step in range(1, 13)] == expected, name
+
+
+class Hands(list):
+    """A clock that shows what the test says."""
+
+    def __call__(self) -> float:
+        return self[0]
+
+
+def timed(clock: Hands) -> Timed:
+    return Timed(EverySeconds(every=10.0, min_steps=0), 2, 100, Comms(None), Comms(None), clock)
+
+
+def test_rounds_of_seconds_begin_after_the_warm_up_and_go_on_where_a_run_was_left():
+    clock = Hands([5.0])
+    period = timed(clock)
+    for step in (1, 2):
+        assert period.is_synchronous(step) and not period.ends_round(step) and period.place(step) == 0
+    assert period.reshaped([period.state_dict()] * 3) == period.state_dict(), "no clock has started"
+    assert not period.is_synchronous(3) and period.place(3) == 1
+    ends = []
+    for step, now in ((3, 6.0), (4, 15.5)):
+        clock[0] = now
+        ends.append(period.ends_round(step))
+    assert ends == [False, True], "10.5 seconds after step 2"
+    assert (period.length(4), period.place(4), period.agreed(4)) == (2, 0, 4)
+    clock[0] = 20.0
+    state = period.state_dict()
+    clock[0] = 1000.0
+    again = timed(clock)
+    again.load_state_dict(state)
+    assert not again.is_synchronous(5) and again.place(5) == 1 and again.agreed(5) is None
+    clock[0] = 1005.4
+    assert not again.ends_round(5), "9.9 seconds, of which 4.5 before it was left"
+    clock[0] = 1005.6
+    assert again.ends_round(6) and again.length(6) == 2

@@ -39,6 +39,19 @@ def test_too_little_memory_says_what_it_needs_and_what_is_there():
     assert "(there is no GPU), and the machine has, for each, 23.5 GiB; give more devices" in message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "offered"),
+    [
+        (("train.micro_batch=2", "train.global_batch=512"), {"train.micro_batch below 2", "activation_checkpointing"}),
+        (("train.micro_batch=1",), {"activation_checkpointing"}),
+        (("train.micro_batch=1", "parallel.activation_checkpointing=true"), set()),
+    ],
+)
+def test_only_what_would_help_is_offered(overrides: tuple[str, ...], offered: set[str]):
+    offers = refusal(["here"], 4, *overrides).rpartition("; give ")[2]
+    assert {offer for offer in ("train.micro_batch below 2", "activation_checkpointing") if offer in offers} == offered
+
+
 def test_the_smallest_device_decides_for_all():
     message = refusal(["a"] * 8 + ["b"] * 8, 16)
     assert "as 2 replicas x 8 shards" in message and "the smallest has 16.0 GiB" in message

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from llmtrain.config import Recipe
 from llmtrain.errors import ModelError
@@ -78,6 +80,13 @@ def test_vocabulary_from_recipe_tokenizer_or_argument(tmp_path) -> None:
     assert size_of(make(tmp_path, "model.config.vocab_size=128")).vocabulary == 128
     assert size_of(make(tmp_path, "data.tokenizer=gpt2")).vocabulary == 50257
     assert size_of(make(tmp_path, "data.tokenizer=some/tokenizer"), vocab_size=77).vocabulary == 77
+
+
+def test_a_folder_with_a_tokenizer_tells_its_vocabulary(tmp_path) -> None:
+    letters = {letter: number for number, letter in enumerate("abcdefgh")}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="h").save_pretrained(tmp_path / "letters")
+    assert size_of(make(tmp_path, f"data.tokenizer={tmp_path / 'letters'}")).vocabulary == 8
 
 
 def test_unknown_vocabulary_says_what_to_give(tmp_path) -> None:

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+import pytest
 
 from llmtrain.config import Recipe
-from llmtrain.plan.reference import METHODS_PAGE, PAGE, methods_page_with_composition, recipe_reference
+from llmtrain.plan import reference
+from llmtrain.plan.reference import (
+    COMPOSITION_BEGIN,
+    METHODS_BEGIN,
+    METHODS_PAGE,
+    PAGE,
+    README,
+    methods_page_with_composition,
+    recipe_reference,
+)
 from llmtrain.sync.compose import CHOICES, RULES, rule_between
 from llmtrain.sync.methods import METHODS
 
@@ -19,6 +31,21 @@ def test_the_page_of_methods_is_up_to_date() -> None:
     assert page == methods_page_with_composition(page), "run: make docs"
     for name in METHODS:
         assert f"`{name}`" in page
+
+
+def test_make_docs_writes_the_pages_and_leaves_the_rest_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PAGE", "README", "METHODS_PAGE"):
+        page = getattr(reference, name)
+        copy = tmp_path / page.name
+        text = page.read_text(encoding="utf-8")
+        begin = next(mark for mark in (METHODS_BEGIN, COMPOSITION_BEGIN, "# Recipes\n") if mark in text)
+        copy.write_text(text.replace(begin, f"{begin}\nA row of last year.\n"), encoding="utf-8")
+        monkeypatch.setattr(reference, name, copy)
+    reference.main()
+    for page in (PAGE, README, METHODS_PAGE):
+        assert (tmp_path / page.name).read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
 
 
 def test_rules_name_kinds_that_exist_and_hold_both_ways() -> None:

@@ -217,6 +217,7 @@ def test_what_went_wrong_is_one_line_and_the_next_is_evaluated(
 def test_last_words_are_no_progress_bar(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "log").write_text(text)
     assert last_words(tmp_path / "log") == words
+    assert last_words(tmp_path / "no log") == "it says nothing"
 
 
 def test_a_process_that_can_not_be_started_is_one_line(beside: Beside) -> None:
@@ -242,6 +243,29 @@ def test_the_end_of_the_run_waits_for_the_last_one(beside: Beside, tmp_path: Pat
     ]
     waiting = "waiting for the evaluation of step 50 on offline, at most 1800 s (eval.suite.wait_seconds)"
     assert waiting in beside.lines
+
+
+def test_the_end_of_the_run_does_not_wait_for_one_that_is_done(beside: Beside) -> None:
+    with beside.suites:
+        beside.suites.after_checkpoint(50)
+        beside.child(0).end(0)
+        beside.idle()
+        beside.suites._thread.join(60)
+    assert not any("waiting for" in line for line in beside.lines)
+    assert beside.lines[-1].startswith("all checkpoints: python -m llmtrain eval ")
+
+
+@pytest.mark.parametrize(("device", "devices"), [("cpu", ""), ("cuda:1", "0,1")])
+def test_an_evaluation_on_the_cpu_sees_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, devices: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    beside = Beside(tmp_path, f"eval.suite.device={device}")
+    beside.suites.after_checkpoint(50)
+    child = beside.child(0)
+    assert child.environment["CUDA_VISIBLE_DEVICES"] == devices
+    child.end(0)
+    beside.idle()
 
 
 def after_too_long(beside: Beside) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -11,13 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 
 from llmtrain.config import ScheduleSection
 from llmtrain.errors import FAILED, CheckpointError, TrainingError
 from llmtrain.lr import LearningRates
+from llmtrain.sync.method import Method
 from llmtrain.train import signals
 from llmtrain.train.console import human
-from llmtrain.train.devices import PEAK_BF16, peak_flops
+from llmtrain.train.devices import PEAK_BF16, compute_deterministically, peak_flops
+from llmtrain.train.ending import draw_losses
 from llmtrain.train.integrity import FORMAT, complete, read_state
 from llmtrain.train.metrics import Line, MetricsWriter, RankRow, Summariser
 from llmtrain.train.signals import stop_requests
@@ -162,6 +166,17 @@ def test_the_peak_is_that_of_this_very_card(monkeypatch):
     assert PEAK_BF16["H100"] == 989e12
 
 
+@pytest.mark.parametrize(("device", "asked"), [("cpu", (None, [])), ("cuda", (":4096:8", [True]))])
+def test_gpus_are_asked_for_the_same_bits(monkeypatch, device: str, asked: tuple):
+    """cuBLAS needs a workspace of its own for that."""
+    calls = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    compute_deterministically(torch.device(device))
+    assert (os.environ.get("CUBLAS_WORKSPACE_CONFIG"), calls) == asked
+
+
 def test_a_spike_is_counted_and_does_not_move_the_mean():
     summariser = Summariser(MESH, 1e9, None)
     counts = []
@@ -243,3 +258,30 @@ def test_a_damaged_or_foreign_checkpoint_is_named(tmp_path: Path, text: str, mes
 def test_numbers_for_people():
     numbers = {0: "0", 999: "999", 41_200: "41.2k", 3.03e9: "3.03G", 2e15: "2e+03T"}
     assert {number: human(number) for number in numbers} == numbers
+    assert human(999.4) == "999" and human(999_600) == "1M"
+
+
+def test_lines_that_are_no_lines_of_metrics_are_left_out(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n3\n["step"]\n{"tokens": 7}\n{"step": 2}\n{"step": 3, "tra')
+    MetricsWriter(path, None, 2, enabled=True).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_run_without_validation_has_a_plot_of_its_training_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn = []
+    monkeypatch.setattr(Axes, "plot", lambda self, x, y, style, label, markersize: drawn.append((label, x, y)))
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"tokens": 10, "train/loss": 4.0}\n{"tokens": 20, "train/loss": 3.0, "eval/loss": null}\n')
+    draw_losses(metrics, tmp_path / "loss.png", "a run")
+    assert drawn == [("training", (10, 20), (4.0, 3.0))]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("is_synchronous", [True, False])
+def test_a_roll_back_leaves_a_synchronous_phase_alone(is_synchronous: bool):
+    returned = []
+    synchroniser = SimpleNamespace(return_to_anchor=lambda: returned.append("to the anchor"))
+    method = SimpleNamespace(engine=SimpleNamespace(average_gradients=is_synchronous), synchroniser=synchroniser)
+    Method.roll_back(method)
+    assert bool(returned) != is_synchronous

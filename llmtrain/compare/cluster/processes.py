@@ -17,6 +17,9 @@ MARK = "LLMTRAIN_VIRTUAL_HOST"
 """Environment variable of what runs on a loopback host, whose processes have nothing else in common: torchrun gives each of
 its ranks a session of its own."""
 
+EXEC_READS = 100
+"""So many times is an empty environment read again: execve fills it in well below the millisecond that this takes."""
+
 Find = Callable[[], Collection[int]]
 """Looks for the processes of something, anew at each call."""
 
@@ -42,7 +45,7 @@ def marks() -> dict[int, str]:
     start = f"{MARK}=".encode()
     for pid in _all():
         with contextlib.suppress(OSError):
-            for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            for variable in _environment(pid).split(b"\0"):
                 if variable.startswith(start):
                     found[pid] = variable.removeprefix(start).decode(errors="replace")
     return found
@@ -87,6 +90,16 @@ def _is_stopped(pid: int) -> bool:
 def _send(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def _environment(pid: int) -> bytes:
+    """Return what it was started with. In the middle of execve a process seems to have none for a moment; kernel threads and
+    zombies, which have no program, have none for good. Raises OSError if it has ended or is another user's."""
+    for _ in range(EXEC_READS):
+        if environment := Path(f"/proc/{pid}/environ").read_bytes():
+            return environment
+        os.readlink(f"/proc/{pid}/exe")  # raises where there is no program
+    return b""
 
 
 def _all() -> Iterator[int]:
