@@ -223,15 +223,19 @@ def _leave_modules_alone() -> None:
 
 
 def serve(address: str, owner: int) -> None:
-    """Import, then fork for whoever connects, until the process `owner` is gone."""
+    """Import, then fork for whoever connects, until the process `owner` is gone, perhaps before the imports are done."""
     atexit.register(_leave_modules_alone)  # the first, which is called last
+    try:
+        owner_end = os.pidfd_open(owner)
+    except ProcessLookupError:
+        return
     _import_everything()
     folder = os.path.dirname(address)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address + ".new")
         listener.listen(64)
         os.rename(address + ".new", address)  # whoever sees it can connect
-        _fork_for_all(listener, owner)
+        _fork_for_all(listener, owner_end)
     with contextlib.suppress(OSError):
         os.unlink(address)
         os.rmdir(folder)
@@ -251,8 +255,8 @@ def _import_everything() -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread: forking is not safe"
 
 
-def _fork_for_all(listener: socket.socket, owner: int) -> None:
-    owner_end = os.pidfd_open(owner)
+def _fork_for_all(listener: socket.socket, owner_end: int) -> None:
+    """Until the descriptor `owner_end` says that the owner has ended."""
     children: dict[int, tuple[int, socket.socket]] = {}  # descriptor that is ready when it ends -> its pid, who asked
     while True:
         ready, _, _ = select.select([listener, owner_end, *children], [], [])

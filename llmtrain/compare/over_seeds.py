@@ -165,7 +165,7 @@ class Results:
     conditions: tuple[ConditionResult, ...]
     runs: tuple[str, ...]
     baseline: str
-    target_is_given: bool
+    given_target: float | None
     trials: tuple[Trial, ...]
 
 
@@ -191,7 +191,7 @@ def gather(
         runs = [_gather_run(trials, condition, name, planned) for name in names]
         runs = [run for run in runs if run.trials or run.planned_seeds]
         results.append(_against_baseline(condition, runs, baseline, target))
-    return Results(tuple(results), tuple(names), baseline, target is not None, tuple(trials))
+    return Results(tuple(results), tuple(names), baseline, target, tuple(trials))
 
 
 def _spread(measure: Callable[[Trial], float | None], trials: Sequence[Trial]) -> Spread | None:

@@ -109,8 +109,7 @@ def _markdown(block: Block) -> str:
             return _markdown_table(block)
         case Pictures():
             return "\n\n".join(f"![{picture.caption}]({picture.path.as_posix()})" for picture in block.pictures)
-        case Lines():
-            return "\n".join(f"    {line}" for line in block.lines)
+    return "\n".join(f"    {line}" for line in block.lines)
 
 
 def _markdown_table(table: Table) -> str:

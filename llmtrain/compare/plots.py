@@ -208,9 +208,9 @@ def _place(number: float | None, numbers: Sequence[float], scale: Scale, is_log:
     """On the axis; a condition without a number stands beyond the end where its network or delay belongs."""
     if number is not None:
         return number
-    if not scale.is_rate:
-        return min(0.0, numbers[0])
-    return numbers[-1] ** 2 / numbers[-2] if is_log else 2 * numbers[-1] - numbers[-2]
+    if scale.is_rate:
+        return numbers[-1] ** 2 / numbers[-2] if is_log else 2 * numbers[-1] - numbers[-2]
+    return numbers[0] ** 2 / numbers[1] if is_log else 0.0  # which has no place on a logarithmic axis
 
 
 def _tick(name: str, scale: Scale) -> str:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 import llmtrain
 from llmtrain.compare import plots, tables, words
-from llmtrain.compare.over_seeds import ConditionResult, Planned, Results, gather
+from llmtrain.compare.over_seeds import Planned, Results, gather
 from llmtrain.compare.page import Heading, Lines, Page, Picture, Pictures, Points, Section, Text, markdown
 from llmtrain.compare.results import DONE, Trial
 from llmtrain.compare.scale import find_scales
@@ -246,21 +246,14 @@ def _making_section(results: Results, folder: Path, command: str | None) -> Sect
         f"This report was written by llmtrain {llmtrain.__version__} with Python {platform.python_version()} on a machine "
         f"with {cores} cores ({platform.system()} {platform.machine()})"
     )
-    section.blocks.append(Points(tuple(said)))
-    table = tables.recipes_table(results)
-    if table is not None:
-        section.blocks.append(table)
+    section.blocks += [Points(tuple(said)), tables.recipes_table(results)]
     return section
 
 
 def _target(results: Results) -> str:
-    if results.target_is_given:
-        return f"a validation loss of {words.loss(_any_target(results.conditions) or 0.0)}, as given"
+    if results.given_target is not None:
+        return f"a validation loss of {words.loss(results.given_target)}, as given"
     return "the baseline's final validation loss under the same condition (median over seeds)"
-
-
-def _any_target(conditions: Sequence[ConditionResult]) -> float | None:
-    return next((condition.target for condition in conditions if condition.target is not None), None)
 
 
 def _provenance(title: str, values: Iterator[str | None]) -> list[str]:

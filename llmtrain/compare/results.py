@@ -198,7 +198,7 @@ def _json(path: Path) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no text
         raise ResultsError(f"{path} is damaged ({error}); delete its folder to run that trial again") from error
     if not isinstance(value, dict):
         raise ResultsError(f"{path} holds no JSON object; delete its folder to run that trial again")
@@ -211,7 +211,7 @@ def _recipe(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ResultsError(
             f"{path} is damaged ({str(error).splitlines()[0]}); delete its folder to run it again"
         ) from error

@@ -78,7 +78,7 @@ def wire_table(results: Results) -> Table | None:
     return Table(columns, tuple(rows), words=2) if rows else None
 
 
-def recipes_table(results: Results) -> Table | None:
+def recipes_table(results: Results) -> Table:
     """From which recipe, with which overrides and seeds each run was made. Names and folders (`run.`) are left out."""
     rows = []
     for name in results.runs:
@@ -102,9 +102,7 @@ def recipes_table(results: Results) -> Table | None:
                     what,
                 )
             )
-    return (
-        Table(("run", "method", "conditions", "seeds", "recipe", "overrides"), tuple(rows), words=6) if rows else None
-    )
+    return Table(("run", "method", "conditions", "seeds", "recipe", "overrides"), tuple(rows), words=6)
 
 
 def _listed(values: Iterable[object]) -> str:

@@ -81,10 +81,11 @@ def run_trial(
     events = Events(condition, hosts)
     before = [(host.sent(), host.received()) for host in hosts]
     started = time.monotonic()
-    for stage in planned.stages:
-        end = _run_stage(stage, planned, comparison, recipe, hosts[: stage.replicas], port, events, on_progress)
-        if not end.goes_on:
-            break
+    ends = (
+        _run_stage(stage, planned, comparison, recipe, hosts[: stage.replicas], port, events, on_progress)
+        for stage in planned.stages
+    )
+    end = next(end for end in ends if not end.goes_on)  # the last stage's never does
     return Record(
         condition=planned.condition,
         run=planned.run,
@@ -287,6 +288,6 @@ def _commit() -> str | None:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, timeout=10
         )
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None

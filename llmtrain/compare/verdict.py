@@ -108,7 +108,7 @@ def _no_difference(first: Sequence[RunResult]) -> str:
 
 def _over_conditions(results: Results) -> str:
     """One sentence over several conditions."""
-    goal = "the target loss" if results.target_is_given else f"{results.baseline}'s final loss"
+    goal = "the target loss" if results.given_target is not None else f"{results.baseline}'s final loss"
     won, lost, silent, seeds = [], [], [], []
     for condition in results.conditions:
         first, base = leaders(condition), condition.baseline
@@ -212,7 +212,7 @@ def _under(condition: ConditionResult) -> str:
 
 def _goal(condition: ConditionResult, results: Results) -> str:
     assert condition.target is not None
-    whose = "a validation loss of" if results.target_is_given else f"{results.baseline}'s final loss"
+    whose = "a validation loss of" if results.given_target is not None else f"{results.baseline}'s final loss"
     return f"{whose} {words.loss(condition.target)}"
 
 

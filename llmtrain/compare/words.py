@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 
@@ -16,12 +15,11 @@ def seconds(value: float) -> str:
 
 def scaled(value: float) -> str:
     """Three digits and a prefix, after which a unit may follow: 3.2448e9 -> "3.24 G"."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if abs(value) < 999.5 or prefix == "T":
-            break
+    for prefix in ("", "k", "M", "G"):
+        if abs(value) < 999.5:
+            return f"{_three_digits(value)} {prefix}"
         value /= 1000
-    digits = f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
-    return f"{digits} {prefix}"
+    return f"{_three_digits(value)} T"
 
 
 def size(value: float) -> str:
@@ -67,6 +65,5 @@ def file_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("_.") or "condition"
 
 
-def is_finite(value: float | None) -> bool:
-    """Whether there is a number to show."""
-    return value is not None and math.isfinite(value)
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"

@@ -78,9 +78,10 @@ def test_thirty_steps(zero_ranks: RankPool, sync: SyncSection) -> None:
     compare(zero_ranks, Case(sync, 2, 2, steps=30, global_batch=16))
 
 
-def test_gradients_in_small_buckets_are_the_same_gradients(zero_ranks: RankPool) -> None:
-    small, unclipped = {"zero_optimization": {"reduce_bucket_size": 1000}}, {"lr": 1e-2, "clip_norm": None}
-    case = Case(choices("diloco", 2), 2, 2, steps=3, micro_batch=1, optim=unclipped)
+@pytest.mark.parametrize("clip_norm", [0.5, None])
+def test_gradients_in_small_buckets_are_the_same_gradients(zero_ranks: RankPool, clip_norm: float | None) -> None:
+    small = {"zero_optimization": {"reduce_bucket_size": 1000}}
+    case = Case(choices("diloco", 2), 2, 2, steps=3, micro_batch=1, optim={"lr": 1e-2, "clip_norm": clip_norm})
     compare(zero_ranks, case, stages=(2,), deepspeed=small)
 
 

@@ -186,6 +186,14 @@ def test_a_process_is_found_also_while_it_becomes_another_program(tmp_path):
         assert [process.pid in marks() for _ in range(200)] == [True] * 200
 
 
+def test_a_process_without_an_environment_has_no_mark():
+    with subprocess.Popen(["/bin/sleep", "600"], env={}) as bare:
+        try:
+            assert bare.pid not in marks()
+        finally:
+            bare.kill()
+
+
 @needs_hosts
 def test_hosts_have_names_and_know_each_other(three):
     ask = "import socket; print(socket.gethostname(), *map(socket.gethostbyname, ['host0', 'host1', 'host2']))"

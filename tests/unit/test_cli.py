@@ -13,6 +13,8 @@ import pytest
 
 from llmtrain.cli import main
 from llmtrain.config import Recipe
+from llmtrain.eval import command
+from llmtrain.plan import pace
 from tests.end_to_end.runs import RECIPE, environment, start, write_text
 
 SHORT = ["schedule.warmup_steps=0", "sync.warmup_steps=0", "sync.period.every=2"]
@@ -32,9 +34,9 @@ def test_prepare_says_what_it_made_and_where(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     keys = [f"data.source={write_text(tmp_path)}", "data.tokenizer=train:400", f"data.cache_dir={folder}"]
     keys += [*SHORT, "eval.tokens=64", "data.validation_fraction=0.2"]
-    command = [sys.executable, "-m", "llmtrain", "prepare", RECIPE, *keys]
+    prepare = [sys.executable, "-m", "llmtrain", "prepare", RECIPE, *keys]
     for _ in range(2):  # the second time it is there already
-        process = start(command, environment())
+        process = start(prepare, environment())
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0, output
         made, _, counts = output.strip().splitlines()[-1].partition(": ")
@@ -59,7 +61,7 @@ def test_check_says_how_much_a_recipe_trains(capsys: pytest.CaptureFixture[str])
 def test_show_counts_time_at_the_rate_that_is_given_or_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], rate: str
 ) -> None:
-    monkeypatch.setattr("llmtrain.plan.pace.rate_here", lambda recipe: 0.125e12)
+    monkeypatch.setattr(pace, "rate_here", lambda recipe: 0.125e12)
     shown = said(capsys, "recipe", "show", RECIPE, *options, "--mbit", "50", *SHORT)
     assert "steps: 2\n" in shown and f"with {rate} of each rank (--tflops) and 50 Mbit/s" in shown
 
@@ -73,7 +75,7 @@ def test_an_evaluation_has_bars_on_a_terminal_only(
     monkeypatch: pytest.MonkeyPatch, is_terminal: bool, found: str | None
 ) -> None:
     seen: list[str | None] = []
-    monkeypatch.setattr("llmtrain.eval.command.evaluate", lambda *_, **__: seen.append(os.environ.get("TQDM_DISABLE")))
+    monkeypatch.setattr(command, "evaluate", lambda *_, **__: seen.append(os.environ.get("TQDM_DISABLE")))
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
     monkeypatch.setenv("TQDM_DISABLE", "")
     monkeypatch.delenv("TQDM_DISABLE")

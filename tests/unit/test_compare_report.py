@@ -125,6 +125,34 @@ def test_a_target_that_nobody_reaches(tmp_path: Path) -> None:
     )
 
 
+def test_nobody_with_a_finite_loss(tmp_path: Path) -> None:
+    write(tmp_path, synchronous=[(10.0, None)], edit=[(10.0, None)])
+    assert said(tmp_path).sentence == (
+        "Under plain, the baseline synchronous has no finite final validation loss, so nothing is measured against it; "
+        "no run has a finite validation loss."
+    )
+
+
+def test_who_did_not_reach_it_may_have_no_final_loss(tmp_path: Path) -> None:
+    write(tmp_path, synchronous=[(100.0, 4.0)], edit=[(50.0, 5.0)])
+    write_trial(tmp_path, "plain", "cut", 1, straight(10.0, 6.0), state="stopped")
+    assert said(tmp_path).details == (
+        "Did not reach it: cut (no final loss), edit (ended at 5.000, there 1.50 times as fast); not finished: cut (1 stopped).",
+    )
+
+
+def test_a_run_of_which_few_seeds_were_sooner_has_no_speed_up(tmp_path: Path) -> None:
+    write(tmp_path, synchronous=SYNCHRONOUS, edit=[(10.0, 4.0), (10.0, 5.0), (10.0, 5.0)])
+    assert said(tmp_path).details == ("Mixed (sooner in fewer seeds, or later in more): edit.",)
+
+
+def test_a_run_alone_that_was_stopped(tmp_path: Path) -> None:
+    write_trial(tmp_path, "plain", "edit", 1, straight(10.0, 6.0), state="stopped")
+    assert said(tmp_path).sentence == (
+        "Under plain, there is nothing to compare: of 1 runs only edit was measured, and it was stopped (1 seed)."
+    )
+
+
 def test_a_run_alone(tmp_path: Path) -> None:
     write_run(tmp_path / "mine", straight(10.0, 4.0), "edit")
     assert said(tmp_path).sentence == (
@@ -170,6 +198,8 @@ def test_one_seed_of_several_conditions_is_said(tmp_path: Path) -> None:
         (words.seconds, 7300.0, "2.0 h"),
         (words.size, 3244840800, "3.24 GB"),
         (words.size, 512, "512 B"),
+        (words.size, 2.345e12, "2.35 TB"),
+        (words.size, 4.2e15, "4200 TB"),
         (words.count, 999.7, "1 k"),
         (words.percent, 0.0213, "2.1 %"),
         (words.percent, 0.97, "97 %"),
@@ -263,6 +293,13 @@ def test_reports_of_little(tmp_path: Path) -> None:
     write_trial(tmp_path, "plain", "solo", 1, lines)
     text = (write_report(load_trials([tmp_path]), tmp_path).parent / "report.md").read_text()
     assert "| solo | 1 done | – | – |" in text and "plots/time-plain.png" in text and "plots/loss" not in text
+
+
+def test_a_report_names_a_given_target_and_shows_no_last_lines_where_there_are_none(tmp_path: Path) -> None:
+    write_trial(tmp_path, "plain", "edit", 1, [], state="failed", exit_codes=[1, None])
+    text = (write_report(load_trials([tmp_path]), tmp_path, target=6.0).parent / "report.md").read_text()
+    assert "- Baseline: edit. Target: a validation loss of 6.000, as given." in text
+    assert "Failed, exit codes of the hosts: 1, none; it trained no step.\n\n## How it was made" in text
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

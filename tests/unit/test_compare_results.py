@@ -96,9 +96,10 @@ def test_a_trial_that_broke_before_its_recipe_stays_with_its_last_lines(tmp_path
     assert (trial.state, trial.method, trial.lines, trial.last_lines) == ("failed", None, (), ("error: no such file",))
 
 
-def test_cut_off_lines_are_skipped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ['{"step": 30, "tok', "30", '["step", "tokens", "seconds"]', '{"step": 30}'])
+def test_lines_that_are_cut_off_or_no_metrics_are_skipped(tmp_path: Path, line: str) -> None:
     path = write_trial(tmp_path, "plain", "diloco", 1, CURVE) / "metrics.jsonl"
-    path.write_text(path.read_text() + '{"step": 30, "tok')
+    path.write_text(f"{line}\n{path.read_text()}{line}")
     assert len(only(tmp_path).lines) == len(CURVE)
 
 
@@ -135,12 +136,33 @@ def test_two_trials_of_one_name_are_refused(tmp_path: Path) -> None:
         load_trials([tmp_path])
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"hosts": [{}]}'])
-def test_a_damaged_trial_is_one_line(tmp_path: Path, text: str) -> None:
-    (write_trial(tmp_path, "plain", "diloco", 1, CURVE) / "trial.json").write_text(text)
-    with pytest.raises(ResultsError) as caught:
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("trial.json", b"{", r"trial\.json is damaged \(.*\); delete its folder to run that trial again"),
+        ("trial.json", b'{"run": "\xff"}', r"trial\.json is damaged \(.*can't decode byte 0xff.*\); delete its folder"),
+        ("trial.json", b"[]", r"trial\.json holds no JSON object; delete its folder"),
+        (
+            "trial.json",
+            b'{"hosts": [{}]}',
+            r"seed-1 is not what a trial leaves behind \(KeyError\('name'\)\); delete it",
+        ),
+        ("recipe.yaml", b"run: [\nsync:", r"recipe\.yaml is damaged \(while parsing a flow .*\); delete its folder"),
+        ("recipe.yaml", b"run: \xff", r"recipe\.yaml is damaged \(.*can't decode byte 0xff.*\); delete its folder"),
+        ("recipe.yaml", b"sync: edit", r"seed-1 is not what a trial leaves behind"),
+    ],
+    ids=["cut off", "binary", "a list", "a host without a name", "cut off recipe", "binary recipe", "no section"],
+)
+def test_a_damaged_trial_is_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (write_trial(tmp_path, "plain", "diloco", 1, CURVE) / name).write_bytes(content)
+    with pytest.raises(ResultsError, match=message) as caught:
         load_trials([tmp_path])
     assert "seed-1" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_recipe_that_holds_nothing_is_as_none(tmp_path: Path) -> None:
+    (write_trial(tmp_path, "plain", "diloco", 1, CURVE) / "recipe.yaml").write_text("")
+    assert only(tmp_path).method is None
 
 
 def test_costs_are_interpolated_between_validations(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from llmtrain.compare import faults, runner
 from llmtrain.compare.comparison import load_comparison, trials
-from llmtrain.compare.faults import Faults, GarbageLoader
-from llmtrain.errors import RecipeError
+from llmtrain.compare.faults import Faults, GarbageLoader, inject
+from llmtrain.errors import STOPPED_EARLY, RecipeError
 from llmtrain.recipe import load_recipe
 from llmtrain.recipe_check import check
 
@@ -79,6 +82,16 @@ def test_conditions_in_words(tmp_path: Path) -> None:
     )
 
 
+def test_all_that_a_condition_may_hold_in_words(tmp_path: Path) -> None:
+    all_of_it = """{bandwidth_mbit: 30, latency_ms: 2.5, hosts: {1: {latency_ms: 10}}, delays: {who: 1, seconds: 0.3},
+         pauses: [{host: 0, at: 4, seconds: 3}], garbage: {host: 1, first: 5, last: 9}}"""
+    text = SMALL.replace("{bandwidth_mbit: 100, hosts: {1: {bandwidth_mbit: 10, cpus: 0.5}}}", all_of_it)
+    assert load_comparison(written(tmp_path, text)).conditions["thin"].words() == (
+        "30 Mbit/s, 2.5 ms latency, host 1: 10 ms latency, host 1 sleeps 0.3 s in every step, "
+        "host 0 stops for 3 s after 4 s, host 1 reads garbage in steps 5 to 9"
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -108,6 +121,13 @@ def test_conditions_in_words(tmp_path: Path) -> None:
             "runs.diloco.restarts come after steps \\[5, 5\\]; give them in rising order",
         ),
         (("diloco:", "diloco: {restarts: [{after: 5, replicas: 1}]}"), "did you mean after_step"),
+        (
+            ("kills:", "garbage: {host: 1, first: 6, last: 5}, kills:"),
+            "conditions.slow.garbage ends before it begins; give last >= first",
+        ),
+        (("who: random, ", ""), "conditions.slow.delays.who is not given and has no default"),
+        (("seconds: 0.3", "second: 0.3"), "conditions.slow.delays.second is not a key; did you mean seconds?"),
+        (("{host: 1, at: 5}", "{host: 1, after: 5}"), "conditions.slow.kills.0.after is not a key; keys are host, at"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, change: tuple[str, str], message: str) -> None:
@@ -140,16 +160,109 @@ def test_garbage_is_of_one_host_and_its_steps() -> None:
     assert not any(faults.reads_garbage(0, step) for step in range(1, 9))
 
 
+class Text:
+    """A loader whose n-th batch is full of 1000 + n."""
+
+    step = 0
+
+    def next(self) -> list[torch.Tensor]:
+        self.step += 1
+        return [torch.full((2, 5), 1000 + self.step)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
 def test_garbage_takes_the_place_of_text_and_uses_it_up() -> None:
-    class Text:
-        step = 0
-
-        def next(self) -> list[torch.Tensor]:
-            self.step += 1
-            return [torch.full((2, 5), 1000 + self.step)]
-
     text = Text()
     loader = GarbageLoader(text, lambda: text.step == 2, seed=1)
     first, second, third = (loader.next()[0] for _ in range(3))
     assert (first == 1001).all() and (third == 1003).all()
     assert second.shape == (2, 5) and second.unique().numel() > 1 and second.min() >= 0 and second.max() <= 1002
+
+
+def injected(host: int, **asked: Any) -> tuple[SimpleNamespace, list[Any]]:
+    """A trainer on a host to which faults happen, and what it calls before each block."""
+    hooks: list[Any] = []
+    trainer = SimpleNamespace(loader=Text(), engine=SimpleNamespace(before_block=hooks.append), step=0)
+    inject(Faults(seed=3, hosts=2, **asked), host)(trainer)
+    return trainer, hooks
+
+
+def test_a_trainer_without_faults_is_as_it_was() -> None:
+    trainer, hooks = injected(host=1)
+    assert type(trainer.loader) is Text and not hooks
+
+
+def test_a_trainer_reads_garbage_in_its_steps_and_goes_on_from_a_checkpoint() -> None:
+    trainer, hooks = injected(host=1, garbage={"host": 1, "first": 2, "last": 2})
+    batches = []
+    for trainer.step in (1, 2, 3):
+        batches += trainer.loader.next()
+    assert [len(batch.unique()) > 1 for batch in batches] == [False, True, False] and not hooks
+    assert trainer.loader.state_dict() == {"step": 3}
+    trainer.loader.load_state_dict({"step": 7})
+    assert (trainer.loader.next()[0] == 1008).all()
+
+
+def test_a_host_sleeps_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(faults, "time", SimpleNamespace(sleep=slept.append))
+    trainer, (before_block,) = injected(host=1, delays={"who": 1, "seconds": 0.3})
+    for trainer.step in (1, 2):
+        for block in (0, 1, 0, 1):  # two micro-batches
+            before_block(block)
+    assert slept == [0.3, 0.3] and type(trainer.loader) is Text
+
+
+ONE = f"""
+recipe: {ROOT}/recipes/quickstart.yaml
+hosts: {{count: 2}}
+runs: {{diloco: {{overrides: [sync.warmup_steps=2]}}}}
+"""
+
+
+@pytest.fixture
+def goes_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison is interrupted as soon as it needs data."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "prepare_for", interrupted)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("goes_no_further")
+def test_a_comparison_needs_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "why_no_cluster", lambda: "network namespaces need root")
+    message = r"^hosts can't be made here: network namespaces need root; or compare on loopback, .*: --no-shaping$"
+    with pytest.raises(RecipeError, match=message):
+        runner.run_comparison(written(tmp_path, ONE))
+
+
+@pytest.mark.usefixtures("goes_no_further")
+def test_a_recipe_that_is_refused_is_a_runs(tmp_path: Path) -> None:
+    file = written(tmp_path, ONE.replace("warmup_steps", "warmup_step"))
+    with pytest.raises(RecipeError, match=r"^runs\.diloco: .*sync\.warmup_step .*did you mean .*warmup_steps"):
+        runner.run_comparison(file, shaping=False)
+
+
+@pytest.mark.usefixtures("goes_no_further")
+@pytest.mark.parametrize(
+    ("first", "second", "difference"),
+    [((), ("train.steps=30",), "- train.steps=30"), (("train.steps=30",), (), "a key is gone")],
+)
+def test_the_folder_of_another_comparison_is_not_gone_on_with(
+    tmp_path: Path, first: tuple[str, ...], second: tuple[str, ...], difference: str
+) -> None:
+    file = written(tmp_path, ONE)
+    assert [runner.run_comparison(file, first, shaping=False) for _ in range(2)] == [STOPPED_EARLY] * 2
+    with pytest.raises(RecipeError) as refused:
+        runner.run_comparison(file, second, shaping=False)
+    assert str(refused.value) == (
+        f"runs/small was made by another version of this comparison ({difference}); give another `name:`, or remove the folder"
+    )

@@ -1,14 +1,22 @@
-"""Faults of a comparison's hosts at their times, and what is shown on a terminal."""
+"""Faults of a comparison's hosts at their times, how its trials end, and what is shown on a terminal."""
 
 from __future__ import annotations
 
+import json
+import math
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 import torch
 
 from llmtrain.compare import progress as compare_progress
-from llmtrain.compare.comparison import ConditionSection
+from llmtrain.compare import trial
+from llmtrain.compare.comparison import ConditionSection, load_comparison, trials
 from llmtrain.compare.events import Events
 from llmtrain.compare.faults import Faults
 from llmtrain.config import PenaltySection
@@ -52,6 +60,158 @@ def test_hosts_stop_go_on_and_die_at_their_times() -> None:
 def test_without_faults_nobody_sleeps_or_reads_garbage() -> None:
     faults = Faults(seed=1, hosts=2)
     assert faults.delay(0, 1) == 0.0 and not faults.reads_garbage(0, 1)
+
+
+class Torchrun:
+    """Ends at a time of a clock with a code, or when it is killed or asked to stop."""
+
+    def __init__(self, ends_at: float, code: int = 0) -> None:
+        self.ends_at, self.code, self.now = ends_at, code, 0.0
+        self.returncode: int | None = None
+        self.on_signal: Callable[[], int] | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None and self.now >= self.ends_at:
+            self.returncode = self.code
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        assert number == signal.SIGTERM and self.on_signal is not None
+        self.returncode = self.on_signal()
+
+
+class ScriptedHost:
+    """A host that starts what it is given, in turn, each of which says its host's name and then what torchrun says."""
+
+    interface = "lo"
+    address = "127.0.0.1"
+
+    def __init__(self, number: int, *torchruns: Torchrun) -> None:
+        self.name, self.torchruns = f"host{number}", torchruns
+        self.commands: list[Sequence[str]] = []
+
+    def popen(self, command: Sequence[str], env: Mapping[str, str], stdout: IO[str], stderr: int) -> Torchrun:
+        stdout.write(f"{self.name} waits\ntorch/distributed/elastic says more\n")
+        self.commands.append(command)
+        return self.torchruns[len(self.commands) - 1]
+
+    def kill(self) -> None:
+        for torchrun in self.torchruns[: len(self.commands)]:
+            torchrun.returncode = torchrun.poll() if torchrun.poll() is not None else -signal.SIGKILL
+
+    def sent(self) -> None:
+        pass
+
+    received = sent
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., trial.Record]:
+    """Makes a trial of a run, `plain` or `elastic`, where there is no git, and where time passes in naps alone.
+
+    After each nap `look` is called with the trial's folder.
+    """
+    file = tmp_path / "small.yaml"
+    elastic = "{replicas: 1, restarts: [{after_step: 60, replicas: 2}]}"
+    file.write_text(
+        f"recipe: none.yaml\nout_dir: {tmp_path}\nhosts: {{count: 2}}\nruns: {{plain: , elastic: {elastic}}}"
+    )
+    comparison = load_comparison(file)
+    recipe = SimpleNamespace(run=SimpleNamespace(timeout_seconds=10.0))
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def make(run: str, *hosts: ScriptedHost, look: Callable[[Path], None] = lambda folder: None) -> trial.Record:
+        (planned,) = [one for one in trials(comparison, file) if one.run == run]
+        now = [0.0]
+
+        def sleep(seconds: float) -> None:
+            now[0] += seconds
+            for torchrun in (torchrun for host in hosts for torchrun in host.torchruns):
+                torchrun.now = now[0]
+            look(planned.directory)
+
+        monkeypatch.setattr(trial, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+        return trial.run_trial(planned, comparison, recipe, hosts, 29500, "as on paper", lambda step: None)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("second", "codes", "said"),
+    [
+        (Torchrun(math.inf), [-signal.SIGKILL] * 2, "host0 waits"),
+        (Torchrun(5.0, code=1), [-signal.SIGKILL, 1], "host1 waits"),
+    ],
+    ids=["nobody begins", "one fails"],
+)
+def test_ranks_that_wait_for_ever_are_killed(
+    made: Callable[..., trial.Record], second: Torchrun, codes: list[int], said: str
+) -> None:
+    record = made("plain", ScriptedHost(0, Torchrun(math.inf)), ScriptedHost(1, second))
+    assert (record.state, record.exit_codes, record.last_lines) == ("failed", codes, [said])
+    assert record.wall_seconds == pytest.approx(310, abs=0.5), "the recipe's 10 s, and what ranks may take to start"
+
+
+def test_a_run_that_is_over_before_its_restart_has_failed(made: Callable[..., trial.Record]) -> None:
+    hosts = ScriptedHost(0, Torchrun(1.0)), ScriptedHost(1)
+    record = made("elastic", *hosts)
+    assert (record.state, record.exit_codes) == ("failed", [0])
+    assert record.last_lines == ["the run was over before it was stopped after step 60: train longer"]
+    assert not hosts[1].commands
+
+
+def test_a_run_is_stopped_at_a_step_and_goes_on_with_more_hosts(made: Callable[..., trial.Record]) -> None:
+    first, folders = Torchrun(math.inf), []
+
+    def look(folder: Path) -> None:
+        step = 20 * len(folders)
+        folders.append(folder)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step}) + "\n")
+
+    def stop() -> int:
+        assert len(folders) == 4, "stopped at step 60"
+        (folders[0] / "summary.json").write_text('{"stopped": "signal"}')
+        return 3
+
+    first.on_signal = stop
+    hosts = ScriptedHost(0, first, Torchrun(9.0)), ScriptedHost(1, Torchrun(9.0))
+    record = made("elastic", *hosts, look=look)
+    assert (record.state, record.exit_codes, record.last_lines) == ("done", [0, 0], [])
+    starts = [[word for word in command if word.startswith("parallel.replicas=")][-1] for command in hosts[0].commands]
+    assert starts == ["parallel.replicas=1", "parallel.replicas=2"] and len(hosts[1].commands) == 1
+
+
+@pytest.mark.parametrize("git", [None, subprocess.TimeoutExpired("git", 10)], ids=["no git", "slow git"])
+def test_a_trial_is_recorded_without_a_commit_too(
+    made: Callable[..., trial.Record], monkeypatch: pytest.MonkeyPatch, git: Exception | None
+) -> None:
+    def run(*_: Any, **__: Any) -> None:
+        raise git
+
+    if git is not None:
+        monkeypatch.setattr(subprocess, "run", run)
+    record = made("plain", ScriptedHost(0, Torchrun(1.0)), ScriptedHost(1, Torchrun(1.0)))
+    assert (record.state, record.commit) == ("done", None)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "step"),
+    [
+        (None, 0),
+        ('{"step": 4', 0),
+        ('{"step": 4}\n', 4),
+        ('{"step": 4}\n{"step": 8', 4),
+        ('{"step": 4}\n\n{"st\n', 4),
+        ('{"long": "' + 9000 * "x" + '"}\n{"step": 4}\n', 4),
+        (9000 * "x" + "\n", 0),
+    ],
+    ids=["none", "cut off", "one", "one and a half", "damaged", "after a long one", "nothing but damage"],
+)
+def test_the_step_of_a_run_is_that_of_its_last_whole_line(tmp_path: Path, metrics: str | None, step: int) -> None:
+    if metrics is not None:
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+    assert trial.step_of(tmp_path) == step
 
 
 def test_a_penalty_may_leave_averages_unclipped() -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from llmtrain.compare.cluster import HostLimits
-from llmtrain.compare.cluster.cpu_limits import Controller, mounted, quota_and_period
+from llmtrain.compare.cluster import HostLimits, cpu_limits
+from llmtrain.compare.cluster.cpu_limits import (
+    Controller,
+    controller,
+    controller_or_refuse,
+    mounted,
+    quota_and_period,
+)
 from llmtrain.compare.cluster.names import cluster_of, new_name, owner_lives, start_of
 from llmtrain.compare.cluster.shaping import burst_bytes, download, largest_packet, queue_bytes, upload
 from llmtrain.errors import ClusterError
@@ -97,17 +105,20 @@ def test_control_groups_of_either_version_are_found():
     assert list(mounted("23 1 0:21 / /proc rw - proc proc rw\n")) == []
 
 
-def test_version_2_hands_the_controller_down_to_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("handed_down", "then"), [("memory pids\n", "+cpu"), ("cpu memory\n", "cpu memory\n")])
+def test_version_2_hands_the_controller_down_to_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handed_down: str, then: str
+):
     def mkdir_as_the_kernel(path: Path, exist_ok: bool = False) -> None:
         os.mkdir(path)
         (path / "cgroup.subtree_control").write_text("")
 
-    (tmp_path / "cgroup.subtree_control").write_text("memory pids\n")
+    (tmp_path / "cgroup.subtree_control").write_text(handed_down)
     monkeypatch.setattr(Path, "mkdir", mkdir_as_the_kernel)
     procs = Controller(tmp_path, 2).make("llmtrain-1-2-3", "host0", 0.25)
     cluster = tmp_path / "llmtrain-1-2-3"
     assert procs == cluster / "host0" / "cgroup.procs"
-    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
+    assert (tmp_path / "cgroup.subtree_control").read_text() == then
     assert (cluster / "cgroup.subtree_control").read_text() == "+cpu"
     assert (cluster / "host0" / "cgroup.subtree_control").read_text() == ""
     assert (cluster / "host0" / "cpu.max").read_text() == "5000 20000"
@@ -116,3 +127,77 @@ def test_version_2_hands_the_controller_down_to_the_hosts(tmp_path: Path, monkey
 def test_control_groups_that_may_not_be_written_are_refused(tmp_path: Path):
     with pytest.raises(ClusterError, match=r"^cpus=0\.5 of host0: limits of CPU time can't be set below "):
         Controller(tmp_path / "nothing", 1).make("llmtrain-1-2-3", "host0", 0.5)
+
+
+def test_version_1_has_a_file_for_the_period_and_one_for_the_quota(tmp_path: Path) -> None:
+    procs = Controller(tmp_path, 1).make("llmtrain-1-2-3", "host0", 0.25)
+    group = tmp_path / "llmtrain-1-2-3" / "host0"
+    assert procs == group / "cgroup.procs"
+    written = {file.name: file.read_text() for file in group.iterdir()}
+    assert written == {"cpu.cfs_period_us": "20000", "cpu.cfs_quota_us": "5000"}
+
+
+@pytest.mark.parametrize(
+    ("controllers", "is_taken"), [("cpuset cpu io\n", True), ("cpuset io\n", False), (None, False)]
+)
+def test_a_tree_of_version_2_is_taken_if_it_limits_cpu_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, controllers: str | None, is_taken: bool
+) -> None:
+    (tmp_path / "mountinfo").write_text(f"35 24 0:30 / {tmp_path} rw shared:4 - cgroup2 cgroup2 rw\n")
+    monkeypatch.setattr(cpu_limits, "MOUNTS", tmp_path / "mountinfo")
+    if controllers is not None:
+        (tmp_path / "cgroup.controllers").write_text(controllers)
+    assert controller() == (Controller(tmp_path, 2) if is_taken else None)
+
+
+def test_version_1_is_taken_where_both_are_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    joint = f"32 31 0:29 / {tmp_path} rw,nosuid shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
+    (tmp_path / "mountinfo").write_text(HYBRID + joint)
+    monkeypatch.setattr(cpu_limits, "MOUNTS", tmp_path / "mountinfo")
+    assert controller_or_refuse(0.5) == controller() == Controller(tmp_path, 1)
+
+
+@pytest.mark.parametrize("mounts", ["23 1 0:21 / /proc rw - proc proc rw\n", None], ids=["none mounted", "no /proc"])
+def test_shares_are_refused_where_no_control_group_gives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mounts: str | None
+) -> None:
+    monkeypatch.setattr(cpu_limits, "MOUNTS", tmp_path / "mountinfo")
+    if mounts is not None:
+        (tmp_path / "mountinfo").write_text(mounts)
+    assert controller() is None
+    message = r"^cpus=0\.5 of a host: no control group for CPU time is mounted here; leave cpus out$"
+    with pytest.raises(ClusterError, match=message):
+        controller_or_refuse(0.5)
+
+
+@pytest.mark.parametrize("free_after", [1, 4.9])
+def test_a_group_that_is_busy_is_removed_once_it_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_after: float
+) -> None:
+    now = a_busy_group(tmp_path, monkeypatch, free_after)
+    Controller(tmp_path, 1).remove("llmtrain-1-2-3")
+    assert not (tmp_path / "llmtrain-1-2-3").exists()
+    assert now[0] == pytest.approx(free_after, abs=0.03)
+
+
+def test_a_group_that_stays_busy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = a_busy_group(tmp_path, monkeypatch, free_after=60)
+    with pytest.raises(OSError, match="host0") as told:
+        Controller(tmp_path, 1).remove("llmtrain-1-2-3")
+    assert told.value.errno == errno.ENOTEMPTY and now[0] == pytest.approx(5, abs=0.03)
+
+
+def a_busy_group(top: Path, monkeypatch: pytest.MonkeyPatch, free_after: float) -> list[float]:
+    """What is in a host's group goes away after so many seconds of a clock, which is returned and runs in naps alone."""
+    thing = top / "llmtrain-1-2-3" / "host0" / "thing"
+    thing.parent.mkdir(parents=True)
+    thing.touch()
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] >= free_after:
+            thing.unlink(missing_ok=True)
+
+    monkeypatch.setattr(cpu_limits, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    return now

@@ -59,7 +59,7 @@ def logged(step: int, seconds: float, sent: float, exposed: float = 0.0, waited:
     }
 
 
-def straight(end_seconds: float, end_loss: float, sent: float = 1000.0) -> list[dict[str, Any]]:
+def straight(end_seconds: float, end_loss: float | None, sent: float = 1000.0) -> list[dict[str, Any]]:
     """Ten steps from a loss of 8, validated at the start and at the end only."""
     return [validation(0, 0.0, 8.0), logged(10, end_seconds, sent), validation(10, end_seconds, end_loss)]
 

@@ -18,6 +18,7 @@ PERIOD_US = 20_000
 slowdown and not a pause now and then."""
 SHORTEST_QUOTA_US, LONGEST_PERIOD_US = 1_000, 1_000_000
 """The kernel's bounds."""
+MOUNTS = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Controller:
 def controller() -> Controller | None:
     """The one of this machine; None where limits of CPU time can't be set at all."""
     try:
-        mounts = Path("/proc/self/mountinfo").read_text()
+        mounts = MOUNTS.read_text()
     except OSError:
         return None
     return next((found for found in mounted(mounts) if _controls_cpu(found)), None)

@@ -1,0 +1,203 @@
+"""What a virtual cluster does with the system's programs, replaced by scripts, and with processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from llmtrain.compare.cluster import (
+    HostLimits,
+    VirtualHost,
+    cpu_limits,
+    leftovers,
+    make,
+    namespaces,
+    processes,
+    remove_leftovers,
+    system,
+    virtual_cluster,
+    why_no_cluster,
+)
+from llmtrain.compare.cluster.leftovers import remove_cluster
+from llmtrain.compare.cluster.processes import MARK, in_namespace, kill_all
+from llmtrain.compare.cluster.shaping import shape
+from llmtrain.compare.cluster.system import CommandError
+from llmtrain.errors import ClusterError
+
+REFUSES = "echo 'Error: Specified qdisc kind' >&2; echo ' is unknown.' >&2; exit 2"
+DEAD = f"llmtrain-{os.getpid()}-0-7"
+"""A cluster of a process that had this one's pid before."""
+Script = Callable[..., None]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Puts a shell script into the place of programs."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+    def write(text: str, *names: str) -> None:
+        for name in names:
+            (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+            (folder / name).chmod(0o755)
+
+    return write
+
+
+@pytest.fixture
+def be(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes this process another user's."""
+    return lambda user: monkeypatch.setattr(os, "geteuid", lambda: user)
+
+
+def test_hosts_need_root(be: Callable[[int], None]) -> None:
+    be(1000)
+    assert why_no_cluster() == "network namespaces need root"
+    with pytest.raises(ClusterError, match=r"^hosts can't be made here: network namespaces need root$"):
+        virtual_cluster([HostLimits()]).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("missing", "why"),
+    [
+        (("unshare",), "unshare not installed (packages: util-linux)"),
+        (("ip", "tc", "mount"), "ip and tc and mount not installed (packages: iproute2, mount)"),
+    ],
+)
+def test_hosts_need_programs(
+    monkeypatch: pytest.MonkeyPatch, be: Callable[[int], None], missing: tuple[str, ...], why: str
+) -> None:
+    be(0)
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool in missing else f"/bin/{tool}")
+    assert why_no_cluster() == why
+
+
+def test_hosts_need_a_kernel_that_makes_them(tmp_path: Path, script: Script, be: Callable[[int], None]) -> None:
+    be(0)
+    asked = tmp_path / "asked"
+    script("true", "tc", "unshare", "mount")
+    script(f'echo "$*" >> {asked}; case "$*" in *veth*) echo "Operation not permitted" >&2; exit 2;; esac', "ip")
+    why = why_no_cluster()
+    assert why is not None and why.startswith("network namespaces, bridges or veth can't be made (ip -n llmtrain-")
+    assert why.endswith(" link add eth0 type veth peer name port: Operation not permitted)")
+    first, *_, last = asked.read_text().splitlines()
+    assert last == first.replace("add", "delete"), "what was made for the trial is gone"
+
+
+@pytest.mark.parametrize("count", [0, 255])
+def test_a_network_has_addresses_for_so_many_hosts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(make, "why_no_cluster", lambda: None)
+    with pytest.raises(ClusterError, match=f"^{count} hosts: expected 1 to 254$"):
+        virtual_cluster([HostLimits()] * count).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("limits", "start", "module"),
+    [
+        (HostLimits(bandwidth_mbit=30), "bandwidth_mbit=30 of a host needs tbf", "sch_tbf"),
+        (HostLimits(latency_ms=2.5), "latency_ms=2.5 of a host needs netem", "sch_netem"),
+    ],
+)
+def test_a_limit_that_the_kernel_refuses_is_named(script: Script, limits: HostLimits, start: str, module: str) -> None:
+    script(REFUSES, "tc")
+    with pytest.raises(ClusterError) as refused:
+        shape(limits, ("space", "eth0"), ("switch", "port"))
+    message = str(refused.value)
+    assert message.startswith(f"{start}, which the kernel refuses (tc -n space qdisc add dev eth0 root handle ")
+    assert message.endswith(f": Error: Specified qdisc kind is unknown.); leave it out, or load the module {module}")
+
+
+def test_a_program_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "COMMAND_SECONDS", 0.01)
+    with pytest.raises(CommandError, match=r"^sleep 60: did not end within 0 s$"):
+        system.run("sleep", "60")
+
+
+def test_a_process_joins_the_control_group_of_its_host_before_its_namespace(tmp_path: Path, script: Script) -> None:
+    script('cat "$GROUP"; echo "$@"', "ip")
+    group = tmp_path / "cgroup.procs"
+    host = VirtualHost(
+        *("host0", ("10.77.0.1",), "eth0"), namespace="space", switch="switch", names=tmp_path / "names", group=group
+    )
+    process = host.popen(["true", "a b"], {**os.environ, "GROUP": str(group)}, stdout=subprocess.PIPE, text=True)
+    joined, command = process.communicate(timeout=60)[0].splitlines()
+    assert joined == str(process.pid)
+    assert command.startswith("netns exec space ") and command.endswith(f" {tmp_path / 'names'} host0 true a b")
+
+
+@pytest.mark.parametrize(("also", "is_gone"), [('rm "$FILES/$3"', True), ("true", False)])
+def test_a_namespace_that_another_process_has_removed_is_gone(
+    tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch, also: str, is_gone: bool
+) -> None:
+    files = tmp_path / "netns"
+    files.mkdir()
+    for name in (f"{DEAD}-host0", f"{DEAD}-switch", "others"):
+        (files / name).touch()
+    monkeypatch.setenv("FILES", str(files))
+    monkeypatch.setattr(namespaces, "FILES", files)
+    script(f"{also}; echo 'Cannot remove namespace file' >&2; exit 1", "ip")
+    if is_gone:
+        namespaces.remove(DEAD)
+        assert [file.name for file in files.iterdir()] == ["others"]
+    else:
+        with pytest.raises(CommandError, match=f"^ip netns delete {DEAD}-host0: Cannot remove namespace file$"):
+            namespaces.remove(DEAD)
+
+
+def test_nothing_runs_in_a_namespace_that_is_gone(tmp_path: Path) -> None:
+    assert in_namespace(tmp_path / "gone") == []
+    assert os.getpid() in in_namespace(Path("/proc/self/ns/net"))
+
+
+def test_processes_that_survive_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # until somebody waits for it, it stays
+    clock = iter([0.0, 9.9, 10.1])
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
+    with pytest.raises(TimeoutError) as told:
+        kill_all(lambda: [process.pid], "host0")
+    assert str(told.value) == f"processes of host0 are there after SIGKILL, 10 s later: {process.pid}"
+    assert process.wait(timeout=60) == 0
+
+
+@pytest.fixture
+def dead_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of one, beside a folder that is no cluster's; it has no namespaces and no control groups."""
+    folder = tmp_path / "run" / DEAD
+    folder.mkdir(parents=True)
+    (folder.parent / "others").mkdir()
+    monkeypatch.setattr(leftovers, "FOLDERS", folder.parent)
+    monkeypatch.setattr(namespaces, "FILES", tmp_path / "netns")
+    monkeypatch.setattr(cpu_limits, "MOUNTS", tmp_path / "mountinfo")
+    return folder
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_a_user_removes_processes_and_root_the_rest_too(
+    dead_cluster: Path, be: Callable[[int], None], user: int
+) -> None:
+    be(user)
+    process = subprocess.Popen(["sleep", "60"], env={**os.environ, MARK: f"{DEAD}-host0"})
+    remove_cluster(DEAD)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert dead_cluster.exists() == (user != 0)
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_folders_of_dead_clusters_are_found_by_root_alone(
+    dead_cluster: Path, monkeypatch: pytest.MonkeyPatch, be: Callable[[int], None], user: int
+) -> None:
+    be(user)
+    removed: list[str] = []
+    monkeypatch.setattr(leftovers, "marks", dict)
+    monkeypatch.setattr(leftovers, "remove_cluster", removed.append)
+    remove_leftovers()
+    assert removed == ([DEAD] if user == 0 else [])

@@ -1,0 +1,98 @@
+"""Where the pictures of a comparison put things: conditions on an axis of their numbers, medians of seeds, the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from llmtrain.compare.over_seeds import gather
+from llmtrain.compare.plots import AXES, draw_loss, draw_throughput, styles
+from llmtrain.compare.results import load_trials
+from llmtrain.compare.scale import find_scales
+from tests.unit.written_trials import straight, validation, write_trial
+
+SECONDS = next(axis for axis in AXES if axis.name == "seconds")
+
+
+def throughput(folder: Path, planned: Sequence[tuple[str, str, int]] = ()) -> Axes | None:
+    results = gather(load_trials([folder]), planned=planned)
+    (scale,) = find_scales([condition.name for condition in results.conditions])
+    figure = draw_throughput(results, scale, styles(results))
+    return figure and figure.axes[0]
+
+
+def losses(folder: Path) -> Axes:
+    results = gather(load_trials([folder]))
+    figure = draw_loss(results.conditions[0], SECONDS, styles(results))
+    assert figure is not None
+    return figure.axes[0]
+
+
+def labelled(axes: Axes, label: str) -> Line2D:
+    (line,) = [line for line in axes.lines if line.get_label() == label]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("conditions", "scale", "places"),
+    [
+        (["unlimited", "100mbit", "30mbit"], "linear", {30: "30", 100: "100", 170: "unlimited"}),
+        (["unlimited", "1gbit", "500mbit", "10mbit"], "log", {10: "10", 500: "500", 1000: "1000", 2000: "unlimited"}),
+        (["fast", "slow", "80mbit", "10mbit"], "linear", {10: "10", 80: "80"}),
+        (["nobody", "lag1", "lag2"], "linear", {0: "nobody", 1: "1", 2: "2"}),
+        (["nobody", "lag0.5", "lag2", "lag10"], "log", {0.125: "nobody", 0.5: "0.5", 2: "2", 10: "10"}),
+        (["lag0", "lag1", "lag10"], "linear", {0: "0", 1: "1", 10: "10"}),
+    ],
+    ids=["rates", "rates far apart", "others beside rates", "delays", "delays far apart", "a delay of nothing"],
+)
+def test_conditions_stand_at_their_number_or_beyond_the_end(
+    tmp_path: Path, conditions: list[str], scale: str, places: dict[float, str]
+) -> None:
+    for condition in conditions:
+        write_trial(tmp_path, condition, "edit", 1, straight(20.0, 4.0))
+    axes = throughput(tmp_path)
+    assert axes is not None and axes.get_xscale() == scale
+    assert list(axes.lines[0].get_xdata()) == pytest.approx(list(places))
+    assert list(axes.get_xticks()) == pytest.approx(list(places))
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == list(places.values())
+    low, high = axes.get_xlim()
+    assert low < min(places) and max(places) < high
+
+
+def test_there_is_no_throughput_before_anything_was_measured(tmp_path: Path) -> None:
+    write_trial(tmp_path, "100mbit", "edit", 1, [], state="failed")
+    planned = [("100mbit", "edit", 1), ("30mbit", "edit", 1)]
+    assert throughput(tmp_path, planned) is None
+    write_trial(tmp_path, "30mbit", "edit", 1, straight(20.0, 4.0))
+    axes = throughput(tmp_path, planned)
+    assert axes is not None and list(axes.lines[0].get_xdata()) == [30]
+
+
+@pytest.mark.parametrize(
+    ("second", "thick"),
+    [([(0, 0.0, 8.0), (10, 30.0, 5.0)], [8.0, 4.5]), ([(0, 0.0, 8.0), (5, 15.0, 6.0), (10, 30.0, 5.0)], [8.0, 4.0])],
+    ids=["as many", "more"],
+)
+def test_the_thick_curve_is_the_median_or_where_seeds_do_not_match_the_first(
+    tmp_path: Path, second: list[tuple[int, float, float]], thick: list[float]
+) -> None:
+    write_trial(tmp_path, "plain", "edit", 1, [validation(0, 0.0, 8.0), validation(10, 20.0, 4.0)])
+    write_trial(tmp_path, "plain", "edit", 2, [validation(*point) for point in second])
+    axes = losses(tmp_path)
+    assert list(labelled(axes, "edit").get_ydata()) == thick
+    assert [list(line.get_ydata()) for line in axes.lines[:2]] == [[8.0, 4.0], [loss for *_, loss in second]]
+
+
+def test_the_target_is_drawn_where_there_is_one(tmp_path: Path) -> None:
+    write_trial(tmp_path, "plain", "synchronous", 1, straight(10.0, 4.0))
+    write_trial(tmp_path, "plain", "edit", 1, straight(10.0, 5.0))
+    assert [text.get_text() for text in losses(tmp_path).texts] == ["target 4.000"]
+    write_trial(tmp_path, "thin", "synchronous", 1, straight(10.0, None))
+    write_trial(tmp_path, "thin", "edit", 1, straight(10.0, 5.0))
+    axes = losses(tmp_path / "thin")
+    assert not axes.texts and list(labelled(axes, "edit").get_ydata()) == [8.0, 5.0]
+    assert axes.get_ylim() == pytest.approx((5.0 - 0.18, 8.0 + 0.18)), "from the lowest loss to the early ones"
