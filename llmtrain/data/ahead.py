@@ -36,11 +36,6 @@ class Ahead:
         threading.Thread(target=on_this_device(self._serve), name="reads ahead", daemon=True).start()
         atexit.register(self._come_to_rest)
 
-    @property
-    def num_samples(self) -> int:
-        """See `Loader`."""
-        return self.loader.num_samples
-
     def next(self) -> list[torch.Tensor]:
         """The next step's micro-batches of this rank: int64 [micro_batch, sequence_length + 1] each. DataError if they are
         not there in `timeout_seconds`."""

@@ -178,18 +178,19 @@ def _send_zeros(connection: socket.socket, size: int) -> None:
 
 
 def _drop(connection: socket.socket, size: int) -> None:
-    while size > 0:
-        got = len(connection.recv(min(size, len(CHUNK))))
-        if got == 0:
-            raise ConnectionError("the other host closed the connection")
-        size -= got
+    for _ in _parts(connection, size):
+        pass
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    received = b""
-    while len(received) < size:
-        part = connection.recv(size - len(received))
+    return b"".join(_parts(connection, size))
+
+
+def _parts(connection: socket.socket, size: int) -> Iterator[bytes]:
+    """The next `size` bytes, as they come."""
+    while size > 0:
+        part = connection.recv(min(size, len(CHUNK)))
         if not part:
             raise ConnectionError("the other host closed the connection")
-        received += part
-    return received
+        size -= len(part)
+        yield part

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 import llmtrain
+from llmtrain.doctor.software import version_of
 from llmtrain.errors import UserError
 from llmtrain.eval.cache import Cache, write_json
 from llmtrain.eval.checkpoint import Checkpoint, find_checkpoints, is_main_process, labels
@@ -102,7 +102,7 @@ def _result(suite: str, each: Evaluated, baseline: Evaluated | None, show: dict[
         "in_short": in_short(each, show),
         "results": {name: scores for entry in entries.values() for name, scores in entry.scores.items()},
         "tasks": {name: about for entry in entries.values() for name, about in entry.about.items()},
-        "versions": {"llmtrain": llmtrain.__version__, **{name: _version(name) for name in VERSIONS_OF}},
+        "versions": {"llmtrain": llmtrain.__version__, **{name: version_of(name) for name in VERSIONS_OF}},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     written = [sample for entry in entries.values() for sample in entry.written]
@@ -161,10 +161,3 @@ def _same(path: Path, paths: Sequence[Path]) -> int | None:
     """The place of `path` in `paths`, however it is written."""
     resolved = [each.resolve() for each in paths]
     return resolved.index(path.resolve()) if path.resolve() in resolved else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

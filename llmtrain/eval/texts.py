@@ -113,9 +113,8 @@ def losses(texts: Sequence[str], loaded: Loaded, window: int, batch_size: int) -
     inputs, targets = stream[:-1], stream[1:]
     whole = len(inputs) // window * window
     rows = max(1, min(batch_size, LOGITS_AT_ONCE // (window * loaded.model.config.vocab_size)))
-    batches = list(
-        zip(inputs[:whole].view(-1, window).split(rows), targets[:whole].view(-1, window).split(rows), strict=True)
-    )
+    parts = [slice(start, min(start + rows * window, whole)) for start in range(0, whole, rows * window)]
+    batches = [(inputs[part].view(-1, window), targets[part].view(-1, window)) for part in parts]
     if whole < len(inputs):
         batches.append((inputs[None, whole:], targets[None, whole:]))
     costs = torch.cat([_costs(loaded.model, *batch) for batch in batches])

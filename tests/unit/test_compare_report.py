@@ -270,11 +270,11 @@ def test_a_report_of_everything(tmp_path: Path) -> None:
     ]
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == re.findall(r"<h2>(.*)</h2>", page) == titles
     linked = re.findall(r"\]\((plots/[^)]*)\)", text)
-    assert len(linked) == 11 and {f"plots/{file.name}" for file in (tmp_path / "plots").iterdir()} == set(linked)
+    assert len(linked) == 10 and {f"plots/{file.name}" for file in (tmp_path / "plots").iterdir()} == set(linked)
     for picture in linked:
         with Image.open(tmp_path / picture) as image:
             image.verify()
-    assert len(re.findall(r'src="data:image/png;base64,', page)) == 11
+    assert len(re.findall(r'src="data:image/png;base64,', page)) == 10
     assert not re.search(r"<script|<link|src=\"(?!data:)|https?://", page)
     for needed in (
         *("1.048", "Connection reset by peer", "exit codes of the hosts: 1, 1, -9, 1", "0123abc", "not yet run"),

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from llmtrain.config import DataSection
 from llmtrain.data.damage import DamageSearch, verify
+from llmtrain.data.index import INDEX
 from llmtrain.data.prepare import Prepared, folder, open_prepared, prepare
 from llmtrain.data.shards import ShardWriter
 from llmtrain.errors import DataError
@@ -129,3 +131,27 @@ def test_a_larger_folder_in_its_place_is_no_damage(data: DataSection, monkeypatc
     more = prepare(data, MANY, MANY)
     assert some.directory == more.directory and some.index != more.index
     assert searched(some) is None and searched(more) is None
+
+
+@pytest.mark.parametrize("appears", ["the same", "a larger one", "none"])
+def test_a_folder_that_is_gone_for_a_moment_is_looked_at_again(
+    data: DataSection, monkeypatch: pytest.MonkeyPatch, appears: str
+) -> None:
+    """Between the two renames of a run that wants more of the same tokens."""
+    monkeypatch.setattr("llmtrain.data.prepare.BATCH_CHARACTERS", 1000)
+    some = prepare(data, 500, 100)
+    (some.directory / names(some)[0]).unlink()
+    index = some.directory / INDEX
+    aside = index.rename(index.with_suffix(".aside"))
+    larger = some.index.model_copy(update={"source": "larger"}).model_dump_json()
+    rests = []
+
+    def rest(seconds: float) -> None:
+        rests.append(seconds)
+        if appears != "none":
+            index.write_text(aside.read_text() if appears == "the same" else larger)
+
+    monkeypatch.setattr("llmtrain.data.damage.time", SimpleNamespace(sleep=rest))
+    problem = searched(some)
+    assert rests and (problem is None) == (appears == "a larger one")
+    assert problem is None or "can't be read (No such file or directory)" in problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -209,6 +210,31 @@ def test_a_split_without_documents_is_refused(data: DataSection, tmp_path: Path)
 def test_a_cache_that_can_t_be_written_is_named(data: DataSection) -> None:
     with pytest.raises(DataError, match=r"data\.cache_dir: .*stories\.txt: .*; expected a folder to write in"):
         prepare(data.model_copy(update={"cache_dir": data.source}), 100, 100)
+
+
+def test_a_disk_that_fails_is_not_taken_for_a_full_one(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps its traceback: there is nothing to change in the recipe."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(module, "_write", fail)
+    with pytest.raises(OSError, match="Input/output error") as failed:
+        prepare(data, 100, 100)
+    assert not isinstance(failed.value, DataError) and cached(data) == []
+
+
+def test_a_tokenizer_in_python_alone_gives_the_text_back(data: DataSection, tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(tmp_path / "byt5")
+    texts = ["It says </s> twice </s>.", "très bien", "the end"]
+    Path(data.source).write_text("~~~".join(texts))
+    whole = {"tokenizer": str(tmp_path / "byt5"), "separator": "~~~", "validation": data.source}
+    prepared = prepare(data.model_copy(update=whole), 100, 100)
+    assert prepared.tokens("train").window(0, 4).tolist() == [byte + 3 for byte in b"It s"]
+    assert texts_of(prepared, "train") == texts
+    assert prepared.index.splits["train"].tokens == sum(len(text.encode()) + 1 for text in texts)
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])

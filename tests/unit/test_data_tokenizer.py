@@ -117,6 +117,41 @@ def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["./not/there", "no/such/folder"])
+def test_a_path_that_is_not_there_is_no_hub_name(tmp_path: Path, name: str) -> None:
+    message = f"data.tokenizer: {name!r} is neither a file or folder here nor a model name; use a folder that has its tokenizer"
+    with pytest.raises(DataError) as refused:
+        load_tokenizer(DataSection(tokenizer=name), tmp_path / "cache")
+    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+
+
+def test_a_tokenizer_of_the_hub_is_downloaded_if_it_was_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    file, real = bare_tokenizer(tmp_path / "tokenizer.json", "</s>"), AutoTokenizer.from_pretrained
+    asked, reply = [], [OSError("there is no tokenizer\nin owner/model"), module._load_local(file)]
+
+    def from_pretrained(name: str | Path, local_files_only: bool = False) -> object:
+        if name != "owner/model":
+            return real(name)
+        if local_files_only:
+            raise OSError("not downloaded yet")
+        if isinstance(found := reply.pop(0), OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(module, "require", lambda name, kind, **_: asked.append((name, kind)))
+    data = DataSection(tokenizer="owner/model")
+    with pytest.raises(DataError) as refused:
+        load_tokenizer(data, tmp_path / "cache")
+    assert str(refused.value) == "data.tokenizer: owner/model: there is no tokenizer"
+    assert load_tokenizer(data, tmp_path / "cache").eos_token_id == 2
+    assert asked == [("owner/model", "model")] * 2, "the hub is asked before a library retries for minutes"
+
+
 @pytest.mark.parametrize(("folder", "size", "eos"), [("tokenizers/gpt2", 50257, 50256), ("models/stories260K", 512, 2)])
 def test_published_tokenizers(shared_data: Path, tmp_path: Path, folder: str, size: int, eos: int) -> None:
     tokenizer = load_tokenizer(DataSection(tokenizer=str(shared_data / folder)), tmp_path / "cache")

@@ -47,6 +47,16 @@ def test_versions_are_listed():
     (first, *rest) = software.software()
     assert f"torch {torch.__version__}" in first.what and "transformers 5." in first.what
     assert rest[-1].what.startswith("backends: gloo")
+    assert software.version_of("torch") and software.version_of("a-package-that-nobody-has") is None
+
+
+@pytest.mark.parametrize(("gloo", "said"), [(False, "has no gloo"), (True, "has no NCCL, which GPUs need")])
+def test_a_torch_that_can_not_talk_is_a_problem(monkeypatch, gloo, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(software.dist, "is_gloo_available", lambda: gloo)
+    monkeypatch.setattr(software.dist, "is_nccl_available", lambda: False)
+    found = software.software()[-1]
+    assert found.level == "problem" and said in found.what and found.advice.startswith("install a torch")
 
 
 @pytest.mark.parametrize(
@@ -78,6 +88,7 @@ def test_gpus_are_listed_and_those_in_use_warned_of(monkeypatch):
 def test_little_shared_memory_matters_between_gpus(monkeypatch, tmp_path, gpus, size, level):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: SimpleNamespace(total=size))
     assert levels(machine.shared_memory(tmp_path, gpus)) == [level]
+    assert machine.shared_memory(tmp_path / "none", gpus) == []
 
 
 @pytest.mark.parametrize(("soft", "level"), [(1024, "warning"), (65536, "ok"), (resource.RLIM_INFINITY, "ok")])

@@ -9,19 +9,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 from filelock import FileLock
 from safetensors import safe_open
-from transformers import AutoConfig
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llmtrain.config import Recipe
-from llmtrain.errors import TrainingError, UserError
+from llmtrain.errors import CheckpointError, DataError, TrainingError, UserError
 from llmtrain.export import card, parity
 from llmtrain.export.export import Request
 from llmtrain.export.folder import Manifest, locked, read_manifest, replacing, sizes, write_manifest
+from llmtrain.export.generate import Sampling, generate
 from llmtrain.export.parity import Parity
 from llmtrain.export.results import read_scores
 from llmtrain.export.source import Source
+from llmtrain.export.stored import WholeTensors
 from llmtrain.export.weights import MEAN, Choice
 from llmtrain.export.write import write_configs, write_weights
 from llmtrain.model import model_config
@@ -273,3 +278,73 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     message = r"can't be written \(.*\); choose another folder with --out"
     with pytest.raises(UserError, match=message), locked(tmp_path / "file/x"):
         pass
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"]
+    bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=tokens[-1], clean_up_tokenization_spaces=False)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A random Llama whose texts begin with no token of their own, and which sees 8 tokens at once."""
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=257, max_position_embeddings=8, bos_token_id=None, eos_token_id=256, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_prompt_has_a_token_and_leaves_room_for_one(model: Path) -> None:
+    assert generate(model, "abc", Sampling(tokens=2)).startswith("abc")
+    with pytest.raises(
+        UserError, match="--prompt is empty and this model has no token that begins a text; give a word"
+    ):
+        generate(model, "", Sampling())
+    with pytest.raises(
+        UserError, match="--prompt has 8 tokens, the model has room for 8 and has to write one; shorten it"
+    ):
+        generate(model, "12345678", Sampling())
+
+
+def test_a_weight_of_another_name_is_found_out(model: Path) -> None:
+    assert parity.load_exported(model).dtype == torch.float32
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.scale"] = weights.pop("model.norm.weight")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TrainingError, match="does not find the exported model's weights by their names") as refused:
+        parity.load_exported(model)
+    assert "'missing_keys': ['model.norm.weight']" in str(refused.value)
+    assert "'unexpected_keys': ['model.norm.scale']" in str(refused.value)
+
+
+@pytest.mark.parametrize(("part", "other"), [("normalizer", normalizers.Lowercase()), ("decoder", decoders.Fuse())])
+def test_a_tokenizer_that_is_not_the_one_of_training_is_found_out(model: Path, part: str, other: object) -> None:
+    trained_with = byte_tokenizer()
+    parity.check_tokenizer(trained_with, model)
+    setattr(trained_with.backend_tokenizer, part, other)
+    with pytest.raises(TrainingError, match=r'they differ on "Once upon .*; nothing was kept, please report'):
+        parity.check_tokenizer(trained_with, model)
+
+
+@pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_value_that_is_not_finite_is_not_exported(tmp_path: Path, value: float) -> None:
+    tensors = {"good": torch.ones(3), "bad": torch.tensor([1.0, value])}
+    dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
+    stored = WholeTensors(tmp_path)
+    assert torch.equal(stored.read_whole("good"), torch.ones(3))
+    with pytest.raises(CheckpointError, match=r"bad holds a value that is not finite; export another with --step"):
+        stored.read_whole("bad")
+
+
+def test_without_its_data_a_tokenizer_can_not_be_found(tmp_path: Path) -> None:
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [f"data.source={tmp_path}/gone.txt"])
+    with pytest.raises(DataError) as refused:
+        _ = Source(tmp_path, 10, tmp_path, recipe).tokenizer_folder
+    said = str(refused.value)
+    assert said.startswith(f"the tokenizer of {tmp_path} can't be found (data.source: ") and "gone.txt" in said
+    assert said.endswith(f"prepare its data again: python -m llmtrain prepare {tmp_path}/recipe.yaml")

@@ -103,7 +103,7 @@ def write_comparison(
             said.append("error: rank 2 lost a peer in step 96: Connection reset by peer; start the same command again")
             told |= {"state": "failed", "exit_codes": [1, 1, -9, 1], "last_lines": said}
         path = write_trial(folder, condition, run, seed, lines, **told)
-        if seed == seeds[0]:
+        if (condition, seed) == (conditions[0], seeds[0]):
             write_trace(path, condition, run)
     return planned
 

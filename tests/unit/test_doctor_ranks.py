@@ -1,0 +1,231 @@
+"""What the ranks of the doctor do together: they meet, complain, measure links and collectives, or say why they can't."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmtrain.config import Recipe
+from llmtrain.doctor import axes as axes_module
+from llmtrain.doctor import links, network_report, together
+from llmtrain.doctor.axes import SMALLEST, axes
+from llmtrain.doctor.examine import Sections, examine
+from llmtrain.doctor.finding import Finding, Level, ok, problem, warning
+from llmtrain.doctor.fit import Plan, fit, round_bytes
+from llmtrain.doctor.hosts import Rank, group
+from llmtrain.doctor.links import Link
+from llmtrain.doctor.network_report import links_between
+from llmtrain.doctor.together import Together
+from llmtrain.errors import FAILED, TrainingError
+from llmtrain.parallel.meeting import Meeting, Place
+from llmtrain.parallel.network import Networks
+from llmtrain.parallel.world import World
+from llmtrain.recipe import load_recipe
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/quickstart.yaml"
+GIB = 2.0**30
+
+
+@pytest.fixture(autouse=True)
+def meeting_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        monkeypatch.setenv("MASTER_PORT", str(opened.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., Recipe]:
+    folders = [f"run.out_dir={tmp_path}", f"data.cache_dir={tmp_path}"]
+    return lambda *overrides: load_recipe(QUICKSTART, [*folders, *overrides])
+
+
+def by_all(ranks: int, do: Callable[[World], Any]) -> list[Any]:
+    """What `do` returned or raised on each rank, all of them threads of this process."""
+
+    def one(rank: int) -> Any:
+        try:
+            return do(World(rank, ranks, 0, 1))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, range(ranks)))
+
+
+def test_ranks_that_can_not_meet_are_a_problem_in_the_report_of_the_first(
+    recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = recipe("parallel.replica_network=wlan7")
+    code, error = by_all(2, lambda world: examine(given, world, 20))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert code == FAILED
+    assert "ranks problem parallel.replica_network is wlan7" in shown and shown.count("interfaces: ") == 1
+    assert isinstance(error, TrainingError) and str(error).startswith("parallel.replica_network is wlan7")
+
+
+class Opened(list):
+    """(replicas, shard, bytes of a round) of every mesh that was opened and measured."""
+
+    @contextmanager
+    def open_mesh(
+        self, world: World, replicas: int, shard: int, backend: str, seconds: float, meeting: Meeting
+    ) -> Iterator[tuple[int, int]]:
+        yield replicas, shard
+
+    def axes(self, mesh: tuple[int, int], bytes_a_round: float | None) -> list[Finding]:
+        self.append((*mesh, bytes_a_round))
+        return [ok("measured")]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
+    """Meshes are not opened, since ranks that are threads have no process groups; links are measured briefly. Models
+    are built one at a time: to build one without its weights changes torch for the whole process."""
+    found, one_at_a_time = Opened(), Lock()
+
+    def fit_alone(*arguments: Any) -> tuple[list[Finding], Plan | None]:
+        with one_at_a_time:
+            return fit(*arguments)
+
+    monkeypatch.setattr(together, "fit", fit_alone)
+    monkeypatch.setattr(together, "open_mesh", found.open_mesh)
+    monkeypatch.setattr(together, "axes", found.axes)
+    monkeypatch.setattr(links, "LONG_ENOUGH", 0.0)
+    return found
+
+
+def examined(recipe: Recipe | None, nodes: list[str], **complaints: Finding) -> list[Sections]:
+    """The sections of each rank, one a name of a node, that has found its node's `complaints` by itself."""
+    places = [Place(node, node, "127.0.0.1", GIB) for node in nodes]
+    meeting = Meeting(dist.HashStore(), places, Networks())
+
+    def one(world: World) -> Sections:
+        node = nodes[world.rank]
+        sections: Sections = {"network": [], "machine": [complaints[node]] if node in complaints else []}
+        Together(recipe, world, meeting, 20).add_to(sections)
+        return sections
+
+    return by_all(len(nodes), one)
+
+
+def test_without_a_recipe_the_mesh_is_the_one_that_auto_gives(opened: Opened) -> None:
+    for sections in examined(None, ["a", "a"]):
+        assert "recipe" not in sections and "other hosts" not in sections and sections["network"] == []
+        assert sections["links"] == [ok("all ranks are on one host")]
+        assert sections["collectives"] == [ok("measured")]
+    assert opened == [(2, 1, None)] * 2
+
+
+@pytest.mark.parametrize(("replicas", "shard"), [(2, 1), (1, 2)])
+def test_a_recipes_mesh_is_measured_and_its_round_if_there_is_one(
+    recipe: Callable[..., Recipe], opened: Opened, replicas: int, shard: int
+) -> None:
+    given = recipe(f"parallel.replicas={replicas}", f"parallel.shard={shard}")
+    for sections in examined(given, ["a", "a"]):
+        assert sections["recipe"][0] == ok(f"mesh: {replicas} replicas x {shard} shards (as the recipe says)")
+    _, plan = fit(given, ["a", "a"], [GIB, GIB])
+    sent = round_bytes(given, plan.size, 2, 1) if replicas == 2 else None
+    assert opened == [(replicas, shard, sent)] * 2
+
+
+def test_what_a_rank_of_another_host_complains_of_is_told_once(opened: Opened) -> None:
+    first, second, third = examined(None, ["a", "b", "b"], a=warning("few files", ""), b=problem("broken", "mend it"))
+    assert first["other hosts"] == [Finding(Level.PROBLEM, "b (127.0.0.1): broken", "mend it")]
+    assert second["other hosts"] == third["other hosts"] == [Finding(Level.WARNING, "a (127.0.0.1): few files", "")]
+    assert first["network"] == [ok(f"{axis} axis: the backend chooses the interface") for axis in ("replica", "shard")]
+    # The third only listens, its host's first rank measures.
+    assert first["links"] == second["links"] == third["links"]
+    assert first["links"][0].what.startswith("b (127.0.0.1) to a (127.0.0.1): ")
+    for sections in (first, second, third):
+        assert sections["collectives"] == [warning("not measured, because of the problems found", "solve them first")]
+    assert not opened
+
+
+def test_a_host_that_closes_in_the_middle_is_an_error() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"12345")
+        assert links._receive(ours, 3) == b"123"
+        theirs.close()
+        with pytest.raises(ConnectionError, match="the other host closed the connection"):
+            links._drop(ours, 3)
+
+
+def test_ports_to_open_are_named_where_the_kernel_tells_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(network_report, "EPHEMERAL_PORTS", tmp_path / "range")
+    hosts = group([Rank(i, f"n{i}", f"n{i}", "eth0", f"10.0.0.{i}", "cpu", {}) for i in range(2)])
+    broken = [Link(0, 1, error="timed out")]
+    assert "MASTER_PORT and ports above 1024;" in links_between(hosts, broken)[0].advice
+    (tmp_path / "range").write_text("32768\t60999\n")
+    assert "MASTER_PORT and ports 32768-60999;" in links_between(hosts, broken)[0].advice
+
+
+def test_a_gpu_without_bf16_is_a_problem_for_a_recipe_that_has_it(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    found, _ = fit(recipe("parallel.precision=bf16"), ["a"] * 4, [4 * GIB] * 4)
+    assert found[1] == problem("this GPU does not compute in bf16", "set parallel.precision=fp32")
+    found, _ = fit(recipe("parallel.precision=fp32"), ["a"] * 4, [4 * GIB] * 4)
+    assert {finding.level for finding in found} == {Level.OK}
+
+
+class Axis:
+    """An axis of a mesh whose collectives note that they were called, and take as long as they are said to."""
+
+    def __init__(self, name: str, size: int, calls: list[str], seconds: tuple[float, ...] = ()):
+        self.axis, self.size, self.device, self._calls, self._seconds = name, size, "cpu", calls, seconds
+
+    def all_reduce(self, tensor: Any, what: str) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: self._calls.append(f"{self.axis}: {what}"))
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        self._calls.append(f"{self.axis}: {what}")
+        return torch.tensor(self._seconds)
+
+
+def mesh_of(replicas: int, shard: int, seconds: tuple[float, ...]) -> tuple[SimpleNamespace, list[str]]:
+    calls: list[str] = []
+    everyone = Axis("all", replicas * shard, calls, seconds)
+    return SimpleNamespace(
+        replica=Axis("replica", replicas, calls), shard=Axis("shard", shard, calls), everyone=everyone
+    ), calls
+
+
+def test_a_round_takes_as_long_as_the_slowest_rank_between_replicas() -> None:
+    mesh, _ = mesh_of(2, 4, seconds=(0.5, 1.0))
+    sent = 4 * SMALLEST  # 2 (N-1)/N of 4 bytes a value
+    found = [finding.what for finding in axes(mesh, 2.0 * sent)]
+    assert found == [
+        "replica axis, between replicas: all-reduce over 2 ranks sends 262.1 kB from each in 1.000 s, 262.1 kB/s",
+        "a synchronisation of this model: 524.3 kB from each rank, about 2 s at that rate",
+        "shard axis, inside a replica: all-reduce over 4 ranks sends 393.2 kB from each in 1.000 s, 393.2 kB/s",
+    ]
+    assert [finding.what for finding in axes(mesh, None)] == [found[0], found[2]]
+
+
+def test_a_gpus_all_reduce_is_over_when_the_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, calls = mesh_of(2, 1, seconds=(1.0,))
+    there = SimpleNamespace(is_cuda=True, device="cuda:1")
+    fake = SimpleNamespace(zeros=lambda *_, **__: there, tensor=torch.tensor, float64=torch.float64)
+    fake.cuda = SimpleNamespace(synchronize=lambda device: calls.append(f"synchronize {device}"))
+    monkeypatch.setattr(axes_module, "torch", fake)
+    axes(mesh, None)
+    assert calls[:4] == [
+        "all: meeting before a measurement",
+        "replica: measuring",
+        "synchronize cuda:1",
+        "all: comparing times",
+    ]
