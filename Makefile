@@ -46,7 +46,7 @@ coverage: $(TOOLS)
 	$(BIN)/python -m tests.coverage_table
 
 coverage-deep: $(TOOLS)
-	$(BIN)/python -m coverage run -m pytest $(TWO_WORKERS) -m deep $(ARGS)
+	$(BIN)/python -m coverage run -m tests.deep --all --seconds=7200 $(ARGS)
 	$(BIN)/python -m coverage combine --quiet --keep --data-file=.coverage_both .coverage_fast .coverage.*
 	rm -f .coverage.*
 	$(BIN)/python -m tests.coverage_table
@@ -60,7 +60,7 @@ format: $(TOOLS)
 	$(BIN)/ruff format .
 
 docs: $(READY)
-	$(BIN)/python -m llmtrain.plan.reference
+	$(BIN)/python -c 'from llmtrain.plan.reference import main; main()'
 
 $(READY): requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -43,7 +42,8 @@ def train_with_restarts(
     others have given up.
     """
     members = list(range(nodes.count))
-    for number in itertools.count():
+    number = 0
+    while True:
         mine = run(Attempt(number, Nodes(len(members), members.index(nodes.rank), nodes.address, nodes.port)))
         endings = tell(number, mine, goes_on_without)
         if nodes.rank not in endings:
@@ -62,3 +62,4 @@ def train_with_restarts(
                 f"the run failed; its ranks are started again{where} ({restarts - number - 1} of {restarts} restarts left)",
                 flush=True,
             )
+        number += 1

@@ -1,4 +1,4 @@
-"""What the docs say of recipes and methods, written from the code: `python -m llmtrain.plan.reference`.
+"""What the docs say of recipes and methods, written from the code: `make docs`.
 
 docs/recipes.md whole, README's table of methods, and the table of docs/methods.md of what goes with what.
 """
@@ -23,7 +23,7 @@ COMPOSITION_BEGIN, COMPOSITION_END = "<!-- composition: written by `make docs` -
 INTRODUCTION = """\
 # Recipes
 
-<!-- Written by `python -m llmtrain.plan.reference` from llmtrain/config; change it there. -->
+<!-- Written by `make docs` from llmtrain/config; change it there. -->
 
 A recipe is a YAML file that describes a whole run, in sections of keys. Each key has a default; a recipe says what differs.
 
@@ -238,7 +238,3 @@ def main() -> None:
     README.write_text(readme_with_methods(README.read_text(encoding="utf-8")), encoding="utf-8")
     METHODS_PAGE.write_text(methods_page_with_composition(METHODS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote {PAGE} and the tables in {README} and {METHODS_PAGE}")
-
-
-if __name__ == "__main__":
-    main()

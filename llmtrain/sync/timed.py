@@ -39,9 +39,8 @@ class Timed(Period):
     def is_synchronous(self, step: int) -> bool:
         if step > self.warmup and self._since is None:
             self._since = self.clock()
-            if self._met_at == 0:  # not resumed
-                self._met_at = step - 1
-                self._steps_there = self._steps_synchronised = self.replica.size * (step - 1)
+            self._met_at = step - 1
+            self._steps_there = self._steps_synchronised = self.replica.size * (step - 1)
         return step <= self.warmup
 
     def ends_round(self, step: int) -> bool:

@@ -23,7 +23,7 @@ from llmtrain.sync.methods import METHODS
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == recipe_reference(), "run: python -m llmtrain.plan.reference"
+    assert PAGE.read_text(encoding="utf-8") == recipe_reference(), "run: make docs"
 
 
 def test_the_page_of_methods_is_up_to_date() -> None:

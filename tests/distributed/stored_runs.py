@@ -1,0 +1,154 @@
+"""Short runs of every method under both engines, stopped halfway and resumed, whose every number is fixed: A-EDiT's clock counts
+steps, and WAGMA has a replica that is late when it is planned to be."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llmtrain.config import Recipe
+from llmtrain.sync.methods import METHODS
+from llmtrain.train.trainer import Trainer
+from tests.distributed.pool import RankPool
+from tests.distributed.reshape_runs import Part, Seen, recipe_of, trainer_of, write_texts
+
+STOPPED_AFTER = 8
+"""Within the second round, where a validation makes all ranks agree on it at once."""
+PATIENCE_SECONDS = 60.0
+STEPS = ("train.steps=13", "checkpoint.every=100", "log.every=2", "eval.every=4", "sync.warmup_steps=2")
+EVERY = ("sync.period.every=4",)
+KEYS: dict[str, tuple[str, ...]] = {
+    "synchronous": ("sync.period={kind: every_step}",),
+    "local_sgd": EVERY,
+    "post_local_sgd": EVERY,
+    "qsr": ("sync.period={kind: qsr, base: 2, alpha: 0.009}",),
+    "slowmo": EVERY,
+    "diloco": (*EVERY, "sync.wire={kind: int4, feedback: true}"),
+    "streaming_diloco": ("sync.period.every=6", "sync.schedule={steps: 2, fragments: 2}", "sync.wire.feedback=true"),
+    "co2": EVERY,
+    "palsgd": (*EVERY, "sync.pull.probability=0.4"),
+    "wagma": (*EVERY, "sync.group.size=2"),
+    "edit": EVERY,
+    "a_edit": ("sync.period={kind: seconds, every: 3, min_steps: 0}",),
+}
+ENGINES: dict[str, tuple[str, ...]] = {
+    "fsdp2": (),
+    "zero": ("parallel.engine=zero", "parallel.zero_stage=2", "parallel.precision=fp32"),
+}
+SECONDS_PER_STEP = (0.5, 1.5)
+"""By replica, where rounds are of seconds."""
+LATE = {(1, 1), (4, 0), (5, 0)}
+"""(iteration, replica) of WAGMA: it contributes the message of the iteration before."""
+
+
+class PlannedStarts:
+    """In place of what wakes a group average: it begins when all that are on time have arrived, and not before those that are
+    late have finished what they contribute."""
+
+    def __init__(self, trainer: Trainer):
+        self.schedule, self.mesh = trainer.method.schedule, trainer.mesh
+        self.worker, self.store = self.schedule.worker, dist.PrefixStore("planned", trainer.mesh.store)
+        self.replica = trainer.mesh.replica.rank
+        self.worker.activation = self
+        end_step = trainer.method.end_step
+
+        def held(step: int) -> None:
+            if (self.schedule._iteration, self.replica) in LATE and self.worker.is_running:
+                self._until(lambda: self.worker._done >= self.schedule._iteration)
+            end_step(step)
+
+        trainer.method.end_step = held
+
+    def announce(self, iteration: int) -> None:
+        """Say that this replica has arrived."""
+        self.store.add(f"arrived {iteration}", 1)
+
+    def wait(self, iteration: int) -> bool:
+        """Wait for the iteration's begin; False: there are no more."""
+        on_time = sum((iteration, replica) not in LATE for replica in range(self.mesh.replicas))
+        needed = iteration - ((iteration, self.replica) in LATE)
+
+        def begins() -> bool:
+            return self.store.add(f"arrived {iteration}", 0) == on_time and self.worker.newest()[0] >= needed
+
+        self._until(lambda: self._is_over(iteration) or begins())
+        return not self._is_over(iteration)
+
+    def end(self, iteration: int) -> None:
+        """There are no more."""
+        self.store.set(f"end {iteration}", "")
+
+    def forget(self, iterations: Iterable[int]) -> None:
+        """Keep everything."""
+
+    def _is_over(self, iteration: int) -> bool:
+        return self.worker._closing or self.store.check([f"end {iteration}"])
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, "a planned start did not come"
+            time.sleep(0.0005)
+
+
+def train(recipe: Recipe, mesh: tuple[int, int], stop_after: int | None) -> str:
+    """Train from the newest checkpoint to the end, or until it is asked to stop. Returns how it ended on this rank."""
+    torch.manual_seed(0)
+    seconds = SECONDS_PER_STEP if recipe.sync.period.kind == "seconds" else ()
+    trainer = trainer_of(Part(recipe, *mesh, recipe.train.total_steps + 1, seconds), Seen())
+    trainer.stop.requested, trainer.recipe = False, recipe
+    trainer.checkpoints.section = recipe.checkpoint
+    if recipe.sync.schedule.kind == "wait_avoiding":
+        PlannedStarts(trainer)
+    end_step = trainer.method.end_step
+
+    def asked_to_stop(step: int) -> None:
+        end_step(step)
+        trainer.stop.requested |= step == stop_after
+
+    trainer.method.end_step = asked_to_stop
+    try:
+        return trainer.fit()
+    finally:
+        trainer.method.close()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run to store."""
+
+    name: str
+    mesh: tuple[int, int]
+    overrides: tuple[str, ...]
+
+
+def cases() -> list[Case]:
+    """Return every method under both engines, shards where the method does not need a rank's own clock."""
+    found = []
+    for method in METHODS:
+        mesh = (2, 1) if method in ("a_edit", "wagma") else (2, 2)
+        for engine, keys in ENGINES.items():
+            found.append(Case(f"{method}-{engine}", mesh, (f"sync.method={method}", *STEPS, *KEYS[method], *keys)))
+    return found
+
+
+def store(folder: Path) -> None:
+    """Make all runs of this tree, in FOLDER/runs."""
+    folder.mkdir(parents=True)
+    write_texts(folder)
+    for case in cases():
+        began, recipe = time.monotonic(), recipe_of(folder, case.name, *case.overrides)
+        for stop_after, ending in ((STOPPED_AFTER, "signal"), (None, "done")):
+            pool = RankPool(math.prod(case.mesh))  # a new one: DeepSpeed counts parameters from one engine to the next
+            try:
+                endings = pool.run(train, recipe, case.mesh, stop_after)
+            finally:
+                pool.close()
+            assert set(endings) == {ending}, (case.name, endings)
+        print(f"{case.name}: {time.monotonic() - began:.1f} s", flush=True)
