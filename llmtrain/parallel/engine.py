@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from llmtrain.parallel.comms import Comms
 from llmtrain.trace import span
 
 MicroBatch = torch.Tensor
@@ -25,6 +26,17 @@ class Block:
     shards: list[torch.Tensor]
     parameter_names: list[str] = field(default_factory=list)
     """The whole model's name of each shard's parameter."""
+
+
+def gradient_norm(gradients: Sequence[torch.Tensor], shard: Comms) -> torch.Tensor:
+    """Return the L2 norm over a replica's gradients, of which this rank has the given parts; on the device, in their dtype.
+
+    Summed in float64 and rounded once: all replicas must clip by the same number, and other GPUs sum in another order.
+    A collective of the shard group.
+    """
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    squares = shard.all_reduce(torch.stack(norms).square().sum(), "summing gradient norms")
+    return squares.wait().sqrt().to(gradients[0].dtype)
 
 
 class Engine(ABC):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.model import LanguageModel, ModelBlock, blocks_of, initialise
 from llmtrain.parallel.comms import Pending
-from llmtrain.parallel.engine import Block, Engine, MicroBatch
+from llmtrain.parallel.engine import Block, Engine, MicroBatch, gradient_norm
 from llmtrain.parallel.layers import COMPUTE, build_optimizer, decay_groups, named_parameters_of, wrap_layers
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.wire import Wire
@@ -84,7 +84,7 @@ class Fsdp2Engine(Engine):
     def step(self, lr: float) -> torch.Tensor:
         self._finish_averaging()
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = self._gradient_norm(parameters)
+        norm = gradient_norm([p.grad.to_local() for p in parameters], self.mesh.shard)
         self.skipped = self._skips_nonfinite and not bool(norm.isfinite())
         if self.skipped:
             self.optimizer.zero_grad(set_to_none=True)
@@ -188,11 +188,6 @@ class Fsdp2Engine(Engine):
             for pending in self._averaging:
                 pending.wait().div_(self.mesh.replica.size)
             self._averaging.clear()
-
-    def _gradient_norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
-        """L2 norm over the whole model: local squares, one scalar over the shard group."""
-        local = torch.nn.utils.get_total_norm([p.grad.to_local() for p in parameters])
-        return self.mesh.shard.all_reduce(local.square(), "summing gradient norms").wait().sqrt()
 
     def _shards_of(self, block: ModelBlock) -> Block:
         named = named_parameters_of(self.model, block)

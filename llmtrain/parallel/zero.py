@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.errors import RecipeError
 from llmtrain.model import LanguageModel, ModelBlock, blocks_of, initialise
-from llmtrain.parallel.engine import Block, Engine, MicroBatch
+from llmtrain.parallel.engine import Block, Engine, MicroBatch, gradient_norm
 from llmtrain.parallel.flat import FlatGroup
 from llmtrain.parallel.layers import COMPUTE, build_optimizer, decay_groups, named_parameters_of, wrap_layers
 from llmtrain.parallel.mesh import Mesh
@@ -143,10 +143,7 @@ class ZeroEngine(Engine):
         if self.average_gradients and self.mesh.replicas > 1:
             self._average_over_replicas(groups)
         gradients = [gradient for group in groups for gradient in group]
-        # In fp64, rounded at the end: all replicas must clip by the same number, and other GPUs sum in another order.
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-        local = torch.stack(norms).square().sum()
-        norm = self.mesh.shard.all_reduce(local, "summing gradient norms").wait().sqrt().float()
+        norm = gradient_norm(gradients, self.mesh.shard)
         if self._clip_norm is not None:
             factor = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
             for gradient in gradients:

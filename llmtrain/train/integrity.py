@@ -15,6 +15,7 @@ import xxhash
 
 from llmtrain.errors import CheckpointError
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.train.metadata import is_bare
 
 FORMAT = 4
 STATE, SEAL = "state.json", "sha256"
@@ -41,6 +42,12 @@ def complete(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in named if match and (path / STATE).exists())
 
 
+def begun(directory: Path) -> list[Path]:
+    """Every checkpoint in a `checkpoints` folder, oldest first, also one that has lost its state.json."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    return sorted(path for path in paths if NAME.fullmatch(path.name))
+
+
 def sealed(state: dict[str, Any]) -> str:
     """The text of state.json: the state, and its own digest last."""
     return json.dumps({**state, SEAL: _digest_of(state)})
@@ -60,6 +67,8 @@ def read_state(path: Path) -> dict[str, Any]:
         )
     if seal != _digest_of(state):
         raise CheckpointError(f"{path} is damaged: {STATE} is not what was written")
+    if strange := [name for name in state.get("files", ()) if not is_bare(name)]:
+        raise CheckpointError(f"{path} is damaged: {STATE} lists {strange[0]!r}, which is no file of its folder")
     return state
 
 

@@ -36,7 +36,7 @@ from llmtrain.train.console import Console, human
 from llmtrain.train.devices import compute_deterministically, memory_of_rank, peak_flops
 from llmtrain.train.disks import Disks
 from llmtrain.train.ending import closing_lines, draw_losses, write_sample
-from llmtrain.train.integrity import newest_whole, step_of
+from llmtrain.train.integrity import begun, newest_whole, step_of
 from llmtrain.train.metrics import Summariser
 from llmtrain.train.mirror import Mirror
 from llmtrain.train.rundir import RunDirectory
@@ -143,7 +143,7 @@ def _newest_anywhere(directory: RunDirectory, mirror: Mirror, mesh: Mesh, consol
     """The newest whole checkpoint, fetched if it is in the mirror; None: there is none. A collective of all ranks."""
     here, problem = None, None
     try:
-        here = newest_whole(directory.whole_checkpoints, mesh, console.note)
+        here = newest_whole(begun(directory.checkpoints), mesh, console.note)
     except CheckpointError as error:
         problem = error
     there = mirror.fetch(mesh, newer_than=-1 if here is None else step_of(here))

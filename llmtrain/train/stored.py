@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.tensor import DTensor
 
 from llmtrain.errors import CheckpointError
+from llmtrain.train.metadata import read_metadata
 
 
 class StoredTensors:
@@ -63,11 +64,12 @@ class StoredTensors:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the metadata once, not once a tensor."""
+    """Reads the metadata once, not once a tensor, and runs nothing that it holds."""
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self.metadata = super().read_metadata()
+        self.metadata = read_metadata(path)
+        self.metadata.storage_meta = StorageMeta(load_id=self.load_id)  # as torch's own reader does
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata

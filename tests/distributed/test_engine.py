@@ -13,6 +13,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.loss import IGNORED
+from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.engine import gradient_norm
 from llmtrain.sync.anchors import flatten
 from llmtrain.train.validation import mean_of_replicas, validate
 from tests.distributed.fake_engine import choices, edit
@@ -25,6 +27,7 @@ from tests.distributed.real_engine import (
     mesh_of,
     train,
 )
+from tests.distributed.threads import on_each
 
 EVERY_PART = {"z": 2.0, "temperature": 1.0, "clip": 0.5}
 
@@ -177,3 +180,18 @@ def validate_what_was_gathered_before(factor: float) -> tuple[float, float]:
 def test_what_was_gathered_before_a_change_is_not_computed_with(ranks):
     for gathered, fresh in ranks.run(validate_what_was_gathered_before, 3.0, world_size=2):
         assert gathered == fresh
+
+
+def norm_of_part(comms: Comms, parts: list[list[torch.Tensor]]) -> float:
+    return float(gradient_norm(parts[comms.rank], comms))
+
+
+def test_a_gradient_norm_does_not_depend_on_the_order_of_additions() -> None:
+    """GPUs of another kind add in another order; replicas that clipped by another number would have other anchors."""
+    gradients = [torch.randn(7, generator=torch.Generator().manual_seed(seed)).exp() for seed in range(30)]
+    exact = torch.cat(gradients).double().norm().float()
+    for turn in range(20):
+        order = torch.randperm(30, generator=torch.Generator().manual_seed(turn)).tolist()
+        parts = [[gradients[number] for number in order[rank::3]] for rank in range(3)]
+        assert set(on_each(3, norm_of_part, parts)) == {float(exact)}
+    assert gradient_norm([gradients[0].double()], Comms(None)).dtype == torch.float64

@@ -98,10 +98,10 @@ MUTANTS = [
         ("tests/distributed/test_plain_loop.py",),
     ),
     Mutant(
-        "fsdp: gradient norm of the local shard",
-        "llmtrain/parallel/fsdp.py",
-        'return self.mesh.shard.all_reduce(local.square(), "summing gradient norms").wait().sqrt()',
-        "return local",
+        "engine: gradient norm of the local shard",
+        "llmtrain/parallel/engine.py",
+        "return squares.wait().sqrt().to(gradients[0].dtype)",
+        "return torch.stack(norms).norm().to(gradients[0].dtype)",
         (
             "tests/distributed/test_plain_loop.py",
             "tests/distributed/test_engine.py",
