@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from llmtrain.config import CheckpointSection
+from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import CheckpointError
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
@@ -29,6 +29,7 @@ from llmtrain.sync.method import Method
 from llmtrain.sync.schedules.schedule import ByBlock
 from llmtrain.train.integrity import FORMAT, complete, folder_name, read_state
 from llmtrain.train.reshape import Reshape
+from llmtrain.train.rundir import refuse_another_recipe
 from llmtrain.train.stored import StoredTensors
 from llmtrain.train.writing import Writing
 
@@ -60,10 +61,12 @@ class Checkpoints:
         section: CheckpointSection,
         timeout_seconds: float,
         in_use: Callable[[], Collection[int]] = tuple,
+        recipe: Recipe | None = None,
     ):
-        """`in_use`: steps of checkpoints that somebody reads, and that stay until the next one is complete."""
+        """`in_use`: steps of checkpoints that somebody reads, and that stay until the next one is complete. `recipe`: the
+        run's, which goes into each checkpoint; one of another recipe is not loaded."""
         self.directory, self.mesh, self.engine, self.method = directory, mesh, engine, method
-        self.section, self.timeout_seconds, self.in_use = section, timeout_seconds, in_use
+        self.section, self.timeout_seconds, self.in_use, self.recipe = section, timeout_seconds, in_use, recipe
         self.seconds = 0.0
         """How long training has stood still for checkpoints."""
         self._writing: Writing | None = None
@@ -87,6 +90,8 @@ class Checkpoints:
         tensors |= {f"rank{self.mesh.world.rank}.{name}": keep(state) for name, state in self._generators().items()}
         state = {"format": FORMAT, "step": step, "mesh": [self.mesh.replicas, self.mesh.shard.size]}
         state |= {"shared": _blocks_there(shared), "own": _blocks_there(own)}
+        if self.recipe is not None:
+            state["recipe"] = self.recipe.model_dump(mode="json")
         final, comms = self.directory / folder_name(step), self.mesh.background
         mine = {"method": self.method.state_dict(), **progress}
         self._writing = Writing(final, tensors, state, mine, comms, lambda: self._retain(step))
@@ -117,9 +122,11 @@ class Checkpoints:
         """Put the state in `path` back, whatever mesh wrote it. A collective of all ranks.
 
         `global_batch` is the run's; random numbers of ranks that are new derive from `seed`. Raises CheckpointError, on
-        every rank, for a checkpoint that is damaged or can't be continued on this mesh.
+        every rank, for a checkpoint that is damaged or can't be continued on this mesh, RecipeError for one of another recipe.
         """
         state = read_state(path)
+        if self.recipe is not None and "recipe" in state:
+            refuse_another_recipe(Recipe.model_validate(state["recipe"]), self.recipe, str(path))
         reshape = Reshape.onto(self.mesh, state["mesh"])
         progress = reshape.progress(state["ranks"], state["step"], global_batch, self.method)
         method = progress.pop("method")

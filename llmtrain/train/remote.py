@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import CheckpointError
-from llmtrain.recipe import resolved_yaml
+from llmtrain.recipe import load_recipe, resolved_yaml
 from llmtrain.train.integrity import NAME, STATE, Digest, folder_name, read_state
 from llmtrain.train.rundir import refuse_another_recipe
 
@@ -45,7 +45,7 @@ class RemoteRun:
             here = Path(folder) / "recipe.yaml"
             if self._files.exists(there):
                 self._files.get_file(there, str(here))
-                refuse_another_recipe(here, recipe, self.url)
+                refuse_another_recipe(load_recipe(here), recipe, self.url)
             here.write_text(resolved_yaml(recipe))
             self._put_whole(here, there)
 

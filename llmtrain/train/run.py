@@ -274,6 +274,7 @@ def build_trainer(
             recipe.checkpoint,
             recipe.run.timeout_seconds,
             lambda: suites.in_use() | mirror.in_use(),
+            recipe,
         ),
         summariser=Summariser(mesh, flops, peak),
         console=console,

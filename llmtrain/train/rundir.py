@@ -96,7 +96,7 @@ class RunDirectory:
         there = self.path / "recipe.yaml"
         if not there.exists():
             return
-        refuse_another_recipe(there, self.recipe, str(self.path))
+        refuse_another_recipe(load_recipe(there), self.recipe, str(self.path))
 
     def open(self) -> None:
         """Make the directory and write the resolved recipe. By the main rank only. Raises RecipeError where that can't be done,
@@ -136,9 +136,9 @@ class RunDirectory:
         write_durably(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def refuse_another_recipe(there: Path, recipe: Recipe, where: str) -> None:
-    """Raises RecipeError when `there`, the recipe.yaml of what is in `where`, is not one that `recipe` can continue."""
-    changed = differences(load_recipe(there), recipe, ignore=FREE_TO_CHANGE)
+def refuse_another_recipe(there: Recipe, recipe: Recipe, where: str) -> None:
+    """Raise RecipeError when `there`, the recipe of what is in `where`, is not one that `recipe` can continue."""
+    changed = differences(there, recipe, ignore=FREE_TO_CHANGE)
     if changed:
         raise RecipeError(
             f"{where} holds a run of another recipe ({'; '.join(changed)}); choose another run.name, or delete that folder"

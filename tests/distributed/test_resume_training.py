@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from llmtrain.config import Recipe
+from llmtrain.errors import DONE, RecipeError
+from llmtrain.parallel.world import World
 from llmtrain.train.integrity import complete
+from llmtrain.train.run import run_training
 from llmtrain.train.rundir import RunDirectory
 from llmtrain.train.trainer import Trainer
 from tests.distributed.fake_engine import choices
@@ -120,3 +123,27 @@ def test_a_run_that_goes_on_has_no_summary_until_it_ends_again(folder: Path) -> 
     assert directory.summary() is not None
     directory.open()
     assert directory.summary() is None
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("model.config.num_hidden_layers=2", "model.config.num_hidden_layers: 1 there, 2 here"),
+        ("sync.method=co2", "sync.schedule.kind: "),
+        ("optim.kind=sgd", 'optim.kind: "adamw" there, "sgd" here'),
+    ],
+)
+def test_a_checkpoint_of_another_recipe_is_not_continued(
+    tmp_path: Path, folder: Path, change: str, problem: str
+) -> None:
+    """Though the run folder's recipe.yaml, which would say so, is gone."""
+    keys = ("train.steps=4", "sync.warmup_steps=2", "parallel.replicas=1", "parallel.shard=1", "train.micro_batch=12")
+    keys += (f"run.out_dir={tmp_path}",)
+    recipe, alone = recipe_of(folder, "a", *keys), World(0, 1, 0, 1)
+    assert run_training(recipe, alone) == DONE
+    for file in ("recipe.yaml", "summary.json"):
+        (tmp_path / "a" / file).unlink()
+    with pytest.raises(RecipeError) as refused:
+        run_training(recipe_of(folder, "a", *keys, change), alone)
+    assert problem in str(refused.value) and "\n" not in str(refused.value)
+    assert str(refused.value).startswith(f"{tmp_path}/a/checkpoints/step-00000004 holds a run of another recipe (")
