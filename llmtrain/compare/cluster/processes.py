@@ -52,8 +52,9 @@ def marks() -> dict[int, str]:
 
 
 def kill_all(find: Find, whose: str) -> None:
-    """SIGKILL, until none is left. Raises TimeoutError after SECONDS."""
-    _signal_until(signal.SIGKILL, find, lambda pid: False, f"processes of {whose} are there after SIGKILL")
+    """SIGKILL, until none is left, nor one that is on its way out, which `find` may no longer see. Raises TimeoutError after
+    SECONDS."""
+    _signal_until(signal.SIGKILL, find, _is_gone, f"processes of {whose} are there after SIGKILL")
 
 
 def stop_all(find: Find, whose: str) -> None:
@@ -71,13 +72,23 @@ def continue_all(find: Find) -> None:
 def _signal_until(number: signal.Signals, find: Find, is_done: Callable[[int], bool], failure: str) -> None:
     deadline = time.monotonic() + SECONDS
     signalled: set[int] = set()
-    while left := [pid for pid in find() if pid not in signalled or not is_done(pid)]:
+    while True:
+        found = {pid for pid in find() if pid not in signalled or not is_done(pid)}
+        left = found | {pid for pid in signalled if not is_done(pid)}
+        if not left:
+            return
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{failure}, {SECONDS:.0f} s later: {', '.join(map(str, left))}")
-        for pid in left:
+            raise TimeoutError(f"{failure}, {SECONDS:.0f} s later: {', '.join(map(str, sorted(left)))}")
+        for pid in found:  # only: the number of one that has ended may be another's now
             _send(pid, number)
-        signalled.update(left)
+        signalled |= found
         time.sleep(0.01)
+
+
+def _is_gone(pid: int) -> bool:
+    """Return whether a process has ended, though its parent may not have asked how."""
+    fields = stat_of(pid)
+    return fields is None or fields[0] in "ZX"
 
 
 def _is_stopped(pid: int) -> bool:
