@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -136,9 +136,9 @@ class RunDirectory:
         write_durably(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def refuse_another_recipe(there: Recipe, recipe: Recipe, where: str) -> None:
+def refuse_another_recipe(there: Recipe, recipe: Recipe, where: str, also_free: Sequence[str] = ()) -> None:
     """Raise RecipeError when `there`, the recipe of what is in `where`, is not one that `recipe` can continue."""
-    changed = differences(there, recipe, ignore=FREE_TO_CHANGE)
+    changed = differences(there, recipe, ignore=(*FREE_TO_CHANGE, *also_free))
     if changed:
         raise RecipeError(
             f"{where} holds a run of another recipe ({'; '.join(changed)}); choose another run.name, or delete that folder"
