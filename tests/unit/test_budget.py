@@ -49,14 +49,13 @@ def outcome(folder: Path, seconds: float, *options: str) -> tuple[int, str]:
 
 
 def test_a_test_over_its_limit_fails_the_run_wherever_it_computes(tmp_path: Path) -> None:
-    code, output = outcome(tmp_path, 1.0, "--cpu-limit-test=0.9", "-m", "")
+    code, output = outcome(tmp_path, 1.0, "--cpu-limit-test=0.3", "-m", "")  # 0.9 on the slowest machine
     assert code == 1, output
     assert "4 passed" in output
     excesses = [line for line in output.splitlines() if line.startswith("ERROR: ")]
     assert len(excesses) == 3, output
     for line, name in zip(excesses, ("test_here", "test_on_a_rank", "test_in_a_command"), strict=True):
-        assert re.search(rf"::{name} uses \d\.\d CPU seconds; a test outside `deep` may use 0.9", line)
-        assert line.endswith("CPU seconds; a test outside `deep` may use 0.9")
+        assert re.search(rf"::{name} uses \d\.\d CPU seconds; a test outside `deep` may use ", line)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(0.05, 1), (60, 0)])
