@@ -147,7 +147,7 @@ def watch(worker: GroupWorker, contributed: dict[int, int]) -> None:
     def watched_carry_out(iteration: int) -> None:
         carry_out(iteration)
         if iteration in sent:
-            same = [i for i, message in posted.items() if all(map(torch.equal, message, sent[iteration]))]
+            same = [i for i, message in list(posted.items()) if all(map(torch.equal, message, sent[iteration]))]
             contributed[iteration] = max(same)
 
     worker.start, worker.post, worker.group_of, worker._carry_out = (
