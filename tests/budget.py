@@ -3,16 +3,11 @@
 CPU seconds and not wall time: a busy machine must not fail the tests. Seconds of children come from wait4, those of forked
 processes from the mother, which waits for them. Tests outside the fast tier (deep, chaos, gpu) have no limit. What fixtures
 use is in the total, but in no test's own figure: the first test that needs one is not the only one.
-
-A CPU second is not the same everywhere: a shared machine has been seen to need 2.5 times as many as another for all tests, and
-2 times as many as itself an hour before. So the workers time a fixed loop when they begin and when they end, and on a machine
-that is slower than the one the limits are for, these are longer by as much, to three times.
 """
 
 from __future__ import annotations
 
 import resource
-import time
 from collections.abc import Iterator
 
 import psutil
@@ -20,13 +15,10 @@ import pytest
 
 from tests import mother
 
-SECONDS, LIMIT, SLOWNESS = "cpu_seconds", "cpu_limit", "slowness"
-LOOPS, LOOP_SECONDS = 3_000_000, 0.25
-"""How often the fixed loop goes round, and its CPU seconds where the limits hold as they are."""
-MOST_SLOWNESS = 3.0
+SECONDS, LIMIT = "cpu_seconds", "cpu_limit"
 OTHER_TIERS = ("deep", "chaos", "gpu")
-FRESH_LIMIT = 40.0
-"""The limit of the few tests that start new interpreters on purpose: each interpreter imports for 4 seconds."""
+FRESH_LIMIT = 60.0
+"""The limit of the few tests that start new interpreters on purpose: up to four, of which each imports for 5 to 11 seconds."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,12 +38,7 @@ class Budget:
         """CPU seconds of each fast test, and its limit."""
         self.elsewhere = 0.0
         """CPU seconds of the workers, as they say when they end."""
-        self.slowness = 1.0
-        """How many times as long as elsewhere this machine takes, but for short moments; at least 1."""
         self._at_call = 0.0
-
-    def pytest_sessionstart(self) -> None:
-        self._at_start = slowness()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
@@ -72,14 +59,11 @@ class Budget:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
-        told = getattr(node, "workeroutput", {})
-        self.elsewhere += told.get(SECONDS, 0.0)
-        self.slowness = max(self.slowness, told.get(SLOWNESS, 1.0))
+        self.elsewhere += getattr(node, "workeroutput", {}).get(SECONDS, 0.0)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self.slowness = max(self.slowness, (self._at_start + slowness()) / 2)
         if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput |= {SECONDS: used() + used_by_mothers(), SLOWNESS: self.slowness}
+            self.config.workeroutput[SECONDS] = used() + used_by_mothers()
         elif session.exitstatus == pytest.ExitCode.OK and self._excesses():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -87,8 +71,6 @@ class Budget:
         if not self.tests:
             return
         terminalreporter.section(f"CPU seconds of {len(self.tests)} tests: {self._total():.0f}")
-        if self.slowness > 1.0:
-            terminalreporter.line(f"limits are {self.slowness:.1f} times as long, as this machine is slow")
         shown = self.config.getoption("--cpu-shown")
         for name, (seconds, _) in sorted(self.tests.items(), key=lambda one: -one[1][0])[:shown]:
             terminalreporter.line(f"{seconds:6.1f} {name}")
@@ -103,24 +85,16 @@ class Budget:
     def _excesses(self) -> list[str]:
         """Describe what is over a limit, a line each."""
         lines = [
-            f"{name} uses {seconds:.1f} CPU seconds; a test outside `deep` may use {limit * self.slowness:.3g}"
+            f"{name} uses {seconds:.1f} CPU seconds; a test outside `deep` may use {limit:g}"
             for name, (seconds, limit) in self.tests.items()
-            if seconds > limit * self.slowness
+            if seconds > limit
         ]
-        together = self.config.getoption("--cpu-limit-all") * self.slowness
+        together = self.config.getoption("--cpu-limit-all")
         if self.tests and self._total() > together:
             lines.append(
-                f"the tests use {self._total():.0f} CPU seconds; all outside `deep` together may use {together:.4g}"
+                f"the tests use {self._total():.0f} CPU seconds; all outside `deep` together may use {together:g}"
             )
         return lines
-
-
-def slowness() -> float:
-    """Time the fixed loop. Returns how many times as long as elsewhere it takes, 1 to MOST_SLOWNESS."""
-    began, total = time.process_time(), 0
-    for number in range(LOOPS):
-        total += number * number
-    return min(MOST_SLOWNESS, max(1.0, (time.process_time() - began) / LOOP_SECONDS))
 
 
 def used() -> float:

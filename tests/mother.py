@@ -256,7 +256,7 @@ def _import_everything() -> None:
 
 
 def _fork_for_all(listener: socket.socket, owner_end: int) -> None:
-    """Until the descriptor `owner_end` says that the owner has ended."""
+    """Serve requests until the descriptor `owner_end` says that the owner has ended."""
     children: dict[int, tuple[int, socket.socket]] = {}  # descriptor that is ready when it ends -> its pid, who asked
     while True:
         ready, _, _ = select.select([listener, owner_end, *children], [], [])

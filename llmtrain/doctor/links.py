@@ -187,7 +187,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def _parts(connection: socket.socket, size: int) -> Iterator[bytes]:
-    """The next `size` bytes, as they come."""
+    """Yield the next `size` bytes, as they come."""
     while size > 0:
         part = connection.recv(min(size, len(CHUNK)))
         if not part:

@@ -19,7 +19,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 def software() -> list[Finding]:
     """Versions and backends of this process."""
     versions = [f"python {platform.python_version()}", f"torch {torch.__version__}"]
-    versions += [f"{name} {found}" for name in ("transformers", "deepspeed") if (found := version_of(name))]
+    versions += [f"{name} {found}" for name in ("transformers", "deepspeed") if (found := installed_version(name))]
     findings = [ok(f"llmtrain {llmtrain.__version__}, " + ", ".join(versions)), _cuda(), _backends()]
     return [finding for finding in findings if finding is not None]
 
@@ -29,13 +29,13 @@ def identity() -> dict[str, str]:
     return {
         "llmtrain": f"{llmtrain.__version__} (source {_source_hash()})",
         "torch": torch.__version__,
-        "transformers": version_of("transformers") or "none",
+        "transformers": installed_version("transformers") or "none",
         "python": ".".join(platform.python_version_tuple()[:2]),
     }
 
 
-def version_of(package: str) -> str | None:
-    """Of an installed package, None without it. It is not imported, since some take seconds."""
+def installed_version(package: str) -> str | None:
+    """Return the version of a package, None if it is not installed. It is not imported, since some take seconds."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 import llmtrain
-from llmtrain.doctor.software import version_of
+from llmtrain.doctor.software import installed_version
 from llmtrain.errors import UserError
 from llmtrain.eval.cache import Cache, write_json
 from llmtrain.eval.checkpoint import Checkpoint, find_checkpoints, is_main_process, labels
@@ -102,7 +102,7 @@ def _result(suite: str, each: Evaluated, baseline: Evaluated | None, show: dict[
         "in_short": in_short(each, show),
         "results": {name: scores for entry in entries.values() for name, scores in entry.scores.items()},
         "tasks": {name: about for entry in entries.values() for name, about in entry.about.items()},
-        "versions": {"llmtrain": llmtrain.__version__, **{name: version_of(name) for name in VERSIONS_OF}},
+        "versions": {"llmtrain": llmtrain.__version__, **{name: installed_version(name) for name in VERSIONS_OF}},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     written = [sample for entry in entries.values() for sample in entry.written]

@@ -13,7 +13,7 @@ DEFAULT_PORT = 29400
 
 @dataclass(frozen=True)
 class Nodes:
-    """This node's number among `count`, and where node 0 listens (unused when it is alone)."""
+    """This node's number among `count`, and where node 0 listens. A node that is alone listens elsewhere: on any free port."""
 
     count: int = 1
     rank: int = 0

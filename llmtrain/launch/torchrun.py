@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -102,8 +103,11 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
             # Fewer nodes than the recipe was written for have as many replicas as fit on them.
             fewer = ["parallel.replicas=auto"] if attempt.nodes.count < nodes.count else []
             check(load_recipe(recipe_path, [*overrides, *fewer]), attempt.nodes.count * per_node)
-            options = torchrun_arguments(recipe, attempt, per_node)
-            with hung_ranks_are_ended(partial(roll_call.has_failed, attempt.number)):
+            with (
+                _meeting_point(attempt.nodes) as where,
+                hung_ranks_are_ended(partial(roll_call.has_failed, attempt.number)),
+            ):
+                options = torchrun_arguments(recipe, Attempt(attempt.number, where), per_node)
                 return _run([*options, *program, str(recipe_path), *overrides, *fewer], directory, nodes)
 
         def tell(*how: Any) -> Mapping[int, Ended]:
@@ -126,15 +130,29 @@ def _check_memory(recipe: Recipe, nodes: Nodes, per_node: int) -> None:
     plan_mesh(recipe, places, [each] * len(places), on_gpu=torch.cuda.is_available())
 
 
+@contextmanager
+def _meeting_point(nodes: Nodes) -> Iterator[Nodes]:
+    """Say where ranks meet: at node 0's port, or, if there is one node only, at any free port of this host.
+
+    torchrun's own choice for one node, `--standalone`, is c10d's rendezvous, which inspects its stack for each event that it
+    records: that takes a second before the first rank is started.
+    """
+    if nodes.count > 1:
+        yield nodes
+        return
+    from torch.distributed import TCPStore
+
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    yield replace(nodes, address="localhost", port=store.port)
+
+
 def torchrun_arguments(recipe: Recipe, attempt: Attempt, per_node: int) -> list[str]:
-    """torchrun's options for `per_node` ranks on this node of an attempt's."""
+    """Return torchrun's options for `per_node` ranks on this node of an attempt's."""
     nodes = attempt.nodes
     options = ["--nnodes", str(nodes.count), "--nproc-per-node", str(per_node), "--signals-to-handle", SIGNALS]
-    if nodes.count == 1:
-        return [*options, "--standalone"]
-    meeting = ["--master-addr", nodes.address, "--master-port", str(nodes.port), "--node-rank", str(nodes.rank)]
-    meeting += ["--rdzv-id", f"attempt {attempt.number}"]  # the store, in this process, is that of the attempts before
-    return [*options, *meeting, "--rdzv-conf", f"timeout={math.ceil(recipe.run.timeout_seconds)}"]
+    options += ["--master-addr", nodes.address, "--master-port", str(nodes.port), "--node-rank", str(nodes.rank)]
+    options += ["--rdzv-id", f"attempt {attempt.number}"]  # a store in this process can be that of the attempts before
+    return [*options, "--rdzv-conf", f"timeout={math.ceil(recipe.run.timeout_seconds)}"]
 
 
 def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Ended:

@@ -104,7 +104,7 @@ def open_mesh(
     check_reach(meeting, world, replicas, shard, timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        meeting.given.tell_nccl(replicas > 1 and replica_backend != "gloo")
+        meeting.given.set_nccl_interface(replicas > 1 and replica_backend != "gloo")
     with carried_by(meeting.networks.replica):  # also what libraries make beside our groups
         _join(world, meeting, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
         try:

@@ -49,7 +49,7 @@ class Networks:
         default = None if os.environ.get(GLOO) else interface_of(address_towards(peer))
         return Networks(self.replica or default, self.shard or default)
 
-    def tell_nccl(self, replicas_use_nccl: bool) -> None:
+    def set_nccl_interface(self, replicas_use_nccl: bool) -> None:
         """Set NCCL_SOCKET_IFNAME to NCCL's one card, if a name is given; else NCCL decides.
 
         Between replicas where they use NCCL: a replica within a node needs no network card.

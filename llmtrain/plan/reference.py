@@ -1,4 +1,4 @@
-"""What the docs say of recipes and methods, written from the code: `make docs`.
+"""Tables of recipe keys and methods for the documentation, generated from the code by `make docs`.
 
 docs/recipes.md whole, README's table of methods, and the table of docs/methods.md of what goes with what.
 """

@@ -127,9 +127,7 @@ class Checkpoints:
         state = read_state(path)
         if self.recipe is not None and "recipe" in state:
             # It may have been copied into the folder of a run of another name.
-            refuse_another_recipe(
-                Recipe.model_validate(state["recipe"]), self.recipe, str(path), also_free=["run.name"]
-            )
+            refuse_another_recipe(Recipe.model_validate(state["recipe"]), self.recipe, str(path), ignored=["run.name"])
         reshape = Reshape.onto(self.mesh, state["mesh"])
         progress = reshape.progress(state["ranks"], state["step"], global_batch, self.method)
         method = progress.pop("method")

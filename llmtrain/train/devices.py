@@ -51,7 +51,7 @@ def memory_of_rank(world: World) -> float:
     return memory_bytes(device) / (1 if device.type == "cuda" else world.local_size)
 
 
-def compute_deterministically(device: torch.device) -> None:
+def enable_determinism(device: torch.device) -> None:
     """Let a GPU give the same bits for the same numbers, which some of its kernels otherwise don't; a CPU's all do."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

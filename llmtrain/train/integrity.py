@@ -15,7 +15,7 @@ import xxhash
 
 from llmtrain.errors import CheckpointError
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.train.metadata import is_bare
+from llmtrain.train.metadata import is_bare_file_name
 
 FORMAT = 4
 STATE, SEAL = "state.json", "sha256"
@@ -42,7 +42,7 @@ def complete(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in named if match and (path / STATE).exists())
 
 
-def begun(directory: Path) -> list[Path]:
+def checkpoint_folders(directory: Path) -> list[Path]:
     """Every checkpoint in a `checkpoints` folder, oldest first, also one that has lost its state.json."""
     paths = directory.iterdir() if directory.is_dir() else ()
     return sorted(path for path in paths if NAME.fullmatch(path.name))
@@ -67,7 +67,7 @@ def read_state(path: Path) -> dict[str, Any]:
         )
     if seal != _digest_of(state):
         raise CheckpointError(f"{path} is damaged: {STATE} is not what was written")
-    if strange := [name for name in state.get("files", ()) if not is_bare(name)]:
+    if strange := [name for name in state.get("files", ()) if not is_bare_file_name(name)]:
         raise CheckpointError(f"{path} is damaged: {STATE} lists {strange[0]!r}, which is no file of its folder")
     return state
 

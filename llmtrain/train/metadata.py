@@ -30,7 +30,8 @@ CLASSES = {
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
 }
-"""What describes tensors; beside them only torch's dtypes. Not `BytesStorageMetadata`: torch unpickles what it describes."""
+"""Classes that metadata of tensors needs, beside torch's dtypes. `BytesStorageMetadata` is left out: torch unpickles the bytes
+that it describes."""
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
@@ -41,12 +42,12 @@ def read_metadata(checkpoint: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"{FILE} holds a {type(metadata).__name__}, which is no metadata")
     for stored in (metadata.storage_data or {}).values():
-        if not is_bare(stored.relative_path):
+        if not is_bare_file_name(stored.relative_path):
             raise pickle.UnpicklingError(f"{FILE} names {stored.relative_path!r}, which is no file of this folder")
     return metadata
 
 
-def is_bare(name: str) -> bool:
+def is_bare_file_name(name: str) -> bool:
     """Return whether this is a file's name alone, which leads out of no folder."""
     return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 

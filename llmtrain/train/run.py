@@ -33,10 +33,10 @@ from llmtrain.sync.build import build_method, build_wire
 from llmtrain.trace import open_trace
 from llmtrain.train.checkpoint import Checkpoints
 from llmtrain.train.console import Console, human
-from llmtrain.train.devices import compute_deterministically, memory_of_rank, peak_flops
+from llmtrain.train.devices import enable_determinism, memory_of_rank, peak_flops
 from llmtrain.train.disks import Disks
 from llmtrain.train.ending import closing_lines, draw_losses, write_sample
-from llmtrain.train.integrity import begun, newest_whole, step_of
+from llmtrain.train.integrity import checkpoint_folders, newest_whole, step_of
 from llmtrain.train.metrics import Summariser
 from llmtrain.train.mirror import Mirror
 from llmtrain.train.rundir import RunDirectory
@@ -143,7 +143,7 @@ def _newest_anywhere(directory: RunDirectory, mirror: Mirror, mesh: Mesh, consol
     """The newest whole checkpoint, fetched if it is in the mirror; None: there is none. A collective of all ranks."""
     here, problem = None, None
     try:
-        here = newest_whole(begun(directory.checkpoints), mesh, console.note)
+        here = newest_whole(checkpoint_folders(directory.checkpoints), mesh, console.note)
     except CheckpointError as error:
         problem = error
     there = mirror.fetch(mesh, newer_than=-1 if here is None else step_of(here))
@@ -196,7 +196,7 @@ def build_trainer(
     check_same_tokens(mesh, texts)
     search = DamageSearch(texts.values(), mesh.world.local_rank, mesh.world.local_size)
     if recipe.train.deterministic:
-        compute_deterministically(mesh.device)
+        enable_determinism(mesh.device)
     torch.manual_seed(derive_seed(recipe.run.seed, "rank", mesh.world.rank))
     separator = prepared.eos_id if recipe.train.document_mask else None
     model = build(model_config(recipe.model, prepared.vocab_size), recipe.parallel.loss_chunk, separator)

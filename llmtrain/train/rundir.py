@@ -136,9 +136,9 @@ class RunDirectory:
         write_durably(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def refuse_another_recipe(there: Recipe, recipe: Recipe, where: str, also_free: Sequence[str] = ()) -> None:
+def refuse_another_recipe(there: Recipe, recipe: Recipe, where: str, ignored: Sequence[str] = ()) -> None:
     """Raise RecipeError when `there`, the recipe of what is in `where`, is not one that `recipe` can continue."""
-    changed = differences(there, recipe, ignore=(*FREE_TO_CHANGE, *also_free))
+    changed = differences(there, recipe, ignore=(*FREE_TO_CHANGE, *ignored))
     if changed:
         raise RecipeError(
             f"{where} holds a run of another recipe ({'; '.join(changed)}); choose another run.name, or delete that folder"

@@ -38,6 +38,7 @@ GPT_NEO = ModelSection(
         "num_heads": 2,
         "attention_types": [[["global", "local"], 1]],
         "window_size": 4,
+        "max_position_embeddings": 2 * LENGTH,  # each layer makes masks of its square
     },
 )
 

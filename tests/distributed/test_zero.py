@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -57,6 +58,19 @@ def compare(ranks: RankPool, case: Case, stages: tuple[int, ...] = STAGES, rtol:
     for stage, got in zip(stages, others, strict=True):
         for ours, theirs in zip(got, expected, strict=True):
             assert_equal_runs(ours, theirs, rtol, f"stage {stage}")
+
+
+def threads() -> int:
+    return psutil.Process().num_threads()
+
+
+def test_engines_leave_no_threads_in_ranks_of_the_pool(zero_ranks: RankPool) -> None:
+    """Each process group has some, and they would slow down all tests that come after. Stage 3 would keep them."""
+    case = on(Case(sync=choices("diloco"), replicas=2, shard=2, steps=1), "zero3")
+    zero_ranks.run(train, [case])
+    before = zero_ranks.run(threads)
+    zero_ranks.run(train, [case])
+    assert max(zero_ranks.run(threads)) <= max(before)
 
 
 def assert_equal_runs(got: Outcome, expected: Outcome, rtol: float, what: str) -> None:

@@ -17,11 +17,16 @@ QUICKSTART = [
     *("eval.every=8", "eval.tokens=4000", "eval.sample_prompt='def '", "checkpoint.every=6"),
     *("log.every=2", "log.tensorboard=true"),
 ]
+MESHES = [(1, 1), (2, 1), (2, 2)]
+"""(replicas, shard) of the runs that others are compared with."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"))
+    made = Runs(tmp_path_factory.mktemp("runs"))
+    for mesh in MESHES:
+        made.reference(*mesh)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +80,8 @@ def test_another_recipe_in_the_same_directory_is_refused_with_the_keys(runs: Run
     assert "optim.lr" in output and "0.5 here" in output and "Traceback" not in output
 
 
-@pytest.mark.parametrize(("replicas", "shard"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
 def test_what_is_sent_and_synchronised_does_not_depend_on_shards(runs: Runs, replicas: int, shard: int):
-    """The runs that others are compared with."""
     said = summary(runs.reference(replicas, shard))
     parameters = 400 * 32 * 2 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
     assert (said["stopped"], said["steps"], said["sync_count"]) == ("done", 12, 3)

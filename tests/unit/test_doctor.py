@@ -47,7 +47,7 @@ def test_versions_are_listed():
     (first, *rest) = software.software()
     assert f"torch {torch.__version__}" in first.what and "transformers 5." in first.what
     assert rest[-1].what.startswith("backends: gloo")
-    assert software.version_of("torch") and software.version_of("a-package-that-nobody-has") is None
+    assert software.installed_version("torch") and software.installed_version("a-package-that-nobody-has") is None
 
 
 @pytest.mark.parametrize(("gloo", "said"), [(False, "has no gloo"), (True, "has no NCCL, which GPUs need")])

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from llmtrain.errors import CheckpointError
-from llmtrain.train.integrity import STATE, begun, newest_whole, read_state, sealed
+from llmtrain.train.integrity import STATE, checkpoint_folders, newest_whole, read_state, sealed
 from llmtrain.train.metadata import FILE, read_metadata
 from llmtrain.train.remote import RemoteRun
 from llmtrain.train.stored import StoredTensors
@@ -109,11 +109,11 @@ def test_a_checkpoint_that_lost_its_state_is_named_and_never_trained_over(tmp_pa
         write(tmp_path, step)
     (tmp_path / "step-00000020" / STATE).unlink()
     (tmp_path / "step-00000030.tmp").mkdir()
-    assert newest_whole(begun(tmp_path), ALONE, said.append) == tmp_path / "step-00000010"
+    assert newest_whole(checkpoint_folders(tmp_path), ALONE, said.append) == tmp_path / "step-00000010"
     assert len(said) == 1 and "step-00000020 is damaged: state.json can't be read" in said[0]
     (tmp_path / "step-00000010" / STATE).unlink()
     with pytest.raises(
         CheckpointError, match=r"no older checkpoint is whole either, of 2; restore one, or delete them"
     ):
-        newest_whole(begun(tmp_path), ALONE, said.append)
-    assert begun(tmp_path / "nowhere") == []
+        newest_whole(checkpoint_folders(tmp_path), ALONE, said.append)
+    assert checkpoint_folders(tmp_path / "nowhere") == []

@@ -106,7 +106,6 @@ def test_torchrun_is_told_the_place_of_this_node():
     assert words.endswith(
         "--master-addr alpha --master-port 5 --node-rank 2 --rdzv-id attempt 1 --rdzv-conf timeout=91"
     )
-    assert torchrun_arguments(recipe, Attempt(0, Nodes()), 8)[-1] == "--standalone"
 
 
 class Meeting:

@@ -60,7 +60,7 @@ def test_a_card_towards_the_others_is_chosen_unless_one_is_given(monkeypatch):
 def told_to_nccl(monkeypatch: pytest.MonkeyPatch, networks: Networks, replicas_use_nccl: bool) -> str | None:
     """Return NCCL's variable."""
     monkeypatch.delenv(NCCL, raising=False)
-    networks.tell_nccl(replicas_use_nccl)
+    networks.set_nccl_interface(replicas_use_nccl)
     return os.environ.get(NCCL)
 
 

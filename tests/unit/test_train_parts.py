@@ -20,7 +20,7 @@ from llmtrain.lr import LearningRates
 from llmtrain.sync.method import Method
 from llmtrain.train import signals
 from llmtrain.train.console import human
-from llmtrain.train.devices import PEAK_BF16, compute_deterministically, peak_flops
+from llmtrain.train.devices import PEAK_BF16, enable_determinism, peak_flops
 from llmtrain.train.ending import draw_losses
 from llmtrain.train.integrity import FORMAT, complete, read_state
 from llmtrain.train.metrics import Line, MetricsWriter, RankRow, Summariser
@@ -173,7 +173,7 @@ def test_gpus_are_asked_for_the_same_bits(monkeypatch, device: str, asked: tuple
     monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    compute_deterministically(torch.device(device))
+    enable_determinism(torch.device(device))
     assert (os.environ.get("CUBLAS_WORKSPACE_CONFIG"), calls) == asked
 
 
