@@ -142,5 +142,5 @@ def _end_deepspeed() -> None:
         with contextlib.suppress(Exception):  # after a failure, or destroyed before
             engine.destroy()
     for left in gc.get_objects() if engines else []:
-        if isinstance(left, torch.nn.Parameter) or type(left).__name__ in _HOLD_GROUPS:
+        if type(left) is torch.nn.Parameter or type(left).__name__ in _HOLD_GROUPS:
             vars(left).clear()
