@@ -3,11 +3,16 @@
 CPU seconds and not wall time: a busy machine must not fail the tests. Seconds of children come from wait4, those of forked
 processes from the mother, which waits for them. Tests outside the fast tier (deep, chaos, gpu) have no limit. What fixtures
 use is in the total, but in no test's own figure: the first test that needs one is not the only one.
+
+A shared machine has needed 1.6 times as many CPU seconds as itself an hour before, for the same tests. So workers time a fixed loop
+every ten seconds, and limits are longer by as much as it is slower than usual.
 """
 
 from __future__ import annotations
 
 import resource
+import statistics
+import time
 from collections.abc import Iterator
 
 import psutil
@@ -15,7 +20,12 @@ import pytest
 
 from tests import mother
 
-SECONDS, LIMIT = "cpu_seconds", "cpu_limit"
+SECONDS, LIMIT, LOOPS = "cpu_seconds", "cpu_limit", "loops"
+LOOP_ROUNDS, LOOP_EVERY_SECONDS = 1_000_000, 10.0
+"""Length of the fixed loop, and how often it is timed."""
+LOOP_SECONDS, MOST_SLOWNESS = 0.08, 1.4
+"""CPU seconds that the loop takes where the limits hold as they are (their mean over a run of `make test` that used 982), and
+how much longer limits may become. Even then a test of 15 seconds is over its limit."""
 OTHER_TIERS = ("deep", "chaos", "gpu")
 FRESH_LIMIT = 60.0
 """The limit of the few tests that start new interpreters on purpose: up to four, of which each imports for 5 to 11 seconds."""
@@ -38,7 +48,9 @@ class Budget:
         """CPU seconds of each fast test, and its limit."""
         self.elsewhere = 0.0
         """CPU seconds of the workers, as they say when they end."""
-        self._at_call = 0.0
+        self.loops: list[float] = []
+        """CPU seconds that the fixed loop took, again and again, here and in the workers."""
+        self._at_call, self._next_loop = 0.0, 0.0
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
@@ -50,6 +62,9 @@ class Budget:
             if not any(item.get_closest_marker(tier) for tier in OTHER_TIERS):
                 limit = FRESH_LIMIT if item.get_closest_marker("fresh") else self.config.getoption("--cpu-limit-test")
                 report.user_properties.append((LIMIT, limit))
+            if time.monotonic() >= self._next_loop:
+                self.loops.append(loop_seconds())
+                self._next_loop = time.monotonic() + LOOP_EVERY_SECONDS
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -59,22 +74,27 @@ class Budget:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
-        self.elsewhere += getattr(node, "workeroutput", {}).get(SECONDS, 0.0)
+        output = getattr(node, "workeroutput", {})
+        self.elsewhere += output.get(SECONDS, 0.0)
+        self.loops += output.get(LOOPS, [])
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput[SECONDS] = used() + used_by_mothers()
-        elif session.exitstatus == pytest.ExitCode.OK and self._excesses():
+            self.config.workeroutput |= {SECONDS: used() + used_by_mothers(), LOOPS: self.loops}
+        elif session.exitstatus == pytest.ExitCode.OK and self.excesses():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.tests:
             return
         terminalreporter.section(f"CPU seconds of {len(self.tests)} tests: {self._total():.0f}")
+        if self.loops:
+            mean = statistics.mean(self.loops)
+            terminalreporter.line(f"a fixed loop took {mean:.3f} s, so limits are {self._slowness():.2f} times as long")
         shown = self.config.getoption("--cpu-shown")
         for name, (seconds, _) in sorted(self.tests.items(), key=lambda one: -one[1][0])[:shown]:
             terminalreporter.line(f"{seconds:6.1f} {name}")
-        for excess in self._excesses():
+        for excess in self.excesses():
             terminalreporter.line(f"ERROR: {excess}", red=True)
 
     def _total(self) -> float:
@@ -82,19 +102,33 @@ class Budget:
         here = _seconds(resource.RUSAGE_SELF) if has_workers else used()  # the workers have said what they used
         return here + used_by_mothers() + self.elsewhere
 
-    def _excesses(self) -> list[str]:
+    def excesses(self) -> list[str]:
         """Describe what is over a limit, a line each."""
+        slowness = self._slowness()
         lines = [
-            f"{name} uses {seconds:.1f} CPU seconds; a test outside `deep` may use {limit:g}"
+            f"{name} uses {seconds:.1f} CPU seconds; a test outside `deep` may use {limit * slowness:.3g}"
             for name, (seconds, limit) in self.tests.items()
-            if seconds > limit
+            if seconds > limit * slowness
         ]
-        together = self.config.getoption("--cpu-limit-all")
+        together = self.config.getoption("--cpu-limit-all") * slowness
         if self.tests and self._total() > together:
             lines.append(
-                f"the tests use {self._total():.0f} CPU seconds; all outside `deep` together may use {together:g}"
+                f"the tests use {self._total():.0f} CPU seconds; all outside `deep` together may use {together:.4g}"
             )
         return lines
+
+    def _slowness(self) -> float:
+        """Return how many times as long as usual this machine has taken for the loop during the tests."""
+        mean = statistics.mean(self.loops) if self.loops else LOOP_SECONDS
+        return min(MOST_SLOWNESS, max(1.0, mean / LOOP_SECONDS))
+
+
+def loop_seconds() -> float:
+    """Time the fixed loop, in CPU seconds."""
+    began, total = time.process_time(), 0
+    for number in range(LOOP_ROUNDS):
+        total += number * number
+    return time.process_time() - began
 
 
 def used() -> float:
