@@ -82,21 +82,35 @@ def records(folder: Path) -> dict[tuple[str, str], dict]:
 SLEEPY = "  plain: {delays: {who: 0, seconds: 0.1}}"
 
 
-def test_on_loopback_without_root(tmp_path: Path, runs: Runs) -> None:
-    file = comparison(tmp_path, runs, SYNCHRONOUS, DILOCO, conditions=SLEEPY)
+@pytest.fixture(scope="module")
+def on_loopback(tmp_path_factory: pytest.TempPathFactory, runs: Runs) -> tuple[Path, Path, str]:
+    """(folder, file, output) of a comparison of two runs."""
+    folder = tmp_path_factory.mktemp("loopback")
+    file = comparison(folder, runs, SYNCHRONOUS, DILOCO, conditions=SLEEPY)
     code, output = compare(file, "--no-shaping")
     assert code == 0, output
+    return folder, file, output
+
+
+def test_on_loopback_without_root(on_loopback: tuple[Path, Path, str]) -> None:
+    folder, _, output = on_loopback
     assert "trial 2 of 2: plain · diloco · seed 1234" in output
-    states = {key: record["state"] for key, record in records(tmp_path).items()}
+    states = {key: record["state"] for key, record in records(folder).items()}
     assert states == {("plain", "synchronous"): "done", ("plain", "diloco"): "done"}
-    report = (tmp_path / "small" / "report.md").read_text()
+    report = (folder / "small" / "report.md").read_text()
     assert "on loopback, without limits" in report and "| diloco" in report
-    assert (tmp_path / "small" / "report.html").stat().st_size > 50_000
-    spans = (tmp_path / "small/plain/diloco/seed-1234/trace/rank-00001.jsonl").read_text()
+    assert (folder / "small" / "report.html").stat().st_size > 50_000
+    spans = (folder / "small/plain/diloco/seed-1234/trace/rank-00001.jsonl").read_text()
     assert '"kind": "message"' in spans and '"kind": "wait"' in spans
+
+
+def test_a_complete_comparison_trains_nothing_again_and_is_reported_elsewhere(
+    on_loopback: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    folder, file, _ = on_loopback
     again, output = compare(file, "--no-shaping")
     assert again == 0 and "trial 1" not in output
-    code, output = compare("--report-only", tmp_path / "small", "--out", tmp_path / "another")
+    code, output = compare("--report-only", folder / "small", "--out", tmp_path / "another")
     assert code == 0 and (tmp_path / "another" / "report.html").exists(), output
 
 
