@@ -4,8 +4,8 @@ CPU seconds and not wall time: a busy machine must not fail the tests. Seconds o
 processes from the mother, which waits for them. Tests outside the fast tier (deep, chaos, gpu) have no limit. What fixtures
 use is in the total, but in no test's own figure: the first test that needs one is not the only one.
 
-A shared machine has needed 1.6 times as many CPU seconds as itself an hour before, for the same tests. So workers time a fixed loop
-every ten seconds, and limits are longer by as much as it is slower than usual.
+A shared machine has needed 1.4 times as many CPU seconds as itself half an hour before, for the same tests. So workers time a
+fixed loop every ten seconds, and limits are longer by as much as it is slower than usual.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SECONDS, LIMIT, LOOPS = "cpu_seconds", "cpu_limit", "loops"
 LOOP_ROUNDS, LOOP_EVERY_SECONDS = 1_000_000, 10.0
 """Length of the fixed loop, and how often it is timed."""
 LOOP_SECONDS, MOST_SLOWNESS = 0.08, 1.4
-"""CPU seconds that the loop takes where the limits hold as they are (their mean over a run of `make test` that used 982), and
-how much longer limits may become. Even then a test of 15 seconds is over its limit."""
+"""CPU seconds of the loop where limits hold as they are (its mean in a run of `make test` that used 982), and the most that they
+are multiplied by. A test of 15 seconds is always over its limit."""
 OTHER_TIERS = ("deep", "chaos", "gpu")
 FRESH_LIMIT = 60.0
 """The limit of the few tests that start new interpreters on purpose: up to four, of which each imports for 5 to 11 seconds."""

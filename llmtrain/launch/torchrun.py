@@ -104,10 +104,10 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
             fewer = ["parallel.replicas=auto"] if attempt.nodes.count < nodes.count else []
             check(load_recipe(recipe_path, [*overrides, *fewer]), attempt.nodes.count * per_node)
             with (
-                _meeting_point(attempt.nodes) as where,
+                _with_endpoint(attempt.nodes) as members,
                 hung_ranks_are_ended(partial(roll_call.has_failed, attempt.number)),
             ):
-                options = torchrun_arguments(recipe, Attempt(attempt.number, where), per_node)
+                options = torchrun_arguments(recipe, Attempt(attempt.number, members), per_node)
                 return _run([*options, *program, str(recipe_path), *overrides, *fewer], directory, nodes)
 
         def tell(*how: Any) -> Mapping[int, Ended]:
@@ -131,8 +131,8 @@ def _check_memory(recipe: Recipe, nodes: Nodes, per_node: int) -> None:
 
 
 @contextmanager
-def _meeting_point(nodes: Nodes) -> Iterator[Nodes]:
-    """Say where ranks meet: at node 0's port, or, if there is one node only, at any free port of this host.
+def _with_endpoint(nodes: Nodes) -> Iterator[Nodes]:
+    """Yield the nodes with the endpoint of their store. A single node opens one on a free port, until its ranks have ended.
 
     torchrun's own choice for one node, `--standalone`, is c10d's rendezvous, which inspects its stack for each event that it
     records: that takes a second before the first rank is started.

@@ -42,7 +42,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "zero": ("parallel.engine=zero", "parallel.zero_stage=2", "parallel.precision=fp32"),
 }
 SECONDS_PER_STEP = (0.5, 1.5)
-"""How long a step of each replica takes, where rounds are of seconds."""
+"""Seconds that a step takes, by replica, where rounds are of seconds."""
 LATE = {(1, 1), (4, 0), (5, 0)}
 """(iteration, replica) of WAGMA: it contributes the message of the iteration before."""
 

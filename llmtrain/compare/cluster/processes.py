@@ -18,7 +18,7 @@ MARK = "LLMTRAIN_VIRTUAL_HOST"
 its ranks a session of its own."""
 
 EXEC_READS = 100
-"""How many times an empty environment is read again. execve fills it in well below the millisecond that this takes."""
+"""Number of times that an empty environment is read again: execve fills it in well below the millisecond that this takes."""
 
 Find = Callable[[], Collection[int]]
 """Looks for the processes of something, anew at each call."""
