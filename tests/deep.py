@@ -98,9 +98,10 @@ def is_due(group: Group, record: Record) -> bool:
 
 
 def run(group: Group, seconds: float) -> tuple[int | None, float]:
-    """Run a group's deep tests for at most so long; (exit code, None if the time was up; minutes)."""
+    """Run a group's deep tests for at most so long; (exit code, None if the time was up; minutes). The first failure ends the
+    group, since one before the time was up would be lost."""
     started = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "deep", group.tests]
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "deep", "-x", group.tests]
     process = subprocess.Popen(command, cwd=ROOT)
     try:
         code = process.wait(seconds)

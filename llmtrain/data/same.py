@@ -7,7 +7,6 @@ import socket
 from collections.abc import Mapping
 
 import numpy as np
-import torch.distributed as dist
 
 from llmtrain.data.index import Prepared
 from llmtrain.data.sources import SPLITS
@@ -24,8 +23,7 @@ def check_same_tokens(mesh: Mesh, texts: Mapping[str, Prepared]) -> None:
     if mesh.world.size == 1:
         return
     mine = socket.gethostname(), *_described(texts)
-    everybody: list[tuple[str, dict[str, str], str | None]] = [mine] * mesh.world.size
-    dist.all_gather_object(everybody, mine, group=mesh.everyone.group)
+    everybody = mesh.everyone.all_gather_object(mine, "comparing token shards")
     for rank, (host, _, problem) in enumerate(everybody):
         if problem is not None:
             raise DataError(f"rank {rank} on {host} can't read its token shards: {problem}; see to that disk")

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from llmtrain import trace
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.wire import Wire
+
+T = TypeVar("T")
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -161,6 +164,27 @@ class Comms:
     def all_gather(self, tensor: torch.Tensor, what: str = "all-gather") -> torch.Tensor:
         """Every rank's `tensor`, stacked in rank order: [size, *shape]."""
         return self.gather(tensor, what).wait()
+
+    def all_gather_object(self, value: T, what: str) -> list[T]:
+        """Collect every rank's `value`, which can be pickled, in rank order. Not counted as traffic. Raises TrainingError as
+        `Pending.wait` does."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            self._named(what, dist.all_gather_object, values, value)
+        return values
+
+    def broadcast_object(self, value: T, what: str) -> T:
+        """Return rank 0's `value` on every rank. Otherwise as `all_gather_object`."""
+        values = [value]
+        if self.size > 1:
+            self._named(what, partial(dist.broadcast_object_list, group_src=0), values)
+        return values[0]
+
+    def _named(self, what: str, collective: Callable[..., None], *objects: Any) -> None:
+        try:
+            collective(*objects, group=self.group)
+        except RuntimeError as error:
+            raise self.failure(what, error) from error
 
     def begin(self, what: str, sent: float, collective: Callable[..., dist.Work], *tensors: Any) -> dist.Work:
         """Start a collective of torch.distributed over this axis, in which this rank sends so many bytes."""

@@ -53,17 +53,16 @@ class Mesh:
 
     def from_main(self, ask: Callable[[], T]) -> T:
         """The main rank's `ask()` on every rank; a UserError it raises is raised on every rank."""
-        answer: list[T | UserError | None] = [None]
+        answer: T | UserError | None = None
         if self.is_main:
             try:
-                answer[0] = ask()
+                answer = ask()
             except UserError as error:
-                answer[0] = error
-        if self.world.size > 1:
-            dist.broadcast_object_list(answer, group=self.everyone.group)
-        if isinstance(answer[0], UserError):
-            raise answer[0]
-        return answer[0]
+                answer = error
+        answer = self.everyone.broadcast_object(answer, "hearing from rank 0")
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
 
 
 def local_device(world: World) -> torch.device:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import CheckpointError
@@ -172,13 +171,9 @@ class Checkpoints:
             read()
         except CheckpointError as caught:
             error = caught
-        errors: list[CheckpointError | None] = [error]
-        if self.mesh.world.size > 1:
-            errors = [None] * self.mesh.world.size
-            dist.all_gather_object(errors, error, group=self.mesh.everyone.group)
-        for error in errors:
-            if error is not None:
-                raise error
+        for met in self.mesh.everyone.all_gather_object(error, "asking all ranks whether they read the checkpoint"):
+            if met is not None:
+                raise met
 
     def _read_kind(self, path: Path, reshape: Reshape, prefix: str, kind: str, present: list[bool]) -> ByBlock:
         """One kind of the method's tensors, on the CPU: of those that rest there, one kind at a time is on the device."""

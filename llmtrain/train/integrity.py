@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import xxhash
 
 from llmtrain.errors import CheckpointError
@@ -130,10 +129,7 @@ def fault_anywhere(directory: Path, files: Mapping[str, Digest], mesh: Mesh) -> 
 
 def said_by_any(mine: str | None, mesh: Mesh) -> str | None:
     """What the first rank says that has something to say. A collective of all ranks."""
-    said: list[str | None] = [mine]
-    if mesh.world.size > 1:
-        said = [None] * mesh.world.size
-        dist.all_gather_object(said, mine, group=mesh.everyone.group)
+    said = mesh.everyone.all_gather_object(mine, "asking all ranks for problems of their disks")
     return next((one for one in said if one is not None), None)
 
 

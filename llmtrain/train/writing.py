@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
@@ -105,7 +104,8 @@ class Writing:
         if isinstance(names, str):
             raise OSError(names)
         share = names[self._comms.rank :: self._comms.size]
-        of_ranks = self._gathered((self._progress, _or_problem(lambda: digests(self.temporary, share))))
+        mine = self._progress, _or_problem(lambda: digests(self.temporary, share))
+        of_ranks = self._comms.all_gather_object(mine, f"gathering digests of {self.final.name}")
         problem = self._from_main(self._complete(of_ranks) if self._comms.rank == 0 else None)
         if problem is not None:
             raise OSError(problem)
@@ -128,18 +128,7 @@ class Writing:
         return None
 
     def _from_main(self, value: Any) -> Any:
-        values = [value]
-        if self._comms.size > 1:
-            dist.broadcast_object_list(values, group=self._comms.group)
-        return values[0]
-
-    def _gathered(self, value: Any) -> list[Any]:
-        """By rank, on the main rank; elsewhere nothing of use."""
-        if self._comms.size == 1:
-            return [value]
-        values = [None] * self._comms.size if self._comms.rank == 0 else None
-        dist.gather_object(value, values, group=self._comms.group)
-        return values or []
+        return self._comms.broadcast_object(value, f"writing {self.final.name}")
 
 
 def write_durably(path: Path, text: str) -> None:

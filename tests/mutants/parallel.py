@@ -184,8 +184,8 @@ MUTANTS = [
     Mutant(
         "mesh: only the main rank raises a UserError",
         "llmtrain/parallel/mesh.py",
-        "if isinstance(answer[0], UserError):",
-        "if self.is_main and isinstance(answer[0], UserError):",
+        "if isinstance(answer, UserError):",
+        "if self.is_main and isinstance(answer, UserError):",
         (
             "tests/unit/test_mirror.py",
             "tests/distributed/test_mirror.py",

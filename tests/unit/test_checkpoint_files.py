@@ -20,7 +20,7 @@ from llmtrain.parallel.world import World
 from llmtrain.train.integrity import FORMAT, STATE, complete, digests, fault, newest_whole, read_state
 from llmtrain.train.writing import Writing
 
-ALONE = SimpleNamespace(world=World(0, 1, 0, 1), from_main=lambda ask: ask())
+ALONE = SimpleNamespace(world=World(0, 1, 0, 1), everyone=Comms(None), from_main=lambda ask: ask())
 
 
 def write(folder: Path, step: int, numbers: int = 1000) -> Writing:

@@ -157,6 +157,28 @@ def test_a_collective_that_can_not_begin_says_what_it_was_for(monkeypatch: pytes
     )
 
 
+@pytest.mark.parametrize(
+    ("exchange", "collective"),
+    [("all_gather_object", "all_gather_object"), ("broadcast_object", "broadcast_object_list")],
+)
+def test_an_exchange_of_objects_that_fails_says_what_it_was_for(
+    monkeypatch: pytest.MonkeyPatch, exchange: str, collective: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("Timed out waiting 2000ms for recv operation to complete\na stack of C++")
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, collective, refuse)
+    comms = Comms(None, axis="everyone")
+    comms.rank, comms.size = 1, 2
+    with pytest.raises(TrainingError) as failed:
+        getattr(comms, exchange)("mine", "comparing token shards")
+    assert str(failed.value) == (
+        f"comparing token shards over the everyone axis failed on rank 1 (everyone 1 of 2) on {socket.gethostname()}: "
+        "Timed out waiting 2000ms for recv operation to complete; a peer died or took longer than run.timeout_seconds"
+    )
+
+
 def test_zero_without_deepspeed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.delitem(sys.modules, "llmtrain.parallel.zero", raising=False)

@@ -14,6 +14,7 @@ import pytest
 
 from llmtrain.config import CheckpointSection
 from llmtrain.errors import CheckpointError, RecipeError, UserError
+from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
 from llmtrain.recipe import load_recipe
 from llmtrain.train.checkpoint import Checkpoints
@@ -24,7 +25,7 @@ from llmtrain.train.rundir import RunDirectory
 from tests.unit.test_checkpoint_files import flip, write
 
 ROOT = Path(__file__).resolve().parents[2]
-ALONE = SimpleNamespace(world=World(0, 1, 0, 1), is_main=True, from_main=lambda ask: ask())
+ALONE = SimpleNamespace(world=World(0, 1, 0, 1), everyone=Comms(None), is_main=True, from_main=lambda ask: ask())
 NUMBERS = itertools.count()
 
 
