@@ -82,16 +82,16 @@ def clocked(work: Callable[[], int]) -> dict[str, float]:
     return {"tokens": tokens, **{name: clock() - began[name] for name, clock in clocks.items()}}
 
 
-def tokenise(task: dict[str, Any]) -> dict[str, Any]:
+def tokenize(task: dict[str, Any]) -> dict[str, Any]:
     """The first table's figures."""
     from llmtrain.config import DataSection
-    from llmtrain.data.prepare import folder, prepare
+    from llmtrain.data.prepare import cache_path, prepare
     from llmtrain.data.sources import SPLITS, documents
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     asked = DataSection(source=task["source"], tokenizer=task["tokenizer"], cache_dir=str(ROOT / "data"))
     kept = prepare(asked, 1, 1)  # trains the tokenizer, if it is to be trained, and keeps it
-    data = asked.model_copy(update={"tokenizer": str(folder(asked) / "tokenizer")})
+    data = asked.model_copy(update={"tokenizer": str(cache_path(asked) / "tokenizer")})
     tokenizer = kept.load_tokenizer()
 
     def read() -> int:
@@ -116,7 +116,7 @@ def tokenise(task: dict[str, Any]) -> dict[str, Any]:
 
 def load(task: dict[str, Any]) -> dict[str, Any]:
     """The second table's figures for one shape of batch: seconds of batches alone, and of steps and their data."""
-    from llmtrain.recipe import load_recipe
+    from llmtrain.recipe_loader import load_recipe
 
     micro_batch, length = task["shape"]
     recipe = load_recipe(
@@ -124,7 +124,7 @@ def load(task: dict[str, Any]) -> dict[str, Any]:
         [
             *(f"model.config.{key}={value}" for key, value in MODEL.items()),
             f"model.config.max_position_embeddings={length}",
-            *("parallel.replicas=1", "parallel.shard=1", "sync.method=local_sgd", NEVER, *ENDLESS),
+            *("parallel.replicas=1", "parallel.shards=1", "sync.method=local_sgd", NEVER, *ENDLESS),
             *(f"train.global_batch={micro_batch}", f"train.micro_batch={micro_batch}"),
             f"train.sequence_length={length}",
             f"data.source={task['source']}",
@@ -149,7 +149,7 @@ def _batch(loader: Any) -> int:
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
     """What this process was asked for."""
-    return load(task) if "shape" in task else tokenise(task)
+    return load(task) if "shape" in task else tokenize(task)
 
 
 def rows_of(found: Mapping[str, Sequence[Mapping[str, float]]], text_bytes: int) -> list[Row]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from llmtrain.config import Recipe
-    from llmtrain.data.index import Prepared
+    from llmtrain.data.index import TokenDataset
     from llmtrain.parallel.mesh import Mesh
     from llmtrain.train.trainer import Trainer
 
@@ -30,7 +30,7 @@ RECIPE = "recipes/quickstart.yaml"
 MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
 """4.2 M parameters with the recipe's vocabulary."""
 ENDLESS = ("train.steps=1_000_000", "sync.warmup_steps=0", "optim.lr=1.0e-4")
-"""A run that no benchmark comes to the end of, at a learning rate that leaves even a synchronisation a step stable."""
+"""A run that no benchmark comes to the end of, at a learning rate that leaves even a synchronization a step stable."""
 NEVER = "sync.period.every=1_000_000_000"
 """Local steps alone."""
 TASK, ANSWER = "BENCHMARK_TASK", "BENCHMARK_ANSWER"
@@ -80,7 +80,7 @@ def is_asked(measure: Callable[[dict[str, Any]], Any]) -> bool:
 
 
 @contextmanager
-def opened(recipe: Recipe, replicas: int, shard: int) -> Iterator[tuple[Mesh, Prepared, str]]:
+def opened(recipe: Recipe, replicas: int, shard: int) -> Iterator[tuple[Mesh, TokenDataset, str]]:
     """(the mesh of the processes that `ask` started, the recipe's tokens, a folder for runs that goes afterwards)."""
     from llmtrain.parallel.mesh import open_mesh
     from llmtrain.parallel.world import World
@@ -92,13 +92,13 @@ def opened(recipe: Recipe, replicas: int, shard: int) -> Iterator[tuple[Mesh, Pr
         yield mesh, prepared, scratch
 
 
-def build(recipe: Recipe, mesh: Mesh, prepared: Prepared, scratch: str, name: str = "") -> Trainer:
+def build(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, scratch: str, name: str = "") -> Trainer:
     """A trainer whose `train_step` can be called. Several on one mesh need different names."""
     import torch.distributed as dist
 
     from llmtrain.train.console import Console
     from llmtrain.train.run import build_trainer
-    from llmtrain.train.rundir import RunDirectory
+    from llmtrain.train.run_dir import RunDirectory
     from llmtrain.train.signals import StopRequest
 
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"out_dir": scratch})})
@@ -117,7 +117,7 @@ def bare_loop(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from llmtrain import model as models
-    from llmtrain.parallel.layers import wrap_layers
+    from llmtrain.parallel.wrapping import wrap_layers
 
     model = models.build(models.model_config(recipe.model, vocab_size), recipe.parallel.loss_chunk)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.parallel.precision]
@@ -125,7 +125,7 @@ def bare_loop(
     blocks = models.blocks_of(model)
     wrap_layers(blocks, recipe.parallel)
     for block in blocks:
-        models.initialise(model, block, 0, mesh.device, torch.float32)
+        models.initialize(model, block, 0, mesh.device, torch.float32)
         fully_shard(
             block.modules if len(block.modules) > 1 else block.modules[0], mesh=mesh.devices["shard"], mp_policy=policy
         )
@@ -162,7 +162,7 @@ def timed(step: Callable[[], object], steps: int, mesh: Mesh) -> float:
     """Seconds of so many steps, which all ranks begin together."""
     import torch
 
-    mesh.everyone.all_reduce(torch.zeros(1)).wait()
+    mesh.all_ranks.all_reduce(torch.zeros(1)).wait()
     if mesh.device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()

@@ -50,11 +50,11 @@ def losses(chunk: int) -> dict[str, Callable[..., torch.Tensor]]:
     """What can be measured here, by name: (hidden, weight, labels) -> a scalar."""
     import torch.nn.functional as F
 
-    from llmtrain.loss import IGNORED, summed_loss
+    from llmtrain.loss import IGNORE_INDEX, summed_loss
 
     def all_at_once(hidden: torch.Tensor, weight: torch.Tensor, bias: None, labels: torch.Tensor) -> torch.Tensor:
         logits = F.linear(hidden, weight).float()
-        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
     found = {ALL_AT_ONCE: all_at_once, PLAIN: summed_loss("torch", chunk, False)}
     found[COMPILED] = summed_loss("torch", chunk, True)
@@ -67,7 +67,7 @@ def rows_of(case: tuple[str, int, int, int], chunk: int, turns: int, times: int)
     """The lines of one case."""
     import torch
 
-    from llmtrain.parallel.layers import COMPUTE
+    from llmtrain.parallel.wrapping import COMPUTE
 
     precision, tokens, width, vocabulary = case
     device, dtype = "cuda" if on_gpu() else "cpu", COMPUTE[precision]

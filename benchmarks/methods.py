@@ -34,7 +34,7 @@ from table import (
     write_page,
 )
 
-from llmtrain.recipe import load_recipe
+from llmtrain.recipe_loader import load_recipe
 from llmtrain.sync.methods import METHODS
 
 SHORTEST, GLOBAL_EVERY = 10, 10

@@ -40,9 +40,9 @@ def coded(kind: str, compiled: bool, values: torch.Tensor) -> tuple[dict[str, Ca
     """Encoding and decoding `values`, ready to be timed, and the seconds that their first time took."""
     import torch
 
-    from llmtrain.parallel.wire import Wire
+    from llmtrain.parallel.wire_format import WireFormat
 
-    wire = Wire(kind, compiled)
+    wire = WireFormat(kind, compiled)
 
     def done(work: Callable[[], torch.Tensor]) -> torch.Tensor:
         result = work()

@@ -1,11 +1,11 @@
-"""What does the trainer cost beside a bare loop, and what does a synchronisation add?
+"""What does the trainer cost beside a bare loop, and what does a synchronization add?
 
     python benchmarks/step_overhead.py                      # 2 replicas x 2 shards on the CPU
     python benchmarks/step_overhead.py --replicas 1 --shard 8   # one node of 8 GPUs
 
 Four loops over the same model, data, FSDP2 sharding and AdamW take turns in one run, a few steps each: a bare loop
-(`bare_loop` in benchmarks/loops.py, thirty lines), the trainer's local step, and the trainer synchronising after *every*
-step, blocking and layer-wise. Ratios are medians over the turns; the last column is what one synchronisation in 128 steps
+(`bare_loop` in benchmarks/loops.py, thirty lines), the trainer's local step, and the trainer synchronizing after *every*
+step, blocking and layer-wise. Ratios are medians over the turns; the last column is what one synchronization in 128 steps
 adds. With `--write` the table goes to benchmarks/results/step_overhead/.
 """
 
@@ -36,13 +36,13 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
     """Run all loops in turn on this rank. The main rank answers with seconds a step by loop and turn."""
     import torch
 
-    from llmtrain.recipe import load_recipe
+    from llmtrain.recipe_loader import load_recipe
 
     replicas, shard, steps = task["replicas"], task["shard"], task["steps"]
     common = [
         *(f"model.config.{key}={value}" for key, value in MODEL.items()),
         f"parallel.replicas={replicas}",
-        f"parallel.shard={shard}",
+        f"parallel.shards={shard}",
         f"train.global_batch={8 * replicas * shard}",
         "train.micro_batch=8",
         "train.sequence_length=128",

@@ -61,7 +61,7 @@ def measure(task: dict[str, Any]) -> dict[str, float]:
     from torch.profiler import ProfilerActivity, profile
 
     from llmtrain.plan.memory import size_of
-    from llmtrain.plan.pace import REACHED, rate_here
+    from llmtrain.plan.time_estimate import TRAINING_EFFICIENCY, rate_here
 
     recipe = recipe_of(task, SIZES[task["size"]])
     with opened(recipe, 1, 1) as (mesh, prepared, scratch):
@@ -79,7 +79,7 @@ def measure(task: dict[str, Any]) -> dict[str, float]:
         parts = {name: scale * seconds for name, seconds in parts_of(events, profiled_wall).items()}
         again = 4 / 3 if task["checkpoint"] == "yes" else 1.0
         flops = again * recipe.train.tokens_per_step * size_of(recipe, prepared.vocab_size).flops_per_token
-        return {**parts, WALL: wall, IDEAL: flops * REACHED / rate_here(recipe)}
+        return {**parts, WALL: wall, IDEAL: flops * TRAINING_EFFICIENCY / rate_here(recipe)}
 
 
 def rows_of(found: dict[str, dict[str, float]]) -> list[Row]:

@@ -121,11 +121,11 @@ class StandIn:
         self._updates = [torch.randn(values, generator=drawn) for _ in range(8)]
         self._hooks: list[Callable[[int], None]] = []
 
-    def before_block(self, hook: Callable[[int], None]) -> None:
+    def register_block_hook(self, hook: Callable[[int], None]) -> None:
         """Called by the method, for every forward."""
         self._hooks.append(hook)
 
-    def publish(self, block: object) -> None:
+    def parameters_changed(self, block: object) -> None:
         """Nothing follows: forward computes nothing."""
 
     def step(self, step: int, lr: float) -> None:
@@ -200,14 +200,14 @@ def measure(sync: SyncSection, scenario: Scenario, replica: Comms, store: dist.S
     import torch
 
     from llmtrain.config import ScheduleSection
-    from llmtrain.lr import LearningRates
+    from llmtrain.lr import LRSchedule
     from llmtrain.parallel.comms import Comms
-    from llmtrain.sync.build import build_method
+    from llmtrain.sync.build_method import build_method
 
     def worth(step: int) -> float:
         return scenario.steps_worth(replica.rank, step, replica.size)
 
-    endless = LearningRates(1e-3, 10**9, ScheduleSection(kind="constant"))
+    endless = LRSchedule(1e-3, 10**9, ScheduleSection(kind="constant"))
     engine = StandIn(replica, settings.values, lambda step: settings.step_seconds * worth(step))
     seconds = TIMEOUT.total_seconds()
     shard = Comms(None, axis="shard")

@@ -1,4 +1,4 @@
-"""What does one synchronisation cost, by method and wire, beside what its bytes alone need?
+"""What does one synchronization cost, by method and wire, beside what its bytes alone need?
 
     python benchmarks/sync_cost.py                              # 2 replicas of one process each; ten minutes on two cores
     python benchmarks/sync_cost.py --methods edit diloco --wires fp32 int8 --shard 4    # eight GPUs
@@ -59,7 +59,7 @@ CHOICES = {
     ),
 }
 SAME = {"post_local_sgd": "local_sgd", "qsr": "local_sgd", "palsgd": "diloco"}
-"""Methods that differ from another one in when they synchronise, or in their steps, but not in how."""
+"""Methods that differ from another one in when they synchronize, or in their steps, but not in how."""
 COLUMNS = (
     "method",
     "wire",
@@ -82,7 +82,7 @@ in it.
 
 A round has one step where all of it happens at its end; a longer one ends no differently. `co2`, `streaming_diloco` and
 `wagma` have rounds of {LATE_ROUND}; WAGMA averages in every one of these steps.
-`post_local_sgd` and `qsr` synchronise as `local_sgd` does, `palsgd` as `diloco`. `a_edit` meets after every step here, so that
+`post_local_sgd` and `qsr` synchronize as `local_sgd` does, `palsgd` as `diloco`. `a_edit` meets after every step here, so that
 its meeting is in the figure."""
 
 
@@ -99,13 +99,13 @@ class Turn:
 
 def recipe_of(task: Mapping[str, Any], overrides: Sequence[str]):
     """The recipe of one loop."""
-    from llmtrain.recipe import load_recipe
+    from llmtrain.recipe_loader import load_recipe
 
     replicas, shard = task["replicas"], task["shard"]
     common = [
         *(f"model.config.{key}={value}" for key, value in MODEL.items()),
         f"parallel.replicas={replicas}",
-        f"parallel.shard={shard}",
+        f"parallel.shards={shard}",
         f"train.global_batch={MICRO_BATCH * replicas * shard}",
         f"train.micro_batch={MICRO_BATCH}",
         f"train.sequence_length={SEQUENCE}",
@@ -161,7 +161,7 @@ def sync_turn(trainer: Trainer, every: int, rounds: int, mesh: Mesh) -> Turn:
     exposed, waited, taken, sent = ((now - then) / rounds for now, then in zip(_counters(trainer), before, strict=True))
     # A method whose thread sends its messages waits for the thread; the others count that waiting among the messages.
     messages = taken + (waited if trainer.recipe.sync.schedule.kind == "wait_avoiding" else 0.0)
-    sent = mesh.from_main(lambda: sent)
+    sent = mesh.broadcast_from_main(lambda: sent)
     return Turn(seconds / rounds, exposed, messages, sent, _alone(mesh, sent))
 
 
@@ -176,7 +176,7 @@ def _alone(mesh: Mesh, sent: float) -> float:
 
     share = 2 * (mesh.replicas - 1) / mesh.replicas
     values = torch.ones(max(1, round(sent / share / 4)), device=mesh.replica.device)
-    mesh.everyone.all_reduce(torch.zeros(1)).wait()
+    mesh.all_ranks.all_reduce(torch.zeros(1)).wait()
     started = time.perf_counter()
     mesh.replica.all_reduce(values).wait()
     if values.is_cuda:
@@ -223,7 +223,7 @@ def main() -> None:
     options = arguments.parse_args()
     if options.replicas < 2:
         raise SystemExit(
-            f"--replicas is {options.replicas}, but a synchronisation is between replicas; give at least 2"
+            f"--replicas is {options.replicas}, but a synchronization is between replicas; give at least 2"
         )
     if options.offload and not on_gpu():
         raise SystemExit("--offload is for GPUs, and there is none here: on a CPU nothing is moved; leave it out")
@@ -238,7 +238,7 @@ def main() -> None:
     show(title, COLUMNS, rows, words=2)
     if options.write:
         table = markdown(COLUMNS, rows, words=2)
-        write_page(RESULTS / "sync_cost", "What a synchronisation costs", [f"{title}.", table, NOTES])
+        write_page(RESULTS / "sync_cost", "What a synchronization costs", [f"{title}.", table, NOTES])
 
 
 if __name__ == "__main__" and not is_asked(measure):

@@ -28,7 +28,7 @@ COMMON = (
     "schedule.warmup_steps=30",
     "parallel.precision=fp32",
     "parallel.replicas=4",
-    "parallel.shard=1",
+    "parallel.shards=1",
     "checkpoint.every=null",
     "log.every=10",
     "log.tensorboard=false",
@@ -67,7 +67,7 @@ def run_overrides(options: Namespace) -> list[str]:
 
 def train(recipe: str, overrides: Sequence[str]) -> Path:
     """The run directory of a recipe, trained now if it is not complete."""
-    from llmtrain.recipe import load_recipe
+    from llmtrain.recipe_loader import load_recipe
 
     run = load_recipe(ROOT / recipe, overrides).run
     subprocess.run(["bash", "launch/train.sh", recipe, *overrides], cwd=ROOT, check=True)

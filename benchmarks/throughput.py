@@ -27,7 +27,7 @@ from titan import is_installed, titan_loop
 
 if TYPE_CHECKING:
     from llmtrain.config import Recipe
-    from llmtrain.data.index import Prepared
+    from llmtrain.data.index import TokenDataset
     from llmtrain.parallel.mesh import Mesh
 
 BARE = "bare loop"
@@ -89,8 +89,8 @@ the same model, compiled and checkpointed alike (`bare_loop` in `benchmarks/loop
 optimizer in the same sizes, on the same batches (`benchmarks/titan.py`); what it recomputes selectively is its own choice, too.
 All these ran one after another, so a machine whose speed wanders shows here; `benchmarks/step_overhead.py`, where loops take
 turns, says it more exactly. *Predicted/s*: tokens a second by `llmtrain recipe show`: the rate of a large matrix product, timed in
-the same process, times one measured constant (`REACHED` in `llmtrain/plan/pace.py`); it knows nothing of compiling. *MFU*: of the
-vendor's dense bf16 peak, where it is known.
+the same process, times one measured constant (`TRAINING_EFFICIENCY` in `llmtrain/plan/time_estimate.py`); it knows nothing of
+compiling. *MFU*: of the vendor's dense bf16 peak, where it is known.
 *First step*: compiling is in it.
 
 *Peak*: the most bytes that torch's allocator had handed out at a time, from before the model was built until its third step:
@@ -104,7 +104,7 @@ touched."""
 
 def recipe_of(task: Mapping[str, Any], model: Sequence[str]) -> Recipe:
     """The recipe of one row, with this model."""
-    from llmtrain.recipe import load_recipe
+    from llmtrain.recipe_loader import load_recipe
 
     micro_batch = int(model[-1].partition("=")[2])
     return load_recipe(
@@ -114,7 +114,7 @@ def recipe_of(task: Mapping[str, Any], model: Sequence[str]) -> Recipe:
             *ENDLESS,
             "sync.method=synchronous",
             "parallel.replicas=1",
-            f"parallel.shard={task['shard']}",
+            f"parallel.shards={task['shard']}",
             f"parallel.precision={task['precision']}",
             f"parallel.compile={str(task['compile']).lower()}",
             f"parallel.activation_checkpointing={CHECKPOINTING[task['checkpoint']]}",
@@ -128,7 +128,7 @@ def recipe_of(task: Mapping[str, Any], model: Sequence[str]) -> Recipe:
 def measure(task: dict[str, Any]) -> dict[str, Any] | None:
     """One row's figures on this rank. The main rank answers."""
     from llmtrain.plan.memory import estimate, size_of
-    from llmtrain.plan.pace import Rates, pace, rate_here
+    from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
     from llmtrain.train.devices import peak_flops, peak_memory_bytes
 
     recipe, tiny = recipe_of(task, SIZES[task["size"]]), recipe_of(task, TINY)
@@ -163,7 +163,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
         return {
             "tokens": recipe.train.tokens_per_step,
             "seconds": seconds,
-            "predicted_seconds": pace(recipe, size, 1, task["shard"], Rates(rate, mbit=1.0)).step,
+            "predicted_seconds": estimate_time(recipe, size, 1, task["shard"], HardwareRates(rate, mbit=1.0)).step,
             "first": first,
             "flops": size.flops_per_token,
             "peak_flops": peak_flops(mesh.device),
@@ -176,13 +176,13 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def step_of(
-    engine: str, recipe: Recipe, mesh: Mesh, prepared: Prepared, scratch: str, name: str
+    engine: str, recipe: Recipe, mesh: Mesh, prepared: TokenDataset, scratch: str, name: str
 ) -> Callable[[], object]:
     """One step of a loop built now."""
     if engine not in OTHERS:
         return build(recipe, mesh, prepared, scratch, name).train_step
-    from llmtrain.data.ahead import Ahead
     from llmtrain.data.loader import Loader
+    from llmtrain.data.prefetch import PrefetchLoader
 
     loader = Loader(
         prepared.tokens("train"),
@@ -195,7 +195,9 @@ def step_of(
         shard=mesh.shard.size,
         seed=recipe.run.seed,
     )
-    batches = Ahead(loader, recipe.run.timeout_seconds, pin=mesh.device.type == "cuda").next  # as the trainer has them
+    batches = PrefetchLoader(
+        loader, recipe.run.timeout_seconds, pin=mesh.device.type == "cuda"
+    ).next  # as the trainer has them
     if engine == TITAN:
         return titan_loop(recipe, prepared.vocab_size, batches)
     return bare_loop(recipe, mesh, prepared.vocab_size, batches)

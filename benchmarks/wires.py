@@ -38,7 +38,7 @@ WIRES = {
     "bf16": ["sync.wire.kind=bf16"],
     "int8": ["sync.wire.kind=int8"],
     "int4": ["sync.wire.kind=int4"],
-    "int4+feedback": ["sync.wire.kind=int4", "sync.wire.feedback=true"],
+    "int4+feedback": ["sync.wire.kind=int4", "sync.wire.error_feedback=true"],
 }
 """What each adds to the recipe."""
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 128, "int4": 1 / 2 + 4 / 128}
@@ -68,7 +68,7 @@ def theory(parameters: int, replicas: int, kind: str) -> float:
 def parameters_of(run: Path) -> int:
     """Of the model that a run trained."""
     from llmtrain.model import build, count_parameters, model_config
-    from llmtrain.recipe import load_recipe
+    from llmtrain.recipe_loader import load_recipe
     from llmtrain.train.run import prepare_for
 
     with contextlib.chdir(ROOT):  # its recipe names files as seen from there

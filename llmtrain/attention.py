@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-FUSED_HERE = "gpt_neo"
+FUSED_FAMILY = "gpt_neo"
 """The family whose attention is replaced; the others have torch's fused kernels from transformers."""
-CAUSAL = {"llama"}
+CAUSAL_FAMILIES = {"llama"}
 """Families of which every layer sees all that is before a token, and nothing else needs a mask."""
 UNMASKED = "unmasked_sdpa"
 """transformers' name for fused attention for which it makes no mask: causal, unless one is given."""
@@ -35,9 +35,9 @@ def fuse_attention(causal_lm: PreTrainedModel, separates_documents: bool) -> Non
 def prepared_mask(family: str, input_ids: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor | None:
     """The `attention_mask` for input_ids [B, T], of which `documents` [B, T] are kept apart. transformers hands one of four
     dimensions on to its layers as it is; None: it makes what it needs."""
-    if family == FUSED_HERE:
+    if family == FUSED_FAMILY:
         return (torch.zeros_like(input_ids) if documents is None else documents)[:, None, None]
-    return causal_in_documents(documents) if family in CAUSAL and documents is not None else None
+    return causal_in_documents(documents) if family in CAUSAL_FAMILIES and documents is not None else None
 
 
 class GPTNeoAttention(nn.Module):

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from llmtrain.errors import leave_with_code
-from llmtrain.startup import quick_imports
+from llmtrain.errors import exit_with_status
+from llmtrain.startup import imports_without_gc
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, e.g. recipes/quickstart.yaml.")]
@@ -37,9 +37,9 @@ def train(
 
     Ranks come from the environment (torchrun, srun, DeepSpeed); without one, this is the only process.
     """
-    with quick_imports():
+    with imports_without_gc():
         from llmtrain.parallel.world import World
-        from llmtrain.recipe import load_recipe
+        from llmtrain.recipe_loader import load_recipe
         from llmtrain.train.run import run_training
 
     raise typer.Exit(run_training(load_recipe(recipe, context.args), World.from_environment()))
@@ -60,9 +60,9 @@ def launch(context: typer.Context, recipe: RecipeFile) -> None:
 @app.command(context_settings=OVERRIDES)
 def prepare(context: typer.Context, recipe: RecipeFile) -> None:
     """Turn a recipe's text into token shards; training does it too, if they are not there yet."""
-    with quick_imports():
-        from llmtrain.recipe import load_recipe
+    with imports_without_gc():
         from llmtrain.recipe_check import check
+        from llmtrain.recipe_loader import load_recipe
         from llmtrain.train.run import prepare_for
 
     loaded = load_recipe(recipe, context.args)
@@ -86,13 +86,13 @@ def doctor(
     Started on many ranks (torchrun ... -m llmtrain doctor RECIPE), it also tries the network between them. Exit code 1
     if there is a problem.
     """
-    with quick_imports():
-        from llmtrain.doctor.examine import examine
+    with imports_without_gc():
+        from llmtrain.doctor.run_checks import run_checks
         from llmtrain.parallel.world import World
-        from llmtrain.recipe import load_recipe
+        from llmtrain.recipe_loader import load_recipe
 
     loaded = load_recipe(recipe, context.args) if recipe else None
-    raise typer.Exit(examine(loaded, World.from_environment(), timeout))
+    raise typer.Exit(run_checks(loaded, World.from_environment(), timeout))
 
 
 @app.command()
@@ -140,8 +140,8 @@ def export(
     weights: Annotated[
         str,
         typer.Option(
-            help="mean of the replicas, anchor (the last synchronisation's result), or replica:K alone. They differ "
-            "between synchronisations; after the last one, at a run's end, all are equal."
+            help="mean of the replicas, anchor (the last synchronization's result), or replica:K alone. They differ "
+            "between synchronizations; after the last one, at a run's end, all are equal."
         ),
     ] = "mean",
     out: Annotated[
@@ -155,13 +155,13 @@ def export(
     One process, no GPU, whatever mesh and engine the run had. The logits of the exported model are compared with the
     training model's; exit code 1 and no folder if they differ.
     """
-    with quick_imports():
+    with imports_without_gc():
         from llmtrain.export.export import Request, describe
         from llmtrain.export.export import export as export_checkpoint
         from llmtrain.export.source import find_source
-        from llmtrain.export.weights import Choice
+        from llmtrain.export.weights import WeightSource
 
-    request = Request(Choice.parse(weights), dtype, max_shard_size)
+    request = Request(WeightSource.parse(weights), dtype, max_shard_size)
     typer.echo(describe(*export_checkpoint(find_source(run, step), request, out)))
 
 
@@ -179,7 +179,7 @@ def generate(
 
     A run's checkpoint is exported first, unless it is already (RUN/export).
     """
-    with quick_imports():
+    with imports_without_gc():
         from llmtrain.export.generate import Sampling
         from llmtrain.export.generate import generate as write_text
 
@@ -205,7 +205,7 @@ def evaluate_command(
     """
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
-    with quick_imports():
+    with imports_without_gc():
         from llmtrain.eval.command import evaluate
 
     evaluate(
@@ -229,8 +229,8 @@ def recipe_check(
     processes: Annotated[int | None, typer.Option(help="Also check the mesh against so many processes.")] = None,
 ) -> None:
     """Say whether a recipe can be trained."""
-    from llmtrain.recipe import load_recipe
     from llmtrain.recipe_check import check
+    from llmtrain.recipe_loader import load_recipe
 
     loaded = load_recipe(recipe, context.args)
     check(loaded, processes)
@@ -250,15 +250,15 @@ def recipe_show(
     mbit: Annotated[float, typer.Option(min=1e-6, help="Megabits a second from one replica to another.")] = 1000.0,
 ) -> None:
     """The resolved recipe, its model's size, and what it needs in memory and time."""
-    with quick_imports():
+    with imports_without_gc():
         from rich.console import Console
 
-        from llmtrain.plan.pace import Rates, rate_here
         from llmtrain.plan.show import show
-        from llmtrain.recipe import load_recipe
+        from llmtrain.plan.time_estimate import HardwareRates, rate_here
+        from llmtrain.recipe_loader import load_recipe
 
     loaded = load_recipe(recipe, context.args)
-    show(loaded, Console(highlight=False), Rates(tflops * 1e12 if tflops else rate_here(loaded), mbit))
+    show(loaded, Console(highlight=False), HardwareRates(tflops * 1e12 if tflops else rate_here(loaded), mbit))
 
 
 @recipe_app.command("schema")
@@ -271,4 +271,4 @@ def recipe_schema() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and leave with its exit code: 0 done, 1 failed, 2 bad recipe or usage, 3 stopped early."""
-    leave_with_code(lambda: app(arguments))
+    exit_with_status(lambda: app(arguments))

@@ -29,7 +29,7 @@ class DataError(UserError):
 
 
 class ModelError(UserError):
-    """A model configuration can't be built, initialised or cut into blocks."""
+    """A model configuration can't be built, initialized or cut into blocks."""
 
 
 class CheckpointError(UserError):
@@ -52,12 +52,12 @@ class TrainingError(RuntimeError):
     """Training can't go on (non-finite loss, a peer that is gone); the command ends with exit code 1."""
 
 
-def leave_with_code(command: Callable[[], object]) -> None:
+def exit_with_status(command: Callable[[], object]) -> None:
     """Run a command; what a user can act on becomes one line, and an exit code."""
     try:
         command()
     except UserError as error:
-        if _speaks_for_its_host():  # all ranks find the same fault in a recipe
+        if _is_local_rank_zero():  # all ranks find the same fault in a recipe
             print(f"error: {error}", file=sys.stderr)
         _leave(BAD_USAGE)
     except TrainingError as error:
@@ -79,7 +79,7 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _speaks_for_its_host() -> bool:
+def _is_local_rank_zero() -> bool:
     """Whether this is the first rank of its host, by all launchers that had a part in starting it."""
     on_host = [os.environ[name] for name in ("LOCAL_RANK", "SLURM_LOCALID") if os.environ.get(name)]
     return all(number == "0" for number in on_host or [os.environ.get("RANK", "0")])

@@ -12,7 +12,7 @@ from torch import nn
 
 from llmtrain.errors import ModelError
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """Label of a position that does not count."""
 SummedLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """hidden [..., d], weight [V, d], bias [V] or None, labels [...] -> a scalar."""
@@ -23,7 +23,7 @@ def _loss_and_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """[P, V] logits, which may be overwritten, and [P] labels -> summed loss and its gradient by the logits."""
     narrow, logits = logits.dtype, logits.to(wide)
-    counts = labels != IGNORED
+    counts = labels != IGNORE_INDEX
     target = labels.masked_fill(~counts, 0)[:, None]
     log_total = logits.logsumexp(dim=-1)
     loss = (log_total - logits.gather(1, target)[:, 0]).masked_fill(~counts, 0).sum()
@@ -89,7 +89,7 @@ def summed_cross_entropy(
 ) -> torch.Tensor:
     """Sum over positions of -log softmax(hidden @ weight.T + bias)[label], in at least fp32.
 
-    hidden [..., d], weight [V, d], labels [...] with `IGNORED` where a position does not count; at most `chunk`
+    hidden [..., d], weight [V, d], labels [...] with `IGNORE_INDEX` where a position does not count; at most `chunk`
     rows of logits exist at once. `compiled`: what is done to them between matrix products is, in fewer passes.
     """
     return _ChunkedCrossEntropy.apply(
@@ -107,7 +107,7 @@ def liger_cross_entropy(
     flat = hidden.reshape(-1, hidden.shape[-1])
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return liger_fused_linear_cross_entropy(
-        flat, weight, labels.reshape(-1), bias, ignore_index=IGNORED, reduction="sum", accum_dtype=wide
+        flat, weight, labels.reshape(-1), bias, ignore_index=IGNORE_INDEX, reduction="sum", accum_dtype=wide
     )
 
 

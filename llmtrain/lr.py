@@ -9,7 +9,7 @@ from llmtrain.config import Recipe, ScheduleSection
 
 
 @dataclass(frozen=True)
-class LearningRates:
+class LRSchedule:
     """The learning rates of a whole run: linear warm-up to `peak`, then the schedule's shape down to
     `final_ratio * peak` in the last step."""
 
@@ -18,7 +18,7 @@ class LearningRates:
     schedule: ScheduleSection
 
     @classmethod
-    def of(cls, recipe: Recipe) -> LearningRates:
+    def of(cls, recipe: Recipe) -> LRSchedule:
         """Those a recipe describes."""
         return cls(recipe.optim.lr, recipe.train.total_steps, recipe.schedule)
 
@@ -27,7 +27,7 @@ class LearningRates:
         """Steps of the linear warm-up; the last of them has the peak."""
         return self.schedule.warmup_steps
 
-    def first_below(self, share: float) -> int:
+    def first_step_below(self, share: float) -> int:
         """The first step after the warm-up whose learning rate is at most `share` of the peak; beyond the run if none."""
         steps = range(self.warmup_steps + 1, self.total_steps + 1)
         return next((step for step in steps if self.at(step) <= share * self.peak), self.total_steps + 1)

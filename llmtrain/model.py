@@ -1,6 +1,6 @@
-"""A transformers causal language model from a config, cut into the blocks that are gathered and synchronised.
+"""A transformers causal language model from a config, cut into the blocks that are gathered and synchronized.
 
-Models are built on the meta device; `initialise` gives one block at a time its weights, so that a rank never
+Models are built on the meta device; `initialize` gives one block at a time its weights, so that a rank never
 holds more than one whole block beside its shards. Every weight comes from (seed, its own name): the same on all
 replicas, whatever the mesh.
 """
@@ -16,11 +16,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.attention import CAUSAL, FUSED_HERE, UNMASKED, fuse_attention, prepared_mask
+from llmtrain.attention import CAUSAL_FAMILIES, FUSED_FAMILY, UNMASKED, fuse_attention, prepared_mask
 from llmtrain.config import ModelSection
-from llmtrain.documents import documents_of, positions_in
 from llmtrain.errors import ModelError
 from llmtrain.loss import LossHead
+from llmtrain.packing import document_ids, position_ids
 from llmtrain.seeding import derive_seed
 
 LOGIT_CHANGING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -45,7 +45,7 @@ class LanguageModel(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel, loss_chunk: int, separator: int | None = None):
         super().__init__()
         self.causal_lm, self._separator = causal_lm, separator
-        if causal_lm.config.model_type == FUSED_HERE:
+        if causal_lm.config.model_type == FUSED_FAMILY:
             fuse_attention(causal_lm, separates_documents=separator is not None)
         head = causal_lm.get_output_embeddings()
         if type(head) is not nn.Linear:
@@ -59,10 +59,10 @@ class LanguageModel(nn.Module):
 
     def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
         """What the head reads: [B, T] -> [B, T, hidden]."""
-        documents = None if self._separator is None else documents_of(input_ids, self._separator)
+        documents = None if self._separator is None else document_ids(input_ids, self._separator)
         return self.causal_lm.base_model(
             input_ids=input_ids,
-            position_ids=None if documents is None else positions_in(documents),  # transformers' masks follow from them
+            position_ids=None if documents is None else position_ids(documents),  # transformers' masks follow from them
             attention_mask=prepared_mask(self.causal_lm.config.model_type, input_ids, documents),
             use_cache=False,
         ).last_hidden_state
@@ -105,7 +105,7 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
             raise ModelError(
                 f"model.config.{key}={getattr(config, key)} changes the logits, which this loss does not do; choose another model"
             )
-    attention = {"attn_implementation": UNMASKED} if config.model_type in CAUSAL else {}
+    attention = {"attn_implementation": UNMASKED} if config.model_type in CAUSAL_FAMILIES else {}
     try:
         with init_empty_weights(include_buffers=False):
             causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention)
@@ -153,7 +153,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Pa
             yield (f"{path}.{name}" if path else name), owner, name, parameter
 
 
-def initialise(model: LanguageModel, block: ModelBlock, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+def initialize(model: LanguageModel, block: ModelBlock, seed: int, device: torch.device, dtype: torch.dtype) -> None:
     """Give the block's meta parameters their initial values: N(0, initializer_range) for matrices and embeddings,
     0 for biases, and for norms what makes them leave unit variance alone. Drawn on the CPU, so that every device
     starts from the same numbers."""
@@ -164,6 +164,7 @@ def initialise(model: LanguageModel, block: ModelBlock, seed: int, device: torch
         if id(owner) not in inside or not parameter.is_meta:
             continue
         if id(parameter) not in done:
+            # The label is part of the seed: another spelling would be another model.
             generator = torch.Generator().manual_seed(derive_seed(seed, "initialisation", name))
             value = _initial_value(owner, key, parameter.shape, std, generator, name)
             done[id(parameter)] = nn.Parameter(
@@ -185,7 +186,7 @@ def _initial_value(
     if type(owner).__name__.endswith(("LayerNorm", "RMSNorm")) and len(shape) == 1:
         return _identity_norm_weight(owner, shape)
     raise ModelError(
-        f"model: no initialisation is known for {name} of {type(owner).__name__}; choose a model of linear layers, embeddings and norms"
+        f"model: no initialization is known for {name} of {type(owner).__name__}; choose a model of linear layers, embeddings and norms"
     )
 
 

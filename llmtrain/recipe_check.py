@@ -9,22 +9,22 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.config import (
-    Butterfly,
-    EveryStep,
-    EverySteps,
+    ButterflySection,
+    EveryStepSection,
+    EveryStepsSection,
     ModelSection,
-    Overlapped,
+    OverlappedSection,
     ParallelSection,
-    QsrPeriod,
+    QsrSection,
     Recipe,
     TrainSection,
 )
 from llmtrain.errors import RecipeError
-from llmtrain.lr import LearningRates
-from llmtrain.recipe_messages import nearest
+from llmtrain.lr import LRSchedule
+from llmtrain.recipe_messages import closest
 from llmtrain.suites.check import check_suite
 from llmtrain.sync.butterfly import group_size
-from llmtrain.sync.compose import refusal
+from llmtrain.sync.compatibility import find_conflict
 from llmtrain.sync.period import warmup_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ SIZES = {"hidden_size", "intermediate_size", "vocab_size", "max_position_embeddi
 }
 """Keys of transformers' configs for which it takes a zero, then fails on it."""
 
-OURS = {
+DEEPSPEED_EQUIVALENTS = {
     "zero_optimization.stage": "parallel.zero_stage",
     "zero_optimization.offload_optimizer": "parallel.zero_offload",
     "optimizer": "optim",
@@ -65,8 +65,8 @@ def check(recipe: Recipe, world_size: int | None) -> None:
         _check_backend(recipe.parallel)
     if recipe.parallel.replicas != "auto":
         check_group(recipe, recipe.parallel.replicas)
-    elif world_size is not None and recipe.parallel.shard != "auto":
-        check_group(recipe, world_size // recipe.parallel.shard)
+    elif world_size is not None and recipe.parallel.shards != "auto":
+        check_group(recipe, world_size // recipe.parallel.shards)
     ranks = world_size or _explicit_ranks(recipe.parallel)
     if ranks is not None:
         _check_batch(recipe.train, ranks)
@@ -81,9 +81,9 @@ def _check_nonfinite(recipe: Recipe) -> None:
             f"optim.nonfinite is {choice}, which DeepSpeed's optimizer step has no part for; use stop, or engine=fsdp2"
         )
     if choice == "rollback":
-        from llmtrain.sync.build import needs_anchor
+        from llmtrain.sync.build_method import needs_anchor
 
-        if isinstance(recipe.sync.period, EveryStep) or not needs_anchor(recipe.sync):
+        if isinstance(recipe.sync.period, EveryStepSection) or not needs_anchor(recipe.sync):
             raise RecipeError(
                 f"optim.nonfinite is rollback, but sync.method={recipe.sync.method} keeps no anchor to go back to; use skip or stop"
             )
@@ -120,16 +120,16 @@ def check_vocabulary(recipe: Recipe, vocab_size: int) -> None:
 
 
 def check_mesh(parallel: ParallelSection, world_size: int) -> None:
-    """Raise RecipeError if replicas x shard can't be `world_size`."""
+    """Raise RecipeError if replicas x shards can't be `world_size`."""
     given = {
-        f"parallel.{key}": getattr(parallel, key) for key in ("replicas", "shard") if getattr(parallel, key) != "auto"
+        f"parallel.{key}": getattr(parallel, key) for key in ("replicas", "shards") if getattr(parallel, key) != "auto"
     }
     ranks = _explicit_ranks(parallel)
     if ranks is not None and ranks != world_size:
         raise RecipeError(
-            f"parallel.replicas x parallel.shard = {parallel.replicas} x {parallel.shard} needs {ranks} processes, there "
+            f"parallel.replicas x parallel.shards = {parallel.replicas} x {parallel.shards} needs {ranks} processes, there "
             f"are {world_size}; start them with `bash launch/train.sh RECIPE` or `deepspeed --num_accelerators {ranks}`, or leave "
-            f"the mesh to us: parallel.replicas=auto parallel.shard=auto"
+            f"the mesh to us: parallel.replicas=auto parallel.shards=auto"
         )
     for key, size in given.items():
         if world_size % size:
@@ -140,9 +140,9 @@ def check_mesh(parallel: ParallelSection, world_size: int) -> None:
 
 
 def _explicit_ranks(parallel: ParallelSection) -> int | None:
-    if parallel.replicas == "auto" or parallel.shard == "auto":
+    if parallel.replicas == "auto" or parallel.shards == "auto":
         return None
-    return parallel.replicas * parallel.shard
+    return parallel.replicas * parallel.shards
 
 
 def _check_length(recipe: Recipe) -> None:
@@ -169,20 +169,20 @@ def _check_length(recipe: Recipe) -> None:
 
 def _check_sync(recipe: Recipe) -> None:
     sync, total = recipe.sync, recipe.train.total_steps
-    if (reason := refusal(sync)) is not None:
+    if (reason := find_conflict(sync)) is not None:
         raise RecipeError(reason)
     if sync.wire.gradients and sync.wire.kind == "fp32":
         raise RecipeError(
             "sync.wire.gradients is true, but fp32 rounds nothing; use bf16, int8 or int4, or leave it out"
         )
-    if isinstance(sync.period, EveryStep):
+    if isinstance(sync.period, EveryStepSection):
         if sync.wire.kind != "fp32" and not sync.wire.gradients:
             raise RecipeError(
                 f"sync.wire is {sync.wire.kind}, but with sync.period=every_step only gradients travel, and they are not "
                 f"rounded; add sync.wire.gradients=true, or use fp32"
             )
         return
-    warmup = warmup_of(sync, LearningRates.of(recipe))
+    warmup = warmup_of(sync, LRSchedule.of(recipe))
     if warmup >= total:
         key = f"sync.warmup_steps is {sync.warmup_steps}"
         if sync.warmup_steps < total:
@@ -191,7 +191,7 @@ def _check_sync(recipe: Recipe) -> None:
             f"{key}, which leaves none of {total} steps to sync.method={sync.method}; "
             f"lower it, or say sync.method=synchronous"
         )
-    if isinstance(sync.schedule, Overlapped):
+    if isinstance(sync.schedule, OverlappedSection):
         _check_overlap(sync.schedule, sync.period)
     if sync.pull is not None:
         kappa = recipe.optim.lr * sync.pull.strength / sync.pull.probability
@@ -202,9 +202,11 @@ def _check_sync(recipe: Recipe) -> None:
             )
 
 
-def _check_overlap(schedule: Overlapped, period: EverySteps | QsrPeriod) -> None:
+def _check_overlap(schedule: OverlappedSection, period: EveryStepsSection | QsrSection) -> None:
     shortest, key = (
-        (period.every, "sync.period.every") if isinstance(period, EverySteps) else (period.base, "sync.period.base")
+        (period.every, "sync.period.every")
+        if isinstance(period, EveryStepsSection)
+        else (period.base, "sync.period.base")
     )
     if schedule.steps > shortest:
         raise RecipeError(
@@ -215,7 +217,7 @@ def _check_overlap(schedule: Overlapped, period: EverySteps | QsrPeriod) -> None
 
 def check_group(recipe: Recipe, replicas: int) -> None:
     """Raise RecipeError if `sync.group` can't be made of so many replicas."""
-    if isinstance(recipe.sync.group, Butterfly):
+    if isinstance(recipe.sync.group, ButterflySection):
         group_size(replicas, recipe.sync.group.size)
 
 
@@ -274,7 +276,10 @@ def _check_engine(parallel: ParallelSection) -> None:
             "parallel.replica_backend is nccl, but with zero_offload what replicas send is in CPU memory; use auto or gloo"
         )
     for key, value in _leaves(parallel.deepspeed):
-        known = next((ours for theirs, ours in OURS.items() if key == theirs or key.startswith(theirs + ".")), None)
+        known = next(
+            (ours for theirs, ours in DEEPSPEED_EQUIVALENTS.items() if key == theirs or key.startswith(theirs + ".")),
+            None,
+        )
         if known is not None:
             raise RecipeError(f"parallel.deepspeed.{key} is {value!r}, but this is what {known} is for; change that")
 
@@ -315,7 +320,7 @@ def _check_model(recipe: Recipe) -> None:
 def _check_fragments(recipe: Recipe, config: PretrainedConfig) -> None:
     schedule, layers = recipe.sync.schedule, config.num_hidden_layers
     blocks = layers + (1 if config.tie_word_embeddings else 2)
-    if isinstance(schedule, Overlapped) and schedule.fragments > blocks:
+    if isinstance(schedule, OverlappedSection) and schedule.fragments > blocks:
         raise RecipeError(
             f"sync.schedule.fragments is {schedule.fragments}, but the model has {blocks} blocks ({layers} layers, "
             f"embedding and head); give at most {blocks}"
@@ -328,7 +333,7 @@ def _check_model_keys(section: ModelSection) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
 
     if section.from_config is None and section.type not in causal:
-        near = nearest(section.type, causal)
+        near = closest(section.type, causal)
         hint = f"did you mean {near}?" if near else "llama and gpt_neo are two of them"
         raise RecipeError(
             f"model.type is {section.type!r}, not one of transformers' {len(causal)} causal language models; {hint}"
@@ -342,7 +347,7 @@ def _check_model_keys(section: ModelSection) -> None:
     known = {*default.to_dict(), *default.attribute_map}
     for key in section.config:
         if key not in known:
-            near = nearest(key, known)
+            near = closest(key, known)
             hint = f"did you mean model.config.{near}?" if near else f"see transformers' {type(default).__name__}"
             raise RecipeError(f"model.config.{key} is not a key of {default.model_type}'s config; {hint}")
 

@@ -15,14 +15,14 @@ from llmtrain.config import Recipe, Section
 
 
 @dataclass(frozen=True)
-class Layer:
+class Overlay:
     """Keys that one place gave; `label` names the place in messages."""
 
     label: str
     data: dict[str, Any]
 
 
-def nearest(given: str, names: Iterable[str]) -> str | None:
+def closest(given: str, names: Iterable[str]) -> str | None:
     """The name that was probably meant, if any is near."""
     return next(iter(get_close_matches(given, list(names), n=1)), None)
 
@@ -33,7 +33,7 @@ def one_of(names: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def explain(error: ValidationError, layers: Sequence[Layer], data: dict[str, Any]) -> str:
+def explain(error: ValidationError, layers: Sequence[Overlay], data: dict[str, Any]) -> str:
     """The first problem of a failed validation of `data`, which `layers` were merged into."""
     problems = error.errors(include_url=False)
     # An unknown key explains more than the wrong value that it may have caused.
@@ -44,7 +44,7 @@ def explain(error: ValidationError, layers: Sequence[Layer], data: dict[str, Any
     if first["type"] == "extra_forbidden":
         return f"{label}: {_unknown_key(path, data)}"
     if first["type"].startswith("union_tag"):
-        return f"{label}: {key}.kind is {shown(first['input'].get('kind'))}, expected {one_of(_variants(path))}"
+        return f"{label}: {key}.kind is {format_value(first['input'].get('kind'))}, expected {one_of(_variants(path))}"
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
         name = first["loc"][-1]
         meaning = _section(path, data).model_fields[name].description
@@ -52,7 +52,7 @@ def explain(error: ValidationError, layers: Sequence[Layer], data: dict[str, Any
     alternatives = [_expected(p) for p in problems if _key_path(p["loc"], data) == path]
     if _takes_null(path, data):
         alternatives.append("null")
-    return f"{label}: {key} is {shown(first['input'])}, expected {' or '.join(dict.fromkeys(alternatives))}"
+    return f"{label}: {key} is {format_value(first['input'])}, expected {' or '.join(dict.fromkeys(alternatives))}"
 
 
 def _key_path(loc: Sequence[str | int], data: Any) -> list[str]:
@@ -84,13 +84,13 @@ def _unknown_key(path: list[str], data: dict[str, Any]) -> str:
     key = ".".join(path)
     if not parents:
         elsewhere = [k for k in _all_keys(Recipe) if k.rpartition(".")[2] == name]
-        near = nearest(name, known) or next(iter(elsewhere), None)
+        near = closest(name, known) or next(iter(elsewhere), None)
         return f"{key} is not a section; " + (f"did you mean {near}?" if near else f"sections are {', '.join(known)}")
     for kind, other in _variants(parents).items():
         if name in other.model_fields and other is not section:
             chosen = section.model_fields["kind"].default
             return f"{key} belongs to kind {kind}, and {'.'.join(parents)}.kind is {chosen}; change the kind or leave {name} out"
-    near = nearest(name, section.model_fields)
+    near = closest(name, section.model_fields)
     if near:
         return f"{key} is not a key; did you mean {'.'.join([*parents, near])}?"
     elsewhere = [k for k in _all_keys(Recipe) if k.rpartition(".")[2] == name]
@@ -159,7 +159,7 @@ def _expected(problem: dict[str, Any]) -> str:
     return f"a number {text}" if text.startswith(("greater", "less")) else text
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as it is written in a recipe, cut to 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

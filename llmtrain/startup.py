@@ -15,7 +15,7 @@ STARTED = "LLMTRAIN_STARTED"
 
 
 @contextmanager
-def quick_imports() -> Iterator[None]:
+def imports_without_gc() -> Iterator[None]:
     """Import without garbage collection, which would look through all modules again and again, now and at every later pass.
 
     torch and transformers take two thirds of the time.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 
-def on_this_device(work: Callable[[], None]) -> Callable[[], None]:
+def with_current_device(work: Callable[[], None]) -> Callable[[], None]:
     """`work` for another thread, with this one's GPU. A new thread's is GPU 0, on which the first call of CUDA would take
     some hundred megabytes, once for every rank of the machine."""
     if not torch.cuda.is_available():

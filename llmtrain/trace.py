@@ -2,7 +2,7 @@
 
 `open_trace` starts a recording, of which a process has one at most; without one, all else here does nothing. A span is a
 line of JSON: kind, name, step, start and end (unix seconds), and bytes for messages. Kinds: `step` (a whole one), `data`,
-`gradient` (forward, backward and the optimizer), `exposed` (training stands still for synchronisation), `wait` (of it,
+`gradient` (forward, backward and the optimizer), `exposed` (training stands still for synchronization), `wait` (of it,
 for the slowest replica), `delay` (injected) and `message` (between replicas, in the background).
 """
 

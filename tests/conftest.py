@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # until all tests are imported, as in llmtrain.startup.quick_imports
+    gc.disable()  # until all tests are imported, as in llmtrain.startup.imports_without_gc
     if not config.getoption("--gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the others are about CPUs, wherever they run
     if config.getoption("numprocesses", None):

@@ -43,7 +43,9 @@ class Group:
 
 
 GROUPS = (
-    Group("tests/unit", ("llmtrain/loss.py", "llmtrain/parallel/wire.py", "llmtrain/train/mirror.py", "benchmarks")),
+    Group(
+        "tests/unit", ("llmtrain/loss.py", "llmtrain/parallel/wire_format.py", "llmtrain/train/mirror.py", "benchmarks")
+    ),
     Group("tests/multi_node/test_cluster.py", ("llmtrain/compare/cluster", "llmtrain/doctor")),
     Group("tests/multi_node/test_slurm.py", ("llmtrain/launch", "launch")),
     Group("tests/multi_node/test_deepspeed_ssh.py", ("launch", "llmtrain/parallel/zero.py")),

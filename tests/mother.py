@@ -242,9 +242,9 @@ def serve(address: str, owner: int) -> None:
 
 
 def _import_everything() -> None:
-    from llmtrain.startup import quick_imports
+    from llmtrain.startup import imports_without_gc
 
-    with quick_imports():
+    with imports_without_gc():
         import llmtrain.cli
         import llmtrain.launch
         import llmtrain.launch.torchrun

@@ -27,7 +27,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = (
-    *("llmtrain.train.run", "llmtrain.export.export", "llmtrain.export.generate", "llmtrain.doctor.examine"),
+    *("llmtrain.train.run", "llmtrain.export.export", "llmtrain.export.generate", "llmtrain.doctor.run_checks"),
     *("llmtrain.eval.command", "llmtrain.compare.runner", "llmtrain.compare.report", "llmtrain.plan.show"),
     *("llmtrain.launch.torchrun", "llmtrain.cli", "deepspeed", "torch.utils.tensorboard"),
 )

@@ -7,7 +7,8 @@
 Every method under both engines, stopped halfway and resumed; A-EDiT on a clock that counts steps, WAGMA with a replica that is
 late when it is planned to be. Compared are the lines of metrics.jsonl, state.json and every tensor of every checkpoint, but no
 seconds. What has another name since is in tests/renamed.json: for each kind a list of [regular expression, replacement], which
-are applied to the older names. Numbers depend on the machine, so both commits run on the same one.
+are applied to the older names, and as `values` the words that recipes have in place of others. Numbers depend on the machine,
+so both commits run on the same one.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from tests.distributed.stored_runs import store
 
 ROOT = Path(__file__).resolve().parents[1]
 RENAMED = ROOT / "tests" / "renamed.json"
-CLOCKS = re.compile(r"seconds|slowest|digest|(^|/)(perf|files)/")
-"""Names of what differs from one run to the next: times, and the bytes of files that hold times."""
+FOLDERS = "recipe/run/out_dir|recipe/data/source|recipe/data/validation|recipe/data/cache_dir"
+CLOCKS = re.compile(rf"seconds|slowest|digest|(^|/)(perf|files)/|^(format|sha256|{FOLDERS}) ")
+"""Names of what may differ: times, digests of files that hold times, the runs' own folders, and the number of the format."""
 
 
 def values_of(run: Path) -> Iterator[tuple[str, str, Any]]:
@@ -59,10 +61,11 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def differences(before: Path, after: Path, renamed: dict[str, list[list[str]]]) -> list[str]:
+def differences(before: Path, after: Path, renamed: dict[str, Any]) -> list[str]:
     """Return a line for each value of one run that is not in the other, or not the same to the last bit."""
+    values = renamed.get("values", {})
     old = {
-        (kind, now): value
+        (kind, now): values.get(value, value) if isinstance(value, str) else value
         for kind, name, value in values_of(before)
         if not CLOCKS.search(name) and (now := _renamed(name, renamed.get(kind, ()))) is not None
     }

@@ -9,7 +9,7 @@ runs:
   diloco: {}
 conditions:
   100mbit: {bandwidth_mbit: 100}
-  slow: {delays: {who: 3, seconds: 0.3}}
+  slow: {delays: {host: 3, seconds: 0.3}}
 seeds: [1, 2, 3]
 baseline: synchronous
 """
@@ -30,7 +30,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Validati
 
 from llmtrain.config import Section, TraceSection
 from llmtrain.errors import RecipeError
-from llmtrain.recipe_messages import nearest, shown
+from llmtrain.recipe_messages import closest, format_value
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -60,7 +60,7 @@ class HostSection(Section):
 class DelaySection(Section):
     """A sleep in the forward pass of one host in every step, as in the experiments of EDiT and WAGMA."""
 
-    who: Literal["random"] | NonNegativeInt
+    host: Literal["random"] | NonNegativeInt
     """The host, or `random`: in each step another one, drawn from the seed, the same for all methods."""
     seconds: PositiveFloat
     """How long it sleeps."""
@@ -125,7 +125,7 @@ class ConditionSection(Section):
             given = [f"{value:g} {units[key]}" for key, value in host.model_dump().items() if value is not None]
             parts.append(f"host {number}: {', '.join(given)}")
         if self.delays:
-            who = "another host" if self.delays.who == "random" else f"host {self.delays.who}"
+            who = "another host" if self.delays.host == "random" else f"host {self.delays.host}"
             parts.append(f"{who} sleeps {self.delays.seconds:g} s in every step")
         parts += [f"host {p.host} stops for {p.seconds:g} s after {p.at:g} s" for p in self.pauses]
         parts += [f"host {k.host} dies after {k.at:g} s" for k in self.kills]
@@ -137,8 +137,8 @@ class ConditionSection(Section):
         """Every host number that occurs."""
         yield from self.hosts
         yield from (one.host for one in (*self.pauses, *self.kills, *([self.garbage] if self.garbage else [])))
-        if self.delays and self.delays.who != "random":
-            yield self.delays.who
+        if self.delays and self.delays.host != "random":
+            yield self.delays.host
 
 
 class RestartSection(Section):
@@ -150,7 +150,7 @@ class RestartSection(Section):
     """Replicas from then on, one host each."""
 
 
-class RunSection(Section):
+class ComparedRunSection(Section):
     """One run: a recipe and what is changed in it."""
 
     recipe: str | None = None
@@ -183,7 +183,7 @@ class Comparison(Section):
     """`key=value` for all runs."""
     hosts: HostsSection = Field(default_factory=HostsSection)
     """The virtual cluster."""
-    runs: Annotated[dict[Name, RunSection], Field(min_length=1)]
+    runs: Annotated[dict[Name, ComparedRunSection], Field(min_length=1)]
     """By name."""
     conditions: Annotated[
         dict[Name, ConditionSection], Field(min_length=1, default_factory=lambda: {"plain": ConditionSection()})
@@ -202,7 +202,7 @@ class Comparison(Section):
 
 
 @dataclass(frozen=True)
-class Planned:
+class TrialSpec:
     """One trial that the comparison asks for."""
 
     condition: str
@@ -254,7 +254,7 @@ def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
     return comparison.model_copy(update={"runs": runs})
 
 
-def trials(comparison: Comparison, file: Path) -> list[Planned]:
+def trials(comparison: Comparison, file: Path) -> list[TrialSpec]:
     """All of them, in the order in which they are made: runs in turn under a condition, seed after seed."""
     return [
         _planned(comparison, file, condition, run, seed)
@@ -264,12 +264,12 @@ def trials(comparison: Comparison, file: Path) -> list[Planned]:
     ]
 
 
-def _planned(comparison: Comparison, file: Path, condition: str, run: str, seed: int) -> Planned:
+def _planned(comparison: Comparison, file: Path, condition: str, run: str, seed: int) -> TrialSpec:
     section, hosts = comparison.runs[run], comparison.hosts
     folder = Path(comparison.out_dir) / comparison.name / condition / run
     overrides = [
         f"parallel.replicas={section.replicas or hosts.count}",
-        f"parallel.shard={hosts.processes}",
+        f"parallel.shards={hosts.processes}",
         "eval.sample_prompt=null",
         *comparison.overrides,
         *section.overrides,
@@ -280,12 +280,12 @@ def _planned(comparison: Comparison, file: Path, condition: str, run: str, seed:
     if comparison.trace is not None:
         overrides.append(f"log.trace={{first: {comparison.trace.first}, steps: {comparison.trace.steps}}}")
     recipe = file.parent / (section.recipe or comparison.recipe)
-    return Planned(
+    return TrialSpec(
         condition, run, seed, recipe, tuple(overrides), folder / f"seed-{seed}", _stages(section, hosts.count)
     )
 
 
-def _stages(run: RunSection, hosts: int) -> tuple[Stage, ...]:
+def _stages(run: ComparedRunSection, hosts: int) -> tuple[Stage, ...]:
     replicas = [run.replicas or hosts, *(restart.replicas for restart in run.restarts)]
     return tuple(
         itertools.starmap(Stage, zip(replicas, [*(restart.after_step for restart in run.restarts), None], strict=True))
@@ -317,7 +317,7 @@ def _check(comparison: Comparison, path: Path) -> None:
             raise RecipeError(f"{path}: conditions.{name}.garbage ends before it begins; give last >= first")
 
 
-def _check_stages(run: RunSection, where: str, hosts: int) -> None:
+def _check_stages(run: ComparedRunSection, where: str, hosts: int) -> None:
     for replicas in (run.replicas or hosts, *(restart.replicas for restart in run.restarts)):
         if replicas > hosts:
             raise RecipeError(f"{where} has {replicas} replicas, one a host, but hosts.count is {hosts}")
@@ -334,18 +334,18 @@ def _explain(error: ValidationError) -> str:
     path = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         known = list(_section_of(parents).model_fields)
-        near = nearest(str(key), known)
+        near = closest(str(key), known)
         return f"{path} is not a key; " + (f"did you mean {near}?" if near else f"keys are {', '.join(known)}")
     if first["type"] == "missing":
         return f"{path} is not given and has no default"
-    return f"{path} is {shown(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return f"{path} is {format_value(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
 def _section_of(path: list[Any]) -> type[Section]:
     """The class that is read at a location of the file."""
     below = {
         "hosts": HostsSection,
-        "runs": RunSection,
+        "runs": ComparedRunSection,
         "conditions": ConditionSection,
         "target": TargetSection,
         "trace": TraceSection,

@@ -12,7 +12,7 @@ import torch
 
 from llmtrain.compare.comparison import DelaySection, GarbageSection
 from llmtrain.config import Section
-from llmtrain.data.ahead import Ahead
+from llmtrain.data.prefetch import PrefetchLoader
 from llmtrain.trace import span
 from llmtrain.train.trainer import Trainer
 
@@ -29,7 +29,7 @@ class Faults(Section):
         """Seconds that a host sleeps in its `step`-th step (from 1)."""
         if self.delays is None:
             return 0.0
-        victim = self.delays.who
+        victim = self.delays.host
         if victim == "random":
             victim = random.Random(f"{self.seed}, who sleeps in step {step}").randrange(self.hosts)
         return self.delays.seconds if host == victim else 0.0
@@ -45,7 +45,7 @@ def inject(faults: Faults, host: int) -> Callable[[Trainer], None]:
 
     def change(trainer: Trainer) -> None:
         if faults.delays is not None:
-            trainer.engine.before_block(_sleeper(faults, host, trainer))
+            trainer.engine.register_block_hook(_sleeper(faults, host, trainer))
         if faults.garbage is not None:
             trainer.loader = GarbageLoader(
                 trainer.loader, lambda: faults.reads_garbage(host, trainer.step), faults.seed
@@ -71,7 +71,7 @@ def _sleeper(faults: Faults, host: int, trainer: Trainer) -> Callable[[int], Non
 class GarbageLoader:
     """Batches of another loader, with their tokens replaced at random while `is_on()`. They are used up all the same."""
 
-    def __init__(self, loader: Ahead, is_on: Callable[[], bool], seed: int):
+    def __init__(self, loader: PrefetchLoader, is_on: Callable[[], bool], seed: int):
         self._loader, self._is_on = loader, is_on
         self._drawn = torch.Generator().manual_seed(seed)
 

@@ -19,7 +19,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Validation:
+class ValidationPoint:
     """A validation during training. `loss` in nats per token, None where it was not finite."""
 
     loss: float | None
@@ -53,12 +53,12 @@ class OnTheWire:
         return self.sent / counted if counted else None
 
 
-def validations(trial: Trial) -> list[Validation]:
+def validations(trial: Trial) -> list[ValidationPoint]:
     """All validations, in order. Bytes are interpolated over steps between log lines."""
     sent = [(0.0, 0.0), *((line["step"], line["comm/bytes_total"]) for line in _with(trial, "comm/bytes_total"))]
     known = len(sent) > 1
     return [
-        Validation(
+        ValidationPoint(
             loss=line["eval/loss"],
             cost=Cost(line["seconds"], line["tokens"], _interpolate(sent, line["step"]) if known else None),
         )
@@ -73,7 +73,7 @@ def cost_to_reach(trial: Trial, target: float) -> Cost | None:
     Linear between the two validations around that moment. After a validation that was not finite there is nothing to
     interpolate from, so the next one counts as it is.
     """
-    before: Validation | None = None
+    before: ValidationPoint | None = None
     for now in validations(trial):
         if now.loss is not None and now.loss <= target:
             if before is None or before.loss is None:
@@ -108,7 +108,7 @@ def bytes_sent(trial: Trial) -> float | None:
 
 
 def time_split(trial: Trial) -> TimeSplit | None:
-    """From the last line that has the times of synchronisation; None without one."""
+    """From the last line that has the times of synchronization; None without one."""
     lines = [line for line in _with(trial, "comm/exposed_seconds") if line.get("comm/wait_seconds") is not None]
     if not lines:
         return None

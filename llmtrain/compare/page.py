@@ -70,7 +70,7 @@ Block = Text | Points | Table | Pictures | Lines | Heading
 
 
 @dataclass
-class Section:
+class PageSection:
     """Blocks under a title; left out of a report where it has none."""
 
     title: str
@@ -84,7 +84,7 @@ class Page:
     title: str
     verdict: str
     details: tuple[str, ...]
-    sections: tuple[Section, ...]
+    sections: tuple[PageSection, ...]
 
 
 def markdown(page: Page) -> str:

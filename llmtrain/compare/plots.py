@@ -10,11 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter
 
-from llmtrain.compare import measures, words
-from llmtrain.compare.measures import Validation
-from llmtrain.compare.over_seeds import ConditionResult, Results, RunResult
+from llmtrain.compare import formatting, measures
+from llmtrain.compare.aggregate import ConditionResult, Results, RunResult
+from llmtrain.compare.measures import ValidationPoint
 from llmtrain.compare.results import DONE, Trial
-from llmtrain.compare.scale import Scale
+from llmtrain.compare.sweep_axis import Scale
 
 COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8b4513"),
@@ -34,7 +34,7 @@ LARGE_RATIO = 8.0
 class Style:
     """How a run is drawn, in every picture the same."""
 
-    colour: str
+    color: str
     line: str
     marker: str
 
@@ -45,7 +45,7 @@ class Axis:
 
     name: str
     label: str
-    cost: Callable[[Validation], float | None]
+    cost: Callable[[ValidationPoint], float | None]
     is_log: bool = False
 
 
@@ -57,7 +57,7 @@ AXES = (
 
 
 def styles(results: Results) -> dict[str, Style]:
-    """The baseline is black; eleven others have a colour of their own, and every one a marker and a dash."""
+    """The baseline is black; eleven others have a color of their own, and every one a marker and a dash."""
     others = [run for run in results.runs if run != results.baseline]
     made = {results.baseline: Style("black", "-", "o")}
     for number, run in enumerate(others):
@@ -93,20 +93,20 @@ def _draw_run(axes: Axes, run: RunResult, axis: Axis, style: Style) -> list[Curv
     if not thin:
         return []
     thick = middle or (whole or thin)[0]
-    look = {"color": style.colour, "linestyle": style.line}
+    look = {"color": style.color, "linestyle": style.line}
     for curve in thin:
         axes.plot(*zip(*curve, strict=True), **look, linewidth=0.9, alpha=0.45)
     axes.plot(*zip(*thick, strict=True), **look, marker=style.marker, markersize=4.5, linewidth=1.7, label=run.run)
     for trial in run.trials:
         if trial.state != DONE and curves[id(trial)]:
-            axes.plot(*curves[id(trial)][-1], "x", color=style.colour, markersize=11, markeredgewidth=2.5)
+            axes.plot(*curves[id(trial)][-1], "x", color=style.color, markersize=11, markeredgewidth=2.5)
     return [thick, *thin]
 
 
 def _draw_target(axes: Axes, target: float) -> None:
     axes.axhline(target, color="0.45", linewidth=1, linestyle=(0, (6, 3)))
     axes.annotate(
-        f"target {words.loss(target)}",
+        f"target {formatting.loss(target)}",
         (0.01, target),
         xycoords=("axes fraction", "data"),
         xytext=(0, -2),
@@ -131,14 +131,14 @@ def draw_time(condition: ConditionResult) -> Figure | None:
     names = [name for name, _ in rows]
     left = [0.0] * len(rows)
     labels = ("computing", "communication that was not hidden", "waiting for the slowest")
-    for index, (label, colour) in enumerate(zip(labels, (COMPUTING, EXPOSED, WAITING), strict=True)):
+    for index, (label, color) in enumerate(zip(labels, (COMPUTING, EXPOSED, WAITING), strict=True)):
         values = [parts[index] for _, parts in rows]
-        axes.barh(names, values, left=left, color=colour, label=label, height=0.68)
+        axes.barh(names, values, left=left, color=color, label=label, height=0.68)
         left = [start + value for start, value in zip(left, values, strict=True)]
     for row, (total, (_, parts)) in enumerate(zip(left, rows, strict=True)):
-        idle = f", {words.percent(1 - parts[0] / total)} idle" if total else ""
+        idle = f", {formatting.percent(1 - parts[0] / total)} idle" if total else ""
         axes.annotate(
-            f"{words.seconds(total)}{idle}",
+            f"{formatting.seconds(total)}{idle}",
             (total, row),
             xytext=(4, 0),
             textcoords="offset points",
@@ -158,7 +158,7 @@ def draw_throughput(results: Results, scale: Scale, styles: dict[str, Style]) ->
     figure, axes = _figure(4.6)
     numbers = sorted(number for number in scale.numbers.values() if number is not None)
     is_log = numbers[0] > 0 and numbers[-1] / numbers[0] > LARGE_RATIO
-    positions = {name: _place(number, numbers, scale, is_log) for name, number in scale.numbers.items()}
+    positions = {name: _position(number, numbers, scale, is_log) for name, number in scale.numbers.items()}
     drawn = []
     for run in results.runs:
         points = []
@@ -181,7 +181,7 @@ def draw_throughput(results: Results, scale: Scale, styles: dict[str, Style]) ->
                 [x for x, _ in points],
                 middle,
                 (below, above),
-                color=style.colour,
+                color=style.color,
                 linestyle=style.line,
                 marker=style.marker,
                 markersize=5,
@@ -204,7 +204,7 @@ def draw_throughput(results: Results, scale: Scale, styles: dict[str, Style]) ->
     return figure
 
 
-def _place(number: float | None, numbers: Sequence[float], scale: Scale, is_log: bool) -> float:
+def _position(number: float | None, numbers: Sequence[float], scale: Scale, is_log: bool) -> float:
     """On the axis; a condition without a number stands beyond the end where its network or delay belongs."""
     if number is not None:
         return number

@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from llmtrain.compare.comparison import Planned
-from llmtrain.compare.trial import Record
+from llmtrain.compare.comparison import TrialSpec
+from llmtrain.compare.trial import TrialRecord
 
 
-class Progress:
+class ComparisonProgress:
     """Of `total` trials."""
 
     def __init__(self, total: int):
@@ -26,12 +26,12 @@ class Progress:
             self._one = self._bars.add_task("steps", total=None)
             self._bars.start()
 
-    def skip(self, planned: Planned) -> None:
+    def skip(self, planned: TrialSpec) -> None:
         """It is there already."""
         if self._bars is not None:
             self._bars.advance(self._all)
 
-    def begin(self, number: int, planned: Planned, steps: int) -> None:
+    def begin(self, number: int, planned: TrialSpec, steps: int) -> None:
         """The `number`-th trial (from 0) begins."""
         self._name = f"{planned.condition} · {planned.run} · seed {planned.seed}"
         if self._bars is None:
@@ -44,7 +44,7 @@ class Progress:
         if self._bars is not None:
             self._bars.update(self._one, completed=step)
 
-    def end(self, record: Record, seconds_left: float) -> None:
+    def end(self, record: TrialRecord, seconds_left: float) -> None:
         """It is over; an estimate of what the others will take."""
         if self._bars is not None:
             self._bars.advance(self._all)

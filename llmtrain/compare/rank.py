@@ -6,16 +6,16 @@ from __future__ import annotations
 import os
 import sys
 
-from llmtrain.errors import leave_with_code
-from llmtrain.startup import quick_imports
+from llmtrain.errors import exit_with_status
+from llmtrain.startup import imports_without_gc
 
 
 def main(faults: str, recipe: str, *overrides: str) -> int:
     """Train; returns the exit code. torchrun says which host this is (GROUP_RANK)."""
-    with quick_imports():
+    with imports_without_gc():
         from llmtrain.compare.faults import Faults, inject
         from llmtrain.parallel.world import World
-        from llmtrain.recipe import load_recipe
+        from llmtrain.recipe_loader import load_recipe
         from llmtrain.train.run import run_training
 
     change = inject(Faults.model_validate_json(faults), host=int(os.environ["GROUP_RANK"]))
@@ -23,4 +23,4 @@ def main(faults: str, recipe: str, *overrides: str) -> int:
 
 
 if __name__ == "__main__":
-    leave_with_code(lambda: sys.exit(main(*sys.argv[1:])))
+    exit_with_status(lambda: sys.exit(main(*sys.argv[1:])))

@@ -14,11 +14,11 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 import llmtrain
-from llmtrain.compare import plots, tables, words
-from llmtrain.compare.over_seeds import Planned, Results, gather
-from llmtrain.compare.page import Heading, Lines, Page, Picture, Pictures, Points, Section, Text, markdown
+from llmtrain.compare import formatting, plots, tables
+from llmtrain.compare.aggregate import Results, TrialKey, gather
+from llmtrain.compare.page import Heading, Lines, Page, PageSection, Picture, Pictures, Points, Text, markdown
 from llmtrain.compare.results import DONE, Trial
-from llmtrain.compare.scale import find_scales
+from llmtrain.compare.sweep_axis import find_sweeps
 from llmtrain.compare.timeline import draw_timelines
 from llmtrain.compare.verdict import verdict
 
@@ -37,14 +37,14 @@ TABLE_NOTES = (
     "tokens/s and in what it reached, a failed one in nothing."
 )
 PLOT_NOTES = (
-    "One colour a run, in all pictures. With several seeds each is a thin line and their median the thick one; a cross is "
+    "One color a run, in all pictures. With several seeds each is a thin line and their median the thick one; a cross is "
     "where a failed or stopped run ended. Axes of time are logarithmic where runs differ by more than "
     f"{plots.LARGE_RATIO:.0f} times, axes of bytes always."
 )
 TIME_NOTES = (
     "Medians over seeds of the means over ranks; idle is what was not computing. Computing is all time in which training "
     "went on, reading data and injected delays included, so communication that was hidden behind it has no bar of its own. "
-    "Waiting is for the slowest replica: at the start of synchronisations, and at log lines, which let no replica run further "
+    "Waiting is for the slowest replica: at the start of synchronizations, and at log lines, which let no replica run further "
     "ahead than two of them."
 )
 TIMELINE_NOTES = (
@@ -64,7 +64,7 @@ def write_report(
     folder: Path,
     baseline: str | None = None,
     target: float | None = None,
-    planned: Sequence[Planned] = (),
+    planned: Sequence[TrialKey] = (),
     command: str | None = None,
 ) -> Path:
     """Write report.md, report.html and plots/ into `folder`, in the place of older ones. Returns report.html's path.
@@ -131,8 +131,8 @@ def _replace(path: Path, text: str) -> None:
     os.replace(unfinished, path)
 
 
-def _table_section(results: Results) -> Section:
-    section = Section("Runs")
+def _table_section(results: Results) -> PageSection:
+    section = PageSection("Runs")
     for condition in results.conditions:
         section.blocks.append(Heading(condition.name))
         if condition.in_words:
@@ -142,23 +142,23 @@ def _table_section(results: Results) -> Section:
     return section
 
 
-def _plot_section(results: Results, folder: Path) -> Section:
-    section = Section("Loss against tokens, time and bytes")
+def _plot_section(results: Results, folder: Path) -> PageSection:
+    section = PageSection("Loss against tokens, time and bytes")
     styles = plots.styles(results)
     drawn = [
         (
             plots.draw_throughput(results, scale, styles),
-            f"throughput-{words.file_name(scale.label)}",
+            f"throughput-{formatting.file_name(scale.label)}",
             f"Tokens per second: {scale.label}",
         )
-        for scale in find_scales([condition.name for condition in results.conditions])
+        for scale in find_sweeps([condition.name for condition in results.conditions])
     ]
     section.blocks += _pictures(folder, drawn)
     for condition in results.conditions:
         drawn = [
             (
                 plots.draw_loss(condition, axis, styles),
-                f"loss_{axis.name}-{words.file_name(condition.name)}",
+                f"loss_{axis.name}-{formatting.file_name(condition.name)}",
                 f"{condition.name}: validation loss against {axis.label}",
             )
             for axis in plots.AXES
@@ -169,30 +169,30 @@ def _plot_section(results: Results, folder: Path) -> Section:
     return section
 
 
-def _time_section(results: Results, folder: Path) -> Section:
+def _time_section(results: Results, folder: Path) -> PageSection:
     drawn = [
         (
             plots.draw_time(condition),
-            f"time-{words.file_name(condition.name)}",
+            f"time-{formatting.file_name(condition.name)}",
             f"{condition.name}: where the training time went",
         )
         for condition in results.conditions
     ]
     blocks = _pictures(folder, drawn)
-    return Section("Where the time went", [*blocks, Text(TIME_NOTES)] if blocks else [])
+    return PageSection("Where the time went", [*blocks, Text(TIME_NOTES)] if blocks else [])
 
 
-def _timeline_section(results: Results, folder: Path) -> Section:
+def _timeline_section(results: Results, folder: Path) -> PageSection:
     drawn = [
         (
             draw_timelines(condition),
-            f"timeline-{words.file_name(condition.name)}",
+            f"timeline-{formatting.file_name(condition.name)}",
             f"{condition.name}: what each rank did in a few rounds",
         )
         for condition in results.conditions
     ]
     blocks = _pictures(folder, drawn, wide=True)
-    return Section("Timelines", [*blocks, Text(TIMELINE_NOTES)] if blocks else [])
+    return PageSection("Timelines", [*blocks, Text(TIMELINE_NOTES)] if blocks else [])
 
 
 def _pictures(folder: Path, drawn: Sequence[tuple[Figure | None, str, str]], wide: bool = False) -> list[Pictures]:
@@ -206,13 +206,13 @@ def _pictures(folder: Path, drawn: Sequence[tuple[Figure | None, str, str]], wid
     return [Pictures(tuple(saved), wide)] if saved else []
 
 
-def _wire_section(results: Results) -> Section:
+def _wire_section(results: Results) -> PageSection:
     table = tables.wire_table(results)
-    return Section("Bytes against interface counters", [table, Text(WIRE_NOTES)] if table else [])
+    return PageSection("Bytes against interface counters", [table, Text(WIRE_NOTES)] if table else [])
 
 
-def _failures_section(results: Results) -> Section:
-    section = Section("Trials that did not finish")
+def _failures_section(results: Results) -> PageSection:
+    section = PageSection("Trials that did not finish")
     for trial in results.trials:
         if trial.state == DONE:
             continue
@@ -229,8 +229,8 @@ def _failures_section(results: Results) -> Section:
     return section
 
 
-def _making_section(results: Results, folder: Path, command: str | None) -> Section:
-    section = Section("How it was made")
+def _making_section(results: Results, folder: Path, command: str | None) -> PageSection:
+    section = PageSection("How it was made")
     said = [f"Command: `{_portable(command)}`"] if command else []
     if (folder / "comparison.yaml").exists():
         said.append("Everything that was asked for, defaults included: `comparison.yaml` beside this report")
@@ -252,7 +252,7 @@ def _making_section(results: Results, folder: Path, command: str | None) -> Sect
 
 def _target(results: Results) -> str:
     if results.given_target is not None:
-        return f"a validation loss of {words.loss(results.given_target)}, as given"
+        return f"a validation loss of {formatting.loss(results.given_target)}, as given"
     return "the baseline's final validation loss under the same condition (median over seeds)"
 
 
@@ -264,7 +264,11 @@ def _provenance(title: str, values: Iterator[str | None]) -> list[str]:
 
 def _wall_time(trials: Sequence[Trial]) -> list[str]:
     told = [trial.wall_seconds for trial in trials if trial.wall_seconds is not None]
-    return [f"{len(told)} trials took {words.seconds(sum(told))} in all, with start-up and validation"] if told else []
+    return (
+        [f"{len(told)} trials took {formatting.seconds(sum(told))} in all, with start-up and validation"]
+        if told
+        else []
+    )
 
 
 def _portable(line: str) -> str:

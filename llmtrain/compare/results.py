@@ -24,7 +24,7 @@ ALWAYS_THERE = ("step", "tokens", "seconds")
 
 
 @dataclass(frozen=True)
-class Host:
+class HostTraffic:
     """A host's interface counters over a trial, in bytes; None where they were not read (loopback)."""
 
     name: str
@@ -60,7 +60,7 @@ class Trial:
     """metrics.jsonl; null is a value that was not finite."""
     summary: dict[str, Any] | None = None
     exit_codes: tuple[int | None, ...] = ()
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[HostTraffic, ...] = ()
     condition_in_words: str | None = None
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
@@ -152,7 +152,9 @@ def _load(path: Path) -> Trial:
             lines=tuple(_metrics(path / "metrics.jsonl")),
             summary=summary,
             exit_codes=tuple(told.get("exit_codes") or ()),
-            hosts=tuple(Host(host["name"], host.get("sent"), host.get("received")) for host in told.get("hosts") or ()),
+            hosts=tuple(
+                HostTraffic(host["name"], host.get("sent"), host.get("received")) for host in told.get("hosts") or ()
+            ),
             condition_in_words=told.get("condition_in_words"),
             recipe=told.get("recipe"),
             overrides=tuple(told.get("overrides") or ()),

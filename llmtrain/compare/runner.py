@@ -12,16 +12,16 @@ from pathlib import Path
 from types import FrameType
 
 from llmtrain.compare.cluster import Host, HostLimits, loopback_cluster, virtual_cluster, why_no_cluster
-from llmtrain.compare.comparison import Comparison, ConditionSection, HostSection, Planned, load_comparison, trials
-from llmtrain.compare.progress import Progress
+from llmtrain.compare.comparison import Comparison, ConditionSection, HostSection, TrialSpec, load_comparison, trials
+from llmtrain.compare.progress import ComparisonProgress
 from llmtrain.compare.report import write_report
 from llmtrain.compare.results import load_trials
-from llmtrain.compare.trial import Record, record_of, run_trial
+from llmtrain.compare.trial import TrialRecord, record_of, run_trial
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, UserError
 from llmtrain.launch.nodes import DEFAULT_PORT
-from llmtrain.recipe import load_recipe, resolved_yaml
 from llmtrain.recipe_check import check, check_vocabulary
+from llmtrain.recipe_loader import load_recipe, resolved_yaml
 from llmtrain.train.folder_lock import lock_folder
 from llmtrain.train.run import prepare_for
 
@@ -43,8 +43,8 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     _open(folder, comparison)
     flags = [] if shaping else ["--no-shaping"]
     command = shlex.join(["python", "-m", "llmtrain", "compare", str(file), *overrides, *flags])
-    progress = Progress(len(planned))
-    records: list[Record] = []
+    progress = ComparisonProgress(len(planned))
+    records: list[TrialRecord] = []
     try:
         with _interruptions() as raise_again:
             for recipe in recipes:  # all data first: its preparation is no part of a trial
@@ -75,7 +75,7 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     return FAILED if failed else DONE
 
 
-def _checked(planned: Planned, comparison: Comparison) -> Recipe:
+def _checked(planned: TrialSpec, comparison: Comparison) -> Recipe:
     """The recipe of a trial. Raises UserError, naming the run, for one that can't be trained."""
     try:
         for stage in planned.stages:
@@ -99,12 +99,14 @@ def _open(folder: Path, comparison: Comparison) -> None:
     path.write_text(text)
 
 
-def _is_over(planned: Planned, retry: bool) -> bool:
+def _is_over(planned: TrialSpec, retry: bool) -> bool:
     record = record_of(planned.directory)
     return record is not None and not (retry and record["state"] == "failed")
 
 
-def _make(planned: Planned, comparison: Comparison, recipe: Recipe, shaping: bool, progress: Progress) -> Record:
+def _make(
+    planned: TrialSpec, comparison: Comparison, recipe: Recipe, shaping: bool, progress: ComparisonProgress
+) -> TrialRecord:
     condition = comparison.conditions[planned.condition]
     with _cluster(comparison, condition, shaping) as hosts:
         port = DEFAULT_PORT if shaping else _free_port()
@@ -134,14 +136,14 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _seconds_left(planned: Sequence[Planned], records: Sequence[Record]) -> float:
+def _seconds_left(planned: Sequence[TrialSpec], records: Sequence[TrialRecord]) -> float:
     """An estimate: a trial takes what the same run took under the same condition, else the median of all so far."""
     median = statistics.median(record.wall_seconds for record in records)
     known = {(record.condition, record.run): record.wall_seconds for record in records}
     return sum(known.get((one.condition, one.run), median) for one in planned if record_of(one.directory) is None)
 
 
-def _report(folder: Path, comparison: Comparison, planned: Sequence[Planned], command: str) -> Path:
+def _report(folder: Path, comparison: Comparison, planned: Sequence[TrialSpec], command: str) -> Path:
     present = [one.directory for one in planned if record_of(one.directory)]
     names = [(one.condition, one.run, one.seed) for one in planned]
     return write_report(

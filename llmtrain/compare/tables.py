@@ -6,8 +6,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 
-from llmtrain.compare import measures, words
-from llmtrain.compare.over_seeds import ConditionResult, Results, RunResult, SpeedUp, Spread, Standing
+from llmtrain.compare import formatting, measures
+from llmtrain.compare.aggregate import ConditionResult, Outcome, Results, RunResult, SpeedUp, Spread
 from llmtrain.compare.page import Table
 from llmtrain.compare.results import DONE, Trial
 
@@ -16,7 +16,7 @@ NOTHING = "–"
 
 def runs_table(condition: ConditionResult) -> Table:
     """One row a run: how far it came and what it cost, medians with the lowest and highest seed."""
-    to = f"to loss {words.loss(condition.target)}" if condition.target is not None else "to the target"
+    to = f"to loss {formatting.loss(condition.target)}" if condition.target is not None else "to the target"
     columns = (
         *("run", "trials", "final loss", f"time {to}", "speed-up", "speed-up to its own final loss", "tokens/s"),
         *("sent in all", f"sent {to}", "of the baseline's bytes", f"tokens {to}", "training time"),
@@ -28,16 +28,16 @@ def _run_row(run: RunResult) -> tuple[str, ...]:
     return (
         run.run,
         trials_in_words(run),
-        _cell(run.final_loss, words.loss),
-        _to_target(run.seconds, words.seconds),
+        _cell(run.final_loss, formatting.loss),
+        _to_target(run.seconds, formatting.seconds),
         _speed_up(run),
         _times(run.own_speed_up) if run.own_speed_up is not None else NOTHING,
-        _cell(run.rate, words.count),
-        _cell(run.at_the_end(measures.bytes_sent), words.size),
-        _to_target(run.bytes, words.size),
-        words.percent(run.byte_share) if run.byte_share is not None else NOTHING,
-        _to_target(run.tokens, words.count),
-        _cell(run.at_the_end(measures.training_seconds), words.seconds),
+        _cell(run.rate, formatting.count),
+        _cell(run.at_the_end(measures.bytes_sent), formatting.size),
+        _to_target(run.bytes, formatting.size),
+        formatting.percent(run.byte_share) if run.byte_share is not None else NOTHING,
+        _to_target(run.tokens, formatting.count),
+        _cell(run.at_the_end(measures.training_seconds), formatting.seconds),
     )
 
 
@@ -66,10 +66,10 @@ def wire_table(results: Results) -> Table | None:
                     condition.name,
                     run.run,
                     str(len(wires)),
-                    words.size(statistics.median(wire.counted for wire in wires)),
-                    words.size(statistics.median(wire.others for wire in wires)),
-                    words.size(statistics.median(wire.sent for wire in wires)),
-                    words.size(statistics.median(received)) if received else NOTHING,
+                    formatting.size(statistics.median(wire.counted for wire in wires)),
+                    formatting.size(statistics.median(wire.others for wire in wires)),
+                    formatting.size(statistics.median(wire.sent for wire in wires)),
+                    formatting.size(statistics.median(received)) if received else NOTHING,
                     _cell(Spread(tuple(ratios)), lambda ratio: f"{ratio:.3f}") if ratios else NOTHING,
                 )
             )
@@ -126,7 +126,7 @@ def _to_target(spread: Spread | None, show: Callable[[float], str]) -> str:
     """As a cell; seeds that never got there are counted, not averaged."""
     if spread is None:
         return NOTHING
-    there, whole = len(spread.got_there), len(spread.values)
+    there, whole = len(spread.finite), len(spread.values)
     if there == whole:
         return _cell(spread, show)
     if there == 0:
@@ -136,14 +136,14 @@ def _to_target(spread: Spread | None, show: Callable[[float], str]) -> str:
 
 
 def _speed_up(run: RunResult) -> str:
-    if run.standing is Standing.BASELINE:
+    if run.standing is Outcome.BASELINE:
         return "baseline"
     if run.speed_up is None:
-        return run.standing if run.standing in (Standing.NO_DIFFERENCE, Standing.MIXED) else NOTHING
-    but = f", {run.standing}" if run.standing in (Standing.NO_DIFFERENCE, Standing.MIXED) else ""
+        return run.standing if run.standing in (Outcome.NO_DIFFERENCE, Outcome.MIXED) else NOTHING
+    but = f", {run.standing}" if run.standing in (Outcome.NO_DIFFERENCE, Outcome.MIXED) else ""
     return f"{_times(run.speed_up)}{but}"
 
 
 def _times(speed: SpeedUp) -> str:
-    between = f" ({words.times(speed.low)} to {words.times(speed.high)})" if speed.is_range else ""
-    return f"{words.times(speed.median)} ×{between}"
+    between = f" ({formatting.times(speed.low)} to {formatting.times(speed.high)})" if speed.is_range else ""
+    return f"{formatting.times(speed.median)} ×{between}"

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from llmtrain.compare.over_seeds import ConditionResult
+from llmtrain.compare.aggregate import ConditionResult
 from llmtrain.compare.results import Span, Trial
 
 Spans = dict[int, list[Span]]
@@ -19,13 +19,13 @@ WIDTH = 12.0
 MAX_RANKS = 8
 """Rows of one run; more are not legible."""
 ROUNDS = 2
-"""Whole rounds in a window, so that three synchronisations are in it."""
+"""Whole rounds in a window, so that three synchronizations are in it."""
 LONGEST = 3.0
 """A window is at most so many times the one that the median run asks for."""
 NOTICEABLE = 0.01
 """Of a step: a shorter standstill only found that there was nothing to wait for."""
 MARGIN = 0.12
-"""Of the window, before its first synchronisation."""
+"""Of the window, before its first synchronization."""
 
 KINDS = {
     "step": ("#e8e8e8", "rest of a step"),
@@ -40,7 +40,7 @@ MESSAGE, MESSAGE_LABEL = "#1b7837", "message under way in the background"
 
 
 @dataclass(frozen=True)
-class Row:
+class TimelineRow:
     """A traced run in a picture: its spans and where its window begins (Unix seconds)."""
 
     name: str
@@ -54,7 +54,7 @@ def draw_timelines(condition: ConditionResult) -> Figure | None:
     if not traced:
         return None
     length = window_seconds([spans for _, spans in traced])
-    rows = [Row(name, spans, window_start(spans, length)) for name, spans in traced]
+    rows = [TimelineRow(name, spans, window_start(spans, length)) for name, spans in traced]
     heights = [0.55 + 0.27 * min(MAX_RANKS, len(row.spans)) for row in rows]
     figure = Figure(figsize=(WIDTH, sum(heights) + 1.1), layout="constrained")
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -62,15 +62,15 @@ def draw_timelines(condition: ConditionResult) -> Figure | None:
         _draw_run(axes, row, length)
         axes.tick_params(axis="x", length=0 if axes is not panels[-1] else 3.5)
     panels[-1].set_xlabel("seconds")
-    patches = [Patch(color=colour, label=label) for colour, label in KINDS.values()]
+    patches = [Patch(color=color, label=label) for color, label in KINDS.values()]
     patches.append(Patch(color=MESSAGE, label=MESSAGE_LABEL))
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     figure.suptitle(condition.name, fontsize=12)
     return figure
 
 
-def synchronisations(spans: Spans) -> list[float]:
-    """When synchronisations began on the first traced rank (Unix seconds): one a step in which a message started, or, in
+def synchronizations(spans: Spans) -> list[float]:
+    """When synchronizations began on the first traced rank (Unix seconds): one a step in which a message started, or, in
     runs without messages in the background, in which training stood still for a noticeable while."""
     first = spans[min(spans)]
     kind = "message" if any(span.kind == "message" for span in first) else "exposed"
@@ -90,9 +90,9 @@ def window_seconds(traces: Sequence[Spans]) -> float:
 
 
 def window_start(spans: Spans, length: float) -> float:
-    """Just before the first synchronisation that has a full window after it, else the last `length` seconds."""
+    """Just before the first synchronization that has a full window after it, else the last `length` seconds."""
     begin, end = _extent(spans)
-    for start in synchronisations(spans):
+    for start in synchronizations(spans):
         candidate = start - MARGIN * length
         if candidate >= begin and candidate + length <= end:
             return candidate
@@ -101,7 +101,7 @@ def window_start(spans: Spans, length: float) -> float:
 
 def _needed(spans: Spans) -> float:
     begin, end = _extent(spans)
-    starts = synchronisations(spans)
+    starts = synchronizations(spans)
     if len(starts) <= ROUNDS:
         return end - begin
     return (starts[ROUNDS] - starts[0]) * (1 + 2 * MARGIN)
@@ -116,13 +116,13 @@ def _traced(trials: Sequence[Trial]) -> Trial | None:
     return next((trial for trial in trials if trial.spans), None)
 
 
-def _draw_run(axes: Axes, row: Row, length: float) -> None:
+def _draw_run(axes: Axes, row: TimelineRow, length: float) -> None:
     ranks = sorted(row.spans)[:MAX_RANKS]
     for position, rank in enumerate(ranks):
         seen = [span for span in row.spans[rank] if span.end > row.start and span.start < row.start + length]
-        for kind, (colour, _) in KINDS.items():
+        for kind, (color, _) in KINDS.items():
             bars = _bars(seen, kind, row.start)
-            axes.broken_barh(bars, (position - 0.4, 0.52), facecolors=colour, linewidth=0, zorder=2)
+            axes.broken_barh(bars, (position - 0.4, 0.52), facecolors=color, linewidth=0, zorder=2)
         starts = [span.start - row.start for span in seen if span.kind == "step"]
         axes.vlines(starts, position - 0.4, position + 0.12, colors="black", linewidth=0.6, zorder=3)
         messages = _bars(seen, "message", row.start)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.compare.cluster import Host
-from llmtrain.compare.comparison import Comparison, Planned, Stage
-from llmtrain.compare.events import Events
+from llmtrain.compare.comparison import Comparison, Stage, TrialSpec
+from llmtrain.compare.fault_timeline import FaultTimeline
 from llmtrain.compare.faults import Faults
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE
@@ -31,7 +31,7 @@ LAST_LINES = 20
 
 
 @dataclass
-class Record:
+class TrialRecord:
     """trial.json."""
 
     condition: str
@@ -65,20 +65,20 @@ def record_of(directory: Path) -> dict[str, Any] | None:
 
 
 def run_trial(
-    planned: Planned,
+    planned: TrialSpec,
     comparison: Comparison,
     recipe: Recipe,
     hosts: Sequence[Host],
     port: int,
     words: str,
     on_progress: Callable[[int], None],
-) -> Record:
+) -> TrialRecord:
     """Train on `hosts` until all have ended. `on_progress` is called with the run's step now and then. Raises nothing for a
     run that fails: that is in the record."""
     condition, directory = comparison.conditions[planned.condition], planned.directory
     shutil.rmtree(directory, ignore_errors=True)  # what an interrupted trial left: its times would not be comparable
     directory.mkdir(parents=True)
-    events = Events(condition, hosts)
+    events = FaultTimeline(condition, hosts)
     before = [(host.sent(), host.received()) for host in hosts]
     started = time.monotonic()
     ends = (
@@ -86,7 +86,7 @@ def run_trial(
         for stage in planned.stages
     )
     end = next(end for end in ends if not end.goes_on)  # the last stage's never does
-    return Record(
+    return TrialRecord(
         condition=planned.condition,
         run=planned.run,
         seed=planned.seed,
@@ -113,12 +113,12 @@ class _StageEnd:
 
 def _run_stage(
     stage: Stage,
-    planned: Planned,
+    planned: TrialSpec,
     comparison: Comparison,
     recipe: Recipe,
     hosts: Sequence[Host],
     port: int,
-    events: Events,
+    events: FaultTimeline,
     on_progress: Callable[[int], None],
 ) -> _StageEnd:
     """Train on these hosts until all have ended."""
@@ -136,7 +136,7 @@ def _run_stage(
             for number, (host, log) in enumerate(zip(hosts, logs, strict=True))
         ]
         patience, minutes = recipe.run.timeout_seconds + START_SECONDS, comparison.stop_after_minutes
-        watch = Watch(processes, hosts, events, patience, minutes, stage.until)
+        watch = TrialMonitor(processes, hosts, events, patience, minutes, stage.until)
         watch.until_all_have_ended(directory, on_progress)
     codes = [process.returncode for process in processes]
     if all(code == DONE for code in codes):
@@ -150,7 +150,7 @@ def _run_stage(
     return _StageEnd("failed", codes, _last_lines(directory / f"{hosts[watch.first_failed].name}.log"))
 
 
-class Watch:
+class TrialMonitor:
     """Over the hosts' torchruns while they run: what happens at given times, and an end for those that hang.
 
     `patience`: seconds until the first step, and from the first failure or the request to stop until everybody must have
@@ -161,7 +161,7 @@ class Watch:
         self,
         processes: Sequence[subprocess.Popen],
         hosts: Sequence[Host],
-        events: Events,
+        events: FaultTimeline,
         patience: float,
         minutes: float | None,
         last_step: int | None,
@@ -173,7 +173,7 @@ class Watch:
         """The host whose torchrun failed first."""
         self._must_end_at = time.monotonic() + patience
         self._training_since: float | None = None
-        self._has_failed = self._was_told_to_stop = False
+        self._has_failed = self._stop_requested = False
 
     def until_all_have_ended(self, directory: Path, on_progress: Callable[[int], None]) -> None:
         """Wait; `directory` is where the run writes."""
@@ -194,15 +194,15 @@ class Watch:
     def stops(self, directory: Path) -> bool:
         """Whether the run wrote a checkpoint and ended because its time was up."""
         summary = directory / "summary.json"
-        return self._was_told_to_stop and summary.exists() and json.loads(summary.read_text())["stopped"] == "signal"
+        return self._stop_requested and summary.exists() and json.loads(summary.read_text())["stopped"] == "signal"
 
     def _while_training(self, seconds: float, step: int) -> None:
         self.events.advance(seconds)
-        if self._was_told_to_stop:
+        if self._stop_requested:
             return
         self.came_to_its_last_step = self.last_step is not None and step >= self.last_step
         if self.came_to_its_last_step or (self.minutes is not None and seconds > 60 * self.minutes):
-            self._was_told_to_stop, self._must_end_at = True, time.monotonic() + self.patience
+            self._stop_requested, self._must_end_at = True, time.monotonic() + self.patience
             for process in self.processes:
                 process.send_signal(signal.SIGTERM)
 
@@ -235,11 +235,11 @@ def step_of(directory: Path) -> int:
 
 
 def _command(
-    planned: Planned, stage: Stage, hosts: Sequence[Host], number: int, processes: int, port: int, faults: Faults
+    planned: TrialSpec, stage: Stage, hosts: Sequence[Host], number: int, processes: int, port: int, faults: Faults
 ) -> list[str]:
     """torchrun on one host."""
     nodes = ["--nnodes", str(len(hosts)), "--node-rank", str(number), "--nproc-per-node", str(processes)]
-    meeting = ["--master-addr", hosts[0].address, "--master-port", str(port)]
+    master = ["--master-addr", hosts[0].address, "--master-port", str(port)]
     rank = [
         "-m",
         "llmtrain.compare.rank",
@@ -248,7 +248,7 @@ def _command(
         *planned.overrides,
         *stage.overrides,
     ]
-    return [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting, *rank]
+    return [sys.executable, "-m", "torch.distributed.run", *nodes, *master, *rank]
 
 
 def _environment(host: Host, recipe: Recipe) -> dict[str, str]:

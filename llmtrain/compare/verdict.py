@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmtrain.compare import words
-from llmtrain.compare.over_seeds import ConditionResult, Results, RunResult, Standing
+from llmtrain.compare import formatting
+from llmtrain.compare.aggregate import ConditionResult, Outcome, Results, RunResult
 from llmtrain.compare.results import AS_RUN, DONE
 
 
@@ -31,7 +31,7 @@ def verdict(results: Results) -> Verdict:
 
 def leaders(condition: ConditionResult) -> list[RunResult]:
     """The runs that were faster than the baseline and than which none was seen to be faster, soonest first."""
-    faster = [run for run in condition.runs if run.standing is Standing.FASTER and run.speed_up is not None]
+    faster = [run for run in condition.runs if run.standing is Outcome.FASTER and run.speed_up is not None]
     if not faster:
         return []
     faster.sort(key=lambda run: -run.speed_up.median if run.speed_up else 0.0)
@@ -61,18 +61,20 @@ def _happened(condition: ConditionResult, results: Results) -> str:
     if first and base is not None:
         return _won(first, base, condition, results)
     goal = _goal(condition, results)
-    if not any(run.seconds and run.seconds.got_there for run in measured):
+    if not any(run.seconds and run.seconds.finite for run in measured):
         return f"no run reached {goal}; {_lowest(measured)}"
-    if base is None or base.seconds is None or not base.seconds.got_there:
+    if base is None or base.seconds is None or not base.seconds.finite:
         return f"the baseline {results.baseline} did not reach {goal}; {_soonest(measured)}"
-    took = f", in {words.seconds(base.seconds.median)}" if math.isfinite(base.seconds.median) else ""
-    none = f"no run was seen to reach {goal} sooner than {base.run} itself{took} ({words.seeds(len(base.measured))})"
+    took = f", in {formatting.seconds(base.seconds.median)}" if math.isfinite(base.seconds.median) else ""
+    none = (
+        f"no run was seen to reach {goal} sooner than {base.run} itself{took} ({formatting.seeds(len(base.measured))})"
+    )
     close = closest(condition)
     if close is None or close.own_speed_up is None or close.end is None:
         return none
     return (
-        f"{none}; but {close.run} ended at {words.loss(close.end)} and got there "
-        f"{words.times(close.own_speed_up.median)} times as fast as {base.run}, which was then in the middle of its schedule"
+        f"{none}; but {close.run} ended at {formatting.loss(close.end)} and got there "
+        f"{formatting.times(close.own_speed_up.median)} times as fast as {base.run}, which was then in the middle of its schedule"
     )
 
 
@@ -82,7 +84,7 @@ def closest(condition: ConditionResult) -> RunResult | None:
     runs = [
         run
         for run in condition.runs
-        if run.standing is Standing.NOT_REACHED and run.own_speed_up is not None and run.own_speed_up.low > 1
+        if run.standing is Outcome.NOT_REACHED and run.own_speed_up is not None and run.own_speed_up.low > 1
     ]
     return min(runs, key=lambda run: run.end or math.inf, default=None)
 
@@ -91,19 +93,19 @@ def _won(first: Sequence[RunResult], base: RunResult, condition: ConditionResult
     best = first[0]
     assert best.seconds is not None and best.speed_up is not None
     speed = best.speed_up
-    between = f", {words.times(speed.low)} to {words.times(speed.high)}" if speed.is_range else ""
-    share = f", with {words.percent(best.byte_share)} of its bytes" if best.byte_share is not None else ""
+    between = f", {formatting.times(speed.low)} to {formatting.times(speed.high)}" if speed.is_range else ""
+    share = f", with {formatting.percent(best.byte_share)} of its bytes" if best.byte_share is not None else ""
     same = f"; {_no_difference(first)}" if len(first) > 1 else ""
-    there, whole = len(best.seconds.got_there), len(best.seconds.values)
+    there, whole = len(best.seconds.finite), len(best.seconds.values)
     some = f" in {there} of {whole} seeds" if there < whole else ""
     return (
-        f"{best.run} reached {_goal(condition, results)}{some} in {words.seconds(best.seconds.median)}, "
-        f"{words.times(speed.median)} times as fast as {base.run} ({_seeds(best, base)}{between}){share}{same}"
+        f"{best.run} reached {_goal(condition, results)}{some} in {formatting.seconds(best.seconds.median)}, "
+        f"{formatting.times(speed.median)} times as fast as {base.run} ({_seeds(best, base)}{between}){share}{same}"
     )
 
 
 def _no_difference(first: Sequence[RunResult]) -> str:
-    return f"between it and {words.listed([run.run for run in first[1:]])} no difference was seen"
+    return f"between it and {formatting.listed([run.run for run in first[1:]])} no difference was seen"
 
 
 def _over_conditions(results: Results) -> str:
@@ -113,8 +115,8 @@ def _over_conditions(results: Results) -> str:
     for condition in results.conditions:
         first, base = leaders(condition), condition.baseline
         if first and base is not None and first[0].speed_up is not None:
-            names = words.listed([run.run for run in first])
-            won.append(f"{names} under {condition.name} ({words.times(first[0].speed_up.median)} times as fast)")
+            names = formatting.listed([run.run for run in first])
+            won.append(f"{names} under {condition.name} ({formatting.times(first[0].speed_up.median)} times as fast)")
             seeds += [len(run.measured) for run in (first[0], base)]
         elif _was_compared(condition):
             lost.append(condition)
@@ -123,14 +125,12 @@ def _over_conditions(results: Results) -> str:
     parts = []
     if won:
         single = ", with one seed, which does not exclude chance" if min(seeds) == 1 else ""
-        parts.append(f"{words.listed(won)} reached {goal} sooner than {results.baseline}{single}")
+        parts.append(f"{formatting.listed(won)} reached {goal} sooner than {results.baseline}{single}")
     if lost:
-        none = (
-            f"under {words.listed([condition.name for condition in lost])} no run was seen to reach {goal} sooner than"
-        )
+        none = f"under {formatting.listed([condition.name for condition in lost])} no run was seen to reach {goal} sooner than"
         parts.append(f"{none} {results.baseline} itself{_though(lost)}")
     if silent:
-        parts.append(f"nothing can be said {'yet ' if _is_running(results) else ''}of {words.listed(silent)}")
+        parts.append(f"nothing can be said {'yet ' if _is_running(results) else ''}of {formatting.listed(silent)}")
     text = "; ".join(parts)
     return f"{text if won else text[0].upper() + text[1:]}."
 
@@ -141,7 +141,7 @@ def _though(lost: Sequence[ConditionResult]) -> str:
     if not found:
         return ""
     speed, run, condition = max(found, key=lambda entry: entry[0])
-    times = f"{words.times(speed)} times as fast (the baseline in mid-schedule)"
+    times = f"{formatting.times(speed)} times as fast (the baseline in mid-schedule)"
     return f", but {run.run} under {condition.name} came to its own final loss {times}"
 
 
@@ -152,25 +152,25 @@ def _is_running(results: Results) -> bool:
 def _was_compared(condition: ConditionResult) -> bool:
     base = condition.baseline
     others = [run for run in condition.runs if run is not base and run.measured]
-    return bool(base is not None and base.seconds is not None and base.seconds.got_there and others)
+    return bool(base is not None and base.seconds is not None and base.seconds.finite and others)
 
 
 def _others(condition: ConditionResult) -> str:
     """Everyone whom the sentence does not name, losers first."""
     first = leaders(condition)
-    groups = {standing: [] for standing in Standing}
+    groups = {standing: [] for standing in Outcome}
     for run in condition.runs:
         if run.measured and run not in first:
             groups[run.standing].append(run)
     parts = [
-        ("slower than the baseline", [f"{run.run}{_speed(run)}" for run in groups[Standing.SLOWER]]),
-        ("did not reach it", [f"{run.run} ({_ended(run)})" for run in groups[Standing.NOT_REACHED]]),
+        ("slower than the baseline", [f"{run.run}{_speed(run)}" for run in groups[Outcome.SLOWER]]),
+        ("did not reach it", [f"{run.run} ({_ended(run)})" for run in groups[Outcome.NOT_REACHED]]),
         (
             "mixed (sooner in fewer seeds, or later in more)",
-            [f"{run.run}{_speed(run)}" for run in groups[Standing.MIXED]],
+            [f"{run.run}{_speed(run)}" for run in groups[Outcome.MIXED]],
         ),
-        ("no difference seen", [f"{run.run}{_speed(run)}" for run in groups[Standing.NO_DIFFERENCE]]),
-        ("faster too", [f"{run.run}{_speed(run)}" for run in groups[Standing.FASTER]]),
+        ("no difference seen", [f"{run.run}{_speed(run)}" for run in groups[Outcome.NO_DIFFERENCE]]),
+        ("faster too", [f"{run.run}{_speed(run)}" for run in groups[Outcome.FASTER]]),
         ("not finished", [f"{run.run} ({state})" for run in condition.runs if (state := _unfinished(run))]),
     ]
     said = "; ".join(f"{title}: {', '.join(names)}" for title, names in parts if names)
@@ -182,14 +182,14 @@ def _ended(run: RunResult) -> str:
     if run.final_loss is None:
         return "no final loss"
     own = run.own_speed_up
-    sooner = f", there {words.times(own.median)} times as fast" if own is not None else ""
-    return f"ended at {words.loss(run.final_loss.median)}{sooner}"
+    sooner = f", there {formatting.times(own.median)} times as fast" if own is not None else ""
+    return f"ended at {formatting.loss(run.final_loss.median)}{sooner}"
 
 
 def _speed(run: RunResult) -> str:
     if run.speed_up is None:
         return ""
-    return f" ({words.times(run.speed_up.median)} times as fast)"
+    return f" ({formatting.times(run.speed_up.median)} times as fast)"
 
 
 def _unfinished(run: RunResult) -> str:
@@ -213,7 +213,7 @@ def _under(condition: ConditionResult) -> str:
 def _goal(condition: ConditionResult, results: Results) -> str:
     assert condition.target is not None
     whose = "a validation loss of" if results.given_target is not None else f"{results.baseline}'s final loss"
-    return f"{whose} {words.loss(condition.target)}"
+    return f"{whose} {formatting.loss(condition.target)}"
 
 
 def _seeds(run: RunResult, base: RunResult) -> str:
@@ -221,15 +221,15 @@ def _seeds(run: RunResult, base: RunResult) -> str:
     ours, theirs = len(run.measured), len(base.measured)
     if ours == theirs == 1:
         return "one seed: chance is not excluded"
-    return words.seeds(ours) if ours == theirs else f"{words.seeds(ours)} against {theirs}"
+    return formatting.seeds(ours) if ours == theirs else f"{formatting.seeds(ours)} against {theirs}"
 
 
 def _alone(run: RunResult) -> str:
     loss = run.final_loss
-    number = words.seeds(len(run.measured))
+    number = formatting.seeds(len(run.measured))
     if not run.done:
         return f"{run.run} was measured, and it was stopped ({number})"
-    reached = f"at a validation loss of {words.loss(loss.median)}" if loss else "without a finite validation loss"
+    reached = f"at a validation loss of {formatting.loss(loss.median)}" if loss else "without a finite validation loss"
     return f"{run.run} has finished, {reached} ({number})"
 
 
@@ -241,13 +241,13 @@ def _lowest(finished: Sequence[RunResult]) -> str:
     losses = [run.final_loss for run in finished if run.final_loss and run.run == ended[0][1]]
     others = [run.final_loss for run in finished if run.final_loss and run.run != ended[0][1]]
     close = any(other.low <= losses[0].high for other in others)
-    said = f"{ended[0][1]} ended lowest, at {words.loss(ended[0][0])}"
+    said = f"{ended[0][1]} ended lowest, at {formatting.loss(ended[0][0])}"
     return f"{said}, but ranges over seeds overlap" if close else said
 
 
 def _soonest(measured: Sequence[RunResult]) -> str:
     """Who reached the target soonest where there is no baseline to set it beside."""
-    reached = sorted((run.seconds.median, run.run) for run in measured if run.seconds and run.seconds.got_there)
+    reached = sorted((run.seconds.median, run.run) for run in measured if run.seconds and run.seconds.finite)
     median, run = reached[0]
-    took = f", in {words.seconds(median)}" if math.isfinite(median) else " in some of its seeds"
+    took = f", in {formatting.seconds(median)}" if math.isfinite(median) else " in some of its seeds"
     return f"{run} reached it soonest{took}"

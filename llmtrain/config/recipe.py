@@ -19,7 +19,7 @@ class RunSection(Section):
     out_dir: str = "runs"
     """Where run directories are made."""
     seed: NonNegativeInt = 1234
-    """The one seed. Initialisation, data order and every random choice derive from it by name."""
+    """The one seed. Initialization, data order and every random choice derive from it by name."""
     timeout_seconds: PositiveFloat = 600
     """How long a collective may wait for a peer before the run fails. Longer than the slowest replica takes for a round more
     than the fastest."""
@@ -31,7 +31,7 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """Which decoder-only transformers model is trained, from random initialisation."""
+    """Which decoder-only transformers model is trained, from random initialization."""
 
     type: str = "llama"
     """`model_type` of a transformers causal language model (`llama`, `gpt_neo`, ...)."""
@@ -70,7 +70,7 @@ class DataSection(Section):
 class TrainSection(Section):
     """How long, and how much at once.
 
-    global_batch (sequences) = micro_batch x accumulation x replicas x shard. It is what *all* replicas together
+    global_batch (sequences) = micro_batch x accumulation x replicas x shards. It is what *all* replicas together
     consume in one step, so runs of every method have seen the same tokens after the same number of steps.
     The accumulation follows from the other four numbers.
     """
@@ -118,7 +118,7 @@ class OptimSection(Section):
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """A gradient that is not finite: `stop` ends the run; `skip` leaves that step of the replica out and counts it, which waits
     for the device in every step; `rollback` also takes the replica back to its anchor, the parameters of the last
-    synchronisation. FSDP2 only."""
+    synchronization. FSDP2 only."""
 
 
 class ScheduleSection(Section):
@@ -136,32 +136,32 @@ class ScheduleSection(Section):
     """What it is multiplied by (step)."""
 
 
-class CpuMesh(Section):
+class CpuMeshSection(Section):
     """A mesh for machines without a GPU, where no device says how many processes to start."""
 
     replicas: PositiveInt
     """Whole copies of the model."""
-    shard: PositiveInt
+    shards: PositiveInt
     """Processes that hold one copy together."""
 
 
 class ParallelSection(Section):
-    """The mesh: `replicas` copies of the model, each held by `shard` ranks."""
+    """The mesh: `replicas` copies of the model, each held by `shards` ranks."""
 
     engine: Literal["fsdp2", "zero"] = "fsdp2"
     """What runs one replica: torch's FSDP2, or DeepSpeed ZeRO."""
     zero_stage: Literal[1, 2, 3] = 3
-    """What ZeRO shards: 1 optimizer state, 2 and gradients, 3 and weights. Layer-wise synchronisation is layer by layer in
-    stage 3; in 1 and 2 all layers synchronise at the start of the step."""
+    """What ZeRO shards: 1 optimizer state, 2 and gradients, 3 and weights. Layer-wise synchronization is layer by layer in
+    stage 3; in 1 and 2 all layers synchronize at the start of the step."""
     zero_offload: bool = False
     """ZeRO: masters and optimizer state in CPU memory, where the optimizer runs."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Laid over the DeepSpeed configuration that the other keys make, for what they do not know."""
     replicas: PositiveInt | Literal["auto"] = "auto"
     """Whole copies of the model; slow network between them. `auto`: one a node; on one node, as many as fit in memory."""
-    shard: PositiveInt | Literal["auto"] = "auto"
+    shards: PositiveInt | Literal["auto"] = "auto"
     """Ranks that hold one copy together; fast network between them. `auto`: the ranks of a node."""
-    on_cpu: CpuMesh | None = None
+    on_cpu: CpuMeshSection | None = None
     """What `auto` means on machines without a GPU, where launch/train.sh starts so many processes; with any other number
     of processes the mesh is ours."""
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
@@ -183,13 +183,13 @@ class ParallelSection(Section):
     shard_network: str | None = None
     """The same for traffic within a replica. nccl has one choice for a process: between replicas if it carries that traffic."""
     shard_across_nodes: bool = False
-    """Allow replicas that span nodes; with `shard: auto` as many nodes as a replica needs to fit in memory."""
+    """Allow replicas that span nodes; with `shards: auto` as many nodes as a replica needs to fit in memory."""
 
     @property
     def given_on_cpu(self) -> list[int]:
-        """What there is of replicas and shard on a machine without a GPU, where `on_cpu` stands for `auto`."""
+        """What there is of replicas and shards on a machine without a GPU, where `on_cpu` stands for `auto`."""
         cpu = self.on_cpu
-        filled = [(self.replicas, cpu and cpu.replicas), (self.shard, cpu and cpu.shard)]
+        filled = [(self.replicas, cpu and cpu.replicas), (self.shards, cpu and cpu.shards)]
         return [size for given, default in filled if (size := default if given == "auto" else given) is not None]
 
 
@@ -209,7 +209,7 @@ class CheckpointSection(Section):
     """Folder or URL that fsspec knows (`s3://bucket/runs`): complete checkpoints are copied there beside training, and fetched
     where they are newer than the run directory's."""
 
-    def superseded(self, steps: Iterable[int]) -> list[int]:
+    def expired(self, steps: Iterable[int]) -> list[int]:
         """Of the steps of complete checkpoints, those whose checkpoints need not stay."""
         older = sorted(steps)[: -self.keep]
         return [step for step in older if self.keep_every is None or step % self.keep_every]

@@ -1,4 +1,4 @@
-"""The `sync` section: the independent choices that a method of synchronisation is made of.
+"""The `sync` section: the independent choices that a method of synchronization is made of.
 
 when (`period`) x who (`group`) x what (`penalty`) x how applied (`outer`) x how run (`schedule`) x `pull` x `wire`.
 """
@@ -11,10 +11,10 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, Posi
 
 from llmtrain.config.section import DecayRate, Fraction, Section, kind
 
-Normalise = Literal["none", "lr", "accumulated_lr"]
+Normalize = Literal["none", "lr", "lr_sum"]
 
 
-class EverySteps(Section):
+class EveryStepsSection(Section):
     """A round is `every` local steps."""
 
     kind: Literal["steps"] = "steps"
@@ -23,7 +23,7 @@ class EverySteps(Section):
     """Local steps H in a round."""
 
 
-class QsrPeriod(Section):
+class QsrSection(Section):
     """QSR: rounds of max(base, floor((alpha / lr)^2)) local steps, longer as the learning rate falls."""
 
     kind: Literal["qsr"] = "qsr"
@@ -34,7 +34,7 @@ class QsrPeriod(Section):
     """Growth, in units of the learning rate: with `optim.lr` x sqrt(base), rounds grow from the peak on."""
 
 
-class EverySeconds(Section):
+class EverySecondsSection(Section):
     """A-EDiT: each replica trains until its time is up, so fast ones do more local steps than slow ones."""
 
     kind: Literal["seconds"] = "seconds"
@@ -42,24 +42,24 @@ class EverySeconds(Section):
     every: PositiveFloat = 600
     """Seconds from one meeting of the replicas to the next; the last one is shortened to end the run on its tokens."""
     min_steps: NonNegativeInt = 100
-    """Local steps of all replicas together that a round needs; with fewer, the meeting passes without a synchronisation."""
+    """Local steps of all replicas together that a round needs; with fewer, the meeting passes without a synchronization."""
 
 
-class EveryStep(Section):
+class EveryStepSection(Section):
     """Gradients are averaged over the replicas in every step: synchronous data parallelism."""
 
     kind: Literal["every_step"] = "every_step"
     """`every_step`: no local steps at all."""
 
 
-class AllReplicas(Section):
-    """Every synchronisation is among all replicas."""
+class AllReplicasSection(Section):
+    """Every synchronization is among all replicas."""
 
     kind: Literal["all"] = "all"
     """`all`: all replicas."""
 
 
-class Butterfly(Section):
+class ButterflySection(Section):
     """WAGMA: after every step an average within a group of `size`, whose members change like a butterfly's wires;
     after every period one over all replicas. Needs a power of two of replicas."""
 
@@ -69,14 +69,14 @@ class Butterfly(Section):
     """Replicas in a group, a power of two; `auto`: the square root of their number, rounded up to a power of two."""
 
 
-class AverageOuter(Section):
+class AverageSection(Section):
     """The next anchor is the replicas' mean."""
 
     kind: Literal["average"] = "average"
     """`average`: anchor <- anchor - D, the reduced pseudo-gradient."""
 
 
-class SgdOuter(Section):
+class SgdSection(Section):
     """SGD on the pseudo-gradient."""
 
     kind: Literal["sgd"] = "sgd"
@@ -85,7 +85,7 @@ class SgdOuter(Section):
     """Outer learning rate."""
 
 
-class NesterovOuter(Section):
+class NesterovSection(Section):
     """SGD with Nesterov momentum on the pseudo-gradient."""
 
     kind: Literal["nesterov"] = "nesterov"
@@ -94,12 +94,12 @@ class NesterovOuter(Section):
     """Outer learning rate."""
     momentum: DecayRate = 0.9
     """Outer momentum."""
-    normalise: Normalise = "none"
+    normalize: Normalize = "none"
     """Keep b in units of the inner learning rate, so that it fits rounds of any length: D and b are divided by the
-    round's last learning rate (`lr`) or the sum of its learning rates (`accumulated_lr`), the step multiplied by it."""
+    round's last learning rate (`lr`) or the sum of its learning rates (`lr_sum`), the step multiplied by it."""
 
 
-class MomentumOuter(Section):
+class MomentumSection(Section):
     """SGD with heavy-ball momentum on the pseudo-gradient (SlowMo, CO2)."""
 
     kind: Literal["momentum"] = "momentum"
@@ -110,7 +110,7 @@ class MomentumOuter(Section):
     """Outer (slow) momentum."""
     clip: PositiveFloat | None = None
     """CO2's momentum clipping: every element of b is kept within [-clip, clip]; `null`: off."""
-    normalise: Normalise = "none"
+    normalize: Normalize = "none"
     """As for `nesterov`; SlowMo is `lr`."""
 
 
@@ -131,15 +131,15 @@ class PenaltySection(Section):
     """r: weights are (1 - r) x the above + r x a replica's share of the round's local steps, for rounds of seconds."""
 
 
-class Blocking(Section):
-    """Synchronise all blocks at the end of the round's last step."""
+class BlockingSection(Section):
+    """Synchronize all blocks at the end of the round's last step."""
 
     kind: Literal["blocking"] = "blocking"
-    """`blocking`: training waits while all blocks synchronise."""
+    """`blocking`: training waits while all blocks synchronize."""
 
 
-class Layerwise(Section):
-    """Synchronise each block just before the next forward pass gathers it."""
+class LayerwiseSection(Section):
+    """Synchronize each block just before the next forward pass gathers it."""
 
     kind: Literal["layerwise"] = "layerwise"
     """`layerwise`: block by block inside the next forward pass."""
@@ -147,34 +147,32 @@ class Layerwise(Section):
     """How many following blocks' reductions are under way while a block computes."""
 
 
-class Overlapped(Section):
-    """Streaming DiLoCo: fragments of the model synchronise in turn, each while training goes on."""
+class OverlappedSection(Section):
+    """Streaming DiLoCo: fragments of the model synchronize in turn, each while training goes on."""
 
     kind: Literal["overlapped"] = "overlapped"
     """`overlapped`: a fragment's reduction has `steps` local steps to arrive."""
     steps: NonNegativeInt = 5
     """Local steps between sending a fragment and using its mean; at most a round's."""
     fragments: PositiveInt = 4
-    """Parts that the blocks are dealt to; a round synchronises each once, evenly spread."""
-    pattern: Literal["strided", "sequential"] = "strided"
-    """`strided`: block i belongs to fragment i mod fragments; `sequential`: neighbours belong together."""
-    mix: Fraction = 0.5
+    """Parts that the blocks are dealt to; a round synchronizes each once, evenly spread."""
+    fragment_layout: Literal["strided", "sequential"] = "strided"
+    """`strided`: block i belongs to fragment i mod fragments; `sequential`: neighbors belong together."""
+    alpha: Fraction = 0.5
     """alpha: a replica goes on with alpha x its own parameters + (1 - alpha) x the next anchor."""
 
 
-class Stale(Section):
+class DelayedSection(Section):
     """CO2: the reduction of a round has the whole next round to arrive; every round starts from the newest anchor."""
 
-    kind: Literal["stale"] = "stale"
-    """`stale`: means are used a round late."""
-    rounds: Literal[0, 1] = 1
-    """Rounds between sending and using; 0 waits, as `blocking` does."""
+    kind: Literal["delayed"] = "delayed"
+    """`delayed`: means are used a round late."""
     gap_penalty: bool = True
     """Divide a late mean by the staleness gap: its round's summed learning rates over those of the round that has
     just ended, at least 1."""
 
 
-class WaitAvoiding(Section):
+class WaitAvoidingSection(Section):
     """WAGMA: group averages that no replica waits for; a late replica's last model is taken, and it merges the result."""
 
     kind: Literal["wait_avoiding"] = "wait_avoiding"
@@ -182,7 +180,7 @@ class WaitAvoiding(Section):
 
 
 class PullSection(Section):
-    """PALSGD's pseudo-synchronisation: some steps, drawn by each replica for itself, pull its parameters towards the
+    """PALSGD's pseudo-synchronization: some steps, drawn by each replica for itself, pull its parameters towards the
     anchor and compute no gradient."""
 
     probability: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -198,16 +196,16 @@ class WireSection(Section):
 
     kind: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     """`fp32` is master precision, unrounded; the others round twice: what a replica sends, and the mean."""
-    feedback: bool = False
+    error_feedback: bool = False
     """Error feedback: what a rank's rounding left out is added to its next message. Costs 4 bytes a parameter."""
     gradients: bool = False
     """Also round the gradients that synchronous steps average; without, they travel in fp32."""
 
 
-AnyPeriod = EverySteps | QsrPeriod | EverySeconds | EveryStep
-AnyGroup = AllReplicas | Butterfly
-AnyOuter = AverageOuter | SgdOuter | NesterovOuter | MomentumOuter
-AnySchedule = Blocking | Layerwise | Overlapped | Stale | WaitAvoiding
+AnyPeriod = EveryStepsSection | QsrSection | EverySecondsSection | EveryStepSection
+AnyGroup = AllReplicasSection | ButterflySection
+AnyOuter = AverageSection | SgdSection | NesterovSection | MomentumSection
+AnySchedule = BlockingSection | LayerwiseSection | OverlappedSection | DelayedSection | WaitAvoidingSection
 Period = Annotated[AnyPeriod, Field(discriminator="kind"), BeforeValidator(kind)]
 Group = Annotated[AnyGroup, Field(discriminator="kind"), BeforeValidator(kind)]
 Outer = Annotated[AnyOuter, Field(discriminator="kind"), BeforeValidator(kind)]
@@ -224,22 +222,22 @@ class SyncSection(Section):
     """Synchronous steps (gradients averaged over replicas) before local training begins."""
     warmup_until_lr: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Stay synchronous, beyond `warmup_steps`, until the learning rate has fallen to this share of its peak."""
-    period: Period = Field(default_factory=EverySteps)
+    period: Period = Field(default_factory=EveryStepsSection)
     """When: `{kind: steps, every: H}`, `{kind: qsr, base, alpha}`, `{kind: seconds, every, min_steps}` or `every_step`."""
-    group: Group = Field(default_factory=AllReplicas)
+    group: Group = Field(default_factory=AllReplicasSection)
     """Who: `all`, or WAGMA's `{kind: butterfly, size: S}`."""
     penalty: PenaltySection | None = None
     """What: EDiT's `{z, ema, min_rounds, temperature, clip, step_weight}`, or `null` for the plain mean."""
-    outer: Outer = Field(default_factory=AverageOuter)
-    """How applied: `average`, `{kind: sgd, lr}`, or `nesterov` or `momentum` with `{lr, momentum, normalise}`."""
-    schedule: Schedule = Field(default_factory=Blocking)
-    """How run: `blocking`, `layerwise`, `{kind: overlapped, steps, fragments, mix}`, `stale` or `wait_avoiding`."""
+    outer: Outer = Field(default_factory=AverageSection)
+    """How applied: `average`, `{kind: sgd, lr}`, or `nesterov` or `momentum` with `{lr, momentum, normalize}`."""
+    schedule: Schedule = Field(default_factory=BlockingSection)
+    """How run: `blocking`, `layerwise`, `{kind: overlapped, steps, fragments, alpha}`, `delayed` or `wait_avoiding`."""
     pull: PullSection | None = None
     """PALSGD's local pull towards the anchor, `{probability, strength, batch}`, or `null`."""
     wire: Wire = Field(default_factory=WireSection)
-    """What averages travel in: `fp32`, `bf16`, `int8` or `int4`; `{kind: int4, feedback: true}` carries errors over."""
+    """What averages travel in: `fp32`, `bf16`, `int8` or `int4`; `{kind: int4, error_feedback: true}` carries errors over."""
     offload: bool = False
-    """Keep anchor and outer momentum in CPU memory between synchronisations; pinned, where torch rounds a block's bytes up to a
+    """Keep anchor and outer momentum in CPU memory between synchronizations; pinned, where torch rounds a block's bytes up to a
     power of two."""
     verify_every: PositiveInt | None = 10
-    """Synchronisations after which the next log line compares the replicas' anchors, by a sum of their bits; `null`: never."""
+    """Synchronizations after which the next log line compares the replicas' anchors, by a sum of their bits; `null`: never."""

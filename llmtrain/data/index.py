@@ -54,7 +54,7 @@ class Index(BaseModel, extra="forbid", frozen=True):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TokenDataset:
     """Token shards on disk, opened and found whole."""
 
     directory: Path
@@ -90,7 +90,7 @@ class Prepared:
         return AutoTokenizer.from_pretrained(self.directory / TOKENIZER)
 
 
-def open_prepared(directory: Path | str, limits: Mapping[Split, int] | None = None) -> Prepared:
+def open_dataset(directory: Path | str, limits: Mapping[Split, int] | None = None) -> TokenDataset:
     """Open a prepared folder; DataError if the index or a shard is missing, cut short or somebody else's."""
     directory = Path(directory)
     remedy = f"delete {directory} and prepare again"
@@ -116,4 +116,4 @@ def open_prepared(directory: Path | str, limits: Mapping[Split, int] | None = No
                 found = str(error)
             if found != (expected := f"{index.dtype} {(shard.tokens,)}"):
                 raise DataError(f"{path}: another file's content ({found} found, {expected} expected); {remedy}")
-    return Prepared(directory, index, limits or {})
+    return TokenDataset(directory, index, limits or {})

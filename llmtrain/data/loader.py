@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmtrain.data.cursor import SampleCursor
 from llmtrain.data.shards import TokenShards
-from llmtrain.data.unread import Unread
 from llmtrain.errors import DataError
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """Label of a position that does not count; what torch's cross entropy ignores."""
 
 
@@ -26,7 +26,7 @@ class Loader:
 
     All epochs' permutations of the samples, one after the other, are one endless list, the same on every rank whatever
     the mesh. A step takes the next global_batch entries; replica r has the r-th equal part of them, and shard rank s
-    the s-th equal part of that. A run that other replicas began first takes what these left (`unread.left_by`).
+    the s-th equal part of that. A run that other replicas began first takes what these left (`cursor.merge_cursors`).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Loader:
         self.tokens, self.sequence_length, self.seed = tokens, sequence_length, seed
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.num_samples = max(len(tokens) - 1, 0) // sequence_length
-        self.unread = Unread()
+        self.cursor = SampleCursor()
         """What all replicas together have not taken yet, if they keep step with this one: the whole state."""
         if self.num_samples < global_batch:
             raise DataError(
@@ -63,17 +63,17 @@ class Loader:
     @property
     def epoch(self) -> float:
         """Passes over the data so far."""
-        return self.unread.taken / self.num_samples
+        return self.cursor.num_read / self.num_samples
 
     def next(self) -> list[torch.Tensor]:
         """The next step's micro-batches of this rank: int64 [micro_batch, sequence_length + 1] each."""
         windows = [
             self.tokens.window(self.sample(entry) * self.sequence_length, self.sequence_length + 1)
-            for part in self.unread.part(self._first, self._per_rank)
+            for part in self.cursor.peek(self._first, self._per_rank)
             for entry in part
         ]
-        self.unread.advance(self.global_batch)
-        oldest = self.unread.lowest // self.num_samples
+        self.cursor.advance(self.global_batch)
+        oldest = self.cursor.lowest // self.num_samples
         self._orders = {epoch: order for epoch, order in self._orders.items() if epoch >= oldest}
         rows = torch.from_numpy(np.stack(windows).astype(np.int64))
         return list(rows.split(self.micro_batch))
@@ -88,10 +88,10 @@ class Loader:
         return int(self._orders[epoch][place])
 
     def state_dict(self) -> dict[str, Any]:
-        return self.unread.state_dict()
+        return self.cursor.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.unread.load_state_dict(state)
+        self.cursor.load_state_dict(state)
 
 
 def eval_batches(
@@ -100,7 +100,7 @@ def eval_batches(
     """This rank's validation batches: (input_ids, labels), int64 [micro_batch, sequence_length] each.
 
     The first max_tokens // sequence_length windows (at least one, at most what there is) are dealt out in turn. Every
-    rank yields equally many batches of the same shape; rows that are missing have no labels (IGNORED).
+    rank yields equally many batches of the same shape; rows that are missing have no labels (IGNORE_INDEX).
     """
     there = max(len(tokens) - 1, 0) // sequence_length
     if not there:
@@ -120,7 +120,7 @@ def _eval_batch(
     tokens: TokenShards, windows: range, sequence_length: int, micro_batch: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = torch.zeros(micro_batch, sequence_length, dtype=torch.int64)
-    labels = torch.full_like(inputs, IGNORED)
+    labels = torch.full_like(inputs, IGNORE_INDEX)
     for row, window in enumerate(windows):
         ids = torch.from_numpy(tokens.window(window * sequence_length, sequence_length + 1).astype(np.int64))
         inputs[row], labels[row] = ids[:-1], ids[1:]

@@ -1,7 +1,7 @@
 """Text to token shards on disk: done once, found again, safe against interruption and against company.
 
-A folder of `data.cache_dir` appears complete or not at all: everything is written into a temporary one beside it, under
-a lock, flushed to the disk and renamed. Every document is tokenised without special tokens and followed by eos.
+A folder of `data.cache_dir` appears complete or not at all: everything is written into a temporary one pool it, under
+a lock, flushed to the disk and renamed. Every document is tokenized without special tokens and followed by eos.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from llmtrain.config import DataSection
-from llmtrain.data.damage import verify
-from llmtrain.data.index import FORMAT, INDEX, TOKENIZER, Index, Prepared, SplitIndex, open_prepared
-from llmtrain.data.progress import Progress
+from llmtrain.data.index import FORMAT, INDEX, TOKENIZER, Index, SplitIndex, TokenDataset, open_dataset
+from llmtrain.data.progress_bar import ProgressBar
 from llmtrain.data.shards import ShardWriter, fsync_and_close
 from llmtrain.data.sources import HUB, SPLITS, Split, documents, fingerprint
 from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, vocab_size
+from llmtrain.data.verify import verify
 from llmtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
     Encoded = list[int] | Encoding
 
-__all__ = ["Prepared", "folder", "open_prepared", "prepare", "verify"]
+__all__ = ["TokenDataset", "cache_path", "open_dataset", "prepare", "verify"]
 
 NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """What a disk says that is full or read-only."""
 BATCH_CHARACTERS = 1_000_000
-"""Text that is tokenised at once, spread over the cores."""
+"""Text that is tokenized at once, spread over the cores."""
 PIECE_CHARACTERS = 1_000_000
-"""A longer document is tokenised in pieces, to bound memory."""
+"""A longer document is tokenized in pieces, to bound memory."""
 
 
 def prepare(
@@ -55,10 +55,10 @@ def prepare(
     *,
     show_progress: bool = False,
     lock_timeout: float = 24 * 3600,
-) -> Prepared:
+) -> TokenDataset:
     """Token shards of `data`, from the cache or made now.
 
-    `train_tokens` and `eval_tokens` are what a run reads. Files are tokenised whole, since a short run should still see
+    `train_tokens` and `eval_tokens` are what a run reads. Files are tokenized whole, since a short run should still see
     all kinds of documents; of a hub data set only as much as the run reads. `data.max_tokens` bounds either. A cached
     folder serves if it has as many or if its source had no more, else it is made anew, larger. Of processes that start together one
     prepares, the others wait for it up to `lock_timeout` seconds. Raises DataError.
@@ -66,22 +66,22 @@ def prepare(
     # one more than is read: the last token is only a label
     whole = train_tokens + 1 if data.source.startswith(HUB) else sys.maxsize
     needed: dict[Split, int] = {"train": data.max_tokens or whole, "validation": eval_tokens + 1}
-    directory = folder(data)
+    directory = cache_path(data)
     try:
-        cached = open_prepared(directory, needed)
+        cached = open_dataset(directory, needed)
     except DataError:  # absent, or being replaced right now; looked at again with the lock held
         cached = None
-    if cached is not None and _enough(cached, needed):
+    if cached is not None and _is_sufficient(cached, needed):
         return cached
     with _lock(directory, lock_timeout, show_progress):
-        cached = open_prepared(directory, needed) if directory.exists() else None
-        if cached is None or not _enough(cached, needed):
-            with _full_disk_told(directory):
+        cached = open_dataset(directory, needed) if directory.exists() else None
+        if cached is None or not _is_sufficient(cached, needed):
+            with _full_disk_as_data_error(directory):
                 _replace(directory, data, needed, cached, show_progress)
-    return open_prepared(directory, needed)
+    return open_dataset(directory, needed)
 
 
-def folder(data: DataSection) -> Path:
+def cache_path(data: DataSection) -> Path:
     """Where `data` is cached: a readable name and a hash of all that decides what the tokens are."""
     tokenizer = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(data.tokenizer)]
     keys = ("text_key", "separator", "validation_fraction")
@@ -97,7 +97,7 @@ def folder(data: DataSection) -> Path:
     return Path(data.cache_dir) / f"{re.sub(r'[^A-Za-z0-9_-]+', '_', name)}-{digest}"
 
 
-def _enough(cached: Prepared, needed: Mapping[Split, int]) -> bool:
+def _is_sufficient(cached: TokenDataset, needed: Mapping[Split, int]) -> bool:
     splits = cached.index.splits
     return all(splits[split].exhausted or splits[split].tokens >= needed[split] for split in SPLITS)
 
@@ -128,7 +128,7 @@ def _lock(directory: Path, timeout: float, say: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _full_disk_told(directory: Path) -> Iterator[None]:
+def _full_disk_as_data_error(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -141,7 +141,7 @@ def _replace(
     directory: Path,
     data: DataSection,
     needed: Mapping[Split, int],
-    old: Prepared | None,
+    old: TokenDataset | None,
     show_progress: bool,
 ) -> None:
     """Make the folder, or a larger one in its place. Only the holder of the lock comes here."""
@@ -199,15 +199,15 @@ def _write_split(
 ) -> SplitIndex:
     writer = ShardWriter(new, split, dtype)
     count, exhausted = 0, True
-    with Progress(f"{split} tokens", needed, show_progress) as progress, ThreadPoolExecutor(1) as beside:
+    with ProgressBar(f"{split} tokens", needed, show_progress) as progress, ThreadPoolExecutor(1) as pool:
         writing: Future | None = None
         # a split that needs little must not wait for a whole batch from a stream that is mostly the other split
         for texts in _batches(documents(data, split), min(BATCH_CHARACTERS, 6 * needed)):
             encoded = _tokenize(tokenizer, texts)
             if writing is not None:
                 writing.result()
-            # one thread's work, while all cores tokenise the next batch
-            writing = beside.submit(_append, writer, encoded, tokenizer.eos_token_id)
+            # one thread's work, while all cores tokenize the next batch
+            writing = pool.submit(_append, writer, encoded, tokenizer.eos_token_id)
             count += len(texts)
             tokens = sum(len(piece) + is_last for piece, is_last in encoded)
             progress.advance(sum(len(text.encode()) for text in texts), tokens)

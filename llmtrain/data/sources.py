@@ -213,11 +213,11 @@ def _read_hub(data: DataSection, split: str, key: str) -> Iterator[str]:
         raise DataError(
             f"{data.source}: data.subset={data.subset or 'null'}, {key}={split}: {first_line(error)}"
         ) from None
-    for row in _without_breaks(rows, data.source):
+    for row in _stream_errors_as_data_errors(rows, data.source):
         yield from _text(row, data.text_key, data.source)
 
 
-def _without_breaks(rows: Iterable[dict[str, Any]], source: str) -> Iterator[dict[str, Any]]:
+def _stream_errors_as_data_errors(rows: Iterable[dict[str, Any]], source: str) -> Iterator[dict[str, Any]]:
     """The rows. Whatever the libraries below raise while they stream, a connection that broke for one, is a DataError."""
     iterator = iter(rows)
     while True:

@@ -96,7 +96,7 @@ def _load_hub(name: str) -> PreTrainedTokenizerBase:
 def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerBase:
     """A sentencepiece BPE of `size` pieces, as a fast tokenizer that gives back any text exactly.
 
-    Nothing is normalised: whitespace is kept as it is, and characters without a piece are spelled in bytes.
+    Nothing is normalized: whitespace is kept as it is, and characters without a piece are spelled in bytes.
     """
     import sentencepiece
 

@@ -9,18 +9,18 @@ from statistics import median
 from rich.filesize import decimal
 
 from llmtrain.doctor.finding import Finding, ok, problem, warning
-from llmtrain.doctor.hosts import Host
 from llmtrain.doctor.links import Link
+from llmtrain.doctor.node_ranks import NodeRanks
 
 SHOWN = 15
 """Links that are listed one by one; of more than that only the slowest are."""
 SLOW = 0.5
-"""Of the median rate; a link below it is warned of, since every synchronisation waits for it."""
+"""Of the median rate; a link below it is warned of, since every synchronization waits for it."""
 SKEW_SECONDS = 1.0
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def links_between(hosts: Sequence[Host], links: Sequence[Link]) -> list[Finding]:
+def links_between(hosts: Sequence[NodeRanks], links: Sequence[Link]) -> list[Finding]:
     """Reachability of every pair, then latency, bandwidth and clocks."""
     broken, working = [link for link in links if link.error], [link for link in links if not link.error]
     findings = [
@@ -39,7 +39,7 @@ def links_between(hosts: Sequence[Host], links: Sequence[Link]) -> list[Finding]
             f"{_per_second(link.sent)} sent, {_per_second(link.received)} received"
         )
         if _slower(link) < SLOW * usual:
-            advice = f"the usual link has {_per_second(usual)}; every synchronisation waits for the slowest"
+            advice = f"the usual link has {_per_second(usual)}; every synchronization waits for the slowest"
             findings.append(warning(what, advice))
         else:
             findings.append(ok(what))
@@ -48,7 +48,7 @@ def links_between(hosts: Sequence[Host], links: Sequence[Link]) -> list[Finding]
     return [*findings, *_clocks(hosts, working)]
 
 
-def _clocks(hosts: Sequence[Host], links: Sequence[Link]) -> list[Finding]:
+def _clocks(hosts: Sequence[NodeRanks], links: Sequence[Link]) -> list[Finding]:
     findings = [
         warning(
             f"the clock of {hosts[link.here]} is {link.skew:+.1f} s off that of {hosts[link.there]}",

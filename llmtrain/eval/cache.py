@@ -40,21 +40,21 @@ class Cache:
         self.folder, self.fingerprint = folder, fingerprint
 
     def path(self, name: str, key: Key) -> Path:
-        text = json.dumps(self._whole(key), sort_keys=True)
+        text = json.dumps(self._full_key(key), sort_keys=True)
         return self.folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
     def read(self, name: str, key: Key) -> Entry | None:
         """None if it was not finished, or the file is damaged."""
         try:
             content = json.loads(self.path(name, key).read_text())
-            return Entry.model_validate(content["entry"]) if content["key"] == self._whole(key) else None
+            return Entry.model_validate(content["entry"]) if content["key"] == self._full_key(key) else None
         except (OSError, ValueError, KeyError, TypeError, ValidationError):
             return None
 
     def write(self, name: str, key: Key, entry: Entry) -> None:
-        write_json(self.path(name, key), {"key": self._whole(key), "entry": entry.model_dump()})
+        write_json(self.path(name, key), {"key": self._full_key(key), "entry": entry.model_dump()})
 
-    def _whole(self, key: Key) -> Key:
+    def _full_key(self, key: Key) -> Key:
         return {"checkpoint": self.fingerprint, **key}
 
 

@@ -13,9 +13,9 @@ import llmtrain
 from llmtrain.doctor.software import installed_version
 from llmtrain.errors import UserError
 from llmtrain.eval.cache import Cache, write_json
-from llmtrain.eval.checkpoint import Checkpoint, find_checkpoints, is_main_process, labels
-from llmtrain.eval.pieces import Models, Options, Piece, pieces_of
-from llmtrain.eval.table import Evaluated, comparison, in_short, rows_of, table_of
+from llmtrain.eval.evaluated_checkpoint import Checkpoint, find_checkpoints, is_main_process, labels
+from llmtrain.eval.table import Evaluated, comparison, rows_of, scores_on_one_line, table_of
+from llmtrain.eval.units import EvalUnit, LazyModels, Options, pieces_of
 from llmtrain.suites.suite import load_suite
 
 VERSIONS_OF = ("lm_eval", "transformers", "torch", "datasets")
@@ -72,12 +72,12 @@ def evaluate(
 
 
 def _evaluate_one(
-    checkpoint: Checkpoint, pieces: Sequence[Piece], options: Options, suite: str, out: Path | None, console: Console
+    checkpoint: Checkpoint, pieces: Sequence[EvalUnit], options: Options, suite: str, out: Path | None, console: Console
 ) -> Evaluated:
     """Each piece, from the cache or now."""
     cache = Cache(_home(checkpoint, out) / "cache", checkpoint.fingerprint())
     done = {piece.name: cache.read(piece.name, piece.key) for piece in pieces}
-    models = Models(checkpoint.folder, options)
+    models = LazyModels(checkpoint.folder, options)
     where = checkpoint.label + ("" if checkpoint.step is None else f" step {checkpoint.step}")
     missing = [piece for piece in pieces if done[piece.name] is None]
     if not missing:
@@ -99,7 +99,7 @@ def _result(suite: str, each: Evaluated, baseline: Evaluated | None, show: dict[
         "checkpoint_step": checkpoint.step,
         "model": str(checkpoint.folder),
         "tokens": checkpoint.tokens,
-        "in_short": in_short(each, show),
+        "headline": scores_on_one_line(each, show),
         "results": {name: scores for entry in entries.values() for name, scores in entry.scores.items()},
         "tasks": {name: about for entry in entries.values() for name, about in entry.about.items()},
         "versions": {"llmtrain": llmtrain.__version__, **{name: installed_version(name) for name in VERSIONS_OF}},

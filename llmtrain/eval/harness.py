@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.errors import DataError, ModelError, SuiteError
 from llmtrain.eval.cache import Entry
-from llmtrain.eval.scores import ACCURACIES, answers, bits_per_byte, chance_of, choices_and_gold
-from llmtrain.recipe_messages import nearest
+from llmtrain.eval.scores import ACCURACIES, bits_per_byte, chance_of, choices_and_gold, per_document
+from llmtrain.recipe_messages import closest
 from llmtrain.suites.check import harness_version
 from llmtrain.suites.suite import TaskSection
 
@@ -64,7 +64,7 @@ def check_tasks(names: Sequence[str], local: Sequence[str], folders: tuple[Path,
     known = task_manager(folders, data_dir, True).all_tasks
     unknown = next((name for name in names if name not in known), None)
     if unknown:
-        near = nearest(unknown, known)
+        near = closest(unknown, known)
         hint = f"did you mean {near}?" if near else "`lm_eval ls tasks` lists lm-evaluation-harness's"
         raise SuiteError(f"task {unknown}: neither lm-evaluation-harness nor eval/tasks has it; {hint}")
 
@@ -139,7 +139,7 @@ def entry_of(results: Mapping[str, Any]) -> Entry:
     samples, groups = results["samples"], results.get("groups", {})
     below = {child for children in results["group_subtasks"].values() for child in children}
     entry = Entry(shown=[name for name in (groups or samples) if name not in below] or list(samples))
-    entry.answers = {task: answers(of_task) for task, of_task in samples.items()}
+    entry.answers = {task: per_document(of_task) for task, of_task in samples.items()}
     for name, metrics in results["results"].items():
         members = [name] if name in samples else [task for task in samples if task in _leaves(name, results)]
         scores = _scores(metrics) | {"n": len({(task, doc) for task in members for doc in entry.answers[task]["doc"]})}

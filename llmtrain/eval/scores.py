@@ -36,7 +36,7 @@ def verdict(value: float, stderr: float, chance: float, n: int) -> Verdict:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float | None]:
-    """Sum over sum, and its standard error over documents (linearised; None for fewer than two)."""
+    """Sum over sum, and its standard error over documents (linearized; None for fewer than two)."""
     x, y = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     value = float(x.sum() / y.sum())
     if len(x) < 2:
@@ -51,7 +51,7 @@ def bits_per_byte(nll: Sequence[float], byte_counts: Sequence[float]) -> tuple[f
     return value / math.log(2), None if error is None else error / math.log(2)
 
 
-def answers(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def per_document(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """What is kept of each document of one task: its name, numbers of each metric and, of the right answer, the negative
     log-likelihood in nats and the UTF-8 bytes, as lm-evaluation-harness asked for it (with the space before it).
 

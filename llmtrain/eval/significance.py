@@ -17,7 +17,7 @@ Answers = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairedTest:
     """A model against the baseline, on `n` documents."""
 
     difference: float
@@ -53,7 +53,7 @@ def paired_bootstrap(ours: Sequence[float], theirs: Sequence[float], weights: Se
     return min(1.0, 2 * (int(signs.min()) + 1) / (RESAMPLES + 1))
 
 
-def compare(ours: Sequence[Answers], theirs: Sequence[Answers], metric: str) -> Comparison | None:
+def compare(ours: Sequence[Answers], theirs: Sequence[Answers], metric: str) -> PairedTest | None:
     """Both models' answers to the tasks of one score (several, if it is a group's). None where the documents are not the
     same or the metric has no test."""
     if len(ours) != len(theirs) or any(a["doc"] != b["doc"] for a, b in zip(ours, theirs, strict=True)):
@@ -64,11 +64,11 @@ def compare(ours: Sequence[Answers], theirs: Sequence[Answers], metric: str) -> 
         if not (mine and other) or weights != _joined(theirs, "bytes"):
             return None
         total = math.log(2) * sum(weights)
-        return Comparison((sum(mine) - sum(other)) / total, paired_bootstrap(mine, other, weights), BOOTSTRAP, n)
+        return PairedTest((sum(mine) - sum(other)) / total, paired_bootstrap(mine, other, weights), BOOTSTRAP, n)
     mine, other = _joined(ours, metric), _joined(theirs, metric)
     if not (mine and other) or not set(mine) | set(other) <= {0.0, 1.0}:
         return None
-    return Comparison((sum(mine) - sum(other)) / n, mcnemar(mine, other), MCNEMAR, n)
+    return PairedTest((sum(mine) - sum(other)) / n, mcnemar(mine, other), MCNEMAR, n)
 
 
 def _joined(tasks: Sequence[Answers], key: str) -> list[float]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from llmtrain.eval.cache import Entry
-from llmtrain.eval.checkpoint import Checkpoint
+from llmtrain.eval.evaluated_checkpoint import Checkpoint
 from llmtrain.eval.scores import ACCURACIES, verdict
-from llmtrain.eval.significance import Comparison, compare
-from llmtrain.train.console import human
+from llmtrain.eval.significance import PairedTest, compare
+from llmtrain.train.console import format_si
 
 NOTES = {
     "near chance": "near chance: within 2 standard errors of what guessing gives; such a score says nothing about the model",
@@ -45,7 +45,7 @@ def rows_of(evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]]) -
     return rows
 
 
-def comparison(ours: Evaluated, theirs: Evaluated, row: Row) -> Comparison | None:
+def comparison(ours: Evaluated, theirs: Evaluated, row: Row) -> PairedTest | None:
     """Both models on one score, if it can be tested."""
     a, b = ours.entries[row.piece], theirs.entries[row.piece]
     if row.name not in a.about or row.name not in b.about:
@@ -75,7 +75,7 @@ def cell(entry: Entry, row: Row) -> str:
     return f"{text} [yellow]{called}[/yellow]" if called else text
 
 
-def in_short(each: Evaluated, show: Mapping[str, Sequence[str]]) -> str:
+def scores_on_one_line(each: Evaluated, show: Mapping[str, Sequence[str]]) -> str:
     """The first score of each task in one line of a console: `arc_easy acc_norm 0.253 ± 0.009 near chance, ...`."""
     first = {(row.piece, row.name): row for row in reversed(rows_of([each], show))}
     parts = []
@@ -125,6 +125,6 @@ def _heading(each: Evaluated, baseline: Evaluated | None) -> str:
     checkpoint = each.checkpoint
     lines = [checkpoint.label + (" (baseline)" if each is baseline else "")]
     if checkpoint.step is not None:
-        tokens = "" if checkpoint.tokens is None else f", {human(checkpoint.tokens)} tokens"
+        tokens = "" if checkpoint.tokens is None else f", {format_si(checkpoint.tokens)} tokens"
         lines.append(f"step {checkpoint.step}{tokens}")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Losses on text files, and texts that the model writes.
 
-The protocol: documents are tokenised without special tokens, joined with the tokenizer's begin-of-sequence token (or, if
+The protocol: documents are tokenized without special tokens, joined with the tokenizer's begin-of-sequence token (or, if
 there is none, end-of-sequence) before each, and cut into windows without overlap. In a window the model predicts each
 next token, the last one's being the first of the next window; so every token but the very first is predicted once. What
 a document costs are its own tokens and the one that follows them.

@@ -11,12 +11,12 @@ from huggingface_hub import EvalResult, ModelCardData
 
 import llmtrain
 from llmtrain.data.sources import HUB
+from llmtrain.export.card_scores import Score, read_scores
 from llmtrain.export.folder import Manifest
-from llmtrain.export.results import Score, read_scores
 from llmtrain.export.source import Source
-from llmtrain.export.weights import Choice
-from llmtrain.recipe import resolved_yaml
-from llmtrain.train.console import human
+from llmtrain.export.weights import WeightSource
+from llmtrain.recipe_loader import resolved_yaml
+from llmtrain.train.console import format_si
 
 
 def model_card(source: Source, manifest: Manifest) -> str:
@@ -26,7 +26,7 @@ def model_card(source: Source, manifest: Manifest) -> str:
     parts = [
         f"---\n{_header(source, scores)}\n---",
         f"# {name}",
-        f"A {source.recipe.model.type} language model of {human(manifest.parameters)} parameters, pretrained from scratch with "
+        f"A {source.recipe.model.type} language model of {format_si(manifest.parameters)} parameters, pretrained from scratch with "
         f"llmtrain {llmtrain.__version__}.",
         _table(("", ""), _facts(source, manifest)),
         "## Use",
@@ -69,7 +69,7 @@ def _facts(source: Source, manifest: Manifest) -> list[tuple[str, str]]:
     engine = f"ZeRO-{recipe.parallel.zero_stage}" if recipe.parallel.engine == "zero" else "FSDP2"
     training, validation = progress["last_line"].get("train/loss"), progress["last_eval"]
     facts = [
-        ("method", f"`{recipe.sync.method}`: {progress['method']['report']['count']} synchronisations"),
+        ("method", f"`{recipe.sync.method}`: {progress['method']['report']['count']} synchronizations"),
         ("steps", f"{source.step:,} of {recipe.train.total_steps:,}"),
         ("tokens", f"{source.tokens:,}, sequences of {recipe.train.sequence_length:,}"),
         ("data", f"`{recipe.data.source}`, tokenizer `{recipe.data.tokenizer}`"),
@@ -83,7 +83,7 @@ def _facts(source: Source, manifest: Manifest) -> list[tuple[str, str]]:
         ("validation loss", _loss(validation, progress["last_evaluated"])),
         (
             "weights",
-            f"{Choice.parse(manifest.weights).describe(replicas)}, after step {source.step:,}, {manifest.dtype}",
+            f"{WeightSource.parse(manifest.weights).describe(replicas)}, after step {source.step:,}, {manifest.dtype}",
         ),
         ("checked", manifest.parity.describe()),
         ("exported with", f"torch {torch.__version__}, transformers {transformers.__version__}"),

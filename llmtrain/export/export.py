@@ -9,13 +9,13 @@ from llmtrain.data.tokenizer import vocab_size
 from llmtrain.errors import UserError
 from llmtrain.export.card import model_card
 from llmtrain.export.folder import CARD, Manifest, locked, read_manifest, replacing, sizes, write_manifest
+from llmtrain.export.full_tensors import FullTensorReader
 from llmtrain.export.parity import check_logits, check_tokenizer
 from llmtrain.export.source import Source, find_source
-from llmtrain.export.stored import WholeTensors
-from llmtrain.export.weights import MEAN, Choice, ChosenWeights
+from llmtrain.export.weights import MEAN, ChosenWeights, WeightSource
 from llmtrain.export.write import DTYPES, copy_tokenizer, write_configs, write_weights
 from llmtrain.model import build, model_config
-from llmtrain.train.console import human
+from llmtrain.train.console import format_si
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -24,7 +24,7 @@ MAX_SHARD_SIZE = "5GB"
 class Request:
     """What to export."""
 
-    weights: Choice = MEAN
+    weights: WeightSource = MEAN
     dtype: str = "fp32"
     max_shard_size: str | None = None
     """Of a weights' file ("5GB"). None: that, or whatever an export has that is there already."""
@@ -72,8 +72,8 @@ def describe(folder: Path, manifest: Manifest) -> str:
     weights = [size for name, size in manifest.files.items() if name.endswith(".safetensors")]
     files = "1 file" if len(weights) == 1 else f"{len(weights)} files"
     return (
-        f"{folder}: {manifest.weights} after step {manifest.step}, {human(manifest.parameters)} parameters in "
-        f"{manifest.dtype}, {files} of weights ({human(sum(weights))}B)\n{manifest.parity.describe()}"
+        f"{folder}: {manifest.weights} after step {manifest.step}, {format_si(manifest.parameters)} parameters in "
+        f"{manifest.dtype}, {files} of weights ({format_si(sum(weights))}B)\n{manifest.parity.describe()}"
     )
 
 
@@ -81,7 +81,7 @@ def _write(source: Source, request: Request, folder: Path) -> Manifest:
     tokenizer = source.load_tokenizer()
     config = model_config(source.recipe.model, vocab_size(tokenizer))
     model = build(config, source.recipe.parallel.loss_chunk)
-    weights = ChosenWeights(WholeTensors(source.checkpoint), source.state, request.weights)
+    weights = ChosenWeights(FullTensorReader(source.checkpoint), source.state, request.weights)
     weights.check_model(model)
     dtype, size = DTYPES[request.dtype], request.max_shard_size or MAX_SHARD_SIZE
     write_weights(weights, folder, dtype, size)

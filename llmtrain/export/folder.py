@@ -1,4 +1,4 @@
-"""An exported folder: complete or absent, and recognised when the same is asked for again."""
+"""An exported folder: complete or absent, and recognized when the same is asked for again."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.config import Recipe
 from llmtrain.data.index import TOKENIZER
-from llmtrain.data.prepare import folder
+from llmtrain.data.prepare import cache_path
 from llmtrain.errors import CheckpointError, DataError
-from llmtrain.recipe import load_recipe
-from llmtrain.train.integrity import complete, read_state
+from llmtrain.recipe_loader import load_recipe
+from llmtrain.train.integrity import list_checkpoints, read_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +54,7 @@ class Source:
             return copy
         remedy = f"export where the run was trained, or prepare its data again: python -m llmtrain prepare {self.run}/recipe.yaml"
         try:
-            path = folder(data) / TOKENIZER
+            path = cache_path(data) / TOKENIZER
         except DataError as error:
             raise DataError(f"the tokenizer of {self.run} can't be found ({error}); {remedy}") from None
         if not (path / TOKENIZER_CONFIG).is_file():
@@ -75,7 +75,7 @@ def find_source(run: Path, step: int | None = None) -> Source:
     if not (run / "recipe.yaml").is_file():
         what = "is not a run directory (it has no recipe.yaml)" if run.is_dir() else "does not exist"
         raise CheckpointError(f"{run} {what}; give one that training made, such as runs/quickstart")
-    there = dict(complete(run / "checkpoints"))
+    there = dict(list_checkpoints(run / "checkpoints"))
     if not there:
         raise CheckpointError(f"{run} has no complete checkpoint; train it until it writes one (checkpoint.every)")
     if step is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from llmtrain.errors import CheckpointError, UserError
-from llmtrain.export.stored import WholeTensors
+from llmtrain.export.full_tensors import FullTensorReader
 from llmtrain.model import LanguageModel
 
 PREFIX = "causal_lm."
@@ -19,14 +19,14 @@ PART = 1 << 22
 
 
 @dataclass(frozen=True)
-class Choice:
+class WeightSource:
     """`mean`, `anchor`, or `replica` and its number."""
 
     kind: str
     replica: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Choice:
+    def parse(cls, text: str) -> WeightSource:
         """`mean`, `anchor` or `replica:K`. Raises UserError for anything else."""
         if text in ("mean", "anchor"):
             return cls(text)
@@ -40,19 +40,19 @@ class Choice:
     def describe(self, replicas: int) -> str:
         """In words, for a run of so many replicas."""
         if self.kind == "anchor":
-            return "the anchor (the last synchronisation's result)"
+            return "the anchor (the last synchronization's result)"
         if self.kind == "replica":
             return f"replica {self.replica} of {replicas}, alone"
         return f"the mean of {replicas} replicas" if replicas > 1 else "the one replica's"
 
 
-MEAN = Choice("mean")
+MEAN = WeightSource("mean")
 
 
 class ChosenWeights:
     """The exported model's weights by transformers' names, read one at a time in fp32."""
 
-    def __init__(self, stored: WholeTensors, state: dict[str, Any], choice: Choice):
+    def __init__(self, stored: FullTensorReader, state: dict[str, Any], choice: WeightSource):
         """`state` is the checkpoint's state.json. Raises UserError if the checkpoint has no such weights."""
         self._stored, self._choice = stored, choice
         self.replicas = state["mesh"][0]
@@ -70,10 +70,10 @@ class ChosenWeights:
         once, so that the mean of equal replicas is what they hold, to the last bit."""
         first, *others = (f"{prefix}{PREFIX}{name}" for prefix in self._prefixes)
         if not others:
-            return self._stored.read_whole(first).float()
-        total = self._stored.read_whole(first).double()
+            return self._stored.read_full_tensor(first).float()
+        total = self._stored.read_full_tensor(first).double()
         for other in others:
-            parts = self._stored.read_whole(other).view(-1).split(PART)
+            parts = self._stored.read_full_tensor(other).view(-1).split(PART)
             for sum_of_part, part in zip(total.view(-1).split(PART), parts, strict=True):
                 sum_of_part += part
         return total.div_(1 + len(others)).float()

@@ -10,7 +10,7 @@ from llmtrain.launch.nodes import Nodes
 
 
 @dataclass(frozen=True)
-class Ended:
+class NodeExit:
     """How the ranks of one node ended."""
 
     code: int
@@ -29,23 +29,27 @@ class Attempt:
     """Those that take part; ranks of nodes are numbered without gaps."""
 
 
-Tell = Callable[[int, Ended, bool], Mapping[int, Ended]]
+ExchangeExits = Callable[[int, NodeExit, bool], Mapping[int, NodeExit]]
 """(attempt, how this node's ended, whether to go on without nodes that are gone) -> how all nodes' ended, by number."""
 
 
 def train_with_restarts(
-    nodes: Nodes, restarts: int, goes_on_without: bool, run: Callable[[Attempt], Ended], tell: Tell
+    nodes: Nodes,
+    restarts: int,
+    allow_node_loss: bool,
+    run: Callable[[Attempt], NodeExit],
+    exchange_exits: ExchangeExits,
 ) -> int:
     """The exit code of this node's ranks in the last of up to 1 + `restarts` attempts.
 
-    Raises TrainingError if a node is gone and the others may not go on (`goes_on_without`), or this is the node that the
+    Raises TrainingError if a node is gone and the others may not go on (`allow_node_loss`), or this is the node that the
     others have given up.
     """
     members = list(range(nodes.count))
     number = 0
     while True:
         mine = run(Attempt(number, Nodes(len(members), members.index(nodes.rank), nodes.address, nodes.port)))
-        endings = tell(number, mine, goes_on_without)
+        endings = exchange_exits(number, mine, allow_node_loss)
         if nodes.rank not in endings:
             raise TrainingError(f"node {nodes.rank} was silent for too long: the others go on without it")
         lost = [member for member in members if member not in endings]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.errors import leave_with_code
+from llmtrain.errors import exit_with_status
 from llmtrain.parallel.world import World
-from llmtrain.recipe import load_recipe
+from llmtrain.recipe_loader import load_recipe
 from llmtrain.train.run import run_training
 
 
@@ -38,4 +38,4 @@ def _stop_without_launcher() -> None:
 if __name__ == "__main__":
     become_a_program()
     recipe, *overrides = sys.argv[1:]
-    leave_with_code(lambda: sys.exit(run_training(load_recipe(Path(recipe), overrides), World.from_environment())))
+    exit_with_status(lambda: sys.exit(run_training(load_recipe(Path(recipe), overrides), World.from_environment())))

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from llmtrain.errors import RecipeError
-from llmtrain.parallel.world import meeting_point
+from llmtrain.parallel.world import master_endpoint
 
 DEFAULT_PORT = 29400
 
@@ -60,7 +60,7 @@ class Nodes:
                 f"srun started launch/train.sh {tasks} times on {nodes} nodes; it is once a node (--ntasks-per-node=1), "
                 "or once a rank without it: srun python -m llmtrain train RECIPE"
             )
-        address, port = meeting_point()
+        address, port = master_endpoint()
         return cls(nodes, number("SLURM_NODEID", 0), address, int(port))
 
 

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY
-from llmtrain.launch.attempts import Attempt, Ended, train_with_restarts
+from llmtrain.launch.attempts import Attempt, NodeExit, train_with_restarts
 from llmtrain.launch.nodes import Nodes
-from llmtrain.launch.processes import processes_per_node
+from llmtrain.launch.process_count import processes_per_node
 from llmtrain.launch.rank_server import rank_program, rank_server
-from llmtrain.launch.watch import hung_ranks_are_ended
-from llmtrain.recipe import load_recipe
+from llmtrain.launch.watchdog import kill_hung_ranks
 from llmtrain.recipe_check import check, check_vocabulary
-from llmtrain.startup import note_command_start, quick_imports
+from llmtrain.recipe_loader import load_recipe
+from llmtrain.startup import imports_without_gc, note_command_start
 
 if TYPE_CHECKING:
-    from llmtrain.train.rundir import RunDirectory
+    from llmtrain.train.run_dir import RunDirectory
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """What torchrun passes on to the ranks: its own choice, and the signal that Slurm sends ahead of the end."""
@@ -70,10 +70,10 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
 
 
 def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Recipe) -> int:
-    with quick_imports():
-        from llmtrain.launch.roll_call import meet_nodes
+    with imports_without_gc():
+        from llmtrain.launch.node_rendezvous import rendezvous_nodes
         from llmtrain.train.run import prepare_for
-        from llmtrain.train.rundir import RunDirectory
+        from llmtrain.train.run_dir import RunDirectory
 
     nodes = Nodes.from_environment()
     per_node = processes_per_node(recipe.parallel, nodes.count)
@@ -86,35 +86,37 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
         """ "", or why there is nothing to train."""
         directory.check_recipe()
         if directory.finished():
-            return directory.already_complete()
+            return directory.completed_message()
         check_vocabulary(recipe, prepare_for(recipe, show_progress=True).vocab_size)
         return ""
 
-    with meet_nodes(nodes, recipe.run.timeout_seconds) as roll_call:
+    with rendezvous_nodes(nodes, recipe.run.timeout_seconds) as rendezvous:
         # One node first: where the cache is shared, the others then find it full, whatever its locks are worth.
-        complete = roll_call.first_then_others(ready, lambda: prepare_for(recipe, show_progress=True))
+        complete = rendezvous.main_first(ready, lambda: prepare_for(recipe, show_progress=True))
         if complete:
             print(complete, flush=True)
             return DONE
 
         program = rank_program()
 
-        def run(attempt: Attempt) -> Ended:
+        def run(attempt: Attempt) -> NodeExit:
             # Fewer nodes than the recipe was written for have as many replicas as fit on them.
             fewer = ["parallel.replicas=auto"] if attempt.nodes.count < nodes.count else []
             check(load_recipe(recipe_path, [*overrides, *fewer]), attempt.nodes.count * per_node)
             with (
                 _with_endpoint(attempt.nodes) as members,
-                hung_ranks_are_ended(partial(roll_call.has_failed, attempt.number)),
+                kill_hung_ranks(partial(rendezvous.has_failed, attempt.number)),
             ):
                 options = torchrun_arguments(recipe, Attempt(attempt.number, members), per_node)
                 return _run([*options, *program, str(recipe_path), *overrides, *fewer], directory, nodes)
 
-        def tell(*how: Any) -> Mapping[int, Ended]:
+        def exchange_exits(*how: Any) -> Mapping[int, NodeExit]:
             with _stop_requests_raise("between two attempts"):
-                return roll_call.tell(*how)
+                return rendezvous.exchange_exits(*how)
 
-        return train_with_restarts(nodes, recipe.run.restarts, recipe.run.on_replica_loss == "continue", run, tell)
+        return train_with_restarts(
+            nodes, recipe.run.restarts, recipe.run.on_replica_loss == "continue", run, exchange_exits
+        )
 
 
 def _check_memory(recipe: Recipe, nodes: Nodes, per_node: int) -> None:
@@ -122,7 +124,7 @@ def _check_memory(recipe: Recipe, nodes: Nodes, per_node: int) -> None:
     import torch
 
     from llmtrain.parallel.world import World
-    from llmtrain.plan.fit import plan_mesh
+    from llmtrain.plan.mesh_plan import plan_mesh
     from llmtrain.train.devices import memory_of_rank
 
     places = [str(node) for node in range(nodes.count) for _ in range(per_node)]
@@ -155,7 +157,7 @@ def torchrun_arguments(recipe: Recipe, attempt: Attempt, per_node: int) -> list[
     return [*options, "--rdzv-conf", f"timeout={math.ceil(recipe.run.timeout_seconds)}"]
 
 
-def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Ended:
+def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> NodeExit:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -172,12 +174,14 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> End
         run(command)
     except ChildFailedError as error:
         # Ranks that were ended because another had failed have negative codes.
-        return Ended(max(FAILED, *(failure.exitcode for failure in error.failures.values())))
+        return NodeExit(max(FAILED, *(failure.exitcode for failure in error.failures.values())))
     except SignalException as error:  # passed on to the ranks, which have ended since
         if _opened_at(directory) == opened_before:
             raise StopRequested(error.sigval, "before training began") from None
-        return Ended(_ending(directory, patience=0 if nodes.rank == 0 else SUMMARY_SECONDS), by_signal=True)
-    return Ended(DONE)
+        return NodeExit(
+            _exit_code_after_signal(directory, patience=0 if nodes.rank == 0 else SUMMARY_SECONDS), by_signal=True
+        )
+    return NodeExit(DONE)
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
@@ -192,7 +196,7 @@ def _opened_at(directory: RunDirectory) -> int | None:
     return recipe.stat().st_mtime_ns if recipe.exists() else None
 
 
-def _ending(directory: RunDirectory, patience: float) -> int:
+def _exit_code_after_signal(directory: RunDirectory, patience: float) -> int:
     """The exit code of ranks that ended after a signal, from the summary that rank 0 wrote, perhaps on another node."""
     deadline = time.monotonic() + patience
     while (summary := directory.summary()) is None and time.monotonic() < deadline:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from llmtrain import trace
 from llmtrain.errors import TrainingError
-from llmtrain.parallel.wire import Wire
+from llmtrain.parallel.wire_format import WireFormat
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Traffic:
     """Waiting for messages to complete, on this rank's main thread."""
 
 
-class Pending:
+class PendingCollective:
     """A collective under way. `wait` makes its result safe to use on the current stream."""
 
     def __init__(self, comms: Comms, what: str, work: dist.Work | None, result: torch.Tensor):
@@ -49,7 +49,7 @@ class Pending:
         """The result is there; `wait` will not block."""
         return self._work is None or self._work.is_completed()
 
-    def proceed(self) -> None:
+    def start_second_phase(self) -> None:
         """Start what can only start now, if there is anything. All ranks call it between the same collectives."""
 
     def wait(self) -> torch.Tensor:
@@ -69,14 +69,14 @@ class Pending:
         self._work = None
 
 
-class RoundedReduction(Pending):
+class QuantizedAllReduce(PendingCollective):
     """A sum in two exchanges of rounded values: each rank gets its chunk of everybody's message, sums it, and sends the
     sum to all. So every rank ends with the same bits, whatever was rounded."""
 
-    def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: Wire):
+    def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: WireFormat):
         super().__init__(comms, what, None, tensor)
         self._wire = wire
-        self._chunk = wire.chunk(tensor.numel(), comms.size)
+        self._chunk = wire.padded_chunk(tensor.numel(), comms.size)
         self._message = tensor.new_zeros(comms.size, self._chunk)
         self._message.view(-1)[: tensor.numel()] = tensor.reshape(-1)
         self._sent = wire.encode(self._message).to(comms.device)
@@ -91,33 +91,33 @@ class RoundedReduction(Pending):
     def is_done(self) -> bool:
         return self._mine is not None and super().is_done
 
-    def proceed(self) -> None:
+    def start_second_phase(self) -> None:
         """Start the second exchange. Waits for the first."""
         if self._mine is not None:
             return
         self._finish()
-        self._total = self._arrived(self._received).sum(0, keepdim=True)
+        self._total = self._decoded(self._received).sum(0, keepdim=True)
         self._mine = self._wire.encode(self._total).to(self._comms.device)
         self._gathered = [torch.empty_like(self._mine) for _ in range(self._comms.size)]
         sent = (self._comms.size - 1) * self._mine.numel()
         self._work = self._comms.begin(self._what, sent, dist.all_gather, self._gathered, self._mine)
 
     def wait(self) -> torch.Tensor:
-        self.proceed()
+        self.start_second_phase()
         self._finish()
         if self._gathered:
-            whole = self._arrived(torch.cat(self._gathered))
+            whole = self._decoded(torch.cat(self._gathered))
             self.result.copy_(whole.view(-1)[: self.result.numel()].view(self.result.shape))
             self._gathered = []
         return self.result
 
-    def lost(self) -> torch.Tensor:
+    def quantization_error(self) -> torch.Tensor:
         """After `wait`: what this rank's rounding left out, flat. Added to its next message, the sum makes up for it."""
-        lost = self._message - self._arrived(self._sent)
-        lost[self._comms.rank] += (self._total - self._arrived(self._mine)).view(-1)
+        lost = self._message - self._decoded(self._sent)
+        lost[self._comms.rank] += (self._total - self._decoded(self._mine)).view(-1)
         return lost.view(-1)[: self.result.numel()]
 
-    def _arrived(self, payload: torch.Tensor) -> torch.Tensor:
+    def _decoded(self, payload: torch.Tensor) -> torch.Tensor:
         return self._wire.decode(payload.to(self.result.device), self.result.dtype)
 
 
@@ -142,24 +142,26 @@ class Comms:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.traffic = Traffic()
 
-    def all_reduce(self, tensor: torch.Tensor, what: str = "all-reduce", wire: Wire | None = None) -> Pending:
+    def all_reduce(
+        self, tensor: torch.Tensor, what: str = "all-reduce", wire: WireFormat | None = None
+    ) -> PendingCollective:
         """Start summing `tensor` over the axis, in place; do not touch it before `wait`. With a wire the sum is rounded."""
         if self.size == 1 or tensor.numel() == 0:
-            return Pending(self, what, None, tensor)
+            return PendingCollective(self, what, None, tensor)
         if wire is not None:
-            return RoundedReduction(self, what, tensor, wire)
+            return QuantizedAllReduce(self, what, tensor, wire)
         sent = 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()
-        return Pending(self, what, self.begin(what, sent, dist.all_reduce, tensor), tensor)
+        return PendingCollective(self, what, self.begin(what, sent, dist.all_reduce, tensor), tensor)
 
-    def gather(self, tensor: torch.Tensor, what: str = "all-gather") -> Pending:
+    def gather(self, tensor: torch.Tensor, what: str = "all-gather") -> PendingCollective:
         """Start collecting every rank's `tensor` (equal shapes) in rank order: [size, *shape] on every rank."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         if self.size == 1:
             gathered[0] = tensor
-            return Pending(self, what, None, gathered)
+            return PendingCollective(self, what, None, gathered)
         sent = (self.size - 1) * tensor.numel() * tensor.element_size()
         work = self.begin(what, sent, dist.all_gather, list(gathered.unbind(0)), tensor)
-        return Pending(self, what, work, gathered)
+        return PendingCollective(self, what, work, gathered)
 
     def all_gather(self, tensor: torch.Tensor, what: str = "all-gather") -> torch.Tensor:
         """Every rank's `tensor`, stacked in rank order: [size, *shape]."""
@@ -167,7 +169,7 @@ class Comms:
 
     def all_gather_object(self, value: T, what: str) -> list[T]:
         """Collect every rank's `value`, which can be pickled, in rank order. Not counted as traffic. Raises TrainingError as
-        `Pending.wait` does."""
+        `PendingCollective.wait` does."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
             self._named(what, dist.all_gather_object, values, value)

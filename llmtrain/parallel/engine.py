@@ -19,8 +19,8 @@ MicroBatch = torch.Tensor
 
 @dataclass
 class Block:
-    """A unit that is gathered and synchronised on its own. `shards` are this rank's master tensors, in a fixed
-    order; a synchronisation changes them in place and then tells the engine (`publish`)."""
+    """A unit that is gathered and synchronized on its own. `shards` are this rank's master tensors, in a fixed
+    order; a synchronization changes them in place and then tells the engine (`publish`)."""
 
     name: str
     shards: list[torch.Tensor]
@@ -52,7 +52,7 @@ class Engine(ABC):
     """How long steps have waited for that so far."""
 
     @contextmanager
-    def waits_for_gradients(self) -> Iterator[None]:
+    def time_gradient_wait(self) -> Iterator[None]:
         """Within it a step waits for gradients to be averaged over the replicas."""
         started = time.monotonic()
         with span("exposed", "averaging gradients"):
@@ -60,7 +60,7 @@ class Engine(ABC):
         self.gradient_wait_seconds += time.monotonic() - started
 
     @abstractmethod
-    def before_block(self, hook: Callable[[int], None]) -> None:
+    def register_block_hook(self, hook: Callable[[int], None]) -> None:
         """Call `hook(index)` in every training forward, before block `index` is gathered."""
 
     @abstractmethod
@@ -73,11 +73,11 @@ class Engine(ABC):
         clipping, still on the device."""
 
     @abstractmethod
-    def publish(self, block: Block) -> None:
+    def parameters_changed(self, block: Block) -> None:
         """`block.shards` were changed: make what the next forward computes with follow."""
 
     @abstractmethod
-    def evaluation(self) -> AbstractContextManager[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    def eval_mode(self) -> AbstractContextManager[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
         """Within it, the given function returns summed losses of (input_ids, labels); hooks are not called."""
 
     @abstractmethod
@@ -90,13 +90,13 @@ class Engine(ABC):
         """The inverse; `state` has what `state_dict` returned."""
 
     @abstractmethod
-    def as_sharded(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """A flat tensor shaped like `block.shards` end to end (an anchor, say) as tensors by parameter name that know
         their shards: rows, whatever the engine's own layout is. A collective of the shard group."""
 
     @abstractmethod
-    def from_sharded(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The inverse of `as_sharded`: a flat tensor, from the sharded ones after they were loaded. A collective of the
+    def from_dtensors(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The inverse of `to_dtensors`: a flat tensor, from the sharded ones after they were loaded. A collective of the
         shard group."""
 
     @abstractmethod

@@ -17,12 +17,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from llmtrain.config import OptimSection, ParallelSection
-from llmtrain.model import LanguageModel, ModelBlock, blocks_of, initialise
-from llmtrain.parallel.comms import Pending
+from llmtrain.model import LanguageModel, ModelBlock, blocks_of, initialize
+from llmtrain.parallel.comms import PendingCollective
 from llmtrain.parallel.engine import Block, Engine, MicroBatch, gradient_norm
-from llmtrain.parallel.layers import COMPUTE, build_optimizer, decay_groups, named_parameters_of, wrap_layers
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.parallel.wire import Wire
+from llmtrain.parallel.wire_format import WireFormat
+from llmtrain.parallel.wrapping import COMPUTE, build_optimizer, decay_groups, named_parameters_of, wrap_layers
 
 
 class Fsdp2Engine(Engine):
@@ -35,19 +35,19 @@ class Fsdp2Engine(Engine):
         parallel: ParallelSection,
         optim: OptimSection,
         seed: int,
-        gradient_wire: Wire | None = None,
+        gradient_wire: WireFormat | None = None,
     ):
         self.model, self.mesh, self._gradient_wire = model, mesh, gradient_wire
         self._clip_norm, self._skips_nonfinite = optim.clip_norm, optim.nonfinite != "stop"
         self._hooks: list[Callable[[int], None]] = []
-        self._averaging: list[Pending] = []
+        self._averaging: list[PendingCollective] = []
         self._in_forward = False
         master = torch.float64 if parallel.precision == "fp64" else torch.float32
         model_blocks = blocks_of(model)
         wrap_layers(model_blocks, parallel)
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE[parallel.precision], reduce_dtype=master)
         for index, block in enumerate(model_blocks):
-            initialise(model, block, seed, mesh.device, master)
+            initialize(model, block, seed, mesh.device, master)
             unit = block.modules if len(block.modules) > 1 else block.modules[0]
             fully_shard(unit, mesh=mesh.devices["shard"], mp_policy=policy)
             # Registered after FSDP's own hook and prepended: runs first, on sharded parameters.
@@ -64,7 +64,7 @@ class Fsdp2Engine(Engine):
 
     # -- the interface -------------------------------------------------------------------------------------------
 
-    def before_block(self, hook: Callable[[int], None]) -> None:
+    def register_block_hook(self, hook: Callable[[int], None]) -> None:
         self._hooks.append(hook)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
@@ -97,7 +97,7 @@ class Fsdp2Engine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def publish(self, block: Block) -> None:
+    def parameters_changed(self, block: Block) -> None:
         unit = self._units[self.blocks.index(block)]
         unit.reshard()  # whatever was gathered before the change is stale
         if self._in_forward and self.mesh.device.type == "cuda":
@@ -106,7 +106,7 @@ class Fsdp2Engine(Engine):
             unit.unshard(async_op=True)
 
     @contextmanager
-    def evaluation(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    def eval_mode(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
         def summed_loss(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return self.model(input_ids.to(self.mesh.device), labels.to(self.mesh.device))
 
@@ -136,7 +136,7 @@ class Fsdp2Engine(Engine):
         for unit in self._units:
             unit.reshard()
 
-    def as_sharded(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         parameters = dict(self.model.named_parameters())
         parts = flat.split([shard.numel() for shard in block.shards])
         return {
@@ -151,7 +151,7 @@ class Fsdp2Engine(Engine):
             for name, shard, part in zip(block.parameter_names, block.shards, parts, strict=True)
         }
 
-    def from_sharded(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def from_dtensors(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return torch.cat([named[name].to_local().reshape(-1) for name in block.parameter_names])
 
     @torch.no_grad()
@@ -182,9 +182,9 @@ class Fsdp2Engine(Engine):
     def _finish_averaging(self) -> None:
         if not self._averaging:
             return
-        with self.waits_for_gradients():
+        with self.time_gradient_wait():
             for pending in self._averaging:
-                pending.proceed()
+                pending.start_second_phase()
             for pending in self._averaging:
                 pending.wait().div_(self.mesh.replica.size)
             self._averaging.clear()

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmtrain.parallel.comms import Comms
-from llmtrain.parallel.network import carried_by
+from llmtrain.parallel.network import using_interface
 
 
-def replica_groups(replica: Comms, shard: Comms, partition: Sequence[Sequence[int]], timeout_seconds: float) -> Comms:
+def make_replica_groups(
+    replica: Comms, shard: Comms, partition: Sequence[Sequence[int]], timeout_seconds: float
+) -> Comms:
     """Replicas in disjoint groups that cover all of them: this rank's, along its shard. A collective of all ranks."""
     lists = [[r * shard.size + s for r in group] for s in range(shard.size) for group in partition]
-    with carried_by(replica.interface):
+    with using_interface(replica.interface):
         return replica.among(lists, replica.rank * shard.size + shard.rank, "group", timeout_seconds)
 
 
 def shard_group(replica: Comms, shard: Comms, timeout_seconds: float) -> Comms:
     """The ranks of this replica once more, on the CPU. A collective of all ranks."""
     lists = [[r * shard.size + s for s in range(shard.size)] for r in range(replica.size)]
-    with carried_by(shard.interface):
+    with using_interface(shard.interface):
         return shard.among(lists, replica.rank * shard.size + shard.rank, "shard", timeout_seconds)

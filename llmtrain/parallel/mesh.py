@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError, TrainingError, UserError
 from llmtrain.parallel.comms import Comms
-from llmtrain.parallel.meeting import Meeting, meet
-from llmtrain.parallel.network import Networks, carried_by
-from llmtrain.parallel.reach import check_reach
+from llmtrain.parallel.connectivity import check_connectivity
+from llmtrain.parallel.network import Networks, using_interface
+from llmtrain.parallel.rendezvous import Rendezvous, rendezvous
 from llmtrain.parallel.world import World
 
 T = TypeVar("T")
@@ -36,9 +36,9 @@ class Mesh:
     """The ranks that hold the same shard, one a replica; the slow network."""
     shard: Comms
     """The ranks of this replica; the fast network."""
-    everyone: Comms
+    all_ranks: Comms
     """All ranks, over CPU tensors: metrics and agreement, never weights."""
-    background: Comms
+    checkpoint_group: Comms
     """All ranks once more, for what threads do beside training: writing checkpoints."""
     store: dist.Store | None = None
     """The job's key-value store; None for a single process."""
@@ -51,7 +51,7 @@ class Mesh:
     def is_main(self) -> bool:
         return self.world.rank == 0
 
-    def from_main(self, ask: Callable[[], T]) -> T:
+    def broadcast_from_main(self, ask: Callable[[], T]) -> T:
         """The main rank's `ask()` on every rank; a UserError it raises is raised on every rank."""
         answer: T | UserError | None = None
         if self.is_main:
@@ -59,7 +59,7 @@ class Mesh:
                 answer = ask()
             except UserError as error:
                 answer = error
-        answer = self.everyone.broadcast_object(answer, "hearing from rank 0")
+        answer = self.all_ranks.broadcast_object(answer, "hearing from rank 0")
         if isinstance(answer, UserError):
             raise answer
         return answer
@@ -91,23 +91,23 @@ def open_mesh(
     shard: int,
     replica_backend: str,
     timeout_seconds: float,
-    meeting: Meeting | None = None,
+    peers: Rendezvous | None = None,
 ) -> Iterator[Mesh]:
     """Build the mesh with the ranks that met (they meet now, if they have not), and leave in order.
 
     Every collective fails after `timeout_seconds`. Raises TrainingError when the ranks do not reach one another.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    meeting = meeting or meet(world, ParallelSection(), lambda: 0.0, timeout_seconds)
+    peers = peers or rendezvous(world, ParallelSection(), lambda: 0.0, timeout_seconds)
     device = local_device(world)
-    check_reach(meeting, world, replicas, shard, timeout_seconds)
+    check_connectivity(peers, world, replicas, shard, timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        meeting.given.set_nccl_interface(replicas > 1 and replica_backend != "gloo")
-    with carried_by(meeting.networks.replica):  # also what libraries make beside our groups
-        _join(world, meeting, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
+        peers.recipe_networks.set_nccl_interface(replicas > 1 and replica_backend != "gloo")
+    with using_interface(peers.networks.replica):  # also what libraries make beside our groups
+        _join(world, peers, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
         try:
-            yield build_mesh(world, device, replicas, shard, replica_backend, timeout, meeting.store, meeting.networks)
+            yield build_mesh(world, device, replicas, shard, replica_backend, timeout, peers.store, peers.networks)
         except BaseException:
             if device.type != "cuda":  # NCCL would wait here for collectives that the other ranks never join
                 dist.destroy_process_group()
@@ -129,13 +129,13 @@ def build_mesh(
     assert replicas * shard == world.size, (replicas, shard, world.size)
     networks = networks or Networks()
     backend = replica_backend if replica_backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
-    with carried_by(networks.shard):
+    with using_interface(networks.shard):
         shards = _my_group(world, [[r * shard + s for s in range(shard)] for r in range(replicas)], None, timeout)
-    with carried_by(networks.replica):
+    with using_interface(networks.replica):
         # Groups of their own, so that traffic between replicas has its own backend and never queues behind FSDP's.
         across = [[r * shard + s for r in range(replicas)] for s in range(shard)]
         replica = _my_group(world, across, backend, timeout) if replicas > 1 else None
-        everyone, background = (
+        all_ranks, checkpoint_group = (
             dist.new_group(backend="gloo", timeout=timeout) if world.size > 1 else None for _ in range(2)
         )
     return Mesh(
@@ -144,8 +144,8 @@ def build_mesh(
         devices=DeviceMesh.from_group(shards, device.type, mesh_dim_names=("shard",)),
         replica=Comms(replica, device, "replica", networks.replica),
         shard=Comms(shards if shard > 1 else None, device, "shard", networks.shard),
-        everyone=Comms(everyone, axis="world", interface=networks.replica),
-        background=Comms(background, axis="world", interface=networks.replica),
+        all_ranks=Comms(all_ranks, axis="world", interface=networks.replica),
+        checkpoint_group=Comms(checkpoint_group, axis="world", interface=networks.replica),
         store=store,
     )
 
@@ -156,14 +156,14 @@ def _my_group(world: World, groups: list[list[int]], backend: str | None, timeou
     return next(group for ranks, group in made.items() if world.rank in ranks)
 
 
-def _join(world: World, meeting: Meeting, backend: str, timeout: timedelta) -> None:
-    store = dist.HashStore() if meeting.store is None else dist.PrefixStore("process groups", meeting.store)
+def _join(world: World, peers: Rendezvous, backend: str, timeout: timedelta) -> None:
+    store = dist.HashStore() if peers.store is None else dist.PrefixStore("process groups", peers.store)
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        place = meeting.places[world.rank]
+        rank_info = peers.ranks[world.rank]
         reason = str(error).splitlines()[0]
         raise TrainingError(
-            f"rank {world.rank} of {world.size} on {place.host} could not connect to the others over "
-            f"{meeting.networks.replica or 'the card that gloo found'}: {reason}"
+            f"rank {world.rank} of {world.size} on {rank_info.host} could not connect to the others over "
+            f"{peers.networks.replica or 'the card that gloo found'}: {reason}"
         ) from error

@@ -32,7 +32,7 @@ class Networks:
     """Traffic within a replica."""
 
     @classmethod
-    def given(cls, parallel: ParallelSection) -> Networks:
+    def from_recipe(cls, parallel: ParallelSection) -> Networks:
         """Those that the recipe names. Raises RecipeError for a name that is not here, also in gloo's variable."""
         if os.environ.get(GLOO):
             _first_here(os.environ[GLOO], f"{GLOO} in the environment")
@@ -41,7 +41,7 @@ class Networks:
             _first_here(parallel.shard_network, "parallel.shard_network"),
         )
 
-    def or_towards(self, peer: str) -> Networks:
+    def with_default_route(self, peer: str) -> Networks:
         """With the card that reaches `peer`, an address or name, where nothing is said.
 
         gloo itself would take the card that this host's own name leads to, and that is often loopback.
@@ -99,7 +99,7 @@ def is_loopback(address: str) -> bool:
 
 
 @contextmanager
-def carried_by(interface: str | None) -> Iterator[None]:
+def using_interface(interface: str | None) -> Iterator[None]:
     """Groups that are made within use this card; None: what the environment says, or gloo finds."""
     before = os.environ.get(GLOO)
     if interface is not None:

@@ -60,7 +60,7 @@ def node_name() -> str:
     return f"{socket.gethostname()}:{number}"
 
 
-def meeting_point() -> tuple[str, str]:
+def master_endpoint() -> tuple[str, str]:
     """(address, port) of rank 0: MASTER_ADDR and MASTER_PORT, or the first host of the Slurm job and a port made from
     its number. Raises RecipeError when neither is there."""
     env = os.environ

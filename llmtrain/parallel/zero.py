@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO as the engine: stage 1, 2 or 3 over the shard axis.
 
 An `mpu` object limits DeepSpeed's data parallelism to the shard group. Every block is one or two of the optimizer's
-parameter groups, so its part of the fp32 masters is one or two flat tensors that synchronisation changes in place.
+parameter groups, so its part of the fp32 masters is one or two flat tensors that synchronization changes in place.
 Gradients over the replicas and clipping are done here, between backward and step; DeepSpeed does the rest.
 
 In bf16 the masters start from weights rounded to bf16, as DeepSpeed makes them.
@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.errors import RecipeError
-from llmtrain.model import LanguageModel, ModelBlock, blocks_of, initialise
+from llmtrain.model import LanguageModel, ModelBlock, blocks_of, initialize
 from llmtrain.parallel.engine import Block, Engine, MicroBatch, gradient_norm
-from llmtrain.parallel.flat import FlatGroup
-from llmtrain.parallel.layers import COMPUTE, build_optimizer, decay_groups, named_parameters_of, wrap_layers
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.parallel.wire import Wire
+from llmtrain.parallel.wire_format import WireFormat
+from llmtrain.parallel.wrapping import COMPUTE, build_optimizer, decay_groups, named_parameters_of, wrap_layers
 from llmtrain.parallel.zero_config import deepspeed_config
+from llmtrain.parallel.zero_layout import FlatGroup
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # else it guesses, aloud
 # Of torch's own renaming; DeepSpeed calls both in every step.
@@ -54,7 +54,7 @@ class ZeroEngine(Engine):
     """One replica under DeepSpeed ZeRO; see `engine.Engine` for the calls.
 
     Blocks follow a change one by one in stage 3. In stages 1 and 2 every rank computes with whole weights that are
-    gathered all at once, so `before_block` hooks of all blocks run at the start of a step, before its first forward.
+    gathered all at once, so hooks of `register_block_hook` of all blocks run at the start of a step, before its first forward.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ZeroEngine(Engine):
         parallel: ParallelSection,
         optim: OptimSection,
         seed: int,
-        gradient_wire: Wire | None = None,
+        gradient_wire: WireFormat | None = None,
         changes_in_forward: bool = False,
     ):
         """`changes_in_forward`: hooks change blocks in forward, so that none may be gathered ahead of its turn."""
@@ -73,7 +73,7 @@ class ZeroEngine(Engine):
         self._clip_norm, self._gradient_wire = optim.clip_norm, gradient_wire
         self._hooks: list[Callable[[int], None]] = []
         self._in_forward = False
-        self._is_stale = False  # masters were changed, and what is computed with may not have followed
+        self._masters_changed = False  # masters were changed, and what is computed with may not have followed
         # DeepSpeed insists, and takes it for the GPU's number; srun sets none, and with a GPU for each task that is 0.
         number = mesh.world.local_rank if mesh.device.index is None else mesh.device.index
         os.environ["LOCAL_RANK"] = str(number)
@@ -116,7 +116,7 @@ class ZeroEngine(Engine):
 
     # -- the interface -------------------------------------------------------------------------------------------
 
-    def before_block(self, hook: Callable[[int], None]) -> None:
+    def register_block_hook(self, hook: Callable[[int], None]) -> None:
         self._hooks.append(hook)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
@@ -125,7 +125,7 @@ class ZeroEngine(Engine):
         if self.stage < 3:
             for index in range(len(self.blocks)):
                 self._call_hooks(index)
-        self._catch_up()
+        self._refresh_compute_weights()
         for number, batch in enumerate(micro_batches, start=1):
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             batch = batch.to(self.mesh.device, non_blocking=True)
@@ -153,20 +153,20 @@ class ZeroEngine(Engine):
         self._engine.step()
         return norm
 
-    def publish(self, block: Block) -> None:
-        self._is_stale = True
+    def parameters_changed(self, block: Block) -> None:
+        self._masters_changed = True
         if self.stage == 3:
             for parameter in (p for group in self._parameters[self.blocks.index(block)] for p in group):
                 parameter.ds_tensor.copy_(safe_get_local_fp32_param(parameter))
             if self._in_forward:
-                self._catch_up()
+                self._refresh_compute_weights()
 
     @contextmanager
-    def evaluation(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    def eval_mode(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
         def summed_loss(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return self._engine(input_ids.to(self.mesh.device), labels.to(self.mesh.device))
 
-        self._catch_up()
+        self._refresh_compute_weights()
         self._engine.eval()
         try:
             with torch.no_grad():
@@ -198,15 +198,15 @@ class ZeroEngine(Engine):
                     else self._part(group, state, f"optimizer.{{}}.{key}").to(master.device)
                     for key in keys
                 }
-            self.publish(block)
+            self.parameters_changed(block)
 
-    def as_sharded(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         layout = self._layout[self.blocks.index(block)]
         parts = flat.split([group.size for group in layout])
         named = [self._sharded(group, part) for group, part in zip(layout, parts, strict=True)]
         return {name: value for group in named for name, value in group.items()}
 
-    def from_sharded(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def from_dtensors(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
         layout = self._layout[self.blocks.index(block)]
         return torch.cat([self._part(group, named, "{}") for group in layout])
 
@@ -215,7 +215,7 @@ class ZeroEngine(Engine):
         weights = {}
         for block, layout in zip(self.blocks, self._layout, strict=True):
             for group, master in zip(layout, block.shards, strict=True):
-                whole = group.whole(self._gathered(master))
+                whole = group.full_tensors(self._gathered(master))
                 if self.mesh.shard.rank == 0:
                     weights |= {name.removeprefix("causal_lm."): value.cpu() for name, value in whole.items()}
         return weights
@@ -234,7 +234,7 @@ class ZeroEngine(Engine):
         by block."""
         grouped = []
         for block in blocks:
-            initialise(self.model, block, seed, self.mesh.device, COMPUTE[parallel.precision])
+            initialize(self.model, block, seed, self.mesh.device, COMPUTE[parallel.precision])
             parameters = [p for _, p in named_parameters_of(self.model, block)]
             grouped.append(decay_groups(parameters, optim.weight_decay))
             for module in block.modules if self.stage == 3 else ():
@@ -262,7 +262,7 @@ class ZeroEngine(Engine):
             for group, master in zip(layout, block.shards, strict=True):
                 for padding in group.padding(self.mesh.shard.rank):
                     master[padding] = 0
-            self.publish(block)
+            self.parameters_changed(block)
 
     def _start_moments(self) -> None:
         """As AdamW itself would in its first step; so that a state to be loaded finds its place before that."""
@@ -278,7 +278,7 @@ class ZeroEngine(Engine):
 
     def _average_over_replicas(self, groups: list[list[torch.Tensor]]) -> None:
         """Group after group, so that no second copy of all gradients is made."""
-        with self.waits_for_gradients():
+        with self.time_gradient_wait():
             for gradients in groups:
                 flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).float()
                 self.mesh.replica.all_reduce(flat, "averaging gradients", self._gradient_wire).wait()
@@ -297,14 +297,14 @@ class ZeroEngine(Engine):
         for hook in self._hooks:
             hook(index)
 
-    def _catch_up(self) -> None:
+    def _refresh_compute_weights(self) -> None:
         """Compute with what the masters were changed to."""
-        if self._is_stale and self.stage < 3:
+        if self._masters_changed and self.stage < 3:
             self._engine.optimizer.update_lp_params()
-        elif self._is_stale and self.mesh.device.type == "cuda":
+        elif self._masters_changed and self.mesh.device.type == "cuda":
             # DeepSpeed gathers on a stream of its own, which would not wait for what this one is still to copy.
             torch.cuda.current_stream().synchronize()
-        self._is_stale = False
+        self._masters_changed = False
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
         """All ranks' parts of a group: [ranks, size]."""
@@ -313,7 +313,7 @@ class ZeroEngine(Engine):
     def _sharded(self, group: FlatGroup, part: torch.Tensor) -> dict[str, torch.Tensor]:
         ranks, rank, mesh = self.mesh.shard.size, self.mesh.shard.rank, self.mesh.devices["shard"]
         named = {}
-        for name, whole in group.whole(self._gathered(part)).items():
+        for name, whole in group.full_tensors(self._gathered(part)).items():
             chunks = whole.chunk(ranks)
             mine = chunks[rank].clone() if rank < len(chunks) else whole[:0].clone()
             named[name] = DTensor.from_local(

@@ -22,7 +22,7 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dic
     if parallel.zero_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if parallel.zero_stage == 3:
-        # A parameter that stays gathered over a synchronisation would be computed with as it was before.
+        # A parameter that stays gathered over a synchronization would be computed with as it was before.
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
         zero |= {"sub_group_size": 2**62}  # so that each parameter group stays one flat tensor
         # DeepSpeed's own linear layer adds the bias in place, to what selective checkpointing keeps: it would be added twice.

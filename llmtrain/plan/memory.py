@@ -16,17 +16,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.attention import FUSED_HERE
-from llmtrain.config import EveryStep, Layerwise, Overlapped, Recipe, Stale
+from llmtrain.attention import FUSED_FAMILY
+from llmtrain.config import DelayedSection, EveryStepSection, LayerwiseSection, OverlappedSection, Recipe
 from llmtrain.data.tokenizer import TRAIN, load_tokenizer
 from llmtrain.data.tokenizer import vocab_size as size_of_tokenizer
 from llmtrain.errors import ModelError
 from llmtrain.model import blocks_of, build, count_parameters, flops_per_token, model_config
 from llmtrain.parallel.zero_config import BUCKET
-from llmtrain.sync.build import needs_anchor
+from llmtrain.sync.block_sync import MAX_IN_FLIGHT
+from llmtrain.sync.build_method import needs_anchor
 from llmtrain.sync.outer import build_outer
 from llmtrain.sync.schedules.overlapped import fragments_of
-from llmtrain.sync.synchroniser import PREFETCH
 
 BYTES = {"bf16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}
 """By precision: of a master value, of a value in compute precision."""
@@ -34,7 +34,7 @@ KNOWN_VOCABULARIES = {"gpt2": 50257, "openai-community/gpt2": 50257}
 """Tokens of tokenizers on the hub, which is not asked."""
 SAVED_PER_LINEAR = {
     "fused": {"bf16": 1.2, "fp32": 1.1, "fp64": 1.1},
-    FUSED_HERE: {"bf16": 1.65, "fp32": 1.65, "fp64": 1.65},
+    FUSED_FAMILY: {"bf16": 1.65, "fp32": 1.65, "fp64": 1.65},
     "not fused": {"bf16": 1.75, "fp32": 1.6, "fp64": 1.6},
 }
 """By kind of attention, and precision: bytes a layer keeps for backward over bytes of its linear layers' inputs and outputs.
@@ -84,7 +84,7 @@ class Memory:
     activations: int
     loss: int
     messages: int
-    apart: int
+    non_coincident: int
     """What of these is never there at the same time as the rest; negative, so that all parts together are the most at a time."""
     host: int
     """What is kept in CPU memory instead of on the GPU: anchors, and with ZeRO's offload masters and moments."""
@@ -148,7 +148,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
                  with `selective`, c t (O + 2 hidden) for each layer, O the outputs of its linear layers, and 5 l / 4
     loss         logits of loss_chunk positions in at least fp32, twice, or their gradient and the head's in c; the head's
                  whole gradient in at least fp32, and that of its inputs in c
-    messages     during a synchronisation, shards of the largest block in w: prefetch + 1 under way and 2 in work, and of
+    messages     during a synchronization, shards of the largest block in w: prefetch + 1 under way and 2 in work, and of
                  offloaded ones prefetch + 2 anchors and 2 momenta. Means under way while training goes on (a fragment's, or
                  all of them) and rounding errors that are carried over come on top, w / M for each value, and stay
 
@@ -157,12 +157,12 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     at the end of forward       activations of all layers, the loss, blocks gathered; gradients of earlier micro-batches
     when backward begins        these activations, blocks gathered and their gradients; gradients of earlier micro-batches
     when backward ends          one layer's activations, blocks gathered and their gradients; all other gradients
-    while replicas synchronise  messages; if layer by layer in forward, beside activations and blocks gathered
+    while replicas synchronize  messages; if layer by layer in forward, beside activations and blocks gathered
 
     and by what the most of these is less than all parts together, that is `apart`. ZeRO's stage 3 has room for gradients at
     all times. Against torch's allocator on a CPU (one rank, Llama with and without checkpointing or accumulation, GPT-Neo,
     DiLoCo, EDiT, ZeRO 1 to 3) this was off by -1 to +9 %, but ZeRO-3 with full checkpointing by -12 %. Models that keep more
-    between their linear layers need more: Qwen3, which normalises queries and keys, 8 %; GPT-2 with its dropout twice as much.
+    between their linear layers need more: Qwen3, which normalizes queries and keys, 8 %; GPT-2 with its dropout twice as much.
     """
     master, compute = BYTES[recipe.parallel.precision]
     train, sync = recipe.train, recipe.sync
@@ -195,7 +195,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
         own.late_gradients + last + own.gathered,
         own.early_gradients
         + in_flight
-        + (forward + own.gathered_in_forward if isinstance(sync.schedule, Layerwise) else 0),
+        + (forward + own.gathered_in_forward if isinstance(sync.schedule, LayerwiseSection) else 0),
     )
     sum_of_these = own.gradients + backward + own.gathered + loss + in_flight
     return Memory(
@@ -207,23 +207,23 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
         activations=backward,
         loss=loss,
         messages=in_flight + stay,
-        apart=max(moments) - sum_of_these,
+        non_coincident=max(moments) - sum_of_these,
         host=own.host + (anchors if sync.offload else 0),
     )
 
 
 def _messages(recipe: Recipe, size: ModelSize, shard: int, has_anchors: bool) -> tuple[int, int]:
-    """Bytes of messages (while replicas synchronise, from one synchronisation to the next)."""
+    """Bytes of messages (while replicas synchronize, from one synchronization to the next)."""
     master, _ = BYTES[recipe.parallel.precision]
     sync, largest = recipe.sync, max(size.block_parameters)
-    if isinstance(sync.period, EveryStep):
+    if isinstance(sync.period, EveryStepSection):
         return 0, 0
-    prefetch = sync.schedule.prefetch if isinstance(sync.schedule, Layerwise) else PREFETCH
+    prefetch = sync.schedule.prefetch if isinstance(sync.schedule, LayerwiseSection) else MAX_IN_FLIGHT
     blocks = min(prefetch + 1, len(size.block_parameters)) + 2
     if sync.offload and has_anchors:
         blocks += min(prefetch + 2, len(size.block_parameters)) + 2
-    stay = master * -(-_under_way(recipe, size) // shard)
-    errors = master * -(-size.parameters // shard) if sync.wire.feedback else 0
+    stay = master * -(-_parameters_in_flight(recipe, size) // shard)
+    errors = master * -(-size.parameters // shard) if sync.wire.error_feedback else 0
     return blocks * master * -(-largest // shard), stay + errors
 
 
@@ -305,12 +305,12 @@ def _zero(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _Engine
     )
 
 
-def _under_way(recipe: Recipe, size: ModelSize) -> int:
-    """Parameters whose mean is under way while training goes on: a fragment's, or with a stale schedule all."""
+def _parameters_in_flight(recipe: Recipe, size: ModelSize) -> int:
+    """Parameters whose mean is under way while training goes on: a fragment's, or with a delayed schedule all."""
     schedule = recipe.sync.schedule
-    if isinstance(schedule, Stale):
-        return size.parameters * schedule.rounds
-    if isinstance(schedule, Overlapped):
+    if isinstance(schedule, DelayedSection):
+        return size.parameters
+    if isinstance(schedule, OverlappedSection):
         fragments = fragments_of(schedule, len(size.block_parameters))
         return max(sum(size.block_parameters[index] for index in fragment) for fragment in fragments)
     return 0
@@ -336,8 +336,8 @@ def _vocabulary(recipe: Recipe) -> int | None:
 
 def _attention(config: PretrainedConfig) -> str:
     """Its key in SAVED_PER_LINEAR. transformers refuses to build a model with `sdpa` when its attention can't be fused."""
-    if config.model_type == FUSED_HERE:
-        return FUSED_HERE
+    if config.model_type == FUSED_FAMILY:
+        return FUSED_FAMILY
     try:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config import Recipe
-from llmtrain.sync.compose import CHOICES, RULES, rule_between
+from llmtrain.sync.compatibility import CHOICES, RULES, conflict_between
 from llmtrain.sync.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -130,14 +130,14 @@ def _reduction(preset: dict[str, Any]) -> str:
 def composition_table() -> str:
     """docs/methods.md's tables: which kinds of two choices don't go together, and why."""
     pairs = [(choice, kind) for choice, kinds in CHOICES.items() for kind in kinds]
-    concerned = [pair for pair in pairs if any(rule_between(*pair, *other) for other in pairs)]
+    concerned = [pair for pair in pairs if any(conflict_between(*pair, *other) for other in pairs)]
     columns = [pair for pair in concerned if pair[0] in ("schedule", "period")]
     numbers = {rule: str(number) for number, rule in enumerate(RULES, start=1)}
 
     def cell(row: tuple[str, str], column: tuple[str, str]) -> str:
         if row[0] == column[0]:
             return ""
-        rule = rule_between(*row, *column)
+        rule = conflict_between(*row, *column)
         return "yes" if rule is None else f"no ({numbers[rule]})"
 
     rows = [(f"{choice}: `{kind}`", *(cell((choice, kind), column) for column in columns)) for choice, kind in pairs]

@@ -12,16 +12,16 @@ from rich.table import Table
 
 from llmtrain.config import Recipe
 from llmtrain.plan.memory import Memory, ModelSize, estimate, size_of
-from llmtrain.plan.pace import Rates, pace
+from llmtrain.plan.time_estimate import HardwareRates, estimate_time
 from llmtrain.plan.traffic import traffic
-from llmtrain.recipe import resolved_yaml
 from llmtrain.recipe_check import check
+from llmtrain.recipe_loader import resolved_yaml
 
 MESHES = ((1, 1), (1, 8), (8, 8))
 """(replicas, shard) that are shown for every recipe."""
 
 
-def show(recipe: Recipe, console: Console, rates: Rates) -> None:
+def show(recipe: Recipe, console: Console, rates: HardwareRates) -> None:
     """Print the resolved recipe, then what it costs in memory, and in time at these rates; needs no data, GPU or network.
 
     Raises UserError for a recipe that can't be trained, or whose vocabulary is not known without a download.
@@ -74,10 +74,10 @@ def _memory(recipe: Recipe, size: ModelSize) -> Table:
     return table
 
 
-def _pace(recipe: Recipe, size: ModelSize, rates: Rates) -> Table:
+def _pace(recipe: Recipe, size: ModelSize, rates: HardwareRates) -> Table:
     """The same for time."""
     meshes = _meshes(recipe)
-    paces = [pace(recipe, size, *mesh, rates) for mesh in meshes]
+    paces = [estimate_time(recipe, size, *mesh, rates) for mesh in meshes]
     table = _by_mesh("Estimated seconds, by replicas x shard", meshes)
     for name in ("step", "message", "waiting"):
         table.add_row(name, *(f"{getattr(one, name):,.3g}" for one in paces))

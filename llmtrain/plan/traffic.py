@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
-from llmtrain.config import Butterfly, EverySeconds, EveryStep, Recipe
-from llmtrain.lr import LearningRates
-from llmtrain.parallel.wire import BLOCK, Wire
+from llmtrain.config import ButterflySection, EverySecondsSection, EveryStepSection, Recipe
+from llmtrain.lr import LRSchedule
+from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
 from llmtrain.plan.memory import BYTES, ModelSize
 from llmtrain.sync.butterfly import group_size
 from llmtrain.sync.period import build_period, warmup_of
@@ -19,7 +19,11 @@ TYPICAL_REPLICAS = 8
 
 def bytes_per_value(recipe: Recipe, kind: str) -> float:
     """Of one value on a wire of that kind, its share of a scale included; fp32 is master precision."""
-    return BYTES[recipe.parallel.precision][0] if kind == "fp32" else Wire(kind).size(BLOCK) / BLOCK
+    return (
+        BYTES[recipe.parallel.precision][0]
+        if kind == "fp32"
+        else WireFormat(kind).size(SCALE_GROUP_SIZE) / SCALE_GROUP_SIZE
+    )
 
 
 def per_average(recipe: Recipe, size: ModelSize, replicas: int, kind: str) -> float:
@@ -52,13 +56,13 @@ def gradient_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> float:
 def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
     """Rounds of a recipe whose period is in steps, more than one."""
     sync, steps = recipe.sync, recipe.train.total_steps
-    rates = LearningRates.of(recipe)
+    rates = LRSchedule.of(recipe)
     warmup = warmup_of(sync, rates)
     period = build_period(sync.period, warmup, rates)
     number = sum(period.ends_round(step) for step in range(warmup + 1, steps + 1)) + (not period.ends_round(steps))
     every = (steps - warmup) / number
     per_round = per_average(recipe, size, replicas, sync.wire.kind)
-    if not isinstance(sync.group, Butterfly):
+    if not isinstance(sync.group, ButterflySection):
         return Rounds(warmup, number, every, per_round)
     in_group = per_average(recipe, size, group_size(replicas, sync.group.size), sync.wire.kind)
     return Rounds(warmup, number, every, per_round + (every - 1) * in_group, in_group)
@@ -72,10 +76,10 @@ def traffic(recipe: Recipe, size: ModelSize) -> str:
     sync = recipe.sync
     gradients = decimal(int(gradient_bytes(recipe, size, replicas)))
     whose = f"from each of {replicas} replicas"
-    if isinstance(sync.period, EveryStep):
+    if isinstance(sync.period, EveryStepSection):
         return f"{gradients} a step {whose} (gradients in every step)"
-    if isinstance(sync.period, EverySeconds):
-        warmup = warmup_of(sync, LearningRates.of(recipe))
+    if isinstance(sync.period, EverySecondsSection):
+        warmup = warmup_of(sync, LRSchedule.of(recipe))
         per_round = decimal(int(per_average(recipe, size, replicas, sync.wire.kind)))
         line = f"{per_round} {whose} a round, a round in {sync.period.every:g} s"
     else:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from llmtrain.config.section import Count, Section
 from llmtrain.errors import SuiteError
-from llmtrain.recipe_messages import nearest, one_of, shown
+from llmtrain.recipe_messages import closest, format_value, one_of
 
 EVAL_FOLDER = Path(__file__).resolve().parents[2] / "eval"
 """Suites and task files of the repository."""
@@ -121,7 +121,7 @@ def _path_of(name: str, key: str) -> Path:
         return Path(name)
     known = suite_names()
     if name not in known:
-        near = nearest(name, known)
+        near = closest(name, known)
         hint = f"did you mean {near}?" if near else f"suites are {', '.join(known)}, or a YAML file"
         raise SuiteError(f"{key} {name}: there is no such suite; {hint}")
     return EVAL_FOLDER / "suites" / f"{name}.yaml"
@@ -135,11 +135,11 @@ def _explain(error: ValidationError) -> str:
         section: type[Section] = {"tasks": TaskSection, "texts": TextSection, "samples": SamplesSection}.get(
             parts[0] if len(parts) > 1 else "", Suite
         )
-        near = nearest(parts[-1], section.model_fields)
+        near = closest(parts[-1], section.model_fields)
         return f"{key} is not a key; " + (f"did you mean {near}?" if near else f"there are {_keys(section)}")
     if problem["type"] == "missing":
         return f"{key} is not given and has no default"
-    return f"{key} is {shown(problem['input'])}; {problem['msg'][0].lower()}{problem['msg'][1:]}"
+    return f"{key} is {format_value(problem['input'])}; {problem['msg'][0].lower()}{problem['msg'][1:]}"
 
 
 def _keys(section: type[Section]) -> str:

@@ -27,14 +27,14 @@ def group_size(replicas: int, size: int | str) -> int:
     return min(size, replicas)
 
 
-def bits(iteration: int, size: int, replicas: int) -> tuple[int, ...]:
+def varying_bits(iteration: int, size: int, replicas: int) -> tuple[int, ...]:
     """The bits of a replica's number in which the members of a group differ in this iteration (from 0), ascending:
     (iteration x log2 S + r) mod log2 P for r < log2 S."""
     per_step, total = size.bit_length() - 1, replicas.bit_length() - 1
     return tuple(sorted({(iteration * per_step + r) % total for r in range(per_step)})) if total else ()
 
 
-def groups(of_bits: tuple[int, ...], replicas: int) -> list[list[int]]:
+def partition(of_bits: tuple[int, ...], replicas: int) -> list[list[int]]:
     """All groups whose members differ in just these bits, each in ascending order."""
     mask = sum(1 << bit for bit in of_bits)
     leaders = [replica for replica in range(replicas) if replica & mask == 0]

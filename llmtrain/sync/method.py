@@ -1,4 +1,4 @@
-"""A method of synchronisation: a period, a schedule and perhaps a pull, behind the few calls the trainer makes."""
+"""A method of synchronization: a period, a schedule and perhaps a pull, behind the few calls the trainer makes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from llmtrain.parallel.engine import Engine
 from llmtrain.sync.period import Period
 from llmtrain.sync.pull import Pull
-from llmtrain.sync.report import SyncReport
-from llmtrain.sync.schedules.schedule import ByBlock, Schedule
+from llmtrain.sync.schedules.base import BlockTensors, Schedule
+from llmtrain.sync.sync_stats import SyncStats
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Method:
 
     def __init__(self, engine: Engine, period: Period, schedule: Schedule, pull: Pull | None):
         self.engine, self.period, self.schedule, self.pull = engine, period, schedule, pull
-        self.synchroniser = schedule.synchroniser
+        self.block_sync = schedule.block_sync
         self._lr = 0.0
-        engine.before_block(schedule.before_block)
+        engine.register_block_hook(schedule.before_block)
 
     def begin_step(self, step: int, lr: float) -> StepPlan:
         """Before step `step` (of this replica, from 1), whose scheduled learning rate is `lr`."""
@@ -40,20 +40,20 @@ class Method:
         self.engine.average_gradients = self.period.is_synchronous(step)
         if self.engine.average_gradients:
             return StepPlan(lr)
-        self.synchroniser.begin()
+        self.block_sync.ensure_anchor()
         self.schedule.begin_step()
         if self.pull is None:
             return StepPlan(lr)
-        if not self.pull.is_drawn(step):
+        if not self.pull.should_pull(step):
             return StepPlan(self.pull.gradient_lr(lr))
-        self.schedule.settle()
-        self.pull.apply(lr)
+        self.schedule.flush()
+        self.pull.pull_to_anchor(lr)
         return StepPlan(lr, computes_gradient=False, takes_batch=self.pull.section.batch == "drop")
 
     def roll_back(self) -> None:
-        """The parameters become those of the last synchronisation; in a synchronous phase they stay."""
+        """The parameters become those of the last synchronization; in a synchronous phase they stay."""
         if not self.engine.average_gradients:
-            self.synchroniser.return_to_anchor()
+            self.block_sync.reset_to_anchor()
 
     def end_step(self, step: int) -> None:
         """After the optimizer step, or the pull, of step `step`."""
@@ -63,7 +63,7 @@ class Method:
     def agreed_step(self, step: int) -> int | None:
         """After this replica's step `step`: at which step the whole run is, if all ranks know that now; None if only this
         replica knows where it is. All ranks get a number at the same moments, and the same one."""
-        return self.period.agreed(step)
+        return self.period.global_step(step)
 
     def finish(self) -> None:
         """Carry out what is under way, or a last, shorter round: after it all replicas are equal."""
@@ -74,55 +74,55 @@ class Method:
         self.schedule.close()
 
     @property
-    def is_synchronised(self) -> bool:
+    def is_synchronized(self) -> bool:
         """All replicas hold the same parameters, and nothing is under way."""
-        return self.schedule.is_synchronised
+        return self.schedule.is_synchronized
 
-    def report(self) -> SyncReport:
+    def report(self) -> SyncStats:
         """Counters so far."""
-        return self.synchroniser.report
+        return self.block_sync.report
 
     def fingerprint(self) -> int:
         """Of what all replicas should hold alike, for this rank's shard: see `Anchors.fingerprint`; 0 without anchors."""
-        anchors = self.synchroniser.anchors
+        anchors = self.block_sync.anchors
         return anchors.fingerprint() if anchors is not None else 0
 
-    def shared_tensors(self) -> dict[str, ByBlock]:
+    def shared_state(self) -> dict[str, BlockTensors]:
         """State that all replicas have alike, by block; lists are empty where the method keeps none."""
-        anchors = self.synchroniser.anchors
+        anchors = self.block_sync.anchors
         return {
             **(anchors.state_dict() if anchors else {"anchor": [], "momentum": []}),
-            **self.schedule.shared_tensors(),
+            **self.schedule.shared_state(),
         }
 
-    def own_tensors(self) -> dict[str, ByBlock]:
+    def per_replica_state(self) -> dict[str, BlockTensors]:
         """State that each replica has for itself, by block."""
-        return {"error": self.synchroniser.errors, **self.schedule.own_tensors()}
+        return {"error": self.block_sync.errors, **self.schedule.per_replica_state()}
 
     def state_dict(self) -> dict[str, Any]:
         """The rest of what a resumed run needs, as plain values."""
         return {
-            "report": self.synchroniser.report.state_dict(),
+            "report": self.block_sync.report.state_dict(),
             "period": self.period.state_dict(),
             "schedule": self.schedule.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any], tensors: dict[str, ByBlock]) -> None:
+    def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
         """The inverse of `state_dict`, between steps; `tensors` are the shared and own ones by name."""
-        if self.synchroniser.anchors is not None:
-            self.synchroniser.anchors.load_state_dict(tensors)
-        self.synchroniser.errors = [
+        if self.block_sync.anchors is not None:
+            self.block_sync.anchors.load_state_dict(tensors)
+        self.block_sync.errors = [
             error.to(block.shards[0].device, copy=True)
             for error, block in zip(tensors["error"], self.engine.blocks, strict=False)
         ]
-        self.synchroniser.report.load_state_dict(state["report"])
+        self.block_sync.report.load_state_dict(state["report"])
         self.period.load_state_dict(state["period"])
         self.schedule.load_state_dict(state["schedule"], tensors)
 
-    def reshaped(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """What `state_dict` would hold, but for the report, on each replica of this run, which others with these `states`
         began (one of each replica)."""
         return {
-            "period": self.period.reshaped([state["period"] for state in states]),
-            "schedule": self.schedule.reshaped([state["schedule"] for state in states]),
+            "period": self.period.resharded([state["period"] for state in states]),
+            "schedule": self.schedule.resharded([state["schedule"] for state in states]),
         }

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 
-class Brought(Protocol):
+class DeviceCopy(Protocol):
     """A copy on the device, or on its way there."""
 
     def use(self) -> torch.Tensor:
@@ -19,49 +19,49 @@ class Brought(Protocol):
         ...
 
 
-class Copies(Protocol):
+class HostOffload(Protocol):
     """Copies that run beside what the device computes, in the order in which they were asked for."""
 
-    def rest(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor's values where they can rest; waits for the copy."""
         ...
 
-    def bring(self, resting: torch.Tensor) -> Brought:
+    def prefetch(self, resting: torch.Tensor) -> DeviceCopy:
         """Start copying a resting tensor to the device."""
         ...
 
-    def take(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
+    def write_back(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
         """Start copying `changed` from the device over a resting tensor; it is not to be changed any more."""
         ...
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Until all copies are made: before the host reads what rests."""
         ...
 
 
-class SideStream:
+class StreamOffload:
     """Copies of a GPU on a stream of its own, to and from pinned memory."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def rest(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu().pin_memory()
 
-    def bring(self, resting: torch.Tensor) -> BroughtBeside:
-        return BroughtBeside(resting, self._device, self._stream)
+    def prefetch(self, resting: torch.Tensor) -> StreamedCopy:
+        return StreamedCopy(resting, self._device, self._stream)
 
-    def take(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
+    def write_back(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             resting.copy_(changed, non_blocking=True)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self._stream.synchronize()
 
 
-class BroughtBeside:
+class StreamedCopy:
     """A copy made by a side stream, in memory of that stream's.
 
     `release` rather than `record_stream`: the memory is free at once for the stream's next copy, which waits on the device.
@@ -72,16 +72,16 @@ class BroughtBeside:
         self._device, self._side = device, side
         with torch.cuda.stream(side):
             self._copy = resting.to(device, non_blocking=True)
-            self._arrived = side.record_event()
+            self._copied = side.record_event()
 
     def use(self) -> torch.Tensor:
-        torch.cuda.current_stream(self._device).wait_event(self._arrived)
+        torch.cuda.current_stream(self._device).wait_event(self._copied)
         return self._copy
 
     def release(self) -> None:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
 
 
-def offload_copies(device: torch.device) -> Copies | None:
+def host_offload(device: torch.device) -> HostOffload | None:
     """How tensors of a device are offloaded; None for a CPU, whose memory they are in already."""
-    return SideStream(device) if device.type == "cuda" else None
+    return StreamOffload(device) if device.type == "cuda" else None

@@ -6,18 +6,18 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from llmtrain.config import AnyOuter, MomentumOuter, NesterovOuter, SgdOuter
-from llmtrain.sync.round import Round
+from llmtrain.config import AnyOuter, MomentumSection, NesterovSection, SgdSection
+from llmtrain.sync.round_stats import RoundStats
 
 
 class Outer(ABC):
     """An outer optimizer; its state, if any, is one flat tensor a block, shaped like the anchor."""
 
     has_momentum = False
-    normalise = "none"
+    normalize = "none"
 
     @abstractmethod
-    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: Round) -> None:
+    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
         """Change `anchor` (and `momentum`) in place; `mean` is D, `since` the local steps that led to it."""
 
 
@@ -27,22 +27,22 @@ class Sgd(Outer):
     def __init__(self, lr: float):
         self.lr = lr
 
-    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: Round) -> None:
+    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
         anchor.add_(mean, alpha=-self.lr)
 
 
 class Nesterov(Outer):
-    """b <- mu b + D / g; anchor <- anchor - lr (D + mu g b), g = 1 or, normalised, the round's learning rate. The first
+    """b <- mu b + D / g; anchor <- anchor - lr (D + mu g b), g = 1 or, normalized, the round's learning rate. The first
     displacement is (1 + mu) lr D."""
 
     has_momentum = True
 
-    def __init__(self, lr: float, momentum: float, normalise: str = "none"):
-        self.lr, self.momentum, self.normalise = lr, momentum, normalise
+    def __init__(self, lr: float, momentum: float, normalize: str = "none"):
+        self.lr, self.momentum, self.normalize = lr, momentum, normalize
 
-    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: Round) -> None:
+    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
         assert momentum is not None
-        unit = since.unit(self.normalise)
+        unit = since.scale(self.normalize)
         momentum.mul_(self.momentum).add_(mean, alpha=1 / unit)
         anchor.add_(mean, alpha=-self.lr).add_(momentum, alpha=-self.lr * self.momentum * unit)
 
@@ -53,12 +53,12 @@ class Momentum(Outer):
 
     has_momentum = True
 
-    def __init__(self, lr: float, momentum: float, clip: float | None, normalise: str):
-        self.lr, self.momentum, self.clip, self.normalise = lr, momentum, clip, normalise
+    def __init__(self, lr: float, momentum: float, clip: float | None, normalize: str):
+        self.lr, self.momentum, self.clip, self.normalize = lr, momentum, clip, normalize
 
-    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: Round) -> None:
+    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
         assert momentum is not None
-        unit = since.unit(self.normalise)
+        unit = since.scale(self.normalize)
         momentum.mul_(self.momentum).add_(mean, alpha=1 / unit)
         if self.clip is not None:
             momentum.clamp_(-self.clip, self.clip)
@@ -67,8 +67,8 @@ class Momentum(Outer):
 
 def build_outer(section: AnyOuter) -> Outer:
     """The outer optimizer a recipe's `sync.outer` describes."""
-    if isinstance(section, NesterovOuter):
-        return Nesterov(section.lr, section.momentum, section.normalise)
-    if isinstance(section, MomentumOuter):
-        return Momentum(section.lr, section.momentum, section.clip, section.normalise)
-    return Sgd(section.lr if isinstance(section, SgdOuter) else 1.0)
+    if isinstance(section, NesterovSection):
+        return Nesterov(section.lr, section.momentum, section.normalize)
+    if isinstance(section, MomentumSection):
+        return Momentum(section.lr, section.momentum, section.clip, section.normalize)
+    return Sgd(section.lr if isinstance(section, SgdSection) else 1.0)

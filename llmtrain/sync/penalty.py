@@ -20,7 +20,7 @@ MOMENTS = ("count", "mean", "variance")
 class RunningMoments:
     """Exponentially weighted mean and variance of every entry of a matrix, each with its own count.
 
-    Of the values x_1..x_k the weights are ema (1 - ema)^(k - i), normalised to sum to 1; this normalisation is the
+    Of the values x_1..x_k the weights are ema (1 - ema)^(k - i), normalized to sum to 1; this normalization is the
     bias correction. Updated incrementally with a = ema / (1 - (1 - ema)^k):
     mean += a (x - mean); var = (1 - a) (var + a (x - mean_before)^2).
     """
@@ -31,7 +31,7 @@ class RunningMoments:
         self.mean = torch.zeros(shape, dtype=torch.float64)
         self.variance = torch.zeros(shape, dtype=torch.float64)
 
-    def deviations(self, values: torch.Tensor) -> torch.Tensor:
+    def z_scores(self, values: torch.Tensor) -> torch.Tensor:
         """(value - mean) / std; a value above a mean without spread is infinitely far."""
         distance = values - self.mean
         z = distance / self.variance.sqrt()
@@ -46,7 +46,7 @@ class RunningMoments:
         self.variance = torch.where(include, (1 - a) * (self.variance + a * distance**2), self.variance)
         self.count = torch.where(include, count, self.count)
 
-    def pooled(self, rows: int) -> RunningMoments:
+    def merge(self, rows: int) -> RunningMoments:
         """The moments of each column's values together, every value with the weight it has, as each of so many rows:
         mean = sum w mean_i / sum w, variance = sum w (variance_i + (mean_i - mean)^2) / sum w, w = 1 - (1 - ema)^count_i.
         The count, by which later values are weighted, is the mean of the counts, rounded."""
@@ -70,7 +70,7 @@ class RunningMoments:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReplicaWeights:
     """What one round's norms lead to."""
 
     weights: torch.Tensor
@@ -86,20 +86,20 @@ class Penalty:
         self.section = section
         self.norms = RunningMoments((replicas, blocks), section.ema)
 
-    def judge(self, norms: torch.Tensor, steps: torch.Tensor) -> Verdict:
+    def weigh(self, norms: torch.Tensor, steps: torch.Tensor) -> ReplicaWeights:
         """Weights for these norms [replicas, blocks] (float64); the ordinary ones join the statistics. `steps` are each
         replica's local steps in the round [replicas]."""
         anomalous = ~norms.isfinite()
         if self.section.z is not None:
             tested = self.norms.count >= self.section.min_rounds
-            anomalous |= tested & (self.norms.deviations(norms) > self.section.z)
+            anomalous |= tested & (self.norms.z_scores(norms) > self.section.z)
         self.norms.update(norms.nan_to_num(0.0, 0.0, 0.0), ~anomalous)
         weights = self._weights(norms, anomalous)
         if self.section.step_weight > 0:
             share = steps[:, None].expand_as(norms).masked_fill(anomalous, 0.0)
             share = share / share.sum(0).clamp(min=1)
             weights = (1 - self.section.step_weight) * weights + self.section.step_weight * share
-        return Verdict(weights, anomalous)
+        return ReplicaWeights(weights, anomalous)
 
     def _weights(self, norms: torch.Tensor, anomalous: torch.Tensor) -> torch.Tensor:
         if self.section.temperature is None:
@@ -122,10 +122,10 @@ class Penalty:
         """The inverse of `state_dict`."""
         self.norms.load_state_dict(state)
 
-    def reshaped(self, state: dict[str, Any]) -> dict[str, Any]:
+    def resharded(self, state: dict[str, Any]) -> dict[str, Any]:
         """The statistics of this run's replicas, which others with these began: what those took for ordinary, all
         together, is ordinary for each."""
         replicas, blocks = self.norms.count.shape
         began = RunningMoments((len(state["count"]), blocks), self.section.ema)
         began.load_state_dict(state)
-        return began.pooled(replicas).state_dict()
+        return began.merge(replicas).state_dict()

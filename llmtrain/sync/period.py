@@ -1,4 +1,4 @@
-"""When replicas synchronise. Steps count from 1; a step that is not synchronous is local."""
+"""When replicas synchronize. Steps count from 1; a step that is not synchronous is local."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from llmtrain.config import AnyPeriod, EveryStep, QsrPeriod, SyncSection
-from llmtrain.lr import LearningRates
-from llmtrain.sync.alike import alike
+from llmtrain.config import AnyPeriod, EveryStepSection, QsrSection, SyncSection
+from llmtrain.lr import LRSchedule
+from llmtrain.sync.require_equal import require_equal
 
 
 class Period(ABC):
@@ -23,17 +23,17 @@ class Period(ABC):
 
     @abstractmethod
     def ends_round(self, step: int) -> bool:
-        """This step is the last of a round: replicas synchronise after it."""
+        """This step is the last of a round: replicas synchronize after it."""
 
     @abstractmethod
-    def length(self, step: int) -> int:
+    def round_length(self, step: int) -> int:
         """Local steps in the round that `step` belongs to; 0 in a synchronous phase."""
 
     @abstractmethod
-    def place(self, step: int) -> int:
+    def step_in_round(self, step: int) -> int:
         """Which local step of its round this is, from 1; 0 in a synchronous phase."""
 
-    def agreed(self, step: int) -> int | None:
+    def global_step(self, step: int) -> int | None:
         """After step `step`: the step at which the run as a whole is, where all ranks know it."""
         return step
 
@@ -44,12 +44,12 @@ class Period(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
 
-    def reshaped(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state of each replica of this run, which others with these `states` began."""
-        return alike(states)
+        return require_equal(states)
 
 
-class Always(Period):
+class EveryStep(Period):
     """Every step synchronous."""
 
     def is_synchronous(self, step: int) -> bool:
@@ -58,14 +58,14 @@ class Always(Period):
     def ends_round(self, step: int) -> bool:
         return False
 
-    def length(self, step: int) -> int:
+    def round_length(self, step: int) -> int:
         return 0
 
-    def place(self, step: int) -> int:
+    def step_in_round(self, step: int) -> int:
         return 0
 
 
-class Fixed(Period):
+class FixedPeriod(Period):
     """`warmup` synchronous steps, then rounds of `every` local steps."""
 
     def __init__(self, every: int, warmup: int):
@@ -75,26 +75,26 @@ class Fixed(Period):
         return step <= self.warmup
 
     def ends_round(self, step: int) -> bool:
-        return self.place(step) == self.every
+        return self.step_in_round(step) == self.every
 
-    def length(self, step: int) -> int:
+    def round_length(self, step: int) -> int:
         return 0 if self.is_synchronous(step) else self.every
 
-    def place(self, step: int) -> int:
+    def step_in_round(self, step: int) -> int:
         return 0 if self.is_synchronous(step) else (step - self.warmup - 1) % self.every + 1
 
 
-class Qsr(Period):
-    """The quadratic synchronisation rule (arXiv 2310.14423): max(base, floor((alpha / lr)^2)) local steps, lr being
+class QsrPeriod(Period):
+    """The quadratic synchronization rule (arXiv 2310.14423): max(base, floor((alpha / lr)^2)) local steps, lr being
     that of the round's first step, or the peak while the learning rate warms up. The last round is cut so that the
-    run ends synchronised."""
+    run ends synchronized."""
 
-    def __init__(self, base: int, alpha: float, warmup: int, rates: LearningRates):
+    def __init__(self, base: int, alpha: float, warmup: int, rates: LRSchedule):
         self.warmup, self._ends = warmup, [warmup]
         while self._ends[-1] < rates.total_steps:
             lr = rates.at(max(self._ends[-1] + 1, rates.warmup_steps))
             longest = rates.total_steps - self._ends[-1]
-            # The margin keeps (2 x lr / lr)^2 from being 3.99...; a learning rate of 0 never synchronises but at the end.
+            # The margin keeps (2 x lr / lr)^2 from being 3.99...; a learning rate of 0 never synchronizes but at the end.
             length = max(base, math.floor((alpha / lr) ** 2 * (1 + 1e-12))) if lr > 0 else longest
             self._ends.append(self._ends[-1] + min(length, longest))
 
@@ -102,31 +102,31 @@ class Qsr(Period):
         return step <= self.warmup
 
     def ends_round(self, step: int) -> bool:
-        return step > self.warmup and self.place(step) == self.length(step)
+        return step > self.warmup and self.step_in_round(step) == self.round_length(step)
 
-    def length(self, step: int) -> int:
+    def round_length(self, step: int) -> int:
         if self.is_synchronous(step):
             return 0
         index = bisect_left(self._ends, step)
         return self._ends[index] - self._ends[index - 1]
 
-    def place(self, step: int) -> int:
+    def step_in_round(self, step: int) -> int:
         if self.is_synchronous(step):
             return 0
         return step - self._ends[bisect_left(self._ends, step) - 1]
 
 
-def warmup_of(sync: SyncSection, rates: LearningRates) -> int:
+def warmup_of(sync: SyncSection, rates: LRSchedule) -> int:
     """Synchronous steps before the first local one: `warmup_steps`, or more until the learning rate has fallen."""
     if sync.warmup_until_lr is None:
         return sync.warmup_steps
-    return max(sync.warmup_steps, rates.first_below(sync.warmup_until_lr) - 1)
+    return max(sync.warmup_steps, rates.first_step_below(sync.warmup_until_lr) - 1)
 
 
-def build_period(section: AnyPeriod, warmup: int, rates: LearningRates) -> Period:
+def build_period(section: AnyPeriod, warmup: int, rates: LRSchedule) -> Period:
     """The period of steps that a recipe's `sync.period` describes; some follow the learning rate."""
-    if isinstance(section, EveryStep):
-        return Always()
-    if isinstance(section, QsrPeriod):
-        return Qsr(section.base, section.alpha, warmup, rates)
-    return Fixed(section.every, warmup)
+    if isinstance(section, EveryStepSection):
+        return EveryStep()
+    if isinstance(section, QsrSection):
+        return QsrPeriod(section.base, section.alpha, warmup, rates)
+    return FixedPeriod(section.every, warmup)

@@ -1,4 +1,4 @@
-"""PALSGD's pseudo-synchronisation (arXiv 2504.18454): a step that pulls towards the anchor and computes no gradient."""
+"""PALSGD's pseudo-synchronization (arXiv 2504.18454): a step that pulls towards the anchor and computes no gradient."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import random
 from llmtrain.config import PullSection
 from llmtrain.seeding import derive_seed
 from llmtrain.sync.anchors import flatten
-from llmtrain.sync.synchroniser import Synchroniser
+from llmtrain.sync.block_sync import BlockSync
 
 
 class Pull:
     """Draws belong to a replica and a step: independent between replicas, equal on the ranks of one."""
 
-    def __init__(self, section: PullSection, synchroniser: Synchroniser, seed: int):
-        self.section, self.synchroniser, self.seed = section, synchroniser, seed
+    def __init__(self, section: PullSection, block_sync: BlockSync, seed: int):
+        self.section, self.block_sync, self.seed = section, block_sync, seed
 
-    def is_drawn(self, step: int) -> bool:
+    def should_pull(self, step: int) -> bool:
         """Whether this replica pulls in local step `step`; true with probability p."""
-        name = derive_seed(self.seed, "pull", self.synchroniser.replica.rank, step)
+        name = derive_seed(self.seed, "pull", self.block_sync.replica.rank, step)
         return random.Random(name).random() < self.section.probability
 
     def gradient_lr(self, lr: float) -> float:
         """lr / (1 - p): what a step that is not drawn trains with, so that the expected movement is lr's."""
         return lr / (1 - self.section.probability)
 
-    def apply(self, lr: float) -> None:
+    def pull_to_anchor(self, lr: float) -> None:
         """theta <- theta - (lr eta / p)(theta - anchor), on every tensor."""
         kappa = lr * self.section.strength / self.section.probability
         if kappa == 0:
             return
-        blocks, anchors = self.synchroniser.engine.blocks, self.synchroniser.anchors
-        for index in anchors.visit(self.synchroniser.blocks):
-            self.synchroniser.install(index, flatten(blocks[index]).lerp_(anchors.load_anchor(index), kappa))
+        blocks, anchors = self.block_sync.engine.blocks, self.block_sync.anchors
+        for index in anchors.iter_prefetched(self.block_sync.blocks):
+            self.block_sync.write_parameters(index, flatten(blocks[index]).lerp_(anchors.load_anchor(index), kappa))

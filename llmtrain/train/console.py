@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llmtrain.startup import seconds_since_command
 
 
-def human(number: float) -> str:
+def format_si(number: float) -> str:
     """Three digits and a unit: 41200 -> 41.2k."""
     for unit in ("", "k", "M", "G"):
         if abs(number) < 999.5:
@@ -42,34 +42,34 @@ class Console:
         """Step `step` is done."""
         if not self._has_begun:
             self._has_begun = True
-            self.note(f"first step {seconds_since_command():.1f} s after the command was started")
+            self.print(f"first step {seconds_since_command():.1f} s after the command was started")
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
-    def line(self, step: int, tokens: int, tags: dict[str, float]) -> None:
+    def log_step(self, step: int, tokens: int, tags: dict[str, float]) -> None:
         """One log line."""
         parts = [
             f"step {step}/{self._total}",
             f"loss {tags['train/loss']:.3f}",
             f"lr {tags['train/lr']:.2e}",
             f"gn {tags['train/grad_norm']:.2f}",
-            f"{human(tags['perf/tokens_per_second'])} tok/s",
+            f"{format_si(tags['perf/tokens_per_second'])} tok/s",
         ]
         if "perf/mfu" in tags:
             parts.append(f"mfu {100 * tags['perf/mfu']:.1f}%")
-        parts.append(f"sync {tags['sync/count']:.0f} rounds {human(tags['comm/bytes_total'])}B")
+        parts.append(f"sync {tags['sync/count']:.0f} rounds {format_si(tags['comm/bytes_total'])}B")
         parts.append(f"mem {tags['perf/peak_memory_gib']:.2f} GiB")
         if self._bar is None:
             parts.append(f"eta {self._time_left(step)}")
-        self.note(" | ".join(parts))
+        self.print(" | ".join(parts))
 
-    def evaluation(self, step: int, name: str, tags: dict[str, float]) -> None:
+    def log_validation(self, step: int, name: str, tags: dict[str, float]) -> None:
         """A validation, on the run's own text or on another one, which has a name."""
         loss, perplexity, bits_per_byte = tags.values()
         text = f"validation loss {loss:.4f} | ppl {perplexity:.2f} | {bits_per_byte:.3f} bits per byte"
-        self.note(f"step {step}/{self._total} | {name + ': ' if name else ''}{text}")
+        self.print(f"step {step}/{self._total} | {name + ': ' if name else ''}{text}")
 
-    def note(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Any other line."""
         self.out.print(text, markup=False)
 

@@ -16,8 +16,8 @@ from llmtrain.errors import CheckpointError
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.train.metadata import is_bare_file_name
 
-FORMAT = 4
-STATE, SEAL = "state.json", "sha256"
+FORMAT = 5
+STATE_FILE, CHECKSUM_KEY = "state.json", "sha256"
 NAME = re.compile(r"step-(\d{8})")
 Digest = tuple[int, str]
 """Size in bytes, XXH3 of 128 bits in hex."""
@@ -33,12 +33,12 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def complete(directory: Path) -> list[tuple[int, Path]]:
+def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """(step, path) of all complete checkpoints in a `checkpoints` folder, oldest first."""
     if not directory.is_dir():
         return []
     named = ((NAME.fullmatch(path.name), path) for path in directory.iterdir())
-    return sorted((int(match[1]), path) for match, path in named if match and (path / STATE).exists())
+    return sorted((int(match[1]), path) for match, path in named if match and (path / STATE_FILE).exists())
 
 
 def checkpoint_folders(directory: Path) -> list[Path]:
@@ -47,27 +47,27 @@ def checkpoint_folders(directory: Path) -> list[Path]:
     return sorted(path for path in paths if NAME.fullmatch(path.name))
 
 
-def sealed(state: dict[str, Any]) -> str:
+def dump_state(state: dict[str, Any]) -> str:
     """The text of state.json: the state, and its own digest last."""
-    return json.dumps({**state, SEAL: _digest_of(state)})
+    return json.dumps({**state, CHECKSUM_KEY: _digest_of(state)})
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """A checkpoint's state.json. Raises CheckpointError if it is damaged or of another format."""
-    where = path / STATE
+    where = path / STATE_FILE
     try:
         state = json.loads(where.read_text())
-        seal = state.pop(SEAL, None)
+        seal = state.pop(CHECKSUM_KEY, None)
     except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {STATE} can't be read ({error})") from error
+        raise CheckpointError(f"{path} is damaged: {STATE_FILE} can't be read ({error})") from error
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {state.get('format')}, this version reads {FORMAT}; use the version that wrote it"
         )
     if seal != _digest_of(state):
-        raise CheckpointError(f"{path} is damaged: {STATE} is not what was written")
+        raise CheckpointError(f"{path} is damaged: {STATE_FILE} is not what was written")
     if strange := [name for name in state.get("files", ()) if not is_bare_file_name(name)]:
-        raise CheckpointError(f"{path} is damaged: {STATE} lists {strange[0]!r}, which is no file of its folder")
+        raise CheckpointError(f"{path} is damaged: {STATE_FILE} lists {strange[0]!r}, which is no file of its folder")
     return state
 
 
@@ -80,7 +80,7 @@ def digests(directory: Path, names: Sequence[str]) -> dict[str, Digest]:
     return {name: ((directory / name).stat().st_size, _xxh3(directory / name)) for name in names}
 
 
-def fault(directory: Path, files: Mapping[str, Digest]) -> str | None:
+def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
     """What is wrong with the first file that is not as it was written; None: nothing."""
     for name, (size, digest) in sorted(files.items()):
         path = directory / name
@@ -97,19 +97,19 @@ def fault(directory: Path, files: Mapping[str, Digest]) -> str | None:
     return None
 
 
-def newest_whole(candidates: Sequence[Path], mesh: Mesh, note: Callable[[str], None]) -> Path | None:
+def latest_valid(candidates: Sequence[Path], mesh: Mesh, note: Callable[[str], None]) -> Path | None:
     """The newest of `candidates` (oldest first; the main rank's count) without damage; None if there are none. A
     collective of all ranks, which share the reading. `note` is told of each that is passed over.
 
     Raises CheckpointError, on every rank, if there are some and all of them are damaged: a run never starts anew by itself.
     """
-    paths = mesh.from_main(lambda: [str(path) for path in candidates])
+    paths = mesh.broadcast_from_main(lambda: [str(path) for path in candidates])
     problem = ""
     for path in map(Path, reversed(paths)):
-        state = mesh.from_main(lambda path=path: _or_error(lambda: read_state(path)))
+        state = mesh.broadcast_from_main(lambda path=path: _or_error(lambda: read_state(path)))
         if isinstance(state, str):
             problem = state
-        elif (found := fault_anywhere(path, state["files"], mesh)) is None:
+        elif (found := find_corruption_on_any_rank(path, state["files"], mesh)) is None:
             return path
         else:
             problem = f"{path} is damaged: {found}"
@@ -121,15 +121,15 @@ def newest_whole(candidates: Sequence[Path], mesh: Mesh, note: Callable[[str], N
     return None
 
 
-def fault_anywhere(directory: Path, files: Mapping[str, Digest], mesh: Mesh) -> str | None:
+def find_corruption_on_any_rank(directory: Path, files: Mapping[str, Digest], mesh: Mesh) -> str | None:
     """As `fault`, on every rank; each reads its share of the files. A collective of all ranks."""
     share = sorted(files)[mesh.world.rank :: mesh.world.size]
-    return said_by_any(fault(directory, {name: files[name] for name in share}), mesh)
+    return first_error_of_any_rank(find_corruption(directory, {name: files[name] for name in share}), mesh)
 
 
-def said_by_any(mine: str | None, mesh: Mesh) -> str | None:
+def first_error_of_any_rank(mine: str | None, mesh: Mesh) -> str | None:
     """What the first rank says that has something to say. A collective of all ranks."""
-    said = mesh.everyone.all_gather_object(mine, "asking all ranks for problems of their disks")
+    said = mesh.all_ranks.all_gather_object(mine, "asking all ranks for problems of their disks")
     return next((one for one in said if one is not None), None)
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from llmtrain.errors import TrainingError
-from llmtrain.parallel.comms import Pending
+from llmtrain.parallel.comms import PendingCollective
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.sync.penalty import RunningMoments
-from llmtrain.train.writing import write_durably
+from llmtrain.train.checkpoint_writer import atomic_write
 
 SPIKE_DEVIATIONS = 6.0
 """A logged loss so many standard deviations above its running mean counts as a spike (OLMo's threshold)."""
@@ -28,7 +28,7 @@ SKIPS_IN_A_ROW = 10
 
 
 @dataclass
-class RankRow:
+class RankMetrics:
     """One rank's numbers since its last line (sums), or since the start of the run (totals)."""
 
     steps: float
@@ -65,7 +65,7 @@ class RankRow:
 
 
 @dataclass(frozen=True)
-class Line:
+class GatheredMetrics:
     """All ranks' rows for one log line."""
 
     step: int
@@ -73,11 +73,11 @@ class Line:
     common: dict[str, float]
     """What all ranks know anyway: learning rate, period, counters."""
     rows: torch.Tensor
-    """[ranks, fields of RankRow], float64."""
+    """[ranks, fields of RankMetrics], float64."""
 
     def column(self, name: str) -> torch.Tensor:
         """One field of all ranks."""
-        return self.rows[:, [field.name for field in fields(RankRow)].index(name)]
+        return self.rows[:, [field.name for field in fields(RankMetrics)].index(name)]
 
     @property
     def tokens(self) -> int:
@@ -93,34 +93,34 @@ class Line:
         return bool(self.column("unwritten").sum() > 0)
 
 
-class Collector:
+class AsyncMetricGather:
     """Brings rows together. All ranks call `submit` and `settle` at the same steps."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
-        self._under_way: tuple[int, float, dict[str, float], Pending] | None = None
+        self._pending: tuple[int, float, dict[str, float], PendingCollective] | None = None
 
-    def submit(self, step: int, seconds: float, common: dict[str, float], row: RankRow) -> None:
+    def submit(self, step: int, seconds: float, common: dict[str, float], row: RankMetrics) -> None:
         """Start gathering this line's rows. The one before must have been settled."""
-        assert self._under_way is None
+        assert self._pending is None
         values = torch.tensor([float(value) for value in asdict(row).values()], dtype=torch.float64)
-        self._under_way = (step, seconds, common, self.mesh.everyone.gather(values, "gathering metrics"))
+        self._pending = (step, seconds, common, self.mesh.all_ranks.gather(values, "gathering metrics"))
 
     def wait(self) -> None:
         """For the slowest rank's row, if a line is under way."""
-        if self._under_way is not None:
-            self._under_way[-1].wait()
+        if self._pending is not None:
+            self._pending[-1].wait()
 
-    def settle(self, only_if_done: bool = False) -> Line | None:
+    def wait_all(self, only_if_done: bool = False) -> GatheredMetrics | None:
         """The line under way, if there is one; waits for the slowest rank's row unless `only_if_done`."""
-        if self._under_way is None or (only_if_done and not self._under_way[-1].is_done):
+        if self._pending is None or (only_if_done and not self._pending[-1].is_done):
             return None
-        *known, pending = self._under_way
-        self._under_way = None
-        return Line(*known, rows=pending.wait())
+        *known, pending = self._pending
+        self._pending = None
+        return GatheredMetrics(*known, rows=pending.wait())
 
 
-class Summariser:
+class MetricReducer:
     """Turns a line's rows into the tags of docs/metrics.md."""
 
     def __init__(self, mesh: Mesh, flops_per_token: float, peak: float | None):
@@ -128,7 +128,7 @@ class Summariser:
         self.spikes = 0
         self._losses = RunningMoments((1, 1), ema=0.05)
 
-    def tags(self, line: Line) -> dict[str, float]:
+    def tags(self, line: GatheredMetrics) -> dict[str, float]:
         """Tags of one line."""
         loss_sums, tokens = line.column("loss_sum"), line.column("predicted_tokens")
         loss = float(loss_sums.sum() / tokens.sum())  # NaN, written as null, where nobody computed a gradient
@@ -164,7 +164,7 @@ class Summariser:
             tags["perf/mfu"] = rate * self.flops_per_token / (self.peak * self.mesh.world.size)
         return tags
 
-    def check(self, line: Line) -> None:
+    def check(self, line: GatheredMetrics) -> None:
         """Raises TrainingError, on every rank alike, for numbers with which training makes no sense any more: a loss or a
         gradient that is not finite, a replica that leaves out every step, anchors that differ."""
         # Steps that optim.nonfinite leaves out are in neither sum.
@@ -202,7 +202,7 @@ class Summariser:
         if not math.isfinite(loss):
             return self.spikes
         value = torch.tensor([[loss]], dtype=torch.float64)
-        is_spike = self._losses.count >= SPIKE_AFTER_LINES and self._losses.deviations(value) > SPIKE_DEVIATIONS
+        is_spike = self._losses.count >= SPIKE_AFTER_LINES and self._losses.z_scores(value) > SPIKE_DEVIATIONS
         self.spikes += int(is_spike)
         self._losses.update(value, torch.tensor([[not is_spike]]))
         return self.spikes
@@ -217,7 +217,7 @@ class MetricsWriter:
             return
         # Without a checkpoint all is done again, the validation before the first step too.
         kept = [line for line in _lines(path) if line["step"] <= resumed_step] if resumed_step else []
-        write_durably(path, "".join(json.dumps(line) + "\n" for line in kept))
+        atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", buffering=1)
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter

@@ -17,11 +17,11 @@ from typing import Any
 from llmtrain.config import Recipe
 from llmtrain.errors import CheckpointError, RecipeError, UserError
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.train.errand import LOOK_SECONDS, on_main
-from llmtrain.train.integrity import fault_anywhere, folder_name, step_of
+from llmtrain.train.checkpoint_writer import atomic_write, one_line
+from llmtrain.train.integrity import find_corruption_on_any_rank, folder_name, step_of
 from llmtrain.train.remote import RemoteRun
-from llmtrain.train.rundir import RunDirectory
-from llmtrain.train.writing import one_line, write_durably
+from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.run_on_main import LOOK_SECONDS, run_on_main
 
 
 class Mirror:
@@ -67,7 +67,7 @@ class Mirror:
         for step in sorted((step for step in there if step > newer_than), reverse=True):
             found = self._on_main(mesh, lambda step=step: self._download(step))
             if not isinstance(found, str):
-                found = fault_anywhere(self._temporary, found, mesh)
+                found = find_corruption_on_any_rank(self._temporary, found, mesh)
             where = f"{self.url}/checkpoints/{folder_name(step)}"
             if found is None:
                 self._on_main(mesh, lambda step=step: self._keep(step))
@@ -83,14 +83,14 @@ class Mirror:
             )
         return None
 
-    def catch_up(self, checkpoint: Path | None) -> None:
+    def upload_if_newer(self, checkpoint: Path | None) -> None:
         """The run continues from this checkpoint: copy it, if it is newer than all there."""
         if checkpoint is not None and (self.newest is None or step_of(checkpoint) > self.newest):
-            self.after_checkpoint(step_of(checkpoint))
+            self.upload_async(step_of(checkpoint))
 
     # ---- beside training
 
-    def after_checkpoint(self, step: int) -> None:
+    def upload_async(self, step: int) -> None:
         """The checkpoint of `step` is on the disk: copy it, once the one before is done. Returns at once."""
         if self.url is None or not self.is_main:
             return
@@ -105,7 +105,7 @@ class Mirror:
         if left_out is not None:
             self.note(f"step {left_out} is not copied to {self.url}: step {running} still is, and step {step} is next")
 
-    def in_use(self) -> set[int]:
+    def pinned_steps(self) -> set[int]:
         """Steps of checkpoints that must not be deleted from the disk yet. From any thread."""
         with self._lock:
             return {step for step in (self._running, self._waiting) if step is not None}
@@ -116,11 +116,11 @@ class Mirror:
             return None
         deadline = time.monotonic() + self.timeout_seconds
         waiting = f"waiting for the copy to {self.url}, at most {self.timeout_seconds:g} s (run.timeout_seconds)"
-        while mesh.from_main(lambda: self._is_busy(deadline)):
+        while mesh.broadcast_from_main(lambda: self._is_busy(deadline)):
             if waiting:
                 self.note(waiting)
             waiting = ""
-        return mesh.from_main(self._lacks)
+        return mesh.broadcast_from_main(self._missing)
 
     def _work(self) -> None:
         """The thread: one copy after another, while there are any."""
@@ -144,7 +144,7 @@ class Mirror:
         self._thread.join(min(left, LOOK_SECONDS))
         return self._thread.is_alive()
 
-    def _lacks(self) -> str | None:
+    def _missing(self) -> str | None:
         if self._last is None or self.newest == self._last:
             return None
         late = f"step {self._last} was not copied to {self.url} within {self.timeout_seconds:g} s (run.timeout_seconds)"
@@ -156,7 +156,7 @@ class Mirror:
         """What `work` of the main rank returns, on every rank, however long bytes keep arriving. What goes wrong with the
         files becomes a RecipeError."""
 
-        def told() -> Any:
+        def attempt() -> Any:
             try:
                 return work()
             except UserError:
@@ -166,11 +166,11 @@ class Mirror:
                     f"checkpoint.mirror: {self.url}: {one_line(error)}; expected a folder or URL to read and write with fsspec"
                 ) from error
 
-        return on_main(mesh, f"checkpoint.mirror: {self.url}", told, self.timeout_seconds, self._arrived)
+        return run_on_main(mesh, f"checkpoint.mirror: {self.url}", attempt, self.timeout_seconds, self._bytes_fetched)
 
     def _open(self) -> None:
         self._remote = RemoteRun(self.url)
-        self._remote.claim(self.recipe)
+        self._remote.check_owner(self.recipe)
 
     def _download(self, step: int) -> Any:
         shutil.rmtree(self._temporary, ignore_errors=True)
@@ -182,9 +182,9 @@ class Mirror:
         self._remote.download_metrics(self.directory.metrics)
         shutil.rmtree(final, ignore_errors=True)  # a damaged one
         self._temporary.rename(final)
-        write_durably(final.parent / "latest", final.name + "\n")
+        atomic_write(final.parent / "latest", final.name + "\n")
 
-    def _arrived(self) -> int:
+    def _bytes_fetched(self) -> int:
         """Bytes."""
         return sum(path.stat().st_size for path in self._temporary.glob("*"))
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import CheckpointError
-from llmtrain.recipe import load_recipe, resolved_yaml
-from llmtrain.train.integrity import NAME, STATE, Digest, folder_name, read_state
-from llmtrain.train.rundir import refuse_another_recipe
+from llmtrain.recipe_loader import load_recipe, resolved_yaml
+from llmtrain.train.integrity import NAME, STATE_FILE, Digest, folder_name, read_state
+from llmtrain.train.run_dir import check_same_recipe
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -38,25 +38,25 @@ class RemoteRun:
         self._files: AbstractFileSystem
         self._files, self._root = url_to_fs(url, **options)
 
-    def claim(self, recipe: Recipe) -> None:
+    def check_owner(self, recipe: Recipe) -> None:
         """Write the recipe there. Raises RecipeError where another one is."""
         there = f"{self._root}/recipe.yaml"
         with tempfile.TemporaryDirectory() as folder:
             here = Path(folder) / "recipe.yaml"
             if self._files.exists(there):
                 self._files.get_file(there, str(here))
-                refuse_another_recipe(load_recipe(here), recipe, self.url)
+                check_same_recipe(load_recipe(here), recipe, self.url)
             here.write_text(resolved_yaml(recipe))
-            self._put_whole(here, there)
+            self._put_file(here, there)
 
     def complete(self) -> list[int]:
         """Steps of all complete checkpoints, oldest first."""
-        return [step for step in self._steps() if self._files.exists(f"{self._path_of(step)}/{STATE}")]
+        return [step for step in self._steps() if self._files.exists(f"{self._path_of(step)}/{STATE_FILE}")]
 
     def download(self, step: int, here: Path) -> dict[str, Digest] | str:
         """A checkpoint, into an empty folder. Returns its files as state.json lists them, or what is wrong with it."""
         there = self._path_of(step)
-        self._files.get_file(f"{there}/{STATE}", str(here / STATE))
+        self._files.get_file(f"{there}/{STATE_FILE}", str(here / STATE_FILE))
         try:
             files = read_state(here)["files"]
         except CheckpointError as error:
@@ -77,16 +77,16 @@ class RemoteRun:
         """A complete checkpoint, in the place of one of the same step."""
         self._remove(step)
         there = self._path_of(step)
-        names = sorted(path.name for path in checkpoint.iterdir() if path.name != STATE)
+        names = sorted(path.name for path in checkpoint.iterdir() if path.name != STATE_FILE)
         self._files.put([str(checkpoint / name) for name in names], [f"{there}/{name}" for name in names])
-        self._put_whole(metrics, f"{self._root}/metrics.jsonl")
-        self._put_whole(checkpoint / STATE, f"{there}/{STATE}")
+        self._put_file(metrics, f"{self._root}/metrics.jsonl")
+        self._put_file(checkpoint / STATE_FILE, f"{there}/{STATE_FILE}")
 
     def retain(self, newest: int, section: CheckpointSection) -> None:
         """Delete what need not stay now that the one of step `newest` is there, and what was only half copied before it."""
         whole = [step for step in self.complete() if step <= newest]
         half_copied = {step for step in self._steps() if step < newest} - set(whole)
-        for step in half_copied.union(section.superseded(whole)):
+        for step in half_copied.union(section.expired(whole)):
             self._remove(step)
 
     def url_of(self, step: int) -> str:
@@ -108,11 +108,11 @@ class RemoteRun:
 
     def _remove(self, step: int) -> None:
         """state.json first: what is left half deleted is not complete."""
-        for path in (f"{self._path_of(step)}/{STATE}", self._path_of(step)):
+        for path in (f"{self._path_of(step)}/{STATE_FILE}", self._path_of(step)):
             if self._files.exists(path):
                 self._files.rm(path, recursive=True)
 
-    def _put_whole(self, here: Path, there: str) -> None:
+    def _put_file(self, here: Path, there: str) -> None:
         """A file that must never be there half copied."""
         self._files.put_file(str(here), f"{there}.tmp")
         self._files.mv(f"{there}.tmp", there)

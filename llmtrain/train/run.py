@@ -9,42 +9,42 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.config import Layerwise, Recipe, TraceSection
-from llmtrain.data.ahead import Ahead
-from llmtrain.data.damage import DamageSearch
-from llmtrain.data.index import TOKENIZER, Prepared
+from llmtrain.config import LayerwiseSection, Recipe, TraceSection
+from llmtrain.data.consistency import check_same_tokens
+from llmtrain.data.index import TOKENIZER, TokenDataset
 from llmtrain.data.loader import Loader, eval_batches
+from llmtrain.data.prefetch import PrefetchLoader
 from llmtrain.data.prepare import prepare
-from llmtrain.data.same import check_same_tokens
+from llmtrain.data.verify import ChecksumScan
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError
-from llmtrain.lr import LearningRates
+from llmtrain.lr import LRSchedule
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
-from llmtrain.parallel.build import build_engine, replica_backend
+from llmtrain.parallel.build_engine import build_engine, replica_backend
 from llmtrain.parallel.comms import is_lost_peer
-from llmtrain.parallel.meeting import meet
 from llmtrain.parallel.mesh import Mesh, open_mesh
+from llmtrain.parallel.rendezvous import rendezvous
 from llmtrain.parallel.world import World
-from llmtrain.plan.fit import plan_mesh
 from llmtrain.plan.memory import size_of
+from llmtrain.plan.mesh_plan import plan_mesh
 from llmtrain.recipe_check import check, check_group, check_vocabulary
 from llmtrain.seeding import derive_seed
 from llmtrain.suites.check import check_suite_data
-from llmtrain.sync.build import build_method, build_wire
+from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.trace import open_trace
-from llmtrain.train.checkpoint import Checkpoints
-from llmtrain.train.console import Console, human
+from llmtrain.train.background_eval import BackgroundEval
+from llmtrain.train.checkpoint import Checkpointer
+from llmtrain.train.checkpoint_writer import one_line
+from llmtrain.train.console import Console, format_si
 from llmtrain.train.devices import enable_determinism, memory_of_rank, peak_flops
-from llmtrain.train.disks import Disks
-from llmtrain.train.ending import closing_lines, draw_losses, write_sample
-from llmtrain.train.integrity import checkpoint_folders, newest_whole, step_of
-from llmtrain.train.metrics import Summariser
+from llmtrain.train.integrity import checkpoint_folders, latest_valid, step_of
+from llmtrain.train.io_errors import IoErrors
+from llmtrain.train.metrics import MetricReducer
 from llmtrain.train.mirror import Mirror
-from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest, stop_requests
-from llmtrain.train.suite_runs import SuiteRuns
+from llmtrain.train.summary import draw_losses, final_report, write_sample
 from llmtrain.train.trainer import Trainer
 from llmtrain.train.validation import ValidationSet
-from llmtrain.train.writing import one_line
 
 
 def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] = lambda trainer: None) -> int:
@@ -56,24 +56,24 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     check(recipe, world.size)
     check_suite_data(recipe.eval.suite)
     console, directory = Console(enabled=world.rank == 0), RunDirectory(recipe)
-    mirror = Mirror(recipe, directory, console.note, is_main=world.rank == 0)
+    mirror = Mirror(recipe, directory, console.print, is_main=world.rank == 0)
     timeout = recipe.run.timeout_seconds
-    meeting = meet(world, recipe.parallel, lambda: memory_of_rank(world), timeout)
-    memory = [place.memory for place in meeting.places]
-    replicas, shard, reason = plan_mesh(recipe, meeting.nodes, memory, on_gpu=torch.cuda.is_available())
+    peers = rendezvous(world, recipe.parallel, lambda: memory_of_rank(world), timeout)
+    memory = [rank_info.memory for rank_info in peers.ranks]
+    replicas, shard, reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
     check_group(recipe, replicas)
     prepared = prepare_for(recipe, show_progress=world.local_rank == 0)
     check_vocabulary(recipe, prepared.vocab_size)
     with (
         stop_requests() as stop,
-        SuiteRuns(recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop) as suites,
-        open_mesh(world, replicas, shard, replica_backend(recipe.parallel), timeout, meeting) as mesh,
+        BackgroundEval(recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop) as suites,
+        open_mesh(world, replicas, shard, replica_backend(recipe.parallel), timeout, peers) as mesh,
     ):
-        if mesh.from_main(lambda: _is_finished(directory)):
-            console.note(directory.already_complete())
+        if mesh.broadcast_from_main(lambda: _is_finished(directory)):
+            console.print(directory.completed_message())
             return DONE
         mirror.open(mesh)
-        mesh.from_main(lambda: _make_ready(directory, prepared))
+        mesh.broadcast_from_main(lambda: _make_ready(directory, prepared))
         resume_from = _newest_anywhere(directory, mirror, mesh, console)
         trainer = build_trainer(recipe, mesh, prepared, directory, resume_from, console, reason, stop, suites, mirror)
         try:
@@ -81,7 +81,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
                 alter(trainer)
                 ended = trainer.fit()
             _finish_mirror(mirror, mesh, console, ended)
-            _describe_ending(trainer, mesh, ended)
+            _write_summary(trainer, mesh, ended)
         except (RuntimeError, DataError) as error:
             trainer.method.close()
             if mesh.is_main:
@@ -95,9 +95,9 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
                 f"{trainer.step}: {reason}; start the same command again to continue from the last checkpoint"
             ) from error
         if ended != "done":
-            console.note(f"stopped at step {trainer.step}; start the same command again to continue")
+            console.print(f"stopped at step {trainer.step}; start the same command again to continue")
             return STOPPED_EARLY
-        _show_ending(recipe, mesh, prepared, trainer, console)
+        _print_report(recipe, mesh, prepared, trainer, console)
     return DONE
 
 
@@ -105,7 +105,7 @@ def _traced(section: TraceSection | None, path: Path) -> AbstractContextManager[
     return nullcontext() if section is None else open_trace(path, section.first, section.first + section.steps - 1)
 
 
-def prepare_for(recipe: Recipe, show_progress: bool) -> Prepared:
+def prepare_for(recipe: Recipe, show_progress: bool) -> TokenDataset:
     """The token shards a recipe needs, made now if they are not there."""
     tokens = recipe.train.total_steps * recipe.train.tokens_per_step + 1
     prepared = prepare(recipe.data, tokens, recipe.eval.tokens + 1, show_progress=show_progress)
@@ -113,7 +113,7 @@ def prepare_for(recipe: Recipe, show_progress: bool) -> Prepared:
     return prepared
 
 
-def prepare_sets(recipe: Recipe, prepared: Prepared, show_progress: bool) -> dict[str, Prepared]:
+def prepare_sets(recipe: Recipe, prepared: TokenDataset, show_progress: bool) -> dict[str, TokenDataset]:
     """The texts of `eval.sets` in the run's own tokens; only their validation split is for use."""
     tokenizer, least = str(prepared.directory / TOKENIZER), {"max_tokens": 1}
     return {
@@ -133,17 +133,17 @@ def _is_finished(directory: RunDirectory) -> bool:
     return directory.finished() is not None
 
 
-def _make_ready(directory: RunDirectory, prepared: Prepared) -> None:
+def _make_ready(directory: RunDirectory, prepared: TokenDataset) -> None:
     """By the main rank only."""
     directory.open()
-    directory.keep_tokenizer(prepared.directory / TOKENIZER)
+    directory.copy_tokenizer(prepared.directory / TOKENIZER)
 
 
 def _newest_anywhere(directory: RunDirectory, mirror: Mirror, mesh: Mesh, console: Console) -> Path | None:
     """The newest whole checkpoint, fetched if it is in the mirror; None: there is none. A collective of all ranks."""
     here, problem = None, None
     try:
-        here = newest_whole(checkpoint_folders(directory.checkpoints), mesh, console.note)
+        here = latest_valid(checkpoint_folders(directory.checkpoints), mesh, console.print)
     except CheckpointError as error:
         problem = error
     there = mirror.fetch(mesh, newer_than=-1 if here is None else step_of(here))
@@ -158,10 +158,10 @@ def _finish_mirror(mirror: Mirror, mesh: Mesh, console: Console, ended: str) -> 
         return
     if ended == "done":
         raise TrainingError(problem)
-    console.note(problem)
+    console.print(problem)
 
 
-def _describe_ending(trainer: Trainer, mesh: Mesh, ended: str) -> None:
+def _write_summary(trainer: Trainer, mesh: Mesh, ended: str) -> None:
     """Summary and plot; nobody leaves before they are there. Raises TrainingError, on every rank, if they can't be written."""
     recipe, directory = trainer.recipe, trainer.directory
 
@@ -173,28 +173,28 @@ def _describe_ending(trainer: Trainer, mesh: Mesh, ended: str) -> None:
             return f"{directory.path} can't be written: {one_line(error)}; start the same command again when it can"
         return None
 
-    if (problem := mesh.from_main(write)) is not None:
+    if (problem := mesh.broadcast_from_main(write)) is not None:
         raise TrainingError(problem)
 
 
 def build_trainer(
     recipe: Recipe,
     mesh: Mesh,
-    prepared: Prepared,
+    prepared: TokenDataset,
     directory: RunDirectory,
     resume_from: Path | None,
     console: Console,
     mesh_reason: str,
     stop: StopRequest,
-    suites: SuiteRuns | None = None,
+    suites: BackgroundEval | None = None,
     mirror: Mirror | None = None,
 ) -> Trainer:
     """Model, engine, method and loader of this rank, in a Trainer. `mesh_reason` is shown to the user."""
-    suites = suites or SuiteRuns(None, recipe, directory, console, stop)
-    mirror = mirror or Mirror(recipe, directory, console.note, mesh.is_main)
+    suites = suites or BackgroundEval(None, recipe, directory, console, stop)
+    mirror = mirror or Mirror(recipe, directory, console.print, mesh.is_main)
     texts = {"": prepared, **prepare_sets(recipe, prepared, show_progress=False)}
     check_same_tokens(mesh, texts)
-    search = DamageSearch(texts.values(), mesh.world.local_rank, mesh.world.local_size)
+    search = ChecksumScan(texts.values(), mesh.world.local_rank, mesh.world.local_size)
     if recipe.train.deterministic:
         enable_determinism(mesh.device)
     torch.manual_seed(derive_seed(recipe.run.seed, "rank", mesh.world.rank))
@@ -210,14 +210,14 @@ def build_trainer(
         recipe.optim,
         seed=recipe.run.seed,
         gradient_wire=gradient_wire,
-        changes_in_forward=isinstance(recipe.sync.schedule, Layerwise),
+        changes_in_forward=isinstance(recipe.sync.schedule, LayerwiseSection),
     )
     method = build_method(
         recipe.sync,
         engine,
         mesh.replica,
         mesh.shard,
-        LearningRates.of(recipe),
+        LRSchedule.of(recipe),
         seed=recipe.run.seed,
         compiled=compiled,
         store=mesh.store,
@@ -236,20 +236,20 @@ def build_trainer(
     )
     peak = peak_flops(mesh.device)
     total = recipe.train.total_steps
-    console.note(f"mesh: {mesh.replicas} replicas x {mesh.shard.size} shards on {mesh.device.type} ({mesh_reason})")
+    console.print(f"mesh: {mesh.replicas} replicas x {mesh.shard.size} shards on {mesh.device.type} ({mesh_reason})")
     epochs = total * recipe.train.global_batch / loader.num_samples
-    console.note(
-        f"model: {human(parameters)} parameters in {len(engine.blocks)} blocks · {total} steps of "
-        f"{human(recipe.train.tokens_per_step)} tokens · data: {human(loader.num_samples)} sequences, {epochs:.2f} epochs"
+    console.print(
+        f"model: {format_si(parameters)} parameters in {len(engine.blocks)} blocks · {total} steps of "
+        f"{format_si(recipe.train.tokens_per_step)} tokens · data: {format_si(loader.num_samples)} sequences, {epochs:.2f} epochs"
     )
     if peak is None:
-        console.note(f"no MFU is shown: the peak of this {mesh.device.type} device is not known")
+        console.print(f"no MFU is shown: the peak of this {mesh.device.type} device is not known")
     return Trainer(
         recipe=recipe,
         mesh=mesh,
         engine=engine,
         method=method,
-        loader=Ahead(loader, recipe.run.timeout_seconds, pin=mesh.device.type == "cuda"),
+        loader=PrefetchLoader(loader, recipe.run.timeout_seconds, pin=mesh.device.type == "cuda"),
         validation_sets=[
             ValidationSet(
                 name,
@@ -266,28 +266,28 @@ def build_trainer(
             )
             for name, text in texts.items()
         ],
-        checkpoints=Checkpoints(
+        checkpoints=Checkpointer(
             directory.checkpoints,
             mesh,
             engine,
             method,
             recipe.checkpoint,
             recipe.run.timeout_seconds,
-            lambda: suites.in_use() | mirror.in_use(),
+            lambda: suites.pinned_steps() | mirror.pinned_steps(),
             recipe,
         ),
-        summariser=Summariser(mesh, flops, peak),
+        summarizer=MetricReducer(mesh, flops, peak),
         console=console,
         directory=directory,
         resume_from=resume_from,
         stop=stop,
         suites=suites,
         mirror=mirror,
-        disks=Disks(mesh, search),
+        disks=IoErrors(mesh, search),
     )
 
 
-def _show_ending(recipe: Recipe, mesh: Mesh, prepared: Prepared, trainer: Trainer, console: Console) -> None:
+def _print_report(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, trainer: Trainer, console: Console) -> None:
     directory = trainer.directory
     parameters = size_of(recipe, prepared.vocab_size).parameters
     if recipe.eval.sample_prompt is not None:
@@ -295,7 +295,7 @@ def _show_ending(recipe: Recipe, mesh: Mesh, prepared: Prepared, trainer: Traine
         if mesh.is_main:
             with suppress(OSError):  # it is shown anyway
                 directory.samples.write_text(text + "\n")
-            console.note(f"\nThe model writes ({directory.samples}):\n\n{text}\n")
+            console.print(f"\nThe model writes ({directory.samples}):\n\n{text}\n")
     if mesh.is_main:
-        for line in closing_lines(recipe, trainer.summary("done"), trainer.first_eval.loss, parameters, directory):
-            console.note(line)
+        for line in final_report(recipe, trainer.summary("done"), trainer.first_eval.loss, parameters, directory):
+            console.print(line)

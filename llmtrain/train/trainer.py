@@ -16,26 +16,26 @@ from typing import Any
 import torch
 
 from llmtrain.config import Recipe
-from llmtrain.data.ahead import Ahead
-from llmtrain.lr import LearningRates
+from llmtrain.data.prefetch import PrefetchLoader
+from llmtrain.lr import LRSchedule
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.sync.method import Method
 from llmtrain.trace import span, step_span
-from llmtrain.train.checkpoint import Checkpoints
+from llmtrain.train.background_eval import BackgroundEval
+from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.console import Console
 from llmtrain.train.devices import peak_memory_bytes
-from llmtrain.train.disks import Disks
-from llmtrain.train.metrics import Collector, Line, MetricsWriter, RankRow, Summariser
+from llmtrain.train.io_errors import IoErrors
+from llmtrain.train.metrics import AsyncMetricGather, GatheredMetrics, MetricReducer, MetricsWriter, RankMetrics
 from llmtrain.train.mirror import Mirror
-from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
-from llmtrain.train.suite_runs import SuiteRuns
 from llmtrain.train.validation import Validation, ValidationSet, mean_of_replicas, validate
 
 
 @dataclass
-class Interval:
+class IntervalMetrics:
     """What this rank has gathered since its last log line. Losses and norms stay on the device until then."""
 
     loss: torch.Tensor | float = 0.0
@@ -57,30 +57,30 @@ class Trainer:
         mesh: Mesh,
         engine: Engine,
         method: Method,
-        loader: Ahead,
+        loader: PrefetchLoader,
         validation_sets: Sequence[ValidationSet],
-        checkpoints: Checkpoints,
-        summariser: Summariser,
+        checkpoints: Checkpointer,
+        summarizer: MetricReducer,
         console: Console,
         directory: RunDirectory,
         resume_from: Path | None,
         stop: StopRequest,
-        suites: SuiteRuns,
+        suites: BackgroundEval,
         mirror: Mirror,
-        disks: Disks,
+        disks: IoErrors,
     ):
         self.recipe, self.mesh, self.engine, self.method = recipe, mesh, engine, method
         self.loader, self.checkpoints, self.directory, self.resume_from = loader, checkpoints, directory, resume_from
-        self.summariser, self.console, self.stop, self.suites = summariser, console, stop, suites
+        self.summarizer, self.console, self.stop, self.suites = summarizer, console, stop, suites
         self.mirror, self.disks = mirror, disks
-        self.collector = Collector(mesh)
+        self.collector = AsyncMetricGather(mesh)
         self.validation_sets = validation_sets
         """The run's own, then others by name."""
-        self.rates = LearningRates.of(recipe)
+        self.rates = LRSchedule.of(recipe)
         self.total_steps = recipe.train.total_steps
         self.step = 0
         """This replica's."""
-        self.position = self.position_before = 0
+        self.global_step = self.previous_global_step = 0
         """Steps of the whole run as all ranks agree, now and the time before: `step`, where replicas keep step."""
         self.gradients = 0
         """This replica's gradient computations."""
@@ -91,14 +91,14 @@ class Trainer:
         self.tokens = 0
         """Training tokens of all replicas when they last were counted together."""
         self.train_seconds = 0.0
-        self.interval = Interval()
-        self.published: Line | None = None
+        self.interval = IntervalMetrics()
+        self.displayed: GatheredMetrics | None = None
         self.last_line: dict[str, float] = {}
         self.first_eval: Validation | None = None
         self.last_eval: Validation | None = None
         self.last_saved = self.last_evaluated = -1
         self.verified = 0
-        """Synchronisations that had been made when anchors were last compared."""
+        """Synchronizations that had been made when anchors were last compared."""
         self.agreed_to_stop = False
 
     def fit(self) -> str:
@@ -110,22 +110,22 @@ class Trainer:
             metrics, lambda: MetricsWriter(metrics, board, self.step, enabled=self.mesh.is_main)
         )
         self.disks.check()
-        self.mirror.catch_up(self.resume_from)
-        self.console.start(self.position, self.total_steps)
-        if self.position == 0:
+        self.mirror.upload_if_newer(self.resume_from)
+        self.console.start(self.global_step, self.total_steps)
+        if self.global_step == 0:
             self._evaluate()
-        while self.position < self.total_steps and not self.agreed_to_stop:
+        while self.global_step < self.total_steps and not self.agreed_to_stop:
             self.train_step()
-            self._publish_early()
-            if not self._agree() or self.position >= self.total_steps:
+            self._poll()
+            if not self._advance() or self.global_step >= self.total_steps:
                 continue
-            if self._due(self.recipe.log.every) or self.position_before == 0:
+            if self._due(self.recipe.log.every) or self.previous_global_step == 0:
                 self._log()
             if self._due(self.recipe.eval.every):
                 self._evaluate()
             if self._due(self.recipe.checkpoint.every):
                 self._save()
-        if self.position >= self.total_steps:
+        if self.global_step >= self.total_steps:
             if self.interval.steps > 0:  # or it continued from its end
                 with self._training():
                     self.method.finish()
@@ -137,10 +137,10 @@ class Trainer:
         self.disks.write(metrics, self.writer.close)
         self.disks.check()
         self.console.stop()
-        return "done" if self.position >= self.total_steps else "signal"
+        return "done" if self.global_step >= self.total_steps else "signal"
 
     def train_step(self) -> None:
-        """One step: data, gradients, update, and the synchronisation that is due."""
+        """One step: data, gradients, update, and the synchronization that is due."""
         self.step += 1
         with self._training(), step_span(self.step):
             plan = self.method.begin_step(self.step, self.rates.at(min(self.step, self.total_steps)))
@@ -152,7 +152,7 @@ class Trainer:
                 self._count_gradient(micro_batches, loss, norm)
             self.method.end_step(self.step)
         self.interval.steps += 1
-        self.console.advance(self.position)
+        self.console.advance(self.global_step)
 
     @contextmanager
     def _training(self) -> Iterator[None]:
@@ -186,18 +186,18 @@ class Trainer:
         self.interval.predicted_tokens += tokens
         self.gradients += 1
 
-    def _agree(self) -> bool:
+    def _advance(self) -> bool:
         """Whether all ranks now know how far the run is, and know it alike: only then may they do something together."""
         position = self.method.agreed_step(self.step)
         if position is None:
             return False
-        self.position_before, self.position = self.position, position
+        self.previous_global_step, self.global_step = self.global_step, position
         return True
 
     def _log(self) -> None:
         """Settle the line before and hand in this interval."""
-        self._settle()
-        report, period = self.method.report(), self.method.period.length(self.step)
+        self._wait()
+        report, period = self.method.report(), self.method.period.round_length(self.step)
         gradients = max(1, self.interval.gradients)
         with self._training():
             loss, grad_norm = float(self.interval.loss), float(self.interval.grad_norm)  # waits for the device
@@ -212,7 +212,7 @@ class Trainer:
             "perf/checkpoint_seconds": self.checkpoints.seconds,
             "health/slowest_replica": report.slowest_replica,
         }
-        row = RankRow(
+        row = RankMetrics(
             steps=self.interval.steps,
             loss_sum=loss,
             predicted_tokens=self.interval.predicted_tokens,
@@ -227,51 +227,51 @@ class Trainer:
             data_seconds=self.interval.data_seconds,
             peak_memory=peak_memory_bytes(self.mesh.device),
             bytes_total=self.mesh.replica.traffic.bytes,
-            other_bytes_total=self.mesh.everyone.traffic.bytes,
+            other_bytes_total=self.mesh.all_ranks.traffic.bytes,
             comm_seconds=self.mesh.replica.traffic.seconds,
             exposed_seconds=self.exposed_seconds,
             wait_seconds=report.wait_seconds,
             mean_squared=float(report.mean_squared),
             spread_squared=float(report.spread_squared),
             stop=self.stop.requested,
-            unwritten=self.checkpoints.failed or self.disks.have_failed,
+            unwritten=self.checkpoints.failed or self.disks.pending,
             fingerprint=self._fingerprint(report.count),
         )
-        self.collector.submit(self.position, self.train_seconds, common, row)
-        self.interval = Interval()
+        self.collector.submit(self.global_step, self.train_seconds, common, row)
+        self.interval = IntervalMetrics()
 
     def _fingerprint(self, count: int) -> int:
-        """Of the anchors, if the time has come to compare them; so many synchronisations were made."""
+        """Of the anchors, if the time has come to compare them; so many synchronizations were made."""
         every = self.recipe.sync.verify_every
         if every is None or count // every == self.verified // every:
             return 0
         self.verified = count
         return self.method.fingerprint()
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         """Wait for the line under way and act on it: all ranks do so at the same step, on the same numbers. So no replica is
         ever further ahead of another than two lines."""
-        with self._training(), self.method.report().exposed(), self.method.report().waiting():
+        with self._training(), self.method.report().time_exposed(), self.method.report().time_waiting():
             self.collector.wait()
-        line, self.published = self.published or self._publish(self.collector.settle()), None
+        line, self.displayed = self.displayed or self._publish(self.collector.wait_all()), None
         if line is not None:
-            self.summariser.check(line)
+            self.summarizer.check(line)
             self.agreed_to_stop |= line.stop_requested
             if line.checkpoint_failed:
                 self.checkpoints.wait()  # raises, on all ranks, if it was that
                 self.disks.check()
 
-    def _publish_early(self) -> None:
+    def _poll(self) -> None:
         """Only for the eye: show the line under way, and a checkpoint, as soon as they are there, without acting on it."""
         self._show_checkpoint()
-        if self.mesh.is_main and self.published is None:
-            self.published = self._publish(self.collector.settle(only_if_done=True))
+        if self.mesh.is_main and self.displayed is None:
+            self.displayed = self._publish(self.collector.wait_all(only_if_done=True))
 
-    def _publish(self, line: Line | None) -> Line | None:
+    def _publish(self, line: GatheredMetrics | None) -> GatheredMetrics | None:
         if line is not None:
-            self.last_line, self.tokens = self.summariser.tags(line), line.tokens
+            self.last_line, self.tokens = self.summarizer.tags(line), line.tokens
             self._write(line.step, line.tokens, line.seconds, self.last_line)
-            self.console.line(line.step, line.tokens, self.last_line)
+            self.console.log_step(line.step, line.tokens, self.last_line)
         return line
 
     def _write(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
@@ -279,29 +279,29 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Validation loss of the replicas' mean; their own parameters stay as they are."""
-        if self.position == self.last_evaluated:
+        if self.global_step == self.last_evaluated:
             return
-        self._settle()  # validating brings all ranks together anyway
+        self._wait()  # validating brings all ranks together anyway
         self._count_tokens()
-        equal = self.method.is_synchronised or self.mesh.replicas == 1
+        equal = self.method.is_synchronized or self.mesh.replicas == 1
         with nullcontext() if equal else mean_of_replicas(self.engine, self.mesh):
             found = [validate(self.engine, self.mesh, each.batches) for each in self.validation_sets]
         self.last_eval = found[0]
-        self.first_eval, self.last_evaluated = self.first_eval or self.last_eval, self.position
+        self.first_eval, self.last_evaluated = self.first_eval or self.last_eval, self.global_step
         tags = {}
         for each, validation in zip(self.validation_sets, found, strict=True):
             tags |= each.tags(validation)
-            self.console.evaluation(self.position, each.name, each.tags(validation))
-        self._write(self.position, self.tokens, self.train_seconds, tags)
+            self.console.log_validation(self.global_step, each.name, each.tags(validation))
+        self._write(self.global_step, self.tokens, self.train_seconds, tags)
 
     def _count_tokens(self) -> None:
         mine = torch.tensor(float(self.predicted_tokens), dtype=torch.float64)
-        self.tokens = int(self.mesh.everyone.all_reduce(mine, "counting tokens").wait())
+        self.tokens = int(self.mesh.all_ranks.all_reduce(mine, "counting tokens").wait())
 
     def _save(self) -> None:
-        if self.position == self.last_saved:
+        if self.global_step == self.last_saved:
             return
-        self._settle()  # never keep a state that a bad number is known to have reached
+        self._wait()  # never keep a state that a bad number is known to have reached
         self._finish_checkpoint()
         self.disks.check()  # nor one whose metrics have a hole
         progress = {
@@ -322,10 +322,10 @@ class Trainer:
             "last_evaluated": self.last_evaluated,
             "last_line": self.last_line,
             "traffic": vars(self.mesh.replica.traffic),
-            "other_traffic": vars(self.mesh.everyone.traffic),
+            "other_traffic": vars(self.mesh.all_ranks.traffic),
         }
-        self.checkpoints.save(self.position, progress)
-        self.last_saved = self.position
+        self.checkpoints.save(self.global_step, progress)
+        self.last_saved = self.global_step
 
     def _finish_checkpoint(self) -> None:
         """Wait until the last one is written; a run has one at a time."""
@@ -334,34 +334,34 @@ class Trainer:
 
     def _show_checkpoint(self) -> None:
         if (written := self.checkpoints.written()) is not None:
-            self.console.note(f"checkpoint {written.final} (written in {written.seconds:.1f} s)")
+            self.console.print(f"checkpoint {written.final} (written in {written.seconds:.1f} s)")
             self.suites.after_checkpoint(self.last_saved)
-            self.mirror.after_checkpoint(self.last_saved)
+            self.mirror.upload_async(self.last_saved)
 
     def _resume(self) -> None:
         if self.resume_from is None:
             return
         loaded = self.checkpoints.load(self.resume_from, self.recipe.train.global_batch, self.recipe.run.seed)
-        self.position, progress = loaded.step, loaded.progress
-        self.position_before = self.position
+        self.global_step, progress = loaded.step, loaded.progress
+        self.previous_global_step = self.global_step
         self.step, self.gradients, self.skipped = progress["step"], progress["gradients"], progress["skipped"]
         self.predicted_tokens = progress["predicted_tokens"]
         self._count_tokens()
         self.loader.load_state_dict(progress["loader"])
-        self.interval = Interval(**progress["interval"])
+        self.interval = IntervalMetrics(**progress["interval"])
         self.train_seconds = progress["train_seconds"]
         self.engine.gradient_wait_seconds = progress["gradient_wait_seconds"]
         self.first_eval = Validation(**progress["first_eval"])
         self.last_eval = Validation(**progress["last_eval"])
         self.last_evaluated, self.last_line = progress["last_evaluated"], progress["last_line"]
         vars(self.mesh.replica.traffic).update(progress["traffic"])
-        vars(self.mesh.everyone.traffic).update(progress["other_traffic"])
-        self.last_saved = self.position
-        self.console.note(f"continuing from {self.resume_from}{loaded.how}")
+        vars(self.mesh.all_ranks.traffic).update(progress["other_traffic"])
+        self.last_saved = self.global_step
+        self.console.print(f"continuing from {self.resume_from}{loaded.how}")
 
     @property
     def exposed_seconds(self) -> float:
-        """How long training stood still for traffic between replicas: synchronisations and averaged gradients."""
+        """How long training stood still for traffic between replicas: synchronizations and averaged gradients."""
         return self.method.report().exposed_seconds + self.engine.gradient_wait_seconds
 
     def summary(self, stopped: str) -> dict[str, Any]:
@@ -370,8 +370,8 @@ class Trainer:
         return {
             "method": self.recipe.sync.method,
             "replicas": self.mesh.replicas,
-            "shard": self.mesh.shard.size,
-            "steps": self.position,
+            "shards": self.mesh.shard.size,
+            "steps": self.global_step,
             "gradient_steps": self.last_line.get("train/gradient_steps"),
             "tokens": self.tokens,
             "train_seconds": round(self.train_seconds, 3),
@@ -390,4 +390,4 @@ class Trainer:
 
     def _due(self, every: int | None) -> bool:
         """Whether a multiple of `every` has been reached or passed."""
-        return every is not None and self.position // every > self.position_before // every
+        return every is not None and self.global_step // every > self.previous_global_step // every

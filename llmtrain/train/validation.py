@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmtrain.loss import IGNORED
+from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
@@ -58,23 +58,23 @@ def mean_of_replicas(engine: Engine, mesh: Mesh) -> Iterator[None]:
     for block in engine.blocks:
         mean = replica.all_reduce(flatten(block) / replica.size, f"averaging {block.name} for validation").wait()
         unflatten_into(mean, block)
-        engine.publish(block)
-    mesh.everyone.traffic.bytes += replica.traffic.bytes
+        engine.parameters_changed(block)
+    mesh.all_ranks.traffic.bytes += replica.traffic.bytes
     try:
         yield
     finally:
         for block, parameters in zip(engine.blocks, own, strict=True):
             unflatten_into(parameters.to(mesh.device), block)
-            engine.publish(block)
+            engine.parameters_changed(block)
 
 
 def validate(engine: Engine, mesh: Mesh, batches: Callable[[], Batches]) -> Validation:
     """Mean loss over all ranks' `batches`, with the parameters the engine has now. A collective of all ranks."""
     summed, counted = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
-    with engine.evaluation() as summed_loss:
+    with engine.eval_mode() as summed_loss:
         for input_ids, labels in batches():
             summed += summed_loss(input_ids, labels)  # stays on the device, so that the host runs ahead of it
-            counted += int((labels != IGNORED).sum())
+            counted += int((labels != IGNORE_INDEX).sum())
     totals = torch.tensor([summed.item(), counted], dtype=torch.float64)
-    loss, tokens = mesh.everyone.all_reduce(totals, "summing validation losses").wait().tolist()
+    loss, tokens = mesh.all_ranks.all_reduce(totals, "summing validation losses").wait().tolist()
     return Validation(loss / tokens, int(tokens))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from llmtrain.errors import leave_with_code
+from llmtrain.errors import exit_with_status
 from llmtrain.launch import torchrun
 from tests.chaos import broken_rank
 
@@ -20,4 +20,4 @@ def launch(phase: str, number: str, rank: str, file: str, recipe: str, *override
         return [*options, str(Path(broken_rank.__file__)), phase, number, rank, file]
 
     torchrun.rank_program = program
-    leave_with_code(lambda: sys.exit(torchrun.launch_torchrun(Path(recipe), overrides)))
+    exit_with_status(lambda: sys.exit(torchrun.launch_torchrun(Path(recipe), overrides)))

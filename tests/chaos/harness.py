@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from llmtrain.train.integrity import complete, fault, read_state
+from llmtrain.train.integrity import find_corruption, list_checkpoints, read_state
 from tests.end_to_end.runs import Runs, family_of, is_gone, ranks_of, wait_until
 from tests.mother import Process
 
@@ -74,12 +74,12 @@ class Victim:
 
     def look(self) -> None:
         """No checkpoint that was complete may be lost or damaged."""
-        there = complete(self.checkpoints)
+        there = list_checkpoints(self.checkpoints)
         newest = there[-1][0] if there else -1
         assert newest >= self._newest, f"step {self._newest} was complete, now {newest} is the newest"
         self._newest = newest
         for _, path in there:
-            assert (found := fault(path, read_state(path)["files"])) is None, f"{path}: {found}"
+            assert (found := find_corruption(path, read_state(path)["files"])) is None, f"{path}: {found}"
 
     def last_step(self) -> int:
         """Of the metrics; 0 before there are any."""

@@ -17,11 +17,11 @@ TRUE_TIMEOUT, SHORT_TIMEOUT = 15, 5
 MORE = 20
 """What everything may take beyond it on a busy machine; on one that is not it is less than 10, as `make chaos` shows. torchrun
 alone would give a frozen rank 30."""
-FAST = {("in a synchronisation", "SIGSTOP", 0)}
+FAST = {("in a synchronization", "SIGSTOP", 0)}
 DEEP = {("while a checkpoint is written", "SIGKILL", 1), ("while ranks start", "SIGSTOP", 1)}
 """The rest is `make chaos`."""
 CASES = [(phase, number, rank) for phase in PHASES for number in ("SIGSTOP", "SIGKILL") for rank in (0, 1)]
-KEYS = ("checkpoint.every=6", "eval.every=6", "parallel.replicas=2", "parallel.shard=1")
+KEYS = ("checkpoint.every=6", "eval.every=6", "parallel.replicas=2", "parallel.shards=1")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ METHODS = {"edit": [], "diloco": [], "streaming_diloco": ["sync.schedule.steps=2
 KILLS = 25
 """Of each method."""
 OFTEN = ["train.steps=60", "checkpoint.every=3", "log.every=3", "eval.every=20", "eval.sample_prompt=null"]
-TWO = ["parallel.replicas=2", "parallel.shard=1"]
+TWO = ["parallel.replicas=2", "parallel.shards=1"]
 
 
 @pytest.fixture(scope="module")

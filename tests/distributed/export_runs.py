@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.config import Recipe
-from llmtrain.recipe import load_recipe
+from llmtrain.recipe_loader import load_recipe
 from llmtrain.train.console import Console
 from llmtrain.train.run import build_trainer, prepare_for
-from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
 from tests.distributed.real_engine import mesh_of
 from tests.end_to_end.runs import ROOT, TINY
@@ -65,7 +65,7 @@ class ExportRun:
                     "parallel.precision=fp32",
                 ),
                 *("sync.method=diloco", "sync.warmup_steps=2"),
-                *(f"parallel.replicas={self.replicas}", f"parallel.shard={self.shard}"),
+                *(f"parallel.replicas={self.replicas}", f"parallel.shards={self.shard}"),
                 *(["parallel.engine=zero", f"parallel.zero_stage={self.engine[-1]}"] if zero else []),
             ],
         )
@@ -80,8 +80,8 @@ def write_text(path: Path) -> None:
 
 def make_run(recipe: Recipe) -> None:
     """Train it on this rank, from preparing its data to its last checkpoint."""
-    mesh = mesh_of(recipe.parallel.replicas, recipe.parallel.shard)
+    mesh = mesh_of(recipe.parallel.replicas, recipe.parallel.shards)
     directory = RunDirectory(recipe)
-    mesh.from_main(directory.open)
+    mesh.broadcast_from_main(directory.open)
     prepared, silent = prepare_for(recipe, show_progress=False), Console(enabled=False)
     build_trainer(recipe, mesh, prepared, directory, None, silent, "of a test", StopRequest()).fit()

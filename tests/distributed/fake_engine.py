@@ -1,6 +1,6 @@
 """An engine without a model: blocks of float64 tensors that move by predetermined updates, sharded as FSDP2 shards.
 
-A `Scenario` describes a whole run. `train` is one rank's part in it with the real synchronisation, `replay` the whole
+A `Scenario` describes a whole run. `train` is one rank's part in it with the real synchronization, `replay` the whole
 run by the oracle; `trace_of` what every replica computed with in every step. threads.py runs the ranks.
 
 Time is simulated too: a replica's clock moves by what the scenario says that its steps take, and by nothing else.
@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import ScheduleSection, SyncSection
-from llmtrain.lr import LearningRates
+from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Block
 from llmtrain.sync.anchors import flatten
-from llmtrain.sync.build import build_method
+from llmtrain.sync.build_method import build_method
 from llmtrain.sync.method import Method
 from llmtrain.sync.methods import METHODS
-from llmtrain.sync.offload import Copies, offload_copies
+from llmtrain.sync.offload import HostOffload, host_offload
 from tests.distributed.oracle import Oracle
-from tests.distributed.oracle_late import OverlappedOracle, StaleOracle
+from tests.distributed.oracle_late import DelayedOracle, OverlappedOracle
 from tests.distributed.oracle_timed import TimedOracle
 from tests.distributed.trace import Trace
 
@@ -66,7 +66,7 @@ class Scenario:
     scales: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
     """(step, replica, block) -> factor on that update."""
     pull: float = 0.1
-    """Updates also pull towards zero, so that they depend on what the last synchronisation left."""
+    """Updates also pull towards zero, so that they depend on what the last synchronization left."""
     schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(kind="constant"))
     """Of the learning rate; its peak is 1."""
     step_seconds: tuple[float, ...] = ()
@@ -77,12 +77,12 @@ class Scenario:
     """After this step, or these, everything is built anew and loaded from the state that was saved."""
     save_after: Collection[int] = ()
     """After these steps the state is saved, and the run goes on."""
-    copies: Callable[[torch.device], Copies | None] = offload_copies
+    copies: Callable[[torch.device], HostOffload | None] = host_offload
     """How anchors are offloaded, if the recipe says that they are."""
 
     @cached_property
-    def rates(self) -> LearningRates:
-        return LearningRates(1.0, self.steps, self.schedule)
+    def rates(self) -> LRSchedule:
+        return LRSchedule(1.0, self.steps, self.schedule)
 
     def seconds(self, replica: int, step: int) -> float:
         return (self.step_seconds[replica] if self.step_seconds else 1.0) + self.delays.get((step, replica), 0.0)
@@ -141,7 +141,7 @@ def part_of(shapes: tuple[tuple[int, ...], ...], shard: int, rank: int) -> Part:
 
 
 class FakeEngine:
-    """What synchronisation sees of an engine. Forward computes with copies that follow when `publish` is called."""
+    """What synchronization sees of an engine. Forward computes with copies that follow when `publish` is called."""
 
     def __init__(self, scenario: Scenario, replica: int, rank: int, device: torch.device) -> None:
         self.scenario, self.replica, self.rank = scenario, replica, rank
@@ -157,12 +157,12 @@ class FakeEngine:
         self.average_gradients = True
         self._hooks: list[Callable[[int], None]] = []
         for block in self.blocks:
-            self.publish(block)
+            self.parameters_changed(block)
 
-    def before_block(self, hook: Callable[[int], None]) -> None:
+    def register_block_hook(self, hook: Callable[[int], None]) -> None:
         self._hooks.append(hook)
 
-    def publish(self, block: Block) -> None:
+    def parameters_changed(self, block: Block) -> None:
         index = self._index[block.name]
         self.computed[index] = self._flat[index].numpy(force=True).copy()
 
@@ -181,13 +181,13 @@ class FakeEngine:
             noise = self.scenario.noise(step, index)
             noise = noise.mean(0) if self.average_gradients else noise[self.replica]
             flat += lr * (torch.from_numpy(noise[part.places]).to(flat.device) - self.scenario.pull * flat)
-            self.publish(block)
+            self.parameters_changed(block)
 
     def load(self, flat: Sequence[torch.Tensor]) -> None:
         """Go on from these values, by block."""
         for block, ours, theirs in zip(self.blocks, self._flat, flat, strict=True):
             ours.copy_(theirs)
-            self.publish(block)
+            self.parameters_changed(block)
 
 
 def _cut(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -219,10 +219,10 @@ class Answer:
     synchronous_steps: list[int]
     counts: tuple[int, int, int]
     agreed: list[tuple[int, int]]
-    says_synchronised: list[bool]
+    says_synchronized: list[bool]
     bytes_sent: float
     squares: tuple[float, float]
-    """Squared norms of the last mean and of the distance from it, as `SyncReport` has them."""
+    """Squared norms of the last mean and of the distance from it, as `SyncStats` has them."""
 
 
 def replay(scenario: Scenario) -> Trace:
@@ -232,7 +232,7 @@ def replay(scenario: Scenario) -> Trace:
         [part_of(shapes, scenario.shard, rank).places for rank in range(scenario.shard)] for shapes in scenario.shapes
     ]
     common = (scenario.sync, scenario.rates, start, scenario.replicas, scenario.direction, scenario.seed, cuts)
-    kinds = {"stale": StaleOracle, "overlapped": OverlappedOracle}
+    kinds = {"delayed": DelayedOracle, "overlapped": OverlappedOracle}
     if scenario.sync.period.kind == "seconds":
         oracle: Oracle = TimedOracle(*common, seconds=scenario.seconds)
     else:
@@ -258,13 +258,13 @@ def trace_of(scenario: Scenario, answers: Sequence[Answer]) -> Trace:
         assert answer.counts == first.counts, f"ranks 0 and {rank} count differently"
         assert answer.synchronous_steps == first.synchronous_steps, f"ranks 0 and {rank} average gradients differently"
         assert [run for _, run in answer.agreed] == [run for _, run in first.agreed], f"ranks 0 and {rank} do not agree"
-        assert answer.says_synchronised[-1], f"rank {rank} does not know that the run is over"
+        assert answer.says_synchronized[-1], f"rank {rank} does not know that the run is over"
     nothing = [[np.full_like(block, np.nan) for block in answer.final] for answer in answers]
     forwards = [assemble(scenario, shards) for shards in _in_step([answer.forwards for answer in answers], nothing)]
     final = assemble(scenario, [answer.final for answer in answers])
     sent = sum(answer.bytes_sent for answer in answers)
     agreed = [answer.agreed for answer in answers[:: scenario.shard]]
-    says = [all(said) for said in zip(*(answer.says_synchronised for answer in answers), strict=False)]
+    says = [all(said) for said in zip(*(answer.says_synchronized for answer in answers), strict=False)]
     squares = tuple(np.sum([answer.squares for answer in answers], axis=0)) if has_spread(scenario) else None
     return Trace(forwards, final, first.synchronous_steps, first.counts, agreed, says, sent, squares)
 
@@ -301,7 +301,7 @@ def meeting_store() -> dist.Store:
 
 def save(engine: FakeEngine, method: Method) -> tuple[list[torch.Tensor], str, dict[str, list]]:
     """Return what a checkpoint holds: parameters, plain values and tensors."""
-    tensors = {**method.shared_tensors(), **method.own_tensors()}
+    tensors = {**method.shared_state(), **method.per_replica_state()}
     kept = {name: [None if one is None else one.clone() for one in many] for name, many in tensors.items()}
     return [flatten(block) for block in engine.blocks], json.dumps(method.state_dict()), kept
 
@@ -320,11 +320,11 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
         engine = FakeEngine(scenario, replica.rank, shard.rank, replica.device)
         run = {"seed": scenario.seed, "store": store, "timeout_seconds": 20, "clock": clock}
         return engine, build_method(
-            scenario.sync, engine, replica, shard, scenario.rates, copies_of=scenario.copies, **run
+            scenario.sync, engine, replica, shard, scenario.rates, offload_of=scenario.copies, **run
         )
 
     engine, method = build()
-    forwards, synchronous, agreed, says_synchronised = [], [], [], []
+    forwards, synchronous, agreed, says_synchronized = [], [], [], []
     step = position = 0
     while position < scenario.steps:
         step += 1
@@ -351,7 +351,7 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
             clock.now += 1000.0  # what passes while nothing runs does not count
             engine, method = build()
             load(engine, method, saved)
-        says_synchronised.append(method.is_synchronised)
+        says_synchronized.append(method.is_synchronized)
     method.finish()
     report = method.report()
     return Answer(
@@ -360,7 +360,7 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
         synchronous_steps=synchronous,
         counts=(report.count, report.anomalies, report.rollbacks),
         agreed=agreed,
-        says_synchronised=[*says_synchronised, method.is_synchronised],
+        says_synchronized=[*says_synchronized, method.is_synchronized],
         bytes_sent=replica.traffic.bytes,
         squares=(float(report.mean_squared), float(report.spread_squared)),
     )

@@ -2,7 +2,7 @@
 
 Nothing here is taken from `llmtrain.sync` but the recipe's numbers: a block is one matrix [replicas, elements], there
 are no shards, no messages and no order of work, and the statistics are computed anew from every norm ever recorded. A
-layer-wise synchronisation is a blocking one here: it is due at the same moment and sees the same parameters.
+layer-wise synchronization is a blocking one here: it is due at the same moment and sees the same parameters.
 
 `Oracle` is what all methods share and Blocking; oracle_late.py has the schedules that use a mean later, oracle_timed.py
 the rounds of seconds.
@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llmtrain.config import AverageOuter, MomentumOuter, NesterovOuter, SgdOuter, SyncSection
-from llmtrain.lr import LearningRates
+from llmtrain.config import AverageSection, MomentumSection, NesterovSection, SgdSection, SyncSection
+from llmtrain.lr import LRSchedule
 from llmtrain.seeding import derive_seed
 from tests.distributed.oracle_wire import rounded_sum
 
@@ -31,7 +31,7 @@ class Oracle:
     def __init__(
         self,
         sync: SyncSection,
-        rates: LearningRates,
+        rates: LRSchedule,
         start: list[np.ndarray],
         replicas: int,
         direction: Direction,
@@ -75,11 +75,11 @@ class Oracle:
 
     def after_step(self, step: int) -> None:
         if step in self.ends:
-            self.synchronise()
+            self.synchronize()
 
     def finish(self) -> None:
         if any(self.lrs):
-            self.synchronise()
+            self.synchronize()
 
     def train_together(self, step: int) -> None:
         """Every replica takes the mean of the inner steps; so all stay equal, and the anchor is where they are."""
@@ -141,7 +141,7 @@ class Oracle:
 
     # --- what
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """All blocks at once; from here on all replicas are equal."""
         unit = self.unit(self.lrs)
         of_mean = of_spread = 0.0
@@ -169,7 +169,7 @@ class Oracle:
             return weights[counted] @ moved[counted]
         messages = np.zeros_like(moved)
         messages[counted] = weights[counted, None] * moved[counted]
-        if wire.feedback:
+        if wire.error_feedback:
             messages[counted] += self.errors[block][counted]
             self.errors[block][counted] = 0.0
         result = np.empty_like(moved[0])
@@ -191,7 +191,7 @@ class Oracle:
     @property
     def has_anchor(self) -> bool:
         """Whether displacements are sent, and not the parameters themselves."""
-        is_plain = isinstance(self.sync.outer, AverageOuter) and self.sync.penalty is None and self.sync.pull is None
+        is_plain = isinstance(self.sync.outer, AverageSection) and self.sync.penalty is None and self.sync.pull is None
         return not is_plain or self.sync.wire.kind != "fp32"
 
     def _weights(self, block: int, norms: np.ndarray) -> np.ndarray | None:
@@ -235,26 +235,26 @@ class Oracle:
 
     def unit(self, lrs: list[list[float]]) -> float:
         """g of a round with these learning rates, by replica."""
-        normalise = getattr(self.sync.outer, "normalise", "none")
-        if normalise == "none":
+        normalize = getattr(self.sync.outer, "normalize", "none")
+        if normalize == "none":
             return 1.0
         nonzero = [[lr for lr in one if lr != 0] for one in lrs]
-        of_replica = {"lr": [one[-1] if one else 0.0 for one in nonzero], "accumulated_lr": [sum(one) for one in lrs]}
-        return float(np.mean(of_replica[normalise])) or 1.0
+        of_replica = {"lr": [one[-1] if one else 0.0 for one in nonzero], "lr_sum": [sum(one) for one in lrs]}
+        return float(np.mean(of_replica[normalize])) or 1.0
 
     def outer_step(self, block: int, mean: np.ndarray, g: float) -> None:
         """Move the block's anchor by D = `mean`, of a round whose unit is `g`."""
         outer, before = self.sync.outer, self.momentum[block]
-        if isinstance(outer, NesterovOuter):
+        if isinstance(outer, NesterovSection):
             after = outer.momentum * before + mean / g
             displacement = outer.lr * (mean + outer.momentum * g * after)
-        elif isinstance(outer, MomentumOuter):
+        elif isinstance(outer, MomentumSection):
             after = outer.momentum * before + mean / g
             if outer.clip is not None:
                 after = np.minimum(np.maximum(after, -outer.clip), outer.clip)
             displacement = outer.lr * g * after
         else:
             after = before
-            displacement = (outer.lr if isinstance(outer, SgdOuter) else 1.0) * mean
+            displacement = (outer.lr if isinstance(outer, SgdSection) else 1.0) * mean
         self.momentum[block] = after
         self.anchor[block] = self.anchor[block] - displacement

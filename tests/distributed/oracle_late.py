@@ -9,21 +9,19 @@ import numpy as np
 from tests.distributed.oracle import Oracle
 
 
-class StaleOracle(Oracle):
-    """CO2: at a round's end the mean sent one round earlier is used (with `rounds: 0` the one just sent)."""
+class DelayedOracle(Oracle):
+    """CO2: at a round's end the mean sent one round earlier is used."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.sent: list[list[np.ndarray]] = []  # the mean pseudo-gradients of every round so far, by block
         self.sent_lrs: list[list[float]] = []  # and its learning rates
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """A round's end."""
         self.sent.append([self.mean_of(block) for block in self.blocks])
         self.sent_lrs.append(self.lrs[0])
-        if self.sync.schedule.rounds == 0:
-            self.use(-1, 1.0)
-        elif len(self.sent) > 1:
+        if len(self.sent) > 1:
             then, now = sum(self.sent_lrs[-2]), sum(self.sent_lrs[-1])
             has_gap = self.sync.schedule.gap_penalty and now > 0  # there is none to a round without a learning rate
             self.use(-2, max(1.0, then / now) if has_gap else 1.0)
@@ -38,7 +36,7 @@ class StaleOracle(Oracle):
 
     def finish(self) -> None:
         super().finish()
-        if self.sent and self.sync.schedule.rounds == 1:
+        if self.sent:
             self.use(-1, 1.0)
             for block in self.blocks:
                 self.restart(block)
@@ -51,7 +49,7 @@ class OverlappedOracle(Oracle):
         super().__init__(*args, **kwargs)
         section, blocks = self.sync.schedule, len(self.blocks)
         parts = section.fragments
-        if section.pattern == "strided":
+        if section.fragment_layout == "strided":
             self.fragment_of = [block % parts for block in self.blocks]
         else:
             bounds = [blocks * (part + 1) // parts for part in range(parts)]
@@ -91,7 +89,7 @@ class OverlappedOracle(Oracle):
 
     def use(self, part: int, number: int) -> None:
         """The mean of fragment `part`'s turn `number`, and the learning rates of the steps that led to it."""
-        mix, turns = self.sync.schedule.mix, self.turns[part]
+        mix, turns = self.sync.schedule.alpha, self.turns[part]
         since = turns[number - 1] if number else self.warmup
         lrs = [self.rates.at(step) for step in range(since + 1, turns[number] + 1)]
         for block in self.of(part):
@@ -105,7 +103,7 @@ class OverlappedOracle(Oracle):
                 self.use(part, len(turns) - 1)
         newest = [turns[-1] if turns else min(self.warmup, self.last) for turns in self.turns]
         has_turned = any(self.turns)
-        if min(newest) == self.last and not (has_turned and self.sync.schedule.mix > 0):
+        if min(newest) == self.last and not (has_turned and self.sync.schedule.alpha > 0):
             return
         lrs = [self.rates.at(step) for step in range(min(newest) + 1, self.last + 1)]
         for block in self.blocks:

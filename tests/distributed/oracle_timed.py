@@ -21,7 +21,7 @@ class TimedOracle(Oracle):
             for replica in self.replicas:
                 self.agreed[replica].append((step, step))
         done = [len(seen) for seen in self.seen]
-        synchronised, length = sum(done), period.every
+        synchronized, length = sum(done), period.every
         while sum(done) < wanted:
             before, longest = sum(done), 0.0
             for replica in self.replicas:
@@ -34,9 +34,9 @@ class TimedOracle(Oracle):
                         break
                 longest = max(longest, elapsed)
             total = sum(done)
-            if total - synchronised >= period.min_steps:
-                self.synchronise()
-                synchronised = total
+            if total - synchronized >= period.min_steps:
+                self.synchronize()
+                synchronized = total
             length = min(period.every, longest * (wanted - total) / (total - before))
             for replica in self.replicas:
                 self.agreed[replica].append((done[replica], total // len(self.replicas)))

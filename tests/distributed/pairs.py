@@ -18,7 +18,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "method": tuple(METHODS),
     "mesh": ("2x2", "4x1", "1x3", "3x1"),
     "engine": ("fsdp2", "zero1", "zero2", "zero3"),
-    "schedule": ("blocking", "layerwise", "overlapped", "stale", "wait_avoiding"),
+    "schedule": ("blocking", "layerwise", "overlapped", "delayed", "wait_avoiding"),
     "wire": ("fp32", "bf16", "int8", "int4"),
     "model": ("llama", "gpt_neo", "tied"),
     "precision": ("fp32", "bf16", "fp64"),
@@ -34,36 +34,36 @@ synchronous       1x3  zero2  blocking       bf16  llama    fp32  nothing    not
 synchronous       3x1  zero3  blocking       fp32  gpt_neo  fp32  all        optimizer  adamw  1
 local_sgd         2x2  fsdp2  blocking       int8  tied     fp32  nothing    anchors    adamw  1
 local_sgd         4x1  zero1  layerwise      bf16  llama    fp32  nothing    nothing    sgd    1
-local_sgd         1x3  zero3  stale          fp32  llama    fp32  nothing    optimizer  adamw  1
+local_sgd         1x3  zero3  delayed        fp32  llama    fp32  nothing    optimizer  adamw  1
 local_sgd         3x1  fsdp2  overlapped     int4  gpt_neo  fp64  all        nothing    adamw  1
-local_sgd         3x1  zero2  stale          fp32  llama    bf16  selective  nothing    adamw  2
+local_sgd         3x1  zero2  delayed        fp32  llama    bf16  selective  nothing    adamw  2
 post_local_sgd    2x2  zero1  blocking       int4  gpt_neo  fp32  nothing    optimizer  sgd    2
-post_local_sgd    4x1  zero3  stale          bf16  llama    fp32  all        nothing    adamw  1
+post_local_sgd    4x1  zero3  delayed        bf16  llama    fp32  all        nothing    adamw  1
 post_local_sgd    1x3  zero2  overlapped     int8  tied     bf16  selective  nothing    adamw  1
 post_local_sgd    3x1  fsdp2  layerwise      fp32  llama    fp64  nothing    anchors    sgd    1
 qsr               2x2  zero1  overlapped     fp32  llama    bf16  selective  nothing    adamw  1
 qsr               4x1  zero2  layerwise      int8  gpt_neo  fp32  all        optimizer  adamw  1
 qsr               1x3  fsdp2  blocking       bf16  llama    fp64  nothing    anchors    adamw  1
-qsr               3x1  zero3  stale          int4  tied     fp32  nothing    nothing    sgd    2
-slowmo            2x2  fsdp2  stale          int8  tied     bf16  nothing    nothing    adamw  1
+qsr               3x1  zero3  delayed        int4  tied     fp32  nothing    nothing    sgd    2
+slowmo            2x2  fsdp2  delayed        int8  tied     bf16  nothing    nothing    adamw  1
 slowmo            4x1  zero3  overlapped     bf16  llama    fp32  all        nothing    adamw  1
 slowmo            1x3  zero1  blocking       int4  llama    fp32  nothing    optimizer  adamw  1
-slowmo            3x1  fsdp2  stale          fp32  gpt_neo  fp64  nothing    anchors    adamw  2
+slowmo            3x1  fsdp2  delayed        fp32  gpt_neo  fp64  nothing    anchors    adamw  2
 slowmo            3x1  zero2  layerwise      fp32  llama    fp32  selective  nothing    sgd    1
-diloco            2x2  fsdp2  stale          bf16  gpt_neo  fp64  all        nothing    adamw  1
+diloco            2x2  fsdp2  delayed        bf16  gpt_neo  fp64  all        nothing    adamw  1
 diloco            4x1  zero2  overlapped     fp32  llama    fp32  nothing    nothing    adamw  1
 diloco            1x3  zero1  blocking       int4  llama    bf16  nothing    anchors    sgd    2
 diloco            3x1  zero3  layerwise      int8  tied     fp32  selective  optimizer  adamw  1
 streaming_diloco  2x2  zero3  blocking       fp32  tied     fp32  all        anchors    sgd    2
-streaming_diloco  4x1  fsdp2  stale          int8  llama    fp64  selective  nothing    adamw  1
+streaming_diloco  4x1  fsdp2  delayed        int8  llama    fp64  selective  nothing    adamw  1
 streaming_diloco  1x3  zero2  overlapped     int4  llama    fp32  nothing    optimizer  adamw  1
 streaming_diloco  3x1  zero1  layerwise      bf16  gpt_neo  bf16  nothing    nothing    adamw  1
 co2               2x2  zero3  overlapped     bf16  gpt_neo  fp32  nothing    optimizer  adamw  1
-co2               4x1  fsdp2  stale          fp32  tied     fp32  selective  nothing    adamw  1
+co2               4x1  fsdp2  delayed        fp32  tied     fp32  selective  nothing    adamw  1
 co2               1x3  zero1  layerwise      fp32  llama    fp32  nothing    anchors    sgd    2
 co2               1x3  zero2  blocking       int8  llama    bf16  all        nothing    adamw  1
 co2               3x1  fsdp2  overlapped     int4  llama    fp64  nothing    nothing    sgd    2
-palsgd            2x2  zero1  stale          int8  tied     fp32  nothing    nothing    sgd    1
+palsgd            2x2  zero1  delayed        int8  tied     fp32  nothing    nothing    sgd    1
 palsgd            4x1  zero2  blocking       fp32  llama    bf16  nothing    optimizer  adamw  2
 palsgd            1x3  zero3  overlapped     int4  llama    fp32  all        anchors    sgd    1
 palsgd            3x1  fsdp2  layerwise      bf16  gpt_neo  fp64  selective  nothing    adamw  1
@@ -83,7 +83,7 @@ a_edit            3x1  zero1  blocking       int8  gpt_neo  fp32  selective  opt
 ROWS = [dict(zip(FACTORS, line.split(), strict=True)) for line in TABLE.strip().splitlines()]
 STEPS, WARMUP, BATCH, PEAK = 5, 1, 12, {"adamw": 1e-2, "sgd": 0.5}
 PENALTY = {"z": 2.0, "ema": 0.3, "min_rounds": 2, "temperature": 0.3, "clip": 0.5}
-SCHEDULES = {"overlapped": {"kind": "overlapped", "steps": 1, "fragments": 2, "mix": 0.5}}
+SCHEDULES = {"overlapped": {"kind": "overlapped", "steps": 1, "fragments": 2, "alpha": 0.5}}
 ONE_LAYER = {"num_hidden_layers": 1}
 MODELS = {
     "llama": LLAMA.model_copy(update={"config": {**LLAMA.config, **ONE_LAYER}}),
@@ -106,7 +106,7 @@ def keys_of(row: Mapping[str, str]) -> dict[str, Any]:
             "engine": engine,
             "zero_stage": int(stage),
             "replicas": replicas,
-            "shard": shard,
+            "shards": shard,
             "precision": row["precision"],
             "activation_checkpointing": CHECKPOINTING[row["recomputed"]],
             "zero_offload": row["offload"] == "optimizer",
@@ -129,7 +129,7 @@ def _sync_of(row: Mapping[str, str], lr: float) -> dict[str, Any]:
     if METHODS[method].PRESET["penalty"] is not None:
         sync |= {"penalty": PENALTY}
     can_feed_back = method != "synchronous" and row["schedule"] != "wait_avoiding"
-    wire = {"kind": row["wire"], "feedback": row["wire"] == "int4" and can_feed_back}
+    wire = {"kind": row["wire"], "error_feedback": row["wire"] == "int4" and can_feed_back}
     wire["gradients"] = method == "synchronous" and row["wire"] != "fp32"
     schedule = SCHEDULES.get(row["schedule"], row["schedule"])
     return {**sync, "schedule": schedule, "wire": wire, "offload": row["offload"] == "anchors"}
@@ -149,7 +149,7 @@ def is_refused(row: Mapping[str, str]) -> bool:
     """Whether a recipe that says so is refused."""
     recipe = recipe_of(row)
     try:
-        check(recipe, recipe.parallel.replicas * recipe.parallel.shard)
+        check(recipe, recipe.parallel.replicas * recipe.parallel.shards)
     except RecipeError:
         return True
     return False
@@ -159,11 +159,11 @@ def case_of(row: Mapping[str, str]) -> Case:
     """The run of a row."""
     keys = keys_of(row)
     parallel = keys["parallel"]
-    section = {key: value for key, value in parallel.items() if key not in ("replicas", "shard")}
+    section = {key: value for key, value in parallel.items() if key not in ("replicas", "shards")}
     return Case(
         choices(row["method"], **keys["sync"]),
         parallel["replicas"],
-        parallel["shard"],
+        parallel["shards"],
         MODELS[row["model"]],
         section,
         keys["optim"],
@@ -176,5 +176,5 @@ def case_of(row: Mapping[str, str]) -> Case:
 
 
 def resumed_after(row: Mapping[str, str]) -> int:
-    """A step in the second round; layer-wise, the last of the first, which the next forward pass is to synchronise."""
+    """A step in the second round; layer-wise, the last of the first, which the next forward pass is to synchronize."""
     return 3 if row["schedule"] == "layerwise" else 4

@@ -1,4 +1,4 @@
-"""The run of a case once more, in one process: plain transformers models in float64, the oracle's synchronisation, and the
+"""The run of a case once more, in one process: plain transformers models in float64, the oracle's synchronization, and the
 inner optimizers written out. Nothing of it is the engine's or `llmtrain.sync`'s but the initial weights."""
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmtrain.config import OptimSection
-from llmtrain.lr import LearningRates
-from llmtrain.model import blocks_of, build, initialise, model_config
+from llmtrain.lr import LRSchedule
+from llmtrain.model import blocks_of, build, initialize, model_config
 from tests.distributed.oracle import Oracle
-from tests.distributed.oracle_late import OverlappedOracle, StaleOracle
+from tests.distributed.oracle_late import DelayedOracle, OverlappedOracle
 from tests.distributed.oracle_timed import TimedOracle
 from tests.distributed.real_engine import SEED, VOCABULARY, Case, global_batch
 
@@ -54,7 +54,7 @@ class Replicas:
         initial = build(model_config(self.case.model, VOCABULARY), loss_chunk=99)
         blocks = blocks_of(initial)
         for block in blocks:
-            initialise(initial, block, SEED, torch.device("cpu"), torch.float64)
+            initialize(initial, block, SEED, torch.device("cpu"), torch.float64)
         names = {id(parameter): name for name, parameter in initial.named_parameters()}
         of_blocks = [[p for module in block.modules for p in module.parameters()] for block in blocks]
         self.names = [list(dict.fromkeys(names[id(p)] for p in parameters)) for parameters in of_blocks]
@@ -73,8 +73,8 @@ class Replicas:
 
     def run(self) -> Reference:
         """By the oracle of the case's schedule."""
-        sync, kinds = self.case.sync, {"stale": StaleOracle, "overlapped": OverlappedOracle}
-        rates = LearningRates(self.case.optim["lr"], self.case.steps, self.case.schedule)
+        sync, kinds = self.case.sync, {"delayed": DelayedOracle, "overlapped": OverlappedOracle}
+        rates = LRSchedule(self.case.optim["lr"], self.case.steps, self.case.schedule)
         common = (sync, rates, self.start, self.case.replicas, self.direction, SEED)
         if sync.period.kind == "seconds":
             self.oracle: Oracle = TimedOracle(*common, seconds=lambda replica, step: 1.0)

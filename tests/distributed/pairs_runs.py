@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 
 from llmtrain.config import CheckpointSection
-from llmtrain.train.checkpoint import Checkpoints
+from llmtrain.train.checkpoint import Checkpointer
+from llmtrain.train.checkpoint_writer import CheckpointWriter
 from llmtrain.train.integrity import folder_name
-from llmtrain.train.writing import Writing
 from tests.distributed.real_engine import SEED, Case, Outcome, Run, mesh_of
 
 TIMEOUT = 60.0
@@ -21,14 +21,14 @@ TIMEOUT = 60.0
 @contextmanager
 def held_back() -> Iterator[Callable[[], None]]:
     """Checkpoints are written when the function given is called: as on a disk so slow that training is over by then."""
-    held: list[Writing] = []
-    start = Writing.start
+    held: list[CheckpointWriter] = []
+    start = CheckpointWriter.start
 
     def write() -> None:
         for writing in held:
             start(writing, in_thread=True)
 
-    with mock.patch.object(Writing, "start", lambda writing, in_thread: held.append(writing)):
+    with mock.patch.object(CheckpointWriter, "start", lambda writing, in_thread: held.append(writing)):
         yield write
 
 
@@ -55,5 +55,5 @@ def train_and_resume(case: Case, after: int, folder: Path) -> tuple[Outcome, Out
     return outcome, again
 
 
-def _checkpoints(run: Run, folder: Path) -> Checkpoints:
-    return Checkpoints(folder, run.mesh, run.engine, run.method, CheckpointSection(), TIMEOUT)
+def _checkpoints(run: Run, folder: Path) -> Checkpointer:
+    return Checkpointer(folder, run.mesh, run.engine, run.method, CheckpointSection(), TIMEOUT)

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import ModelSection, OptimSection, ParallelSection, ScheduleSection, SyncSection
-from llmtrain.lr import LearningRates
+from llmtrain.lr import LRSchedule
 from llmtrain.model import build, model_config
-from llmtrain.parallel.build import build_engine
+from llmtrain.parallel.build_engine import build_engine
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh, build_mesh
 from llmtrain.parallel.world import World
 from llmtrain.sync.anchors import flatten
-from llmtrain.sync.build import build_method
+from llmtrain.sync.build_method import build_method
 from llmtrain.sync.method import Method
-from llmtrain.sync.offload import Copies, offload_copies
+from llmtrain.sync.offload import HostOffload, host_offload
 from tests.distributed.fake_engine import choices, meeting_store
 from tests.distributed.pool import RankPool
 
@@ -63,12 +63,12 @@ class Case:
     """Where all ranks compute; a GPU is shared by all of them, so each is a replica of its own."""
     network: str = "gloo"
     """Between replicas. NCCL needs a GPU for each rank."""
-    copies: Callable[[torch.device], Copies | None] = offload_copies
+    copies: Callable[[torch.device], HostOffload | None] = host_offload
     """How anchors are offloaded, if the recipe says that they are."""
 
     @property
-    def rates(self) -> LearningRates:
-        return LearningRates(self.optim["lr"], self.steps, self.schedule)
+    def rates(self) -> LRSchedule:
+        return LRSchedule(self.optim["lr"], self.steps, self.schedule)
 
 
 @dataclass
@@ -108,7 +108,7 @@ def build_case(case: Case, mesh: Mesh, clock: Callable[[], float] = time.monoton
         store=store,
         clock=clock,
         timeout_seconds=60,
-        copies_of=case.copies,
+        offload_of=case.copies,
     )
     return engine, method
 
@@ -163,17 +163,17 @@ class Run:
     def losses(self) -> list[float]:
         """Of each step in which somebody computed a gradient. A collective of all ranks; none in each step, in which replicas
         that only pull would wait for those that ZeRO-3 makes wait for their next forward pass."""
-        sums = self.mesh.everyone.all_reduce(torch.tensor(self.sums, dtype=torch.float64)).wait().tolist()
+        sums = self.mesh.all_ranks.all_reduce(torch.tensor(self.sums, dtype=torch.float64)).wait().tolist()
         return [loss / tokens for loss, tokens in sums if tokens]
 
     def finish(self) -> Outcome:
-        """The last synchronisation, and what there is then."""
+        """The last synchronization, and what there is then."""
         self.method.finish()
         # Not the whole weights: DTensor caches the groups of earlier meshes, which the pool has destroyed.
         shards = {
             name: rows.to_local().to("cpu", copy=True)
             for block in self.engine.blocks
-            for name, rows in self.engine.as_sharded(block, flatten(block)).items()
+            for name, rows in self.engine.to_dtensors(block, flatten(block)).items()
         }
         dtype, rounds = self.engine.blocks[0].shards[0].dtype, self.method.report().count
         return Outcome(self.losses(), self.norms, shards, rounds, dtype)

@@ -10,12 +10,12 @@ import torch
 
 from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import CheckpointError
-from llmtrain.recipe import load_recipe
 from llmtrain.recipe_check import check
-from llmtrain.train.checkpoint import Checkpoints
+from llmtrain.recipe_loader import load_recipe
+from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.console import Console
 from llmtrain.train.run import build_trainer, prepare_for
-from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
 from llmtrain.train.trainer import Trainer
 from llmtrain.train.validation import mean_of_replicas, validate
@@ -86,7 +86,7 @@ class _Watching(Console):
         super().start(step, total)
         self.seen.validation.append(loss_of_mean(self.trainer))
 
-    def note(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self.seen.notes.append(text)
 
 
@@ -100,7 +100,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
     """On this rank. It stops at its next checkpoint."""
     directory = RunDirectory(part.recipe)
     # A request to stop is agreed on with a log line: the one after the first step, or the one at the checkpoint.
-    log = part.until if directory.whole_checkpoints else part.recipe.train.total_steps
+    log = part.until if directory.checkpoint_paths else part.recipe.train.total_steps
     checkpoint = part.recipe.checkpoint.model_copy(update={"every": part.until})
     # One micro-batch a rank, whatever the mesh: it may change with it.
     train = part.recipe.train.model_copy(
@@ -119,7 +119,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
     stop.requested = True
     console = _Watching(seen)
     prepared = prepare_for(recipe, show_progress=False)
-    newest = next(reversed(directory.whole_checkpoints), None)
+    newest = next(reversed(directory.checkpoint_paths), None)
     trainer = build_trainer(recipe, mesh, prepared, directory, newest, console, "", stop)
     console.trainer = trainer
     trainer.loader = trainer.loader.loader  # what is read ahead is not used yet
@@ -166,7 +166,7 @@ def rewrite(parts: list[tuple[Part, Path]]) -> list[str]:
         trainer = trainer_of(part, Seen())
         checkpoints, train = trainer.checkpoints, part.recipe.train
         loaded = checkpoints.load(trainer.resume_from, train.global_batch, part.recipe.run.seed)
-        rewritten = Checkpoints(folder, trainer.mesh, trainer.engine, trainer.method, CheckpointSection(), 60.0)
+        rewritten = Checkpointer(folder, trainer.mesh, trainer.engine, trainer.method, CheckpointSection(), 60.0)
         rewritten.save(loaded.step, loaded.progress)
         rewritten.wait()
         trainer.method.close()

@@ -29,8 +29,12 @@ KEYS: dict[str, tuple[str, ...]] = {
     "post_local_sgd": EVERY,
     "qsr": ("sync.period={kind: qsr, base: 2, alpha: 0.009}",),
     "slowmo": EVERY,
-    "diloco": (*EVERY, "sync.wire={kind: int4, feedback: true}"),
-    "streaming_diloco": ("sync.period.every=6", "sync.schedule={steps: 2, fragments: 2}", "sync.wire.feedback=true"),
+    "diloco": (*EVERY, "sync.wire={kind: int4, error_feedback: true}"),
+    "streaming_diloco": (
+        "sync.period.every=6",
+        "sync.schedule={steps: 2, fragments: 2}",
+        "sync.wire.error_feedback=true",
+    ),
     "co2": EVERY,
     "palsgd": (*EVERY, "sync.pull.probability=0.4"),
     "wagma": (*EVERY, "sync.group.size=2"),
@@ -55,7 +59,7 @@ class PlannedStarts:
         self.schedule, self.mesh = trainer.method.schedule, trainer.mesh
         self.worker, self.store = self.schedule.worker, dist.PrefixStore("planned", trainer.mesh.store)
         self.replica = trainer.mesh.replica.rank
-        self.worker.activation = self
+        self.worker.wake_signal = self
         end_step = trainer.method.end_step
 
         def held(step: int) -> None:
@@ -75,7 +79,7 @@ class PlannedStarts:
         needed = iteration - ((iteration, self.replica) in LATE)
 
         def begins() -> bool:
-            return self.store.add(f"arrived {iteration}", 0) == on_time and self.worker.newest()[0] >= needed
+            return self.store.add(f"arrived {iteration}", 0) == on_time and self.worker.latest()[0] >= needed
 
         self._until(lambda: self._is_over(iteration) or begins())
         return not self._is_over(iteration)

@@ -22,11 +22,11 @@ from llmtrain.errors import DONE, DataError, TrainingError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
 from llmtrain.train import trainer as trainer_module
-from llmtrain.train.integrity import FORMAT, complete, fault, read_state
+from llmtrain.train.checkpoint_writer import CheckpointWriter
+from llmtrain.train.integrity import FORMAT, find_corruption, list_checkpoints, read_state
 from llmtrain.train.metrics import MetricsWriter
 from llmtrain.train.run import run_training
 from llmtrain.train.trainer import Trainer
-from llmtrain.train.writing import Writing
 from tests.distributed.pool import RankPool
 from tests.distributed.reshape_runs import Part, Seen, recipe_of, trainer_of, write_texts
 from tests.end_to_end.runs import exact
@@ -99,9 +99,9 @@ def lines_of(run: Path) -> list[dict]:
 
 def steps_of(run: Path) -> list[int]:
     """Of its checkpoints, all of which are whole."""
-    for _, path in complete(run / "checkpoints"):
-        assert fault(path, read_state(path)["files"]) is None
-    return [step for step, _ in complete(run / "checkpoints")]
+    for _, path in list_checkpoints(run / "checkpoints"):
+        assert find_corruption(path, read_state(path)["files"]) is None
+    return [step for step, _ in list_checkpoints(run / "checkpoints")]
 
 
 @NEEDS_ROOT
@@ -125,7 +125,9 @@ def write_unevenly(folder: Path, step: int, numbers: int) -> str:
     """A checkpoint of which rank 1 has all but a number. Why it could not be written."""
     rank, comms = dist.get_rank(), Comms(dist.group.WORLD)
     tensors = {f"rank{rank}": torch.full((numbers if rank else 1,), float(step))}
-    writing = Writing(folder / f"step-{step:08d}", tensors, {"format": FORMAT, "step": step}, {}, comms, lambda: None)
+    writing = CheckpointWriter(
+        folder / f"step-{step:08d}", tensors, {"format": FORMAT, "step": step}, {}, comms, lambda: None
+    )
     writing.start(in_thread=True)
     try:
         writing.wait(200)
@@ -140,21 +142,23 @@ def test_a_disk_that_is_full_for_one_rank_is_so_for_all(ranks: RankPool, tmp_pat
         assert ranks.run(write_unevenly, tmp_path, 10, 1000, world_size=2) == ["", ""]
         first, second = ranks.run(write_unevenly, tmp_path, 20, 200_000, world_size=2)
         assert first == second and "step-00000020 could not be written: " in first
-        assert [path.name for _, path in complete(tmp_path)] == ["step-00000010"] and not list(tmp_path.glob("*.tmp"))
+        assert [path.name for _, path in list_checkpoints(tmp_path)] == ["step-00000010"] and not list(
+            tmp_path.glob("*.tmp")
+        )
         assert ranks.run(write_unevenly, tmp_path, 30, 1000, world_size=2) == ["", ""], "there is room again"
 
 
 def digests_fail(folder: Path) -> tuple[str, float]:
     """On rank 1 alone, which can't read back its share of the files; what came of it after how many seconds."""
-    from llmtrain.train import writing
+    from llmtrain.train import checkpoint_writer
 
-    digests, began = writing.digests, time.monotonic()
+    digests, began = checkpoint_writer.digests, time.monotonic()
     if dist.get_rank() == 1:
-        writing.digests = refused
+        checkpoint_writer.digests = refused
     try:
         return write_unevenly(folder, 10, 1000), time.monotonic() - began
     finally:
-        writing.digests = digests
+        checkpoint_writer.digests = digests
 
 
 def refused(*arguments: Any) -> Any:
@@ -238,7 +242,7 @@ def test_metrics_that_cannot_be_written_end_all_ranks_before_a_checkpoint_with_a
 
 
 def test_a_summary_that_cannot_be_written_fails_the_run_until_it_can(folder: Path) -> None:
-    alone = ("parallel.replicas=1", "parallel.shard=1")
+    alone = ("parallel.replicas=1", "parallel.shards=1")
     recipe, run = recipe_of(folder, "summary", *KEYS, *alone), folder / "runs/summary"
     in_the_way = run / "summary.json.tmp"
 

@@ -61,7 +61,7 @@ def train(recipe: Recipe, steps: Sequence[int]) -> tuple[str, int, bool, float |
 
 def at_anchor(trainer: Trainer) -> list[bool]:
     """By block, whether the parameters are those of the anchor."""
-    blocks, anchors = trainer.engine.blocks, trainer.method.synchroniser.anchors.anchor
+    blocks, anchors = trainer.engine.blocks, trainer.method.block_sync.anchors.anchor
     return [torch.equal(flatten(block), anchor) for block, anchor in zip(blocks, anchors, strict=True)]
 
 
@@ -92,7 +92,7 @@ def change_a_bit(recipe: Recipe) -> str:
     def wrapped(step: int) -> None:
         end_step(step)
         if step == 5 and trainer.mesh.replica.rank == SICK:
-            anchor = trainer.method.synchroniser.anchors.anchor[0]
+            anchor = trainer.method.block_sync.anchors.anchor[0]
             anchor[0] = math.nextafter(anchor[0].item(), math.inf)
 
     trainer.method.end_step = wrapped

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.parallel.comms import Comms
-from llmtrain.parallel.wire import Wire
+from llmtrain.parallel.wire_format import WireFormat
 from tests.distributed.oracle_wire import rounded_sum, whole_blocks
 from tests.distributed.threads import ThreadComms, Threads, on_each
 from tests.unit.test_wire import BLOCK, BYTES_PER_BLOCK, KINDS, LEVELS
@@ -73,10 +73,12 @@ def reduce_each(comms: Watched, cases: list[Case]) -> list[Outcome]:
     for case in cases:
         tensor = torch.from_numpy(case.message(comms.rank))
         counted, sent = comms.traffic.bytes, comms.sent
-        pending = comms.all_reduce(tensor, "test", Wire(case.kind))
+        pending = comms.all_reduce(tensor, "test", WireFormat(case.kind))
         assert pending.wait() is tensor
         outcomes.append(
-            Outcome(tensor.numpy(), pending.lost().numpy(), comms.traffic.bytes - counted, comms.sent - sent)
+            Outcome(
+                tensor.numpy(), pending.quantization_error().numpy(), comms.traffic.bytes - counted, comms.sent - sent
+            )
         )
     return outcomes
 
@@ -189,7 +191,7 @@ def test_one_broken_rank_breaks_the_block_on_every_rank_and_no_other(kind, world
 def sum_too_large(comms: Comms, kind: str) -> np.ndarray:
     tensor = torch.ones(300)
     tensor[130] = 2e38
-    return comms.all_reduce(tensor, "test", Wire(kind)).wait().numpy()
+    return comms.all_reduce(tensor, "test", WireFormat(kind)).wait().numpy()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -218,16 +220,16 @@ def act(comms: Comms, script: str) -> tuple[dict[str, np.ndarray], dict[str, np.
         case = (ROUNDED | OTHERS)[name]
         tensor = torch.from_numpy(case.message(comms.rank))
         if verb in ("begin", "plain"):
-            pending[name] = comms.all_reduce(tensor, name, Wire(case.kind) if verb == "begin" else None)
+            pending[name] = comms.all_reduce(tensor, name, WireFormat(case.kind) if verb == "begin" else None)
             assert verb == "plain" or not pending[name].is_done
         elif verb == "gather":
             pending[name] = comms.gather(tensor, name)
         elif verb == "proceed":
-            pending[name].proceed()
+            pending[name].start_second_phase()
         else:
             results[name] = pending[name].wait().numpy().copy()
             assert pending[name].is_done
-    return results, {name: pending[name].lost().numpy() for name in ROUNDED}, comms.traffic.bytes
+    return results, {name: pending[name].quantization_error().numpy() for name in ROUNDED}, comms.traffic.bytes
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -248,7 +250,7 @@ def test_several_under_way_are_what_each_is_alone(script, world):
 def reduce_part_of_a_buffer(comms: Comms, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """The buffer after a reduction of its middle, as two dimensions, was begun; and after it was done."""
     buffer = torch.arange(1000, dtype=torch.float64)
-    pending = comms.all_reduce(buffer[5:905].view(30, 30), "test", Wire(kind))
+    pending = comms.all_reduce(buffer[5:905].view(30, 30), "test", WireFormat(kind))
     before = buffer.clone()
     pending.wait()
     return before.numpy(), buffer.numpy()
@@ -264,8 +266,8 @@ def test_the_sum_is_written_in_place_when_it_is_waited_for_and_nowhere_else(kind
 
 
 def reduce_nothing(comms: Comms, kind: str) -> tuple[tuple[int, ...], float, float]:
-    empty, sent = comms.all_reduce(torch.empty(0, 3), "test", Wire(kind)).wait(), comms.traffic.bytes
-    return tuple(empty.shape), sent, float(comms.all_reduce(torch.ones(1), "test", Wire(kind)).wait())
+    empty, sent = comms.all_reduce(torch.empty(0, 3), "test", WireFormat(kind)).wait(), comms.traffic.bytes
+    return tuple(empty.shape), sent, float(comms.all_reduce(torch.ones(1), "test", WireFormat(kind)).wait())
 
 
 def test_an_empty_tensor_sends_nothing_and_is_in_nobodys_way():
@@ -278,8 +280,8 @@ def test_one_rank_rounds_nothing_and_sends_nothing(kind):
     case = Case(kind, 700, "float32")
     for comms in (ThreadComms(Threads(1), [0], 0), Comms(None)):
         tensor = torch.from_numpy(case.message(0))
-        pending = comms.all_reduce(tensor, "test", Wire(kind))
-        pending.proceed()
+        pending = comms.all_reduce(tensor, "test", WireFormat(kind))
+        pending.start_second_phase()
         assert pending.is_done and pending.wait() is tensor
         assert_equal_bits([case.message(0), tensor.numpy()])
         assert comms.traffic.bytes == 0
@@ -288,17 +290,17 @@ def test_one_rank_rounds_nothing_and_sends_nothing(kind):
 ROUNDS = (1, 10, 100)
 
 
-def means_over_rounds(comms: Comms, case: Case, feedback: bool) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+def means_over_rounds(comms: Comms, case: Case, error_feedback: bool) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """After so many rounds of the same message: the mean of the sums, and the last message as it was sent."""
     message = torch.from_numpy(case.message(comms.rank))
     lost, total, reached = torch.zeros_like(message), torch.zeros_like(message), {}
     for k in range(1, max(ROUNDS) + 1):
         tensor = message + lost
         sent = tensor.clone()
-        pending = comms.all_reduce(tensor, "test", Wire(case.kind))
+        pending = comms.all_reduce(tensor, "test", WireFormat(case.kind))
         total += pending.wait()
-        if feedback:
-            lost = pending.lost()
+        if error_feedback:
+            lost = pending.quantization_error()
         if k in ROUNDS:
             reached[k] = ((total / k).numpy(), sent.numpy())
     return reached

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from llmtrain.loss import IGNORED
+from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import gradient_norm
 from llmtrain.sync.anchors import flatten
@@ -56,7 +56,7 @@ def test_synchronous_losses_do_not_depend_on_the_mesh(ranks):
 
 @pytest.mark.parametrize("model", [LLAMA, pytest.param(GPT_NEO, marks=pytest.mark.deep)], ids=["llama", "gpt_neo-tied"])
 def test_layerwise_is_blocking_to_the_last_bit(ranks, model):
-    """With two forward passes and a recomputation in a step, none of which but the first may synchronise."""
+    """With two forward passes and a recomputation in a step, none of which but the first may synchronize."""
     parallel = {"precision": "fp32", "activation_checkpointing": True}
     schedules = ["blocking", {"kind": "layerwise", "prefetch": 0}, {"kind": "layerwise", "prefetch": 9}]
     cases = [
@@ -116,7 +116,7 @@ def train_traced(cases: list[Case]) -> list[Outcome]:
     ],
     ids=["traced", "checkpointing", "selective checkpointing", "gpt_neo-tied"],
 )
-def test_compiled_layers_survive_layerwise_synchronisation(ranks, model, checkpointing, how):
+def test_compiled_layers_survive_layerwise_synchronization(ranks, model, checkpointing, how):
     compiled = {"precision": "fp32", "compile": True, "activation_checkpointing": checkpointing}
     layerwise, blocking, plain = outcomes(
         ranks,
@@ -131,7 +131,7 @@ def test_compiled_layers_survive_layerwise_synchronisation(ranks, model, checkpo
 
 
 BATCH = torch.arange(1, 11)[None], torch.arange(10)[None]
-NOTHING = BATCH[0], torch.full_like(BATCH[1], IGNORED)
+NOTHING = BATCH[0], torch.full_like(BATCH[1], IGNORE_INDEX)
 
 
 def validate_between_rounds(changes: dict[str, Any]) -> tuple[list[bool], list[float]]:
@@ -172,7 +172,7 @@ def validate_what_was_gathered_before(factor: float) -> tuple[float, float]:
         for block in engine.blocks:
             for shard in block.shards:
                 shard.mul_(factor)
-            engine.publish(block)
+            engine.parameters_changed(block)
         found.append(validate(engine, mesh, lambda: [BATCH]).loss)
     return tuple(found)
 

@@ -15,20 +15,20 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.data.loader import eval_batches
-from llmtrain.data.prepare import folder as cache_folder
-from llmtrain.data.prepare import open_prepared
+from llmtrain.data.prepare import cache_path as cache_folder
+from llmtrain.data.prepare import open_dataset
 from llmtrain.errors import CheckpointError, DataError, TrainingError, UserError
 from llmtrain.export import export as export_module
 from llmtrain.export.export import Request, export, exported
 from llmtrain.export.folder import read_manifest
+from llmtrain.export.full_tensors import FullTensorReader
 from llmtrain.export.generate import Sampling, generate
 from llmtrain.export.parity import training_logits, training_model
 from llmtrain.export.source import Source, find_source
-from llmtrain.export.stored import WholeTensors
-from llmtrain.export.weights import MEAN, Choice, ChosenWeights
-from llmtrain.loss import IGNORED
+from llmtrain.export.weights import MEAN, ChosenWeights, WeightSource
+from llmtrain.loss import IGNORE_INDEX
 from llmtrain.model import model_config
-from llmtrain.train.integrity import read_state, sealed
+from llmtrain.train.integrity import dump_state, read_state
 from tests.distributed.export_runs import IN_A_ROUND, LAST, ExportRun, make_run
 from tests.distributed.pool import RankPool
 
@@ -91,13 +91,13 @@ def raw(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def weights_of(source: Source) -> ChosenWeights:
-    return ChosenWeights(WholeTensors(source.checkpoint), source.state, MEAN)
+    return ChosenWeights(FullTensorReader(source.checkpoint), source.state, MEAN)
 
 
 def validation_loss(model: torch.nn.Module, source: Source) -> float:
     """Of a transformers model, on the tokens that training validates on."""
     recipe, total, count = source.recipe, 0.0, 0
-    tokens = open_prepared(cache_folder(recipe.data), {"validation": recipe.eval.tokens + 2}).tokens("validation")
+    tokens = open_dataset(cache_folder(recipe.data), {"validation": recipe.eval.tokens + 2}).tokens("validation")
     batches = eval_batches(
         tokens,
         max_tokens=recipe.eval.tokens,
@@ -109,9 +109,9 @@ def validation_loss(model: torch.nn.Module, source: Source) -> float:
     for inputs, labels in batches:
         logits = model(inputs).logits.double()
         total += torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
         ).item()
-        count += int((labels != IGNORED).sum())
+        count += int((labels != IGNORE_INDEX).sum())
     return total / count
 
 
@@ -175,17 +175,17 @@ def test_anchor_and_replicas_are_their_own(plain: Path, tmp_path: Path) -> None:
         ("replica:0", "replica0.weights.", "-replica0"),
         ("replica:1", "replica1.weights.", "-replica1"),
     ):
-        folder, _ = export(source, Request(Choice.parse(choice)))
+        folder, _ = export(source, Request(WeightSource.parse(choice)))
         assert folder.name == f"step-{IN_A_ROUND:08d}{ending}"
         assert torch.equal(load_file(folder / "model.safetensors")[name], there[f"{stored}causal_lm.{name}"])
     assert not torch.equal(there[f"anchor.causal_lm.{name}"], there[f"replica0.weights.causal_lm.{name}"])
 
 
-def test_after_the_last_synchronisation_mean_anchor_and_replicas_are_equal(plain: Path) -> None:
+def test_after_the_last_synchronization_mean_anchor_and_replicas_are_equal(plain: Path) -> None:
     source = find_source(plain)
     assert source.step == LAST
     mean, *others = (
-        load_file(export(source, Request(Choice.parse(text)))[0] / "model.safetensors")
+        load_file(export(source, Request(WeightSource.parse(text)))[0] / "model.safetensors")
         for text in ("mean", "anchor", "replica:0", "replica:1")
     )
     for other in others:
@@ -212,7 +212,7 @@ def test_a_complete_export_is_reused_and_a_damaged_one_made_again(run: Path) -> 
         file.truncate(1000)
     assert exported(run) == weights.parent and weights.stat().st_size > 1000
     state = run / f"checkpoints/step-{LAST:08d}/state.json"  # the same step of a run trained anew
-    state.write_text(sealed({**read_state(state.parent), "trained": "anew"}))
+    state.write_text(dump_state({**read_state(state.parent), "trained": "anew"}))
     before = weights.stat().st_ino, read_manifest(weights.parent).checkpoint
     exported(run)
     assert (weights.stat().st_ino, read_manifest(weights.parent).checkpoint) != before
@@ -299,7 +299,7 @@ def test_what_a_run_does_not_have(run: Path, tmp_path: Path) -> None:
         (lambda: find_source(run, 3), r"has no checkpoint of step 3; there are: 4, 5"),
         (lambda: find_source(run.parent / "rum"), r"rum does not exist; give one that training made"),
         (lambda: find_source(run.parent), r"is not a run directory \(it has no recipe.yaml\)"),
-        (lambda: export(find_source(run), Request(Choice.parse("replica:2"))), r"has replica:0 to replica:1"),
+        (lambda: export(find_source(run), Request(WeightSource.parse("replica:2"))), r"has replica:0 to replica:1"),
         (lambda: export(find_source(run), Request(max_shard_size="big")), r"--max-shard-size is 'big'; expected"),
         (lambda: export(find_source(run), Request(), run), r"exists and is not an exported model"),
     ):
@@ -314,7 +314,7 @@ def test_without_an_anchor(plain: Path, tmp_path: Path) -> None:
     source = find_source(plain, IN_A_ROUND)
     source.state["shared"]["anchor"] = []
     with pytest.raises(UserError, match=r"has no anchor \(.*\); use mean"):
-        weights = ChosenWeights(WholeTensors(source.checkpoint), source.state, Choice.parse("anchor"))
+        weights = ChosenWeights(FullTensorReader(source.checkpoint), source.state, WeightSource.parse("anchor"))
         weights.read("model.norm.weight")
 
 

@@ -17,19 +17,19 @@ from tests.distributed.trace import Trace, assert_same_run
 FALLING = ScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
 PENALTY = {"z": 1.5, "temperature": 0.3, "clip": 0.5}
 SECONDS = {"kind": "seconds", "every": 3.0, "min_steps": 0}
-STREAMING = {"kind": "overlapped", "steps": 2, "fragments": 3, "mix": 0.5}
+STREAMING = {"kind": "overlapped", "steps": 2, "fragments": 3, "alpha": 0.5}
 SCHEDULES = {
     "blocking": choices("diloco", every=3, warmup_steps=2),
     "layerwise": edit(every=3, penalty=PENALTY),
     "without an anchor": choices("local_sgd", every=3, schedule="layerwise"),
-    "stale": choices("co2", every=3),
+    "delayed": choices("co2", every=3),
     "overlapped": choices("streaming_diloco", every=5, wire="fp32", schedule=STREAMING),
     "pull": choices("palsgd", every=4, warmup_steps=2, pull={"probability": 0.4, "strength": 0.3}),
 }
 WIRES = {
     "bf16": choices("diloco", every=3, wire="bf16"),
-    "int8": edit(every=3, penalty=PENALTY, wire={"kind": "int8", "feedback": True}),
-    "int4": choices("streaming_diloco", every=5, schedule=STREAMING, wire={"kind": "int4", "feedback": True}),
+    "int8": edit(every=3, penalty=PENALTY, wire={"kind": "int8", "error_feedback": True}),
+    "int4": choices("streaming_diloco", every=5, schedule=STREAMING, wire={"kind": "int4", "error_feedback": True}),
 }
 SPEEDS = {"step_seconds": (0.5, 1.25), "delays": {(7, 1): 2.0}}
 
@@ -74,7 +74,7 @@ def test_rounds_of_seconds_and_resumed_runs(ranks: RankPool) -> None:
         "seconds": Scenario(edit(**timed), steps=16, **SPEEDS),
         "seconds, blocking": Scenario(edit(**timed, schedule="blocking"), steps=16, **SPEEDS),
         "seconds, resumed": Scenario(edit(**timed), steps=16, resume_after=range(2, 16, 3), **SPEEDS),
-        "stale, resumed": Scenario(SCHEDULES["stale"], steps=17, schedule=FALLING, resume_after=(4, 11)),
+        "delayed, resumed": Scenario(SCHEDULES["delayed"], steps=17, schedule=FALLING, resume_after=(4, 11)),
         "int4, resumed": Scenario(WIRES["int4"], steps=16, resume_after=(7, 12)),
     }
     are_the_oracles(ranks, scenarios)

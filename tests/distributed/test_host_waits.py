@@ -23,7 +23,7 @@ from tests.distributed.real_engine import GPT_NEO, LLAMA, Case, build_case, mesh
 READING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::_unique2", "copy to the CPU"}
 COPYING = ("cpu", "numpy", "tolist")
 SGD = {"kind": "sgd", "lr": 1e-2, "clip_norm": 1.0}
-OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "mix": 0.5}
+OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "alpha": 0.5}
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def test_reading_is_noticed(read) -> None:
 
 LOCAL = [name for name in METHODS if name not in ("wagma", "a_edit", "synchronous")]
 FAST = [("local_sgd", LLAMA), ("palsgd", LLAMA), ("edit", GPT_NEO)]
-"""A plain mean, a pull, a layer-wise synchronisation; what is hidden has a test of its own."""
+"""A plain mean, a pull, a layer-wise synchronization; what is hidden has a test of its own."""
 DEEP = [pytest.param(name, LLAMA, marks=pytest.mark.deep) for name in LOCAL if (name, LLAMA) not in FAST]
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from llmtrain.parallel.comms import Pending
+from llmtrain.parallel.comms import PendingCollective
 from tests.distributed.fake_engine import edit
 from tests.distributed.real_engine import Case, Outcome, train
 
@@ -42,14 +42,14 @@ def test_layerwise_is_blocking_for_many_rounds(ranks, device, parallel):
 
 def train_without_waiting(cases: list[Case]) -> list[Outcome]:
     """For what replicas send of a block; all else is waited for."""
-    finish, kept = Pending._finish, []
+    finish, kept = PendingCollective._finish, []
 
-    def hurry(self: Pending) -> None:
+    def hurry(self: PendingCollective) -> None:
         kept.append(self)  # what is under way needs its memory
-        if not self._what.startswith("synchronising"):
+        if not self._what.startswith("synchronizing"):
             finish(self)
 
-    with mock.patch.object(Pending, "_finish", hurry):
+    with mock.patch.object(PendingCollective, "_finish", hurry):
         return train(cases)
 
 

@@ -15,8 +15,7 @@ from tests.distributed.trace import Trace, assert_same_bits, assert_same_run
 
 MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1")]
 FALLING = ScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
-CO2_AT_ONCE = {"kind": "stale", "rounds": 0}
-STREAMING = {"kind": "overlapped", "steps": 2, "fragments": 3, "mix": 0.5}
+STREAMING = {"kind": "overlapped", "steps": 2, "fragments": 3, "alpha": 0.5}
 MOMENTUM = {"kind": "momentum", "lr": 0.8, "momentum": 0.6}
 PULL = {"probability": 0.4, "strength": 0.3}
 
@@ -28,15 +27,17 @@ def both(ours: Any, theirs: Any, replicas: int = 4, shard: int = 1, **run: Any) 
 
 WITH_A_PERIOD = {
     "slowmo": ("slowmo", {}),
-    "slowmo-accumulated": ("slowmo", {"outer": {**MOMENTUM, "normalise": "accumulated_lr"}}),
+    "slowmo-accumulated": ("slowmo", {"outer": {**MOMENTUM, "normalize": "lr_sum"}}),
     "post_local_sgd": ("post_local_sgd", {"warmup_until_lr": None}),
     "co2": ("co2", {}),
-    "co2-at-once": ("co2", {"schedule": CO2_AT_ONCE}),
     "streaming": ("streaming_diloco", {"schedule": STREAMING}),
-    "streaming-fp32": ("streaming_diloco", {"schedule": {**STREAMING, "pattern": "sequential"}, "wire": "fp32"}),
+    "streaming-fp32": (
+        "streaming_diloco",
+        {"schedule": {**STREAMING, "fragment_layout": "sequential"}, "wire": "fp32"},
+    ),
     "palsgd": ("palsgd", {}),
     "palsgd-layerwise": ("palsgd", {"schedule": "layerwise", "pull": PULL}),
-    "edit-int8": ("edit", {"wire": {"kind": "int8", "feedback": True}}),
+    "edit-int8": ("edit", {"wire": {"kind": "int8", "error_feedback": True}}),
 }
 
 
@@ -62,7 +63,7 @@ def test_palsgd_without_a_pull_is_diloco(replicas: int, shard: int) -> None:
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 def test_palsgd_layerwise_is_blocking(replicas: int, shard: int) -> None:
-    """An armed synchronisation is carried out before a pull, too; with the seeds some replicas begin a round with one."""
+    """An armed synchronization is carried out before a pull, too; with the seeds some replicas begin a round with one."""
     for seed in range(3):
         syncs = [choices("palsgd", every=3, pull=PULL, warmup_steps=2, schedule=s) for s in ("layerwise", "blocking")]
         assert_same_bits(*both(*syncs, replicas, shard, seed=seed))
@@ -83,23 +84,24 @@ def test_a_edit_on_equal_machines_is_edit(steps: int, schedule: str, replicas: i
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
-@pytest.mark.parametrize("outer", [MOMENTUM, {**MOMENTUM, "normalise": "lr", "clip": 0.1}], ids=["plain", "lr-clip"])
-def test_co2_that_waits_is_diloco(outer: dict, replicas: int, shard: int) -> None:
-    co2 = choices("co2", every=4, outer=outer, schedule=CO2_AT_ONCE)
-    assert_same_bits(*both(co2, choices("diloco", every=4, outer=outer), replicas, shard))
+@pytest.mark.parametrize("outer", [MOMENTUM, {**MOMENTUM, "normalize": "lr", "clip": 0.1}], ids=["plain", "lr-clip"])
+def test_co2_of_a_single_round_is_diloco(outer: dict, replicas: int, shard: int) -> None:
+    """The end of the run waits for the mean of its last round."""
+    syncs = (choices(method, every=4, outer=outer) for method in ("co2", "diloco"))
+    assert_same_bits(*both(*syncs, replicas, shard, steps=4))
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 def test_co2_at_a_constant_learning_rate_has_no_gap(replicas: int, shard: int) -> None:
     """With whole rounds only: a shorter last one is a gap."""
-    syncs = (choices("co2", every=4, schedule={"kind": "stale", "gap_penalty": gap}) for gap in (True, False))
+    syncs = (choices("co2", every=4, schedule={"kind": "delayed", "gap_penalty": gap}) for gap in (True, False))
     assert_same_bits(*both(*syncs, replicas, shard, steps=16, schedule=ScheduleSection(kind="constant")))
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 def test_streaming_the_whole_model_at_once_is_diloco(replicas: int, shard: int) -> None:
     outer = {"kind": "nesterov", "lr": 0.6, "momentum": 0.8}
-    schedule = {"kind": "overlapped", "steps": 0, "fragments": 1, "mix": 0.0}
+    schedule = {"kind": "overlapped", "steps": 0, "fragments": 1, "alpha": 0.0}
     streaming = choices("streaming_diloco", every=4, outer=outer, schedule=schedule, wire="fp32", warmup_steps=1)
     assert_same_bits(*both(streaming, choices("diloco", every=4, outer=outer, warmup_steps=1), replicas, shard))
 
@@ -108,7 +110,7 @@ def test_streaming_the_whole_model_at_once_is_diloco(replicas: int, shard: int) 
 def test_a_fragment_at_once_is_diloco_of_its_own(block: int) -> None:
     """Blocks of the fake engine do not see each other: with a fragment for each, block p is DiLoCo whose rounds begin
     p + 1 steps later."""
-    schedule = {"kind": "overlapped", "steps": 0, "fragments": 4, "mix": 0.0}
+    schedule = {"kind": "overlapped", "steps": 0, "fragments": 4, "alpha": 0.0}
     sync = choices("streaming_diloco", every=4, schedule=schedule, wire="fp32", outer={"kind": "sgd", "lr": 0.7})
     got = simulate(Scenario(sync, 4, 1, steps=14))
     theta = np.repeat(got.forwards[0][block][:1], 4, axis=0)
@@ -121,21 +123,21 @@ def test_a_fragment_at_once_is_diloco_of_its_own(block: int) -> None:
             theta = np.repeat(anchor[None], 4, axis=0)
 
 
-@pytest.mark.parametrize(("method", "normalise"), [("slowmo", "lr"), ("slowmo", "accumulated_lr"), ("co2", "lr")])
-def test_units_do_not_matter_while_they_stay(method: str, normalise: str) -> None:
+@pytest.mark.parametrize(("method", "normalize"), [("slowmo", "lr"), ("slowmo", "lr_sum"), ("co2", "lr")])
+def test_units_do_not_matter_while_they_stay(method: str, normalize: str) -> None:
     """At a constant learning rate and equal rounds only the momentum's scale differs."""
-    changes = {"schedule": {"kind": "stale", "rounds": 1}} if method == "co2" else {}
-    syncs = [choices(method, every=3, outer={**MOMENTUM, "normalise": unit}, **changes) for unit in (normalise, "none")]
+    changes = {"schedule": {"kind": "delayed"}} if method == "co2" else {}
+    syncs = [choices(method, every=3, outer={**MOMENTUM, "normalize": unit}, **changes) for unit in (normalize, "none")]
     assert_same_run(*both(*syncs, steps=15, schedule=ScheduleSection(kind="constant")))
     nesterov = {"kind": "nesterov", "lr": 0.6, "momentum": 0.8}
-    syncs = [choices("edit", every=3, outer={**nesterov, "normalise": unit}) for unit in (normalise, "none")]
+    syncs = [choices("edit", every=3, outer={**nesterov, "normalize": unit}) for unit in (normalize, "none")]
     assert_same_run(*both(*syncs, steps=15, schedule=ScheduleSection(kind="constant")))
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
-@pytest.mark.parametrize("normalise", ["none", "lr", "accumulated_lr"])
-def test_slowmo_without_slow_momentum_is_local_sgd(normalise: str, replicas: int, shard: int) -> None:
-    outer = {"kind": "momentum", "lr": 1.0, "momentum": 0.0, "normalise": normalise}
+@pytest.mark.parametrize("normalize", ["none", "lr", "lr_sum"])
+def test_slowmo_without_slow_momentum_is_local_sgd(normalize: str, replicas: int, shard: int) -> None:
+    outer = {"kind": "momentum", "lr": 1.0, "momentum": 0.0, "normalize": normalize}
     got, expected = both(choices("slowmo", every=3, outer=outer), choices("local_sgd", every=3), replicas, shard)
     assert_same_run(got, replace(expected, squares=None))  # which has no anchor, so no pseudo-gradient to report
 
@@ -156,12 +158,11 @@ def test_pulls_of_no_strength_skip_steps() -> None:
 
 ALONE = {
     "slowmo": (choices("slowmo", every=3), 0),
-    "slowmo-accumulated": (choices("slowmo", every=3, outer={**MOMENTUM, "normalise": "accumulated_lr"}), 0),
+    "slowmo-accumulated": (choices("slowmo", every=3, outer={**MOMENTUM, "normalize": "lr_sum"}), 0),
     "diloco": (choices("diloco", every=3), 0),
     "edit": (choices("edit", every=3, warmup_steps=0, penalty=None), 0),
     "a_edit": (edit(period={"kind": "seconds", "every": 3.0, "min_steps": 0}, every=None, schedule="layerwise"), 0),
-    "co2": (choices("co2", every=3, outer=MOMENTUM, schedule={"kind": "stale", "gap_penalty": False}), 1),
-    "co2-at-once": (choices("co2", every=3, outer=MOMENTUM, schedule=CO2_AT_ONCE), 0),
+    "co2": (choices("co2", every=3, outer=MOMENTUM, schedule={"kind": "delayed", "gap_penalty": False}), 1),
 }
 
 
@@ -179,10 +180,10 @@ def test_a_replica_alone_takes_outer_steps(sync: Any, late: int, shard: int) -> 
             theta = theta + scenario.rates.at(step) * scenario.direction(step, 0, block, theta)
             if step % 3 == 0:
                 lrs = [scenario.rates.at(s) for s in (step - 2, step - 1, step)]
-                waiting.append((anchor - theta, {"none": 1.0, "lr": lrs[2], "accumulated_lr": sum(lrs)}))
+                waiting.append((anchor - theta, {"none": 1.0, "lr": lrs[2], "lr_sum": sum(lrs)}))
                 due = waiting[: len(waiting) - late] if step < 12 else waiting
                 for moved, units in due:
-                    g = units[outer.normalise]
+                    g = units[outer.normalize]
                     b = outer.momentum * b + moved / g
                     anchor = anchor - outer.lr * (g * outer.momentum * b + moved if outer.kind == "nesterov" else g * b)
                 waiting = waiting[len(due) :]
@@ -244,14 +245,17 @@ WIRES = ["bf16", "int8", "int4"]
 
 
 @pytest.mark.parametrize(
-    ("replicas", "shard", "feedback"), [(2, 2, False), (4, 1, False), (4, 1, True)], ids=["2x2", "4x1", "4x1-feedback"]
+    ("replicas", "shard", "error_feedback"),
+    [(2, 2, False), (4, 1, False), (4, 1, True)],
+    ids=["2x2", "4x1", "4x1-feedback"],
 )
 @pytest.mark.parametrize("sync", EVERYTHING.values(), ids=EVERYTHING.keys())
-def test_rounded_runs_end_equal(sync: Any, feedback: bool, replicas: int, shard: int) -> None:
+def test_rounded_runs_end_equal(sync: Any, error_feedback: bool, replicas: int, shard: int) -> None:
     """To the last bit on all replicas; the finer the format, the nearer to the exact run."""
     run = {"steps": 16, "schedule": FALLING, "step_seconds": (0.5, 0.75, 1.0, 1.0)[:replicas]}
     rounded = [
-        type(sync).model_validate({**sync.model_dump(), "wire": {"kind": kind, "feedback": feedback}}) for kind in WIRES
+        type(sync).model_validate({**sync.model_dump(), "wire": {"kind": kind, "error_feedback": error_feedback}})
+        for kind in WIRES
     ]
     exact, *runs = (simulate(Scenario(each, replicas, shard, **run)) for each in (sync, *rounded))
     distances = []
@@ -266,9 +270,8 @@ def test_rounded_runs_end_equal(sync: Any, feedback: bool, replicas: int, shard:
 FED_BACK = {
     "blocking": ("diloco", {}),
     "layerwise": ("diloco", {"schedule": "layerwise"}),
-    "at-once": ("diloco", {"schedule": {"kind": "overlapped", "steps": 0, "fragments": 1, "mix": 0.0}}),
-    "co2": ("co2", {"schedule": {"kind": "stale", "gap_penalty": False}}),
-    "co2-at-once": ("co2", {"schedule": CO2_AT_ONCE}),
+    "at-once": ("diloco", {"schedule": {"kind": "overlapped", "steps": 0, "fragments": 1, "alpha": 0.0}}),
+    "co2": ("co2", {"schedule": {"kind": "delayed", "gap_penalty": False}}),
 }
 
 
@@ -277,7 +280,7 @@ def test_feedback_loses_no_more_than_the_last_message_did(method: str, changes: 
     """What a run has moved by is the sum of what replicas meant to send, but for what the last rounding left out. With
     d the largest element of a message D_n / 4, e of an error: e <= 5 (d + e) / 14, its own half step and that of a sum of 4;
     so all errors together are at most 8 (d + e) / 14 <= 8 d / 9. Without feedback, roundings of 40 rounds add up."""
-    wires = ({"kind": "int4", "feedback": feedback} for feedback in (True, False))
+    wires = ({"kind": "int4", "error_feedback": error_feedback} for error_feedback in (True, False))
     fed, plain = (choices(method, every=1, outer={"kind": "average"}, wire=wire, **changes) for wire in wires)
     constant = ScheduleSection(kind="constant")
     for got, has_feedback in zip(both(fed, plain, steps=40, schedule=constant), (True, False), strict=True):

@@ -37,7 +37,7 @@ def matches_the_oracle(*scenarios: Scenario) -> list[Trace]:
 
 def is_what_it_says(got: Trace) -> None:
     """A method that says that all replicas are equal is right: the next step's forward shows it."""
-    for says, forward in zip(got.says_synchronised, got.forwards[1:], strict=False):
+    for says, forward in zip(got.says_synchronized, got.forwards[1:], strict=False):
         assert not says or all((block == block[0]).all() for block in forward)
 
 
@@ -53,13 +53,13 @@ OUTER = {
     "slowmo": choices("slowmo", every=3),
     "slowmo-after-warm-up": choices("slowmo", every=3, warmup_steps=4),
     "momentum": choices("slowmo", every=3, outer=momentum()),
-    "momentum-accumulated": choices("slowmo", every=3, outer=momentum(normalise="accumulated_lr")),
+    "momentum-accumulated": choices("slowmo", every=3, outer=momentum(normalize="lr_sum")),
     "momentum-clipped": choices("slowmo", every=3, outer=momentum(clip=0.04)),
-    "momentum-clipped-lr": choices("slowmo", every=3, outer=momentum(clip=0.05, normalise="lr")),
-    "nesterov-lr": choices("diloco", every=3, outer=nesterov(normalise="lr")),
-    "nesterov-accumulated": choices("diloco", every=3, outer=nesterov(normalise="accumulated_lr")),
-    "nesterov-accumulated-qsr": choices("diloco", period=QSR, outer=nesterov(normalise="accumulated_lr")),
-    "edit-accumulated-layerwise": edit(every=3, outer=nesterov(normalise="accumulated_lr"), penalty={"clip": 0.5}),
+    "momentum-clipped-lr": choices("slowmo", every=3, outer=momentum(clip=0.05, normalize="lr")),
+    "nesterov-lr": choices("diloco", every=3, outer=nesterov(normalize="lr")),
+    "nesterov-accumulated": choices("diloco", every=3, outer=nesterov(normalize="lr_sum")),
+    "nesterov-accumulated-qsr": choices("diloco", period=QSR, outer=nesterov(normalize="lr_sum")),
+    "edit-accumulated-layerwise": edit(every=3, outer=nesterov(normalize="lr_sum"), penalty={"clip": 0.5}),
     "qsr": choices("qsr", period=QSR),
     "edit-qsr": edit(every=3, penalty={"temperature": 0.3}).model_copy(
         update={"period": choices("qsr", period=QSR).period}
@@ -75,24 +75,23 @@ def test_outer_steps_and_their_units(sync: Any, replicas: int, shard: int) -> No
     matches_the_oracle(*(Scenario(sync, replicas, shard, steps=17, schedule=each) for each in schedules))
 
 
-STALE = {
+DELAYED = {
     "co2": choices("co2", every=3),
-    "no-gap-penalty": choices("co2", every=3, schedule={"kind": "stale", "gap_penalty": False}),
+    "no-gap-penalty": choices("co2", every=3, schedule={"kind": "delayed", "gap_penalty": False}),
     "clipped": choices("co2", every=3, outer=momentum(clip=0.04)),
-    "at-once": choices("co2", every=3, schedule={"kind": "stale", "rounds": 0}),
-    "slowmo-outer": choices("co2", every=3, outer=momentum(normalise="lr")),
-    "nesterov-accumulated": choices("co2", every=3, outer=nesterov(normalise="accumulated_lr")),
+    "slowmo-outer": choices("co2", every=3, outer=momentum(normalize="lr")),
+    "nesterov-accumulated": choices("co2", every=3, outer=nesterov(normalize="lr_sum")),
     "average": choices("co2", every=2, outer={"kind": "average"}),
     "after-warm-up": choices("co2", every=3, warmup_steps=4),
-    "qsr": choices("co2", period=QSR, outer=nesterov(normalise="lr")),
+    "qsr": choices("co2", period=QSR, outer=nesterov(normalize="lr")),
     "every-step": choices("co2", every=1),
     "pull": choices("co2", every=3, pull={"probability": 0.4, "strength": 0.3}),
 }
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
-@pytest.mark.parametrize("sync", STALE.values(), ids=STALE.keys())
-def test_stale(sync: Any, replicas: int, shard: int) -> None:
+@pytest.mark.parametrize("sync", DELAYED.values(), ids=DELAYED.keys())
+def test_delayed(sync: Any, replicas: int, shard: int) -> None:
     """Runs that end within a round, at a round's end, within the first round, at its end, and within the warm-up."""
     lengths = [17, 16, 15, 7, 5, 3, 2] if replicas == 4 else [17]
     runs = [Scenario(sync, replicas, shard, steps=steps, schedule=FALLING) for steps in lengths]
@@ -102,17 +101,17 @@ def test_stale(sync: Any, replicas: int, shard: int) -> None:
     matches_the_oracle(*runs)
 
 
-def overlapped(steps: int, fragments: int, mix: float, **changes: Any) -> Any:
-    pattern = changes.pop("pattern", "strided")
-    schedule = {"kind": "overlapped", "steps": steps, "fragments": fragments, "mix": mix, "pattern": pattern}
+def overlapped(steps: int, fragments: int, alpha: float, **changes: Any) -> Any:
+    layout = changes.pop("fragment_layout", "strided")
+    schedule = {"kind": "overlapped", "steps": steps, "fragments": fragments, "alpha": alpha, "fragment_layout": layout}
     return choices("streaming_diloco", **{"every": 5, "wire": "fp32", "schedule": schedule, **changes})
 
 
 OVERLAPPED = {
     "two-fragments": overlapped(2, 2, 0.5),
-    "sequential": overlapped(2, 2, 0.3, pattern="sequential"),
+    "sequential": overlapped(2, 2, 0.3, fragment_layout="sequential"),
     "three-uneven": overlapped(1, 3, 0.5),
-    "three-sequential": overlapped(3, 3, 0.7, pattern="sequential"),
+    "three-sequential": overlapped(3, 3, 0.7, fragment_layout="sequential"),
     "each-block": overlapped(1, 4, 0.5, every=4),
     "one-fragment": overlapped(3, 1, 0.5),
     "whole-round": overlapped(5, 2, 0.5),
@@ -123,9 +122,9 @@ OVERLAPPED = {
     "anchor-only-counts": overlapped(2, 2, 1.0),
     "more-fragments-than-steps": overlapped(2, 4, 0.5, every=3),
     "after-warm-up": overlapped(2, 2, 0.5, warmup_steps=4),
-    "normalised": overlapped(2, 2, 0.5, outer=nesterov(normalise="lr")),
-    "accumulated": overlapped(2, 2, 0.5, outer=momentum(normalise="accumulated_lr")),
-    "qsr": overlapped(2, 3, 0.5, every=None, period=QSR, outer=nesterov(normalise="accumulated_lr")),
+    "normalized": overlapped(2, 2, 0.5, outer=nesterov(normalize="lr")),
+    "accumulated": overlapped(2, 2, 0.5, outer=momentum(normalize="lr_sum")),
+    "qsr": overlapped(2, 3, 0.5, every=None, period=QSR, outer=nesterov(normalize="lr_sum")),
     "qsr-short-last": overlapped(4, 2, 0.5, every=None, period={"kind": "qsr", "base": 4, "alpha": 2.0}),
     "pull": overlapped(2, 2, 0.5, pull={"probability": 0.4, "strength": 0.3}),
 }
@@ -189,8 +188,8 @@ TIMED = {
     "never-enough-steps": timed(every=1.5, min_steps=10_000),
     "one-step-a-round": timed(every=0.25),
     "one-round": timed(every=25.0),
-    "diloco": timed("diloco", outer=nesterov(normalise="accumulated_lr")),
-    "slowmo": timed("slowmo", outer=momentum(normalise="lr"), warmup_steps=3),
+    "diloco": timed("diloco", outer=nesterov(normalize="lr_sum")),
+    "slowmo": timed("slowmo", outer=momentum(normalize="lr"), warmup_steps=3),
     "local_sgd": timed("local_sgd", schedule="layerwise"),
     "pull": timed("palsgd", pull=PULL, warmup_steps=3),
 }
@@ -213,7 +212,7 @@ def test_rounds_of_seconds(sync: Any, replicas: int, shard: int) -> None:
 
 
 @pytest.mark.parametrize(("replicas", "shard"), [(3, 1), (1, 1)], ids=["3x1", "1x1"])
-@pytest.mark.parametrize("syncs", [OUTER, STALE, OVERLAPPED, PALSGD], ids=["outer", "stale", "overlapped", "pull"])
+@pytest.mark.parametrize("syncs", [OUTER, DELAYED, OVERLAPPED, PALSGD], ids=["outer", "delayed", "overlapped", "pull"])
 def test_three_replicas_and_one(syncs: dict, replicas: int, shard: int) -> None:
     matches_the_oracle(*(Scenario(sync, replicas, shard, steps=18, schedule=FALLING) for sync in syncs.values()))
 

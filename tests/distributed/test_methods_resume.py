@@ -17,7 +17,7 @@ QSR = {"kind": "qsr", "base": 2, "alpha": 1.5}
 PULL = {"probability": 0.4, "strength": 0.3}
 SECONDS = {"kind": "seconds", "every": 3.0, "min_steps": 0}
 PENALTY = {"z": 1.0, "temperature": 0.3, "clip": 0.5, "step_weight": 0.3}
-BY_SUM = {"kind": "nesterov", "lr": 0.5, "momentum": 0.7, "normalise": "accumulated_lr"}
+BY_SUM = {"kind": "nesterov", "lr": 0.5, "momentum": 0.7, "normalize": "lr_sum"}
 
 
 def of(method: str, every: int | None = 4, **changes: Any) -> Any:
@@ -31,7 +31,7 @@ def streaming(steps: int = 2, wire: Any = "fp32", **schedule: Any) -> Any:
 
 
 def feedback(kind: str) -> dict:
-    return {"kind": kind, "feedback": True}
+    return {"kind": kind, "error_feedback": True}
 
 
 STEPPED = {
@@ -43,16 +43,15 @@ STEPPED = {
     "palsgd-layerwise": of("palsgd", pull=PULL, schedule="layerwise"),
     "co2": of("co2"),
     "co2-clipped-lr": of(
-        "co2", outer={"kind": "momentum", "lr": 0.8, "momentum": 0.6, "clip": 0.05, "normalise": "lr"}
+        "co2", outer={"kind": "momentum", "lr": 0.8, "momentum": 0.6, "clip": 0.05, "normalize": "lr"}
     ),
-    "co2-at-once": of("co2", schedule={"kind": "stale", "rounds": 0}),
     "co2-qsr": of("co2", None, period=QSR),
     "streaming": streaming(),
     "streaming-accumulated": streaming(outer=BY_SUM),
     "streaming-at-once": streaming(steps=0),
     "streaming-whole-model-at-once": streaming(steps=0, fragments=1),
-    "streaming-whole-round": streaming(steps=4, mix=0.3, pattern="sequential"),
-    "streaming-unmixed": streaming(steps=3, mix=0.0),
+    "streaming-whole-round": streaming(steps=4, alpha=0.3, fragment_layout="sequential"),
+    "streaming-unmixed": streaming(steps=3, alpha=0.0),
     "streaming-pull": of("streaming_diloco", pull=PULL, wire="fp32", schedule={"kind": "overlapped", "steps": 2}),
 }
 ROUNDED = {
@@ -62,7 +61,6 @@ ROUNDED = {
     "palsgd-int8-feedback": of("palsgd", pull=PULL, schedule="layerwise", wire=feedback("int8")),
     "co2-int8": of("co2", wire="int8"),
     "co2-int4-feedback": of("co2", wire=feedback("int4")),
-    "co2-at-once-bf16-feedback": of("co2", schedule={"kind": "stale", "rounds": 0}, wire=feedback("bf16")),
     "streaming-int4": streaming(wire="int4"),
     "streaming-int4-feedback": streaming(wire=feedback("int4")),
     "streaming-whole-round-int8-feedback": streaming(steps=4, wire=feedback("int8")),

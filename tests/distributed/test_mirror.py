@@ -12,11 +12,11 @@ import pytest
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, RecipeError, TrainingError
 from llmtrain.parallel.world import World
-from llmtrain.train.integrity import complete
+from llmtrain.train.integrity import list_checkpoints
 from llmtrain.train.mirror import Mirror
 from llmtrain.train.remote import RemoteRun
 from llmtrain.train.run import run_training
-from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.trainer import Trainer
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import mesh_of
@@ -25,7 +25,7 @@ from tests.end_to_end.runs import exact
 from tests.unit.test_checkpoint_files import flip
 
 ALONE = World(0, 1, 0, 1)
-KEYS = ("train.steps=9", "checkpoint.every=3", "log.every=2", "parallel.replicas=1", "parallel.shard=1")
+KEYS = ("train.steps=9", "checkpoint.every=3", "log.every=2", "parallel.replicas=1", "parallel.shards=1")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def lines_of(run: Path) -> list[dict]:
 
 
 def steps_of(run: Path) -> list[int]:
-    return [step for step, _ in complete(run / "checkpoints")]
+    return [step for step, _ in list_checkpoints(run / "checkpoints")]
 
 
 def opened_and_finished(recipe: Recipe, step: int | None) -> tuple[str, str | None]:
@@ -56,7 +56,7 @@ def opened_and_finished(recipe: Recipe, step: int | None) -> tuple[str, str | No
     except RecipeError as error:
         return str(error), None
     if step is not None:
-        mirror.after_checkpoint(step)
+        mirror.upload_async(step)
     return "", mirror.finish(mesh)
 
 
@@ -108,7 +108,7 @@ def test_a_run_that_was_asked_to_stop_only_says_what_is_not_copied(
     capsys.readouterr()
     assert run_training(recipe, ALONE) == DONE
     run = RunDirectory(recipe)
-    assert capsys.readouterr().out.strip() == run.already_complete(), "and nothing else"
+    assert capsys.readouterr().out.strip() == run.completed_message(), "and nothing else"
 
 
 def test_without_a_mirror_the_damage_of_the_disks_checkpoints_is_the_error(folder: Path) -> None:

@@ -28,20 +28,20 @@ class LateCopies:
         self.asked: list[Callable[[], object]] = []
         self.brought = self.released = self.most_at_once = 0
 
-    def rest(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
-    def bring(self, resting: torch.Tensor) -> LateCopy:
+    def prefetch(self, resting: torch.Tensor) -> LateCopy:
         copy = torch.full_like(resting, torch.nan)
         self.asked.append(partial(copy.copy_, resting))
         self.brought += 1
         self.most_at_once = max(self.most_at_once, self.brought - self.released)
         return LateCopy(self, copy, self.asked[-1])
 
-    def take(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
+    def write_back(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
         self.asked.append(partial(resting.copy_, changed))
 
-    def wait(self, last: Callable[[], object] | None = None) -> None:
+    def synchronize(self, last: Callable[[], object] | None = None) -> None:
         """For all, or for what was asked up to `last`: in order, as a stream does it."""
         while self.asked if last is None else last in self.asked:
             self.asked.pop(0)()
@@ -55,7 +55,7 @@ class LateCopy:
 
     def use(self) -> torch.Tensor:
         if self._copies.waits:
-            self._copies.wait(self._arrival)
+            self._copies.synchronize(self._arrival)
         return self._copy
 
     def release(self) -> None:
@@ -71,7 +71,7 @@ def never_waited_for(device: torch.device) -> LateCopies:
     return LateCopies(waits=False)
 
 
-OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "mix": 0.5}
+OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "alpha": 0.5}
 PENALTY = {"z": 6.0, "min_rounds": 3, "temperature": 0.3, "clip": 0.5}
 SPIKES = {(9, 1, 1): 50.0, (11, 0, 2): float("nan"), **{(13, replica, 3): 50.0 for replica in range(4)}}
 """An anomalous replica, a broken one, and a block in which everybody is anomalous."""
@@ -85,7 +85,7 @@ RUNS = {
     "streaming_diloco": (partial(choices, "streaming_diloco", 5), {"schedule": OVERLAPPED}),
     "co2": (partial(choices, "co2", 3), {}),
     "palsgd": (partial(choices, "palsgd", 3), {}),
-    "int8": (partial(choices, "diloco", 3), {"wire": {"kind": "int8", "feedback": True}}),
+    "int8": (partial(choices, "diloco", 3), {"wire": {"kind": "int8", "error_feedback": True}}),
 }
 
 

@@ -33,7 +33,7 @@ def row_id(row: Mapping[str, str]) -> str:
 def every_product() -> list[dict[str, str]]:
     """Each method on each mesh by each engine, and on one mesh with all that a recipe says beside."""
     plain = {name: levels[0] for name, levels in FACTORS.items()} | {"schedule": "layerwise"}
-    own = {"synchronous": "blocking", "co2": "stale", "streaming_diloco": "overlapped", "wagma": "wait_avoiding"}
+    own = {"synchronous": "blocking", "co2": "delayed", "streaming_diloco": "overlapped", "wagma": "wait_avoiding"}
     methods = ("method", "mesh", "engine")
     rows = [
         {**plain, **dict(zip(methods, levels, strict=True)), "schedule": own.get(levels[0], "layerwise")}

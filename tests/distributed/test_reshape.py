@@ -20,7 +20,7 @@ EDIT = ("sync.method=edit", "sync.penalty={z: 3, ema: 0.3, min_rounds: 2, temper
 TIMED = ("sync.method=a_edit", "sync.penalty={ema: 0.3, clip: 10}", "sync.period={kind: seconds, every: 3}")
 METHODS = {
     "diloco": ("sync.method=diloco",),
-    "diloco-feedback": ("sync.method=diloco", "sync.wire={kind: int4, feedback: true}"),
+    "diloco-feedback": ("sync.method=diloco", "sync.wire={kind: int4, error_feedback: true}"),
     "edit-armed": EDIT,
     "local_sgd": ("sync.method=local_sgd",),
     "streaming": ("sync.method=streaming_diloco", "sync.wire=fp32", "sync.schedule={steps: 2, fragments: 2}"),
@@ -128,7 +128,7 @@ def test_other_replicas_start_by_the_rules(ranks: RankPool, folder: Path, kind: 
         assert {name.split(".")[0] for name in shared(got)} == SHARED[kind]
 
 
-TIMED_ROUNDS = {"at a synchronisation": 0, "in a round": 1000}
+TIMED_ROUNDS = {"at a synchronization": 0, "in a round": 1000}
 
 
 @pytest.mark.parametrize("least", TIMED_ROUNDS.values(), ids=TIMED_ROUNDS.keys())
@@ -146,9 +146,9 @@ def test_rounds_of_seconds_go_on_at_the_mean_step(ranks: RankPool, folder: Path,
     assert_follows_the_rules(got, old, rtol=1e-13)
     period, was = got.ranks("method", "period")[0], old.ranks("method", "period")[0]
     assert got.ranks("step") == [old.state["step"]] * 3
-    assert (period["met_at"], period["steps_there"]) == (old.state["step"], 3 * old.state["step"])
-    since = was["steps_there"] - was["steps_synchronised"]
-    assert period["steps_there"] - period["steps_synchronised"] == since
+    assert (period["last_exchange_step"], period["summed_steps"]) == (old.state["step"], 3 * old.state["step"])
+    since = was["summed_steps"] - was["summed_steps_at_sync"]
+    assert period["summed_steps"] - period["summed_steps_at_sync"] == since
     assert (since > 0) == (least > 0)
     rounds = [state["round"]["steps"] for state in old.ranks("method", "schedule")]
     assert got.ranks("method", "schedule")[0]["round"]["steps"] == sum(rounds) / 2
@@ -170,7 +170,7 @@ def test_rounds_of_seconds_go_on_at_the_mean_step(ranks: RankPool, folder: Path,
 def test_meshes_in_turn_read_every_sample_once_and_keep_the_validation_loss(
     ranks: RankPool, folder: Path, meshes: tuple[tuple[int, int], ...]
 ) -> None:
-    """On real text, in rounds and with a synchronisation armed."""
+    """On real text, in rounds and with a synchronization armed."""
     recipe = recipe_of(
         folder, f"chain-{meshes[0][1]}", *EDIT, "sync.warmup_steps=2", "train.sequence_length=256", "train.steps=18"
     )

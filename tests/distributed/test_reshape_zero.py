@@ -42,7 +42,7 @@ def test_other_replicas_under_another_engine(
 ) -> None:
     """In a round of DiLoCo, with anchor, momentum, inner moments and rounding errors; then to its end."""
     write_texts(tmp_path)
-    method = ("sync.method=diloco", "sync.warmup_steps=2", "sync.wire={kind: int4, feedback: true}")
+    method = ("sync.method=diloco", "sync.warmup_steps=2", "sync.wire={kind: int4, error_feedback: true}")
     keys = (*method, "parallel.precision=fp32", "train.steps=9")
     begun, goes_on = (recipe_of(tmp_path, "run", *keys, *engine(name)) for name in (first, second))
     [[before], *_] = zero_ranks.run(run_parts, [Part(begun, *of, 7)], world_size=of[0] * of[1], timeout=600)

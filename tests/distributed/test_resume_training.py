@@ -13,9 +13,9 @@ import torch
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, RecipeError
 from llmtrain.parallel.world import World
-from llmtrain.train.integrity import complete
+from llmtrain.train.integrity import list_checkpoints
 from llmtrain.train.run import run_training
-from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.trainer import Trainer
 from tests.distributed.fake_engine import choices
 from tests.distributed.pairs_runs import train_and_resume
@@ -71,7 +71,7 @@ def test_all_ranks_stop_together_when_one_is_asked_to(ranks: RankPool, folder: P
     recipe = recipe_of(folder, "asked", *keys)
     [first, second] = ranks.run(stopped_on_one_rank, recipe, 3, world_size=2, timeout=40)
     assert first == second == ("signal", 6), "the line of step 4 says so, which is read with the next one"
-    assert [step for step, _ in complete(folder / "runs/asked/checkpoints")] == [6]
+    assert [step for step, _ in list_checkpoints(folder / "runs/asked/checkpoints")] == [6]
 
 
 def fit(recipe: Recipe, seconds: tuple[float, ...]) -> str:
@@ -91,7 +91,7 @@ def test_what_is_due_happens_though_its_step_was_passed(ranks: RankPool, folder:
     assert lines[1]["train/loss"] == pytest.approx(lines[0]["eval/loss"], rel=0.02), (
         "both of a model that knows nothing yet"
     )
-    assert [step for step, _ in complete(folder / "runs/passed/checkpoints")] == [6, 10, 16]
+    assert [step for step, _ in list_checkpoints(folder / "runs/passed/checkpoints")] == [6, 10, 16]
 
 
 def test_a_line_in_which_a_run_stopped_is_of_all_its_steps(ranks: RankPool, folder: Path) -> None:
@@ -110,8 +110,8 @@ def test_a_line_in_which_a_run_stopped_is_of_all_its_steps(ranks: RankPool, fold
 
     metrics, checkpoints = folder / "runs/line/metrics.jsonl", folder / "runs/line/checkpoints"
     whole = last_line()
-    assert [step for step, _ in complete(checkpoints)] == [3, 6, 8]
-    shutil.rmtree(dict(complete(checkpoints))[8])
+    assert [step for step, _ in list_checkpoints(checkpoints)] == [3, 6, 8]
+    shutil.rmtree(dict(list_checkpoints(checkpoints))[8])
     assert last_line() == whole
 
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_another_recipe_is_not_continued(
     tmp_path: Path, folder: Path, change: str, problem: str
 ) -> None:
     """Though the run folder's recipe.yaml, which would say so, is gone."""
-    keys = ("train.steps=4", "sync.warmup_steps=2", "parallel.replicas=1", "parallel.shard=1", "train.micro_batch=12")
+    keys = ("train.steps=4", "sync.warmup_steps=2", "parallel.replicas=1", "parallel.shards=1", "train.micro_batch=12")
     keys += (f"run.out_dir={tmp_path}",)
     recipe, alone = recipe_of(folder, "a", *keys), World(0, 1, 0, 1)
     assert run_training(recipe, alone) == DONE

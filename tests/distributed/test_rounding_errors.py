@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmtrain.sync.anchors import flatten
-from llmtrain.sync.build import build_method
+from llmtrain.sync.build_method import build_method
 from tests.distributed.fake_engine import FakeEngine, Scenario, choices, edit, replay
 from tests.distributed.threads import Threads, simulate
 from tests.distributed.trace import assert_same_run
@@ -24,11 +24,13 @@ SPIKES = {(4, 1, 0): math.nan, (9, 1, 1): 50.0, (10, 0, 2): math.inf, (13, 0, 1)
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
-@pytest.mark.parametrize("feedback", [False, True], ids=["", "feedback"])
+@pytest.mark.parametrize("error_feedback", [False, True], ids=["", "feedback"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_local_sgd_rounds_what_replicas_have_moved_by(kind: str, feedback: bool, replicas: int, shard: int) -> None:
+def test_local_sgd_rounds_what_replicas_have_moved_by(
+    kind: str, error_feedback: bool, replicas: int, shard: int
+) -> None:
     """And not the parameters, which are larger."""
-    sync = choices("local_sgd", every=3, wire={"kind": kind, "feedback": feedback})
+    sync = choices("local_sgd", every=3, wire={"kind": kind, "error_feedback": error_feedback})
     scenario = Scenario(sync, replicas, shard, steps=11, shapes=CHUNKS)
     assert_same_run(simulate(scenario), replay(scenario))
 
@@ -38,20 +40,20 @@ def test_local_sgd_rounds_what_replicas_have_moved_by(kind: str, feedback: bool,
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replica_that_does_not_count_keeps_its_errors(kind: str, schedule: str, replicas: int, shard: int) -> None:
     """It sends zeros, and what rounding has left out of its messages later, when it counts again."""
-    sync = edit(penalty=PENALTY, schedule=schedule, wire={"kind": kind, "feedback": True})
+    sync = edit(penalty=PENALTY, schedule=schedule, wire={"kind": kind, "error_feedback": True})
     scenario = Scenario(sync, replicas, shard, steps=18, shapes=CHUNKS, scales=SPIKES)
     got = simulate(scenario)
     assert got.counts[1] >= len(SPIKES), "the case would not test what it is for"
     assert_same_run(got, replay(scenario))
 
 
-OUTER = {"kind": "nesterov", "lr": 0.5, "momentum": 0.7, "normalise": "accumulated_lr"}
+OUTER = {"kind": "nesterov", "lr": 0.5, "momentum": 0.7, "normalize": "lr_sum"}
 METHODS = {
     "diloco": choices("diloco", every=3, wire="int4"),
-    "slowmo": choices("slowmo", every=3, wire={"kind": "int8", "feedback": True}),
-    "co2": choices("co2", every=3, wire={"kind": "int4", "feedback": True}),
+    "slowmo": choices("slowmo", every=3, wire={"kind": "int8", "error_feedback": True}),
+    "co2": choices("co2", every=3, wire={"kind": "int4", "error_feedback": True}),
     "palsgd": choices("palsgd", every=4, warmup_steps=2, wire="bf16"),
-    "streaming": choices("streaming_diloco", every=5, outer=OUTER, wire={"kind": "int4", "feedback": True}),
+    "streaming": choices("streaming_diloco", every=5, outer=OUTER, wire={"kind": "int4", "error_feedback": True}),
 }
 
 
@@ -66,23 +68,23 @@ def test_methods(sync: Any, replicas: int, shard: int) -> None:
 @pytest.mark.parametrize("broken", [0, 1])
 def test_what_a_broken_replica_sent_does_not_come_back(broken: int, kind: str) -> None:
     """Its NaN is in one mean, and in no error: after a return to the anchor the next mean is finite on all replicas."""
-    scenario = Scenario(choices("diloco", wire={"kind": kind, "feedback": True}), 2, 1)
+    scenario = Scenario(choices("diloco", wire={"kind": kind, "error_feedback": True}), 2, 1)
     threads = Threads(2)
 
     def send_twice(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         replica, shard = threads.axes(rank, 2, 1)
         engine = FakeEngine(scenario, rank, 0, replica.device)
         method = build_method(scenario.sync, engine, replica, shard, scenario.rates, seed=0)
-        synchroniser = method.synchroniser
-        synchroniser.begin()
+        block_sync = method.block_sync
+        block_sync.ensure_anchor()
         start = [flatten(block) for block in engine.blocks]
         engine.step(1)
         if rank == broken:
             engine.blocks[0].shards[0][2, 1] = torch.nan
-        first = synchroniser.send(0).wait().clone()
+        first = block_sync.start_reduce(0).wait().clone()
         engine.load(start)
         engine.step(2)
-        return first, synchroniser.errors[0].clone(), synchroniser.send(0).wait()
+        return first, block_sync.errors[0].clone(), block_sync.start_reduce(0).wait()
 
     for first, error, second in threads.run(send_twice):
         assert first.isnan().any()

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import DataSection
-from llmtrain.data.index import Prepared
+from llmtrain.data.consistency import check_same_tokens, token_digest
+from llmtrain.data.index import TokenDataset
 from llmtrain.data.prepare import prepare
-from llmtrain.data.same import check_same_tokens, described
 from llmtrain.errors import DataError
 from llmtrain.parallel.mesh import build_mesh
 from llmtrain.parallel.world import World
@@ -50,12 +50,12 @@ def test_other_tokens_on_another_host_are_refused_on_all(ranks, tmp_path: Path) 
 def checked_with_a_bad_disk(section: DataSection) -> str:
     """What this rank is told when rank 1 can't read what it has prepared."""
 
-    def described_there(prepared: Prepared) -> str:
+    def described_there(prepared: TokenDataset) -> str:
         if dist.get_rank() == 1:
             raise OSError(5, "Input/output error", "train-00000.npy")
-        return described(prepared)
+        return token_digest(prepared)
 
-    with mock.patch("llmtrain.data.same.described", described_there):
+    with mock.patch("llmtrain.data.consistency.token_digest", described_there):
         return checked([section, section])
 
 
@@ -71,6 +71,6 @@ def test_what_another_run_has_prepared_beyond_it_does_not_count(
     monkeypatch.setattr("llmtrain.data.prepare.BATCH_CHARACTERS", 1000)
     data = section(tmp_path / "a", TEXTS)
     few, many = (data.model_copy(update={"max_tokens": number}) for number in (2000, 3000))
-    before = described(prepare(few, 2000, 300))
-    assert described(prepare(many, 3000, 600)) != before
-    assert described(prepare(few, 2000, 300)) == before
+    before = token_digest(prepare(few, 2000, 300))
+    assert token_digest(prepare(many, 3000, 600)) != before
+    assert token_digest(prepare(few, 2000, 300)) == before

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from llmtrain.config import ScheduleSection
-from llmtrain.parallel.comms import Comms, Pending
-from llmtrain.sync.build import build_method
+from llmtrain.parallel.comms import Comms, PendingCollective
+from llmtrain.sync.build_method import build_method
 from tests.distributed.fake_engine import SHAPES, FakeEngine, Scenario, choices, edit, train
 from tests.distributed.threads import simulate
 from tests.distributed.trace import Trace, assert_close, assert_same_bits, assert_same_run
@@ -58,9 +58,9 @@ def test_layerwise_runs_inside_the_forward(prefetch: int, monkeypatch: pytest.Mo
 
     published, started, seen = [], [], []
     reduce = one.all_reduce
-    monkeypatch.setattr(engine, "publish", lambda block: published.append(block.name))
+    monkeypatch.setattr(engine, "parameters_changed", lambda block: published.append(block.name))
     monkeypatch.setattr(one, "all_reduce", lambda *args: started.append(args) or reduce(*args))
-    engine.before_block(lambda index: seen.append((list(published), len(started))))
+    engine.register_block_hook(lambda index: seen.append((list(published), len(started))))
     method.end_step(1)
     assert (published, started) == ([], [])
     method.begin_step(2, 1.0)
@@ -69,7 +69,7 @@ def test_layerwise_runs_inside_the_forward(prefetch: int, monkeypatch: pytest.Mo
     assert seen == [(names[:done], min(done + prefetch, len(names))) for done in range(1, len(names) + 1)]
 
 
-class Counted(Pending):
+class Counted(PendingCollective):
     """A reduction that notes how many are under way when it is waited for, itself among them."""
 
     under_way: ClassVar[list[int]] = []
@@ -91,7 +91,7 @@ class Counting(Comms):
         return Counted(self, "", None, tensor)
 
 
-AT_ONCE = {"kind": "overlapped", "steps": 0, "fragments": 1, "mix": 0.5}
+AT_ONCE = {"kind": "overlapped", "steps": 0, "fragments": 1, "alpha": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_qsr_at_a_constant_learning_rate_is_a_fixed_period(method: str, replicas
     assert_same_bits(simulate(following), simulate(fixed))
 
 
-def test_qsr_synchronises_more_rarely_as_the_learning_rate_falls() -> None:
+def test_qsr_synchronizes_more_rarely_as_the_learning_rate_falls() -> None:
     """Half the learning rate, four times the round; the last one is cut by the run's end."""
     sync = choices("qsr", period={"kind": "qsr", "base": 1, "alpha": 1.0})
     falling = ScheduleSection(kind="linear", final_ratio=0.0)  # 1, 15/16, 14/16, ... of the peak in 16 steps

@@ -1,4 +1,4 @@
-"""Synchronisation against the float64 oracle: every step of a run, and what it counted."""
+"""Synchronization against the float64 oracle: every step of a run, and what it counted."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_nobody_has_a_weight_where_all_are_anomalous() -> None:
     norms = torch.tensor([[math.nan, 1.0], [math.inf, 1.0]], dtype=torch.float64)
     for temperature in (None, 1.0):
         section = PenaltySection(temperature=temperature)
-        assert Penalty(section, 2, 2).judge(norms, torch.ones(2)).weights.tolist() == [[0.0, 0.5], [0.0, 0.5]]
+        assert Penalty(section, 2, 2).weigh(norms, torch.ones(2)).weights.tolist() == [[0.0, 0.5], [0.0, 0.5]]
 
 
 def test_a_mean_without_spread() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.comms import Comms, is_lost_peer
-from llmtrain.parallel.wire import Wire
+from llmtrain.parallel.wire_format import WireFormat
 from tests.distributed import threads as module
 from tests.distributed.fake_engine import Scenario, edit
 from tests.distributed.oracle_wire import rounded_sum
@@ -47,14 +47,14 @@ def use_all(comms: Comms) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
             begin(f"all of {size} {dtype}", lambda mine=mine: comms.gather(mine, "all"))
         for kind in KINDS:
             mine = message(comms.rank, size, torch.float64)
-            begin(f"{kind} of {size}", lambda mine=mine, kind=kind: comms.all_reduce(mine, kind, Wire(kind)))
+            begin(f"{kind} of {size}", lambda mine=mine, kind=kind: comms.all_reduce(mine, kind, WireFormat(kind)))
     for reduction in reversed(pending.values()):
-        reduction.proceed()
+        reduction.start_second_phase()
     for name, reduction in pending.items():
         before = comms.traffic.bytes
         results[name] = reduction.wait().clone()
         if name.split()[0] in KINDS and not name.endswith(" 0"):
-            results[f"{name}, lost"] = reduction.lost()
+            results[f"{name}, lost"] = reduction.quantization_error()
         sent[name] += comms.traffic.bytes - before
         assert reduction.is_done
     return results, sent
@@ -87,7 +87,7 @@ def test_gloo_brings_the_same(ranks: RankPool, world: int) -> None:
 
 def test_a_run_of_two_replicas_has_the_bits_of_gloos(ranks: RankPool) -> None:
     penalty = {"z": 1.5, "temperature": 0.3, "clip": 0.5}
-    for wire in ("fp32", {"kind": "int8", "feedback": True}):
+    for wire in ("fp32", {"kind": "int8", "error_feedback": True}):
         scenario = Scenario(edit(penalty=penalty, wire=wire), 2, 2, steps=16, resume_after=9)
         (expected,) = simulate_on_gloo(ranks, [scenario])
         got = simulate(scenario)
@@ -101,11 +101,11 @@ def without_peer(comms: Comms, exchanges: int) -> tuple[str, bool]:
     the backend's error behind it, which a real engine's own collectives end with, is taken for a lost peer."""
     if comms.rank == 1:
         if exchanges:
-            sent = Wire("int8").encode(torch.ones(2, 256))
+            sent = WireFormat("int8").encode(torch.ones(2, 256))
             comms.begin("the message", 0, dist.all_to_all_single, torch.empty_like(sent), sent).wait()
         return "", False
     try:
-        comms.all_reduce(torch.ones(300), "the message", Wire("int8")).wait()
+        comms.all_reduce(torch.ones(300), "the message", WireFormat("int8")).wait()
     except TrainingError as error:
         return str(error), is_lost_peer(error.__cause__)
     return "summed without rank 1", False
@@ -126,7 +126,7 @@ def test_a_peer_that_leaves_is_an_error_that_names_the_message(ranks: RankPool, 
 def in_halves(comms: Comms, size: int) -> tuple[int, torch.Tensor]:
     """Ranks 0 and 2, and ranks 1 and 3, as with two shards: this one's place among its own, and their sum on int8."""
     mine = comms.among([[0, 2], [1, 3]], comms.rank, "half", 20)
-    return mine.rank, mine.all_reduce(message(comms.rank, size, torch.float64), "test", Wire("int8")).wait()
+    return mine.rank, mine.all_reduce(message(comms.rank, size, torch.float64), "test", WireFormat("int8")).wait()
 
 
 def test_a_group_of_some_ranks_sums_its_own(ranks: RankPool) -> None:

@@ -114,7 +114,7 @@ def test_layerwise_is_blocking_to_the_last_bit(zero_ranks: RankPool, prefetch: i
 
 def continue_with(first: str, second: str) -> tuple[list[float], list[float]]:
     """Losses of two steps by one engine and two by another that takes over its state, and those of one alone. With
-    what `as_sharded` makes of an anchor, the other must make its own layout of it."""
+    what `to_dtensors` makes of an anchor, the other must make its own layout of it."""
     case, mesh = Case(replicas=1, shard=2, steps=4), mesh_of(1, 2)
     alone = Run(case, mesh)
     alone.train(4)
@@ -125,8 +125,8 @@ def continue_with(first: str, second: str) -> tuple[list[float], list[float]]:
     assert taking.state_dict().keys() == state.keys()  # what a checkpoint is asked for
     taking.load_state_dict(state)
     for ours, theirs in zip(taking.blocks, giving.blocks, strict=True):
-        named = giving.as_sharded(theirs, flatten(theirs))
-        assert torch.equal(taking.from_sharded(ours, named), flatten(ours))
+        named = giving.to_dtensors(theirs, flatten(theirs))
+        assert torch.equal(taking.from_dtensors(ours, named), flatten(ours))
     whole, other = giving.full_weights(), taking.full_weights()
     assert all(torch.equal(other[name], weight) for name, weight in whole.items())
     after.step = 2

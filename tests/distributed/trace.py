@@ -17,10 +17,10 @@ class Trace:
     """The parameters after `finish`."""
     synchronous_steps: list[int]
     counts: tuple[int, int, int]
-    """Synchronisations, anomalies, rollbacks."""
+    """Synchronizations, anomalies, rollbacks."""
     agreed: list[list[tuple[int, int]]]
     """By replica: (its step, the run's step), each time that all know how far the run is."""
-    says_synchronised: list[bool] = field(default_factory=list)
+    says_synchronized: list[bool] = field(default_factory=list)
     """After each step, and at the end: the method says that all replicas are equal."""
     bytes_sent: float = 0.0
     """Over the replica axis, by all ranks."""

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import SyncSection
-from llmtrain.parallel.activation import Activation
-from llmtrain.parallel.comms import Comms, Pending
-from llmtrain.sync.build import build_method
-from llmtrain.sync.group_worker import GroupWorker, Message
+from llmtrain.parallel.comms import Comms, PendingCollective
+from llmtrain.parallel.wake_signal import WakeSignal
+from llmtrain.sync.build_method import build_method
+from llmtrain.sync.group_averager import GroupAverager, Message
 from llmtrain.sync.method import Method
 from tests.distributed.fake_engine import FakeEngine, Shards, assemble, choices, load, save
 from tests.distributed.oracle_wagma import PATIENCE, Case, History, Lateness, ends_of_rounds, exchanges, replay
@@ -50,16 +50,16 @@ class Answer:
     forgotten: list[int] = field(default_factory=list)
 
 
-Waking = Callable[[dist.Store], Activation]
+Waking = Callable[[dist.Store], WakeSignal]
 
 
 class Planned:
-    """In place of Activation: an iteration starts when all that are on time have arrived at it, and not before the
+    """In place of WakeSignal: an iteration starts when all that are on time have arrived at it, and not before the
     late ones have finished what they are to contribute."""
 
     def __init__(self, case: Case, replica: int, rank: int, threads: FreeThreads, store: dist.Store):
         self.case, self.replica, self.rank, self.threads, self.store = case, replica, rank, threads, store
-        self.worker: GroupWorker | None = None
+        self.worker: GroupAverager | None = None
         self.started = -1
         self.forgotten: list[int] = []
 
@@ -89,7 +89,7 @@ class Planned:
         if self.rank == 1 and self.case.second_rank == "behind":
             needed = -1
         arrived = self.store.add(f"arrived {iteration}", 0)
-        return arrived == self.case.on_time(iteration) and self.worker.newest()[0] >= needed
+        return arrived == self.case.on_time(iteration) and self.worker.latest()[0] >= needed
 
     def hold(self, iteration: int) -> None:
         """Before the end of a step: a late replica is still computing."""
@@ -122,16 +122,16 @@ class Watched:
     def __init__(self, comms: Comms, tell: Callable[[torch.Tensor], None]):
         self._comms, self._tell = comms, tell
 
-    def all_reduce(self, tensor: torch.Tensor, *args: Any) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, *args: Any) -> PendingCollective:
         self._tell(tensor.clone())
         return self._comms.all_reduce(tensor, *args)
 
 
-def watch(worker: GroupWorker, contributed: dict[int, int]) -> None:
+def watch(worker: GroupAverager, contributed: dict[int, int]) -> None:
     """Find out for every iteration whose message is contributed to it: the newest of those posted that has the same bits."""
     posted: dict[int, Message] = {}
     sent: dict[int, Message] = {}
-    start, post, carry_out, group_of = worker.start, worker.post, worker._carry_out, worker.group_of
+    start, post, carry_out, group_of = worker.start, worker.publish, worker._run_iteration, worker.group_of
 
     def watched_start(iteration: int, newest: int, message: Message) -> None:
         posted[newest] = [part.clone() for part in message]
@@ -150,7 +150,7 @@ def watch(worker: GroupWorker, contributed: dict[int, int]) -> None:
             same = [i for i, message in list(posted.items()) if all(map(torch.equal, message, sent[iteration]))]
             contributed[iteration] = max(same)
 
-    worker.start, worker.post, worker.group_of, worker._carry_out = (
+    worker.start, worker.publish, worker.group_of, worker._run_iteration = (
         watched_start,
         watched_post,
         watched_group_of,
@@ -158,7 +158,7 @@ def watch(worker: GroupWorker, contributed: dict[int, int]) -> None:
     )
 
 
-def train(case: Case, replica: Comms, shard: Comms, store: dist.Store | None, waking: Waking = Activation) -> Answer:
+def train(case: Case, replica: Comms, shard: Comms, store: dist.Store | None, waking: Waking = WakeSignal) -> Answer:
     """One rank's run."""
     total, cut = case.scenario.steps, case.scenario.resume_after
     answer = Answer()
@@ -183,11 +183,11 @@ def _built(
 ) -> Iterator[tuple[FakeEngine, Method]]:
     scenario = case.scenario
     engine = FakeEngine(scenario, replica.rank, shard.rank, replica.device)
-    run = {"seed": 0, "store": store, "timeout_seconds": case.timeout_seconds, "activation": waking}
+    run = {"seed": 0, "store": store, "timeout_seconds": case.timeout_seconds, "wake_signal": waking}
     method = build_method(scenario.sync, engine, replica, shard, scenario.rates, **run)
     worker = method.schedule.worker
     if worker is not None:
-        worker.activation.worker = worker
+        worker.wake_signal.worker = worker
         watch(worker, answer.contributed)
     try:
         yield engine, method
@@ -205,7 +205,7 @@ def _advance(case: Case, engine: FakeEngine, method: Method, steps: range, answe
         if case.fault == (replica * case.scenario.shard + engine.rank, step):
             raise Fault
         if case.late is not None and iteration >= 0:
-            worker.activation.hold(iteration)
+            worker.wake_signal.hold(iteration)
         if (iteration, replica) in case.held:
             until(lambda i=iteration: worker._done >= i, f"iteration {iteration} is over without replica {replica}")
         time.sleep(draw.uniform(0, case.sleeps.get(replica, 0.0)))
@@ -220,7 +220,7 @@ def _finish(engine: FakeEngine, method: Method, answer: Answer) -> None:
     answer.final = list(engine.computed)
     answer.late, answer.count = report.late, report.count
     if method.schedule.worker is not None:
-        answer.forgotten = getattr(method.schedule.worker.activation, "forgotten", [])
+        answer.forgotten = getattr(method.schedule.worker.wake_signal, "forgotten", [])
 
 
 def run(case: Case) -> tuple[History, list[Answer]]:

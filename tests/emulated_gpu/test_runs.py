@@ -14,7 +14,7 @@ from tests import mother
 from tests.end_to_end.runs import ROOT, Runs, exact
 
 pytestmark = pytest.mark.deep
-LONG = ("parallel.replicas=2", "parallel.shard=2", "train.steps=40", "eval.every=40", "sync.offload=true")
+LONG = ("parallel.replicas=2", "parallel.shards=2", "train.steps=40", "eval.every=40", "sync.offload=true")
 
 
 def finished(runs: Runs, name: str, *overrides: str) -> str:
@@ -55,9 +55,9 @@ def test_an_interrupted_run_ends_with_the_same_bits(offloaded: Runs) -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        ("sync.method=wagma", "parallel.replicas=4", "parallel.shard=1"),
-        ("parallel.engine=zero", "parallel.zero_stage=2", "parallel.precision=bf16", "parallel.shard=2"),
-        ("parallel.engine=zero", "parallel.zero_stage=1", "parallel.zero_offload=true", "parallel.shard=2"),
+        ("sync.method=wagma", "parallel.replicas=4", "parallel.shards=1"),
+        ("parallel.engine=zero", "parallel.zero_stage=2", "parallel.precision=bf16", "parallel.shards=2"),
+        ("parallel.engine=zero", "parallel.zero_stage=1", "parallel.zero_offload=true", "parallel.shards=2"),
         ("sync.method=streaming_diloco", "sync.schedule.steps=2", "sync.wire.kind=int4", "parallel.compile=true"),
     ],
     ids=["wagma", "ZeRO-2", "ZeRO-1", "streaming"],

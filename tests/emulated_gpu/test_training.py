@@ -12,10 +12,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmtrain.config import CheckpointSection, ParallelSection, SyncSection
-from llmtrain.parallel.build import replica_backend
+from llmtrain.parallel.build_engine import replica_backend
 from llmtrain.parallel.fsdp import Fsdp2Engine
-from llmtrain.sync.offload import BroughtBeside, SideStream
-from llmtrain.train.checkpoint import Checkpoints
+from llmtrain.sync.offload import StreamedCopy, StreamOffload
+from llmtrain.train.checkpoint import Checkpointer
 from tests.distributed.fake_engine import choices, edit
 from tests.distributed.pool import RankFailure, RankPool
 from tests.distributed.real_engine import Case, Outcome, build_case, mesh_of, micro_batches, train
@@ -24,7 +24,7 @@ from tests.emulated_gpu.races import looked_for
 
 pytestmark = pytest.mark.deep
 PENALTY = {"z": 3.0, "temperature": 1.0, "clip": 0.5}
-OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "mix": 0.5}
+OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "alpha": 0.5}
 ZERO_3 = {"precision": "fp32", "engine": "zero", "zero_stage": 3}
 
 
@@ -35,7 +35,7 @@ def gpu(sync: SyncSection, replicas: int = 2, shard: int = 2, **changes: Any) ->
 
 CASES = {
     "edit, offloaded": gpu(edit(every=2, warmup_steps=2, penalty=PENALTY, offload=True)),
-    "edit, rounded": gpu(edit(every=2, penalty=PENALTY, wire={"kind": "int8", "feedback": True})),
+    "edit, rounded": gpu(edit(every=2, penalty=PENALTY, wire={"kind": "int8", "error_feedback": True})),
     "diloco, offloaded": gpu(choices("diloco", 3, offload=True)),
     "streaming, offloaded": gpu(
         choices("streaming_diloco", 4, warmup_steps=1, schedule=OVERLAPPED, offload=True, wire={"kind": "int4"}),
@@ -88,22 +88,24 @@ def train_and_look(cases: list[Case]) -> None:
 
 
 def without_the_wait_of_use(cases: list[Case]) -> None:
-    with mock.patch.object(BroughtBeside, "use", lambda self: self._copy):
+    with mock.patch.object(StreamedCopy, "use", lambda self: self._copy):
         train_and_look(cases)
 
 
-def without_the_wait_of_take(cases: list[Case]) -> None:
-    def take(self: SideStream, resting: object, changed: object) -> None:
+def without_the_wait_of_write_back(cases: list[Case]) -> None:
+    def write_back(self: StreamOffload, resting: object, changed: object) -> None:
         with torch.cuda.stream(self._stream):
             resting.copy_(changed, non_blocking=True)
 
-    with mock.patch.object(SideStream, "take", take):
+    with mock.patch.object(StreamOffload, "write_back", write_back):
         train_and_look(cases)
 
 
 def without_the_gather_after_a_change(cases: list[Case]) -> None:
     """FSDP then gathers from its own stream, which has waited for nothing since the forward pass began."""
-    with mock.patch.object(Fsdp2Engine, "publish", lambda self, block: self._units[self.blocks.index(block)].reshard()):
+    with mock.patch.object(
+        Fsdp2Engine, "parameters_changed", lambda self, block: self._units[self.blocks.index(block)].reshard()
+    ):
         train_and_look(cases)
 
 
@@ -112,7 +114,7 @@ def test_no_stream_overtakes_another(gpu_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "careless", [without_the_wait_of_use, without_the_wait_of_take, without_the_gather_after_a_change]
+    "careless", [without_the_wait_of_use, without_the_wait_of_write_back, without_the_gather_after_a_change]
 )
 def test_a_wait_left_out_is_seen(gpu_ranks: RankPool, careless: object) -> None:
     with pytest.raises(RankFailure, match="possible data race"):
@@ -172,8 +174,8 @@ def checkpointed(case: Case, folder: Path, background: bool) -> tuple[int, int]:
         engine.forward_backward(micro_batches(case, engine.mesh, step))
         engine.step(case.optim["lr"])
         method.end_step(step)
-    resting = [flat for flats in method.shared_tensors().values() for flat in flats if flat is not None]
-    checkpoints = Checkpoints(folder, engine.mesh, engine, method, CheckpointSection(background=background), 60.0)
+    resting = [flat for flats in method.shared_state().values() for flat in flats if flat is not None]
+    checkpoints = Checkpointer(folder, engine.mesh, engine, method, CheckpointSection(background=background), 60.0)
     emulated.forget_peak()
     before = emulated.allocated()
     checkpoints.save(3, {})

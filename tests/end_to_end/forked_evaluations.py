@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import IO, Any
 
-from llmtrain.train import suite_runs
+from llmtrain.train import background_eval
 from tests.mother import Process, run_llmtrain, session
 
 
 def train(*arguments: str) -> None:
     """`llmtrain train ARGUMENTS`, to be forked."""
-    suite_runs.subprocess = SimpleNamespace(Popen=_popen, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+    background_eval.subprocess = SimpleNamespace(Popen=_popen, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
     run_llmtrain("train", *arguments)
 
 

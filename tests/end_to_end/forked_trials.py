@@ -12,7 +12,7 @@ from typing import IO
 
 from llmtrain.compare import rank
 from llmtrain.compare.cluster import Host
-from llmtrain.errors import leave_with_code
+from llmtrain.errors import exit_with_status
 from llmtrain.launch.forked_rank import become_a_program
 from llmtrain.launch.rank_server import rank_server
 from tests.mother import Process, run_llmtrain, session
@@ -45,4 +45,4 @@ def torchrun(output: int, words: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     become_a_program()
-    leave_with_code(lambda: sys.exit(rank.main(*sys.argv[1:])))
+    exit_with_status(lambda: sys.exit(rank.main(*sys.argv[1:])))

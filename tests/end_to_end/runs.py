@@ -76,7 +76,7 @@ class Runs:
 
     def train(self, name: str, *overrides: str) -> tuple[int, str]:
         """(exit code, output) of `llmtrain train` in one process, without a launcher."""
-        alone = ("parallel.replicas=1", "parallel.shard=1", *overrides)
+        alone = ("parallel.replicas=1", "parallel.shards=1", *overrides)
         return self.end(self.start([sys.executable, "-m", "llmtrain", "train", *self.command(name, *alone)[2:]]))
 
     def end(self, process: Process | subprocess.Popen) -> tuple[int, str]:
@@ -96,7 +96,7 @@ class Runs:
 
     def reference(self, replicas: int = 2, shard: int = 2, *overrides: str) -> Path:
         """Return the folder of a run on such a mesh that nobody disturbs, trained once in the session. Only to be read."""
-        keys = (f"parallel.replicas={replicas}", f"parallel.shard={shard}", *overrides)
+        keys = (f"parallel.replicas={replicas}", f"parallel.shards={shard}", *overrides)
         name = f"{replicas}x{shard}-{hashlib.sha256(' '.join(overrides).encode()).hexdigest()[:8]}"
         references = Runs(self.shared / "references", shared=self.shared)
         references.folder.mkdir(parents=True, exist_ok=True)

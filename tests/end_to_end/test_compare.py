@@ -79,7 +79,7 @@ def records(folder: Path) -> dict[tuple[str, str], dict]:
     return {(record["condition"], record["run"]): record for record in found}
 
 
-SLEEPY = "  plain: {delays: {who: 0, seconds: 0.1}}"
+SLEEPY = "  plain: {delays: {host: 0, seconds: 0.1}}"
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_a_run_goes_on_with_more_replicas(tmp_path: Path, runs: Runs) -> None:
 @pytest.mark.deep
 def test_two_hosts_one_run_that_fails_and_an_interruption(tmp_path: Path, runs: Runs) -> None:
     """The failing run is shown with its last lines and loses nobody else; an interrupted comparison goes on."""
-    thin = "  thin: {bandwidth_mbit: 50, delays: {who: 1, seconds: 0.05}}"
+    thin = "  thin: {bandwidth_mbit: 50, delays: {host: 1, seconds: 0.05}}"
     file = comparison(tmp_path, runs, SYNCHRONOUS, DILOCO, BROKEN, steps=20, conditions=thin)
     process = start_on_hosts(file, runs)
     wait_until(

@@ -65,7 +65,7 @@ def examine(pair: list[Host], arguments: list[str], *of_the_second: str) -> tupl
 @pytest.mark.deep
 def test_between_hosts_it_measures_the_network(folders):
     with virtual_cluster([HostLimits(bandwidth_mbit=80)] * 2) as pair:
-        codes, output = examine(pair, [*TINY, *folders, "parallel.shard=1"])
+        codes, output = examine(pair, [*TINY, *folders, "parallel.shards=1"])
     shown = lines_of(output)
     assert codes == [0, 0], output
     assert "host0 (10.77.0.1), eth0: rank 0 on cpu" in shown and "host1 (10.77.0.2), eth0: rank 1 on cpu" in shown
@@ -79,7 +79,7 @@ def test_between_hosts_it_measures_the_network(folders):
     (replicas,) = re.findall(rf"replica axis, between replicas: all-reduce over 2 ranks sends .*? s, {number}", shown)
     for rate in (*link, replicas):
         assert 1 < float(rate) < 13, output
-    assert "a synchronisation of this model: " in shown
+    assert "a synchronization of this model: " in shown
     assert "shard axis: one rank, nothing to send inside a replica" in shown
 
 
@@ -87,7 +87,7 @@ def test_between_hosts_it_measures_the_network(folders):
 def test_hosts_that_differ_or_can_not_talk_are_problems_on_all_ranks(folders):
     with virtual_cluster([HostLimits()] * 2, networks=2) as pair:
         pair[1].unplug(1)
-        replicas_over_eth1 = [*TINY, *folders, "parallel.shard=1", "parallel.replica_network=eth1"]
+        replicas_over_eth1 = [*TINY, *folders, "parallel.shards=1", "parallel.replica_network=eth1"]
         codes, output = examine(pair, replicas_over_eth1, "optim.lr=2e-3")
     shown = lines_of(output)
     assert codes == [1, 1], output

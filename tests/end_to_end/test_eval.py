@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from llmtrain.errors import DataError, ModelError, SuiteError
-from llmtrain.eval import command
+from llmtrain.eval import command, units
 from llmtrain.eval.command import evaluate
 from llmtrain.eval.harness import run_task, task_manager
 from llmtrain.eval.texts import load, losses
@@ -243,7 +243,6 @@ def test_prompts_written_out_are_the_same_requests(data: Path) -> None:
 def test_an_interrupted_evaluation_continues(
     model: Path, data: Path, suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from llmtrain.eval import pieces
 
     ran = []
 
@@ -258,7 +257,7 @@ def test_an_interrupted_evaluation_continues(
             0
         ]
 
-    monkeypatch.setattr(pieces, "run_task", counted)
+    monkeypatch.setattr(units, "run_task", counted)
     interrupted_at = "offline_lambada_openai"
     with pytest.raises(KeyboardInterrupt):
         again()
@@ -271,7 +270,6 @@ def test_an_interrupted_evaluation_continues(
 
 
 def test_wrong_tasks_are_refused(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmtrain.eval import pieces
 
     class OnlyOurs:
         all_tasks = ("offline_piqa", "piqa")
@@ -283,7 +281,7 @@ def test_wrong_tasks_are_refused(model: Path, data: Path, tmp_path: Path, monkey
     assert str(error.value) == (
         "task offline_pica: neither lm-evaluation-harness nor eval/tasks has it; did you mean offline_piqa?"
     )
-    manager = pieces.task_manager((EVAL_FOLDER / "tasks",), data, False)
+    manager = units.task_manager((EVAL_FOLDER / "tasks",), data, False)
     with pytest.raises(SuiteError, match=r"few_shot is 2, but offline_blimp_.* always takes 0; leave few_shot out"):
         run_task(TaskSection(task="offline_blimp", few_shot=2), None, lambda: None, manager)
 

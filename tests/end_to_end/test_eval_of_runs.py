@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from llmtrain.eval import pieces
+from llmtrain.eval import units
 from llmtrain.eval.command import evaluate
 from llmtrain.suites.suite import load_suite
 from tests.end_to_end import forked_evaluations
@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def train(runs: Runs, name: str, *overrides: str) -> tuple[int, str]:
     """(exit code, output) of a run of one process."""
-    words = runs.command(name, "parallel.replicas=1", "parallel.shard=1", *overrides)[2:]
+    words = runs.command(name, "parallel.replicas=1", "parallel.shards=1", *overrides)[2:]
     environment = {**runs.environment, ADDRESS: session().address}
     return runs.end(session().fork(forked_evaluations.train, *words, environment=environment, capture=True))
 
@@ -68,9 +68,9 @@ def test_checkpoints_are_evaluated_while_training_goes_on(runs: Runs, suite: str
     found = {}
     for step in (6, 12):
         found[step] = json.loads((run / f"eval/quick-step-{step:08d}.json").read_text())
-        assert f"step {step}/12 | quick: {found[step]['in_short']}" in lines
-        assert found[step]["in_short"].startswith("offline_piqa acc_norm 0.")
-        assert "± 0." in found[step]["in_short"] and "near chance, words loss" in found[step]["in_short"]
+        assert f"step {step}/12 | quick: {found[step]['headline']}" in lines
+        assert found[step]["headline"].startswith("offline_piqa acc_norm 0.")
+        assert "± 0." in found[step]["headline"] and "near chance, words loss" in found[step]["headline"]
         assert found[step]["checkpoint_step"] == step and found[step]["tokens"] == step * TOKENS_A_STEP
         assert "offline_piqa" in (run / f"eval/log/quick-step-{step:08d}.log").read_text()
     assert found[12]["results"]["words"]["loss"] < found[6]["results"]["words"]["loss"]
@@ -88,8 +88,8 @@ def test_over_time_everything_is_in_the_cache(
     assert (run / "tokenizer/tokenizer_config.json").is_file()
     shutil.rmtree(run / "checkpoints")
     for name in ("run_task", "load_model"):
-        monkeypatch.delattr(pieces, name)
-    monkeypatch.delattr(pieces.texts, "evaluate_text")
+        monkeypatch.delattr(units, name)
+    monkeypatch.delattr(units.texts, "evaluate_text")
     results = evaluate([run], suite, over_time=True, limit=6, data_dir=runs.folder, console=Console(quiet=True))
     kept = [json.loads((run / f"eval/quick-step-{step:08d}.json").read_text()) for step in (6, 12)]
     assert [each["results"] for each in results] == [each["results"] for each in kept]

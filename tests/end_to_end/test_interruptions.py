@@ -22,7 +22,7 @@ from tests.end_to_end.runs import (
 )
 from tests.mother import Process, run_llmtrain, session
 
-TWO = ("parallel.replicas=2", "parallel.shard=1")
+TWO = ("parallel.replicas=2", "parallel.shards=1")
 ENDLESS = (*TWO, "train.steps=100000")
 SECONDS = 60.0
 """In which everybody must have ended, on a busy machine."""
@@ -43,9 +43,12 @@ def kill_all(launcher: Process | subprocess.Popen) -> None:
 
 
 @pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.deep)], ids="{} shards".format)
-@pytest.mark.parametrize("step", [4, 6], ids=["in a round", "with a synchronisation armed"])
+@pytest.mark.parametrize("step", [4, 6], ids=["in a round", "with a synchronization armed"])
 def test_a_killed_run_continues_to_the_same_losses(runs: Runs, step: int, shard: int):
-    name, keys = f"killed{step}x{shard}", ("parallel.replicas=2", f"parallel.shard={shard}", f"checkpoint.every={step}")
+    name, keys = (
+        f"killed{step}x{shard}",
+        ("parallel.replicas=2", f"parallel.shards={shard}", f"checkpoint.every={step}"),
+    )
     runs.path(name).mkdir(parents=True)
     (runs.path(name) / "summary.json").write_text('{"stopped": "signal"}')  # of a start before
     process = runs.start(runs.command(name, *keys))

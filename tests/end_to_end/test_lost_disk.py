@@ -12,7 +12,7 @@ import pytest
 from tests.end_to_end.runs import Runs, exact_lines, summary
 from tests.mounts import read_only
 
-TWO = ("parallel.replicas=2", "parallel.shard=1")
+TWO = ("parallel.replicas=2", "parallel.shards=1")
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,15 @@ def forget_after(path: Path, step: int) -> None:
 
 
 RESUMED = {
-    "streaming_diloco": ["sync.schedule={steps: 2, fragments: 3}", "sync.period.every=6", "sync.wire.feedback=true"],
+    "streaming_diloco": [
+        "sync.schedule={steps: 2, fragments: 3}",
+        "sync.period.every=6",
+        "sync.wire.error_feedback=true",
+    ],
     "co2": ["sync.period.every=5"],
     "palsgd": ["sync.schedule=layerwise", "sync.pull.probability=0.4"],
 }
-TRUE_LENGTH = ["parallel.shard=2", "train.steps=24", "checkpoint.every=6"]
+TRUE_LENGTH = ["parallel.shards=2", "train.steps=24", "checkpoint.every=6"]
 
 
 @pytest.fixture
@@ -43,7 +47,7 @@ def whole(runs: Runs, method: str, length: list[str], step: int) -> list[dict]:
 @pytest.mark.parametrize(
     ("method", "length", "step"),
     [
-        ("streaming_diloco", ["parallel.shard=1"], 6),
+        ("streaming_diloco", ["parallel.shards=1"], 6),
         *(pytest.param(method, TRUE_LENGTH, 12, marks=pytest.mark.deep) for method in RESUMED),
     ],
 )
@@ -65,7 +69,7 @@ def test_a_run_with_messages_under_way_continues_to_the_same_losses(
 
 def test_a_edit_ends_on_the_tokens_of_all_replicas(runs: Runs):
     period = "sync.period={kind: seconds, every: 0.01, min_steps: 2}"
-    changes = ["sync.method=a_edit", period, "train.steps=8", "parallel.replicas=4", "parallel.shard=1"]
+    changes = ["sync.method=a_edit", period, "train.steps=8", "parallel.replicas=4", "parallel.shards=1"]
     code, output = runs.run("a_edit", *changes)
     assert code == 0, output
     result, lines = summary(runs.path("a_edit")), runs.lines("a_edit")
@@ -79,7 +83,7 @@ def test_a_edit_ends_on_the_tokens_of_all_replicas(runs: Runs):
 
 @pytest.mark.deep
 def test_wagma_trains_continues_and_stops_its_thread(runs: Runs):
-    changes = ["sync.method=wagma", "parallel.replicas=4", "parallel.shard=1", *TRUE_LENGTH[1:]]
+    changes = ["sync.method=wagma", "parallel.replicas=4", "parallel.shards=1", *TRUE_LENGTH[1:]]
     for resumed in (False, True):
         code, output = runs.run("wagma", *changes)
         assert code == 0 and ("step-00000012" in output or not resumed), output
@@ -93,7 +97,7 @@ def test_wagma_trains_continues_and_stops_its_thread(runs: Runs):
 @pytest.mark.deep
 def test_replicas_of_three_shards_train_as_replicas_of_one(runs: Runs):
     changes = ["sync.method=diloco", "train.global_batch=12", "train.micro_batch=1"]
-    code, output = runs.run("three_shards", *changes, "parallel.replicas=2", "parallel.shard=3")
+    code, output = runs.run("three_shards", *changes, "parallel.replicas=2", "parallel.shards=3")
     assert code == 0 and "2 replicas x 3 shards" in output, output
     ours, theirs = losses(runs.path("three_shards")), losses(runs.reference(2, 1, *changes))
     assert ours == pytest.approx(theirs, rel=1e-4)

@@ -52,7 +52,7 @@ def test_a_run_leaves_everything_it_promises(runs: Runs, whole: str):
     assert said["sync_count"] == 3
     assert said["bytes_sent"] == pytest.approx((2 + 3) * 2 * 4 * parameters, rel=0.01)
     assert "The model writes" in whole and "validation loss from" in whole
-    assert "\x1b" not in whole, "no colours or bars outside a terminal"
+    assert "\x1b" not in whole, "no colors or bars outside a terminal"
 
 
 @pytest.mark.fresh
@@ -81,7 +81,7 @@ def test_another_recipe_in_the_same_directory_is_refused_with_the_keys(runs: Run
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
-def test_what_is_sent_and_synchronised_does_not_depend_on_shards(runs: Runs, replicas: int, shard: int):
+def test_what_is_sent_and_synchronized_does_not_depend_on_shards(runs: Runs, replicas: int, shard: int):
     said = summary(runs.reference(replicas, shard))
     parameters = 400 * 32 * 2 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
     assert (said["stopped"], said["steps"], said["sync_count"]) == ("done", 12, 3)
@@ -98,8 +98,8 @@ NEO = [
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["parallel.replicas=1", "parallel.shard=1", "sync.method=diloco"],
-        ["parallel.replicas=4", "parallel.shard=1", "sync.method=local_sgd"],
+        ["parallel.replicas=1", "parallel.shards=1", "sync.method=diloco"],
+        ["parallel.replicas=4", "parallel.shards=1", "sync.method=local_sgd"],
     ],
     ids=["diloco alone", "local SGD of four"],
 )
@@ -115,7 +115,7 @@ def test_other_meshes_and_methods_train_the_same_until_the_first_round(runs: Run
 
 def test_another_model_trains_the_same_in_one_process_and_in_two(runs: Runs):
     keys = [*NEO, "train.steps=4", "sync.warmup_steps=3", "checkpoint.every=null"]
-    ended = [runs.run("neo", *keys, "parallel.shard=1"), runs.train("neo-alone", *keys, "train.deterministic=true")]
+    ended = [runs.run("neo", *keys, "parallel.shards=1"), runs.train("neo-alone", *keys, "train.deterministic=true")]
     assert [code for code, _ in ended] == [0, 0], ended
     assert losses(runs.path("neo")) == pytest.approx(losses(runs.path("neo-alone")), rel=1e-5)
 
@@ -148,7 +148,7 @@ def test_bad_input_is_one_line_and_exit_code_2(runs: Runs, overrides: list[str],
     assert len(errors) == 1 and message in errors[0] and "Traceback" not in output
 
 
-ALONE = ("parallel.replicas=1", "parallel.shard=1")
+ALONE = ("parallel.replicas=1", "parallel.shards=1")
 
 
 @pytest.mark.fresh

@@ -31,7 +31,7 @@ def deepspeed(runs: Runs, *arguments: str) -> tuple[int, str]:
 
 @pytest.mark.fresh
 def test_zero_trains_under_deepspeeds_launcher_as_fsdp2_does_under_ours(runs: Runs) -> None:
-    script = runs.command("zero", "parallel.engine=zero", "parallel.replicas=1", "parallel.shard=2")[1:]
+    script = runs.command("zero", "parallel.engine=zero", "parallel.replicas=1", "parallel.shards=2")[1:]
     code, output = deepspeed(runs, "--num_accelerators", "2", *script)
     assert code == 0, output
     assert "mesh: 1 replicas x 2 shards on cpu (as the recipe says)" in output
@@ -51,7 +51,7 @@ def test_both_engines_train_the_same_under_deepspeeds_launcher(runs: Runs, engin
 @pytest.mark.deep
 def test_without_a_count_it_starts_one_process_and_the_run_says_what_that_makes(runs: Runs) -> None:
     script = runs.command("one", "parallel.engine=zero")[1:]
-    code, output = deepspeed(runs, *script, "parallel.replicas=2", "parallel.shard=2")
+    code, output = deepspeed(runs, *script, "parallel.replicas=2", "parallel.shards=2")
     assert code != 0 and "needs 4 processes, there are 1" in output and "--num_accelerators 4" in output
     code, output = deepspeed(runs, *script, "train.steps=3")
     assert code == 0, output

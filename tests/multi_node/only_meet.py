@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import BAD_USAGE, FAILED, TrainingError, UserError
-from llmtrain.parallel.meeting import meet
 from llmtrain.parallel.mesh import open_mesh
+from llmtrain.parallel.rendezvous import rendezvous
 from llmtrain.parallel.world import World
 
 
@@ -13,7 +13,7 @@ def main(timeout: str, replica_network: str | None = None) -> int:
     """Start as a run does that has these seconds and asks for this network; return its exit code."""
     world = World.from_environment()
     try:
-        meeting = meet(world, ParallelSection(replica_network=replica_network), lambda: 0.0, float(timeout))
+        meeting = rendezvous(world, ParallelSection(replica_network=replica_network), lambda: 0.0, float(timeout))
         with open_mesh(world, world.size, 1, "auto", float(timeout), meeting) as mesh:
             print(f"replica {mesh.replica.rank} of {mesh.replicas} over {mesh.replica.interface}")
     except (TrainingError, UserError) as error:

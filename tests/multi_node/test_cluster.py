@@ -20,8 +20,8 @@ from llmtrain.compare.cluster import (
     remove_leftovers,
     virtual_cluster,
 )
+from llmtrain.compare.cluster.cleanup import FOLDERS
 from llmtrain.compare.cluster.cpu_limits import controller
-from llmtrain.compare.cluster.leftovers import FOLDERS
 from llmtrain.compare.cluster.names import cluster_of
 from llmtrain.compare.cluster.namespaces import FILES
 from llmtrain.compare.cluster.processes import marks

@@ -25,7 +25,7 @@ def torchrun(made: list[Host], run: list[str], **variables: str) -> list[tuple[i
 
 @pytest.mark.deep
 def test_two_hosts_by_torchrun(runs: Runs):
-    keys = [*SIX_STEPS, "parallel.replicas=auto", "parallel.shard=auto"]
+    keys = [*SIX_STEPS, "parallel.replicas=auto", "parallel.shards=auto"]
     with virtual_cluster([HostLimits()] * 2) as made:
         ended = torchrun(made, arguments(runs, "torchrun", *keys))
     assert [code for code, _ in ended] == [0, 0], ended
@@ -36,7 +36,7 @@ def test_two_hosts_by_torchrun(runs: Runs):
 @pytest.mark.fresh
 def test_two_hosts_by_train_sh(runs: Runs):
     with virtual_cluster([HostLimits()] * 2) as made:
-        run = arguments(runs, "train-sh", "parallel.replicas=2", "parallel.shard=1")
+        run = arguments(runs, "train-sh", "parallel.replicas=2", "parallel.shards=1")
         variables = {"NNODES": "2", "MASTER_ADDR": made[0].addresses[0], "MASTER_PORT": PORT}
         started = [
             start(host, ["bash", "launch/train.sh", *run], fresh=True, NODE_RANK=str(rank), **variables)
@@ -52,7 +52,7 @@ def test_replicas_and_shards_have_a_network_each(runs: Runs):
     """Four hosts of one rank: every message leaves by a card, and the card's own counter says by which. So many steps that
     messages outweigh what processes say to meet."""
     length = [*SIX_STEPS, "train.steps=30"]
-    keys = [*length, "parallel.replicas=2", "parallel.shard=2", "parallel.shard_across_nodes=true"]
+    keys = [*length, "parallel.replicas=2", "parallel.shards=2", "parallel.shard_across_nodes=true"]
     networks = ["parallel.replica_network=nic9,eth1", "parallel.shard_network=eth0"]
     with virtual_cluster([HostLimits()] * 4, networks=2) as made:
         ended = torchrun(made, arguments(runs, "networks", *keys, *networks))

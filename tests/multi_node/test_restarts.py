@@ -25,7 +25,7 @@ TIMEOUT = 20
 def train_sh(hosts: list[Host], runs: Runs, name: str, *overrides: str) -> list[Process | subprocess.Popen]:
     """launch/train.sh, one rank on each host."""
     variables = {"NNODES": str(len(hosts)), "MASTER_ADDR": hosts[0].addresses[0], "MASTER_PORT": PORT}
-    keys = ("parallel.shard=1", f"parallel.replicas={len(hosts)}", f"run.timeout_seconds={TIMEOUT}", *overrides)
+    keys = ("parallel.shards=1", f"parallel.replicas={len(hosts)}", f"run.timeout_seconds={TIMEOUT}", *overrides)
     return [start(host, runs.command(name, *keys), NODE_RANK=str(rank), **variables) for rank, host in enumerate(hosts)]
 
 

@@ -67,7 +67,7 @@ def test_a_preempted_job_is_requeued_and_continues_to_the_same_losses(slurm: Slu
 
 @pytest.mark.deep
 def test_a_cancelled_job_writes_a_checkpoint_and_stays_cancelled(slurm: Slurm, jobs: Jobs, runs: Runs):
-    job = jobs.submit(slurm, "cancelled", "train.steps=100000", "parallel.shard=1")
+    job = jobs.submit(slurm, "cancelled", "train.steps=100000", "parallel.shards=1")
     runs.wait_for("cancelled", 6)
     slurm.command("scancel", job)
     slurm.wait_for_job(job, lambda shown: shown["JobState"] == "CANCELLED", JOB_SECONDS, "not cancelled")

@@ -21,7 +21,7 @@ MUTANTS = [
     ),
     Mutant(
         "roll call: a live launcher counts as gone",
-        "llmtrain/launch/roll_call.py",
+        "llmtrain/launch/node_rendezvous.py",
         "if beats != heard[node][0]:",
         "if heard[node][0] < 0:",
         ("tests/unit/test_launch_again.py",),
@@ -35,7 +35,7 @@ MUTANTS = [
     ),
     Mutant(
         "processes: each node starts all ranks",
-        "llmtrain/launch/processes.py",
+        "llmtrain/launch/process_count.py",
         "return max(1, math.prod(parallel.given_on_cpu) // nodes)",
         "return max(1, math.prod(parallel.given_on_cpu))",
         ("tests/unit/test_launch.py",),
@@ -59,7 +59,7 @@ MUTANTS = [
     ),
     Mutant(
         "watch: ranks that work are ended, too",
-        "llmtrain/launch/watch.py",
+        "llmtrain/launch/watchdog.py",
         "if elsewhere or _state(rank) == psutil.STATUS_STOPPED:",
         "if True:",
         ("tests/unit/test_launch_again.py",),
@@ -73,14 +73,14 @@ MUTANTS = [
     ),
     Mutant(
         "roll call: a node that was given up is waited for again",
-        "llmtrain/launch/roll_call.py",
+        "llmtrain/launch/node_rendezvous.py",
         "        self._members = list(told)\n",
         "",
         ("tests/unit/test_gaps_launch.py",),
     ),
     Mutant(
         "roll call: a node number that is in use counts as gone",
-        "llmtrain/launch/roll_call.py",
+        "llmtrain/launch/node_rendezvous.py",
         'if self._store.add(f"beat {rank}", 0) == beats:',
         'if self._store.add(f"beat {rank}", 0) >= beats:',
         (
@@ -97,21 +97,21 @@ MUTANTS = [
     ),
     Mutant(
         "recipe: the command line lies under the file",
-        "llmtrain/recipe.py",
-        "layers = [*_read_with_bases(path, ()), Layer(COMMAND_LINE, parse_overrides(overrides))]",
-        "layers = [Layer(COMMAND_LINE, parse_overrides(overrides)), *_read_with_bases(path, ())]",
+        "llmtrain/recipe_loader.py",
+        "layers = [*_read_with_bases(path, ()), Overlay(COMMAND_LINE, parse_overrides(overrides))]",
+        "layers = [Overlay(COMMAND_LINE, parse_overrides(overrides)), *_read_with_bases(path, ())]",
         ("tests/unit/test_recipe.py",),
     ),
     Mutant(
         "recipe: a value of another kind is merged",
-        "llmtrain/recipe.py",
+        "llmtrain/recipe_loader.py",
         "if both and not other_kind else value",
         "if both else value",
         ("tests/unit/test_recipe.py",),
     ),
     Mutant(
         "recipe: another method keeps the old one's pull",
-        "llmtrain/recipe.py",
+        "llmtrain/recipe_loader.py",
         'dropped = {"group", "outer", "penalty", "schedule", "pull"}',
         'dropped = {"group", "outer", "penalty", "schedule"}',
         (
@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     Mutant(
         "recipe: a difference names here and there the wrong way round",
-        "llmtrain/recipe.py",
+        "llmtrain/recipe_loader.py",
         'f"{key}: {value(left, key)} there, {value(right, key)} here"',
         'f"{key}: {value(right, key)} there, {value(left, key)} here"',
         ("tests/unit/test_recipe.py",),
@@ -159,9 +159,9 @@ MUTANTS = [
         ("tests/unit/test_gaps_recipe.py",),
     ),
     Mutant(
-        "compose: a penalty may go with a stale schedule",
-        "llmtrain/sync/compose.py",
-        '*("penalty", ("penalty",), "schedule", ("overlapped", "stale", "wait_avoiding")),',
+        "compose: a penalty may go with a delayed schedule",
+        "llmtrain/sync/compatibility.py",
+        '*("penalty", ("penalty",), "schedule", ("overlapped", "delayed", "wait_avoiding")),',
         '*("penalty", ("penalty",), "schedule", ("overlapped", "wait_avoiding")),',
         (
             "tests/unit/test_recipe_wrong.py",

@@ -20,8 +20,8 @@ MUTANTS = [
     Mutant(
         "trainer: the interval begun is not restored",
         "llmtrain/train/trainer.py",
-        'self.interval = Interval(**progress["interval"])',
-        "self.interval = Interval()",
+        'self.interval = IntervalMetrics(**progress["interval"])',
+        "self.interval = IntervalMetrics()",
         (
             "tests/distributed/test_resume_training.py",
             "tests/distributed/test_reshape.py",
@@ -39,7 +39,7 @@ MUTANTS = [
     Mutant(
         "trainer: each replica validates its own weights",
         "llmtrain/train/trainer.py",
-        "equal = self.method.is_synchronised or self.mesh.replicas == 1",
+        "equal = self.method.is_synchronized or self.mesh.replicas == 1",
         "equal = True",
         (
             "tests/distributed/test_resume_training.py",
@@ -63,8 +63,8 @@ MUTANTS = [
     Mutant(
         "trainer: due at exact multiples only",
         "llmtrain/train/trainer.py",
-        "return every is not None and self.position // every > self.position_before // every",
-        "return every is not None and self.position % every == 0",
+        "return every is not None and self.global_step // every > self.previous_global_step // every",
+        "return every is not None and self.global_step % every == 0",
         ("tests/distributed/test_resume_training.py",),
     ),
     Mutant(
@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant(
         "checkpoint: deletes one that is in use",
         "llmtrain/train/checkpoint.py",
-        "if step not in self.in_use():",
+        "if step not in self.pinned_steps():",
         "if True:",
         (
             "tests/unit/test_mirror.py",
@@ -115,8 +115,8 @@ MUTANTS = [
     Mutant(
         "checkpoint: written from tensors that go on changing",
         "llmtrain/train/checkpoint.py",
-        "keep = _copied_to_cpu if self.section.background else _as_it_is",
-        "keep = _as_it_is",
+        "keep = _stage_to_cpu if self.section.background else _no_copy",
+        "keep = _no_copy",
         (
             "tests/unit/test_checkpoint_state.py",
             "tests/distributed/test_bad_disks.py",
@@ -124,14 +124,14 @@ MUTANTS = [
     ),
     Mutant(
         "writing: latest is not written",
-        "llmtrain/train/writing.py",
-        '            write_durably(self.final.parent / "latest", self.final.name + "\\n")\n',
+        "llmtrain/train/checkpoint_writer.py",
+        ('            atomic_write(self.final.parent / "latest", self.final.name + "\\n")\n'),
         "",
         ("tests/unit/test_checkpoint_files.py",),
     ),
     Mutant(
         "writing: a failed write leaves its files",
-        "llmtrain/train/writing.py",
+        "llmtrain/train/checkpoint_writer.py",
         "shutil.rmtree(self.temporary, ignore_errors=True)  # so that",
         "pass  # so that",
         ("tests/distributed/test_bad_disks.py",),
@@ -146,7 +146,7 @@ MUTANTS = [
     Mutant(
         "integrity: half-written folders count as checkpoints",
         "llmtrain/train/integrity.py",
-        "if match and (path / STATE).exists())",
+        "if match and (path / STATE_FILE).exists())",
         "if match)",
         (
             "tests/unit/test_train_parts.py",
@@ -175,8 +175,8 @@ MUTANTS = [
     Mutant(
         "validation: the mean replaces the replica's weights",
         "llmtrain/train/validation.py",
-        "            unflatten_into(parameters.to(mesh.device), block)\n            engine.publish(block)",
-        "            engine.publish(block)",
+        ("            unflatten_into(parameters.to(mesh.device), block)\n            engine.parameters_changed(block)"),
+        "            engine.parameters_changed(block)",
         (
             "tests/distributed/test_resume_training.py",
             "tests/distributed/test_reshape.py",
@@ -187,7 +187,7 @@ MUTANTS = [
     Mutant(
         "validation: ignored labels are counted",
         "llmtrain/train/validation.py",
-        "counted += int((labels != IGNORED).sum())",
+        "counted += int((labels != IGNORE_INDEX).sum())",
         "counted += labels.numel()",
         (
             "tests/distributed/test_resume_training.py",
@@ -219,7 +219,7 @@ MUTANTS = [
     ),
     Mutant(
         "reshape: rounding errors are averaged, not summed",
-        "llmtrain/train/reshape.py",
+        "llmtrain/train/reshard.py",
         "return self.old_replicas / self.replicas if kind in SUMMED else 1.0",
         "return 1.0",
         (
@@ -229,15 +229,15 @@ MUTANTS = [
     ),
     Mutant(
         "reshape: the remainder of a count is lost",
-        "llmtrain/train/reshape.py",
-        "return total // heirs + (place < total % heirs)",
-        "return total // heirs",
+        "llmtrain/train/reshard.py",
+        "return total // count + (index < total % count)",
+        "return total // count",
         ("tests/unit/test_reshape_rules.py",),
     ),
     Mutant(
         "reshape: samples left by slow replicas are read by nobody",
-        "llmtrain/train/reshape.py",
-        '"loader": left_by([rank["loader"] for rank in of_replicas], global_batch)',
+        "llmtrain/train/reshard.py",
+        '"loader": merge_cursors([rank["loader"] for rank in of_replicas], global_batch)',
         '"loader": of_replicas[0]["loader"]',
         ("tests/distributed/test_reshape.py",),
     ),
@@ -250,7 +250,7 @@ MUTANTS = [
     ),
     Mutant(
         "rundir: another learning rate may continue a run",
-        "llmtrain/train/rundir.py",
+        "llmtrain/train/run_dir.py",
         '    "checkpoint",\n',
         '    "checkpoint",\n    "optim",\n',
         (
@@ -261,7 +261,7 @@ MUTANTS = [
     ),
     Mutant(
         "rundir: the old summary stays",
-        "llmtrain/train/rundir.py",
+        "llmtrain/train/run_dir.py",
         '            (self.path / "summary.json").unlink(missing_ok=True)\n',
         "",
         (
@@ -272,7 +272,7 @@ MUTANTS = [
     Mutant(
         "remote: state.json is not copied last",
         "llmtrain/train/remote.py",
-        "for path in checkpoint.iterdir() if path.name != STATE)",
+        "for path in checkpoint.iterdir() if path.name != STATE_FILE)",
         "for path in checkpoint.iterdir())",
         ("tests/unit/test_mirror.py",),
     ),
@@ -299,21 +299,21 @@ MUTANTS = [
     ),
     Mutant(
         "errand: progress does not extend the wait",
-        "llmtrain/train/errand.py",
+        "llmtrain/train/run_on_main.py",
         "self._so_far, self._moved = so_far, time.monotonic()",
         "self._so_far = so_far",
         ("tests/unit/test_mirror.py",),
     ),
     Mutant(
         "suite runs: due at exact multiples only",
-        "llmtrain/train/suite_runs.py",
+        "llmtrain/train/background_eval.py",
         "step // period > before // period",
         "step % period == 0",
         ("tests/unit/test_suite_runs.py",),
     ),
     Mutant(
         "suite runs: the launcher's variables reach the evaluation",
-        "llmtrain/train/suite_runs.py",
+        "llmtrain/train/background_eval.py",
         "if key not in NAMES and not key.startswith(PREFIXES)}",
         "if key not in NAMES}",
         ("tests/unit/test_suite_runs.py",),

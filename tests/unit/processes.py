@@ -14,10 +14,10 @@ import torch
 
 from llmtrain.config import DataSection
 from llmtrain.data import prepare as preparing
-from llmtrain.data.ahead import Ahead
+from llmtrain.data.prefetch import PrefetchLoader
 from llmtrain.data.shards import ShardWriter
-from llmtrain.errors import DataError, TrainingError, leave_with_code
-from llmtrain.launch import torchrun, watch
+from llmtrain.errors import DataError, TrainingError, exit_with_status
+from llmtrain.launch import torchrun, watchdog
 
 ERRORS = {
     "no peer": TrainingError("no peer"),
@@ -45,7 +45,7 @@ def fail(message: str, on_gpu: bool) -> None:
         threading.Thread(target=wait_for_others).start()
         raise ERRORS[message]
 
-    leave_with_code(command)
+    exit_with_status(command)
     raise AssertionError("it went on")
 
 
@@ -104,27 +104,27 @@ class _Disk:
 def read_from_a_silent_disk() -> None:
     """Give a batch up; the thread that reads it is never done."""
     try:
-        Ahead(_Disk(answers=False), timeout_seconds=0.05).next()
+        PrefetchLoader(_Disk(answers=False), timeout_seconds=0.05).next()
     except DataError as error:
         print(error, flush=True)
 
 
 def end_while_a_batch_is_read() -> None:
     """Take a batch and end, while the next one is read."""
-    Ahead(_Disk(answers=True), timeout_seconds=100).next()
+    PrefetchLoader(_Disk(answers=True), timeout_seconds=100).next()
 
 
 def launch(looks: str, failed_elsewhere: bool, *commands: str) -> None:
     """Start shell commands as a launcher does ranks; print their process ids, then how they ended. The file `looks` grows
     by a byte whenever the launcher looks at them."""
-    watch.POLL_SECONDS, watch.PATIENCE_SECONDS = 0.05, 0.3
+    watchdog.POLL_SECONDS, watchdog.PATIENCE_SECONDS = 0.05, 0.3
 
     def asked() -> bool:
         with open(looks, "a") as file:
             file.write(".")
         return failed_elsewhere
 
-    with watch.hung_ranks_are_ended(asked):
+    with watchdog.kill_hung_ranks(asked):
         ranks = [subprocess.Popen(["bash", "-c", command], start_new_session=True) for command in commands]
         print(*(rank.pid for rank in ranks), flush=True)
         print(*(rank.wait() for rank in ranks), flush=True)

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from llmtrain.attention import attend
 from llmtrain.config import ModelSection
-from llmtrain.documents import documents_of, positions_in
-from llmtrain.model import blocks_of, build, initialise, model_config
+from llmtrain.model import blocks_of, build, initialize, model_config
+from llmtrain.packing import document_ids, position_ids
 
 SEPARATOR = 5
 FAMILIES = {
@@ -56,7 +56,7 @@ PAIRS = [(window, length, (i + j) % 2 == 1) for i, window in enumerate(WINDOWS) 
 def test_attention_by_hand(window: int | None, length: int, has_documents: bool) -> None:
     q, k, v = (draw(2, 3, length, 4, seed=seed).requires_grad_() for seed in range(3))
     ids = torch.randint(0, 8, (2, length), generator=torch.Generator().manual_seed(length))
-    documents = documents_of(ids, SEPARATOR) if has_documents else None
+    documents = document_ids(ids, SEPARATOR) if has_documents else None
     found = attend(q, k, v, window, documents)
     arrays = [x.detach().numpy() for x in (q, k, v)]
     expected = written_out(*arrays, window, None if documents is None else documents.numpy())
@@ -80,16 +80,16 @@ def test_attention_by_hand(window: int | None, length: int, has_documents: bool)
 
 def test_documents_by_hand() -> None:
     ids = torch.tensor([[9, 5, 1, 2, 5, 5, 3], [5, 1, 1, 1, 1, 1, 5]])
-    documents = documents_of(ids, SEPARATOR)
+    documents = document_ids(ids, SEPARATOR)
     assert documents.tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
-    assert positions_in(documents).tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
+    assert position_ids(documents).tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
 
 
 def model_of(family: str, separator: int | None):
     section = ModelSection(type=family, config=FAMILIES[family])
     model = build(model_config(section, vocab_size=97), loss_chunk=7, separator=separator)
     for block in blocks_of(model):
-        initialise(model, block, 1, torch.device("cpu"), torch.float64)
+        initialize(model, block, 1, torch.device("cpu"), torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():  # a fresh model hardly attends to anything
             parameter.add_(0.3 * draw(*parameter.shape, seed=parameter.ndim))
@@ -102,7 +102,7 @@ def test_packed_documents_are_as_if_each_were_alone(family: str) -> None:
     for row, ends in enumerate([(3, 4, 17), (11, 29)]):
         ids[row, list(ends)] = SEPARATOR
     apart, together = model_of(family, SEPARATOR), model_of(family, None)
-    documents, packed = documents_of(ids, SEPARATOR), apart.hidden(ids)
+    documents, packed = document_ids(ids, SEPARATOR), apart.hidden(ids)
     for row in range(2):
         for number in documents[row].unique():
             alone = together.hidden(ids[row][documents[row] == number][None])
@@ -124,7 +124,7 @@ def test_dropout_is_there_in_training_alone() -> None:
     section = ModelSection(type="gpt_neo", config=FAMILIES["gpt_neo"] | {"attention_dropout": 0.5})
     model = build(model_config(section, vocab_size=97), loss_chunk=7)
     for block in blocks_of(model):
-        initialise(model, block, 1, torch.device("cpu"), torch.float32)
+        initialize(model, block, 1, torch.device("cpu"), torch.float32)
     ids = torch.arange(20)[None]
     model.train()
     assert not torch.equal(model.hidden(ids), model.hidden(ids))

@@ -105,7 +105,7 @@ def test_the_overheads_rows() -> None:
     assert all(len(row) == len(step_overhead.COLUMNS) for row in rows)
 
 
-def test_a_synchronisations_rows() -> None:
+def test_a_synchronizations_rows() -> None:
     local = [{"seconds": 0.1}] * 3
     turns = [
         {"seconds": 0.2 + added, "exposed": 0.04, "messages": 0.03, "bytes": 2e6, "alone": 0.02}

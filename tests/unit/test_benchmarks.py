@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.parallel.comms import Comms
-from llmtrain.recipe import differences, load_recipe
 from llmtrain.recipe_check import check
+from llmtrain.recipe_loader import differences, load_recipe
 from llmtrain.sync.methods import METHODS
 from tests.distributed.fake_engine import meeting_store
 from tests.distributed.pool import RankPool
@@ -86,7 +86,7 @@ def test_wires_are_diloco_with_another_wire() -> None:
         wire: load_recipe(ROOT / methods.recipe_of(wires.METHOD), [*common, *own, *changes])
         for wire, changes in wires.WIRES.items()
     }
-    kinds = {wire: (recipe.sync.wire.kind, recipe.sync.wire.feedback) for wire, recipe in recipes.items()}
+    kinds = {wire: (recipe.sync.wire.kind, recipe.sync.wire.error_feedback) for wire, recipe in recipes.items()}
     assert kinds == {
         **{kind: (kind, False) for kind in ("fp32", "bf16", "int8", "int4")},
         "int4+feedback": ("int4", True),
@@ -126,7 +126,7 @@ def test_every_method_with_rounds_is_measured_once() -> None:
         assert kinds[0] == kinds[1]
 
 
-def test_a_synchronisations_loops_differ_in_sync_alone() -> None:
+def test_a_synchronizations_loops_differ_in_sync_alone() -> None:
     for name, choice in sync_cost.CHOICES.items():
         task = {"choice": name, "offload": True, "wires": sync_cost.WIRES, "replicas": 2, "shard": 1, "override": []}
         recipes = {loop: sync_cost.recipe_of(task, keys) for loop, keys in sync_cost.loops_of(task).items()}

@@ -9,7 +9,7 @@ import operator
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.sync.butterfly import bits, group_size, groups
+from llmtrain.sync.butterfly import group_size, partition, varying_bits
 
 POWERS = [2**n for n in range(1, 11)]
 PAIRS = [(replicas, size) for replicas in POWERS for size in POWERS if size <= replicas]
@@ -17,7 +17,7 @@ PAIRS = [(replicas, size) for replicas in POWERS for size in POWERS if size <= r
 
 @functools.cache
 def at(iteration: int, size: int, replicas: int) -> list[list[int]]:
-    return groups(bits(iteration, size, replicas), replicas)
+    return partition(varying_bits(iteration, size, replicas), replicas)
 
 
 def exchanged(iteration: int, size: int, replicas: int) -> list[list[int]]:
@@ -42,7 +42,7 @@ def test_the_papers_example() -> None:
 
 
 def test_the_paper_s_64_replicas() -> None:
-    """S = 8: first the eights that are neighbours, then those that are eight apart."""
+    """S = 8: first the eights that are neighbors, then those that are eight apart."""
     assert at(0, 8, 64) == [list(range(first, first + 8)) for first in range(0, 64, 8)]
     assert at(1, 8, 64) == [list(range(first, 64, 8)) for first in range(8)]
 

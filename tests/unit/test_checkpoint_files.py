@@ -17,14 +17,22 @@ import torch.distributed.checkpoint as dcp
 from llmtrain.errors import CheckpointError, TrainingError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
-from llmtrain.train.integrity import FORMAT, STATE, complete, digests, fault, newest_whole, read_state
-from llmtrain.train.writing import Writing
+from llmtrain.train.checkpoint_writer import CheckpointWriter
+from llmtrain.train.integrity import (
+    FORMAT,
+    STATE_FILE,
+    digests,
+    find_corruption,
+    latest_valid,
+    list_checkpoints,
+    read_state,
+)
 
-ALONE = SimpleNamespace(world=World(0, 1, 0, 1), everyone=Comms(None), from_main=lambda ask: ask())
+ALONE = SimpleNamespace(world=World(0, 1, 0, 1), all_ranks=Comms(None), broadcast_from_main=lambda ask: ask())
 
 
-def write(folder: Path, step: int, numbers: int = 1000) -> Writing:
-    writing = Writing(
+def write(folder: Path, step: int, numbers: int = 1000) -> CheckpointWriter:
+    writing = CheckpointWriter(
         folder / f"step-{step:08d}",
         {"w": torch.full((numbers,), float(step))},
         {"format": FORMAT, "step": step},
@@ -53,14 +61,14 @@ def flip(path: Path) -> None:
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
     said: list[str] = []
-    return newest_whole([path for _, path in complete(folder)], ALONE, said.append), said
+    return latest_valid([path for _, path in list_checkpoints(folder)], ALONE, said.append), said
 
 
 def test_what_is_written_is_whole_and_latest(folder: Path) -> None:
     state = read_state(folder / "step-00000020")
     assert state["step"] == 20 and state["ranks"] == [{"tokens": 200}]
     assert sorted(state["files"]) == [".metadata", "__0_0.distcp"]
-    assert fault(folder / "step-00000020", state["files"]) is None
+    assert find_corruption(folder / "step-00000020", state["files"]) is None
     assert (folder / "latest").read_text() == "step-00000020\n"
     assert not list(folder.glob("*.tmp"))
     assert newest(folder) == (folder / "step-00000020", [])
@@ -73,10 +81,10 @@ def test_what_is_written_is_whole_and_latest(folder: Path) -> None:
         (lambda path: os.truncate(path / "__0_0.distcp", 100), r"__0_0.distcp has 100 bytes, \d+ were written"),
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is gone"),
         (lambda path: flip(path / ".metadata"), ".metadata is not what was written"),
-        (lambda path: (path / STATE).write_text("{"), "state.json can't be read"),
+        (lambda path: (path / STATE_FILE).write_text("{"), "state.json can't be read"),
         (
-            lambda path: (path / STATE).write_text(
-                (path / STATE).read_text().replace('"tokens": 200', '"tokens": 201')
+            lambda path: (path / STATE_FILE).write_text(
+                (path / STATE_FILE).read_text().replace('"tokens": 200', '"tokens": 201')
             ),
             "state.json is not what was written",
         ),
@@ -164,7 +172,7 @@ def test_a_full_disk_loses_nothing_and_is_given_back(tmp_path: Path) -> None:
 def test_a_disk_that_hangs_is_given_up_after_the_timeout(tmp_path: Path) -> None:
     answer = threading.Event()
 
-    class Hanging(Writing):
+    class Hanging(CheckpointWriter):
         def _run(self) -> None:
             answer.wait()
 

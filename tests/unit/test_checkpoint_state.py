@@ -14,9 +14,9 @@ from llmtrain.config import CheckpointSection
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Block
 from llmtrain.parallel.world import World
-from llmtrain.train.checkpoint import Checkpoints
+from llmtrain.train.checkpoint import Checkpointer
+from llmtrain.train.checkpoint_writer import CheckpointWriter
 from llmtrain.train.integrity import folder_name
-from llmtrain.train.writing import Writing
 
 ALONE = SimpleNamespace(rank=0, size=1)
 MESH = SimpleNamespace(
@@ -25,8 +25,8 @@ MESH = SimpleNamespace(
     replica=ALONE,
     shard=ALONE,
     device=torch.device("cpu"),
-    background=Comms(None),
-    everyone=Comms(None),
+    checkpoint_group=Comms(None),
+    all_ranks=Comms(None),
 )
 
 
@@ -39,17 +39,17 @@ class Training:
             blocks=[Block("all", [self.weight], ["w"])],
             state_dict=lambda: {"weights.w": self.weight, "optimizer.w.moments": self.moments},
             load_state_dict=lambda state: None,  # its tensors have been read into
-            as_sharded=lambda block, flat: {"w": flat},
-            from_sharded=lambda block, tensors: tensors["w"],
+            to_dtensors=lambda block, flat: {"w": flat},
+            from_dtensors=lambda block, tensors: tensors["w"],
         )
         method = SimpleNamespace(
-            shared_tensors=lambda: {"anchor": [self.anchor]},
-            own_tensors=dict,
+            shared_state=lambda: {"anchor": [self.anchor]},
+            per_replica_state=dict,
             state_dict=dict,
             load_state_dict=lambda state, tensors: self.anchor.copy_(tensors["anchor"][0]),
         )
         section = CheckpointSection(every=1, background=background)
-        self.folder, self.checkpoints = folder, Checkpoints(folder, MESH, engine, method, section, 30.0)
+        self.folder, self.checkpoints = folder, Checkpointer(folder, MESH, engine, method, section, 30.0)
 
     def step(self) -> None:
         self.weight += F.dropout(torch.ones(50))
@@ -70,8 +70,8 @@ class Training:
 def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, run = threading.Event(), Writing._run
-    monkeypatch.setattr(Writing, "_run", lambda writing: go.wait(30) and run(writing))
+    go, run = threading.Event(), CheckpointWriter._run
+    monkeypatch.setattr(CheckpointWriter, "_run", lambda writing: go.wait(30) and run(writing))
     training = Training(tmp_path)
     training.step()
     expected = training.tensors()

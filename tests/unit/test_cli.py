@@ -14,7 +14,7 @@ import pytest
 from llmtrain.cli import main
 from llmtrain.config import Recipe
 from llmtrain.eval import command
-from llmtrain.plan import pace
+from llmtrain.plan import time_estimate
 from tests.end_to_end.runs import RECIPE, environment, start, write_text
 
 SHORT = ["schedule.warmup_steps=0", "sync.warmup_steps=0", "sync.period.every=2"]
@@ -52,7 +52,7 @@ def test_check_says_how_much_a_recipe_trains(capsys: pytest.CaptureFixture[str])
     expected = f"{RECIPE}: fine (2 steps of 512 tokens)\n"
     assert said(capsys, "recipe", "check", RECIPE, *SHORT, "--processes", "4") == expected
     with pytest.raises(SystemExit) as left:
-        main(["recipe", "check", RECIPE, *SHORT, "parallel.replicas=4", "parallel.shard=4", "--processes", "3"])
+        main(["recipe", "check", RECIPE, *SHORT, "parallel.replicas=4", "parallel.shards=4", "--processes", "3"])
     assert left.value.code == 2
     assert "3" in capsys.readouterr().err.removeprefix("error: ")
 
@@ -61,7 +61,7 @@ def test_check_says_how_much_a_recipe_trains(capsys: pytest.CaptureFixture[str])
 def test_show_counts_time_at_the_rate_that_is_given_or_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], rate: str
 ) -> None:
-    monkeypatch.setattr(pace, "rate_here", lambda recipe: 0.125e12)
+    monkeypatch.setattr(time_estimate, "rate_here", lambda recipe: 0.125e12)
     shown = said(capsys, "recipe", "show", RECIPE, *options, "--mbit", "50", *SHORT)
     assert "steps: 2\n" in shown and f"with {rate} of each rank (--tflops) and 50 Mbit/s" in shown
 

@@ -15,9 +15,9 @@ import pytest
 from llmtrain.compare.cluster import (
     HostLimits,
     VirtualHost,
+    cleanup,
     cpu_limits,
-    leftovers,
-    make,
+    create,
     namespaces,
     processes,
     remove_leftovers,
@@ -25,7 +25,7 @@ from llmtrain.compare.cluster import (
     virtual_cluster,
     why_no_cluster,
 )
-from llmtrain.compare.cluster.leftovers import remove_cluster
+from llmtrain.compare.cluster.cleanup import remove_cluster
 from llmtrain.compare.cluster.processes import MARK, in_namespace, kill_all
 from llmtrain.compare.cluster.shaping import shape
 from llmtrain.compare.cluster.system import CommandError
@@ -94,7 +94,7 @@ def test_hosts_need_a_kernel_that_makes_them(tmp_path: Path, script: Script, be:
 
 @pytest.mark.parametrize("count", [0, 255])
 def test_a_network_has_addresses_for_so_many_hosts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(make, "why_no_cluster", lambda: None)
+    monkeypatch.setattr(create, "why_no_cluster", lambda: None)
     with pytest.raises(ClusterError, match=f"^{count} hosts: expected 1 to 254$"):
         virtual_cluster([HostLimits()] * count).__enter__()
 
@@ -175,7 +175,7 @@ def dead_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "run" / DEAD
     folder.mkdir(parents=True)
     (folder.parent / "others").mkdir()
-    monkeypatch.setattr(leftovers, "FOLDERS", folder.parent)
+    monkeypatch.setattr(cleanup, "FOLDERS", folder.parent)
     monkeypatch.setattr(namespaces, "FILES", tmp_path / "netns")
     monkeypatch.setattr(cpu_limits, "MOUNTS", tmp_path / "mountinfo")
     return folder
@@ -198,8 +198,8 @@ def test_folders_of_dead_clusters_are_found_by_root_alone(
 ) -> None:
     be(user)
     removed: list[str] = []
-    monkeypatch.setattr(leftovers, "marks", dict)
-    monkeypatch.setattr(leftovers, "remove_cluster", removed.append)
+    monkeypatch.setattr(cleanup, "marks", dict)
+    monkeypatch.setattr(cleanup, "remove_cluster", removed.append)
     remove_leftovers()
     assert removed == ([DEAD] if user == 0 else [])
 

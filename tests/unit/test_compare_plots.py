@@ -9,10 +9,10 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from llmtrain.compare.over_seeds import gather
+from llmtrain.compare.aggregate import gather
 from llmtrain.compare.plots import AXES, draw_loss, draw_throughput, styles
 from llmtrain.compare.results import load_trials
-from llmtrain.compare.scale import find_scales
+from llmtrain.compare.sweep_axis import find_sweeps
 from tests.unit.written_trials import straight, validation, write_trial
 
 SECONDS = next(axis for axis in AXES if axis.name == "seconds")
@@ -20,7 +20,7 @@ SECONDS = next(axis for axis in AXES if axis.name == "seconds")
 
 def throughput(folder: Path, planned: Sequence[tuple[str, str, int]] = ()) -> Axes | None:
     results = gather(load_trials([folder]), planned=planned)
-    (scale,) = find_scales([condition.name for condition in results.conditions])
+    (scale,) = find_sweeps([condition.name for condition in results.conditions])
     figure = draw_throughput(results, scale, styles(results))
     return figure and figure.axes[0]
 
@@ -32,7 +32,7 @@ def losses(folder: Path) -> Axes:
     return figure.axes[0]
 
 
-def labelled(axes: Axes, label: str) -> Line2D:
+def labeled(axes: Axes, label: str) -> Line2D:
     (line,) = [line for line in axes.lines if line.get_label() == label]
     return line
 
@@ -83,7 +83,7 @@ def test_the_thick_curve_is_the_median_or_where_seeds_do_not_match_the_first(
     write_trial(tmp_path, "plain", "edit", 1, [validation(0, 0.0, 8.0), validation(10, 20.0, 4.0)])
     write_trial(tmp_path, "plain", "edit", 2, [validation(*point) for point in second])
     axes = losses(tmp_path)
-    assert list(labelled(axes, "edit").get_ydata()) == thick
+    assert list(labeled(axes, "edit").get_ydata()) == thick
     assert [list(line.get_ydata()) for line in axes.lines[:2]] == [[8.0, 4.0], [loss for *_, loss in second]]
 
 
@@ -94,5 +94,5 @@ def test_the_target_is_drawn_where_there_is_one(tmp_path: Path) -> None:
     write_trial(tmp_path, "thin", "synchronous", 1, straight(10.0, None))
     write_trial(tmp_path, "thin", "edit", 1, straight(10.0, 5.0))
     axes = losses(tmp_path / "thin")
-    assert not axes.texts and list(labelled(axes, "edit").get_ydata()) == [8.0, 5.0]
+    assert not axes.texts and list(labeled(axes, "edit").get_ydata()) == [8.0, 5.0]
     assert axes.get_ylim() == pytest.approx((5.0 - 0.18, 8.0 + 0.18)), "from the lowest loss to the early ones"

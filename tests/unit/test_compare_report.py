@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from llmtrain.compare import words
-from llmtrain.compare.over_seeds import gather
-from llmtrain.compare.page import Lines, Page, Section, Table, Text, markdown
+from llmtrain.compare import formatting
+from llmtrain.compare.aggregate import gather
+from llmtrain.compare.page import Lines, Page, PageSection, Table, Text, markdown
 from llmtrain.compare.plots import styles
 from llmtrain.compare.report import html, write_report
 from llmtrain.compare.results import Span, load_trials
-from llmtrain.compare.timeline import synchronisations, window_seconds, window_start
+from llmtrain.compare.timeline import synchronizations, window_seconds, window_start
 from llmtrain.compare.verdict import Verdict, verdict
 from tests.unit.written_trials import (
     METHODS,
@@ -192,21 +192,21 @@ def test_one_seed_of_several_conditions_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("show", "value", "text"),
     [
-        (words.seconds, 4.23, "4.2 s"),
-        (words.seconds, 119.4, "119 s"),
-        (words.seconds, 130.0, "2.2 min"),
-        (words.seconds, 7300.0, "2.0 h"),
-        (words.size, 3244840800, "3.24 GB"),
-        (words.size, 512, "512 B"),
-        (words.size, 2.345e12, "2.35 TB"),
-        (words.size, 4.2e15, "4200 TB"),
-        (words.count, 999.7, "1 k"),
-        (words.percent, 0.0213, "2.1 %"),
-        (words.percent, 0.97, "97 %"),
-        (words.percent, 0.0001, "less than 0.1 %"),
-        (words.times, 0.966, "0.97"),
-        (words.times, 5.24, "5.2"),
-        (words.listed, ["a", "b", "c"], "a, b and c"),
+        (formatting.seconds, 4.23, "4.2 s"),
+        (formatting.seconds, 119.4, "119 s"),
+        (formatting.seconds, 130.0, "2.2 min"),
+        (formatting.seconds, 7300.0, "2.0 h"),
+        (formatting.size, 3244840800, "3.24 GB"),
+        (formatting.size, 512, "512 B"),
+        (formatting.size, 2.345e12, "2.35 TB"),
+        (formatting.size, 4.2e15, "4200 TB"),
+        (formatting.count, 999.7, "1 k"),
+        (formatting.percent, 0.0213, "2.1 %"),
+        (formatting.percent, 0.97, "97 %"),
+        (formatting.percent, 0.0001, "less than 0.1 %"),
+        (formatting.times, 0.966, "0.97"),
+        (formatting.times, 5.24, "5.2"),
+        (formatting.listed, ["a", "b", "c"], "a, b and c"),
     ],
 )
 def test_numbers_as_words(show, value, text: str) -> None:
@@ -214,7 +214,7 @@ def test_numbers_as_words(show, value, text: str) -> None:
 
 
 def spans_of(every: int, kind: str, steps: int = 30) -> dict[int, list[Span]]:
-    """Steps of a second on one rank, with a synchronisation of half a second in every so many and a glance in all."""
+    """Steps of a second on one rank, with a synchronization of half a second in every so many and a glance in all."""
     made = []
     for step in range(steps):
         made.append(Span("step", "", step, float(step), step + 1.0))
@@ -226,8 +226,8 @@ def spans_of(every: int, kind: str, steps: int = 30) -> dict[int, list[Span]]:
 
 
 @pytest.mark.parametrize("kind", ["exposed", "message"])
-def test_a_synchronisation_a_step_that_has_one(kind: str) -> None:
-    assert synchronisations(spans_of(10, kind)) == [0.5, 10.5, 20.5]
+def test_a_synchronization_a_step_that_has_one(kind: str) -> None:
+    assert synchronizations(spans_of(10, kind)) == [0.5, 10.5, 20.5]
 
 
 def test_windows_hold_two_rounds_of_the_slowest_run_unless_it_dwarfs_the_others() -> None:
@@ -243,13 +243,13 @@ def test_every_run_has_a_style_of_its_own(tmp_path: Path) -> None:
     for number in range(12):
         write_trial(tmp_path, "plain", f"run{number:02d}", 1, straight(10.0, 4.0))
     drawn = styles(gather(load_trials([tmp_path])))
-    assert len(set(drawn.values())) == 12 and drawn["run00"].colour == "black"
+    assert len(set(drawn.values())) == 12 and drawn["run00"].color == "black"
 
 
 def test_pages_say_the_same_in_markdown_and_html(tmp_path: Path) -> None:
     table = Table(("run", "loss"), (("a|b", "4.0 (3.9 to 4.1)"),))
     blocks = [Text("of `x=<1>`"), table, Lines(("one", "  <two>"))]
-    page = Page("T", "It won.", ("others",), (Section("S", blocks),))
+    page = Page("T", "It won.", ("others",), (PageSection("S", blocks),))
     assert markdown(page) == (
         "# T\n\n**It won.**\n\n- others\n\n## S\n\nof `x=<1>`\n\n| run | loss |\n| --- | ---: |\n| a\\|b | 4.0 (3.9 to 4.1) |"
         "\n\n    one\n      <two>\n"
@@ -285,7 +285,7 @@ def test_a_report_of_everything(tmp_path: Path) -> None:
 
 
 def test_reports_of_little(tmp_path: Path) -> None:
-    """One trial that broke at once; then one with a loss that was never finite and no synchronisation."""
+    """One trial that broke at once; then one with a loss that was never finite and no synchronization."""
     write_trial(tmp_path, "plain", "edit", 1, [], state="failed", last_lines=["gone"])
     text = (write_report(load_trials([tmp_path]), tmp_path).parent / "report.md").read_text()
     assert "plots/" not in text and "    gone" in text and "| edit | 1 failed | – |" in text

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.compare.aggregate import Outcome, RunResult, gather
 from llmtrain.compare.measures import (
     Cost,
     OnTheWire,
@@ -20,9 +21,8 @@ from llmtrain.compare.measures import (
     tokens_per_second,
     validations,
 )
-from llmtrain.compare.over_seeds import RunResult, Standing, gather
 from llmtrain.compare.results import Span, Trial, load_trials
-from llmtrain.compare.scale import find_scales
+from llmtrain.compare.sweep_axis import find_sweeps
 from llmtrain.errors import ResultsError
 from tests.unit.written_trials import logged, straight, validation, write_run, write_trial
 
@@ -222,9 +222,9 @@ def test_speed_up_and_its_range(tmp_path: Path) -> None:
     write_runs(tmp_path, ends)
     runs = results_of(tmp_path)
     base, edit = runs["synchronous"], runs["edit"]
-    assert base.target == 4.0 and base.standing is Standing.BASELINE and base.speed_up is None
+    assert base.target == 4.0 and base.standing is Outcome.BASELINE and base.speed_up is None
     assert sorted(base.seconds.values) == [90.0, 100.0, math.inf] and base.seconds.median == 100.0
-    assert edit.seconds.values == (20.0, 25.0, 18.0) and edit.standing is Standing.FASTER
+    assert edit.seconds.values == (20.0, 25.0, 18.0) and edit.standing is Outcome.FASTER
     speed = edit.speed_up
     assert (speed.median, speed.low, speed.high) == (100 / 20, 90 / 25, 100 / 18) and speed.is_range
 
@@ -232,16 +232,16 @@ def test_speed_up_and_its_range(tmp_path: Path) -> None:
 def test_ranges_that_overlap_are_no_difference(tmp_path: Path) -> None:
     write_runs(tmp_path, {"synchronous": [(100, 4.0), (120, 4.0)], "edit": [(60, 4.0), (105, 4.0)]})
     edit = results_of(tmp_path)["edit"]
-    assert edit.standing is Standing.NO_DIFFERENCE
+    assert edit.standing is Outcome.NO_DIFFERENCE
     assert edit.speed_up.low < 1 < edit.speed_up.high
 
 
 def test_slower_and_never(tmp_path: Path) -> None:
     write_runs(tmp_path, {"synchronous": [(100, 4.0)], "slow": [(200, 4.0)], "worse": [(50, 6.0)]})
     runs = results_of(tmp_path)
-    assert runs["slow"].standing is Standing.SLOWER and runs["slow"].speed_up.median == 0.5
+    assert runs["slow"].standing is Outcome.SLOWER and runs["slow"].speed_up.median == 0.5
     assert not runs["slow"].speed_up.is_range
-    assert runs["worse"].standing is Standing.NOT_REACHED and runs["worse"].speed_up is None
+    assert runs["worse"].standing is Outcome.NOT_REACHED and runs["worse"].speed_up is None
     # The baseline was at 6.0 after 50 s, halfway from 8 to 4: as soon as the run that ends there.
     assert runs["worse"].own_speed_up.median == 1.0
 
@@ -249,7 +249,7 @@ def test_slower_and_never(tmp_path: Path) -> None:
 def test_what_most_seeds_do_not_reach_has_no_speed_up(tmp_path: Path) -> None:
     write_runs(tmp_path, {"synchronous": [(100, 4.0)] * 3, "edit": [(10, 4.0), (10, 5.0), (10, 5.0)]})
     edit = results_of(tmp_path)["edit"]
-    assert edit.seconds.median == math.inf and edit.speed_up is None and edit.standing is Standing.MIXED
+    assert edit.seconds.median == math.inf and edit.speed_up is None and edit.standing is Outcome.MIXED
 
 
 def test_of_two_seeds_the_target_is_the_one_that_both_reach(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_failed_trials_count_in_nothing_and_stopped_ones_only_until_they_stopped
 def test_a_given_target_and_baseline(tmp_path: Path) -> None:
     write_runs(tmp_path, {"synchronous": [(100, 4.0)], "edit": [(20, 4.0)]})
     runs = results_of(tmp_path, baseline="edit", target=6.0)
-    assert runs["edit"].standing is Standing.BASELINE
+    assert runs["edit"].standing is Outcome.BASELINE
     assert runs["synchronous"].seconds.median == 50.0 and runs["synchronous"].speed_up.median == 0.2
     with pytest.raises(ResultsError, match="no run is called 'diloco', the baseline; there are edit, synchronous"):
         results_of(tmp_path, baseline="diloco")
@@ -318,4 +318,4 @@ def test_without_a_plan_conditions_follow_their_number_from_best_to_worst(
     ],
 )
 def test_conditions_that_differ_in_one_number(names: list[str], families: list[dict[str, float | None]]) -> None:
-    assert [scale.numbers for scale in find_scales(names)] == families
+    assert [scale.numbers for scale in find_sweeps(names)] == families

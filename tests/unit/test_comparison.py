@@ -13,8 +13,8 @@ from llmtrain.compare import faults, runner
 from llmtrain.compare.comparison import load_comparison, trials
 from llmtrain.compare.faults import Faults, GarbageLoader, inject
 from llmtrain.errors import STOPPED_EARLY, RecipeError
-from llmtrain.recipe import load_recipe
 from llmtrain.recipe_check import check
+from llmtrain.recipe_loader import load_recipe
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "recipes" / "compare").glob("*.yaml"))
@@ -27,7 +27,7 @@ runs:
   diloco:
 conditions:
   thin: {bandwidth_mbit: 100, hosts: {1: {bandwidth_mbit: 10, cpus: 0.5}}}
-  slow: {delays: {who: random, seconds: 0.3}, kills: [{host: 1, at: 5}]}
+  slow: {delays: {host: random, seconds: 0.3}, kills: [{host: 1, at: 5}]}
 seeds: [1, 2]
 """
 
@@ -83,7 +83,7 @@ def test_conditions_in_words(tmp_path: Path) -> None:
 
 
 def test_all_that_a_condition_may_hold_in_words(tmp_path: Path) -> None:
-    all_of_it = """{bandwidth_mbit: 30, latency_ms: 2.5, hosts: {1: {latency_ms: 10}}, delays: {who: 1, seconds: 0.3},
+    all_of_it = """{bandwidth_mbit: 30, latency_ms: 2.5, hosts: {1: {latency_ms: 10}}, delays: {host: 1, seconds: 0.3},
          pauses: [{host: 0, at: 4, seconds: 3}], garbage: {host: 1, first: 5, last: 9}}"""
     text = SMALL.replace("{bandwidth_mbit: 100, hosts: {1: {bandwidth_mbit: 10, cpus: 0.5}}}", all_of_it)
     assert load_comparison(written(tmp_path, text)).conditions["thin"].words() == (
@@ -105,7 +105,7 @@ def test_all_that_a_condition_may_hold_in_words(tmp_path: Path) -> None:
             "conditions.thin.hosts.1.bandwidth_mbit is -1: input should be",
         ),
         (("hosts: {1:", "hosts: {2:"), "conditions.thin names host 2, but hosts.count is 2: they are 0 to 1"),
-        (("who: random", "who: 7"), "conditions.slow names host 7"),
+        (("delays: {host: random", "delays: {host: 7"), "conditions.slow names host 7"),
         (("seeds: [1, 2]", "seeds: []"), "seeds is "),
         (("recipe: ../quickstart.yaml", ""), "runs.synchronous has no recipe; give runs.synchronous.recipe or recipe"),
         (("hosts: {count: 2}", "baseline: edit"), "baseline is 'edit', which is none of the runs synchronous, diloco"),
@@ -125,7 +125,7 @@ def test_all_that_a_condition_may_hold_in_words(tmp_path: Path) -> None:
             ("kills:", "garbage: {host: 1, first: 6, last: 5}, kills:"),
             "conditions.slow.garbage ends before it begins; give last >= first",
         ),
-        (("who: random, ", ""), "conditions.slow.delays.who is not given and has no default"),
+        (("host: random, ", ""), "conditions.slow.delays.host is not given and has no default"),
         (("seconds: 0.3", "second: 0.3"), "conditions.slow.delays.second is not a key; did you mean seconds?"),
         (("{host: 1, at: 5}", "{host: 1, after: 5}"), "conditions.slow.kills.0.after is not a key; keys are host, at"),
     ],
@@ -143,14 +143,14 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_delays_follow_seed_and_step_alone() -> None:
-    one = Faults(seed=3, hosts=4, delays={"who": "random", "seconds": 0.5})
+    one = Faults(seed=3, hosts=4, delays={"host": "random", "seconds": 0.5})
     for step in range(1, 50):
         assert sorted(one.delay(host, step) for host in range(4)) == [0, 0, 0, 0.5]
     victims = [next(host for host in range(4) if one.delay(host, step)) for step in range(1, 50)]
     assert set(victims) == {0, 1, 2, 3}
     again = Faults.model_validate_json(one.model_dump_json())
     assert victims == [next(host for host in range(4) if again.delay(host, step)) for step in range(1, 50)]
-    always = Faults(seed=3, hosts=4, delays={"who": 2, "seconds": 0.5})
+    always = Faults(seed=3, hosts=4, delays={"host": 2, "seconds": 0.5})
     assert [always.delay(host, 9) for host in range(4)] == [0, 0, 0.5, 0]
 
 
@@ -187,7 +187,7 @@ def test_garbage_takes_the_place_of_text_and_uses_it_up() -> None:
 def injected(host: int, **asked: Any) -> tuple[SimpleNamespace, list[Any]]:
     """A trainer on a host to which faults happen, and what it calls before each block."""
     hooks: list[Any] = []
-    trainer = SimpleNamespace(loader=Text(), engine=SimpleNamespace(before_block=hooks.append), step=0)
+    trainer = SimpleNamespace(loader=Text(), engine=SimpleNamespace(register_block_hook=hooks.append), step=0)
     inject(Faults(seed=3, hosts=2, **asked), host)(trainer)
     return trainer, hooks
 
@@ -211,7 +211,7 @@ def test_a_trainer_reads_garbage_in_its_steps_and_goes_on_from_a_checkpoint() ->
 def test_a_host_sleeps_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(faults, "time", SimpleNamespace(sleep=slept.append))
-    trainer, (before_block,) = injected(host=1, delays={"who": 1, "seconds": 0.3})
+    trainer, (before_block,) = injected(host=1, delays={"host": 1, "seconds": 0.3})
     for trainer.step in (1, 2):
         for block in (0, 1, 0, 1):  # two micro-batches
             before_block(block)

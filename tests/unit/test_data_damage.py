@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from llmtrain.config import DataSection
-from llmtrain.data.damage import DamageSearch, verify
 from llmtrain.data.index import INDEX
-from llmtrain.data.prepare import Prepared, folder, open_prepared, prepare
+from llmtrain.data.prepare import TokenDataset, cache_path, open_dataset, prepare
 from llmtrain.data.shards import ShardWriter
+from llmtrain.data.verify import ChecksumScan, verify
 from llmtrain.errors import DataError
 from tests.mother import session
 from tests.unit import processes
@@ -32,22 +32,22 @@ def data(tmp_path: Path) -> DataSection:
 
 
 @pytest.fixture
-def prepared(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> Prepared:
+def prepared(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> TokenDataset:
     monkeypatch.setattr(ShardWriter.__init__, "__defaults__", (700,))
     return prepare(data, MANY, MANY)
 
 
-def names(prepared: Prepared) -> list[str]:
+def names(prepared: TokenDataset) -> list[str]:
     return [shard.name for split in prepared.index.splits.values() for shard in split.shards]
 
 
-def searched(prepared: Prepared, *share: int) -> str | None:
-    search = DamageSearch([prepared], *share)
+def searched(prepared: TokenDataset, *share: int) -> str | None:
+    search = ChecksumScan([prepared], *share)
     search.wait()
     return search.problem
 
 
-def test_a_flipped_bit_anywhere_is_found_by_the_rank_whose_share_it_is(prepared: Prepared) -> None:
+def test_a_flipped_bit_anywhere_is_found_by_the_rank_whose_share_it_is(prepared: TokenDataset) -> None:
     assert searched(prepared) is None
     assert len(names(prepared)) > 5
     for number, name in enumerate(names(prepared)):
@@ -65,12 +65,12 @@ def test_a_flipped_bit_anywhere_is_found_by_the_rank_whose_share_it_is(prepared:
             with pytest.raises(
                 DataError, match=rf"{name} on .*: checksum [0-9a-f]{{8}} found, [0-9a-f]{{8}} expected; "
             ):
-                verify(open_prepared(prepared.directory))
+                verify(open_dataset(prepared.directory))
         path.write_bytes(good)
     verify(prepared)
 
 
-def test_what_is_cut_off_or_gone_after_the_opening_is_found_too(prepared: Prepared) -> None:
+def test_what_is_cut_off_or_gone_after_the_opening_is_found_too(prepared: TokenDataset) -> None:
     path = prepared.directory / names(prepared)[-1]
     os.truncate(path, path.stat().st_size - 2)
     assert ": checksum " in searched(prepared)
@@ -87,7 +87,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("where", processes.KILLED_AT)
 def test_preparing_that_is_killed_begins_again_and_makes_the_same_shards(data: DataSection, where: str) -> None:
     expected = files_in(prepare(data.model_copy(update={"cache_dir": data.cache_dir + "-whole"}), MANY, MANY).directory)
-    directory = folder(data)
+    directory = cache_path(data)
     if where == "between":  # the renames of a smaller folder and of the larger one that takes its place
         prepare(data.model_copy(update={"max_tokens": 500}), 500, 100)
     process = session().fork(processes.prepare_until_killed, data.model_dump_json(), where)
@@ -98,7 +98,7 @@ def test_preparing_that_is_killed_begins_again_and_makes_the_same_shards(data: D
         written = directory.with_name(left[0]) / "train-00000.npy"
         assert 1000 < written.stat().st_size < len(expected["train-00000.npy"])
     with pytest.raises(DataError, match=r"no such file; expected a folder made by prepare"):
-        open_prepared(directory)
+        open_dataset(directory)
 
     assert files_in(prepare(data, MANY, MANY).directory) == expected
     assert [path for path in Path(data.cache_dir).iterdir() if path.is_dir()] == [directory]
@@ -151,7 +151,7 @@ def test_a_folder_that_is_gone_for_a_moment_is_looked_at_again(
         if appears != "none":
             index.write_text(aside.read_text() if appears == "the same" else larger)
 
-    monkeypatch.setattr("llmtrain.data.damage.time", SimpleNamespace(sleep=rest))
+    monkeypatch.setattr("llmtrain.data.verify.time", SimpleNamespace(sleep=rest))
     problem = searched(some)
     assert rests and (problem is None) == (appears == "a larger one")
     assert problem is None or "can't be read (No such file or directory)" in problem

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.data.ahead import Ahead
-from llmtrain.data.loader import IGNORED, Loader, eval_batches
+from llmtrain.data.loader import IGNORE_INDEX, Loader, eval_batches
+from llmtrain.data.prefetch import PrefetchLoader
 from llmtrain.data.shards import TokenShards
 from llmtrain.errors import DataError
 from tests.end_to_end.runs import wait_until
@@ -112,8 +112,8 @@ def test_validation_windows_are_dealt_once_in_equal_numbers(world: int, max_toke
     seen = []
     for inputs, labels in (batch for batches in ranks for batch in batches):
         assert inputs.shape == labels.shape == (2, LENGTH) and inputs.dtype == labels.dtype == torch.int64
-        real = (labels != IGNORED).all(dim=1)
-        assert (labels[~real] == IGNORED).all()
+        real = (labels != IGNORE_INDEX).all(dim=1)
+        assert (labels[~real] == IGNORE_INDEX).all()
         assert torch.equal(labels[real], inputs[real] + 1)
         seen += (inputs[real][:, 0] // LENGTH).tolist()
     assert sorted(seen) == list(range(windows))
@@ -126,7 +126,7 @@ def test_too_little_validation_text_is_refused_at_once() -> None:
 
 
 def test_reading_ahead_changes_neither_batches_nor_state() -> None:
-    plain, ahead = loader(sequence(29), 1, 2), Ahead(loader(sequence(29), 1, 2), timeout_seconds=10)
+    plain, ahead = loader(sequence(29), 1, 2), PrefetchLoader(loader(sequence(29), 1, 2), timeout_seconds=10)
     states = []
     for _ in range(5):
         states.append(ahead.state_dict())
@@ -144,7 +144,7 @@ def test_a_disk_that_does_not_answer_is_an_error() -> None:
     answers = threading.Event()
     slow = loader(sequence(29))
     read, slow.next = slow.next, lambda: answers.wait(20) and read()
-    ahead = Ahead(slow, timeout_seconds=0.05)
+    ahead = PrefetchLoader(slow, timeout_seconds=0.05)
     with pytest.raises(DataError, match="does not answer"):
         ahead.next()
     answers.set()
@@ -171,4 +171,4 @@ def test_an_error_of_the_thread_is_raised_by_next() -> None:
 
     broken.next = fail
     with pytest.raises(DataError, match="a shard is gone"):
-        Ahead(broken, timeout_seconds=10).next()
+        PrefetchLoader(broken, timeout_seconds=10).next()

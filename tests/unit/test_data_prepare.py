@@ -11,7 +11,7 @@ import pytest
 from llmtrain.config import DataSection
 from llmtrain.data import prepare as module
 from llmtrain.data import shards
-from llmtrain.data.prepare import Prepared, open_prepared, prepare, verify
+from llmtrain.data.prepare import TokenDataset, open_dataset, prepare, verify
 from llmtrain.data.shards import ShardWriter, TokenShards
 from llmtrain.data.sources import documents
 from llmtrain.errors import DataError
@@ -35,7 +35,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE_CHARACTERS", 40)
 
 
-def texts_of(prepared: Prepared, split: str) -> list[str]:
+def texts_of(prepared: TokenDataset, split: str) -> list[str]:
     tokens = prepared.tokens(split)
     ids = tokens.window(0, len(tokens))
     *documents, rest = np.split(ids, np.flatnonzero(ids == prepared.eos_id) + 1)
@@ -44,7 +44,7 @@ def texts_of(prepared: Prepared, split: str) -> list[str]:
     return [tokenizer.decode(document[:-1]) for document in documents]
 
 
-def made(prepared: Prepared) -> int:
+def made(prepared: TokenDataset) -> int:
     """When it was prepared."""
     return (prepared.directory / "index.json").stat().st_mtime_ns
 
@@ -111,7 +111,7 @@ def test_cache_is_reused_made_larger_and_never_changes_what_a_run_reads(data: Da
     assert third != second
     assert made(prepare(at_most(data, 10**10 + 1), 10**10, 10**10)) == third
     assert len(prepare(at_most(data, 600), 10**9, 100).tokens("train")) == 600
-    assert len(prepare(data, 10, 100).tokens("train")) > 3000, "files are tokenised whole unless told otherwise"
+    assert len(prepare(data, 10, 100).tokens("train")) > 3000, "files are tokenized whole unless told otherwise"
 
 
 def test_other_choices_go_to_other_folders(data: DataSection, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_processes_that_start_together_prepare_once(data: DataSection) -> None:
 
 def test_waiting_says_for_what_and_ends(data: DataSection, capsys: pytest.CaptureFixture[str]) -> None:
     Path(data.cache_dir).mkdir()
-    holder = session().fork(processes.hold_lock, f"{module.folder(data)}.lock", capture=True)
+    holder = session().fork(processes.hold_lock, f"{module.cache_path(data)}.lock", capture=True)
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(DataError, match=r"another process has held this lock for 0\.2 s"):
         prepare(data, 100, 100, show_progress=True, lock_timeout=0.2)
@@ -174,7 +174,7 @@ def test_damaged_folders_are_refused_with_file_and_sizes(data: DataSection) -> N
     whole = shard.read_bytes()
 
     def refused(message: str) -> None:
-        for attempt in (lambda: open_prepared(prepared.directory), lambda: prepare(at_most(data, 500 + 1), 500, 100)):
+        for attempt in (lambda: open_dataset(prepared.directory), lambda: prepare(at_most(data, 500 + 1), 500, 100)):
             with pytest.raises(DataError, match=message) as caught:
                 attempt()
             assert f"delete {prepared.directory} and prepare again" in str(caught.value)
@@ -191,7 +191,7 @@ def test_damaged_folders_are_refused_with_file_and_sizes(data: DataSection) -> N
 
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(DataError, match=r"train-00000\.npy on .*: checksum .* found, .* expected"):
-        verify(open_prepared(prepared.directory))
+        verify(open_dataset(prepared.directory))
     index = prepared.directory / "index.json"
     index.write_text(index.read_text().replace('"format": 1', '"format": 2'))
     refused(r"index\.json: format: Input should be 1")

@@ -19,15 +19,15 @@ from rich.console import Console
 from llmtrain.doctor import interfaces, links, machine, software
 from llmtrain.doctor.environment import environment
 from llmtrain.doctor.finding import Finding, Level, has_problem, ok, problem, warning
-from llmtrain.doctor.fit import fit, round_bytes
-from llmtrain.doctor.hosts import Rank, agreement, group, versions, who_is_where
+from llmtrain.doctor.findings_table import show, verdict
 from llmtrain.doctor.interfaces import Card, carries, listed, listens_at, named_by_environment
 from llmtrain.doctor.links import SECRET_BYTES, Link, LinkServer, measure, measure_all, tournament
 from llmtrain.doctor.network_report import SHOWN, links_between
-from llmtrain.doctor.report import show, verdict
+from llmtrain.doctor.node_ranks import RankIdentity, agreement, group, versions, who_is_where
+from llmtrain.doctor.recipe_fit import fit, round_bytes
 from llmtrain.parallel.network import Networks
 from llmtrain.parallel.world import World
-from llmtrain.recipe import load_recipe
+from llmtrain.recipe_loader import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -193,9 +193,11 @@ def test_the_smallest_memory_counts(tmp_path):
 
 
 def test_a_mesh_that_is_impossible_is_a_problem():
-    found, plan = fit(recipe("parallel.replicas=2", "parallel.shard=2"), ["a"] * 3, [4 * GIB] * 3)
+    found, plan = fit(recipe("parallel.replicas=2", "parallel.shards=2"), ["a"] * 3, [4 * GIB] * 3)
     assert plan is None and levels(found) == ["problem"]
-    assert found[0].what.startswith("recipe: parallel.replicas x parallel.shard = 2 x 2 needs 4 processes, there are 3")
+    assert found[0].what.startswith(
+        "recipe: parallel.replicas x parallel.shards = 2 x 2 needs 4 processes, there are 3"
+    )
 
 
 def test_without_a_vocabulary_nothing_is_estimated(tmp_path):
@@ -207,9 +209,9 @@ def test_without_a_vocabulary_nothing_is_estimated(tmp_path):
 # ---- who is where
 
 
-def rank(number: int, node: str, **differing: str) -> Rank:
+def rank(number: int, node: str, **differing: str) -> RankIdentity:
     same = {"llmtrain": "1", "torch": "2", "python": "3", "recipe": "4"}
-    return Rank(number, node, node, "eth0", f"10.0.0.{node[-1]}", "cpu", {**same, **differing})
+    return RankIdentity(number, node, node, "eth0", f"10.0.0.{node[-1]}", "cpu", {**same, **differing})
 
 
 def test_ranks_are_listed_by_host():

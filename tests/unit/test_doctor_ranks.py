@@ -16,21 +16,20 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import Recipe
-from llmtrain.doctor import axes as axes_module
-from llmtrain.doctor import links, network_report, together
-from llmtrain.doctor.axes import SMALLEST, axes
-from llmtrain.doctor.examine import Sections, examine
+from llmtrain.doctor import cluster_check, collective_bench, links, network_report
+from llmtrain.doctor.cluster_check import ClusterCheck
+from llmtrain.doctor.collective_bench import SMALLEST, bench_collectives
 from llmtrain.doctor.finding import Finding, Level, ok, problem, warning
-from llmtrain.doctor.fit import Plan, fit, round_bytes
-from llmtrain.doctor.hosts import Rank, group
 from llmtrain.doctor.links import Link
 from llmtrain.doctor.network_report import links_between
-from llmtrain.doctor.together import Together
+from llmtrain.doctor.node_ranks import RankIdentity, group
+from llmtrain.doctor.recipe_fit import Plan, fit, round_bytes
+from llmtrain.doctor.run_checks import Sections, run_checks
 from llmtrain.errors import FAILED, TrainingError
-from llmtrain.parallel.meeting import Meeting, Place
 from llmtrain.parallel.network import Networks
+from llmtrain.parallel.rendezvous import RankInfo, Rendezvous
 from llmtrain.parallel.world import World
-from llmtrain.recipe import load_recipe
+from llmtrain.recipe_loader import load_recipe
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/quickstart.yaml"
 GIB = 2.0**30
@@ -67,7 +66,7 @@ def test_ranks_that_can_not_meet_are_a_problem_in_the_report_of_the_first(
     recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = recipe("parallel.replica_network=wlan7")
-    code, error = by_all(2, lambda world: examine(given, world, 20))
+    code, error = by_all(2, lambda world: run_checks(given, world, 20))
     shown = " ".join(capsys.readouterr().out.split())
     assert code == FAILED
     assert "ranks problem parallel.replica_network is wlan7" in shown and shown.count("interfaces: ") == 1
@@ -79,7 +78,7 @@ class Opened(list):
 
     @contextmanager
     def open_mesh(
-        self, world: World, replicas: int, shard: int, backend: str, seconds: float, meeting: Meeting
+        self, world: World, replicas: int, shard: int, backend: str, seconds: float, meeting: Rendezvous
     ) -> Iterator[tuple[int, int]]:
         yield replicas, shard
 
@@ -98,22 +97,22 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
         with one_at_a_time:
             return fit(*arguments)
 
-    monkeypatch.setattr(together, "fit", fit_alone)
-    monkeypatch.setattr(together, "open_mesh", found.open_mesh)
-    monkeypatch.setattr(together, "axes", found.axes)
+    monkeypatch.setattr(cluster_check, "fit", fit_alone)
+    monkeypatch.setattr(cluster_check, "open_mesh", found.open_mesh)
+    monkeypatch.setattr(cluster_check, "bench_collectives", found.axes)
     monkeypatch.setattr(links, "LONG_ENOUGH", 0.0)
     return found
 
 
 def examined(recipe: Recipe | None, nodes: list[str], **complaints: Finding) -> list[Sections]:
     """The sections of each rank, one a name of a node, that has found its node's `complaints` by itself."""
-    places = [Place(node, node, "127.0.0.1", GIB) for node in nodes]
-    meeting = Meeting(dist.HashStore(), places, Networks())
+    places = [RankInfo(node, node, "127.0.0.1", GIB) for node in nodes]
+    meeting = Rendezvous(dist.HashStore(), places, Networks())
 
     def one(world: World) -> Sections:
         node = nodes[world.rank]
         sections: Sections = {"network": [], "machine": [complaints[node]] if node in complaints else []}
-        Together(recipe, world, meeting, 20).add_to(sections)
+        ClusterCheck(recipe, world, meeting, 20).add_to(sections)
         return sections
 
     return by_all(len(nodes), one)
@@ -131,7 +130,7 @@ def test_without_a_recipe_the_mesh_is_the_one_that_auto_gives(opened: Opened) ->
 def test_a_recipes_mesh_is_measured_and_its_round_if_there_is_one(
     recipe: Callable[..., Recipe], opened: Opened, replicas: int, shard: int
 ) -> None:
-    given = recipe(f"parallel.replicas={replicas}", f"parallel.shard={shard}")
+    given = recipe(f"parallel.replicas={replicas}", f"parallel.shards={shard}")
     for sections in examined(given, ["a", "a"]):
         assert sections["recipe"][0] == ok(f"mesh: {replicas} replicas x {shard} shards (as the recipe says)")
     _, plan = fit(given, ["a", "a"], [GIB, GIB])
@@ -164,7 +163,7 @@ def test_a_host_that_closes_in_the_middle_is_an_error() -> None:
 
 def test_ports_to_open_are_named_where_the_kernel_tells_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(network_report, "EPHEMERAL_PORTS", tmp_path / "range")
-    hosts = group([Rank(i, f"n{i}", f"n{i}", "eth0", f"10.0.0.{i}", "cpu", {}) for i in range(2)])
+    hosts = group([RankIdentity(i, f"n{i}", f"n{i}", "eth0", f"10.0.0.{i}", "cpu", {}) for i in range(2)])
     broken = [Link(0, 1, error="timed out")]
     assert "MASTER_PORT and ports above 1024;" in links_between(hosts, broken)[0].advice
     (tmp_path / "range").write_text("32768\t60999\n")
@@ -198,22 +197,22 @@ class Axis:
 
 def mesh_of(replicas: int, shard: int, seconds: tuple[float, ...]) -> tuple[SimpleNamespace, list[str]]:
     calls: list[str] = []
-    everyone = Axis("all", replicas * shard, calls, seconds)
+    all_ranks = Axis("all", replicas * shard, calls, seconds)
     return SimpleNamespace(
-        replica=Axis("replica", replicas, calls), shard=Axis("shard", shard, calls), everyone=everyone
+        replica=Axis("replica", replicas, calls), shard=Axis("shard", shard, calls), all_ranks=all_ranks
     ), calls
 
 
 def test_a_round_takes_as_long_as_the_slowest_rank_between_replicas() -> None:
     mesh, _ = mesh_of(2, 4, seconds=(0.5, 1.0))
     sent = 4 * SMALLEST  # 2 (N-1)/N of 4 bytes a value
-    found = [finding.what for finding in axes(mesh, 2.0 * sent)]
+    found = [finding.what for finding in bench_collectives(mesh, 2.0 * sent)]
     assert found == [
         "replica axis, between replicas: all-reduce over 2 ranks sends 262.1 kB from each in 1.000 s, 262.1 kB/s",
-        "a synchronisation of this model: 524.3 kB from each rank, about 2 s at that rate",
+        "a synchronization of this model: 524.3 kB from each rank, about 2 s at that rate",
         "shard axis, inside a replica: all-reduce over 4 ranks sends 393.2 kB from each in 1.000 s, 393.2 kB/s",
     ]
-    assert [finding.what for finding in axes(mesh, None)] == [found[0], found[2]]
+    assert [finding.what for finding in bench_collectives(mesh, None)] == [found[0], found[2]]
 
 
 def test_a_gpus_all_reduce_is_over_when_the_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,8 +220,8 @@ def test_a_gpus_all_reduce_is_over_when_the_gpu_says_so(monkeypatch: pytest.Monk
     there = SimpleNamespace(is_cuda=True, device="cuda:1")
     fake = SimpleNamespace(zeros=lambda *_, **__: there, tensor=torch.tensor, float64=torch.float64)
     fake.cuda = SimpleNamespace(synchronize=lambda device: calls.append(f"synchronize {device}"))
-    monkeypatch.setattr(axes_module, "torch", fake)
-    axes(mesh, None)
+    monkeypatch.setattr(collective_bench, "torch", fake)
+    bench_collectives(mesh, None)
     assert calls[:4] == [
         "all: meeting before a measurement",
         "replica: measuring",

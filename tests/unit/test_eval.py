@@ -15,13 +15,13 @@ from rich.console import Console
 
 from llmtrain.errors import DataError, ModelError, SuiteError, UserError
 from llmtrain.eval.cache import Cache, Entry
-from llmtrain.eval.checkpoint import Checkpoint, check_folder, find_checkpoints, labels
 from llmtrain.eval.curves import draw_curves, lines_of
-from llmtrain.eval.pieces import Options, pieces_of
-from llmtrain.eval.scores import answers, bits_per_byte, chance_of, ratio, verdict
+from llmtrain.eval.evaluated_checkpoint import Checkpoint, check_folder, find_checkpoints, labels
+from llmtrain.eval.scores import bits_per_byte, chance_of, per_document, ratio, verdict
 from llmtrain.eval.significance import BOOTSTRAP, MCNEMAR, compare, mcnemar, paired_bootstrap
-from llmtrain.eval.table import Evaluated, Row, cell, in_short, table_of
+from llmtrain.eval.table import Evaluated, Row, cell, scores_on_one_line, table_of
 from llmtrain.eval.texts import documents
+from llmtrain.eval.units import Options, pieces_of
 from llmtrain.suites.check import harness_version
 from llmtrain.suites.local_tasks import digests, local_tasks
 from llmtrain.suites.suite import EVAL_FOLDER, load_suite, suite_names
@@ -259,7 +259,7 @@ def test_answers_are_kept_in_the_order_of_documents() -> None:
             "target": target,
         }
 
-    kept = answers([sample(1, 1), sample(0, 0)])
+    kept = per_document([sample(1, 1), sample(0, 0)])
     assert kept == {"doc": ["0:01234567", "1:01234567"], "acc": [1.0, 1.0], "nll": [1.5, 2.5], "bytes": [3, 3]}
 
 
@@ -296,7 +296,7 @@ def test_in_short_there_is_the_first_score_of_each_task() -> None:
     entry = Entry(scores={"text": {"loss": 1.5, "loss_stderr": None, "n": 3}}, about={"text": {}}, shown=["text"])
     both = Evaluated(guess.checkpoint, {**guess.entries, "text": entry})
     show = {"quiz": ["acc_norm", "acc", "n"], "text": ["loss"]}
-    assert in_short(both, show) == "quiz acc 0.500 ± 0.090 near chance, text loss 1.500"
+    assert scores_on_one_line(both, show) == "quiz acc 0.500 ± 0.090 near chance, text loss 1.500"
 
 
 def test_a_score_that_is_not_there_is_a_dash() -> None:

@@ -18,16 +18,16 @@ from transformers.utils import logging
 
 from llmtrain.config import SuiteSection
 from llmtrain.errors import DataError, ModelError, UserError
-from llmtrain.eval import command, harness, pieces
+from llmtrain.eval import command, harness, units
 from llmtrain.eval.cache import Entry, write_json
-from llmtrain.eval.checkpoint import Checkpoint, find_checkpoints
 from llmtrain.eval.command import evaluate
 from llmtrain.eval.curves import lines_of
+from llmtrain.eval.evaluated_checkpoint import Checkpoint, find_checkpoints
 from llmtrain.eval.harness import check_answers_fit, check_tasks, entry_of, run_task
-from llmtrain.eval.pieces import Models, Options, Piece, pieces_of
 from llmtrain.eval.significance import compare
-from llmtrain.eval.table import Evaluated, Row, comparison, in_short
+from llmtrain.eval.table import Evaluated, Row, comparison, scores_on_one_line
 from llmtrain.eval.texts import Loaded, losses
+from llmtrain.eval.units import EvalUnit, LazyModels, Options, pieces_of
 from llmtrain.export.quiet import without_progress_bars
 from llmtrain.suites.check import check_suite, check_suite_data
 from llmtrain.suites.local_tasks import local_tasks
@@ -60,8 +60,8 @@ def test_of_several_processes_only_the_main_one_writes_and_does_what_is_not_shar
 ) -> None:
     ran: list[str] = []
 
-    def piece(name: str, by_all: bool) -> Piece:
-        return Piece(name, {}, ("acc",), lambda models: ran.append(name) or scored(0.5), by_all)
+    def piece(name: str, by_all: bool) -> EvalUnit:
+        return EvalUnit(name, {}, ("acc",), lambda models: ran.append(name) or scored(0.5), by_all)
 
     monkeypatch.setattr(command, "pieces_of", lambda options: [piece("shared", True), piece("text", False)])
     for rank, results, done in (("1", 0, ["shared"]), ("0", 1, ["shared", "text"])):
@@ -77,7 +77,7 @@ def test_a_suite_of_prompts_alone_has_neither_table_nor_curves(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = Entry(written=[{"prompt": "Tom", "text": "Tom [sat] down."}])
-    monkeypatch.setattr(command, "pieces_of", lambda options: [Piece("samples", {}, (), lambda models: entry)])
+    monkeypatch.setattr(command, "pieces_of", lambda options: [EvalUnit("samples", {}, (), lambda models: entry)])
     screen, out = io.StringIO(), tmp_path / "out"
     (result,) = evaluate([model], "small", over_time=True, out=out, console=Console(file=screen, width=120))
     assert screen.getvalue() == ("model: samples (1 of 1)\n\nmodel writes after 'Tom':\nTom [sat] down.\n")
@@ -88,15 +88,15 @@ def test_a_suite_of_prompts_alone_has_neither_table_nor_curves(
 
 def test_a_task_of_the_harness_needs_its_index_and_no_data_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(pieces, "check_tasks", lambda names, *_: asked.append(names))
-    monkeypatch.setattr(pieces, "harness_version", lambda: "0.4")
-    monkeypatch.setattr(pieces, "task_manager", lambda *arguments: arguments)
-    monkeypatch.setattr(pieces, "run_task", lambda section, limit, load, manager: asked.append(manager))
+    monkeypatch.setattr(units, "check_tasks", lambda names, *_: asked.append(names))
+    monkeypatch.setattr(units, "harness_version", lambda: "0.4")
+    monkeypatch.setattr(units, "task_manager", lambda *arguments: arguments)
+    monkeypatch.setattr(units, "run_task", lambda section, limit, load, manager: asked.append(manager))
     options = Options(Suite(tasks=(TaskSection(task="piqa"),)), (), None, 5, 1, None)
     (piece,) = pieces_of(options)
     key = {"kind": "lm_eval", "lm_eval": "0.4", "task": "piqa", "few_shot": None, "limit": 5}
     assert piece.key == key and piece.by_all
-    piece.run(Models(Path(), options))
+    piece.run(LazyModels(Path(), options))
     assert asked == [["piqa"], ((), None, True)]
 
 
@@ -257,7 +257,7 @@ def test_curves_leave_out_what_is_not_known() -> None:
 
 def test_a_score_that_is_none_is_not_in_the_line() -> None:
     both = Evaluated(at(10, 1000, Entry()).checkpoint, {"quiz": scored(0.5), "other": scored(None)})
-    assert in_short(both, {"other": ["acc"], "quiz": ["acc"]}) == "quiz acc 0.500"
+    assert scores_on_one_line(both, {"other": ["acc"], "quiz": ["acc"]}) == "quiz acc 0.500"
 
 
 def test_a_task_that_only_one_of_two_was_given_is_not_compared() -> None:

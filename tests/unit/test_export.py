@@ -20,17 +20,17 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTo
 from llmtrain.config import Recipe
 from llmtrain.errors import CheckpointError, DataError, TrainingError, UserError
 from llmtrain.export import card, parity
+from llmtrain.export.card_scores import read_scores
 from llmtrain.export.export import Request
 from llmtrain.export.folder import Manifest, locked, read_manifest, replacing, sizes, write_manifest
+from llmtrain.export.full_tensors import FullTensorReader
 from llmtrain.export.generate import Sampling, generate
 from llmtrain.export.parity import Parity
-from llmtrain.export.results import read_scores
 from llmtrain.export.source import Source
-from llmtrain.export.stored import WholeTensors
-from llmtrain.export.weights import MEAN, Choice
+from llmtrain.export.weights import MEAN, WeightSource
 from llmtrain.export.write import write_configs, write_weights
 from llmtrain.model import model_config
-from llmtrain.recipe import load_recipe
+from llmtrain.recipe_loader import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = Manifest(
@@ -70,13 +70,13 @@ def source(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S
     ("text", "choice", "ending"),
     [
         ("mean", MEAN, ""),
-        ("anchor", Choice("anchor"), "-anchor"),
-        ("replica:0", Choice("replica", 0), "-replica0"),
-        ("replica:12", Choice("replica", 12), "-replica12"),
+        ("anchor", WeightSource("anchor"), "-anchor"),
+        ("replica:0", WeightSource("replica", 0), "-replica0"),
+        ("replica:12", WeightSource("replica", 12), "-replica12"),
     ],
 )
-def test_weights_have_names(source: Source, text: str, choice: Choice, ending: str) -> None:
-    assert Choice.parse(text) == choice and str(choice) == text
+def test_weights_have_names(source: Source, text: str, choice: WeightSource, ending: str) -> None:
+    assert WeightSource.parse(text) == choice and str(choice) == text
     assert Request(choice).folder_of(source) == source.run / f"export/step-00001000{ending}"
     assert Request(choice, "bf16").folder_of(source) == source.run / f"export/step-00001000{ending}-bf16"
 
@@ -84,7 +84,7 @@ def test_weights_have_names(source: Source, text: str, choice: Choice, ending: s
 @pytest.mark.parametrize("text", ["best", "", "replica", "replica:", "replica:-1", "replica:x", "Mean", "mean "])
 def test_unknown_weights(text: str) -> None:
     with pytest.raises(UserError, match=r"--weights is '.*'; expected mean, anchor, or replica:K such as replica:0"):
-        Choice.parse(text)
+        WeightSource.parse(text)
 
 
 def test_unknown_dtype() -> None:
@@ -154,7 +154,7 @@ def test_a_card_says_what_the_model_is(source: Source) -> None:
     }
     for line in (
         "# mine",
-        "| method | `edit`: 13 synchronisations |",
+        "| method | `edit`: 13 synchronizations |",
         "| steps | 1,000 of 300 |",
         "| tokens | 4,096, sequences of 128 |",
         "| mesh | 2 replicas x 2 shards (FSDP2), fp32 |",
@@ -220,7 +220,7 @@ def test_models_whose_logits_differ_by_more_than_rounding_are_not_the_same(
     [
         (Request(), True),
         (Request(dtype="bf16"), False),
-        (Request(Choice("anchor")), False),
+        (Request(WeightSource("anchor")), False),
         (Request(max_shard_size="5GB"), True),
         (Request(max_shard_size="1GB"), False),
     ],
@@ -335,10 +335,10 @@ def test_a_tokenizer_that_is_not_the_one_of_training_is_found_out(model: Path, p
 def test_a_value_that_is_not_finite_is_not_exported(tmp_path: Path, value: float) -> None:
     tensors = {"good": torch.ones(3), "bad": torch.tensor([1.0, value])}
     dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
-    stored = WholeTensors(tmp_path)
-    assert torch.equal(stored.read_whole("good"), torch.ones(3))
+    stored = FullTensorReader(tmp_path)
+    assert torch.equal(stored.read_full_tensor("good"), torch.ones(3))
     with pytest.raises(CheckpointError, match=r"bad holds a value that is not finite; export another with --step"):
-        stored.read_whole("bad")
+        stored.read_full_tensor("bad")
 
 
 def test_without_its_data_a_tokenizer_can_not_be_found(tmp_path: Path) -> None:

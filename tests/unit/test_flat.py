@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from llmtrain.parallel.flat import FlatGroup
+from llmtrain.parallel.zero_layout import FlatGroup
 
 SHAPES = {"a": torch.Size([3]), "b": torch.Size([2, 4]), "c": torch.Size([1]), "d": torch.Size([5, 1])}
 TOTAL = sum(map(math.prod, SHAPES.values()))
@@ -29,7 +29,7 @@ def numbered() -> dict[str, torch.Tensor]:
 def test_parts_make_the_whole_again(by_parameter: bool) -> None:
     for ranks in range(1, 9):
         group, whole = group_of(ranks, by_parameter), numbered()
-        found = group.whole(torch.stack([group.part(whole, rank) for rank in range(ranks)]))
+        found = group.full_tensors(torch.stack([group.part(whole, rank) for rank in range(ranks)]))
         assert all(torch.equal(found[name], whole[name]) for name in SHAPES), ranks
 
 

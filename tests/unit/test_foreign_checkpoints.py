@@ -13,10 +13,10 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from llmtrain.errors import CheckpointError
-from llmtrain.train.integrity import STATE, checkpoint_folders, newest_whole, read_state, sealed
+from llmtrain.train.checkpoint_reader import CheckpointReader
+from llmtrain.train.integrity import STATE_FILE, checkpoint_folders, dump_state, latest_valid, read_state
 from llmtrain.train.metadata import FILE, read_metadata
 from llmtrain.train.remote import RemoteRun
-from llmtrain.train.stored import StoredTensors
 from tests.unit.test_checkpoint_files import ALONE, write
 
 
@@ -48,7 +48,7 @@ def test_metadata_of_our_own_is_read_as_torch_reads_it(checkpoint: Path) -> None
     with (checkpoint / FILE).open("rb") as file:
         assert read_metadata(checkpoint) == pickle.load(file)
     into = torch.empty(1000)
-    StoredTensors(checkpoint).read({"w": into})
+    CheckpointReader(checkpoint).read({"w": into})
     assert into.tolist() == [10.0] * 1000
 
 
@@ -57,7 +57,7 @@ def test_metadata_that_would_run_a_command_runs_none(tmp_path: Path, checkpoint:
     for attack in (RunsACommand(target), [RunsACommand(target)], Metadata({"w": RunsACommand(target)})):
         (checkpoint / FILE).write_bytes(pickle.dumps(attack))
         with pytest.raises(CheckpointError, match=r"can't be read: .metadata asks for posix.mkdir, which describes no"):
-            StoredTensors(checkpoint)
+            CheckpointReader(checkpoint)
     assert not target.exists()
     pickle.loads(pickle.dumps(RunsACommand(target)))
     assert target.exists(), "the attack is one"
@@ -66,7 +66,7 @@ def test_metadata_that_would_run_a_command_runs_none(tmp_path: Path, checkpoint:
 def test_what_torch_would_unpickle_in_turn_is_refused(checkpoint: Path) -> None:
     changed(checkpoint, state_dict_metadata={"w": BytesStorageMetadata()})
     with pytest.raises(CheckpointError, match=r"asks for .*BytesStorageMetadata, which describes no tensor"):
-        StoredTensors(checkpoint)
+        CheckpointReader(checkpoint)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "..", "a/../../b"])
@@ -74,7 +74,7 @@ def test_metadata_names_files_of_its_folder_only(checkpoint: Path, name: str) ->
     stored = read_metadata(checkpoint).storage_data
     changed(checkpoint, storage_data={index: replace(where, relative_path=name) for index, where in stored.items()})
     with pytest.raises(CheckpointError, match=rf"names '{name}', which is no file of this folder"):
-        StoredTensors(checkpoint)
+        CheckpointReader(checkpoint)
 
 
 def test_an_attribute_of_an_allowed_module_is_no_way_around(checkpoint: Path) -> None:
@@ -82,10 +82,10 @@ def test_an_attribute_of_an_allowed_module_is_no_way_around(checkpoint: Path) ->
         words = b"".join(b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name))
         (checkpoint / FILE).write_bytes(b"\x80\x04" + words + b"\x93.")  # load the global of this name, stop
         with pytest.raises(CheckpointError, match=rf"asks for {module}.{name}, which"):
-            StoredTensors(checkpoint)
+            CheckpointReader(checkpoint)
     (checkpoint / FILE).write_bytes(pickle.dumps(torch.float32))
     with pytest.raises(CheckpointError, match="holds a dtype, which is no metadata"):
-        StoredTensors(checkpoint)
+        CheckpointReader(checkpoint)
 
 
 @pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/b", "..", ""])
@@ -94,26 +94,26 @@ def test_a_mirror_writes_into_the_runs_folder_only(tmp_path: Path, checkpoint: P
     state["files"][name] = [3, "0"]
     there = tmp_path / "there/checkpoints/step-00000010"
     there.mkdir(parents=True)
-    (there / STATE).write_text(sealed(state))
+    (there / STATE_FILE).write_text(dump_state(state))
     (tmp_path / "there/checkpoints/escaped").write_text("abc")
     here = tmp_path / "run" / "fetched"
     here.mkdir(parents=True)
     wrong = RemoteRun(str(tmp_path / "there")).download(10, here)
     assert wrong == f"state.json lists {name!r}, which is no file of its folder"
-    assert [path.name for path in here.iterdir()] == [STATE] and not (tmp_path / "run/escaped").exists()
+    assert [path.name for path in here.iterdir()] == [STATE_FILE] and not (tmp_path / "run/escaped").exists()
 
 
 def test_a_checkpoint_that_lost_its_state_is_named_and_never_trained_over(tmp_path: Path) -> None:
     said: list[str] = []
     for step in (10, 20):
         write(tmp_path, step)
-    (tmp_path / "step-00000020" / STATE).unlink()
+    (tmp_path / "step-00000020" / STATE_FILE).unlink()
     (tmp_path / "step-00000030.tmp").mkdir()
-    assert newest_whole(checkpoint_folders(tmp_path), ALONE, said.append) == tmp_path / "step-00000010"
+    assert latest_valid(checkpoint_folders(tmp_path), ALONE, said.append) == tmp_path / "step-00000010"
     assert len(said) == 1 and "step-00000020 is damaged: state.json can't be read" in said[0]
-    (tmp_path / "step-00000010" / STATE).unlink()
+    (tmp_path / "step-00000010" / STATE_FILE).unlink()
     with pytest.raises(
         CheckpointError, match=r"no older checkpoint is whole either, of 2; restore one, or delete them"
     ):
-        newest_whole(checkpoint_folders(tmp_path), ALONE, said.append)
+        latest_valid(checkpoint_folders(tmp_path), ALONE, said.append)
     assert checkpoint_folders(tmp_path / "nowhere") == []

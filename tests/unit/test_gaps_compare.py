@@ -17,10 +17,10 @@ import torch
 from llmtrain.compare import progress as compare_progress
 from llmtrain.compare import trial
 from llmtrain.compare.comparison import ConditionSection, load_comparison, trials
-from llmtrain.compare.events import Events
+from llmtrain.compare.fault_timeline import FaultTimeline
 from llmtrain.compare.faults import Faults
 from llmtrain.config import PenaltySection
-from llmtrain.data.progress import Progress
+from llmtrain.data.progress_bar import ProgressBar
 from llmtrain.sync.penalty import Penalty
 from llmtrain.train.console import Console
 
@@ -46,7 +46,7 @@ def test_hosts_stop_go_on_and_die_at_their_times() -> None:
     condition = ConditionSection.model_validate(
         {"pauses": [{"host": 0, "at": 4.0, "seconds": 3.0}], "kills": [{"host": 1, "at": 5.0}]}
     )
-    events = Events(condition, [RecordingHost(number, done) for number in range(2)])
+    events = FaultTimeline(condition, [RecordingHost(number, done) for number in range(2)])
     seen = []
     for seconds in (3.9, 4.0, 6.9, 7.5, 9.0):
         events.advance(seconds)
@@ -106,7 +106,7 @@ class ScriptedHost:
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., trial.Record]:
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., trial.TrialRecord]:
     """Makes a trial of a run, `plain` or `elastic`, where there is no git, and where time passes in naps alone.
 
     After each nap `look` is called with the trial's folder.
@@ -120,7 +120,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., trial
     recipe = SimpleNamespace(run=SimpleNamespace(timeout_seconds=10.0))
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    def make(run: str, *hosts: ScriptedHost, look: Callable[[Path], None] = lambda folder: None) -> trial.Record:
+    def make(run: str, *hosts: ScriptedHost, look: Callable[[Path], None] = lambda folder: None) -> trial.TrialRecord:
         (planned,) = [one for one in trials(comparison, file) if one.run == run]
         now = [0.0]
 
@@ -145,14 +145,14 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., trial
     ids=["nobody begins", "one fails"],
 )
 def test_ranks_that_wait_for_ever_are_killed(
-    made: Callable[..., trial.Record], second: Torchrun, codes: list[int], said: str
+    made: Callable[..., trial.TrialRecord], second: Torchrun, codes: list[int], said: str
 ) -> None:
     record = made("plain", ScriptedHost(0, Torchrun(math.inf)), ScriptedHost(1, second))
     assert (record.state, record.exit_codes, record.last_lines) == ("failed", codes, [said])
     assert record.wall_seconds == pytest.approx(310, abs=0.5), "the recipe's 10 s, and what ranks may take to start"
 
 
-def test_a_run_that_is_over_before_its_restart_has_failed(made: Callable[..., trial.Record]) -> None:
+def test_a_run_that_is_over_before_its_restart_has_failed(made: Callable[..., trial.TrialRecord]) -> None:
     hosts = ScriptedHost(0, Torchrun(1.0)), ScriptedHost(1)
     record = made("elastic", *hosts)
     assert (record.state, record.exit_codes) == ("failed", [0])
@@ -160,7 +160,7 @@ def test_a_run_that_is_over_before_its_restart_has_failed(made: Callable[..., tr
     assert not hosts[1].commands
 
 
-def test_a_run_is_stopped_at_a_step_and_goes_on_with_more_hosts(made: Callable[..., trial.Record]) -> None:
+def test_a_run_is_stopped_at_a_step_and_goes_on_with_more_hosts(made: Callable[..., trial.TrialRecord]) -> None:
     first, folders = Torchrun(math.inf), []
 
     def look(folder: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_run_is_stopped_at_a_step_and_goes_on_with_more_hosts(made: Callable[.
 
 @pytest.mark.parametrize("git", [None, subprocess.TimeoutExpired("git", 10)], ids=["no git", "slow git"])
 def test_a_trial_is_recorded_without_a_commit_too(
-    made: Callable[..., trial.Record], monkeypatch: pytest.MonkeyPatch, git: Exception | None
+    made: Callable[..., trial.TrialRecord], monkeypatch: pytest.MonkeyPatch, git: Exception | None
 ) -> None:
     def run(*_: Any, **__: Any) -> None:
         raise git
@@ -236,7 +236,7 @@ def test_training_has_a_bar_on_a_terminal(terminal: None, capsys: pytest.Capture
     console.advance(4)
     tags = {"train/loss": 4.0, "train/lr": 1e-3, "train/grad_norm": 1.0, "perf/tokens_per_second": 41_200.0}
     tags |= {"perf/mfu": 0.41, "sync/count": 2.0, "comm/bytes_total": 2e6, "perf/peak_memory_gib": 1.5}
-    console.line(4, 100, tags)
+    console.log_step(4, 100, tags)
     console.stop()
     shown = capsys.readouterr().out
     assert "training" in shown and "4/8" in shown and "41.2k tok/s | mfu 41.0% | sync 2 rounds 2MB" in shown
@@ -246,7 +246,7 @@ def test_training_has_a_bar_on_a_terminal(terminal: None, capsys: pytest.Capture
 def test_a_comparison_has_a_bar_for_all_trials_and_one_for_this_one(
     terminal: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bars = compare_progress.Progress(3)
+    bars = compare_progress.ComparisonProgress(3)
     planned = SimpleNamespace(condition="thin", run="diloco", seed=7)
     record = SimpleNamespace(state="failed", wall_seconds=75.0, last_lines=["the reason"])
     bars.skip(planned)
@@ -262,7 +262,7 @@ def test_a_comparison_has_a_bar_for_all_trials_and_one_for_this_one(
 def test_preparing_says_how_far_it_is_where_there_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("llmtrain.data.progress.PLAIN_SECONDS", 0.0)
-    with Progress("train", 4_000_000, show=True) as progress:
+    monkeypatch.setattr("llmtrain.data.progress_bar.PLAIN_SECONDS", 0.0)
+    with ProgressBar("train", 4_000_000, show=True) as progress:
         progress.advance(5_000_000, 1_250_000)
     assert "train: 5.0 MB, 1.25 M tokens" in capsys.readouterr().err.splitlines()[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmtrain.data.index import INDEX, Index, SplitIndex, open_prepared
+from llmtrain.data.index import INDEX, Index, SplitIndex, open_dataset
 from llmtrain.data.shards import ShardWriter
 from llmtrain.errors import DataError
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_token_stands_for_so_many_bytes(folder: Path) -> None:
-    assert open_prepared(folder).bytes_per_token("validation") == 4
+    assert open_dataset(folder).bytes_per_token("validation") == 4
 
 
 def test_a_shard_that_is_too_long_is_damaged(folder: Path) -> None:
@@ -35,4 +35,4 @@ def test_a_shard_that_is_too_long_is_damaged(folder: Path) -> None:
     size = shard.stat().st_size
     shard.write_bytes(shard.read_bytes() + b"\0")
     with pytest.raises(DataError, match=f"{size + 1} bytes found, {size} expected"):
-        open_prepared(folder)
+        open_dataset(folder)

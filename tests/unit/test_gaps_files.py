@@ -15,12 +15,12 @@ from llmtrain.data import sources
 from llmtrain.data.sources import documents, fingerprint
 from llmtrain.errors import DataError, ModelError, RecipeError, SuiteError
 from llmtrain.eval import texts
-from llmtrain.eval.checkpoint import check_folder, find_checkpoints
-from llmtrain.eval.scores import answers
-from llmtrain.recipe import load_recipe
+from llmtrain.eval.evaluated_checkpoint import check_folder, find_checkpoints
+from llmtrain.eval.scores import per_document
+from llmtrain.recipe_loader import load_recipe
 from llmtrain.suites.local_tasks import local_tasks
 from llmtrain.suites.suite import TextSection, load_suite
-from llmtrain.train.integrity import fault
+from llmtrain.train.integrity import find_corruption
 
 BINARY = b"\xff\xfe\x00 not text"
 
@@ -77,7 +77,7 @@ def test_a_hub_source_is_known_by_its_name_subset_and_splits() -> None:
 def test_a_checkpoints_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     size = (tmp_path / "weights").stat().st_size
-    assert fault(tmp_path, {"weights": (size, "0")}) == "weights can't be read (Is a directory)"
+    assert find_corruption(tmp_path, {"weights": (size, "0")}) == "weights can't be read (Is a directory)"
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def sample(**changes: Any) -> dict[str, Any]:
 
 
 def test_only_numbers_are_kept_of_a_document() -> None:
-    assert answers([sample()]) == {"doc": ["0:abcdef01"], "acc": [1.0], "nll": [1.5], "bytes": [4]}
-    assert answers([sample(), sample(filter="strict", doc_id=1)]).keys() == {"doc"}, "two answers to one question"
+    assert per_document([sample()]) == {"doc": ["0:abcdef01"], "acc": [1.0], "nll": [1.5], "bytes": [4]}
+    assert per_document([sample(), sample(filter="strict", doc_id=1)]).keys() == {"doc"}, "two answers to one question"
 
 
 @pytest.mark.parametrize(
@@ -136,4 +136,4 @@ def test_only_numbers_are_kept_of_a_document() -> None:
     ids=["generated", "no such choice", "a text", "no likelihood"],
 )
 def test_a_document_without_the_likelihood_of_a_right_answer(changes: dict[str, Any]) -> None:
-    assert answers([sample(**changes)]).keys() == {"doc", "acc"}
+    assert per_document([sample(**changes)]).keys() == {"doc", "acc"}

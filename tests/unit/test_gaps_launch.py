@@ -15,14 +15,14 @@ import torch.distributed as dist
 from llmtrain import launch
 from llmtrain.cli import main
 from llmtrain.config import ParallelSection
-from llmtrain.errors import DONE, FAILED, DataError, RecipeError, TrainingError, leave_with_code
-from llmtrain.launch import roll_call as roll_calls
-from llmtrain.launch.attempts import Ended
-from llmtrain.launch.roll_call import RollCall
+from llmtrain.errors import DONE, FAILED, DataError, RecipeError, TrainingError, exit_with_status
+from llmtrain.launch import node_rendezvous
+from llmtrain.launch.attempts import NodeExit
+from llmtrain.launch.node_rendezvous import NodeRendezvous
 from llmtrain.parallel.comms import Comms
-from llmtrain.parallel.meeting import Meeting, Place, meet, roll_call
+from llmtrain.parallel.connectivity import check_connectivity
 from llmtrain.parallel.network import Networks
-from llmtrain.parallel.reach import check_reach
+from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, gather_over_store, rendezvous
 from llmtrain.parallel.world import World
 from tests.unit.test_launch import Meeting as Launchers
 
@@ -53,7 +53,7 @@ def test_every_rank_hears_why_one_can_not_take_part() -> None:
     def no_gpu() -> float:
         raise RecipeError("there is no such GPU")
 
-    errors = errors_of(2, lambda world: meet(world, ParallelSection(), no_gpu if world.rank else lambda: 1.0, 20))
+    errors = errors_of(2, lambda world: rendezvous(world, ParallelSection(), no_gpu if world.rank else lambda: 1.0, 20))
     assert [type(error) for error in errors] == [RecipeError] * 2
     assert all(str(error).startswith("there is no such GPU (rank 1 on ") for error in errors)
 
@@ -65,7 +65,7 @@ def test_a_single_process_hears_at_once_why_it_can_not_train(monkeypatch: pytest
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RecipeError, match=r"^there is no such GPU$"):
-        meet(World(0, 1, 0, 1), ParallelSection(), no_gpu, 20)
+        rendezvous(World(0, 1, 0, 1), ParallelSection(), no_gpu, 20)
 
 
 @pytest.mark.usefixtures("meeting_point")
@@ -75,7 +75,7 @@ def test_ranks_that_lose_the_store_in_a_roll_call_say_where_it_was() -> None:
             raise dist.DistNetworkError("connection\nreset")
 
     with pytest.raises(TrainingError) as lost:
-        roll_call(Lost(), World(1, 2, 0, 1), "after a pause", None, 20)
+        gather_over_store(Lost(), World(1, 2, 0, 1), "after a pause", None, 20)
     where = f"127.0.0.1:{os.environ['MASTER_PORT']}"
     assert f"lost the store at {where} in the roll call after a pause: connection" in str(lost.value)
     assert str(lost.value).startswith(f"rank 1 on {socket.gethostname()} ") and "\n" not in str(lost.value)
@@ -85,9 +85,9 @@ def test_ranks_that_lose_the_store_in_a_roll_call_say_where_it_was() -> None:
 @pytest.mark.parametrize(("replicas", "shard", "axis"), [(3, 1, "replica"), (1, 3, "shard")])
 def test_ranks_try_the_way_to_their_peers_on_other_hosts(replicas: int, shard: int, axis: str) -> None:
     def told(hosts: list[str]) -> list[Exception | None]:
-        places = [Place(f"{host}:{rank}", host, None, 1.0) for rank, host in enumerate(hosts)]
-        meeting = Meeting(dist.HashStore(), places, Networks("lo", "lo"))
-        return errors_of(3, lambda world: check_reach(meeting, world, replicas, shard, 20))
+        places = [RankInfo(f"{host}:{rank}", host, None, 1.0) for rank, host in enumerate(hosts)]
+        meeting = Rendezvous(dist.HashStore(), places, Networks("lo", "lo"))
+        return errors_of(3, lambda world: check_connectivity(meeting, world, replicas, shard, 20))
 
     assert told(["one", "one", "one"]) == [None] * 3, "loopback will do between launchers on one host"
     errors = told(["one", "two", "three"])
@@ -100,20 +100,20 @@ def test_ranks_try_the_way_to_their_peers_on_other_hosts(replicas: int, shard: i
 
 
 def test_nobody_waits_again_for_a_launcher_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_calls, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(roll_calls, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(roll_calls, "PATIENCE_SECONDS", 1.0)
-    monkeypatch.setattr(roll_calls, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(node_rendezvous, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(node_rendezvous, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(node_rendezvous, "SILENCE_SECONDS", 1.0)
 
-    def attend(call: RollCall) -> list[dict[int, Ended]] | None:
+    def attend(call: NodeRendezvous) -> list[dict[int, NodeExit]] | None:
         if call.nodes.rank == 1:
             return None  # leaves
-        told = [call.tell(0, Ended(FAILED), True)]
-        monkeypatch.setattr(roll_calls, "SILENCE_SECONDS", 600.0)
-        return [*told, call.tell(1, Ended(DONE), True)]
+        told = [call.exchange_exits(0, NodeExit(FAILED), True)]
+        monkeypatch.setattr(node_rendezvous, "SILENCE_SECONDS", 600.0)
+        return [*told, call.exchange_exits(1, NodeExit(DONE), True)]
 
     first, _ = Launchers().hold([0, 1], 2, attend)
-    assert first == [{0: Ended(FAILED)}, {0: Ended(DONE)}]
+    assert first == [{0: NodeExit(FAILED)}, {0: NodeExit(DONE)}]
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -139,7 +139,7 @@ def test_a_rank_speaks_for_its_host_if_it_is_the_first_by_all_launchers(
         raise DataError("no data")
 
     with pytest.raises(SystemExit) as left:
-        leave_with_code(fail)
+        exit_with_status(fail)
     assert left.value.code == 2
     assert capsys.readouterr().err == ("error: no data\n" if speaks else "")
 
@@ -169,12 +169,12 @@ def test_an_exchange_of_objects_that_fails_says_what_it_was_for(
 
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, collective, refuse)
-    comms = Comms(None, axis="everyone")
+    comms = Comms(None, axis="world")
     comms.rank, comms.size = 1, 2
     with pytest.raises(TrainingError) as failed:
         getattr(comms, exchange)("mine", "comparing token shards")
     assert str(failed.value) == (
-        f"comparing token shards over the everyone axis failed on rank 1 (everyone 1 of 2) on {socket.gethostname()}: "
+        f"comparing token shards over the world axis failed on rank 1 (world 1 of 2) on {socket.gethostname()}: "
         "Timed out waiting 2000ms for recv operation to complete; a peer died or took longer than run.timeout_seconds"
     )
 

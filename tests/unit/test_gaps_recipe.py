@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.recipe import load_recipe
 from llmtrain.recipe_check import check
+from llmtrain.recipe_loader import load_recipe
 
 MODEL = "{hidden_size: 16, intermediate_size: 32, num_attention_heads: 2, num_key_value_heads: 2, num_hidden_layers: 2}"
 RECIPE = f"""

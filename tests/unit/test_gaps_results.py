@@ -10,18 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from llmtrain.compare.aggregate import gather
 from llmtrain.compare.measures import on_the_wire
-from llmtrain.compare.over_seeds import gather
 from llmtrain.compare.results import load_trials
 from llmtrain.compare.verdict import verdict
-from llmtrain.doctor import fit as doctor_fit
-from llmtrain.doctor import links
+from llmtrain.doctor import links, recipe_fit
 from llmtrain.doctor.finding import ok
-from llmtrain.doctor.hosts import Rank, group
 from llmtrain.doctor.network_report import links_between
+from llmtrain.doctor.node_ranks import RankIdentity, group
 from llmtrain.eval import texts
-from llmtrain.eval.pieces import Options
-from llmtrain.recipe import load_recipe
+from llmtrain.eval.units import Options
+from llmtrain.recipe_loader import load_recipe
 from llmtrain.suites.local_tasks import local_tasks
 from llmtrain.suites.suite import Suite, TextSection
 from llmtrain.train import console
@@ -80,7 +79,7 @@ def test_a_run_of_one_seed_is_pointed_out_beside_a_baseline_of_three(tmp_path: P
 
 def test_the_slower_direction_of_a_link_is_what_it_is_worth() -> None:
     same = {"llmtrain": "1"}
-    hosts = group([Rank(i, f"n{i}", f"n{i}", "eth0", f"10.0.0.{i}", "cpu", same) for i in range(3)])
+    hosts = group([RankIdentity(i, f"n{i}", f"n{i}", "eth0", f"10.0.0.{i}", "cpu", same) for i in range(3)])
     measured = [links.Link(0, 1, 0.5, 1e8, 1e8), links.Link(0, 2, 0.5, 1e8, 1e6), links.Link(1, 2, 0.5, 1e8, 1e8)]
     levels = [finding.level.value for finding in links_between(hosts, measured)]
     assert levels == ["warning", "ok", "ok", "ok"], "the slowest first, then the others and the clocks"
@@ -89,10 +88,10 @@ def test_the_slower_direction_of_a_link_is_what_it_is_worth() -> None:
 def test_there_is_to_be_room_for_a_checkpoint_more_than_is_kept(tmp_path: Path, monkeypatch) -> None:
     """The oldest is deleted when the newest is complete."""
     needed = []
-    monkeypatch.setattr(doctor_fit, "disk", lambda key, folder, size: needed.append(size) or ok(key))
+    monkeypatch.setattr(recipe_fit, "disk", lambda key, folder, size: needed.append(size) or ok(key))
     for keep in (1, 3):
         overrides = [f"run.out_dir={tmp_path}", "data.tokenizer=train:400", f"checkpoint.keep={keep}"]
-        doctor_fit.fit(load_recipe(ROOT / "recipes/quickstart.yaml", overrides), ["node"] * 4, [2.0**34] * 4)
+        recipe_fit.fit(load_recipe(ROOT / "recipes/quickstart.yaml", overrides), ["node"] * 4, [2.0**34] * 4)
     assert needed[0] > 0 and needed[2] == 2 * needed[0]
 
 
@@ -118,5 +117,5 @@ def test_the_time_left_follows_from_the_steps_since_this_start(monkeypatch, caps
     tags = ("train/loss", "train/lr", "train/grad_norm", "perf/tokens_per_second", "sync/count", "comm/bytes_total")
     shown = console.Console(enabled=True)
     shown.start(step=900, total=1000)
-    shown.line(950, 1, dict.fromkeys((*tags, "perf/peak_memory_gib"), 1.0))
+    shown.log_step(950, 1, dict.fromkeys((*tags, "perf/peak_memory_gib"), 1.0))
     assert capsys.readouterr().out.rstrip().endswith("eta 1m40s")

@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -19,16 +19,22 @@ PACKAGE = sorted((ROOT / "llmtrain").rglob("*.py"))
 PYTHON = PACKAGE + sorted(path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 
 LAYERS = [
-    {"errors", "config", "seeding", "lr", "trace", "threads", "startup", "attention", "documents"},
+    {"errors", "config", "seeding", "lr", "trace", "threads", "startup", "attention", "packing"},
     {"loss", "model", "data", "parallel"},
     {"sync"},
-    {"recipe", "recipe_messages", "recipe_check", "plan", "suites"},
+    {"recipe_loader", "recipe_messages", "recipe_check", "plan", "suites"},
     {"train"},
     {"launch", "doctor", "export"},
     {"compare", "eval"},
     {"cli", "__main__"},
 ]
 """A module imports from its own layer and those above it in this list."""
+BANNED = """
+    ahead alike arrived beside brought ending errand everybody everyone heirs meet meeting place places reshape said says settle
+    stale tell tells together told unread whole
+"""
+"""Words that names once had, for things that have a standard term: `reshard` and not `reshape`, `in flight` and not `under way`."""
+BRITISH = re.compile(r"isation|ynchronis|ormalis|nitialis|okenis|uantis|colour|neighbour")
 
 SYNC_SEES = {"config", "errors", "seeding", "lr", "trace", "parallel", "sync"}
 MAX_LINES = 400
@@ -83,6 +89,25 @@ def defined(tree: ast.Module) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
             yield node.attr
+
+
+def given_names(tree: ast.Module) -> Iterator[str]:
+    """Names that readers of other files meet: functions, classes, parameters and attributes of `self`."""
+    yield from defined(tree)
+    yield from (node.arg for node in ast.walk(tree) if isinstance(node, ast.arg))
+
+
+def words_of(name: str) -> set[str]:
+    """The words of a name in snake case or camel case, in lower case."""
+    return set(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
+
+
+def repeated(names: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
+    """Return names that more than one file has, and the files."""
+    places: dict[str, list[str]] = {}
+    for name, path in names:
+        places.setdefault(name, []).append(name_of(path))
+    return {name: paths for name, paths in places.items() if len(paths) > 1}
 
 
 @cache
@@ -165,6 +190,39 @@ def test_no_private_names_of_others() -> None:
         name_of(path): private_names(parsed(path), our_names()) for path in PYTHON if path not in IN_PLACE_OF_TORCH
     }
     assert found and not at_fault(found)
+
+
+def test_no_class_and_no_module_has_the_name_of_another() -> None:
+    classes = (
+        (node.name, path) for path in PACKAGE for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)
+    )
+    assert not repeated(classes)
+    assert not repeated((path.stem, path) for path in PACKAGE if path.stem != "__init__")
+
+
+def test_names_are_standard_terms_in_american_spelling() -> None:
+    found = {
+        name_of(path): [
+            name
+            for name in (path.stem, *given_names(parsed(path)))
+            if words_of(name) & words_of(BANNED) or "under_way" in name or BRITISH.search(name)
+        ]
+        for path in PACKAGE
+    }
+    assert found and not at_fault(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("read_whole", {"read", "whole"}),
+        ("_Errand", {"errand"}),
+        ("DCPReader", {"dcpreader"}),
+        ("isDone", {"is", "done"}),
+    ],
+)
+def test_names_are_split_into_words(name: str, words: set[str]) -> None:
+    assert words_of(name) == words
 
 
 def test_files_are_short() -> None:

@@ -13,11 +13,11 @@ import torch
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import DataError, RecipeError, TrainingError
-from llmtrain.launch import roll_call as roll_calls
+from llmtrain.launch import node_rendezvous
 from llmtrain.launch.attempts import Attempt
+from llmtrain.launch.node_rendezvous import NodeRendezvous, rendezvous_nodes
 from llmtrain.launch.nodes import Nodes
-from llmtrain.launch.processes import processes_here
-from llmtrain.launch.roll_call import RollCall, meet_nodes
+from llmtrain.launch.process_count import local_world_size
 from llmtrain.launch.torchrun import torchrun_arguments
 from tests.mother import session
 from tests.unit import processes
@@ -25,31 +25,31 @@ from tests.unit import processes
 HERE = socket.gethostname()
 VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
 STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "41007"}
-ON_CPU = {"on_cpu": {"replicas": 2, "shard": 2}}
+ON_CPU = {"on_cpu": {"replicas": 2, "shards": 2}}
 JOB = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "alpha,beta"}
 
 
 @pytest.mark.parametrize(
     ("gpus", "parallel", "nodes", "expected"),
     [
-        (0, {"replicas": 2, "shard": 2}, 1, 4),
+        (0, {"replicas": 2, "shards": 2}, 1, 4),
         (0, {}, 1, 1),
-        (0, {"shard": 4}, 1, 4),
-        (0, {"replicas": 2, "shard": 2}, 2, 2),
+        (0, {"shards": 4}, 1, 4),
+        (0, {"replicas": 2, "shards": 2}, 2, 2),
         (0, ON_CPU, 1, 4),
         (0, ON_CPU, 2, 2),
         (0, {"replicas": 3, **ON_CPU}, 1, 6),
         (8, {}, 1, 8),
         (8, ON_CPU, 1, 8),
-        (8, {"shard": 4}, 1, 8),
-        (8, {"replicas": 2, "shard": 2}, 1, 4),
-        (8, {"replicas": 8, "shard": 8}, 8, 8),
-        (1, {"replicas": 2, "shard": 2}, 1, 1),
+        (8, {"shards": 4}, 1, 8),
+        (8, {"replicas": 2, "shards": 2}, 1, 4),
+        (8, {"replicas": 8, "shards": 8}, 8, 8),
+        (1, {"replicas": 2, "shards": 2}, 1, 1),
     ],
 )
 def test_one_process_a_gpu_or_as_the_mesh_asks(monkeypatch, gpus, parallel, nodes, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert processes_here(ParallelSection(**parallel), nodes) == expected
+    assert local_world_size(ParallelSection(**parallel), nodes) == expected
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ class Meeting:
             self.port = opened.getsockname()[1]
 
     def hold(
-        self, ranks: list[int], count: int, do: Callable[[RollCall], object], seconds: float = 20, counts=None
+        self, ranks: list[int], count: int, do: Callable[[NodeRendezvous], object], seconds: float = 20, counts=None
     ) -> list[object]:
         """What `do` returned or raised for each of `ranks`, in order."""
         outcomes: list[object] = [None] * len(ranks)
@@ -124,8 +124,8 @@ class Meeting:
         def attend(place: int) -> None:
             nodes = Nodes((counts or {}).get(place, count), ranks[place], "127.0.0.1", self.port)
             try:
-                with meet_nodes(nodes, seconds) as roll_call:
-                    outcomes[place] = do(roll_call)
+                with rendezvous_nodes(nodes, seconds) as rendezvous:
+                    outcomes[place] = do(rendezvous)
             except Exception as error:
                 outcomes[place] = error
 
@@ -146,9 +146,9 @@ def meeting() -> Meeting:
 def test_node_0_prepares_before_the_others_and_all_wait_for_all(meeting: Meeting):
     order: list[int] = []
 
-    def attend(roll_call: RollCall) -> tuple[str, int]:
-        rank = roll_call.nodes.rank
-        answer = roll_call.first_then_others(lambda: order.append(rank) or "", lambda: order.append(rank))
+    def attend(rendezvous: NodeRendezvous) -> tuple[str, int]:
+        rank = rendezvous.nodes.rank
+        answer = rendezvous.main_first(lambda: order.append(rank) or "", lambda: order.append(rank))
         return answer, len(order)
 
     assert meeting.hold([2, 0, 1], 3, attend) == [("", 3)] * 3
@@ -157,7 +157,7 @@ def test_node_0_prepares_before_the_others_and_all_wait_for_all(meeting: Meeting
 
 def test_a_run_that_node_0_finds_complete_is_complete_everywhere(meeting: Meeting):
     prepared: list[int] = []
-    outcomes = meeting.hold([0, 1], 2, lambda call: call.first_then_others(lambda: "done", lambda: prepared.append(1)))
+    outcomes = meeting.hold([0, 1], 2, lambda call: call.main_first(lambda: "done", lambda: prepared.append(1)))
     assert outcomes == ["done", "done"] and not prepared
 
 
@@ -179,11 +179,11 @@ def test_without_node_0_the_others_say_where_they_looked(meeting: Meeting):
 
 
 def test_a_node_that_fails_is_named_on_the_others(meeting: Meeting):
-    def attend(roll_call: RollCall) -> str:
+    def attend(rendezvous: NodeRendezvous) -> str:
         def fail() -> None:
             raise DataError("data.cache_dir: no space")
 
-        return roll_call.first_then_others(lambda: "", fail if roll_call.nodes.rank == 1 else lambda: None)
+        return rendezvous.main_first(lambda: "", fail if rendezvous.nodes.rank == 1 else lambda: None)
 
     first, second, third = meeting.hold([0, 1, 2], 3, attend)
     assert isinstance(second, DataError)
@@ -193,7 +193,7 @@ def test_a_node_that_fails_is_named_on_the_others(meeting: Meeting):
 
 
 def test_two_nodes_with_one_number_are_refused(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(roll_calls, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
     outcomes = meeting.hold([0, 1, 1], 3, lambda call: None)
     assert [type(outcome) for outcome in outcomes].count(RecipeError) == 1
     assert all("NODE_RANK=1" in str(outcome) and "is taken by node 1" in str(outcome) for outcome in outcomes)
@@ -210,7 +210,7 @@ def test_a_port_that_is_taken_is_refused():
         nodes = Nodes(2, 0, "127.0.0.1", taken.getsockname()[1])
         with (
             pytest.raises(RecipeError, match=r"can't use MASTER_ADDR=.* a port that is free there"),
-            meet_nodes(nodes, 5),
+            rendezvous_nodes(nodes, 5),
         ):
             pass
 

@@ -16,14 +16,13 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from llmtrain.errors import BAD_USAGE, DONE, FAILED, STOPPED_EARLY, DataError, TrainingError
-from llmtrain.launch import roll_call as roll_calls
-from llmtrain.launch import torchrun, watch
-from llmtrain.launch.attempts import Attempt, Ended, train_with_restarts
-from llmtrain.launch.bounded_store import BoundedStore
+from llmtrain.launch import node_rendezvous, torchrun, watchdog
+from llmtrain.launch.attempts import Attempt, NodeExit, train_with_restarts
+from llmtrain.launch.node_rendezvous import NodeRendezvous
 from llmtrain.launch.nodes import Nodes
-from llmtrain.launch.roll_call import RollCall
-from llmtrain.recipe import load_recipe
-from llmtrain.train.rundir import RunDirectory
+from llmtrain.launch.timeout_store import TimeoutStore
+from llmtrain.recipe_loader import load_recipe
+from llmtrain.train.run_dir import RunDirectory
 from tests.end_to_end.runs import RECIPE, ROOT
 from tests.mother import session
 from tests.unit import processes
@@ -36,22 +35,22 @@ THREE = Nodes(3, 2, "alpha", 5)
 class Story:
     """What `train_with_restarts` does on one node when attempts end as told, by node."""
 
-    def __init__(self, *attempts: dict[int, Ended]):
+    def __init__(self, *attempts: dict[int, NodeExit]):
         self.attempts, self.runs = attempts, []
 
-    def run(self, attempt: Attempt) -> Ended:
+    def run(self, attempt: Attempt) -> NodeExit:
         self.runs.append(attempt)
-        return self.attempts[attempt.number].get(THREE.rank, Ended(FAILED))
+        return self.attempts[attempt.number].get(THREE.rank, NodeExit(FAILED))
 
-    def tell(self, number: int, mine: Ended, goes_on_without: bool) -> dict[int, Ended]:
+    def tell(self, number: int, mine: NodeExit, allow_node_loss: bool) -> dict[int, NodeExit]:
         return self.attempts[number]
 
     def code(self, restarts: int = 2) -> int:
         return train_with_restarts(THREE, restarts, True, self.run, self.tell)
 
 
-def all_ended(*codes: int) -> dict[int, Ended]:
-    return dict(enumerate(map(Ended, codes)))
+def all_ended(*codes: int) -> dict[int, NodeExit]:
+    return dict(enumerate(map(NodeExit, codes)))
 
 
 def test_ranks_are_started_again_on_all_nodes_until_all_are_done() -> None:
@@ -71,18 +70,20 @@ def test_the_last_failure_is_the_code_of_every_node() -> None:
         (all_ended(STOPPED_EARLY, STOPPED_EARLY, STOPPED_EARLY), STOPPED_EARLY),
         (all_ended(BAD_USAGE, BAD_USAGE, BAD_USAGE), BAD_USAGE),
         (all_ended(FAILED, FAILED, BAD_USAGE), BAD_USAGE),
-        ({0: Ended(FAILED, by_signal=True), 1: Ended(FAILED), 2: Ended(FAILED)}, FAILED),
+        ({0: NodeExit(FAILED, by_signal=True), 1: NodeExit(FAILED), 2: NodeExit(FAILED)}, FAILED),
     ],
     ids=["stopped", "bad recipe", "bad recipe on one", "asked to stop"],
 )
-def test_what_a_restart_would_not_change_is_the_end(endings: dict[int, Ended], code: int) -> None:
+def test_what_a_restart_would_not_change_is_the_end(endings: dict[int, NodeExit], code: int) -> None:
     story = Story(endings)
     assert story.code() == code and len(story.runs) == 1
 
 
 def test_nodes_that_are_left_are_numbered_anew() -> None:
     story = Story(
-        {0: Ended(FAILED), 2: Ended(FAILED)}, {0: Ended(FAILED), 2: Ended(FAILED)}, {0: Ended(0), 2: Ended(0)}
+        {0: NodeExit(FAILED), 2: NodeExit(FAILED)},
+        {0: NodeExit(FAILED), 2: NodeExit(FAILED)},
+        {0: NodeExit(0), 2: NodeExit(0)},
     )
     assert story.code() == DONE
     two = Nodes(2, 1, "alpha", 5)
@@ -91,17 +92,17 @@ def test_nodes_that_are_left_are_numbered_anew() -> None:
 
 def test_a_node_that_was_given_up_says_so() -> None:
     with pytest.raises(TrainingError, match="node 2 was silent for too long: the others go on without it"):
-        Story({0: Ended(FAILED), 1: Ended(FAILED)}).code()
+        Story({0: NodeExit(FAILED), 1: NodeExit(FAILED)}).code()
 
 
 def test_all_nodes_learn_how_all_ended() -> None:
-    def attend(call: RollCall) -> list:
+    def attend(call: NodeRendezvous) -> list:
         rank = call.nodes.rank
         before = call.has_failed(0)
-        told = [call.tell(0, Ended(FAILED if rank == 1 else DONE, by_signal=rank == 2), False)]
-        return [before, call.has_failed(0), call.has_failed(1), *told, call.tell(1, Ended(DONE), False)]
+        told = [call.exchange_exits(0, NodeExit(FAILED if rank == 1 else DONE, by_signal=rank == 2), False)]
+        return [before, call.has_failed(0), call.has_failed(1), *told, call.exchange_exits(1, NodeExit(DONE), False)]
 
-    first = {0: Ended(DONE), 1: Ended(FAILED), 2: Ended(DONE, by_signal=True)}
+    first = {0: NodeExit(DONE), 1: NodeExit(FAILED), 2: NodeExit(DONE, by_signal=True)}
     outcomes = Meeting().hold([0, 1, 2], 3, attend)
     assert [outcome[1:] for outcome in outcomes] == [[True, False, first, all_ended(DONE, DONE, DONE)]] * 3
 
@@ -109,26 +110,26 @@ def test_all_nodes_learn_how_all_ended() -> None:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make launchers say often that they are there, and wait for silent ones a second."""
-    monkeypatch.setattr(roll_calls, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(roll_calls, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(roll_calls, "SILENCE_SECONDS", 1.0)
-    monkeypatch.setattr(roll_calls, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(node_rendezvous, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(node_rendezvous, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(node_rendezvous, "PATIENCE_SECONDS", 1.0)
 
 
 @pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize("goes_on_without", [True, False])
-def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(goes_on_without: bool) -> None:
-    def attend(call: RollCall) -> tuple[dict[int, Ended], ...] | None:
+@pytest.mark.parametrize("allow_node_loss", [True, False])
+def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(allow_node_loss: bool) -> None:
+    def attend(call: NodeRendezvous) -> tuple[dict[int, NodeExit], ...] | None:
         if call.nodes.rank == 1:
             return None  # leaves: nothing more is heard of it
         if call.nodes.rank == 2:  # trains, for longer than a launcher may be silent
-            threading.Event().wait(2 * roll_calls.SILENCE_SECONDS)
-        told = call.tell(0, Ended(FAILED), goes_on_without)
-        return told, call.tell(1, Ended(DONE), goes_on_without)
+            threading.Event().wait(2 * node_rendezvous.SILENCE_SECONDS)
+        told = call.exchange_exits(0, NodeExit(FAILED), allow_node_loss)
+        return told, call.exchange_exits(1, NodeExit(DONE), allow_node_loss)
 
     first, _, third = Meeting().hold([0, 1, 2], 3, attend)
-    if goes_on_without:
-        assert first == third == ({0: Ended(FAILED), 2: Ended(FAILED)}, {0: Ended(DONE), 2: Ended(DONE)})
+    if allow_node_loss:
+        assert first == third == ({0: NodeExit(FAILED), 2: NodeExit(FAILED)}, {0: NodeExit(DONE), 2: NodeExit(DONE)})
     else:
         assert type(first) is type(third) is TrainingError
         assert f"node 1 on {HERE}: nothing was heard of its launcher for 1 s" in str(third)
@@ -140,7 +141,7 @@ def test_a_node_that_comes_back_too_early_is_told_to_wait() -> None:
     """A scheduler that replaces a lost node must not read it as a wrong recipe."""
     meeting, outcomes = Meeting(), []
 
-    def attend(call: RollCall) -> None:
+    def attend(call: NodeRendezvous) -> None:
         if call.nodes.rank == 1:
             return  # leaves
         eventually(lambda: [thread.name for thread in threading.enumerate()].count("says that it is there") == 1)
@@ -219,14 +220,14 @@ def test_processes_that_end_while_they_are_looked_at_have_no_children() -> None:
     ended = subprocess.Popen(["true"])
     process = psutil.Process(ended.pid)
     ended.wait()
-    assert watch._children(process) == set()
+    assert watchdog._children(process) == set()
 
 
 def test_node_0_hears_why_another_launcher_gave_up_and_waits_no_longer() -> None:
-    def attend(call: RollCall) -> dict[int, Ended]:
+    def attend(call: NodeRendezvous) -> dict[int, NodeExit]:
         if call.nodes.rank == 1:
             raise DataError("data.cache_dir: no space")
-        return call.tell(0, Ended(DONE), True)
+        return call.exchange_exits(0, NodeExit(DONE), True)
 
     first, second = Meeting().hold([0, 1], 2, attend)
     assert isinstance(second, DataError)
@@ -239,7 +240,7 @@ def test_a_stores_own_error_is_raised_to_who_asked() -> None:
             raise DistError(f"{keys[0]}: connection reset")
 
     with pytest.raises(DistError, match=r"^ended: connection reset$"):
-        BoundedStore(Lost(), 10.0).check(["ended"])
+        TimeoutStore(Lost(), 10.0).check(["ended"])
 
 
 @pytest.mark.parametrize(("recipe_was_written", "code"), [(False, None), (True, STOPPED_EARLY)])
@@ -267,4 +268,4 @@ def test_a_signal_before_the_ranks_have_met_ends_like_one_before_training(
         with pytest.raises(torchrun.StopRequested, match=r"^stopped by SIGUSR1 before training began; start"):
             torchrun._run([*arguments, "train.py"], directory, THREE)
     else:
-        assert torchrun._run([*arguments, "train.py"], directory, THREE) == Ended(code, by_signal=True)
+        assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(code, by_signal=True)

@@ -15,7 +15,7 @@ import yaml
 
 from llmtrain.config import Recipe
 from llmtrain.errors import BAD_USAGE, FAILED, STOPPED_EARLY
-from llmtrain.recipe import load_recipe
+from llmtrain.recipe_loader import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMAS = ROOT / "tests" / "schemas"
@@ -35,7 +35,7 @@ def read(name: str) -> list[dict[str, Any]]:
 
 def definitions(name: str) -> dict[str, Any]:
     schema = json.loads((SCHEMAS / name).read_text(encoding="utf-8"))
-    assert "Apache-2.0" in schema["licence"] and schema["source"]
+    assert "Apache-2.0" in schema["license"] and schema["source"]
     return schema
 
 

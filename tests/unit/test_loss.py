@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from llmtrain import loss
 from llmtrain.errors import ModelError
-from llmtrain.loss import IGNORED, summed_cross_entropy, summed_loss
+from llmtrain.loss import IGNORE_INDEX, summed_cross_entropy, summed_loss
 
 POSITIONS, WIDTH, VOCABULARY = (3, 4), 8, 11
 
@@ -24,7 +24,7 @@ def drawn(dtype: torch.dtype, with_bias: bool):
     shapes = ((*POSITIONS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
     hidden, weight, bias = (torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes)
     labels = torch.randint(0, VOCABULARY, POSITIONS, generator=generator)
-    labels[1, 2:] = IGNORED
+    labels[1, 2:] = IGNORE_INDEX
     return hidden, weight, bias if with_bias else None, labels
 
 
@@ -33,7 +33,7 @@ def expected(hidden, weight, bias, labels):
     inputs = [one for one in (hidden, weight, bias) if one is not None]
     logits = F.linear(hidden, weight, bias).flatten(0, 1)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    value = F.cross_entropy(logits.to(wide), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+    value = F.cross_entropy(logits.to(wide), labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
     return value, *torch.autograd.grad(3 * value, inputs)
 
 

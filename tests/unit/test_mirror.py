@@ -16,16 +16,18 @@ from llmtrain.config import CheckpointSection
 from llmtrain.errors import CheckpointError, RecipeError, UserError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
-from llmtrain.recipe import load_recipe
-from llmtrain.train.checkpoint import Checkpoints
-from llmtrain.train.integrity import STATE, complete, fault, read_state
+from llmtrain.recipe_loader import load_recipe
+from llmtrain.train.checkpoint import Checkpointer
+from llmtrain.train.integrity import STATE_FILE, find_corruption, list_checkpoints, read_state
 from llmtrain.train.mirror import Mirror
 from llmtrain.train.remote import RemoteRun
-from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.run_dir import RunDirectory
 from tests.unit.test_checkpoint_files import flip, write
 
 ROOT = Path(__file__).resolve().parents[2]
-ALONE = SimpleNamespace(world=World(0, 1, 0, 1), everyone=Comms(None), is_main=True, from_main=lambda ask: ask())
+ALONE = SimpleNamespace(
+    world=World(0, 1, 0, 1), all_ranks=Comms(None), is_main=True, broadcast_from_main=lambda ask: ask()
+)
 NUMBERS = itertools.count()
 
 
@@ -67,10 +69,10 @@ class Machine:
         with self.directory.metrics.open("a") as file:
             file.write(f'{{"step": {step}}}\n')
         write(self.directory.checkpoints, step)
-        self.mirror.after_checkpoint(step)
+        self.mirror.upload_async(step)
 
     def steps(self) -> list[int]:
-        return [step for step, _ in complete(self.directory.checkpoints)]
+        return [step for step, _ in list_checkpoints(self.directory.checkpoints)]
 
 
 def steps_at(url: str) -> list[int]:
@@ -108,8 +110,8 @@ def test_what_was_copied_comes_back_on_an_empty_machine(tmp_path: Path, url: str
     assert (second.directory.checkpoints / "latest").read_text() == "step-00000020\n"
     assert second.said == [f"fetched {url.rstrip('/')}/a/checkpoints/step-00000020"]
     assert sorted(path.name for path in second.directory.checkpoints.iterdir()) == ["latest", "step-00000020"]
-    second.mirror.catch_up(there)
-    assert second.mirror.in_use() == set(), "it is there already"
+    second.mirror.upload_if_newer(there)
+    assert second.mirror.pinned_steps() == set(), "it is there already"
     second.save(30)
     assert steps_at(url) == [20, 30]
 
@@ -122,7 +124,7 @@ def test_a_disk_that_has_the_newest_fetches_nothing_and_copies_what_is_missing(t
     again = Machine(tmp_path / "disk", url)
     again.mirror.open(ALONE)
     assert again.mirror.fetch(ALONE, newer_than=20) is None and steps_at(url) == [10]
-    again.mirror.catch_up(again.directory.checkpoints / "step-00000020")
+    again.mirror.upload_if_newer(again.directory.checkpoints / "step-00000020")
     assert again.mirror.finish(ALONE) is None
     assert steps_at(url) == [10, 20] and again.mirror.newest == 20
 
@@ -131,7 +133,7 @@ def test_a_disk_that_has_the_newest_fetches_nothing_and_copies_what_is_missing(t
     ("damage", "problem"),
     [
         (lambda url: flip_at(url, 20, "__0_0.distcp"), "__0_0.distcp is not what was written: its digest differs"),
-        (lambda url: flip_at(url, 20, STATE), "state.json "),
+        (lambda url: flip_at(url, 20, STATE_FILE), "state.json "),
         (lambda url: (lambda files, path: files.rm(path))(*file_at(url, 20, ".metadata")), ".metadata is gone"),
         (
             lambda url: (lambda files, path: files.pipe_file(path, b"short"))(*file_at(url, 20, "__0_0.distcp")),
@@ -151,7 +153,7 @@ def test_damage_in_the_mirror_is_named_and_the_one_before_is_taken(
     second = Machine(tmp_path / "second", url)
     there = second.start()
     assert there == second.directory.checkpoints / "step-00000010"
-    assert fault(there, read_state(there)["files"]) is None
+    assert find_corruption(there, read_state(there)["files"]) is None
     line, fetched = second.said
     assert line.startswith(f"{url.rstrip('/')}/a/checkpoints/step-00000020 is damaged: {problem}"), line
     assert line.endswith("; going back to the one before") and "\n" not in line
@@ -216,7 +218,7 @@ def test_a_url_that_is_of_no_use_is_one_line_before_training(tmp_path: Path, giv
 
 def test_a_mirror_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
-    monkeypatch.setattr(RemoteRun, "claim", lambda self, recipe: answer.wait())
+    monkeypatch.setattr(RemoteRun, "check_owner", lambda self, recipe: answer.wait())
     machine = Machine(tmp_path / "disk", f"{tmp_path}/there", "run.timeout_seconds=0.1")
     with pytest.raises(UserError, match=r"checkpoint\.mirror: .*/a: no answer for 0\.1 s \(run\.timeout_seconds\)"):
         machine.start()
@@ -231,7 +233,7 @@ def test_a_download_may_take_longer_than_the_timeout_as_long_as_bytes_arrive(
     first.start()
     first.save(10)
     download, clock = RemoteRun.download, Clock()
-    monkeypatch.setattr("llmtrain.train.errand.time", clock)
+    monkeypatch.setattr("llmtrain.train.run_on_main.time", clock)
 
     def slowly(self: RemoteRun, step: int, here: Path) -> object:
         for part in range(4):
@@ -284,21 +286,23 @@ def test_the_newest_goes_next_and_none_on_its_way_is_deleted(tmp_path: Path, mon
     machine = Machine(tmp_path / "disk", there, "checkpoint.keep=1")
     machine.start()
     section = CheckpointSection(keep=1)
-    checkpoints = Checkpoints(machine.directory.checkpoints, None, None, None, section, 1.0, machine.mirror.in_use)
+    checkpoints = Checkpointer(
+        machine.directory.checkpoints, None, None, None, section, 1.0, machine.mirror.pinned_steps
+    )
     machine.hand_in(10)
     assert held.begun.acquire(timeout=30)
     for step in (20, 30, 40):
         machine.hand_in(step)
-        checkpoints._retain(step)
+        checkpoints._prune(step)
     assert machine.steps() == [10, 40], "10 is on its way, 40 is the newest"
-    assert machine.mirror.in_use() == {10, 40}
+    assert machine.mirror.pinned_steps() == {10, 40}
     assert [line for line in machine.said if "not copied" in line] == [
         f"step {left_out} is not copied to {there}/a: step 10 still is, and step {step} is next"
         for left_out, step in ((20, 30), (30, 40))
     ]
     held.go.release(2)
     assert machine.mirror.finish(ALONE) is None
-    assert machine.mirror.in_use() == set()
+    assert machine.mirror.pinned_steps() == set()
     assert steps_at(there) == [40] and machine.mirror.newest == 40
 
 
@@ -306,14 +310,14 @@ def test_a_copy_that_fails_is_a_line_and_the_next_one_is_tried(tmp_path: Path, m
     there = f"{tmp_path}/there"
     machine = Machine(tmp_path / "disk", there)
     machine.start()
-    put_whole = RemoteRun._put_whole
+    put_whole = RemoteRun._put_file
 
     def broken(self: RemoteRun, here: Path, path: str) -> None:
-        if here.name == STATE:
+        if here.name == STATE_FILE:
             raise OSError("the network is\ngone")
         put_whole(self, here, path)
 
-    monkeypatch.setattr(RemoteRun, "_put_whole", broken)
+    monkeypatch.setattr(RemoteRun, "_put_file", broken)
     machine.hand_in(10)
     lacking = machine.mirror.finish(ALONE)
     assert machine.said[-1] == (
@@ -347,22 +351,24 @@ def test_the_mirror_keeps_what_the_disk_keeps(tmp_path: Path, url: str) -> None:
     machine = Machine(tmp_path / "disk", url, "checkpoint.keep_every=30")
     machine.start()
     section = machine.recipe.checkpoint
-    checkpoints = Checkpoints(machine.directory.checkpoints, None, None, None, section, 1.0, machine.mirror.in_use)
+    checkpoints = Checkpointer(
+        machine.directory.checkpoints, None, None, None, section, 1.0, machine.mirror.pinned_steps
+    )
     for step in range(10, 80, 10):
         machine.save(step)
-        checkpoints._retain(step)
+        checkpoints._prune(step)
         assert steps_at(url) == machine.steps()
     assert machine.steps() == [30, 60, 70]
 
 
 def test_without_a_mirror_nothing_is_asked_of_anybody(tmp_path: Path) -> None:
     machine = Machine(tmp_path / "disk", None)
-    mesh = SimpleNamespace(world=ALONE.world, is_main=True)  # no from_main
+    mesh = SimpleNamespace(world=ALONE.world, is_main=True)  # no broadcast_from_main
     machine.mirror.open(mesh)
     assert machine.mirror.fetch(mesh, -1) is None and machine.mirror.finish(mesh) is None
-    machine.mirror.after_checkpoint(10)
-    machine.mirror.catch_up(None)
-    assert machine.mirror.newest is None and machine.mirror.in_use() == set() and machine.said == []
+    machine.mirror.upload_async(10)
+    machine.mirror.upload_if_newer(None)
+    assert machine.mirror.newest is None and machine.mirror.pinned_steps() == set() and machine.said == []
 
 
 def test_a_damaged_local_copy_makes_way_for_the_mirrors(tmp_path: Path, url: str) -> None:
@@ -375,4 +381,4 @@ def test_a_damaged_local_copy_makes_way_for_the_mirrors(tmp_path: Path, url: str
     again = Machine(tmp_path / "disk", url)
     again.mirror.open(ALONE)
     assert again.mirror.fetch(ALONE, newer_than=10) == here
-    assert fault(here, read_state(here)["files"]) is None
+    assert find_corruption(here, read_state(here)["files"]) is None

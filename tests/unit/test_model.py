@@ -13,11 +13,11 @@ from llmtrain.model import (
     build,
     count_parameters,
     flops_per_token,
-    initialise,
+    initialize,
     model_config,
     named_weights,
 )
-from llmtrain.parallel.layers import wrap_layers
+from llmtrain.parallel.wrapping import wrap_layers
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 NEO = {
@@ -30,10 +30,10 @@ NEO = {
 CPU = torch.device("cpu")
 
 
-def materialised(section: ModelSection, seed: int = 1, dtype: torch.dtype = torch.float32):
+def materialized(section: ModelSection, seed: int = 1, dtype: torch.dtype = torch.float32):
     model = build(model_config(section, vocab_size=97), loss_chunk=7)
     for block in blocks_of(model):
-        initialise(model, block, seed, CPU, dtype)
+        initialize(model, block, seed, CPU, dtype)
     return model
 
 
@@ -50,8 +50,8 @@ def materialised(section: ModelSection, seed: int = 1, dtype: torch.dtype = torc
     ids=["llama", "llama-tied", "gpt_neo", "qwen3", "gpt2", "gemma"],
 )
 def test_loss_is_that_of_transformers(section):
-    """Built on meta, materialised block by block, ours equals a plain transformers model with the same weights."""
-    model = materialised(section).eval()
+    """Built on meta, materialized block by block, ours equals a plain transformers model with the same weights."""
+    model = materialized(section).eval()
     theirs = AutoModelForCausalLM.from_config(model.causal_lm.config, dtype=torch.float32).eval()
     missing, unexpected = theirs.load_state_dict(model.causal_lm.state_dict(), strict=False)
     assert not unexpected and all("bias" in name or "inv_freq" in name for name in missing)
@@ -65,7 +65,7 @@ def test_loss_is_that_of_transformers(section):
 
 @pytest.mark.parametrize("kind", [ModelSection(type="llama", config=LLAMA), ModelSection(type="gpt_neo", config=NEO)])
 def test_initial_values_have_the_statistics_of_transformers(kind):
-    ours = dict(materialised(kind).causal_lm.named_parameters())
+    ours = dict(materialized(kind).causal_lm.named_parameters())
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(model_config(kind, vocab_size=97), dtype=torch.float32)
     for name, parameter in theirs.named_parameters():
@@ -75,7 +75,7 @@ def test_initial_values_have_the_statistics_of_transformers(kind):
 
 
 def test_initial_values_come_from_seed_and_name():
-    first, again, other = (materialised(ModelSection(config=LLAMA), seed) for seed in (1, 1, 2))
+    first, again, other = (materialized(ModelSection(config=LLAMA), seed) for seed in (1, 1, 2))
     q0, q1 = (f"causal_lm.model.layers.{i}.self_attn.q_proj.weight" for i in (0, 1))
     assert torch.equal(first.get_parameter(q0), again.get_parameter(q0))
     assert not torch.equal(first.get_parameter(q0), other.get_parameter(q0))
@@ -121,20 +121,20 @@ def test_flops_leave_out_embedding_look_ups():
         (ModelSection(type="gemma2", config=LLAMA), "final_logit_softcapping"),
         (ModelSection(type="no_such_model"), "no_such_model"),
         (ModelSection(from_config="/no/such/folder"), "model.from_config"),
-        (ModelSection(type="mixtral", config={**LLAMA, "num_key_value_heads": 2}), "no initialisation is known"),
+        (ModelSection(type="mixtral", config={**LLAMA, "num_key_value_heads": 2}), "no initialization is known"),
     ],
 )
 def test_what_cannot_be_built_is_refused_in_one_line(section, message):
     with pytest.raises(ModelError, match=message) as caught:
-        materialised(section)
+        materialized(section)
     assert "\n" not in str(caught.value)
 
 
-def test_only_one_block_is_materialised_at_a_time():
+def test_only_one_block_is_materialized_at_a_time():
     model = build(model_config(ModelSection(config=LLAMA), 97), 64)
     assert all(p.is_meta for p in model.parameters())
     assert not any(buffer.is_meta for buffer in model.buffers())
-    initialise(model, blocks_of(model)[1], 0, CPU, torch.float32)
+    initialize(model, blocks_of(model)[1], 0, CPU, torch.float32)
     real = {name for name, p in model.named_parameters() if not p.is_meta}
     assert real and all(".layers.0." in name for name in real)
 
@@ -160,7 +160,7 @@ def with_a_strange_norm(config):
     model = build(config, 64)
     model.causal_lm.base_model.norm = TripledRMSNorm()
     for block in blocks_of(model):
-        initialise(model, block, 1, CPU, torch.float32)
+        initialize(model, block, 1, CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -184,14 +184,14 @@ def test_a_model_of_another_shape_is_refused_in_one_line(do, config, message):
 
 
 def test_the_row_of_padding_begins_and_stays_at_zero():
-    embedding = materialised(ModelSection(config={**LLAMA, "pad_token_id": 5})).causal_lm.get_input_embeddings()
+    embedding = materialized(ModelSection(config={**LLAMA, "pad_token_id": 5})).causal_lm.get_input_embeddings()
     assert embedding.padding_idx == 5
     assert embedding.weight.ne(0).any(dim=1).tolist() == [row != 5 for row in range(97)]
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_layer_keeps_its_forward_unless_there_is_something_to_wrap(kept):
-    model = materialised(ModelSection(config=LLAMA))
+    model = materialized(ModelSection(config=LLAMA))
     wrap_layers(blocks_of(model), ParallelSection(activation_checkpointing=not kept))
     layers = [layer for block in blocks_of(model) if block.name.startswith("layer") for layer in block.modules]
     assert len(layers) == 3 and all(("forward" in vars(layer)) != kept for layer in layers)

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError, TrainingError
-from llmtrain.parallel.meeting import Meeting, Place, meet, ranks_named
 from llmtrain.parallel.mesh import local_device, open_mesh
-from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, address_towards, carried_by, interface_of
+from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, address_towards, interface_of, using_interface
+from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, format_ranks, rendezvous
 from llmtrain.parallel.world import World
-from llmtrain.recipe import load_recipe
 from llmtrain.recipe_check import check
+from llmtrain.recipe_loader import load_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,9 @@ def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_name_that_is_here_is_taken():
-    assert Networks.given(ParallelSection()) == Networks()
+    assert Networks.from_recipe(ParallelSection()) == Networks()
     given = ParallelSection(replica_network="nope0, lo", shard_network="lo")
-    assert Networks.given(given) == Networks("lo", "lo")
+    assert Networks.from_recipe(given) == Networks("lo", "lo")
 
 
 @pytest.mark.parametrize("key", ["replica_network", "shard_network"])
@@ -34,27 +34,27 @@ def test_a_name_that_is_not_here_is_refused_with_those_that_are(key):
     with pytest.raises(
         RecipeError, match=rf"parallel\.{key} is nope0,nope1, but .* no such network interface, .*\blo\b"
     ):
-        Networks.given(ParallelSection(**{key: "nope0,nope1"}))
+        Networks.from_recipe(ParallelSection(**{key: "nope0,nope1"}))
 
 
 def test_so_is_one_in_the_variable(monkeypatch):
     monkeypatch.setenv(GLOO, "nope0")
     with pytest.raises(RecipeError, match="GLOO_SOCKET_IFNAME in the environment is nope0, but"):
-        Networks.given(ParallelSection())
+        Networks.from_recipe(ParallelSection())
 
 
 def test_loopback_is_never_chosen_unasked():
     assert address_of("lo") == address_towards("127.0.0.1") == "127.0.0.1"
     assert interface_of("127.0.0.1") is interface_of("192.0.2.1") is interface_of(None) is None
-    assert Networks().or_towards("127.0.0.1") == Networks()
-    assert Networks("lo").or_towards("127.0.0.1") == Networks("lo")
+    assert Networks().with_default_route("127.0.0.1") == Networks()
+    assert Networks("lo").with_default_route("127.0.0.1") == Networks("lo")
 
 
 def test_a_card_towards_the_others_is_chosen_unless_one_is_given(monkeypatch):
     monkeypatch.setattr("llmtrain.parallel.network.interface_of", lambda address: "ens5")
-    assert Networks(shard="eth0").or_towards("127.0.0.1") == Networks("ens5", "eth0")
+    assert Networks(shard="eth0").with_default_route("127.0.0.1") == Networks("ens5", "eth0")
     monkeypatch.setenv(GLOO, "lo")
-    assert Networks(shard="eth0").or_towards("127.0.0.1") == Networks(None, "eth0")
+    assert Networks(shard="eth0").with_default_route("127.0.0.1") == Networks(None, "eth0")
 
 
 def told_to_nccl(monkeypatch: pytest.MonkeyPatch, networks: Networks, replicas_use_nccl: bool) -> str | None:
@@ -72,22 +72,22 @@ def test_nccl_has_one_card_for_all_its_groups(monkeypatch):
 
 
 def test_the_variable_is_back_afterwards(monkeypatch):
-    with carried_by("eth0"), carried_by(None):
+    with using_interface("eth0"), using_interface(None):
         assert os.environ[GLOO] == "eth0"
-        with carried_by("eth1"):
+        with using_interface("eth1"):
             assert os.environ[GLOO] == "eth1"
         assert os.environ[GLOO] == "eth0"
     assert GLOO not in os.environ
     monkeypatch.setenv(GLOO, "ens5")
-    with pytest.raises(KeyError), carried_by("eth0"):
+    with pytest.raises(KeyError), using_interface("eth0"):
         raise KeyError
     assert os.environ[GLOO] == "ens5"
 
 
 def test_ranks_are_listed_in_runs():
-    assert ranks_named([3]) == "rank 3"
-    assert ranks_named([5, 4, 1, 7, 6]) == "ranks 1, 4-7"
-    assert ranks_named([0, 1]) == "ranks 0-1"
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([5, 4, 1, 7, 6]) == "ranks 1, 4-7"
+    assert format_ranks([0, 1]) == "ranks 0-1"
 
 
 def test_two_networks_of_nccl_in_one_process_are_refused(monkeypatch):
@@ -101,30 +101,32 @@ def test_two_networks_of_nccl_in_one_process_are_refused(monkeypatch):
         check(load_recipe(recipe, networks), 4)
 
 
-def told(monkeypatch: pytest.MonkeyPatch, *places: Place) -> None:
+def told(monkeypatch: pytest.MonkeyPatch, *places: RankInfo) -> None:
     """What a roll call of two ranks brings."""
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
     monkeypatch.setenv("MASTER_PORT", "4711")
-    monkeypatch.setattr("llmtrain.parallel.meeting._open_store", lambda *_: None)
-    monkeypatch.setattr("llmtrain.parallel.meeting.roll_call", lambda *_: [asdict(place) for place in places])
-    monkeypatch.setattr("llmtrain.parallel.meeting.node_name", lambda: "a")
+    monkeypatch.setattr("llmtrain.parallel.rendezvous._open_store", lambda *_: None)
+    monkeypatch.setattr(
+        "llmtrain.parallel.rendezvous.gather_over_store", lambda *_: [asdict(place) for place in places]
+    )
+    monkeypatch.setattr("llmtrain.parallel.rendezvous.node_name", lambda: "a")
     monkeypatch.setattr("llmtrain.parallel.network.interface_of", lambda address: "ens5")
 
 
 def test_nccl_is_not_told_the_card_that_was_found_for_gloo(monkeypatch):
-    told(monkeypatch, Place("a", "a", "192.0.2.1", 1.0), Place("b", "b", "192.0.2.2", 1.0))
-    meeting = meet(World(0, 2, 0, 1), ParallelSection(shard_network="lo"), lambda: 1.0, 1.0)
-    assert (meeting.networks, meeting.given) == (Networks("ens5", "lo"), Networks(None, "lo"))
-    assert told_to_nccl(monkeypatch, meeting.given, replicas_use_nccl=True) == "=lo"
-    meeting = meet(World(0, 2, 0, 1), ParallelSection(), lambda: 1.0, 1.0)
+    told(monkeypatch, RankInfo("a", "a", "192.0.2.1", 1.0), RankInfo("b", "b", "192.0.2.2", 1.0))
+    meeting = rendezvous(World(0, 2, 0, 1), ParallelSection(shard_network="lo"), lambda: 1.0, 1.0)
+    assert (meeting.networks, meeting.recipe_networks) == (Networks("ens5", "lo"), Networks(None, "lo"))
+    assert told_to_nccl(monkeypatch, meeting.recipe_networks, replicas_use_nccl=True) == "=lo"
+    meeting = rendezvous(World(0, 2, 0, 1), ParallelSection(), lambda: 1.0, 1.0)
     assert meeting.networks == Networks("ens5", "ens5")
-    assert told_to_nccl(monkeypatch, meeting.given, replicas_use_nccl=True) is None
+    assert told_to_nccl(monkeypatch, meeting.recipe_networks, replicas_use_nccl=True) is None
 
 
 def test_a_host_whose_gpus_are_gone_is_named(monkeypatch):
-    told(monkeypatch, Place("a", "gpu-a", None, 1.0, on_gpu=True), Place("b", "gpu-b", None, 1.0, on_gpu=False))
+    told(monkeypatch, RankInfo("a", "gpu-a", None, 1.0, on_gpu=True), RankInfo("b", "gpu-b", None, 1.0, on_gpu=False))
     with pytest.raises(TrainingError, match="rank 1 on gpu-b found no usable GPU, the others did"):
-        meet(World(0, 2, 0, 1), ParallelSection(), lambda: 1.0, 1.0)
+        rendezvous(World(0, 2, 0, 1), ParallelSection(), lambda: 1.0, 1.0)
 
 
 def test_a_gpu_for_each_task_is_the_first_that_it_sees(monkeypatch):
@@ -155,7 +157,7 @@ def test_a_group_that_can_not_connect_names_rank_host_and_card(monkeypatch):
         raise RuntimeError("connect timed out\na stack of C++")
 
     monkeypatch.setattr(dist, "init_process_group", refuse)
-    meeting = Meeting(None, [Place("a", "alpha", None, 1.0)], Networks("ens5"))
+    meeting = Rendezvous(None, [RankInfo("a", "alpha", None, 1.0)], Networks("ens5"))
     with (
         pytest.raises(TrainingError, match=r"^rank 0 of 1 on alpha could not connect .* over ens5: connect timed out$"),
         open_mesh(World(0, 1, 0, 1), 1, 1, "auto", 5.0, meeting),
@@ -173,7 +175,7 @@ def test_a_mesh_of_gpus_is_not_left_in_order_after_an_error(monkeypatch, device:
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(device))
     monkeypatch.setenv(NCCL, "=eth7")
-    meeting = Meeting(None, [Place("a", "a", None, 1.0)], Networks("lo", "lo"), Networks("lo", "lo"))
+    meeting = Rendezvous(None, [RankInfo("a", "a", None, 1.0)], Networks("lo", "lo"), Networks("lo", "lo"))
     with pytest.raises(KeyError), open_mesh(World(0, 1, 0, 1), 1, 1, "auto", 5.0, meeting):
         raise KeyError
     assert bool(left) == is_left

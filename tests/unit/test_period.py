@@ -1,4 +1,4 @@
-"""When replicas synchronise; QSR's rounds against the published schedules."""
+"""When replicas synchronize; QSR's rounds against the published schedules."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmtrain.config import EverySeconds, EveryStep, EverySteps, QsrPeriod, ScheduleSection
-from llmtrain.lr import LearningRates
+from llmtrain.config import EverySecondsSection, EveryStepSection, EveryStepsSection, QsrSection, ScheduleSection
+from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
-from llmtrain.sync.period import Period, Qsr, build_period
-from llmtrain.sync.timed import Timed
+from llmtrain.sync.period import Period, QsrPeriod, build_period
+from llmtrain.sync.timed_period import TimedPeriod
 
 
 def rounds(period: Period, total: int) -> list[int]:
@@ -50,51 +50,55 @@ RESNET = {"peak": 0.8, "total": 62_400, "warmup": 1_560}
     ],
 )
 def test_rounds_of_the_published_schedules(schedule, shape, base, alpha, expected, longest):
-    lengths = rounds(Qsr(base, alpha, 0, published(**schedule, shape=shape)), schedule["total"])
+    lengths = rounds(QsrPeriod(base, alpha, 0, published(**schedule, shape=shape)), schedule["total"])
     assert len(lengths) == expected
     assert sum(lengths) == schedule["total"], "the last round is cut at the run's end"
     assert max(lengths) == longest
 
 
 def test_at_a_constant_learning_rate_rounds_have_one_length():
-    rates = LearningRates(3e-3, 100, ScheduleSection(kind="constant", warmup_steps=10))
-    constant = build_period(QsrPeriod(base=1, alpha=9e-3), 10, rates)
-    fixed = build_period(EverySteps(every=9), 10, rates)
+    rates = LRSchedule(3e-3, 100, ScheduleSection(kind="constant", warmup_steps=10))
+    constant = build_period(QsrSection(base=1, alpha=9e-3), 10, rates)
+    fixed = build_period(EveryStepsSection(every=9), 10, rates)
     for step in range(1, 101):
         assert constant.is_synchronous(step) == fixed.is_synchronous(step)
         assert constant.ends_round(step) == fixed.ends_round(step)
-        assert constant.length(step) == fixed.length(step)
+        assert constant.round_length(step) == fixed.round_length(step)
 
 
 def test_rounds_do_not_depend_on_where_a_run_was_resumed():
     """Decisions are functions of the step: asking in any order, of a new object, gives the same."""
-    rates = LearningRates(1e-3, 500, ScheduleSection(kind="cosine", warmup_steps=20, final_ratio=0.01))
-    first, again = (Qsr(2, 3e-3, 30, rates) for _ in range(2))
+    rates = LRSchedule(1e-3, 500, ScheduleSection(kind="cosine", warmup_steps=20, final_ratio=0.01))
+    first, again = (QsrPeriod(2, 3e-3, 30, rates) for _ in range(2))
     assert [first.ends_round(s) for s in range(1, 501)] == [again.ends_round(s) for s in range(500, 0, -1)][::-1]
     lengths = rounds(first, 500)
     assert sum(lengths) == 470
-    assert [first.length(s) for s in range(1, 501)] == [0] * 30 + [length for length in lengths for _ in range(length)]
+    assert [first.round_length(s) for s in range(1, 501)] == [0] * 30 + [
+        length for length in lengths for _ in range(length)
+    ]
 
 
 def test_a_learning_rate_that_ends_at_zero_is_no_division_by_zero():
-    rates = LearningRates(1e-3, 50, ScheduleSection(kind="linear", final_ratio=0.0))
-    assert sum(rounds(Qsr(1, 1e-3, 0, rates), 50)) == 50
+    rates = LRSchedule(1e-3, 50, ScheduleSection(kind="linear", final_ratio=0.0))
+    assert sum(rounds(QsrPeriod(1, 1e-3, 0, rates), 50)) == 50
 
 
 def test_every_step_has_no_rounds():
-    period = build_period(EveryStep(), 0, LearningRates(1.0, 10, ScheduleSection()))
-    assert all(period.is_synchronous(s) and not period.ends_round(s) and period.length(s) == 0 for s in range(1, 11))
+    period = build_period(EveryStepSection(), 0, LRSchedule(1.0, 10, ScheduleSection()))
+    assert all(
+        period.is_synchronous(s) and not period.ends_round(s) and period.round_length(s) == 0 for s in range(1, 11)
+    )
 
 
 def test_a_step_has_a_place_in_its_round_and_none_in_a_synchronous_phase():
-    rates = LearningRates(1e-3, 12, ScheduleSection(kind="constant"))
+    rates = LRSchedule(1e-3, 12, ScheduleSection(kind="constant"))
     places = {
-        "always": (build_period(EveryStep(), 3, rates), [0] * 12),
-        "fixed": (build_period(EverySteps(every=4), 3, rates), [0] * 3 + [1, 2, 3, 4, 1, 2, 3, 4, 1]),
-        "qsr": (build_period(QsrPeriod(base=4, alpha=1e-9), 3, rates), [0] * 3 + [1, 2, 3, 4, 1, 2, 3, 4, 1]),
+        "always": (build_period(EveryStepSection(), 3, rates), [0] * 12),
+        "fixed": (build_period(EveryStepsSection(every=4), 3, rates), [0] * 3 + [1, 2, 3, 4, 1, 2, 3, 4, 1]),
+        "qsr": (build_period(QsrSection(base=4, alpha=1e-9), 3, rates), [0] * 3 + [1, 2, 3, 4, 1, 2, 3, 4, 1]),
     }
     for name, (period, expected) in places.items():
-        assert [period.place(step) for step in range(1, 13)] == expected, name
+        assert [period.step_in_round(step) for step in range(1, 13)] == expected, name
 
 
 class Hands(list):
@@ -104,30 +108,30 @@ class Hands(list):
         return self[0]
 
 
-def timed(clock: Hands) -> Timed:
-    return Timed(EverySeconds(every=10.0, min_steps=0), 2, 100, Comms(None), Comms(None), clock)
+def timed(clock: Hands) -> TimedPeriod:
+    return TimedPeriod(EverySecondsSection(every=10.0, min_steps=0), 2, 100, Comms(None), Comms(None), clock)
 
 
 def test_rounds_of_seconds_begin_after_the_warm_up_and_go_on_where_a_run_was_left():
     clock = Hands([5.0])
     period = timed(clock)
     for step in (1, 2):
-        assert period.is_synchronous(step) and not period.ends_round(step) and period.place(step) == 0
-    assert period.reshaped([period.state_dict()] * 3) == period.state_dict(), "no clock has started"
-    assert not period.is_synchronous(3) and period.place(3) == 1
+        assert period.is_synchronous(step) and not period.ends_round(step) and period.step_in_round(step) == 0
+    assert period.resharded([period.state_dict()] * 3) == period.state_dict(), "no clock has started"
+    assert not period.is_synchronous(3) and period.step_in_round(3) == 1
     ends = []
     for step, now in ((3, 6.0), (4, 15.5)):
         clock[0] = now
         ends.append(period.ends_round(step))
     assert ends == [False, True], "10.5 seconds after step 2"
-    assert (period.length(4), period.place(4), period.agreed(4)) == (2, 0, 4)
+    assert (period.round_length(4), period.step_in_round(4), period.global_step(4)) == (2, 0, 4)
     clock[0] = 20.0
     state = period.state_dict()
     clock[0] = 1000.0
     again = timed(clock)
     again.load_state_dict(state)
-    assert not again.is_synchronous(5) and again.place(5) == 1 and again.agreed(5) is None
+    assert not again.is_synchronous(5) and again.step_in_round(5) == 1 and again.global_step(5) is None
     clock[0] = 1005.4
     assert not again.ends_round(5), "9.9 seconds, of which 4.5 before it was left"
     clock[0] = 1005.6
-    assert again.ends_round(6) and again.length(6) == 2
+    assert again.ends_round(6) and again.round_length(6) == 2

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from llmtrain.config import Recipe
-from llmtrain.model import LanguageModel, blocks_of, build, initialise, model_config
+from llmtrain.model import LanguageModel, blocks_of, build, initialize, model_config
 from llmtrain.plan.memory import estimate, size_of
-from llmtrain.recipe import load_recipe
+from llmtrain.recipe_loader import load_recipe
 
 SEQUENCES, LENGTH, CPU = 8, 64, torch.device("cpu")
 LLAMA = "{hidden_size: 128, intermediate_size: 344, num_attention_heads: 4, num_hidden_layers: %d}"
@@ -41,7 +41,7 @@ def model_of(recipe: Recipe) -> LanguageModel:
     """Return the recipe's model in the precision in which it computes."""
     model = build(model_config(recipe.model, 300), recipe.parallel.loss_chunk)
     for block in blocks_of(model):
-        initialise(model, block, 0, CPU, torch.float32)
+        initialize(model, block, 0, CPU, torch.float32)
     return model.to(DTYPES[recipe.parallel.precision]).train()
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.plan.fit import plan_mesh
-from llmtrain.recipe import load_recipe
+from llmtrain.plan.mesh_plan import plan_mesh
+from llmtrain.recipe_loader import load_recipe
 
 GIB = 2**30
 EDIT_1B = Path("recipes/edit_1b.yaml")
@@ -59,7 +59,7 @@ def test_the_smallest_device_decides_for_all():
 
 
 def test_a_given_mesh_is_refused_only_for_what_is_certain():
-    given = ("parallel.replicas=1", "parallel.shard=1")
+    given = ("parallel.replicas=1", "parallel.shards=1")
     places, memory = ["here"], [24.0 * GIB]
     assert plan_mesh(load_recipe(EDIT_1B, given), places, memory, on_gpu=True)[:2] == (1, 1)
     assert "for weights, gradients, optimizer and anchors alone 15.3 GiB on each GPU" in refusal(places, 15, *given)

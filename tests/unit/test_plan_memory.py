@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from llmtrain.config import Recipe
 from llmtrain.errors import ModelError
 from llmtrain.plan.memory import SAVED_PER_LINEAR, ModelSize, estimate, size_of
-from llmtrain.recipe import load_recipe
+from llmtrain.recipe_loader import load_recipe
 
 VOCABULARY, HIDDEN, INNER, LAYERS = 100, 8, 20, 3
 ATTENTION, MLP, NORMS = 4 * HIDDEN * HIDDEN, 3 * HIDDEN * INNER, 2 * HIDDEN
@@ -141,7 +141,7 @@ def test_most_is_there_when_backward_ends_if_layers_are_checkpointed(tmp_path) -
     assert found == pytest.approx(gradients + 2 * 32 * HIDDEN + 1.25 * OF_LAYER + IN_WORK, abs=2)
 
 
-def test_most_is_there_in_a_synchronisation_within_forward(tmp_path) -> None:
+def test_most_is_there_in_a_synchronization_within_forward(tmp_path) -> None:
     messages = 5 * 4 * 808
     found = most(tmp_path, "parallel.loss_chunk=1", "sync.schedule=layerwise")
     assert found == pytest.approx(LAYERS * OF_LAYER + FORWARD + messages, abs=LAYERS)

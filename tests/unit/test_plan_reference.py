@@ -18,7 +18,7 @@ from llmtrain.plan.reference import (
     methods_page_with_composition,
     recipe_reference,
 )
-from llmtrain.sync.compose import CHOICES, RULES, rule_between
+from llmtrain.sync.compatibility import CHOICES, RULES, conflict_between
 from llmtrain.sync.methods import METHODS
 
 
@@ -51,7 +51,7 @@ def test_make_docs_writes_the_pages_and_leaves_the_rest_of_them(
 def test_rules_name_kinds_that_exist_and_hold_both_ways() -> None:
     for rule in RULES:
         assert set(rule.these) <= set(CHOICES[rule.first]) and set(rule.those) <= set(CHOICES[rule.second])
-        assert rule_between(rule.second, rule.those[0], rule.first, rule.these[0]) is rule
+        assert conflict_between(rule.second, rule.those[0], rule.first, rule.these[0]) is rule
 
 
 def test_every_section_and_key_is_there() -> None:

@@ -10,15 +10,15 @@ from rich.console import Console
 
 from llmtrain.errors import RecipeError
 from llmtrain.plan.memory import size_of
-from llmtrain.plan.pace import Rates, pace, rate_here
 from llmtrain.plan.show import show
-from llmtrain.recipe import load_recipe
+from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
+from llmtrain.recipe_loader import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 QUICKSTART = RECIPES / "quickstart.yaml"
 
 
-RATES = Rates(flops=1e10, mbit=100.0)
+RATES = HardwareRates(flops=1e10, mbit=100.0)
 
 
 def shown(path: Path, *overrides: str, width: int = 100) -> str:
@@ -56,13 +56,13 @@ def test_every_recipe_shows_within_100_columns(path: Path) -> None:
 
 
 def test_the_recipes_own_mesh_is_shown(tmp_path: Path) -> None:
-    assert len(row(shown(QUICKSTART, "parallel.replicas=4", "parallel.shard=1"), "total")) == 4
+    assert len(row(shown(QUICKSTART, "parallel.replicas=4", "parallel.shards=1"), "total")) == 4
     assert len(row(shown(QUICKSTART), "total")) == 4
     assert len(row(shown(QUICKSTART, "parallel.on_cpu=null"), "total")) == 3
 
 
 def test_traffic_by_hand() -> None:
-    mesh = ["parallel.replicas=4", "parallel.shard=1", "sync.period.every=2", "train.steps=300"]
+    mesh = ["parallel.replicas=4", "parallel.shards=1", "sync.period.every=2", "train.steps=300"]
     text = shown(QUICKSTART, *mesh, "sync.warmup_steps=0")
     parameters = int(row(text, "parameters")[0].strip(",").replace(",", ""))
     per_round = 2 * 3 / 4 * 4 * parameters
@@ -74,7 +74,7 @@ def test_traffic_by_hand() -> None:
 
 
 def test_traffic_of_wires_groups_and_seconds_by_hand() -> None:
-    mesh = ["parallel.replicas=4", "parallel.shard=1", "sync.warmup_steps=0", "train.steps=300"]
+    mesh = ["parallel.replicas=4", "parallel.shards=1", "sync.warmup_steps=0", "train.steps=300"]
     parameters = int(row(shown(QUICKSTART), "parameters")[0].strip(",").replace(",", ""))
     int4 = 2 * 3 / 4 * (0.5 + 4 / 128) * parameters
     assert f"{int4 / 1e6:.1f} MB from each of 4 replicas a round" in shown(QUICKSTART, *mesh, "sync.wire=int4")
@@ -87,7 +87,7 @@ def test_traffic_of_wires_groups_and_seconds_by_hand() -> None:
 
 def test_traffic_without_rounds_or_replicas() -> None:
     assert "gradients in every step" in shown(QUICKSTART, "sync.method=synchronous")
-    assert "none between replicas" in shown(QUICKSTART, "parallel.replicas=1", "parallel.shard=4")
+    assert "none between replicas" in shown(QUICKSTART, "parallel.replicas=1", "parallel.shards=4")
 
 
 def test_offloaded_anchors_have_a_row() -> None:
@@ -116,7 +116,7 @@ def test_a_model_from_a_folder_needs_no_download(tmp_path: Path) -> None:
 
 def test_an_impossible_recipe_is_refused() -> None:
     with pytest.raises(RecipeError, match="global_batch"):
-        shown(QUICKSTART, "train.global_batch=30", "parallel.replicas=2", "parallel.shard=2")
+        shown(QUICKSTART, "train.global_batch=30", "parallel.replicas=2", "parallel.shards=2")
 
 
 def test_time_by_hand() -> None:
@@ -124,15 +124,15 @@ def test_time_by_hand() -> None:
     recipe = load_recipe(QUICKSTART, keys)
     size = size_of(recipe)
     message = 8 * 2 * 3 / 4 * 4 * size.parameters / 100e6
-    found = pace(recipe, size, 4, 1, RATES)
+    found = estimate_time(recipe, size, 4, 1, RATES)
     assert found.step == pytest.approx(size.flops_per_token * recipe.train.tokens_per_step / 4e10)
     assert found.message == pytest.approx(message)
     assert found.run == pytest.approx(50 * found.step + (10 + 4) * message)
     assert found.waiting == pytest.approx(14 / 50 * message)
     assert found.computing == pytest.approx(50 * found.step / found.run)
-    assert pace(recipe, size, 1, 1, RATES).waiting == 0
+    assert estimate_time(recipe, size, 1, 1, RATES).waiting == 0
     again = load_recipe(QUICKSTART, [*keys, "parallel.activation_checkpointing=true"])
-    assert pace(again, size, 4, 1, RATES).step == pytest.approx(4 / 3 * found.step)
+    assert estimate_time(again, size, 4, 1, RATES).step == pytest.approx(4 / 3 * found.step)
 
 
 def test_what_a_schedule_hides() -> None:
@@ -140,12 +140,12 @@ def test_what_a_schedule_hides() -> None:
 
     def waiting(*more: str, every: str = "sync.period.every=10") -> float:
         recipe = load_recipe(QUICKSTART, [*keys, *more, *([every] if every else [])])
-        return pace(recipe, size_of(recipe), 4, 1, RATES).waiting
+        return estimate_time(recipe, size_of(recipe), 4, 1, RATES).waiting
 
     blocking = waiting("sync.method=diloco")
     assert waiting("sync.method=edit") == pytest.approx(blocking)
     recipe = load_recipe(QUICKSTART, keys)
-    step = pace(recipe, size_of(recipe), 4, 1, RATES).step
+    step = estimate_time(recipe, size_of(recipe), 4, 1, RATES).step
     overlapped = ["sync.method=streaming_diloco", "sync.wire=fp32", "sync.schedule.fragments=2"]
     assert waiting(*overlapped, "sync.schedule.steps=1") == pytest.approx(max(0, blocking - 2 * step / 10))
     assert waiting("sync.method=co2") == pytest.approx(max(0, blocking - step))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.plan.reference import README, ROOT, readme_with_methods
-from llmtrain.recipe import load_recipe
 from llmtrain.recipe_check import check
+from llmtrain.recipe_loader import load_recipe
 
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECIPE_COMMAND = re.compile(r"^(?:\w+=\S+ )*.*?(recipes/\S+\.yaml)(.*?)(?:  +#.*)?$")

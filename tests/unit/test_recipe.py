@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.config import AverageOuter, Blocking, EveryStep, EverySteps, Layerwise, NesterovOuter, Recipe, SgdOuter
-from llmtrain.recipe import differences, load_recipe, parse_overrides, resolved_yaml
+from llmtrain.config import (
+    AverageSection,
+    BlockingSection,
+    EveryStepSection,
+    EveryStepsSection,
+    LayerwiseSection,
+    NesterovSection,
+    Recipe,
+    SgdSection,
+)
+from llmtrain.recipe_loader import differences, load_recipe, parse_overrides, resolved_yaml
 from llmtrain.sync.methods import METHODS
 
 Write = Callable[[str, str], Path]
@@ -126,10 +135,10 @@ def test_method_alone_is_its_preset(method: str, sync_of: Callable) -> None:
 
 def test_preset_lies_under_what_the_user_says(sync_of: Callable) -> None:
     sync = sync_of("{method: edit, outer: {momentum: 0.5}, penalty: {clip: null}}", "sync.period.every=9")
-    assert sync.outer == NesterovOuter(lr=0.8, momentum=0.5)
+    assert sync.outer == NesterovSection(lr=0.8, momentum=0.5)
     assert sync.penalty.clip is None and sync.penalty.z == 3.0
-    assert sync.period == EverySteps(every=9)
-    assert sync.schedule == Layerwise()
+    assert sync.period == EveryStepsSection(every=9)
+    assert sync.schedule == LayerwiseSection()
 
 
 def test_edit_is_the_default_method(write: Write) -> None:
@@ -138,10 +147,10 @@ def test_edit_is_the_default_method(write: Write) -> None:
 
 
 def test_value_of_another_kind_replaces_the_whole(sync_of: Callable) -> None:
-    assert sync_of("{method: diloco, outer: sgd}").outer == SgdOuter(lr=1.0)  # not DiLoCo's 0.7
+    assert sync_of("{method: diloco, outer: sgd}").outer == SgdSection(lr=1.0)  # not DiLoCo's 0.7
     assert (
         sync_of("{method: edit, schedule: {kind: layerwise, prefetch: 5}}", "sync.schedule=blocking").schedule
-        == Blocking()
+        == BlockingSection()
     )
     assert (
         sync_of("{method: edit, schedule: {kind: layerwise, prefetch: 5}}", "sync.schedule=layerwise").schedule.prefetch
@@ -150,7 +159,7 @@ def test_value_of_another_kind_replaces_the_whole(sync_of: Callable) -> None:
 
 
 def test_another_kind_in_its_own_override_replaces_too(sync_of: Callable) -> None:
-    assert sync_of("{method: diloco}", "sync.outer.kind=sgd", "sync.outer.lr=0.5").outer == SgdOuter(lr=0.5)
+    assert sync_of("{method: diloco}", "sync.outer.kind=sgd", "sync.outer.lr=0.5").outer == SgdSection(lr=0.5)
 
 
 def test_penalty_null_switches_it_off_and_a_mapping_on(sync_of: Callable) -> None:
@@ -165,26 +174,31 @@ def test_naming_another_method_leaves_the_old_ones_choices_behind(sync_of: Calla
         "{method: edit, warmup_steps: 3, period: {every: 4}, outer: {lr: 0.1}, penalty: {z: 1}, schedule: layerwise}"
     )
     sync = sync_of(recipe, "sync.method=diloco")
-    assert (sync.outer, sync.penalty, sync.schedule) == (NesterovOuter(lr=0.7, momentum=0.9), None, Blocking())
+    assert (sync.outer, sync.penalty, sync.schedule) == (NesterovSection(lr=0.7, momentum=0.9), None, BlockingSection())
     assert (sync.warmup_steps, sync.period) == (
         3,
-        EverySteps(every=4),
+        EveryStepsSection(every=4),
     )  # so that methods are compared at the same round
-    assert sync_of(recipe, "sync.method=diloco", "sync.outer=average").outer == AverageOuter()
+    assert sync_of(recipe, "sync.method=diloco", "sync.outer=average").outer == AverageSection()
     assert sync_of(recipe, "sync.method=edit").outer.lr == 0.1  # not another method
 
 
 def test_synchronous_and_back_drops_rounds(sync_of: Callable) -> None:
     there = sync_of("{method: edit, warmup_steps: 3, period: {every: 4}}", "sync.method=synchronous")
-    assert (there.period, there.warmup_steps, there.penalty, there.schedule) == (EveryStep(), 0, None, Blocking())
+    assert (there.period, there.warmup_steps, there.penalty, there.schedule) == (
+        EveryStepSection(),
+        0,
+        None,
+        BlockingSection(),
+    )
     back = sync_of("{method: synchronous, period: every_step}", "sync.method=edit")
-    assert (back.period, back.warmup_steps) == (EverySteps(every=128), 1000)
+    assert (back.period, back.warmup_steps) == (EveryStepsSection(every=128), 1000)
 
 
 def test_method_of_a_base_file_is_left_behind_as_well(write: Write) -> None:
     write("base.yaml", "sync: {method: edit, period: {every: 4}, outer: {lr: 0.1}}")
     sync = load_recipe(write("r.yaml", "base: base.yaml\nsync: {method: local_sgd}")).sync
-    assert (sync.outer, sync.period) == (AverageOuter(), EverySteps(every=4))
+    assert (sync.outer, sync.period) == (AverageSection(), EveryStepsSection(every=4))
 
 
 # -- written back --

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import RecipeError, UserError
-from llmtrain.recipe import load_recipe
 from llmtrain.recipe_check import check, check_vocabulary
+from llmtrain.recipe_loader import load_recipe
 from llmtrain.recipe_messages import one_of
 from llmtrain.sync.methods import METHODS
 
@@ -16,7 +16,7 @@ RECIPE = """
 model: {type: llama, config: {hidden_size: 160, num_hidden_layers: 2, num_attention_heads: 5, max_position_embeddings: 256}}
 data: {source: stdlib, tokenizer: "train:2048"}
 train: {steps: 200, sequence_length: 128, global_batch: 32, micro_batch: 8}
-parallel: {replicas: 2, shard: 2}
+parallel: {replicas: 2, shards: 2}
 sync: {method: edit, warmup_steps: 40, period: {kind: steps, every: 16}}
 """
 PROCESSES = 4
@@ -58,7 +58,7 @@ WRONG_OVERRIDES = [
         ["sync.outer.momentum belongs to kind nesterov", "sync.outer.kind is average", "leave momentum out"],
     ),
     ("parallel.precision=fp16", ['parallel.precision is "fp16"', "'bf16', 'fp32' or 'fp64'"]),
-    ("parallel.shard=two", ['parallel.shard is "two"', "expected a whole number or 'auto'"]),
+    ("parallel.shards=two", ['parallel.shards is "two"', "expected a whole number or 'auto'"]),
     # wrong types and ranges
     ("optim.lr=fast", ['optim.lr is "fast"', "expected a number"]),
     ("optim.lr=-1", ["optim.lr is -1", "greater than 0"]),
@@ -108,9 +108,9 @@ WRONG_OVERRIDES = [
         ["train.global_batch is 40", "8 x 4 = 32", "train.global_batch=32 or 64", "train.micro_batch=5"],
     ),
     ("train.global_batch=6", ["train.global_batch is 6", "8 x 4 = 32", "use train.global_batch=32"]),
-    ("parallel.replicas=4", ["4 x 2 needs 8 processes", "there are 4", "--num_accelerators 8", "shard=auto"]),
+    ("parallel.replicas=4", ["4 x 2 needs 8 processes", "there are 4", "--num_accelerators 8", "shards=auto"]),
     (
-        "parallel={replicas: 3, shard: auto}",
+        "parallel={replicas: 3, shards: auto}",
         ["parallel.replicas is 3", "does not divide 4 processes", "a multiple of 3"],
     ),
     # engine
@@ -148,20 +148,20 @@ WRONG_OVERRIDES = [
         "sync={method: a_edit, schedule: overlapped}",
         ["sync.period=seconds", "sync.schedule=overlapped", "use blocking"],
     ),
-    ("sync={method: a_edit, warmup_steps: 0, schedule: stale}", ["sync.period=seconds", "sync.schedule=stale"]),
-    ("sync={method: edit, schedule: stale}", ["sync.penalty={", "sync.schedule=stale", "norms"]),
+    ("sync={method: a_edit, warmup_steps: 0, schedule: delayed}", ["sync.period=seconds", "sync.schedule=delayed"]),
+    ("sync={method: edit, schedule: delayed}", ["sync.penalty={", "sync.schedule=delayed", "norms"]),
     (
         "sync={method: diloco, group: butterfly}",
         ["sync.group=butterfly", "sync.schedule=blocking", "use wait_avoiding"],
     ),
     ("sync={method: diloco, schedule: wait_avoiding}", ["sync.group=all", "sync.schedule=wait_avoiding"]),
     (
-        "sync={method: diloco, wire: {feedback: true}}",
-        ["sync.wire.feedback=true", "sync.wire=fp32", "nothing is rounded"],
+        "sync={method: diloco, wire: {error_feedback: true}}",
+        ["sync.wire.error_feedback=true", "sync.wire=fp32", "nothing is rounded"],
     ),
     (
-        "sync={method: wagma, wire: {kind: int8, feedback: true}}",
-        ["sync.wire.feedback=true", "wait_avoiding", "more than once"],
+        "sync={method: wagma, wire: {kind: int8, error_feedback: true}}",
+        ["sync.wire.error_feedback=true", "wait_avoiding", "more than once"],
     ),
     (
         "sync={method: palsgd, pull: {strength: 1000}}",
@@ -261,7 +261,7 @@ def test_what_the_overrides_start_from_is_right(right: Path) -> None:
     check(load_recipe(right), PROCESSES)
 
 
-def test_missing_file_suggests_a_neighbour(right: Path) -> None:
+def test_missing_file_suggests_a_neighbor(right: Path) -> None:
     message = refusal(right.with_name("rigth.yaml"))
     assert_one_line_with(message, ["rigth.yaml: there is no such file", "did you mean", "right.yaml?"])
 
@@ -318,4 +318,4 @@ def test_nccl_without_a_gpu_is_refused(right: Path, monkeypatch: pytest.MonkeyPa
 def test_batch_is_checked_without_processes_where_the_mesh_is_given(right: Path) -> None:
     with pytest.raises(RecipeError, match=r"train\.global_batch is 40"):
         check(load_recipe(right, ["train.global_batch=40"]), None)
-    check(load_recipe(right, ["train.global_batch=40", "parallel.shard=auto"]), None)
+    check(load_recipe(right, ["train.global_batch=40", "parallel.shards=auto"]), None)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmtrain.config import EverySteps, Recipe
-from llmtrain.recipe import differences, load_recipe, resolved_yaml
+from llmtrain.config import EveryStepsSection, Recipe
 from llmtrain.recipe_check import check
+from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
 from llmtrain.sync.methods import METHODS
 
 ROOT = Path(__file__).parents[2] / "recipes"
@@ -101,6 +101,6 @@ def test_compared_recipes_differ_in_their_method_alone(recipes: dict[str, Recipe
 def test_compared_rounds_begin_together_and_are_equally_long(recipes: dict[str, Recipe], model: str) -> None:
     sections = {method: recipes[f"{method}_{model}"].sync for method in METHODS}
     fixed = [sync for method, sync in sections.items() if method not in OWN_ROUND]
-    assert len({sync.period.every for sync in fixed if isinstance(sync.period, EverySteps)}) == 1
+    assert len({sync.period.every for sync in fixed if isinstance(sync.period, EveryStepsSection)}) == 1
     by_step = [sync for sync in sections.values() if sync.warmup_until_lr is None]
     assert len({sync.warmup_steps for sync in by_step if sync.period.kind != "every_step"}) == 1

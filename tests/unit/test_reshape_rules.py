@@ -13,14 +13,14 @@ import torch.distributed.checkpoint as dcp
 
 from llmtrain.config import PenaltySection
 from llmtrain.errors import CheckpointError
-from llmtrain.sync.alike import alike
 from llmtrain.sync.penalty import Penalty, RunningMoments
-from llmtrain.sync.round import Round, mean_round
-from llmtrain.train.reshape import Reshape
-from llmtrain.train.stored import StoredTensors
+from llmtrain.sync.require_equal import require_equal
+from llmtrain.sync.round_stats import RoundStats, average_stats
+from llmtrain.train.checkpoint_reader import CheckpointReader
+from llmtrain.train.reshard import MeshChange
 
 MESHES = [(2, 2), (4, 1), (1, 4), (3, 1), (2, 1), (2, 3), (1, 1)]
-METHOD = SimpleNamespace(reshaped=lambda states: {"period": "of all", "schedule": len(states)})
+METHOD = SimpleNamespace(resharded=lambda states: {"period": "of all", "schedule": len(states)})
 
 
 def progress_of(replica: int, shard: int) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def on(old: tuple[int, int], new: tuple[int, int]) -> tuple[list[dict], list[dic
     """(all old ranks' values, all new ranks')."""
     ranks = [progress_of(replica, shard) for replica in range(old[0]) for shard in range(old[1])]
     places = [(replica, shard) for replica in range(new[0]) for shard in range(new[1])]
-    return ranks, [Reshape(*old, *new, *place).progress(ranks, 9, 12, METHOD) for place in places]
+    return ranks, [MeshChange(*old, *new, *place).progress(ranks, 9, 12, METHOD) for place in places]
 
 
 def column(ranks: list[dict], *names: str) -> np.ndarray:
@@ -123,9 +123,9 @@ def test_other_replicas_are_all_where_the_run_is() -> None:
 
 def test_a_value_without_a_rule_is_not_dropped_in_silence() -> None:
     ranks = [progress_of(0, 0) | {"new": 1}]
-    assert Reshape(1, 1, 1, 1, 0, 0).progress(ranks, 9, 12, METHOD)["new"] == 1
+    assert MeshChange(1, 1, 1, 1, 0, 0).progress(ranks, 9, 12, METHOD)["new"] == 1
     with pytest.raises(AssertionError, match=r"no rule says what becomes of \{'new'\}"):
-        Reshape(1, 1, 2, 1, 0, 0).progress(ranks, 9, 12, METHOD)
+        MeshChange(1, 1, 2, 1, 0, 0).progress(ranks, 9, 12, METHOD)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_value_without_a_rule_is_not_dropped_in_silence() -> None:
     ids=str,
 )
 def test_the_console_says_what_was_done(old: tuple[int, int], new: tuple[int, int], text: str) -> None:
-    assert Reshape(*old, *new, 0, 0).describe() == text
+    assert MeshChange(*old, *new, 0, 0).describe() == text
 
 
 def test_pooled_statistics_are_those_of_all_values_each_with_its_weight() -> None:
@@ -151,7 +151,7 @@ def test_pooled_statistics_are_those_of_all_values_each_with_its_weight() -> Non
     for norms, include in zip(values, included, strict=True):
         moments.update(torch.tensor(norms), torch.tensor(include))
     penalty = Penalty(PenaltySection(ema=ema), 5, 2)
-    penalty.load_state_dict(penalty.reshaped(moments.state_dict()))
+    penalty.load_state_dict(penalty.resharded(moments.state_dict()))
     for block in (0, 1):
         pool, weights = [], []
         for replica in range(3):
@@ -167,19 +167,19 @@ def test_pooled_statistics_are_those_of_all_values_each_with_its_weight() -> Non
 
 def test_statistics_of_no_round_are_none() -> None:
     penalty = Penalty(PenaltySection(), 2, 3)
-    state = Penalty(PenaltySection(), 4, 3).reshaped(penalty.state_dict())
+    state = Penalty(PenaltySection(), 4, 3).resharded(penalty.state_dict())
     assert state == {key: [[0] * 3] * 4 for key in ("count", "mean", "variance")}
 
 
 def test_a_mean_round() -> None:
-    assert mean_round([Round(3, 0.1, 0.3)] * 3) == Round(3, 0.1, 0.3)
-    assert mean_round([Round(3, 0.1, 0.5), Round(5, 0.3, 1.0)]) == Round(4, 0.2, 0.75)
+    assert average_stats([RoundStats(3, 0.1, 0.3)] * 3) == RoundStats(3, 0.1, 0.3)
+    assert average_stats([RoundStats(3, 0.1, 0.5), RoundStats(5, 0.3, 1.0)]) == RoundStats(4, 0.2, 0.75)
 
 
 def test_replicas_that_should_hold_the_same_and_do_not_are_a_defect() -> None:
-    assert alike([{"a": 1}, {"a": 1}]) == {"a": 1}
+    assert require_equal([{"a": 1}, {"a": 1}]) == {"a": 1}
     with pytest.raises(AssertionError, match="replicas differ"):
-        alike([{"a": 1}, {"a": 2}])
+        require_equal([{"a": 1}, {"a": 2}])
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_a_mean_is_rounded_once(checkpoint: Path) -> None:
-    stored, mean = StoredTensors(checkpoint), torch.zeros(3)
+    stored, mean = CheckpointReader(checkpoint), torch.zeros(3)
     stored.read_mean(["replica0.w", "replica1.w", "replica0.w"], mean)
     assert torch.equal(mean, torch.full((3,), 0.1))
     stored.read_mean(["replica0.w", "replica2.w"], mean, factor=0.5)
@@ -202,12 +202,12 @@ def test_a_replica_that_is_not_finite_does_not_enter_a_mean(checkpoint: Path) ->
     with pytest.raises(
         CheckpointError, match=r"replica3.w holds a value that is not finite.* continue with 2 replicas"
     ) as caught:
-        StoredTensors(checkpoint).read_mean(["replica0.w", "replica3.w"], torch.zeros(3))
+        CheckpointReader(checkpoint).read_mean(["replica0.w", "replica3.w"], torch.zeros(3))
     assert "\n" not in str(caught.value)
 
 
 def test_a_damaged_checkpoint_is_one_line_that_names_it(checkpoint: Path) -> None:
-    stored = StoredTensors(checkpoint)
+    stored = CheckpointReader(checkpoint)
     with pytest.raises(CheckpointError, match=r"can't be read: .*nowhere"):
         stored.read({"nowhere": torch.zeros(3)})
     [file] = checkpoint.glob("*.distcp")
@@ -217,4 +217,4 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(checkpoint: Path) -> Non
     assert str(checkpoint) in str(caught.value) and "\n" not in str(caught.value)
     (checkpoint / ".metadata").write_bytes(b"")
     with pytest.raises(CheckpointError, match="can't be read"):
-        StoredTensors(checkpoint)
+        CheckpointReader(checkpoint)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.recipe import load_recipe
+from llmtrain.recipe_loader import load_recipe
 from llmtrain.train import folder_lock
-from llmtrain.train.rundir import RunDirectory
+from llmtrain.train.run_dir import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,9 +24,9 @@ def test_a_runs_tokenizer_is_copied_once_and_whole(tmp_path: Path):
     directory.open()
     (tmp_path / "a/tokenizer.tmp").mkdir()  # of a copy that was interrupted
     (tmp_path / "a/tokenizer.tmp/half").touch()
-    directory.keep_tokenizer(tmp_path / "cache")
+    directory.copy_tokenizer(tmp_path / "cache")
     (tmp_path / "cache/tokenizer.json").write_text("second")
-    directory.keep_tokenizer(tmp_path / "cache")
+    directory.copy_tokenizer(tmp_path / "cache")
     assert [path.name for path in (tmp_path / "a").glob("tokenizer*")] == ["tokenizer"]
     assert [(path.name, path.read_text()) for path in (tmp_path / "a/tokenizer").iterdir()] == [
         ("tokenizer.json", "first")
@@ -80,7 +80,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_line_and_costs_no_file(tmp_path
         with pytest.raises(RecipeError, match=r"run\.out_dir: .*No space left on device"):
             (tmp_path / "others").unlink()
             (tmp_path / "tokenizer/tokenizer.json").write_bytes(bytes(70_000))
-            directory.keep_tokenizer(tmp_path / "tokenizer")
+            directory.copy_tokenizer(tmp_path / "tokenizer")
         (tmp_path / "tokenizer/tokenizer.json").unlink()
 
         (tmp_path / "a/checkpoints/step-00000010.tmp").mkdir(

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import UserError
-from llmtrain.recipe import load_recipe
+from llmtrain.recipe_loader import load_recipe
 from llmtrain.suites.check import check_suite, check_suite_data
-from llmtrain.train import suite_runs
-from llmtrain.train.rundir import RunDirectory
+from llmtrain.train import background_eval
+from llmtrain.train.background_eval import BackgroundEval, last_log_line, start_in_background
+from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
-from llmtrain.train.suite_runs import SuiteRuns, last_words, start_beside
 
 ROOT = Path(__file__).resolve().parents[2]
 SCORES = "piqa acc_norm 0.500 ± 0.100 near chance"
@@ -35,7 +35,7 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("Traceback\nerror: no room\nsome library's farewell\n")
 
-    def end(self, code: int, result: str | None = json.dumps({"in_short": SCORES})) -> None:
+    def end(self, code: int, result: str | None = json.dumps({"headline": SCORES})) -> None:
         if result is not None:
             (self.log.parents[1] / f"offline-step-{self.step:08d}.json").write_text(result)
         self.returncode = code
@@ -59,11 +59,11 @@ class Beside:
         self.lines: list[str] = []
         self.children: list[Child] = []
         self.stop = StopRequest()
-        self.suites = SuiteRuns(
+        self.suites = BackgroundEval(
             self.recipe.eval.suite, self.recipe, RunDirectory(self.recipe), self, self.stop, self.start
         )
 
-    def note(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self.lines.append(text)
 
     def start(self, *arguments: object) -> Child:
@@ -78,7 +78,7 @@ class Beside:
         eventually(lambda: text in self.lines)
 
     def idle(self) -> None:
-        eventually(lambda: not self.suites.in_use())
+        eventually(lambda: not self.suites.pinned_steps())
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -126,7 +126,7 @@ def test_a_checkpoint_is_evaluated_by_a_process_that_is_no_rank(
     assert child.command[1:] == ["-m", "llmtrain", "eval", str(tmp_path / "a"), *options]
     assert not set(launchers) & set(child.environment) and child.environment["PATH"] == os.environ["PATH"]
     assert (child.environment["OMP_NUM_THREADS"], child.environment["CUDA_VISIBLE_DEVICES"]) == ("4", "")
-    assert beside.suites.in_use() == {10}
+    assert beside.suites.pinned_steps() == {10}
     beside.says(f"step 10/50 | offline: evaluating beside training ({tmp_path}/a/eval/log/offline-step-00000010.log)")
     child.end(0)
     beside.idle()
@@ -136,7 +136,7 @@ def test_a_checkpoint_is_evaluated_by_a_process_that_is_no_rank(
 def test_training_does_not_wait_and_the_newest_checkpoint_is_next(beside: Beside) -> None:
     for step in (10, 20, 30):
         beside.suites.after_checkpoint(step)
-    assert beside.suites.in_use() == {10, 30}
+    assert beside.suites.pinned_steps() == {10, 30}
     beside.child(0).end(0)
     beside.child(1).end(0)
     beside.idle()
@@ -165,7 +165,7 @@ def test_whose_turn_it_is(tmp_path: Path, overrides: list[str], steps: list[int]
     beside, ended = Beside(tmp_path, *overrides), 0
     for step in steps:
         beside.suites.after_checkpoint(step)
-        if step in beside.suites.in_use():
+        if step in beside.suites.pinned_steps():
             beside.child(ended).end(0)
             beside.idle()
             ended += 1
@@ -177,7 +177,7 @@ def test_a_run_that_continues_does_not_begin_with_a_stops_checkpoint(tmp_path: P
     (tmp_path / "a/checkpoints/step-00000015/state.json").write_text("{}")
     beside = Beside(tmp_path)
     beside.suites.after_checkpoint(17)
-    assert not beside.suites.in_use() and beside.suites.newest == 17
+    assert not beside.suites.pinned_steps() and beside.suites.newest == 17
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_run_that_continues_does_not_begin_with_a_stops_checkpoint(tmp_path: P
         (-9, None, "the evaluation failed (SIGKILL): no room; see {log}"),
         (0, "{", "the evaluation left no result (Expecting property name"),
         (0, None, "the evaluation left no result ([Errno 2] No such file"),
-        (0, '{"in_short": ""}', "evaluated ({result})"),
+        (0, '{"headline": ""}', "evaluated ({result})"),
     ],
 )
 def test_what_went_wrong_is_one_line_and_the_next_is_evaluated(
@@ -216,8 +216,8 @@ def test_what_went_wrong_is_one_line_and_the_next_is_evaluated(
 )
 def test_last_words_are_no_progress_bar(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "log").write_text(text)
-    assert last_words(tmp_path / "log") == words
-    assert last_words(tmp_path / "no log") == "it says nothing"
+    assert last_log_line(tmp_path / "log") == words
+    assert last_log_line(tmp_path / "no log") == "it says nothing"
 
 
 def test_a_process_that_can_not_be_started_is_one_line(beside: Beside) -> None:
@@ -297,7 +297,7 @@ def test_a_run_that_stops_early_ends_its_evaluation_and_starts_no_other(
         beside.suites.after_checkpoint(20)
         beside.suites.after_checkpoint(30)
         beside.child(0)
-    assert killed == [(20, signal.SIGTERM)] and len(beside.children) == 1 and not beside.suites.in_use()
+    assert killed == [(20, signal.SIGTERM)] and len(beside.children) == 1 and not beside.suites.pinned_steps()
 
 
 def test_an_error_of_the_run_ends_its_evaluation(beside: Beside, killed: list[tuple[int, int]]) -> None:
@@ -317,7 +317,7 @@ def test_one_that_does_not_heed_a_request_is_killed(beside: Beside, monkeypatch:
             beside.children[0].end(-9, None)
 
     monkeypatch.setattr(os, "killpg", kill)
-    monkeypatch.setattr(suite_runs, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(background_eval, "GRACE_SECONDS", 0.05)
     with beside.suites:
         beside.suites.after_checkpoint(10)
         beside.child(0)
@@ -327,7 +327,7 @@ def test_one_that_does_not_heed_a_request_is_killed(beside: Beside, monkeypatch:
 def test_the_process_yields_to_all_others_and_hears_no_ctrl_c(tmp_path: Path) -> None:
     yields = "import os, time\nwhile os.nice(0) < 19: time.sleep(0.01)\n"
     code = yields + "print(os.nice(0), os.getsid(0) == os.getpid(), sorted(os.environ)[:1])"
-    process = start_beside(["python3", "-c", code], {"A": "b", **path()}, tmp_path / "x/log")
+    process = start_in_background(["python3", "-c", code], {"A": "b", **path()}, tmp_path / "x/log")
     assert process.wait(60) == 0
     assert (tmp_path / "x/log").read_text() == "19 True ['A']\n"
 

@@ -32,14 +32,14 @@ def test_a_message_ends_on_another_thread_and_in_a_later_step(tmp_path: Path) ->
     path = tmp_path / "rank.jsonl"
     with open_trace(path, first=1, last=1):
         with step_span(1):
-            arrived = message("synchronising layer 0", 96.0)
+            arrived = message("synchronizing layer 0", 96.0)
         with step_span(2):
             assert message("unseen", 1.0) is None
             thread = threading.Thread(target=arrived)
             thread.start()
             thread.join()
     sent = next(line for line in spans(path) if line["kind"] == "message")
-    assert (sent["name"], sent["bytes"], sent["step"]) == ("synchronising layer 0", 96.0, 1)
+    assert (sent["name"], sent["bytes"], sent["step"]) == ("synchronizing layer 0", 96.0, 1)
 
 
 def test_what_arrives_after_the_end_is_not_written(tmp_path: Path) -> None:

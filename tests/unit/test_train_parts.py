@@ -16,21 +16,21 @@ from matplotlib.axes import Axes
 
 from llmtrain.config import ScheduleSection
 from llmtrain.errors import FAILED, CheckpointError, TrainingError
-from llmtrain.lr import LearningRates
+from llmtrain.lr import LRSchedule
 from llmtrain.sync.method import Method
 from llmtrain.train import signals
-from llmtrain.train.console import human
+from llmtrain.train.console import format_si
 from llmtrain.train.devices import PEAK_BF16, enable_determinism, peak_flops
-from llmtrain.train.ending import draw_losses
-from llmtrain.train.integrity import FORMAT, complete, read_state
-from llmtrain.train.metrics import Line, MetricsWriter, RankRow, Summariser
+from llmtrain.train.integrity import FORMAT, list_checkpoints, read_state
+from llmtrain.train.metrics import GatheredMetrics, MetricReducer, MetricsWriter, RankMetrics
 from llmtrain.train.signals import stop_requests
+from llmtrain.train.summary import draw_losses
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
 def test_learning_rate_warms_up_and_ends_where_it_should(kind):
     schedule = ScheduleSection(kind=kind, warmup_steps=10, final_ratio=0.1)
-    rates = [LearningRates(2.0, 110, schedule).at(step) for step in range(1, 111)]
+    rates = [LRSchedule(2.0, 110, schedule).at(step) for step in range(1, 111)]
     assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
     assert rates[-1] == pytest.approx(2.0 if kind == "constant" else 0.2)
     assert all(later <= earlier for earlier, later in pairwise(rates[9:]))
@@ -39,12 +39,12 @@ def test_learning_rate_warms_up_and_ends_where_it_should(kind):
 
 
 def test_learning_rate_without_warm_up_starts_at_the_peak():
-    assert LearningRates(3.0, 10**6, ScheduleSection(kind="cosine")).at(1) == pytest.approx(3.0)
+    assert LRSchedule(3.0, 10**6, ScheduleSection(kind="cosine")).at(1) == pytest.approx(3.0)
 
 
 def test_a_step_schedule_drops_after_its_shares_of_the_run():
     schedule = ScheduleSection(kind="step", warmup_steps=2, decay_at=(0.5, 0.75), decay_factor=0.1)
-    rates = [LearningRates(2.0, 8, schedule).at(step) for step in range(1, 9)]
+    rates = [LRSchedule(2.0, 8, schedule).at(step) for step in range(1, 9)]
     assert rates == pytest.approx([1.0, 2.0, 2.0, 2.0, 0.2, 0.2, 0.02, 0.02])
 
 
@@ -76,7 +76,7 @@ def test_signals_together_are_one_and_a_later_one_of_the_same_kind_ends_at_once(
 MESH = SimpleNamespace(replicas=2, shard=SimpleNamespace(size=2), world=SimpleNamespace(size=4))
 
 
-def line(step: int = 10, **changed: list[float]) -> Line:
+def line(step: int = 10, **changed: list[float]) -> GatheredMetrics:
     """What four ranks handed in; `changed` gives a column."""
     columns = {
         "steps": [5.0] * 4,
@@ -104,14 +104,14 @@ def line(step: int = 10, **changed: list[float]) -> Line:
         "fingerprint": [0.0] * 4,
         **changed,
     }
-    assert set(columns) == set(RankRow.__dataclass_fields__)
-    rows = torch.tensor([columns[name] for name in RankRow.__dataclass_fields__], dtype=torch.float64).T
+    assert set(columns) == set(RankMetrics.__dataclass_fields__)
+    rows = torch.tensor([columns[name] for name in RankMetrics.__dataclass_fields__], dtype=torch.float64).T
     common = {"train/lr": 1e-3}
-    return Line(step=step, seconds=1.0, common=common, rows=rows)
+    return GatheredMetrics(step=step, seconds=1.0, common=common, rows=rows)
 
 
 def test_tags_are_reduced_over_ranks():
-    tags = Summariser(MESH, flops_per_token=1e9, peak=1e12).tags(line())
+    tags = MetricReducer(MESH, flops_per_token=1e9, peak=1e12).tags(line())
     assert tags["train/loss"] == pytest.approx(520 / 200)
     assert tags["train/grad_norm"] == pytest.approx(2.0)
     assert tags["perf/tokens_per_second"] == pytest.approx(200 / 2.5)
@@ -121,30 +121,30 @@ def test_tags_are_reduced_over_ranks():
     # ||D||^2 is spread over the shards and the same in every replica; ||D_n - D||^2 is averaged over replicas.
     assert tags["sync/pseudo_grad_norm"] == pytest.approx(math.sqrt(4.0))
     assert tags["sync/divergence"] == pytest.approx(math.sqrt(8 / 2))
-    assert "perf/mfu" not in Summariser(MESH, 1e9, peak=None).tags(line())
+    assert "perf/mfu" not in MetricReducer(MESH, 1e9, peak=None).tags(line())
     # Shards count for their replica once.
     assert (tags["train/steps"], tags["train/gradient_steps"], tags["sync/late"]) == (11.0, 8.5, 3.0)
     assert line(7).tokens == 700
 
 
 def test_an_interval_without_a_gradient_has_no_loss():
-    tags = Summariser(MESH, 1e9, None).tags(line(loss_sum=[0.0] * 4, predicted_tokens=[0.0] * 4))
+    tags = MetricReducer(MESH, 1e9, None).tags(line(loss_sum=[0.0] * 4, predicted_tokens=[0.0] * 4))
     assert math.isnan(tags["train/loss"]) and tags["perf/tokens_per_second"] == 0
 
 
 def test_a_loss_that_is_not_finite_names_rank_and_replica():
-    summariser = Summariser(MESH, 1e9, None)
+    summarizer = MetricReducer(MESH, 1e9, None)
     bad = line(loss_sum=[100.0, 120.0, math.nan, 160.0])
-    assert summariser.tags(bad)["health/nonfinite"] == 1
+    assert summarizer.tags(bad)["health/nonfinite"] == 1
     with pytest.raises(TrainingError, match=r"rank 2 \(replica 1\) at step 10"):
-        summariser.check(bad)
-    summariser.check(line())
+        summarizer.check(bad)
+    summarizer.check(line())
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_too():
     """DeepSpeed leaves such a step out without a word."""
     with pytest.raises(TrainingError, match=r"the norm of the gradient is inf on rank 3 \(replica 1\) at step 10"):
-        Summariser(MESH, 1e9, None).check(line(grad_norm=[1.0, 1.0, 1.0, math.inf]))
+        MetricReducer(MESH, 1e9, None).check(line(grad_norm=[1.0, 1.0, 1.0, math.inf]))
 
 
 def test_the_peak_is_that_of_this_very_card(monkeypatch):
@@ -178,12 +178,12 @@ def test_gpus_are_asked_for_the_same_bits(monkeypatch, device: str, asked: tuple
 
 
 def test_a_spike_is_counted_and_does_not_move_the_mean():
-    summariser = Summariser(MESH, 1e9, None)
+    summarizer = MetricReducer(MESH, 1e9, None)
     counts = []
     for step in range(40):
         factor = 5.0 if step in (25, 30) else 1.0 + 0.01 * (step % 3)
         sums = [factor * value for value in (100.0, 120.0, 140.0, 160.0)]
-        counts.append(summariser.tags(line(step, loss_sum=sums))["health/loss_spikes"])
+        counts.append(summarizer.tags(line(step, loss_sum=sums))["health/loss_spikes"])
     assert (counts[24], counts[25], counts[29], counts[-1]) == (0, 1, 1, 2)
 
 
@@ -195,11 +195,11 @@ def test_a_stop_asked_of_one_rank_is_seen_in_the_line():
 
 
 def test_replicas_whose_anchors_differ_are_named():
-    summariser = Summariser(MESH, 1.0, None)
-    summariser.check(line(fingerprint=[5.0, 7.0, 5.0, 7.0]))  # of shards 0 and 1: each has its own
+    summarizer = MetricReducer(MESH, 1.0, None)
+    summarizer.check(line(fingerprint=[5.0, 7.0, 5.0, 7.0]))  # of shards 0 and 1: each has its own
     with pytest.raises(TrainingError, match="the anchors of the 2 replicas differ, found at step 10"):
-        summariser.check(line(fingerprint=[5.0, 7.0, 5.0, 8.0]))
-    four = Summariser(SimpleNamespace(replicas=4, shard=SimpleNamespace(size=1)), 1.0, None)
+        summarizer.check(line(fingerprint=[5.0, 7.0, 5.0, 8.0]))
+    four = MetricReducer(SimpleNamespace(replicas=4, shard=SimpleNamespace(size=1)), 1.0, None)
     with pytest.raises(TrainingError, match="the anchor of replica 2 is not that of the others"):
         four.check(line(fingerprint=[5.0, 5.0, 6.0, 5.0]))
 
@@ -241,8 +241,8 @@ def test_only_complete_checkpoints_count(tmp_path: Path):
         if whole:
             (tmp_path / name / "state.json").write_text("{}")
     (tmp_path / "step-00000040.tmp").mkdir()
-    assert [step for step, _ in complete(tmp_path)] == [10, 20]
-    assert complete(tmp_path / "nowhere") == []
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [10, 20]
+    assert list_checkpoints(tmp_path / "nowhere") == []
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ def test_a_damaged_or_foreign_checkpoint_is_named(tmp_path: Path, text: str, mes
 
 def test_numbers_for_people():
     numbers = {0: "0", 999: "999", 41_200: "41.2k", 3.03e9: "3.03G", 2e15: "2e+03T"}
-    assert {number: human(number) for number in numbers} == numbers
-    assert human(999.4) == "999" and human(999_600) == "1M"
+    assert {number: format_si(number) for number in numbers} == numbers
+    assert format_si(999.4) == "999" and format_si(999_600) == "1M"
 
 
 def test_lines_that_are_no_lines_of_metrics_are_left_out(tmp_path: Path):
@@ -281,7 +281,7 @@ def test_a_run_without_validation_has_a_plot_of_its_training_loss(tmp_path: Path
 @pytest.mark.parametrize("is_synchronous", [True, False])
 def test_a_roll_back_leaves_a_synchronous_phase_alone(is_synchronous: bool):
     returned = []
-    synchroniser = SimpleNamespace(return_to_anchor=lambda: returned.append("to the anchor"))
-    method = SimpleNamespace(engine=SimpleNamespace(average_gradients=is_synchronous), synchroniser=synchroniser)
+    block_sync = SimpleNamespace(reset_to_anchor=lambda: returned.append("to the anchor"))
+    method = SimpleNamespace(engine=SimpleNamespace(average_gradients=is_synchronous), block_sync=block_sync)
     Method.roll_back(method)
     assert bool(returned) != is_synchronous

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.parallel.wire import Wire
+from llmtrain.parallel.wire_format import WireFormat
 
 BLOCK = 128
 LEVELS = {"int8": 127, "int4": 7}
@@ -40,7 +40,7 @@ def rounded(values: np.ndarray, kind: str) -> np.ndarray:
 
 def sent(values: np.ndarray, kind: str) -> np.ndarray:
     """`values` over the wire."""
-    wire, tensor = Wire(kind), torch.from_numpy(values.copy())
+    wire, tensor = WireFormat(kind), torch.from_numpy(values.copy())
     payload = wire.encode(tensor)
     assert torch.equal(tensor.nan_to_num(), torch.from_numpy(values).nan_to_num()), "encode changed its input"
     return wire.decode(payload, tensor.dtype).numpy()
@@ -186,14 +186,14 @@ def test_the_sign_changes_nothing_else(kind):
 
 
 def test_int4_keeps_every_pair_of_levels():
-    """15 x 15 neighbours, so that each level is seen in both halves of a byte."""
+    """15 x 15 neighbors, so that each level is seen in both halves of a byte."""
     pairs = np.array([(a, b) for a in range(-7, 8) for b in range(-7, 8)]).reshape(-1)
     values = np.full((1, 8 * BLOCK), 7.0, np.float32)
     for block in range(8):  # 63 pairs a block, and a pair of sevens that makes its scale 1
         part = pairs[block * 126 :][:126]
         values[0, block * BLOCK :][: len(part)] = part
     np.testing.assert_array_equal(sent(values, "int4"), values)
-    codes = Wire("int4").encode(torch.from_numpy(values))[:, : values.size // 2]
+    codes = WireFormat("int4").encode(torch.from_numpy(values))[:, : values.size // 2]
     assert len(codes.unique()) == 15 * 15, "two codes a byte"
 
 
@@ -209,7 +209,7 @@ def test_int8_keeps_every_level():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_payload_is_as_long_as_size_says(kind):
     for dtype, rows, blocks in itertools.product(FLOATS, (1, 2, 5), (1, 2, 7)):
-        wire, values = Wire(kind), torch.from_numpy(draw("normal", dtype, rows)[:, : blocks * BLOCK].copy())
+        wire, values = WireFormat(kind), torch.from_numpy(draw("normal", dtype, rows)[:, : blocks * BLOCK].copy())
         payload = wire.encode(values)
         assert payload.dtype == torch.uint8
         assert payload.shape == (rows, wire.size(blocks * BLOCK)) == (rows, blocks * BYTES_PER_BLOCK[kind])
@@ -220,7 +220,7 @@ def test_a_payload_is_as_long_as_size_says(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_is_a_message_of_its_own(kind):
     """Rows are cut apart, sent and put together in another order."""
-    wire, values = Wire(kind), torch.from_numpy(draw("by block", np.float32, 4))
+    wire, values = WireFormat(kind), torch.from_numpy(draw("by block", np.float32, 4))
     payload = wire.encode(values)
     for row in range(4):
         assert torch.equal(payload[row : row + 1], wire.encode(values[row : row + 1]))
@@ -259,7 +259,7 @@ def test_what_float32_cannot_hold_is_not_finite(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_are_whole_blocks_that_cover_the_message_and_no_more(kind):
-    wire = Wire(kind)
+    wire = WireFormat(kind)
     small = [(numel, ranks) for numel in range(1, 1600) for ranks in range(1, 13)]
     edges = [
         (ranks * BLOCK * blocks + extra, ranks)
@@ -268,7 +268,7 @@ def test_chunks_are_whole_blocks_that_cover_the_message_and_no_more(kind):
         for extra in (-1, 0, 1)
     ]
     for numel, ranks in small + edges:
-        chunk = wire.chunk(numel, ranks)
+        chunk = wire.padded_chunk(numel, ranks)
         assert chunk % BLOCK == 0
         assert (chunk - BLOCK) * ranks < numel <= chunk * ranks, (numel, ranks)
 
@@ -276,7 +276,7 @@ def test_chunks_are_whole_blocks_that_cover_the_message_and_no_more(kind):
 @pytest.mark.deep
 def test_compiled_rounds_to_the_same_bits():
     """Compiling takes ten seconds. Messages of several sizes need no compiling of their own."""
-    plain, compiled = Wire("int4"), Wire("int4", compiled=True)
+    plain, compiled = WireFormat("int4"), WireFormat("int4", compiled=True)
     for rows, blocks in [(3, 7), (2, 40), (4, 1), (5, BLOCKS)]:
         for distribution in DISTRIBUTIONS:
             values = torch.from_numpy(draw(distribution, np.float32, rows)[:, : blocks * BLOCK].copy())

@@ -6,8 +6,8 @@ import pytest
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError
-from llmtrain.parallel.world import World, meeting_point, node_name
-from llmtrain.plan.mesh import choose_mesh
+from llmtrain.parallel.world import World, master_endpoint, node_name
+from llmtrain.plan.mesh_choice import choose_mesh
 
 
 @pytest.fixture
@@ -59,12 +59,12 @@ def test_impossible_ranks_are_refused_in_one_line(environment, variables):
 
 def test_the_meeting_point_is_given_or_made_from_the_slurm_job(environment):
     environment(MASTER_ADDR="10.0.0.1", MASTER_PORT="4711", SLURM_JOB_NODELIST="a,b")
-    assert meeting_point() == ("10.0.0.1", "4711")
+    assert master_endpoint() == ("10.0.0.1", "4711")
     environment(SLURM_JOB_NODELIST="a,b", SLURM_JOB_ID="12345")
-    assert meeting_point() == ("a", str(15000 + 12345))
+    assert master_endpoint() == ("a", str(15000 + 12345))
     environment(MASTER_ADDR="10.0.0.1")
     with pytest.raises(RecipeError, match="MASTER_PORT=None"):
-        meeting_point()
+        master_endpoint()
 
 
 def test_the_list_of_a_slurm_job_is_expanded_by_scontrol(environment, monkeypatch, tmp_path):
@@ -72,14 +72,14 @@ def test_the_list_of_a_slurm_job_is_expanded_by_scontrol(environment, monkeypatc
     (tmp_path / "scontrol").chmod(0o755)
     environment(SLURM_JOB_NODELIST="gpu[07-08]", SLURM_JOB_ID="1")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert meeting_point() == ("gpu07", "15001")
+    assert master_endpoint() == ("gpu07", "15001")
 
 
 def test_without_scontrol_one_line_asks_for_the_address(environment, monkeypatch, tmp_path):
     environment(SLURM_JOB_NODELIST="gpu[07-08]", SLURM_JOB_ID="1")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RecipeError, match=r"first of gpu\[07-08\] .* set MASTER_ADDR"):
-        meeting_point()
+        master_endpoint()
 
 
 def on(*sizes: int) -> list[str]:
@@ -90,18 +90,18 @@ def on(*sizes: int) -> list[str]:
 @pytest.mark.parametrize(
     ("parallel", "nodes", "smallest", "expected"),
     [
-        ({"replicas": 2, "shard": 4}, on(8), 1, (2, 4)),
-        ({"shard": 4}, on(8), 1, (2, 4)),
+        ({"replicas": 2, "shards": 4}, on(8), 1, (2, 4)),
+        ({"shards": 4}, on(8), 1, (2, 4)),
         ({"replicas": 4}, on(8), 1, (4, 2)),
         ({}, on(*[8] * 8), 1, (8, 8)),
         ({}, on(8), 1, (8, 1)),
         ({}, on(8), 3, (2, 4)),
         ({}, on(8), 99, (1, 8)),
         ({}, on(1), 1, (1, 1)),
-        ({"shard": 2}, on(4, 2), 1, (3, 2)),
-        ({"shard": 1}, on(4, 3), 1, (7, 1)),
-        ({"shard": 1}, ["a", "b", "a", "b"], 1, (4, 1)),
-        ({"shard": 4, "shard_across_nodes": True}, on(2, 2), 1, (1, 4)),
+        ({"shards": 2}, on(4, 2), 1, (3, 2)),
+        ({"shards": 1}, on(4, 3), 1, (7, 1)),
+        ({"shards": 1}, ["a", "b", "a", "b"], 1, (4, 1)),
+        ({"shards": 4, "shard_across_nodes": True}, on(2, 2), 1, (1, 4)),
         ({"shard_across_nodes": True}, on(8, 8, 8, 8), 1, (4, 8)),
         ({"shard_across_nodes": True}, on(8, 8, 8, 8), 9, (2, 16)),
         ({"shard_across_nodes": True}, on(8, 8, 8, 8), 99, (4, 8)),
@@ -121,12 +121,12 @@ def test_the_mesh_follows_recipe_nodes_and_memory(parallel, nodes, smallest, exp
         ({}, 8, False, (8, 1)),
         ({"replicas": 4}, 4, False, (4, 1)),
         ({"replicas": 4}, 8, False, (4, 2)),
-        ({"shard": 1}, 2, False, (2, 1)),
-        ({"shard": 3}, 6, True, (2, 3)),
+        ({"shards": 1}, 2, False, (2, 1)),
+        ({"shards": 3}, 6, True, (2, 3)),
     ],
 )
 def test_a_mesh_for_cpus_is_for_its_number_of_processes(parallel, ranks, on_gpu, expected):
-    section = ParallelSection(on_cpu={"replicas": 2, "shard": 2}, **parallel)
+    section = ParallelSection(on_cpu={"replicas": 2, "shards": 2}, **parallel)
     *mesh, reason = choose_mesh(section, on(ranks), on_gpu, lambda shard: True)
     assert tuple(mesh) == expected
     assert (reason == "no GPU: parallel.on_cpu") == (not on_gpu and 2 in mesh)
@@ -136,19 +136,19 @@ def test_a_mesh_for_cpus_is_for_its_number_of_processes(parallel, ranks, on_gpu,
     ("parallel", "nodes", "message"),
     [
         (
-            {"shard": 4},
+            {"shards": 4},
             on(2, 2),
-            "replica of ranks 0 to 3 would be sharded over 2 nodes .* parallel.shard=2 or a divisor",
+            "replica of ranks 0 to 3 would be sharded over 2 nodes .* parallel.shards=2 or a divisor",
         ),
         (
             {"replicas": 1},
             on(4, 4),
-            "parallel.shard is 8, but there are 2 x 4 ranks .* parallel.shard_across_nodes=true",
+            "parallel.shards is 8, but there are 2 x 4 ranks .* parallel.shard_across_nodes=true",
         ),
-        ({"shard": 3}, on(4, 2), "replica of ranks 3 to 5 .* parallel.shard=2"),
-        ({"shard": 2}, ["a", "b", "a", "b"], "number the ranks node by node"),
+        ({"shards": 3}, on(4, 2), "replica of ranks 3 to 5 .* parallel.shards=2"),
+        ({"shards": 2}, ["a", "b", "a", "b"], "number the ranks node by node"),
         ({}, ["a", "b", "a", "b"], "number the ranks node by node"),
-        ({}, on(4, 4, 2), "2 x 4 and 1 x 2 ranks .* start equally many on each, or give parallel.shard, at most 2"),
+        ({}, on(4, 4, 2), "2 x 4 and 1 x 2 ranks .* start equally many on each, or give parallel.shards, at most 2"),
     ],
 )
 def test_a_replica_over_several_nodes_is_refused(parallel, nodes, message):

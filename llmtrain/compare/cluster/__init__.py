@@ -15,10 +15,10 @@ At the end of the `with` everything is gone, with all that still ran in it. What
 next one that makes a cluster does (`remove_leftovers`).
 """
 
+from llmtrain.compare.cluster.cleanup import remove_leftovers
+from llmtrain.compare.cluster.create import loopback_cluster, virtual_cluster, why_no_cluster
 from llmtrain.compare.cluster.hosts import Host, LoopbackHost, VirtualHost
-from llmtrain.compare.cluster.leftovers import remove_leftovers
 from llmtrain.compare.cluster.limits import HostLimits
-from llmtrain.compare.cluster.make import loopback_cluster, virtual_cluster, why_no_cluster
 
 __all__ = [
     "Host",

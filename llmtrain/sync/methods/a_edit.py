@@ -1,7 +1,7 @@
 """A-EDiT (Cheng et al., arXiv 2412.07210, ICLR 2025): EDiT with rounds of seconds, so that nobody waits for a slow replica.
 
 Rule      each replica trains until T seconds have passed since the last meeting, on a clock its ranks share, then meets the
-          others, who are at most one step behind; then EDiT's synchronisation. Learning rates follow a replica's own
+          others, who are at most one step behind; then EDiT's synchronization. Learning rates follow a replica's own
           steps; the run ends when all replicas together have trained on its tokens.
 Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica, one block at a time, plus one scalar a
           block; inside a replica one number a step.

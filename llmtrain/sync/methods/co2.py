@@ -19,5 +19,5 @@ PRESET = {
     "period": {"kind": "steps", "every": 48},
     "outer": {"kind": "momentum", "lr": 1.0, "momentum": 0.5, "clip": 1.0},
     "penalty": None,
-    "schedule": {"kind": "stale", "rounds": 1, "gap_penalty": True},
+    "schedule": {"kind": "delayed", "gap_penalty": True},
 }

@@ -2,7 +2,7 @@
 
 Rule      a round that starts at learning rate lr has H = max(base, floor((alpha / lr)^2)) local steps; then
           theta <- (1/N) sum_n theta_n. While the learning rate warms up, H is what its peak gives; the last round is
-          cut so that the run ends synchronised. Inner optimizer states stay with their replica.
+          cut so that the run ends synchronized. Inner optimizer states stay with their replica.
 Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica.
 Memory    nothing beyond the inner optimizer.
 Values    base 4 is the paper's for ViT-B, with alpha = 0.0175 at a peak of 8e-3 (2.2 times the peak); alpha is in units

@@ -6,14 +6,14 @@ Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica.
 Memory    anchor and slow momentum: 8 bytes a parameter, sharded like the parameters; on the CPU with `offload`.
 Values    alpha = 1, beta = 0.5 and H = 48 are the defaults of a published implementation; the paper has beta 0.4 to 0.8.
 Departs   g is the learning rate of the round's last step: within a round the paper holds it constant.
-          `sync.outer.normalise=accumulated_lr` takes the round's sum instead, for rounds of varying length.
+          `sync.outer.normalize=lr_sum` takes the round's sum instead, for rounds of varying length.
 """
 
 PAPER = "arXiv 1910.00643"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 48},
-    "outer": {"kind": "momentum", "lr": 1.0, "momentum": 0.5, "normalise": "lr"},
+    "outer": {"kind": "momentum", "lr": 1.0, "momentum": 0.5, "normalize": "lr"},
     "penalty": None,
     "schedule": "blocking",
 }

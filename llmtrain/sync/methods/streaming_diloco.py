@@ -17,6 +17,6 @@ PRESET = {
     "period": {"kind": "steps", "every": 100},
     "outer": {"kind": "nesterov", "lr": 0.4, "momentum": 0.9},
     "penalty": None,
-    "schedule": {"kind": "overlapped", "steps": 5, "fragments": 4, "pattern": "strided", "mix": 0.5},
+    "schedule": {"kind": "overlapped", "steps": 5, "fragments": 4, "fragment_layout": "strided", "alpha": 0.5},
     "wire": "int4",
 }

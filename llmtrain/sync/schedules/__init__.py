@@ -1,1 +1,1 @@
-"""How a synchronisation runs beside training: each schedule puts the synchroniser's pieces into an order of its own."""
+"""How a synchronization runs beside training: each schedule puts the block_sync's pieces into an order of its own."""

@@ -6,24 +6,24 @@ from typing import Any
 
 import torch
 
-from llmtrain.sync.group_worker import GroupWorker, Message
-from llmtrain.sync.round import Round
-from llmtrain.sync.schedules.schedule import ByBlock, Schedule
-from llmtrain.sync.synchroniser import Synchroniser
+from llmtrain.sync.block_sync import BlockSync
+from llmtrain.sync.group_averager import GroupAverager, Message
+from llmtrain.sync.round_stats import RoundStats
+from llmtrain.sync.schedules.base import BlockTensors, Schedule
 
 
-class WaitAvoiding(Schedule):
+class WaitAvoidingSchedule(Schedule):
     """Messages are pseudo-gradients D = anchor - theta, the anchor being the last average over all replicas.
 
     After a step the replica takes its group's sum: it goes on from anchor - sum / S if its own D is in it, and from
-    anchor - (sum + D) / (S + 1) if it was late and an older one is. At a round's end all replicas synchronise.
+    anchor - (sum + D) / (S + 1) if it was late and an older one is. At a round's end all replicas synchronize.
     """
 
-    def __init__(self, synchroniser: Synchroniser, worker: GroupWorker | None, size: int):
+    def __init__(self, block_sync: BlockSync, worker: GroupAverager | None, size: int):
         """`worker` counts iterations from 0 in the first local step; None for a single replica. `size` is S."""
-        super().__init__(synchroniser)
+        super().__init__(block_sync)
         self.worker, self.size = worker, size
-        self._round = Round()
+        self._round = RoundStats()
         self._iteration = 0
         self._resumed: tuple[int, Message] | None = None
         self._counted_bytes = 0.0
@@ -38,8 +38,8 @@ class WaitAvoiding(Schedule):
             self._resumed = None
 
     def end_step(self, step: int, lr: float, ends_round: bool) -> None:
-        self._round = self._round.then(lr)
-        with self.synchroniser.report.exposed():
+        self._round = self._round.add_step(lr)
+        with self.block_sync.report.time_exposed():
             if ends_round:
                 self._average_all()
                 self._restart()
@@ -48,7 +48,7 @@ class WaitAvoiding(Schedule):
         self._iteration += 1
 
     def finish(self) -> None:
-        with self.synchroniser.report.exposed():
+        with self.block_sync.report.time_exposed():
             if self._round.steps > 0:
                 self._average_all()
             if self.worker is not None:
@@ -59,13 +59,13 @@ class WaitAvoiding(Schedule):
             self.worker.close()
 
     @property
-    def is_synchronised(self) -> bool:
+    def is_synchronized(self) -> bool:
         return self._round.steps == 0
 
-    def own_tensors(self) -> dict[str, ByBlock]:
+    def per_replica_state(self) -> dict[str, BlockTensors]:
         """The newest message: a late replica will contribute it again."""
         newest = self._newest()
-        device = self.synchroniser.engine.blocks[0].shards[0].device
+        device = self.block_sync.engine.blocks[0].shards[0].device
         return {"posted": [part.to(device) for part in newest[1]] if newest is not None else []}
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,55 +73,55 @@ class WaitAvoiding(Schedule):
         version = newest[0] if newest is not None else None
         return {"round": self._round.state(), "iteration": self._iteration, "newest": version}
 
-    def load_state_dict(self, state: dict[str, Any], tensors: dict[str, ByBlock]) -> None:
-        self._round, self._iteration = Round(**state["round"]), state["iteration"]
+    def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
+        self._round, self._iteration = RoundStats(**state["round"]), state["iteration"]
         if state["newest"] is not None and self.worker is not None:
             self._resumed = state["newest"], [part.cpu().clone() for part in tensors["posted"]]
 
     def _average_group(self) -> None:
-        synchroniser, iteration = self.synchroniser, self._iteration
+        block_sync, iteration = self.block_sync, self._iteration
         own = self._message()
-        with synchroniser.report.waiting():
-            self.worker.post(iteration, own)
-            sums, version = self.worker.take(iteration)
+        with block_sync.report.time_waiting():
+            self.worker.publish(iteration, own)
+            sums, version = self.worker.collect(iteration)
         is_late = version != iteration
-        synchroniser.report.late += is_late
+        block_sync.report.late += is_late
         self.staleness = iteration - version
-        for index in synchroniser.anchors.visit(synchroniser.blocks):
+        for index in block_sync.anchors.iter_prefetched(block_sync.blocks):
             total, mine = sums[index], own[index]
             mean = (total + mine) / (self.size + 1) if is_late else total / self.size
-            anchor = synchroniser.anchors.load_anchor(index)
-            synchroniser.install(index, anchor - mean.to(anchor.device))
+            anchor = block_sync.anchors.load_anchor(index)
+            block_sync.write_parameters(index, anchor - mean.to(anchor.device))
         self._count_bytes()
 
     def _average_all(self) -> None:
-        synchroniser = self.synchroniser
-        synchroniser.together(self._round)
-        synchroniser.report.count += 1
-        self._round = Round()
+        block_sync = self.block_sync
+        block_sync.sync_all_blocks(self._round)
+        block_sync.report.count += 1
+        self._round = RoundStats()
 
     def _restart(self) -> None:
         """From now on nobody contributes what is older than the average just made."""
         if self.worker is None:
             return
-        self.worker.post(self._iteration, self._at_anchor())
-        if self.synchroniser.replica.rank == 0 and self.synchroniser.shard.rank == 0:
+        self.worker.publish(self._iteration, self._at_anchor())
+        if self.block_sync.replica.rank == 0 and self.block_sync.shard.rank == 0:
             # All replicas have arrived here, so every iteration before is carried out everywhere.
-            self.worker.forget_before(self._iteration)
+            self.worker.prune(self._iteration)
 
     def _newest(self) -> tuple[int, Message] | None:
         """The newest message and its iteration: the thread's, or one from a checkpoint that it has not begun with yet."""
         running = self.worker is not None and self.worker.is_running
-        return self.worker.newest() if running else self._resumed
+        return self.worker.latest() if running else self._resumed
 
     def _message(self) -> Message:
-        visited = self.synchroniser.anchors.visit(self.synchroniser.blocks)
-        return [self.synchroniser.message(index).cpu() for index in visited]
+        visited = self.block_sync.anchors.iter_prefetched(self.block_sync.blocks)
+        return [self.block_sync.payload(index).cpu() for index in visited]
 
     def _at_anchor(self) -> Message:
-        return [torch.zeros_like(synchronised, device="cpu") for synchronised in self.synchroniser.anchors.anchor]
+        return [torch.zeros_like(synchronized, device="cpu") for synchronized in self.block_sync.anchors.anchor]
 
     def _count_bytes(self) -> None:
         sent = self.worker.traffic.bytes  # only the thread adds to it
-        self.synchroniser.replica.traffic.bytes += sent - self._counted_bytes
+        self.block_sync.replica.traffic.bytes += sent - self._counted_bytes
         self._counted_bytes = sent

@@ -1,0 +1,85 @@
+"""Looks for token shards that are not what was prepared, while training goes on.
+
+Sizes and headers are compared whenever a folder is opened. Checksums need every byte: they are read once after each start,
+in a thread beside training, each rank of a node its share. What is found ends the run.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from llmtrain.data.index import INDEX, Index, TokenDataset
+from llmtrain.data.shards import Shard
+from llmtrain.errors import DataError
+
+CHUNK_BYTES = 1 << 22
+
+
+class ChecksumScan:
+    """Begins with its making, and goes on until all is read."""
+
+    def __init__(self, texts: Iterable[TokenDataset], share: int = 0, of: int = 1):
+        """Reads every `of`-th shard of `texts`, from the one of number `share` on."""
+        self.problem: str | None = None
+        """One line, once something was found."""
+        self._shards = [
+            (text, shard) for text in texts for split in text.index.splits.values() for shard in split.shards
+        ]
+        self._shards = self._shards[share::of]
+        # A daemon: a run that ends does not wait for it.
+        self._thread = threading.Thread(target=self._run, name="reads token shards", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until all is read."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        found = ((text, find_damage(text, shard)) for text, shard in self._shards)
+        self.problem = next((one for text, one in found if one is not None and not _is_replaced(text)), None)
+
+
+def find_damage(prepared: TokenDataset, shard: Shard) -> str | None:
+    """In one line, how a shard differs from what was prepared; None: not at all."""
+    path, host = prepared.directory / shard.name, socket.gethostname()
+    remedy = f"delete {prepared.directory} and start the same command again: it prepares the same tokens"
+    try:
+        found = _crc32(path, skip=shard.bytes - shard.tokens * prepared.dtype.itemsize)
+    except OSError as error:
+        return f"{path} on {host}: can't be read ({error.strerror}); {remedy}"
+    if found != shard.crc32:
+        return f"{path} on {host}: checksum {found:08x} found, {shard.crc32:08x} expected; {remedy}"
+    return None
+
+
+def _is_replaced(prepared: TokenDataset) -> bool:
+    """Whether another run has put a larger folder in this one's place since it was opened, as `prepare` does."""
+    for _ in range(2):
+        with suppress(OSError, ValueError):
+            return Index.model_validate_json((prepared.directory / INDEX).read_bytes()) != prepared.index
+        time.sleep(1.0)  # between the two renames there is none
+    return False
+
+
+def verify(prepared: TokenDataset) -> None:
+    """Read every shard and compare checksums; DataError names the first that differs."""
+    for split in prepared.index.splits.values():
+        for shard in split.shards:
+            if (problem := find_damage(prepared, shard)) is not None:
+                raise DataError(problem)
+
+
+def _crc32(path: Path, skip: int) -> int:
+    """Of the bytes after the first `skip`. By reads, which let other threads go on where a memory-mapped file would not."""
+    crc32, buffer = 0, memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        file.seek(skip)
+        while count := file.readinto(buffer):
+            crc32 = zlib.crc32(buffer[:count], crc32)
+    return crc32

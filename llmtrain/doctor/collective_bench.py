@@ -1,0 +1,69 @@
+"""The mesh's own collectives on its two axes: how fast they are, and what a synchronization would take."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from rich.filesize import decimal
+
+from llmtrain.doctor.finding import Finding, ok
+from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.mesh import Mesh
+
+SMALLEST, LARGEST = 2**16, 2**24
+"""fp32 values in the first and in the largest all-reduce: 256 KiB, 64 MiB."""
+LONG_ENOUGH = 0.3
+"""Seconds of an all-reduce whose rate counts."""
+
+
+def bench_collectives(mesh: Mesh, bytes_a_round: float | None) -> list[Finding]:
+    """Findings of all-reduces over the replica and the shard axis. A collective of all ranks.
+
+    `bytes_a_round`: what each rank sends in a synchronization; None where it is not known. Raises TrainingError when a
+    collective fails or takes longer than the mesh's timeout.
+    """
+    findings = []
+    for comms, who in ((mesh.replica, "between replicas"), (mesh.shard, "inside a replica")):
+        if comms.size == 1:
+            findings.append(ok(f"{comms.axis} axis: one rank, nothing to send {who}"))
+            continue
+        seconds, sent = _all_reduce(comms, mesh)
+        rate = sent / seconds
+        findings.append(
+            ok(
+                f"{comms.axis} axis, {who}: all-reduce over {comms.size} ranks sends {decimal(int(sent))} from each in "
+                f"{seconds:.3f} s, {decimal(int(rate))}/s"
+            )
+        )
+        if comms is mesh.replica and bytes_a_round is not None:
+            findings.append(
+                ok(
+                    f"a synchronization of this model: {decimal(int(bytes_a_round))} from each rank, about "
+                    f"{bytes_a_round / rate:.2g} s at that rate"
+                )
+            )
+    return findings
+
+
+def _all_reduce(comms: Comms, mesh: Mesh) -> tuple[float, float]:
+    """(seconds of the slowest rank, bytes each rank sends) of an all-reduce that takes long enough."""
+    values = SMALLEST
+    _timed(comms, mesh, values)  # makes the connections
+    while True:
+        # The same on all ranks, and so is the decision to go on.
+        seconds = _timed(comms, mesh, values)
+        if seconds >= LONG_ENOUGH or values >= LARGEST:
+            return seconds, 2 * (comms.size - 1) / comms.size * 4 * values
+        values *= 2
+
+
+def _timed(comms: Comms, mesh: Mesh, values: int) -> float:
+    tensor = torch.zeros(values, device=comms.device)
+    mesh.all_ranks.all_reduce(torch.zeros(1), "meeting before a measurement").wait()
+    began = time.perf_counter()
+    comms.all_reduce(tensor, "measuring").wait()
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    seconds = time.perf_counter() - began
+    return float(mesh.all_ranks.all_gather(torch.tensor([seconds], dtype=torch.float64), "comparing times").max())

@@ -1,0 +1,138 @@
+"""A suite as pieces that are evaluated, and kept, one by one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.eval import texts
+from llmtrain.eval.cache import Entry, Key
+from llmtrain.eval.harness import check_tasks, load_model, run_task, task_manager
+from llmtrain.suites.check import harness_version
+from llmtrain.suites.local_tasks import data_file, digest_of, digests, local_tasks
+from llmtrain.suites.suite import SamplesSection, Suite, TaskSection, TextSection
+
+if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
+
+BATCH_OF_TEXTS = 16
+"""Sequences at once on text files where the suite says auto."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says about how to evaluate."""
+
+    suite: Suite
+    task_folders: tuple[Path, ...]
+    data_dir: Path | None
+    limit: int | None
+    batch_size: int | str
+    device: str | None
+
+    def limited(self, of_section: int | None) -> int | None:
+        """The smaller of the suite's and the command line's."""
+        given = [limit for limit in (of_section, self.limit) if limit is not None]
+        return min(given) if given else None
+
+
+class LazyModels:
+    """The model of one checkpoint, loaded when it is first needed."""
+
+    def __init__(self, folder: Path, options: Options):
+        self.folder, self.options = folder, options
+
+    @cached_property
+    def for_harness(self) -> HFLM:
+        """For lm-evaluation-harness."""
+        return load_model(self.folder, self.options.batch_size, self.options.device)
+
+    @cached_property
+    def for_texts(self) -> texts.Loaded:
+        """For losses on text."""
+        return texts.load(self.folder, self.options.device)
+
+    def release(self) -> None:
+        """Give the memory back before the next checkpoint is loaded."""
+        for name in ("for_harness", "for_texts"):
+            self.__dict__.pop(name, None)
+        gc.collect()
+
+
+@dataclass(frozen=True)
+class EvalUnit:
+    """One entry of a suite."""
+
+    name: str
+    key: Key
+    show: tuple[str, ...]
+    run: Callable[[LazyModels], Entry | None]
+    """None on all but the main process."""
+    by_all: bool = False
+    """Whether all processes share the work, where a launcher started several; else it is the main one's."""
+
+
+def pieces_of(options: Options) -> list[EvalUnit]:
+    """The pieces of a suite. Raises UserError, before any model is loaded, for a task that is not known or data that is
+    not there."""
+    suite = options.suite
+    local = local_tasks(options.task_folders)
+    found = []
+    if suite.tasks:
+        check_tasks([section.task for section in suite.tasks], list(local), options.task_folders, options.data_dir)
+    for section in suite.tasks:
+        task = local.get(section.task)
+        of_files: Key = {}
+        if task:
+            data = digests(options.data_dir, task.files, f"task {task.name}")
+            of_files = {"task_files": digest_of(task.folder), "data": data}
+        found.append(_task_piece(section, options, of_files, with_defaults=task is None))
+    for section in suite.texts:
+        found.append(_text_piece(section, options))
+    if suite.samples:
+        found.append(_samples_piece(suite.samples))
+    return found
+
+
+def _task_piece(section: TaskSection, options: Options, of_files: Key, with_defaults: bool) -> EvalUnit:
+    limit = options.limited(section.limit)
+    key = {"kind": "lm_eval", "lm_eval": harness_version(), "task": section.task, "few_shot": section.few_shot}
+    return EvalUnit(
+        section.task,
+        {**key, "limit": limit, **of_files},
+        section.show,
+        lambda models: run_task(
+            section,
+            limit,
+            lambda: models.for_harness,
+            task_manager(options.task_folders, options.data_dir, with_defaults),
+        ),
+        by_all=True,
+    )
+
+
+def _text_piece(section: TextSection, options: Options) -> EvalUnit:
+    limit = options.limited(section.limit)
+    path = data_file(options.data_dir, section.file, f"text {section.name}")
+    how = section.model_dump(include={"separator", "every", "window"})
+    key = {"kind": "text", "protocol": texts.PROTOCOL, "name": section.name, "limit": limit, **how}
+    batch = options.batch_size if isinstance(options.batch_size, int) else BATCH_OF_TEXTS
+    return EvalUnit(
+        section.name,
+        {**key, "data": digests(options.data_dir, [section.file], f"text {section.name}")},
+        section.show,
+        lambda models: texts.evaluate_text(section, path, limit, models.for_texts, batch),
+    )
+
+
+def _samples_piece(section: SamplesSection) -> EvalUnit:
+    return EvalUnit(
+        "samples",
+        {"kind": "samples", "protocol": texts.PROTOCOL, **section.model_dump(mode="json")},
+        (),
+        lambda models: texts.write_samples(section, models.for_texts),
+    )

@@ -1,0 +1,277 @@
+"""The launchers of all nodes meet before any rank is started, so that a node that is missing is known by its number, and
+tell one another how their ranks ended, so that all start them again or none does.
+
+They meet in a key-value store on node 0, at the port where torchrun's own, in the same process, is found later: one port
+to open. torchrun's static rendezvous would say only how many nodes came.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from llmtrain.errors import FAILED, RecipeError, TrainingError
+from llmtrain.launch.attempts import NodeExit
+from llmtrain.launch.nodes import Nodes
+from llmtrain.launch.timeout_store import TimeoutStore
+
+POLL_SECONDS = 0.2
+PREPARATION_SECONDS = 24 * 3600.0
+"""How long nodes wait for one that tokenizes text."""
+ENDING_SECONDS = 24 * 3600.0
+"""How long nodes whose ranks have ended wait for the others', as long as their launchers are there."""
+BEAT_SECONDS, SILENCE_SECONDS = 2.0, 20.0
+"""How often a launcher says that it is there; after so long without it counts as gone."""
+PATIENCE_SECONDS = 10.0
+"""How long a wait is silent, and how long node 0 stays for the others to read from its store how it ended."""
+
+
+class NodeRendezvous:
+    """This launcher among those of the other nodes. Without a store it is alone, and nothing waits."""
+
+    def __init__(self, nodes: Nodes, store: TimeoutStore | None):
+        self.nodes = nodes
+        self._store = store
+        self._host = socket.gethostname()
+        self._members = list(range(nodes.count))
+
+    def main_first(self, first: Callable[[], str], others: Callable[[], object]) -> str:
+        """`first()` on node 0; if it answers "", `others()` on the rest, all at once. Its answer, when all are done.
+
+        An error is raised on the node where it happened, and as TrainingError with that node's name on the others.
+        """
+        if self._store is None:
+            return first()
+        if self.nodes.rank == 0:
+            answer = first()
+            self._store.set("answer 0", answer)
+        else:
+            self._wait("answer", [0], "prepare the data", PREPARATION_SECONDS)
+            answer = self._store.get("answer 0").decode()
+            if not answer:
+                others()
+        self._store.set(f"ready {self.nodes.rank}", "yes")
+        self._wait("ready", range(self.nodes.count), "prepare the data", PREPARATION_SECONDS)
+        self._linger_until_acked("ready")
+        return answer
+
+    def exchange_exits(self, attempt: int, mine: NodeExit, allow_node_loss: bool) -> dict[int, NodeExit]:
+        """How this node's ranks ended in an attempt; returns how all nodes' did, by number, once all have. Nodes whose
+        launchers are gone are left out, if the others may go on without them.
+
+        Raises TrainingError, on all nodes, if they may not.
+        """
+        if self._store is None:
+            return {0: mine}
+        with self._needs_node_0("tell how their ranks ended"):
+            told = self._exits_of_all_nodes(attempt, mine, allow_node_loss)
+        self._members = list(told)
+        return told
+
+    def _exits_of_all_nodes(self, attempt: int, mine: NodeExit, allow_node_loss: bool) -> dict[int, NodeExit]:
+        if mine.code == FAILED:
+            self._store.set(f"failed {attempt}", "yes")
+        self._store.set(f"ended{attempt} {self.nodes.rank}", json.dumps(asdict(mine)))
+        outcome = f"outcome{attempt}"
+        if self.nodes.rank == 0:
+            gone = self._gone(f"ended{attempt}")
+            if gone and not allow_node_loss:
+                raise TrainingError(
+                    f"{', '.join(map(self._name, gone))}: nothing was heard of its launcher for {SILENCE_SECONDS:g} s; when it is "
+                    "back, start the same command again on all nodes to continue from the last checkpoint, or give "
+                    "run.on_replica_loss=continue to go on without it"
+                )
+            ended = {
+                node: json.loads(self._store.get(f"ended{attempt} {node}"))
+                for node in self._members
+                if node not in gone
+            }
+            self._store.set(f"{outcome} 0", json.dumps(ended))
+        else:
+            self._wait(outcome, [0], "see its ranks end", ENDING_SECONDS)
+        told = json.loads(self._store.get(f"{outcome} 0"))
+        self._linger_until_acked(outcome)
+        return {int(node): NodeExit(**ended) for node, ended in told.items()}
+
+    @contextmanager
+    def _needs_node_0(self, purpose: str) -> Iterator[None]:
+        try:
+            yield
+        except DistError as error:
+            raise TrainingError(
+                f"node {self.nodes.rank} on {self._host} lost node 0 ({self.nodes.address}:{self.nodes.port}) "
+                f"while it waited for nodes to {purpose}; see what node 0 said"
+            ) from error
+
+    def has_failed(self, attempt: int) -> bool:
+        """Whether some node has told that its ranks failed in this attempt."""
+        try:
+            return self._store is not None and self._has(f"failed {attempt}")
+        except DistError:
+            return False
+
+    def heartbeat(self, over: threading.Event) -> None:
+        """Say that this launcher is there, until it is `over`."""
+        while not over.wait(BEAT_SECONDS):
+            with suppress(DistError):  # node 0 may be gone for good, or out of reach for a while
+                self._store.add(f"beat {self.nodes.rank}", 1)
+
+    def _gone(self, key: str) -> list[int]:
+        """Wait until all nodes have set their `key` or are gone; those that are gone."""
+        heard = {node: (-1, time.monotonic()) for node in self._members}
+        while missing := [node for node in self._members if not self._has(f"{key} {node}")]:
+            if self._has("failure"):
+                raise TrainingError(self._store.get("failure").decode())
+            for node in missing:
+                beats = self._store.add(f"beat {node}", 0)
+                if beats != heard[node][0]:
+                    heard[node] = beats, time.monotonic()
+            if all(time.monotonic() - heard[node][1] > SILENCE_SECONDS for node in missing):
+                return missing
+            time.sleep(POLL_SECONDS)
+        return []
+
+    def claim(self) -> None:
+        """Take this node's number. Raises RecipeError if another has it, TrainingError if one had it that is gone."""
+        rank = self.nodes.rank
+        if self._store.add(f"claims {rank}", 1) == 1:
+            return
+        beats = self._store.add(f"beat {rank}", 0)
+        time.sleep(3 * BEAT_SECONDS)
+        if self._store.add(f"beat {rank}", 0) == beats:
+            raise TrainingError(
+                f"node {rank} was there before, is gone, and the others have not given it up yet; start it again in "
+                f"{SILENCE_SECONDS:g} s, when they have ended"
+            )
+        raise RecipeError(
+            f"NODE_RANK={rank} on {self._host} is taken by {self._name(rank)}; number the nodes 0 to {self.nodes.count - 1}"
+        )
+
+    def assemble(self, timeout_seconds: float) -> None:
+        """Wait until the launchers of all nodes are here. Raises RecipeError and TrainingError as `rendezvous_nodes` does."""
+        rank, count = self.nodes.rank, self.nodes.count
+        if rank == 0:
+            self._store.set("count 0", str(count))
+        self._wait("count", [0], "come", timeout_seconds)
+        counted = int(self._store.get("count 0"))
+        if counted != count:
+            raise RecipeError(f"NNODES={count} on {self._host}, but {counted} on node 0; set the same on all nodes")
+        self._store.set(f"host {rank}", self._host)
+        self._wait("host", range(count), "come", timeout_seconds)
+
+    def announce_failure(self, message: str) -> None:
+        """Leave the reason for the other nodes' next wait."""
+        try:
+            if not self._has("failure"):
+                self._store.set("failure", f"node {self.nodes.rank} on {self._host} failed: {message}")
+            self._linger_until_acked("failure")
+        except DistError:  # node 0 is gone: there is nobody to tell
+            return
+
+    def _linger_until_acked(self, what: str) -> None:
+        """A wait is over here. On node 0, with which the store may end, until it is over for all that came."""
+        self._store.set(f"heard {what} {self.nodes.rank}", "yes")
+        deadline = time.monotonic() + (PATIENCE_SECONDS if self.nodes.rank == 0 else 0)
+        while time.monotonic() < deadline and any(
+            self._has(f"host {node}") and not self._has(f"heard {what} {node}") for node in self._members
+        ):
+            time.sleep(POLL_SECONDS)
+
+    def _wait(self, key: str, nodes: Sequence[int], purpose: str, seconds: float) -> None:
+        """Until all of `nodes` have set their `key`, but not longer than `seconds`; ends when any node has failed."""
+        started, silent = time.monotonic(), True
+        with self._needs_node_0(purpose):
+            while missing := [node for node in nodes if not self._has(f"{key} {node}")]:
+                if self._has("failure"):
+                    raise TrainingError(self._store.get("failure").decode())
+                waited = time.monotonic() - started
+                names = ", ".join(map(self._name, missing))
+                if waited > seconds:
+                    raise TrainingError(self._timed_out(names, purpose, seconds))
+                if silent and waited > PATIENCE_SECONDS:
+                    silent = False
+                    print(f"node {self.nodes.rank} waits for {names} to {purpose} (up to {seconds:g} s)", flush=True)
+                time.sleep(POLL_SECONDS)
+
+    def _timed_out(self, names: str, purpose: str, seconds: float) -> str:
+        came = ", ".join(self._name(node) for node in range(self.nodes.count) if self._has(f"host {node}"))
+        return (
+            f"waited {seconds:g} s for {names} to {purpose}; here: {came}; start launch/train.sh on each of "
+            f"{self.nodes.count} nodes with MASTER_ADDR={self.nodes.address} MASTER_PORT={self.nodes.port}, "
+            "or raise run.timeout_seconds"
+        )
+
+    def _name(self, node: int) -> str:
+        return f"node {node}" + (f" on {self._store.get(f'host {node}').decode()}" if self._has(f"host {node}") else "")
+
+    def _has(self, key: str) -> bool:
+        return self._store.check([key])
+
+
+@contextmanager
+def rendezvous_nodes(nodes: Nodes, timeout_seconds: float) -> Iterator[NodeRendezvous]:
+    """Meet the launchers of the other nodes; the store lives until the end of the `with`.
+
+    Raises RecipeError when node 0 can't listen, or numbers and counts of nodes contradict each other; TrainingError when
+    node 0 can't be reached or a node does not come in `timeout_seconds`. What fails on one node ends the others' waits.
+    """
+    if nodes.count == 1:
+        yield NodeRendezvous(nodes, None)
+        return
+    store = TimeoutStore(PrefixStore("llmtrain launch", _open_store(nodes, timeout_seconds)), SILENCE_SECONDS)
+    rendezvous, over = NodeRendezvous(nodes, store), threading.Event()
+    try:
+        rendezvous.claim()
+        threading.Thread(target=rendezvous.heartbeat, args=(over,), daemon=True, name="says that it is there").start()
+        rendezvous.assemble(timeout_seconds)
+        yield rendezvous
+    except BaseException as error:
+        rendezvous.announce_failure(str(error))
+        raise
+    finally:
+        over.set()
+
+
+def _open_store(nodes: Nodes, timeout_seconds: float) -> Store:
+    if nodes.rank != 0:
+        _wait_for_listener(nodes, timeout_seconds)
+    try:
+        return TCPStore(
+            nodes.address,
+            nodes.port,
+            is_master=nodes.rank == 0,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,  # torchrun's store on this port becomes another client of the same server
+        )
+    except DistError as error:
+        reason = str(error).splitlines()[0]
+        raise RecipeError(
+            f"node {nodes.rank} can't use MASTER_ADDR={nodes.address} MASTER_PORT={nodes.port} as the meeting point: "
+            f"{reason}; give node 0's address and a port that is free there"
+        ) from error
+
+
+def _wait_for_listener(nodes: Nodes, timeout_seconds: float) -> None:
+    """Until something listens at node 0's port: torch's own attempts say less about why it can't be reached."""
+    deadline = time.monotonic() + timeout_seconds
+    reason = ""
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((nodes.address, nodes.port), timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+            time.sleep(POLL_SECONDS)
+    raise TrainingError(
+        f"node {nodes.rank} on {socket.gethostname()} could not reach node 0 at {nodes.address}:{nodes.port} in "
+        f"{timeout_seconds:g} s: {reason}; is it started, is MASTER_ADDR its address, is the port open?"
+    )

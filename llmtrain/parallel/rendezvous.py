@@ -1,0 +1,204 @@
+"""Ranks find one another: a store that all reach, and a roll call that says who did not come.
+
+Every wait ends within `run.timeout_seconds`, and every rank that is there ends with the same line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmtrain.config import ParallelSection
+from llmtrain.errors import RecipeError, TrainingError
+from llmtrain.parallel.network import Networks, address_towards, is_loopback
+from llmtrain.parallel.world import World, master_endpoint, node_name
+
+GRACE_SECONDS = 3.0
+"""How much longer the others wait than rank 0, which tells them who is missing; and how long it stays to be heard."""
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """What a rank tells the others before anything is started."""
+
+    node: str
+    """The same for all ranks of a machine."""
+    host: str
+    address: str | None
+    """From which it reaches rank 0."""
+    memory: float
+    """Bytes that this rank may use of its device."""
+    refusal: str | None = None
+    """Why it can't run this recipe."""
+    on_gpu: bool = False
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """All ranks have said where they are."""
+
+    store: dist.Store | None
+    """The job's key-value store; None for a single process."""
+    ranks: Sequence[RankInfo]
+    """By rank."""
+    networks: Networks
+    """Of this host: the recipe's, or the card that leads to the other hosts."""
+    recipe_networks: Networks = field(default_factory=Networks)
+    """Of these, what the recipe names."""
+
+    @property
+    def nodes(self) -> list[str]:
+        """Each rank's node."""
+        return [rank_info.node for rank_info in self.ranks]
+
+
+def rendezvous(
+    world: World, parallel: ParallelSection, memory: Callable[[], float], timeout_seconds: float
+) -> Rendezvous:
+    """Meet the other ranks. `memory()` is what this one may use, in bytes.
+
+    Raises TrainingError that names who did not come, and RecipeError on every rank for what one of them can't do.
+    """
+    host, given, available, refusal = socket.gethostname(), Networks(), 0.0, None
+    try:
+        given, available = Networks.from_recipe(parallel), memory()
+    except RecipeError as error:
+        if world.size == 1:
+            raise
+        refusal = str(error)
+    if world.size == 1:
+        return Rendezvous(None, [RankInfo(node_name(), host, None, available)], given, given)
+    deadline = time.monotonic() + timeout_seconds
+    address, port = master_endpoint()
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # found from Slurm's, perhaps: libraries ask for it too
+    store = _open_store(world, address, port, timeout_seconds)
+    mine = RankInfo(node_name(), host, address_towards(address), available, refusal, torch.cuda.is_available())
+    told = gather_over_store(store, world, "at the start", asdict(mine), deadline - time.monotonic())
+    ranks = [RankInfo(**rank_info) for rank_info in told]
+    for rank, rank_info in enumerate(ranks):
+        if rank_info.refusal:
+            raise RecipeError(f"{rank_info.refusal} (rank {rank} on {rank_info.host})")
+    _check_devices(ranks)
+    networks, elsewhere = given, [rank_info.address for rank_info in ranks if rank_info.node != mine.node]
+    if elsewhere:
+        reachable = (other for other in elsewhere if other is not None and not is_loopback(other))
+        networks = given.with_default_route(next(reachable, address))
+    return Rendezvous(store, ranks, networks, given)
+
+
+def gather_over_store(store: dist.Store, world: World, when: str, mine: Any, timeout_seconds: float) -> list[Any]:
+    """Everybody's `mine` (JSON) by rank. Raises TrainingError on every rank that came, naming those that did not.
+
+    `when` names this roll call, in the store and in messages.
+    """
+    started = time.monotonic()
+    key, where = f"llmtrain/{when}", ":".join(master_endpoint())
+    keys = [f"{key}/{rank}" for rank in range(world.size)]
+    try:
+        store.set(keys[world.rank], json.dumps([socket.gethostname(), mine]))
+        if world.rank == 0:
+            _wait(store, keys, timeout_seconds)
+            store.set(f"{key}/told", json.dumps(_present(store, keys)))
+            came = {int(rank) for rank in json.loads(store.get(f"{key}/told"))}
+            _wait(store, [f"{key}/heard/{rank}" for rank in came - {0}], GRACE_SECONDS)
+        else:
+            _wait(store, [f"{key}/told"], timeout_seconds + GRACE_SECONDS)
+        told = store.get(f"{key}/told") if store.check([f"{key}/told"]) else json.dumps(_present(store, keys))
+        if world.rank != 0:
+            store.set(f"{key}/heard/{world.rank}", "")
+    except dist.DistError as error:
+        raise TrainingError(
+            f"rank {world.rank} on {socket.gethostname()} lost the store at {where} in the roll call {when}: "
+            f"{_one_line(error)}; rank 0, or the launcher on its host, has ended"
+        ) from error
+    answers = {int(rank): answer for rank, answer in json.loads(told).items()}
+    if missing := sorted(set(range(world.size)) - answers.keys()):
+        hosts = {rank: host for rank, (host, _) in answers.items()}
+        waited = time.monotonic() - started
+        raise TrainingError(missing_ranks_message(missing, hosts, world, when, waited))
+    return [answers[rank][1] for rank in range(world.size)]
+
+
+def missing_ranks_message(missing: Sequence[int], hosts: dict[int, str], world: World, when: str, waited: float) -> str:
+    """One line on who did not come and who did (`hosts` by rank), after `waited` seconds."""
+    present: dict[str, list[int]] = {}
+    for rank, host in sorted(hosts.items()):
+        present.setdefault(host, []).append(rank)
+    there = ", ".join(f"{format_ranks(ranks)} on {host}" for host, ranks in present.items())
+    where = ":".join(master_endpoint())
+    return (
+        f"{format_ranks(missing)} of {world.size} did not answer the roll call {when} at {where} within {waited:.0f} s "
+        f"(run.timeout_seconds), only {there}; see the output of those who are missing: not started, ended, or no way to {where}"
+    )
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 1, 4-7`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {', '.join(parts)}"
+
+
+def _check_devices(ranks: Sequence[RankInfo]) -> None:
+    """A driver that has failed on one node would make its ranks CPU ranks, which the others would wait for in vain."""
+    without = [rank for rank, rank_info in enumerate(ranks) if not rank_info.on_gpu]
+    if 0 < len(without) < len(ranks):
+        hosts = ", ".join(sorted({ranks[rank].host for rank in without}))
+        raise TrainingError(  # and not a wrong recipe: the next attempt may find it again
+            f"{format_ranks(without)} on {hosts} found no usable GPU, the others did; see `nvidia-smi` and `python -m llmtrain "
+            "doctor` there, or set CUDA_VISIBLE_DEVICES= everywhere to train on CPUs"
+        )
+
+
+def _open_store(world: World, address: str, port: str, timeout_seconds: float) -> dist.Store:
+    """torchrun's agent holds the store itself; otherwise rank 0 does, and does not wait for the others to connect."""
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    leads = world.rank == 0 and not by_agent
+    try:
+        store = dist.TCPStore(
+            address,
+            int(port),
+            is_master=leads,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        # Where a launcher starts ranks again its store may be the one of the attempt before.
+        return dist.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), store)
+    except (dist.DistError, ValueError) as error:
+        did = "open the store" if leads else "reach rank 0, where ranks meet,"
+        raise TrainingError(
+            f"rank {world.rank} of {world.size} on {socket.gethostname()} could not {did} at {address}:{port} within "
+            f"{timeout_seconds:.0f} s: {_one_line(error)}; check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and "
+            f"what lies between the hosts"
+        ) from error
+
+
+def _wait(store: dist.Store, keys: list[str], seconds: float) -> None:
+    """Until the keys are there, or the time is over; what came of it is looked up by the caller."""
+    try:
+        store.wait(keys, timedelta(seconds=max(seconds, 1e-3)))
+    except dist.DistStoreError:
+        return
+
+
+def _present(store: dist.Store, keys: list[str]) -> dict[int, list]:
+    return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).splitlines()[0].split())

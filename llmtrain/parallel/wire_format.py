@@ -1,0 +1,68 @@
+"""Wire formats: what a message's values are rounded to on their way. Codes of 8 or 4 bits share a scale by blocks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+SCALE_GROUP_SIZE = 128
+"""Values that share one fp32 scale."""
+SCALE_BYTES = 4
+
+
+class WireFormat:
+    """bf16: 2 bytes a value. int8, int4: x is sent as round(x / s), s = max |x| of its block / 127 or 7; so a value is off
+    by at most s / 2 (a little more where s is subnormal, below 1e-38), and takes 1 or 1/2 byte and 4/128 for its share of s.
+
+    What is not finite stays so, with int8 and int4 along with its block: a broken replica is never rounded to a healthy one.
+    """
+
+    def __init__(self, kind: str, compiled: bool = False):
+        """`compiled`: by torch.compile, which makes one pass over the values of many."""
+        self.kind = kind
+        self._levels = {"bf16": 0, "int8": 127, "int4": 7}[kind]
+        if compiled:
+            self.encode = torch.compile(self.encode, dynamic=True)  # messages have many sizes
+            self.decode = torch.compile(self.decode, dynamic=True)
+
+    def size(self, values: int) -> int:
+        """Bytes of so many values, a multiple of SCALE_GROUP_SIZE."""
+        assert values % SCALE_GROUP_SIZE == 0, values
+        if self.kind == "bf16":
+            return 2 * values
+        return (values if self.kind == "int8" else values // 2) + values // SCALE_GROUP_SIZE * SCALE_BYTES
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """[rows, n] floats, n a multiple of SCALE_GROUP_SIZE, as bytes: uint8 [rows, size(n)]."""
+        if self.kind == "bf16":
+            return values.to(torch.bfloat16).view(torch.uint8)
+        blocks = values.view(len(values), -1, SCALE_GROUP_SIZE)
+        # Without a tensor of absolute values, and of zeros without the sign that one of -0.0 would give the scale.
+        largest = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True)).abs_()
+        scales = (largest / self._levels).to(torch.float32)
+        quotients = blocks / torch.where(scales > 0, scales, 1.0)
+        # A code that is not a number becomes any number; the block's scale, which is none either, breaks all of it.
+        codes = quotients.round_().clamp_(-self._levels, self._levels).to(torch.int8).view(len(values), -1)
+        if self.kind == "int4":
+            pairs = (codes + 8).view(torch.int16)  # two codes in a number: neighbors need no strided slices
+            codes = (pairs | (pairs >> 4)).to(torch.uint8)  # its low byte
+        return torch.cat([codes.view(torch.uint8), scales.view(len(values), -1).view(torch.uint8)], dim=1)
+
+    def decode(self, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The inverse, up to rounding: [rows, n] of `dtype`."""
+        if self.kind == "bf16":
+            return payload.view(torch.bfloat16).to(dtype)
+        rows = len(payload)
+        per_block = SCALE_GROUP_SIZE if self.kind == "int8" else SCALE_GROUP_SIZE // 2
+        blocks = payload.shape[1] // (per_block + SCALE_BYTES)
+        codes, scales = payload.split([blocks * per_block, blocks * SCALE_BYTES], dim=1)
+        if self.kind == "int4":
+            pairs = codes.to(torch.int16)
+            codes = pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.int8).sub_(8)
+        values = codes.contiguous().view(torch.int8).view(rows, blocks, SCALE_GROUP_SIZE).to(dtype)
+        return values.mul_(scales.contiguous().view(torch.float32).view(rows, blocks, 1)).view(rows, -1)
+
+    def padded_chunk(self, numel: int, ranks: int) -> int:
+        """Values of each rank's part of a message of `numel` values: whole blocks, the last ones padded."""
+        return math.ceil(numel / ranks / SCALE_GROUP_SIZE) * SCALE_GROUP_SIZE

@@ -1,0 +1,74 @@
+"""What both engines do with a model's layers and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from llmtrain.config import OptimSection, ParallelSection
+from llmtrain.loss import LossHead
+from llmtrain.model import LanguageModel, ModelBlock
+
+COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+"""What forward and backward compute in, by `parallel.precision`."""
+EXPENSIVE = {"mm", "addmm", "bmm"}
+"""Operations whose results selective checkpointing keeps, and all of ATTENTION's."""
+ATTENTION = "_scaled_dot_product"
+"""What the names of torch's fused attentions begin with."""
+
+
+def named_parameters_of(model: LanguageModel, block: ModelBlock) -> list[tuple[str, nn.Parameter]]:
+    """A block's parameters by the whole model's names, shared ones once."""
+    inside = {id(module) for top in block.modules for module in top.modules()}
+    owners = {id(p) for m in model.modules() if id(m) in inside for p in m.parameters(recurse=False)}
+    return [(name, p) for name, p in model.named_parameters() if id(p) in owners]
+
+
+def wrap_layers(blocks: Sequence[ModelBlock], parallel: ParallelSection) -> None:
+    """Checkpoint, then compile, the forward of every layer. Hooks stay outside both, so they run once a forward. And choose
+    the head's loss."""
+    for layer in (m for block in blocks if block.name.startswith("layer") for m in block.modules):
+        forward = layer.forward
+        if parallel.activation_checkpointing:
+            forward = _checkpointed(forward, selective=parallel.activation_checkpointing == "selective")
+        if parallel.compile:
+            forward = torch.compile(forward)
+        if forward != layer.forward:  # a bound method is a new object each time
+            layer.forward = forward
+    for head in (m for block in blocks for m in block.modules if isinstance(m, LossHead)):
+        head.choose(parallel.loss_kernel, parallel.compile)
+
+
+def _checkpointed(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
+    keeps = {"context_fn": partial(create_selective_checkpoint_contexts, _checkpoint_policy)} if selective else {}
+
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **keeps, **kwargs)
+
+    return recomputing
+
+
+def _checkpoint_policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = operation.overloadpacket.__name__
+    is_expensive = name in EXPENSIVE or name.startswith(ATTENTION)
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def build_optimizer(groups: list[dict], optim: OptimSection) -> torch.optim.Optimizer:
+    """AdamW (fused) or plain SGD over parameter groups that have their weight decay."""
+    if optim.kind == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
+    """Groups of an optimizer: weight decay on matrices only."""
+    parameters = list(parameters)
+    matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay}
+    vectors = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
+    return [group for group in (matrices, vectors) if group["params"]]

@@ -1,0 +1,196 @@
+"""Reading a recipe: base files, then overrides, laid over the method's preset, then the schema.
+
+Later wins: preset < base files in their order < the file itself < the command line. Mappings merge key by key; a
+`sync.period`, `sync.outer` or the like of another kind replaces the whole. Where a layer names another method than the
+layers below it, their group, outer step, penalty, schedule and pull no longer apply (they were the old method's choices);
+the period, the warm-up and the wire stay, so that methods are compared at the same round length.
+There is no interpolation and the environment is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from llmtrain.config import Recipe, SyncSection
+from llmtrain.errors import RecipeError
+from llmtrain.recipe_messages import Overlay, closest, explain, format_value, one_of
+from llmtrain.sync.methods import METHODS
+
+COMMAND_LINE = "command line"
+UNION_KEYS = ("period", "group", "outer", "schedule", "wire")
+"""Keys of `sync` whose value has a `kind`."""
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a YAML file with its base files and `a.b=c` overrides.
+
+    Raises RecipeError, one line that names the file and key, for anything that is not a recipe.
+    """
+    path = Path(path)
+    layers = [*_read_with_bases(path, ()), Overlay(COMMAND_LINE, parse_overrides(overrides))]
+    layers = [Overlay(str(path), {"run": {"name": path.stem}}), *_on_preset(layers)]
+    data: dict[str, Any] = {}
+    for layer in layers:
+        data = _merge(data, layer.data)
+    run = data["run"]
+    if isinstance(run, dict) and type(run["name"]) in (int, float):  # a run may be called 2024
+        run["name"] = str(run["name"])
+    try:
+        # Through JSON, because strict validation of JSON takes lists for tuples but no text for numbers.
+        return Recipe.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        raise RecipeError(explain(error, layers, data)) from None
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """`a.b=c`, `--a.b=c` and `--a.b c` as a nested mapping, values read as YAML; later ones win.
+
+    Raises RecipeError for an argument of another form.
+    """
+    merged: dict[str, Any] = {}
+    rest = iter(arguments)
+    for argument in rest:
+        item = argument.removeprefix("--")
+        if "=" not in item and argument.startswith("--"):
+            value = next(rest, None)
+            item = item if value is None else f"{item}={value}"
+        if not re.match(r"[\w-]+(\.[\w-]+)*=", item):
+            raise RecipeError(f"{COMMAND_LINE}: {argument!r} is not an override; write section.key=value")
+        try:
+            data = OmegaConf.to_container(OmegaConf.from_dotlist([item]))
+        except (yaml.YAMLError, OmegaConfBaseException):
+            raise RecipeError(
+                f"{COMMAND_LINE}: the value of {argument!r} is not YAML; put it in quotes within quotes: key='\"...\"'"
+            ) from None
+        merged = _merge(merged, _normalize(data, COMMAND_LINE))
+    return merged
+
+
+def resolved_yaml(recipe: Recipe) -> str:
+    """Every key of the recipe with its value, as YAML that `load_recipe` reads back to the same recipe."""
+    # OmegaConf's dumper, since it quotes what its loader would take for a number (a run called "3e-4").
+    return OmegaConf.to_yaml(OmegaConf.create(recipe.model_dump(mode="json")))
+
+
+def differences(there: Recipe, here: Recipe, ignore: Iterable[str] = ()) -> list[str]:
+    """`optim.lr: 0.001 there, 0.002 here` for each key that differs; `ignore` holds dotted keys or whole sections."""
+    left, right = _leaves(there.model_dump(mode="json")), _leaves(here.model_dump(mode="json"))
+    ignored = tuple(ignore)
+    keys = [key for key in {**left, **right} if not any(key == i or key.startswith(i + ".") for i in ignored)]
+
+    def value(leaves: dict[str, Any], key: str) -> str:
+        return json.dumps(leaves[key], ensure_ascii=False) if key in leaves else "not given"
+
+    return [
+        f"{key}: {value(left, key)} there, {value(right, key)} here"
+        for key in keys
+        if left.get(key, ...) != right.get(key, ...)
+    ]
+
+
+def _read_with_bases(path: Path, chain: tuple[Path, ...]) -> list[Overlay]:
+    """The file's base files first, depth first, each a layer of its own."""
+    if path.resolve() in chain:
+        names = " -> ".join(p.name for p in (*chain, path))
+        raise RecipeError(f"{path}: base files form a circle ({names}); remove one `base:`")
+    data = _read(path, named_by=chain[-1] if chain else None)
+    bases = data.pop("base", None) or []
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise RecipeError(f"{path}: base is {bases!r}, expected a file name or a list of file names")
+    below = [layer for base in bases for layer in _read_with_bases(path.parent / base, (*chain, path.resolve()))]
+    return [*below, Overlay(str(path), data)]
+
+
+def _read(path: Path, named_by: Path | None) -> dict[str, Any]:
+    try:
+        loaded = OmegaConf.load(path)
+    except FileNotFoundError:
+        where = f" (named by `base:` in {named_by.name})" if named_by else ""
+        near = closest(path.name, [p.name for p in path.parent.glob("*.yaml")]) if path.parent.is_dir() else None
+        hint = f"did you mean {path.parent / near}?" if near else "recipes are YAML files, see recipes/"
+        raise RecipeError(f"{path}: there is no such file{where}; {hint}") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise RecipeError(f"{path}:{line}: not YAML: {error.problem or error.context}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise RecipeError(f"{path}: can't be read as a recipe: {str(error).splitlines()[0]}") from None
+    if not isinstance(loaded, DictConfig):
+        raise RecipeError(f"{path}: holds a list, expected sections such as `train:` with keys below them")
+    return _normalize(OmegaConf.to_container(loaded), str(path))
+
+
+def _normalize(data: dict[Any, Any], label: str) -> dict[str, Any]:
+    """An empty section is one without keys, a bare word for a tagged value its `kind`; `${` is refused."""
+    for key, value in _leaves(data).items():
+        if isinstance(value, str) and "${" in value:
+            raise RecipeError(f"{label}: {key} is {value!r}, but recipes have no interpolation; write the value itself")
+    data = json.loads(json.dumps(data, default=str))  # keys that YAML takes for numbers or truth values become text
+    data = {key: {} if value is None and key != "base" else value for key, value in data.items()}
+    if isinstance(data.get("sync"), dict):
+        data["sync"] = {
+            key: {"kind": value} if key in UNION_KEYS and isinstance(value, str) else value
+            for key, value in data["sync"].items()
+        }
+    return data
+
+
+def _on_preset(layers: list[Overlay]) -> list[Overlay]:
+    """Put the method's preset below the layers and take from them what was chosen for another method."""
+    method, kept = SyncSection.model_fields["method"].default, []
+    for layer in layers:
+        sync = layer.data.get("sync")
+        named = sync.get("method", method) if isinstance(sync, dict) else method
+        if not isinstance(named, str) or named not in METHODS:
+            near = closest(str(named), METHODS)
+            hint = f"; did you mean {near}?" if near else ""
+            raise RecipeError(f"{layer.label}: sync.method is {format_value(named)}, expected {one_of(METHODS)}{hint}")
+        if named != method:
+            kept = [Overlay(below.label, _for_method(below.data, METHODS[named].PRESET)) for below in kept]
+            method = named
+        kept.append(layer)
+    preset = {"sync": METHODS[method].PRESET | {"method": method}}
+    return [Overlay(f"preset {method}", _normalize(preset, method)), *kept]
+
+
+def _for_method(data: dict[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
+    """What stays of a layer below the one that names another method, whose preset this is."""
+    sync = data.get("sync")
+    if not isinstance(sync, dict):
+        return data
+    dropped = {"group", "outer", "penalty", "schedule", "pull"}
+    kind = preset["period"]["kind"]
+    period = sync.get("period")
+    if isinstance(period, dict) and period.get("kind", "steps") != kind:
+        dropped.add("period")  # one kind of period has no length to hand to another
+    if kind == "every_step":
+        dropped.add("warmup_steps")
+    return data | {"sync": {key: value for key, value in sync.items() if key not in dropped}}
+
+
+def _merge(under: dict[str, Any], over: dict[str, Any], tagged: Sequence[str] = ()) -> dict[str, Any]:
+    """`over` laid over `under`: mappings merge, everything else is replaced, and so is a tagged value of another kind."""
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        both = isinstance(below, dict) and isinstance(value, dict)
+        other_kind = both and key in tagged and value.get("kind", below.get("kind")) != below.get("kind")
+        merged[key] = _merge(below, value, UNION_KEYS if key == "sync" else ()) if both and not other_kind else value
+    return merged
+
+
+def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as {dotted key: value}; lists stay whole."""
+    if not isinstance(data, dict) or (prefix and not data):
+        return {prefix: data}
+    dot = f"{prefix}." if prefix else ""
+    return {key: leaf for name, value in data.items() for key, leaf in _leaves(value, f"{dot}{name}").items()}

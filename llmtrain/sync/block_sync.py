@@ -1,0 +1,129 @@
+"""What every schedule does with one block: send this replica's part, receive the mean, take the outer step."""
+
+from __future__ import annotations
+
+import torch
+
+from llmtrain.parallel.comms import Comms, PendingCollective, QuantizedAllReduce
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.wire_format import WireFormat
+from llmtrain.sync.anchors import Anchors, flatten, unflatten_into
+from llmtrain.sync.outer import Outer
+from llmtrain.sync.round_stats import RoundStats
+from llmtrain.sync.sync_stats import SyncStats
+
+MAX_IN_FLIGHT = 2
+"""Reductions under way beyond the one being finished when blocks synchronize one after another."""
+
+
+class PendingReduction:
+    """A block's mean on its way; `wait` may be called more than once."""
+
+    def __init__(self, pending: PendingCollective, error: torch.Tensor | None = None):
+        """`error`: where this block's rounding errors are collected, if they are."""
+        self._pending, self._error = pending, error
+
+    def start_second_phase(self) -> None:
+        """Start its second exchange, if the wire has one; all replicas at the same moment."""
+        self._pending.start_second_phase()
+
+    def wait(self) -> torch.Tensor:
+        """The mean. What rounding left out of this replica's message is kept for the next one."""
+        mean = self._pending.wait()
+        if self._error is not None and isinstance(self._pending, QuantizedAllReduce):
+            # A broken replica's NaN is in this mean; it must not come back with the next one.
+            self._error += self._pending.quantization_error().nan_to_num_(0.0, 0.0, 0.0)
+            self._error = None
+        return mean
+
+
+class BlockSync:
+    """The parts of a synchronization, block by block. Without `anchors` the parameters themselves are averaged, which
+    needs no extra memory. With `error_feedback`, rounding errors of the wire are carried over."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        replica: Comms,
+        shard: Comms,
+        outer: Outer,
+        anchors: Anchors | None,
+        wire: WireFormat | None,
+        error_feedback: bool,
+    ):
+        self.engine, self.replica, self.shard = engine, replica, shard
+        self.outer, self.anchors, self.wire, self.error_feedback = outer, anchors, wire, error_feedback
+        self.errors: list[torch.Tensor] = []
+        """By block: what this rank's rounding has left out so far; empty without feedback."""
+        self.report = SyncStats()
+
+    @property
+    def blocks(self) -> range:
+        """Indices of all blocks, in forward order."""
+        return range(len(self.engine.blocks))
+
+    def ensure_anchor(self) -> None:
+        """Replicas are equal and local steps begin: take the anchor, if there is one to take."""
+        if self.anchors is not None and not self.anchors.is_set:
+            self.anchors.snapshot()
+        if self.error_feedback and not self.errors:
+            self.errors = [torch.zeros_like(flatten(block)) for block in self.engine.blocks]
+
+    def wait_for_device(self) -> None:
+        """Until a GPU has done what it was given: before the host takes a time that is to be the GPU's too."""
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+
+    def payload(self, index: int) -> torch.Tensor:
+        """What this replica has to say of a block: its pseudo-gradient, or its parameters where no anchor is kept."""
+        parameters = flatten(self.engine.blocks[index])
+        return parameters if self.anchors is None else self.anchors.load_anchor(index) - parameters
+
+    def start_reduce(self, index: int, weight: float | None = None) -> PendingReduction:
+        """Start the weighted sum (default: the mean) over the replicas of their messages on a block."""
+        weight = 1 / self.replica.size if weight is None else weight
+        message = self.payload(index)
+        # A replica that does not count sends zeros, not 0 x its pseudo-gradient: that may hold NaN.
+        message = message.zero_() if weight == 0 else message.mul_(weight)
+        if self.errors and weight > 0:
+            message += self.errors[index]
+            self.errors[index].zero_()
+        pending = self.replica.all_reduce(message, f"synchronizing {self.engine.blocks[index].name}", self.wire)
+        return PendingReduction(pending, self.errors[index] if self.errors else None)
+
+    def completed(self, index: int, mean: torch.Tensor) -> PendingReduction:
+        """A reduction that is complete already: one taken from a checkpoint."""
+        device = self.engine.blocks[index].shards[0].device
+        return PendingReduction(PendingCollective(self.replica, "", None, mean.to(device)))
+
+    def outer_step(self, index: int, mean: torch.Tensor, since: RoundStats) -> torch.Tensor:
+        """The block's next anchor, from the mean pseudo-gradient over the local steps `since`."""
+        anchor, momentum = self.anchors.load(index)
+        self.outer.step(anchor, mean, momentum, since)
+        self.anchors.write_back(index, anchor, momentum)
+        return anchor
+
+    def write_parameters(self, index: int, parameters: torch.Tensor, alpha: float = 0.0) -> None:
+        """The block's parameters become alpha x their own + (1 - alpha) x the given ones."""
+        block = self.engine.blocks[index]
+        if alpha:
+            parameters = torch.lerp(parameters, flatten(block), alpha)
+        unflatten_into(parameters, block)
+        self.engine.parameters_changed(block)
+
+    def reset_to_anchor(self) -> None:
+        """The parameters become those of the last synchronization. Needs anchors."""
+        for index in self.anchors.iter_prefetched(self.blocks):
+            self.write_parameters(index, self.anchors.load_anchor(index))
+
+    def sync_all_blocks(self, since: RoundStats) -> None:
+        """Synchronize all blocks now, each replica counting alike; after it all replicas are equal. Needs anchors."""
+        under_way = [self.start_reduce(index) for index in self.blocks[: MAX_IN_FLIGHT + 1]]
+        for index in self.anchors.iter_prefetched(self.blocks, momentum=True):
+            mean = under_way[index].wait()
+            if index + 1 < len(under_way):
+                under_way[index + 1].start_second_phase()
+            if len(under_way) < len(self.blocks):
+                under_way.append(self.start_reduce(len(under_way)))
+            self.write_parameters(index, self.outer_step(index, mean, since))
+            under_way[index] = None  # frees the message

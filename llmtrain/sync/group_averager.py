@@ -1,0 +1,154 @@
+"""The thread that answers for a replica that is late (WAGMA, arXiv 2005.00124).
+
+Iterations are carried out in order and once each. One starts when some replica has arrived at it; every replica's thread
+then contributes the newest message that its replica has finished, and keeps the sum until its replica asks for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from llmtrain.errors import TrainingError
+from llmtrain.parallel.comms import Comms, Traffic
+from llmtrain.parallel.wake_signal import WakeSignal
+from llmtrain.parallel.wire_format import WireFormat
+
+Message = list[torch.Tensor]
+"""By block, on the CPU."""
+
+
+class GroupAverager:
+    """Sums of messages over `group_of(iteration)`, made in the background.
+
+    Iterations for which `is_global` holds are not the thread's: in them all replicas wait for each other, and after
+    them nobody contributes what is older. With several ranks in a replica the first one decides, over `shard`, which
+    version they contribute.
+    """
+
+    def __init__(
+        self,
+        group_of: Callable[[int], Comms],
+        is_global: Callable[[int], bool],
+        shard: Comms,
+        wake_signal: WakeSignal,
+        wire: WireFormat | None,
+        timeout_seconds: float,
+    ):
+        self.group_of, self.is_global, self.shard = group_of, is_global, shard
+        self.wake_signal, self.wire, self.timeout_seconds = wake_signal, wire, timeout_seconds
+        self.traffic = Traffic()
+        self._changed = threading.Condition()
+        self._posted: dict[int, Message] = {}
+        self._sums: dict[int, tuple[Message, int]] = {}
+        self._done = -1  # the last iteration carried out, or passed over as global
+        self._last_global = -1  # the last global one: older messages are relative to another anchor
+        self._forgotten = 0
+        self._closing = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, iteration: int, newest: int, message: Message) -> None:
+        """Begin with `iteration`; `message` is the newest one so far, of iteration `newest`."""
+        self._posted, self._done, self._forgotten = {newest: message}, iteration - 1, iteration
+        self._thread = threading.Thread(target=self._run, name="group averages", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None
+
+    def publish(self, iteration: int, message: Message) -> None:
+        """This replica has finished `iteration`; wakes the others unless they have carried it out already."""
+        with self._changed:
+            self._posted[iteration] = message
+            is_late = self._done >= iteration
+            self._changed.notify_all()
+        if self.shard.rank == 0 and not is_late and not self.is_global(iteration):
+            self.wake_signal.announce(iteration)
+
+    def collect(self, iteration: int) -> tuple[Message, int]:
+        """(sum over the group, which of this replica's messages is in it) of an iteration; waits until it is carried
+        out, which takes messages but no other replica's arrival. Raises TrainingError if a peer is gone."""
+        with self._changed:
+            self._wait(lambda: iteration in self._sums, f"the group's sum of iteration {iteration}")
+            return self._sums.pop(iteration)
+
+    def latest(self) -> tuple[int, Message]:
+        """The newest message posted and its iteration."""
+        with self._changed:
+            return max(self._posted), self._posted[max(self._posted)]
+
+    def prune(self, iteration: int) -> None:
+        """All replicas have carried out all iterations before this one: their keys can go. For one rank to call."""
+        self.wake_signal.forget(i for i in range(self._forgotten, iteration) if not self.is_global(i))
+        self._forgotten = iteration
+
+    def finish(self, iteration: int) -> None:
+        """All replicas have carried out all iterations before this one, and there are no more: end the thread."""
+        if self._thread is not None:
+            while self.is_global(iteration):
+                iteration += 1
+            self.wake_signal.end(iteration)
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        """Let go of the thread after a failure: it waits for nothing but the store, and ends with the process."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread = None
+
+    def _run(self) -> None:
+        try:
+            iteration = self._done + 1
+            while not self._closing:
+                if self.is_global(iteration):
+                    self._last_global = iteration
+                elif self.wake_signal.wait(iteration):
+                    self._run_iteration(iteration)
+                else:
+                    return
+                with self._changed:
+                    self._done = iteration
+                    self._changed.notify_all()
+                iteration += 1
+        except BaseException as error:  # the training thread raises it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _run_iteration(self, iteration: int) -> None:
+        with self._changed:
+            self._wait(
+                lambda: max(self._posted) >= self._last_global,
+                f"this replica's average of iteration {self._last_global}",
+            )
+            version = torch.tensor(max(self._posted))
+        version = int(self.shard.all_gather(version, "choosing a version")[0])
+        with self._changed:
+            self._wait(lambda: version in self._posted, f"this rank's model of iteration {version}")
+            if self._closing:
+                return
+            message = [part.clone() for part in self._posted[version]]
+            self._posted = {i: posted for i, posted in self._posted.items() if i >= version}
+        group = self.group_of(iteration)
+        under_way = [group.all_reduce(part, f"group average of iteration {iteration}", self.wire) for part in message]
+        for pending in under_way:
+            pending.start_second_phase()
+        sums = [pending.wait() for pending in under_way]
+        with self._changed:
+            self._sums[iteration] = sums, version
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        """With the lock held."""
+        deadline = time.monotonic() + self.timeout_seconds
+        while not condition() and not self._closing:
+            if self._error is not None:
+                raise TrainingError(str(self._error)) from self._error
+            if not self._changed.wait(timeout=max(0.0, deadline - time.monotonic())) and not condition():
+                raise TrainingError(f"waited {self.timeout_seconds:.0f} s for {what}; a peer died or is too slow")

@@ -1,0 +1,185 @@
+"""Blocking: training stands still at the end of a round while replicas synchronize, block by block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from llmtrain.sync.block_sync import MAX_IN_FLIGHT, BlockSync, PendingReduction
+from llmtrain.sync.penalty import Penalty, ReplicaWeights
+from llmtrain.sync.require_equal import require_equal
+from llmtrain.sync.round_stats import RoundStats, average_stats
+from llmtrain.sync.schedules.base import BlockTensors, Schedule
+
+
+class BlockingSchedule(Schedule):
+    """The replicas' weights are agreed on once per round, then each block is reduced and takes its outer step. While one block
+    is finished, the reductions of the next `prefetch` blocks are in flight.
+
+    A synchronization is *armed* from the end of a round until its last block is done. Blocks are synchronized in order.
+    """
+
+    computes_while_armed = False
+    """Whether training goes on between the blocks of a synchronization, so that its end needs no wait for the device."""
+
+    def __init__(self, block_sync: BlockSync, penalty: Penalty | None, prefetch: int = MAX_IN_FLIGHT):
+        super().__init__(block_sync)
+        assert block_sync.anchors is not None or penalty is None, "a penalty is on pseudo-gradients: needs an anchor"
+        self.penalty, self.prefetch = penalty, prefetch
+        self._round = RoundStats()
+        self._agreed_round = RoundStats()  # the mean of all replicas' rounds, known once a synchronization has begun
+        self._next_block: int | None = None  # of the armed synchronization
+        self._replica_weights: ReplicaWeights | None = None
+        self._pending: dict[int, PendingReduction] = {}
+        self._spread: torch.Tensor | float = 0.0
+        self._mean: torch.Tensor | float = 0.0
+        self._opened_at = self._closed_at = time.monotonic()
+
+    def end_step(self, step: int, lr: float, ends_round: bool) -> None:
+        self._round = self._round.add_step(lr)
+        if ends_round:
+            self._arm()
+
+    def _arm(self) -> None:
+        self._next_block = 0
+        self.flush()
+
+    def flush(self) -> None:
+        if self._next_block is not None:
+            for index in self.block_sync.blocks:
+                self._sync_next_block(index)
+
+    def _sync_next_block(self, index: int) -> None:
+        """Carry out the part of the armed synchronization that is due before block `index` is used again."""
+        assert index == self._next_block, f"block {index} was reached before block {self._next_block}"
+        if index == 0:
+            self.block_sync.wait_for_device()  # local steps are no part of it; it would be waited for in `_open`
+        with self.block_sync.report.time_exposed():
+            if index == 0:
+                self._open()
+            self._prefetch_anchors(index)
+            self._sync_block(index)
+            self._release(index)
+            self._next_block = index + 1
+            if self._next_block == len(self.block_sync.blocks):
+                self._close()
+
+    def finish(self) -> None:
+        if self._round.steps > 0:
+            self._next_block = 0
+        self.flush()
+
+    @property
+    def is_synchronized(self) -> bool:
+        return self._round.steps == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "round": self._round.state(),
+            "armed": self._next_block is not None,
+            "penalty": self.penalty.state_dict() if self.penalty else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
+        self._round = RoundStats(**state["round"])
+        self._next_block = 0 if state["armed"] else None
+        if self.penalty is not None:
+            self.penalty.load_state_dict(state["penalty"])
+
+    def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Rounds of seconds leave each replica with a round of its own: the others' mean, as in a synchronization."""
+        statistics = require_equal([state["penalty"] for state in states])
+        return {
+            "round": average_stats([RoundStats(**state["round"]) for state in states]).state(),
+            "armed": require_equal([state["armed"] for state in states]),
+            "penalty": self.penalty.resharded(statistics) if self.penalty is not None else None,
+        }
+
+    def _open(self) -> None:
+        """Wait for the other replicas; with a penalty, weigh each replica in each block by all replicas' norms."""
+        replica, report = self.block_sync.replica, self.block_sync.report
+        self._opened_at = time.monotonic()
+        done = self._round
+        row = torch.tensor(
+            [self._opened_at - self._closed_at, done.steps, done.last_lr, done.lr_sum], dtype=torch.float64
+        )
+        if self.penalty is not None:
+            row = torch.cat([row, self._norms()])
+        with report.time_waiting():
+            gathered = replica.all_gather(row.to(replica.device), "meeting for a synchronization").cpu()
+        report.slowest_replica = int(gathered[:, 0].argmax())
+        self._agreed_round = RoundStats(*gathered[:, 1:4].mean(0).tolist())
+        if self.penalty is not None:
+            self._replica_weights = self.penalty.weigh(gathered[:, 4:], gathered[:, 1])
+            report.anomalies += int(self._replica_weights.anomalous.sum())
+            report.rollbacks += int(self._replica_weights.anomalous.all(0).sum())
+        report.weights_max = float(self._replica_weights.weights.max()) if self._replica_weights else 1 / replica.size
+        self._spread = self._mean = 0.0
+
+    def _sync_block(self, index: int) -> None:
+        """Finish block `index`: after it, its parameters are the next anchor on every replica."""
+        block_sync = self.block_sync
+        for ahead in block_sync.blocks[index : index + self.prefetch + 1]:
+            if ahead not in self._pending and not self._rolls_back(ahead):
+                self._pending[ahead] = block_sync.start_reduce(ahead, self._weight(ahead))
+        if self._rolls_back(index):
+            block_sync.write_parameters(index, block_sync.anchors.load_anchor(index))
+            return
+        mean = self._pending.pop(index).wait()
+        if index + 1 in self._pending:
+            self._pending[index + 1].start_second_phase()
+        if self._weight(index) > 0:
+            self._spread = self._spread + (block_sync.payload(index) - mean).square().sum()
+        if block_sync.anchors is None:
+            block_sync.write_parameters(index, mean)
+            return
+        squared = torch.linalg.vector_norm(mean, dtype=torch.float64).square()
+        self._mean = self._mean + squared
+        if self.penalty is not None and self.penalty.section.clip is not None:
+            whole = block_sync.shard.all_reduce(squared, "norm of a pseudo-gradient").wait()
+            # All replicas must find the same factor, and other GPUs sum in another order: in fp64, rounded at the end.
+            mean *= self.penalty.clip_factor(whole).to(mean.dtype)
+        block_sync.write_parameters(index, block_sync.outer_step(index, mean, self._agreed_round))
+
+    def _prefetch_anchors(self, index: int) -> None:
+        """Fetch offloaded anchors one block before they are sent, momentum one block before it is used."""
+        anchors = self.block_sync.anchors
+        if anchors is not None:
+            for near in self.block_sync.blocks[index : index + self.prefetch + 2]:
+                anchors.prefetch(near, momentum=near <= index + 1)
+
+    def _release(self, index: int) -> None:
+        if self.block_sync.anchors is not None:
+            self.block_sync.anchors.release(index)
+
+    def _close(self) -> None:
+        """Count the round. All blocks are done."""
+        if not self.computes_while_armed:
+            self.block_sync.wait_for_device()  # training stands still until then
+        self._closed_at = time.monotonic()
+        report = self.block_sync.report
+        report.count += 1
+        report.seconds += self._closed_at - self._opened_at
+        report.mean_squared, report.spread_squared = self._mean, self._spread
+        self._next_block, self._round = None, RoundStats()
+
+    def _weight(self, index: int) -> float:
+        """Return this replica's weight in the block's mean."""
+        replica = self.block_sync.replica
+        return (
+            1 / replica.size
+            if self._replica_weights is None
+            else float(self._replica_weights.weights[replica.rank, index])
+        )
+
+    def _norms(self) -> torch.Tensor:
+        """Return this replica's pseudo-gradient norm of every block, over all its shards: [blocks], float64. One collective."""
+        visited = self.block_sync.anchors.iter_prefetched(self.block_sync.blocks)
+        squares = [self.block_sync.payload(index).double().square().sum() for index in visited]
+        return self.block_sync.shard.all_reduce(torch.stack(squares), "norms of pseudo-gradients").wait().sqrt().cpu()
+
+    def _rolls_back(self, index: int) -> bool:
+        return self._replica_weights is not None and bool(self._replica_weights.anomalous[:, index].all())

@@ -1,0 +1,109 @@
+"""Rounds of seconds (A-EDiT, arXiv 2412.07210): fast replicas do more local steps than slow ones, nobody waits long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from llmtrain.config import EverySecondsSection
+from llmtrain.parallel.comms import Comms
+from llmtrain.sync.period import Period
+from llmtrain.sync.require_equal import require_equal
+
+Clock = Callable[[], float]
+"""Seconds since some moment, never going back."""
+
+
+class TimedPeriod(Period):
+    """`warmup` synchronous steps, then rounds that last `section.every` seconds on each replica's own clock.
+
+    A replica's first shard rank reads the clock for all its ranks. A replica whose time is up meets the others, who
+    are at most one step behind; there everybody learns how many steps all have done. The next meeting comes earlier
+    if at this pace the run's steps would be done before it.
+    """
+
+    def __init__(
+        self, section: EverySecondsSection, warmup: int, total_steps: int, replica: Comms, shard: Comms, clock: Clock
+    ):
+        self.section, self.warmup, self.total_steps = section, warmup, total_steps
+        self.replica, self.shard, self.clock = replica, shard, clock
+        self._round_started: float | None = None  # when this round began, on this rank's clock
+        self._length = section.every
+        self._last_exchange_step = 0  # this replica's step at the last meeting
+        self._summed_steps = 0  # all replicas' steps then, and at the last synchronization
+        self._summed_steps_at_sync = 0
+        self._last_length = 0
+
+    def is_synchronous(self, step: int) -> bool:
+        if step > self.warmup and self._round_started is None:
+            self._round_started = self.clock()
+            self._last_exchange_step = step - 1
+            self._summed_steps = self._summed_steps_at_sync = self.replica.size * (step - 1)
+        return step <= self.warmup
+
+    def ends_round(self, step: int) -> bool:
+        if step <= self.warmup:
+            return False
+        elapsed = self._elapsed()
+        return elapsed >= self._length and self._exchange_progress(step, elapsed)
+
+    def round_length(self, step: int) -> int:
+        return self._last_length if step > self.warmup else 0
+
+    def step_in_round(self, step: int) -> int:
+        return step - self._last_exchange_step if step > self.warmup else 0
+
+    def global_step(self, step: int) -> int | None:
+        if step <= self.warmup:
+            return step
+        return self._summed_steps // self.replica.size if self._last_exchange_step == step else None
+
+    def state_dict(self) -> dict[str, Any]:
+        since = self.clock() - self._round_started if self._round_started is not None else None
+        counted = {name: getattr(self, f"_{name}") for name in STATE_FIELDS}
+        return {"elapsed": since, **counted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._round_started = self.clock() - state["elapsed"] if state["elapsed"] is not None else None
+        for name in STATE_FIELDS:
+            setattr(self, f"_{name}", state[name])
+
+    def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Each replica is where the run is: at its mean step, rounded down. All of them together have done as many steps
+        since the last synchronization as the others had."""
+        first = states[0]
+        if first["elapsed"] is None:
+            return require_equal(states)
+        step = first["summed_steps"] // len(states)
+        there, since = self.replica.size * step, first["summed_steps"] - first["summed_steps_at_sync"]
+        return first | {
+            "elapsed": max(state["elapsed"] for state in states),
+            "last_exchange_step": step,
+            "summed_steps": there,
+            "summed_steps_at_sync": there - since,
+            "last_length": round(sum(state["last_length"] for state in states) / len(states)),
+        }
+
+    def _elapsed(self) -> float:
+        mine = torch.tensor(self.clock() - self._round_started, dtype=torch.float64, device=self.shard.device)
+        return float(self.shard.all_gather(mine, "reading the replica's clock")[0])
+
+    def _exchange_progress(self, step: int, elapsed: float) -> bool:
+        """Wait for all replicas. Whether they have done enough to synchronize."""
+        mine = torch.tensor([step, elapsed], dtype=torch.float64, device=self.replica.device)
+        steps, seconds = self.replica.all_gather(mine, "meeting the other replicas").cpu().unbind(1)
+        total = int(steps.sum())
+        done, left = total - self._summed_steps, self.replica.size * self.total_steps - total
+        self._last_length, self._last_exchange_step, self._summed_steps = step - self._last_exchange_step, step, total
+        self._length = min(self.section.every, float(seconds.max()) * max(0, left) / done)
+        self._round_started = self.clock()
+        if total - self._summed_steps_at_sync < self.section.min_steps:
+            return False
+        self._summed_steps_at_sync = total
+        return True
+
+
+STATE_FIELDS = ("length", "last_exchange_step", "summed_steps", "summed_steps_at_sync", "last_length")
+"""What a resumed run has to know beside the time that has passed."""

@@ -1,0 +1,221 @@
+"""Benchmarks on checkpoints while training goes on: `llmtrain eval` in a process beside it.
+
+Training never waits for it, but for the last one at the very end. One evaluation runs at a time; of the checkpoints that
+come meanwhile the newest waits. One that fails is a line on the console, never an error of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from llmtrain.config import Recipe, SuiteSection
+from llmtrain.train.console import Console
+from llmtrain.train.integrity import list_checkpoints
+from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.signals import StopRequest
+
+NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")
+"""Variables by which launchers tell a process that it is one rank of many, which an evaluation is not."""
+GRACE_SECONDS = 10.0
+"""From the request to end until an evaluation is killed."""
+LOOK_EVERY_SECONDS = 0.2
+
+Start = Callable[[Sequence[str], Mapping[str, str], Path], subprocess.Popen]
+"""(command, environment, log file) -> the process. Raises OSError."""
+
+
+def start_in_background(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen:
+    """A process that yields to all others, in a session of its own: a Ctrl-C is for the run. Raises OSError."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+    return process
+
+
+class BackgroundEval:
+    """The evaluations of one run. Without `eval.suite`, and on other ranks than the main one, it does nothing.
+
+    A context: left after the run's last checkpoint it waits for that one's evaluation, left earlier (a stop, an error) it
+    ends what runs.
+    """
+
+    def __init__(
+        self,
+        section: SuiteSection | None,
+        recipe: Recipe,
+        directory: RunDirectory,
+        console: Console,
+        stop: StopRequest,
+        start: Start = start_in_background,
+    ):
+        self.section, self.run, self.console, self.stop, self.start = section, directory.path, console, stop, start
+        self.total_steps, self.checkpoint_every = recipe.train.total_steps, recipe.checkpoint.every
+        self.newest = max((step for step, _ in list_checkpoints(directory.checkpoints)), default=0)
+        """Steps of the newest checkpoint."""
+        self._lock = threading.Lock()
+        self._running: int | None = None
+        self._waiting: int | None = None
+        """Steps of the checkpoint that is being evaluated, and of the next one."""
+        self._process: subprocess.Popen | None = None
+        self._thread: threading.Thread | None = None
+        self._is_over = False
+        """Whether nothing more may start, nor what was ended be reported as a failure."""
+
+    def after_checkpoint(self, step: int) -> None:
+        """The checkpoint of `step` is on the disk: evaluate it, if it is one's turn. Returns at once."""
+        if not self._is_due(step):
+            return
+        with self._lock:
+            if self._running is None:
+                self._running = step
+                self._thread = threading.Thread(target=self._work, name="evaluates checkpoints", daemon=True)
+                self._thread.start()
+                return
+            left_out, self._waiting = self._waiting, step
+            running = self._running
+        instead = "" if left_out is None else f", instead of step {left_out}"
+        self._say(step, f"waits for the evaluation of step {running}{instead}")
+
+    def pinned_steps(self) -> set[int]:
+        """Steps of checkpoints that must not be deleted yet. From any thread."""
+        with self._lock:
+            return {step for step in (self._running, self._waiting) if step is not None}
+
+    def __enter__(self) -> BackgroundEval:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self.newest >= self.total_steps:
+                self._wait()
+        finally:
+            self._end()
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a multiple of every-so-many checkpoints has been reached or passed, or the end of the run."""
+        before, self.newest = self.newest, step
+        if self.section is None:
+            return False
+        period = (self.checkpoint_every or self.total_steps) * self.section.every
+        return step >= self.total_steps or step // period > before // period
+
+    def _work(self) -> None:
+        """The thread: one evaluation after another, while there are any."""
+        while (step := self._running) is not None:
+            try:
+                self._evaluate(step)
+            finally:
+                with self._lock:
+                    self._running, self._waiting = self._waiting, None
+
+    def _evaluate(self, step: int) -> None:
+        log = self.run / "eval" / "log" / f"{self._name}-step-{step:08d}.log"
+        command = [sys.executable, *self._command("--step", str(step), "--device", self.section.device)[1:]]
+        try:
+            with self._lock:
+                if self._is_over:
+                    return
+                self._process = self.start(command, self._environment(), log)
+        except OSError as error:
+            self._say(step, f"the evaluation can't be started ({error})")
+            return
+        self._say(step, f"evaluating beside training ({log})")
+        code = self._process.wait()
+        if not self._is_over:
+            self._report(step, code, log)
+
+    def _report(self, step: int, code: int, log: Path) -> None:
+        """One line: the scores, or what went wrong."""
+        result = self.run / "eval" / f"{self._name}-step-{step:08d}.json"
+        try:
+            scores = json.loads(result.read_text())["headline"] if code == 0 else ""
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._say(step, f"the evaluation left no result ({error}); see {log}")
+            return
+        if code == 0:
+            self._say(step, scores or f"evaluated ({result})")
+        else:
+            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+            self._say(step, f"the evaluation failed ({how}): {last_log_line(log)}; see {log}")
+
+    def _wait(self) -> None:
+        """For the last evaluation, until it is done, it takes too long, or a signal asks to stop."""
+        if self._thread is None:
+            return
+        if self._thread.is_alive():
+            self.console.print(
+                f"waiting for the evaluation of step {self.newest} on {self._name}, at most {self.section.wait_seconds:g} s "
+                "(eval.suite.wait_seconds)"
+            )
+        until = time.monotonic() + self.section.wait_seconds
+        while self._thread.is_alive() and time.monotonic() < until and not self.stop.requested:
+            self._thread.join(LOOK_EVERY_SECONDS)
+        if not self._thread.is_alive():
+            self.console.print(f"all checkpoints: {shlex.join(self._command('--over-time'))}")
+
+    def _end(self) -> None:
+        """End what still runs; what it has finished is in its cache."""
+        with self._lock:
+            self._is_over = True
+            step, process, thread = self._running, self._process, self._thread
+        if step is None or thread is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if process is not None and process.poll() is None:
+                os.killpg(process.pid, number)
+            thread.join(GRACE_SECONDS)
+        self._say(step, f"the evaluation was ended; to finish it: {shlex.join(self._command('--over-time'))}")
+
+    def _command(self, *arguments: str) -> list[str]:
+        section = self.section
+        options = ["--suite", section.name]
+        options += [] if section.limit is None else ["--limit", str(section.limit)]
+        options += [] if section.data_dir is None else ["--data-dir", section.data_dir]
+        return ["python", "-m", "llmtrain", "eval", str(self.run), *options, *arguments]
+
+    def _environment(self) -> dict[str, str]:
+        found = {key: value for key, value in os.environ.items() if key not in NAMES and not key.startswith(PREFIXES)}
+        found["OMP_NUM_THREADS"] = str(self.section.threads)
+        if self.section.device == "cpu":
+            found["CUDA_VISIBLE_DEVICES"] = ""  # libraries would take some of a GPU's memory nevertheless
+        return found
+
+    def _say(self, step: int, text: str) -> None:
+        self.console.print(f"step {step}/{self.total_steps} | {self._name}: {text}")
+
+    @property
+    def _name(self) -> str:
+        """What the suite's files are called."""
+        return Path(self.section.name).stem if self.section.name.endswith((".yaml", ".yml")) else self.section.name
+
+
+def last_log_line(log: Path) -> str:
+    """What a log says went wrong: its last line but for progress bars, a message of ours before all."""
+    try:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    except OSError:
+        lines = []
+    lines = [line for line in lines if line and "%|" not in line]
+    ours = [line for line in lines if line.startswith("error: ")]
+    return (ours or lines or ["it says nothing"])[-1].removeprefix("error: ")[:300]

@@ -1,0 +1,55 @@
+"""Something slow that the main rank does for all, while the others wait longer than a collective may take."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from llmtrain.errors import UserError
+from llmtrain.parallel.mesh import Mesh
+
+LOOK_SECONDS = 2.0
+"""After so long the main rank lets the others know that it is still at it."""
+
+
+def run_on_main(
+    mesh: Mesh, what: str, work: Callable[[], Any], timeout_seconds: float, progress: Callable[[], int] = lambda: 0
+) -> Any:
+    """What `work()` of the main rank returns, on every rank. A UserError of it is raised on every rank; so is one that says
+    `what` was waited for, once nothing has changed in `progress()` for `timeout_seconds`."""
+    task = _MainRankTask(what, work, timeout_seconds, progress) if mesh.is_main else None
+    while (answer := mesh.broadcast_from_main(lambda: task.look())) is None:
+        pass
+    return answer[0]
+
+
+class _MainRankTask:
+    def __init__(self, what: str, work: Callable[[], Any], timeout_seconds: float, progress: Callable[[], int]):
+        self._what, self._work, self._timeout_seconds, self._progress = what, work, timeout_seconds, progress
+        self._answer: tuple[Any] | None = None
+        self._error: BaseException | None = None
+        self._so_far, self._moved = progress(), time.monotonic()
+        # A daemon: what hangs must not keep a run that has given up on it from ending.
+        self._thread = threading.Thread(target=self._run, name=what, daemon=True)
+        self._thread.start()
+
+    def look(self) -> tuple[Any] | None:
+        """What came of it, in a tuple; None: nothing yet."""
+        self._thread.join(min(LOOK_SECONDS, self._timeout_seconds))
+        if not self._thread.is_alive():
+            if self._error is not None:
+                raise self._error
+            return self._answer
+        if (so_far := self._progress()) != self._so_far:
+            self._so_far, self._moved = so_far, time.monotonic()
+        elif time.monotonic() - self._moved > self._timeout_seconds:
+            raise UserError(f"{self._what}: no answer for {self._timeout_seconds:g} s (run.timeout_seconds)")
+        return None
+
+    def _run(self) -> None:
+        try:
+            self._answer = (self._work(),)
+        except BaseException as error:
+            self._error = error
