@@ -1,4 +1,4 @@
-"""`python -m llmtrain`."""
+"""Entry point of `python -m llmtrain`."""
 
 from llmtrain.cli import main
 

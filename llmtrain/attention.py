@@ -1,11 +1,12 @@
-"""Attention by torch's fused kernels, where transformers does not let a training step have it, or not without waiting.
+"""Fused attention for models that transformers trains without it, or only with a wait for the device.
 
-GPT-Neo's is written here: transformers has it only with whole [T, T] weights, in fp32. Its local layers, of which every
-query sees the last `window_size` keys, are computed in chunks of a window: queries of one chunk see keys of that chunk and
-of the one before, so time and memory grow with T x window.
+GPT-Neo's attention is implemented here, because transformers computes it only with full [T, T] weights in fp32. In
+its local layers every query sees the last `window_size` keys. They are computed in chunks of a window: the queries
+of a chunk see the keys of that chunk and of the previous one, so time and memory grow with T x window.
 
-Llama's is transformers' own, under a name for which it makes no mask: to make one, it looks at the positions for packed
-documents, and the host waits for the device in every forward pass.
+Llama's attention is transformers' own, registered under a name for which transformers builds no mask. To build a
+mask, transformers inspects the positions for packed documents, and the host waits for the device in every forward
+pass.
 """
 
 from __future__ import annotations
@@ -16,32 +17,37 @@ from torch import nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 FUSED_FAMILY = "gpt_neo"
-"""The family whose attention is replaced; the others have torch's fused kernels from transformers."""
+"""The family whose attention is replaced; transformers uses torch's fused kernels for the others."""
 CAUSAL_FAMILIES = {"llama"}
-"""Families of which every layer sees all that is before a token, and nothing else needs a mask."""
+"""Families in which every layer sees all earlier tokens and nothing else needs a mask."""
 UNMASKED = "unmasked_sdpa"
-"""transformers' name for fused attention for which it makes no mask: causal, unless one is given."""
+"""Name in transformers of fused attention for which no mask is built: causal, unless a mask is given."""
 
 AttentionInterface.register(UNMASKED, AttentionInterface()["sdpa"])
 
 
 def fuse_attention(causal_lm: PreTrainedModel, separates_documents: bool) -> None:
-    """Replace GPT-Neo's attention, parameters and their names as they were. Its `attention_mask` is from then on the number
-    of each token's document [B, 1, 1, T], read only if it `separates_documents`."""
+    """Replace GPT-Neo's attention and keep its parameters and their names.
+
+    Afterwards its `attention_mask` is each token's document number [B, 1, 1, T]. It is read only with
+    `separates_documents`.
+    """
     for layer in causal_lm.base_model.h:
         layer.attn.attention = GPTNeoAttention(layer.attn.attention, causal_lm.config, separates_documents)
 
 
 def prepared_mask(family: str, input_ids: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor | None:
-    """The `attention_mask` for input_ids [B, T], of which `documents` [B, T] are kept apart. transformers hands one of four
-    dimensions on to its layers as it is; None: it makes what it needs."""
+    """Return the `attention_mask` for input_ids [B, T]. The `documents` [B, T], if given, are kept apart.
+
+    transformers passes a four-dimensional mask to its layers unchanged. With None it builds the mask it needs.
+    """
     if family == FUSED_FAMILY:
         return (torch.zeros_like(input_ids) if documents is None else documents)[:, None, None]
     return causal_in_documents(documents) if family in CAUSAL_FAMILIES and documents is not None else None
 
 
 class GPTNeoAttention(nn.Module):
-    """softmax(q k^T) v without the usual 1/sqrt(head size), as GPT-Neo has it. Makes no cache."""
+    """GPT-Neo's attention: softmax(q k^T) v without the usual factor 1/sqrt(head size). It has no cache."""
 
     def __init__(self, replaced: nn.Module, config: PretrainedConfig, separates_documents: bool):
         super().__init__()
@@ -55,7 +61,7 @@ class GPTNeoAttention(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: object
     ) -> tuple[torch.Tensor, None]:
-        """[B, T, d] -> ([B, T, d], no attention weights)."""
+        """Map [B, T, d] to ([B, T, d], None); attention weights are not returned."""
         documents = None
         if self.separates_documents:
             assert attention_mask is not None and attention_mask.shape[1:3] == (1, 1)
@@ -77,10 +83,10 @@ def attend(
     documents: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Causal attention [B, H, T, head size] of unscaled products.
+    """Return causal attention [B, H, T, head size] with unscaled dot products.
 
-    A query sees itself and what is before it: all, or with a `window` of w the w - 1 before it; with `documents` [B, T]
-    only what has its own number.
+    A query sees itself and all earlier keys, or only the w - 1 before it with a `window` of w. With `documents` [B,
+    T], it sees only keys with its own document number.
     """
     length = q.shape[2]
     if window is not None and window < length:
@@ -93,7 +99,7 @@ def attend(
 
 
 def causal_in_documents(documents: torch.Tensor) -> torch.Tensor:
-    """Which keys a query sees, [B, 1, T, T]: itself and what is before it with its own number in `documents` [B, T]."""
+    """Return which keys a query sees [B, 1, T, T]: itself and earlier keys with its number in `documents` [B, T]."""
     place = torch.arange(documents.shape[1], device=documents.device)
     sees = (place[:, None] >= place) & (documents[:, :, None] == documents[:, None, :])
     return sees[:, None]
@@ -102,7 +108,7 @@ def causal_in_documents(documents: torch.Tensor) -> torch.Tensor:
 def _attend_in_chunks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, documents: torch.Tensor | None, dropout: float
 ) -> torch.Tensor:
-    """Chunks take the place of rows: [B chunks, H, w, head size] queries, and twice as many keys."""
+    """Attend in chunks in place of rows: queries [B chunks, H, w, head size], and twice as many keys."""
     batch, length = q.shape[0], q.shape[2]
     chunks = -(-length // window)
     missing = chunks * window - length

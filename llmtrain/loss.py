@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head without ever holding tokens x vocabulary logits."""
+"""Cross-entropy of a linear head without the full tokens x vocabulary logits in memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from torch import nn
 from llmtrain.errors import ModelError
 
 IGNORE_INDEX = -100
-"""Label of a position that does not count."""
+"""Label of a position that is excluded from the loss."""
 SummedLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
-"""hidden [..., d], weight [V, d], bias [V] or None, labels [...] -> a scalar."""
+"""(hidden [..., d], weight [V, d], bias [V] or None, labels [...]) -> a scalar."""
 
 
 def _loss_and_gradient(
     logits: torch.Tensor, labels: torch.Tensor, wide: torch.dtype, needs_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[P, V] logits, which may be overwritten, and [P] labels -> summed loss and its gradient by the logits."""
+    """Return the summed loss of logits [P, V] and labels [P], and its gradient with respect to the logits.
+
+    The logits may be overwritten. The gradient is None without `needs_grad`.
+    """
     narrow, logits = logits.dtype, logits.to(wide)
     counts = labels != IGNORE_INDEX
     target = labels.masked_fill(~counts, 0)[:, None]
@@ -41,9 +44,9 @@ def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Summed loss and, while a chunk's logits exist, its share of both gradients: no recomputation in backward.
+    """Summed loss that computes a chunk's share of all gradients while its logits exist.
 
-    hidden [P, d], weight [V, d], bias [V] or None, labels [P].
+    Backward recomputes nothing. Shapes: hidden [P, d], weight [V, d], bias [V] or None, labels [P].
     """
 
     @staticmethod
@@ -87,10 +90,11 @@ def summed_cross_entropy(
     chunk: int,
     compiled: bool = False,
 ) -> torch.Tensor:
-    """Sum over positions of -log softmax(hidden @ weight.T + bias)[label], in at least fp32.
+    """Return the sum over positions of -log softmax(hidden @ weight.T + bias)[label], in at least fp32.
 
-    hidden [..., d], weight [V, d], labels [...] with `IGNORE_INDEX` where a position does not count; at most `chunk`
-    rows of logits exist at once. `compiled`: what is done to them between matrix products is, in fewer passes.
+    The shapes are hidden [..., d], weight [V, d] and labels [...], with `IGNORE_INDEX` at positions that are
+    excluded. At most `chunk` rows of logits exist at once. With `compiled`, torch.compile fuses the work between the
+    matrix products if gradients are needed.
     """
     return _ChunkedCrossEntropy.apply(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), chunk, compiled
@@ -100,8 +104,11 @@ def summed_cross_entropy(
 def liger_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
 ) -> torch.Tensor:
-    """The same by liger-kernel's Triton kernels (https://github.com/linkedin/Liger-Kernel), which choose their own chunks and
-    read one number a call from the device. Gradients are summed in at least fp32, as ours are."""
+    """Return the loss of `summed_cross_entropy`, computed by liger-kernel's Triton kernels.
+
+    They (https://github.com/linkedin/Liger-Kernel) choose their own chunks and read one number per call from the
+    device. Gradients are summed in at least fp32, as in `summed_cross_entropy`.
+    """
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     flat = hidden.reshape(-1, hidden.shape[-1])
@@ -112,7 +119,7 @@ def liger_cross_entropy(
 
 
 def summed_loss(kernel: str, chunk: int, compiled: bool) -> SummedLoss:
-    """The loss that `parallel.loss_kernel` names. Raises ModelError if it can't be computed here."""
+    """Return the loss that `parallel.loss_kernel` names. Raises ModelError if it is not available here."""
     if kernel == "torch":
         return partial(summed_cross_entropy, chunk=chunk, compiled=compiled)
     if importlib.util.find_spec("liger_kernel") is None:
@@ -125,13 +132,13 @@ def summed_loss(kernel: str, chunk: int, compiled: bool) -> SummedLoss:
 
 
 class LossHead(nn.Linear):
-    """An output head that returns the summed loss for (hidden, labels), and logits for hidden alone."""
+    """Output head that returns the summed loss for (hidden, labels), and logits for hidden alone."""
 
     chunk: int = 1024
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, chunk: int) -> LossHead:
-        """The same weights in a LossHead."""
+        """Return a LossHead that shares the weights of `linear`."""
         with torch.device("meta"):
             head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None)
         head.weight, head.bias, head.chunk = linear.weight, linear.bias, chunk
@@ -139,7 +146,7 @@ class LossHead(nn.Linear):
         return head
 
     def choose(self, kernel: str, compiled: bool) -> None:
-        """What computes the loss; see `summed_loss`."""
+        """Choose the implementation of the loss; see `summed_loss`."""
         self._summed_loss = summed_loss(kernel, self.chunk, compiled)
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:

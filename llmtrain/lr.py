@@ -10,8 +10,10 @@ from llmtrain.config import Recipe, ScheduleSection
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """The learning rates of a whole run: linear warm-up to `peak`, then the schedule's shape down to
-    `final_ratio * peak` in the last step."""
+    """Learning rates of a run: linear warm-up to `peak`, then the schedule's shape.
+
+    The cosine and linear shapes end at `final_ratio * peak` in the last step.
+    """
 
     peak: float
     total_steps: int
@@ -19,21 +21,24 @@ class LRSchedule:
 
     @classmethod
     def of(cls, recipe: Recipe) -> LRSchedule:
-        """Those a recipe describes."""
+        """Return the schedule that a recipe describes."""
         return cls(recipe.optim.lr, recipe.train.total_steps, recipe.schedule)
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the linear warm-up; the last of them has the peak."""
+        """Return the number of steps of the linear warm-up; the last of them has the peak."""
         return self.schedule.warmup_steps
 
     def first_step_below(self, share: float) -> int:
-        """The first step after the warm-up whose learning rate is at most `share` of the peak; beyond the run if none."""
+        """Return the first step after the warm-up whose learning rate is at most `share` of the peak.
+
+        It is `total_steps + 1` if there is none.
+        """
         steps = range(self.warmup_steps + 1, self.total_steps + 1)
         return next((step for step in steps if self.at(step) <= share * self.peak), self.total_steps + 1)
 
     def at(self, step: int) -> float:
-        """Learning rate of step `step`, from 1 to `total_steps`."""
+        """Return the learning rate of step `step`, from 1 to `total_steps`."""
         schedule = self.schedule
         if step <= schedule.warmup_steps:
             return self.peak * step / schedule.warmup_steps

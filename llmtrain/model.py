@@ -1,8 +1,8 @@
-"""A transformers causal language model from a config, cut into the blocks that are gathered and synchronized.
+"""A transformers causal language model, cut into the blocks that are gathered and synchronized.
 
-Models are built on the meta device; `initialize` gives one block at a time its weights, so that a rank never
-holds more than one whole block beside its shards. Every weight comes from (seed, its own name): the same on all
-replicas, whatever the mesh.
+Models are built on the meta device. `initialize` fills one block at a time, so a rank never holds more than one full
+block in addition to its shards. Every weight derives from the seed and its own name, so all replicas start with the
+same weights on any mesh.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llmtrain.packing import document_ids, position_ids
 from llmtrain.seeding import derive_seed
 
 LOGIT_CHANGING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config keys of models that do more to the logits than the head; our loss computes plain logits."""
+"""Config keys of models that change the logits after the head; this package's loss computes plain logits."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,11 @@ class ModelBlock:
 
 
 class LanguageModel(nn.Module):
-    """A causal language model whose forward is its loss: (input_ids, labels) [B, T] -> summed loss, a scalar.
+    """Causal language model whose forward returns its loss: (input_ids, labels) [B, T] -> summed loss, a scalar.
 
-    Labels are already shifted; -100 is left out. Logits exist for `loss_chunk` positions at a time. With a
-    `separator`, the id of the token that ends a document, no token sees another document, and positions begin anew in each.
+    Labels are already shifted; positions with label -100 are excluded. Logits exist for `loss_chunk` positions at a
+    time. With a `separator`, the id of the token that ends a document, no token sees another document, and positions
+    restart in each document.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, loss_chunk: int, separator: int | None = None):
@@ -58,7 +59,7 @@ class LanguageModel(nn.Module):
         return self.causal_lm.get_output_embeddings()(self.hidden(input_ids), labels)
 
     def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """What the head reads: [B, T] -> [B, T, hidden]."""
+        """Return the input of the head: [B, T] -> [B, T, hidden]."""
         documents = None if self._separator is None else document_ids(input_ids, self._separator)
         return self.causal_lm.base_model(
             input_ids=input_ids,
@@ -69,9 +70,10 @@ class LanguageModel(nn.Module):
 
 
 def model_config(section: ModelSection, vocab_size: int | None = None) -> PretrainedConfig:
-    """The transformers config a recipe's `model` section describes.
+    """Return the transformers config that a recipe's `model` section describes.
 
-    `vocab_size` (the tokenizer's) is used where the section names none. Raises ModelError for an unknown type.
+    `vocab_size` (the tokenizer's) is the default for a section with neither `vocab_size` nor `from_config`. Raises
+    ModelError if the config can't be built.
     """
     changes = dict(section.config)
     if vocab_size is not None and section.from_config is None:
@@ -97,7 +99,10 @@ def model_config(section: ModelSection, vocab_size: int | None = None) -> Pretra
 
 
 def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = None) -> LanguageModel:
-    """The model with weights on the meta device (buffers are real). `separator` keeps documents apart."""
+    """Build the model with its weights on the meta device and real buffers. `separator` keeps documents apart.
+
+    Raises ModelError for a model that can't be built or changes its logits.
+    """
     from accelerate import init_empty_weights
 
     for key in LOGIT_CHANGING_KEYS:
@@ -120,7 +125,11 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
 
 
 def blocks_of(model: LanguageModel) -> list[ModelBlock]:
-    """Embedding, each layer, final norm + head; a tied head joins the embedding, since they share their weight."""
+    """Return the blocks: embedding, each layer, and final norm with head.
+
+    A tied head joins the embedding's block with the final norm, because it shares the embedding's weight. Raises
+    ModelError if the list of layers is not found.
+    """
     base = model.causal_lm.base_model
     config = model.causal_lm.config
     children = [
@@ -147,16 +156,18 @@ def blocks_of(model: LanguageModel) -> list[ModelBlock]:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """(full name, owning module, its name there, parameter), a shared parameter under each of its names."""
+    """Yield (full name, owning module, its name there, parameter); a shared parameter once per name."""
     for path, owner in model.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
             yield (f"{path}.{name}" if path else name), owner, name, parameter
 
 
 def initialize(model: LanguageModel, block: ModelBlock, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Give the block's meta parameters their initial values: N(0, initializer_range) for matrices and embeddings,
-    0 for biases, and for norms what makes them leave unit variance alone. Drawn on the CPU, so that every device
-    starts from the same numbers."""
+    """Give the block's meta parameters their initial values.
+
+    Matrices and embeddings get N(0, initializer_range), biases 0, and norms the weight that preserves unit variance.
+    Values are drawn on the CPU, so that every device starts from the same numbers.
+    """
     std = getattr(model.causal_lm.config, "initializer_range", None) or 0.02
     inside = {id(module) for top in block.modules for module in top.modules()}
     done: dict[int, nn.Parameter] = {}
@@ -191,7 +202,7 @@ def _initial_value(
 
 
 def _identity_norm_weight(norm: nn.Module, shape: torch.Size) -> torch.Tensor:
-    """Ones for most norms, zeros for those that scale by 1 + weight: whichever keeps unit variance."""
+    """Return the weight that preserves unit variance: ones, or zeros for norms that scale by 1 + weight."""
     x = torch.randn((8, *shape), generator=torch.Generator().manual_seed(0))
     for value in (torch.ones(shape), torch.zeros(shape)):
         parameters = {key: value if key == "weight" else torch.zeros(p.shape) for key, p in norm.named_parameters()}
@@ -201,14 +212,16 @@ def _identity_norm_weight(norm: nn.Module, shape: torch.Size) -> torch.Tensor:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Trainable parameters; shared ones once."""
+    """Return the number of parameters; shared ones count once."""
     return sum(p.numel() for p in model.parameters())
 
 
 def flops_per_token(model: LanguageModel, sequence_length: int) -> float:
-    """Floating-point operations of forward and backward for one token: 6 per weight that multiplies (all but
-    embedding look-ups) and 12 x layers x hidden x T for attention (PaLM, arXiv 2204.02311, appendix B);
-    recomputed activations are not counted."""
+    """Return the floating-point operations of forward and backward per token (arXiv 2204.02311, appendix B, PaLM).
+
+    They are 6 per weight that multiplies (all but embedding look-ups), and 12 x layers x hidden x T for attention.
+    Recomputed activations are not counted.
+    """
     config = model.causal_lm.config
     causal_lm = model.causal_lm
     looked_up = {id(m.weight): m.weight.numel() for m in causal_lm.modules() if isinstance(m, nn.Embedding)}

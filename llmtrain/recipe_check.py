@@ -1,6 +1,7 @@
-"""What keys of a recipe can't tell alone: combinations that can't run, each refused with the reason.
+"""Checks of combinations of recipe keys. Those that can't run are refused with the reason.
 
-`check` needs no process group, no data and no GPU, so `recipe check` says on a laptop what a cluster would say.
+`check` needs no process group, no data and no GPU, so `recipe check` gives the same result on a laptop and a
+cluster.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 SIZES = {"hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "window_size", "head_dim"} | {
     f"num_{part}" for part in ("layers", "hidden_layers", "heads", "attention_heads", "key_value_heads")
 }
-"""Keys of transformers' configs for which it takes a zero, then fails on it."""
+"""Keys of transformers' configs for which a zero is accepted and fails later."""
 
 DEEPSPEED_EQUIVALENTS = {
     "zero_optimization.stage": "parallel.zero_stage",
@@ -47,13 +48,13 @@ DEEPSPEED_EQUIVALENTS = {
     "train_micro_batch_size_per_gpu": "train.micro_batch",
     "gradient_accumulation_steps": "train.global_batch",
 }
-"""Keys of DeepSpeed's configuration, and the recipe's own that stand for them."""
+"""Keys of DeepSpeed's configuration, and the recipe keys that replace them."""
 
 
 def check(recipe: Recipe, world_size: int | None) -> None:
-    """Raise RecipeError for the first impossible combination, another UserError for a suite that can't be.
+    """Raise RecipeError for the first impossible combination, or another UserError for an invalid model or suite.
 
-    `world_size` is how many processes there are; None leaves out what only they can tell.
+    `world_size` is the number of processes. With None, the checks that need it are skipped.
     """
     _check_length(recipe)
     _check_sync(recipe)
@@ -216,7 +217,7 @@ def _check_overlap(schedule: OverlappedSection, period: EveryStepsSection | QsrS
 
 
 def check_group(recipe: Recipe, replicas: int) -> None:
-    """Raise RecipeError if `sync.group` can't be made of so many replicas."""
+    """Raise RecipeError if `sync.group` can't be formed from `replicas` replicas."""
     if isinstance(recipe.sync.group, ButterflySection):
         group_size(replicas, recipe.sync.group.size)
 
@@ -285,7 +286,7 @@ def _check_engine(parallel: ParallelSection) -> None:
 
 
 def _leaves(mapping: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything that is not a mapping itself."""
+    """Yield (dotted key, value) for every value that is not a mapping."""
     for key, value in mapping.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{path}{key}.")
@@ -328,7 +329,7 @@ def _check_fragments(recipe: Recipe, config: PretrainedConfig) -> None:
 
 
 def _check_model_keys(section: ModelSection) -> None:
-    """transformers' configs swallow any key; here an unknown one is refused."""
+    """Raise RecipeError for an unknown model type or config key, because transformers' configs accept any key."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
 

@@ -1,10 +1,11 @@
-"""Reading a recipe: base files, then overrides, laid over the method's preset, then the schema.
+"""Recipe loading: base files and overrides, merged over the method's preset and validated against the schema.
 
-Later wins: preset < base files in their order < the file itself < the command line. Mappings merge key by key; a
-`sync.period`, `sync.outer` or the like of another kind replaces the whole. Where a layer names another method than the
-layers below it, their group, outer step, penalty, schedule and pull no longer apply (they were the old method's choices);
-the period, the warm-up and the wire stay, so that methods are compared at the same round length.
-There is no interpolation and the environment is not read.
+Later layers win: preset < base files in their order < the file itself < the command line. Mappings merge key by key;
+a `sync.period`, `sync.outer` or similar value of another kind is replaced as a unit. If a layer names another method
+than the layers below it, their group, outer step, penalty, schedule and pull no longer apply (they were chosen for
+the old method). The period, the warm-up and the wire stay, so that methods are compared at the same round length.
+There are two exceptions: a period of another kind than the new method's is dropped, and so is `warmup_steps` if that
+method synchronizes every step. There is no interpolation, and the environment is not read.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ UNION_KEYS = ("period", "group", "outer", "schedule", "wire")
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a YAML file with its base files and `a.b=c` overrides.
+    """Return the recipe in a YAML file, with its base files and `a.b=c` overrides.
 
-    Raises RecipeError, one line that names the file and key, for anything that is not a recipe.
+    Raises RecipeError, in one line that names the file and key, if the result is not a valid recipe.
     """
     path = Path(path)
     layers = [*_read_with_bases(path, ()), Overlay(COMMAND_LINE, parse_overrides(overrides))]
@@ -52,7 +53,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`a.b=c`, `--a.b=c` and `--a.b c` as a nested mapping, values read as YAML; later ones win.
+    """Return `a.b=c`, `--a.b=c` and `--a.b c` as a nested mapping, with values read as YAML. Later arguments win.
 
     Raises RecipeError for an argument of another form.
     """
@@ -76,13 +77,16 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def resolved_yaml(recipe: Recipe) -> str:
-    """Every key of the recipe with its value, as YAML that `load_recipe` reads back to the same recipe."""
+    """Return every key of the recipe with its value, as YAML that `load_recipe` reads back to the same recipe."""
     # OmegaConf's dumper, since it quotes what its loader would take for a number (a run called "3e-4").
     return OmegaConf.to_yaml(OmegaConf.create(recipe.model_dump(mode="json")))
 
 
 def differences(there: Recipe, here: Recipe, ignore: Iterable[str] = ()) -> list[str]:
-    """`optim.lr: 0.001 there, 0.002 here` for each key that differs; `ignore` holds dotted keys or whole sections."""
+    """Return a line such as `optim.lr: 0.001 there, 0.002 here` for each key that differs.
+
+    `ignore` holds dotted keys or sections.
+    """
     left, right = _leaves(there.model_dump(mode="json")), _leaves(here.model_dump(mode="json"))
     ignored = tuple(ignore)
     keys = [key for key in {**left, **right} if not any(key == i or key.startswith(i + ".") for i in ignored)]
@@ -98,7 +102,7 @@ def differences(there: Recipe, here: Recipe, ignore: Iterable[str] = ()) -> list
 
 
 def _read_with_bases(path: Path, chain: tuple[Path, ...]) -> list[Overlay]:
-    """The file's base files first, depth first, each a layer of its own."""
+    """Return the file's base files, depth first, then the file itself, each as its own layer."""
     if path.resolve() in chain:
         names = " -> ".join(p.name for p in (*chain, path))
         raise RecipeError(f"{path}: base files form a circle ({names}); remove one `base:`")
@@ -130,7 +134,10 @@ def _read(path: Path, named_by: Path | None) -> dict[str, Any]:
 
 
 def _normalize(data: dict[Any, Any], label: str) -> dict[str, Any]:
-    """An empty section is one without keys, a bare word for a tagged value its `kind`; `${` is refused."""
+    """Return `data` with empty sections as {} and a bare word for a tagged value as its `kind`.
+
+    Raises RecipeError for `${`.
+    """
     for key, value in _leaves(data).items():
         if isinstance(value, str) and "${" in value:
             raise RecipeError(f"{label}: {key} is {value!r}, but recipes have no interpolation; write the value itself")
@@ -145,7 +152,7 @@ def _normalize(data: dict[Any, Any], label: str) -> dict[str, Any]:
 
 
 def _on_preset(layers: list[Overlay]) -> list[Overlay]:
-    """Put the method's preset below the layers and take from them what was chosen for another method."""
+    """Put the method's preset below the layers and remove from them what was chosen for another method."""
     method, kept = SyncSection.model_fields["method"].default, []
     for layer in layers:
         sync = layer.data.get("sync")
@@ -163,7 +170,7 @@ def _on_preset(layers: list[Overlay]) -> list[Overlay]:
 
 
 def _for_method(data: dict[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
-    """What stays of a layer below the one that names another method, whose preset this is."""
+    """Return what remains of a layer below the one that names another method, whose preset this is."""
     sync = data.get("sync")
     if not isinstance(sync, dict):
         return data
@@ -178,7 +185,7 @@ def _for_method(data: dict[str, Any], preset: Mapping[str, Any]) -> dict[str, An
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any], tagged: Sequence[str] = ()) -> dict[str, Any]:
-    """`over` laid over `under`: mappings merge, everything else is replaced, and so is a tagged value of another kind."""
+    """Return `over` merged over `under`. Mappings merge; all else is replaced, also tagged values of another kind."""
     merged = dict(under)
     for key, value in over.items():
         below = merged.get(key)
@@ -189,7 +196,7 @@ def _merge(under: dict[str, Any], over: dict[str, Any], tagged: Sequence[str] = 
 
 
 def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as {dotted key: value}; lists stay whole."""
+    """Return nested mappings as {dotted key: value}; lists are kept as values."""
     if not isinstance(data, dict) or (prefix and not data):
         return {prefix: data}
     dot = f"{prefix}." if prefix else ""

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, in one line: the file, the key, what was given, what is allowed."""
+"""One-line messages for recipe errors: the file, the key, the given value, and the allowed values."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from llmtrain.config import Recipe, Section
 
 @dataclass(frozen=True)
 class Overlay:
-    """Keys that one place gave; `label` names the place in messages."""
+    """Keys from one place; `label` names the place in messages."""
 
     label: str
     data: dict[str, Any]
 
 
 def closest(given: str, names: Iterable[str]) -> str | None:
-    """The name that was probably meant, if any is near."""
+    """Return the name that was probably meant, or None if none is close."""
     return next(iter(get_close_matches(given, list(names), n=1)), None)
 
 
 def one_of(names: Iterable[str]) -> str:
-    """`a, b or c`."""
+    """Return the names as `a, b or c`."""
     *most, last = names
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def explain(error: ValidationError, layers: Sequence[Overlay], data: dict[str, Any]) -> str:
-    """The first problem of a failed validation of `data`, which `layers` were merged into."""
+    """Return a message for the first problem of a failed validation of `data`, into which `layers` were merged.
+
+    An unknown key takes precedence over other problems.
+    """
     problems = error.errors(include_url=False)
     # An unknown key explains more than the wrong value that it may have caused.
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
@@ -56,7 +59,7 @@ def explain(error: ValidationError, layers: Sequence[Overlay], data: dict[str, A
 
 
 def _key_path(loc: Sequence[str | int], data: Any) -> list[str]:
-    """pydantic's location without the tags of unions, which are no keys of the recipe."""
+    """Return pydantic's location without the tags of unions, which are not recipe keys."""
     path = []
     for part in loc:
         if isinstance(data, dict) and part in data:
@@ -106,7 +109,7 @@ def _takes_null(path: Sequence[str], data: dict[str, Any]) -> bool:
 
 
 def _section(path: Sequence[str], data: dict[str, Any]) -> type[Section]:
-    """The class that a mapping in the recipe is read into; of several kinds, the one that `data` names."""
+    """Return the class that a mapping in the recipe is read into; of several kinds, the one that `data` names."""
     section: type[Section] = Recipe
     for name in path:
         data = data[name]
@@ -117,7 +120,7 @@ def _section(path: Sequence[str], data: dict[str, Any]) -> type[Section]:
 
 
 def _variants(path: Sequence[str]) -> dict[str, type[Section]]:
-    """{kind: class} of a tagged value, {} of a plain section."""
+    """Return {kind: class} for a tagged value, or {} for a plain section."""
     section: type[Section] = Recipe
     for name in path[:-1]:
         section = next(_sections_in(section.model_fields[name].annotation))
@@ -160,6 +163,6 @@ def _expected(problem: dict[str, Any]) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value as it is written in a recipe, cut to 60 characters."""
+    """Return a value as written in a recipe, cut to 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

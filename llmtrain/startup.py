@@ -1,4 +1,4 @@
-"""The seconds before training: imports without the garbage collector, and how long ago the command was started."""
+"""Startup helpers: imports without the garbage collector, and the time since the command was started."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import contextmanager
 import psutil
 
 STARTED = "LLMTRAIN_STARTED"
-"""Environment variable: when the launcher of this rank was started, in seconds since 1970."""
+"""Environment variable with the start time of this rank's launcher, in seconds since 1970."""
 
 
 @contextmanager
 def imports_without_gc() -> Iterator[None]:
-    """Import without garbage collection, which would look through all modules again and again, now and at every later pass.
+    """Disable garbage collection during imports and freeze their objects, so that no pass scans all modules.
 
-    torch and transformers take two thirds of the time.
+    Importing torch and transformers then takes two thirds of the time.
     """
     gc.disable()
     try:
@@ -29,10 +29,10 @@ def imports_without_gc() -> Iterator[None]:
 
 
 def note_command_start() -> None:
-    """Tell processes that this one starts when it was started itself."""
+    """Record this process's start time in the environment of the processes that it will start."""
     os.environ[STARTED] = str(psutil.Process().create_time())
 
 
 def seconds_since_command() -> float:
-    """Return the age of the launcher, or of this process if it was started without one."""
+    """Return the age in seconds of the launcher, or of this process if it was started without one."""
     return time.time() - float(os.environ.get(STARTED) or psutil.Process().create_time())

@@ -1,4 +1,4 @@
-"""What a thread beside training needs from the one that starts it."""
+"""Setup of background threads with the GPU of the thread that starts them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 
 
 def with_current_device(work: Callable[[], None]) -> Callable[[], None]:
-    """`work` for another thread, with this one's GPU. A new thread's is GPU 0, on which the first call of CUDA would take
-    some hundred megabytes, once for every rank of the machine."""
+    """Return `work` for another thread, bound to the current GPU.
+
+    A new thread uses GPU 0, where the first CUDA call would take some hundred megabytes for every local rank.
+    """
     if not torch.cuda.is_available():
         return work
     device = torch.cuda.current_device()

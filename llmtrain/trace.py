@@ -1,9 +1,10 @@
-"""Spans of time on this rank, for timelines: what it did in some steps, and which messages were under way meanwhile.
+"""Time spans on this rank for timelines: its work in certain steps, and the messages in flight during them.
 
-`open_trace` starts a recording, of which a process has one at most; without one, all else here does nothing. A span is a
-line of JSON: kind, name, step, start and end (unix seconds), and bytes for messages. Kinds: `step` (a whole one), `data`,
-`gradient` (forward, backward and the optimizer), `exposed` (training stands still for synchronization), `wait` (of it,
-for the slowest replica), `delay` (injected) and `message` (between replicas, in the background).
+`open_trace` starts a recording, of which a process has at most one. Without one, the other functions record nothing.
+A span is a line of JSON: kind, name, step, start and end (Unix seconds), and bytes for messages. Kinds: `step` (a
+full step), `data`, `gradient` (forward, backward and the optimizer), `exposed` (training stands still for
+synchronization), `wait` (part of it, for the slowest replica), `delay` (injected) and `message` (between replicas,
+in the background).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Kind = Literal["step", "data", "gradient", "exposed", "wait", "delay", "message"
 
 
 class Recording:
-    """Spans that begin in steps `first` to `last`, written to `path` as they end."""
+    """Recording of spans that begin in steps `first` to `last`, written to `path` as they end."""
 
     def __init__(self, path: Path, first: int, last: int):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,18 +31,18 @@ class Recording:
 
     @property
     def is_on(self) -> bool:
-        """Whether what begins now is recorded."""
+        """Return whether a span that begins now is recorded."""
         return self.first <= self.step <= self.last
 
     def write(self, kind: Kind, name: str, step: int, start: float, **more: float) -> None:
-        """A span that ends now."""
+        """Write a span that ends now."""
         line = json.dumps({"kind": kind, "name": name, "step": step, "start": start, "end": time.time(), **more})
         with self._lock:
             if not self._file.closed:
                 self._file.write(line + "\n")
 
     def close(self) -> None:
-        """What is still under way is not recorded."""
+        """Close the file. Spans still in flight are not recorded."""
         with self._lock:
             self._file.close()
 
@@ -63,7 +64,7 @@ def open_trace(path: Path, first: int, last: int) -> Iterator[None]:
 
 @contextmanager
 def step_span(step: int) -> Iterator[None]:
-    """Step number `step` is done within."""
+    """Set the current step to `step`, and record the enclosed code as its span."""
     if _recording is not None:
         _recording.step = step
     with span("step"):
@@ -72,7 +73,7 @@ def step_span(step: int) -> Iterator[None]:
 
 @contextmanager
 def span(kind: Kind, name: str = "") -> Iterator[None]:
-    """What happens within is of this kind."""
+    """Record the enclosed code as a span of this kind."""
     recording = _recording
     if recording is None or not recording.is_on:
         yield
@@ -83,8 +84,10 @@ def span(kind: Kind, name: str = "") -> Iterator[None]:
 
 
 def message(name: str, sent: float) -> Callable[[], None] | None:
-    """A message of so many bytes begins now; call what is returned when it has arrived, from any thread. None: nobody
-    wants to know."""
+    """Start a message of `sent` bytes and return a function to call when it has arrived, from any thread.
+
+    Returns None if nothing is recorded.
+    """
     recording = _recording
     if recording is None or not recording.is_on:
         return None

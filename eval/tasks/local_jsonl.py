@@ -11,7 +11,7 @@ from datasets import Dataset
 
 
 def load(*, data_dir: str | None = None, file: str, **_: Any) -> dict[str, Dataset]:
-    """The rows of `data_dir`/`file` (JSON lines, perhaps gzipped) as the split `test`.
+    """Return the rows of `data_dir`/`file` (JSON lines, possibly gzipped) as the split `test`.
 
     `data_dir` comes from the metadata: `llmtrain eval --data-dir DIR`, or `lm_eval --metadata '{"data_dir": "DIR"}'`.
     """

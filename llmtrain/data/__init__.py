@@ -1,1 +1,1 @@
-"""Text to batches: sources -> tokenizer -> token shards on disk (prepare) -> who reads what (loader)."""
+"""Data pipeline from text to batches: sources, tokenizer, token shards on disk (prepare), batch order (loader)."""

@@ -1,4 +1,4 @@
-"""Whether all hosts have prepared the same tokens; without a folder that all see, each does it for itself."""
+"""Comparison of the tokens that hosts have prepared, because hosts without a shared folder each prepare their own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from llmtrain.errors import DataError
 from llmtrain.parallel.mesh import Mesh
 
 STRETCHES, LENGTH = 64, 1024
-"""How many stretches of a split are compared, and of how many tokens each."""
+"""Number of windows compared per split, and tokens per window."""
 
 
 def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
-    """Raises DataError, on every rank, where hosts would read different tokens: the hub's data set or a local file is not
-    the same on them, or their Python's standard library. A collective of all ranks."""
+    """Raise DataError on every rank if hosts would read different tokens or a rank cannot read its own. Tokens
+    differ if the hub dataset, a local file or Python's standard library is not the same on all hosts. A collective
+    of all ranks."""
     if mesh.world.size == 1:
         return
     mine = socket.gethostname(), *_described(texts)
@@ -38,7 +39,7 @@ def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
 
 
 def _described(texts: Mapping[str, TokenDataset]) -> tuple[dict[str, str], str | None]:
-    """(what is read of each text, why it could not be)."""
+    """Return the digest of each text, or no digests and the reason why a text could not be read."""
     try:
         return {name: token_digest(text) for name, text in texts.items()}, None
     except OSError as error:
@@ -46,7 +47,8 @@ def _described(texts: Mapping[str, TokenDataset]) -> tuple[dict[str, str], str |
 
 
 def token_digest(prepared: TokenDataset) -> str:
-    """What a run reads of it, in words and as a digest: of all that is not tokens, and of stretches all over these."""
+    """Return the token counts, the vocabulary size and a digest, as text. The digest covers vocabulary size, eos
+    id, dtype and evenly spaced windows of every split."""
     counts = {split: prepared.tokens(split) for split in SPLITS}
     digest = hashlib.sha256(repr((prepared.vocab_size, prepared.eos_id, prepared.index.dtype)).encode())
     for tokens in counts.values():

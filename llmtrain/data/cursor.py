@@ -1,7 +1,7 @@
-"""What of the endless list of samples is still to be read, also when other replicas go on reading it.
+"""Position in the endless list of samples, which stays exact when the set of replicas changes.
 
-Replicas that keep step leave a list without gaps. Where some have done more steps than others, the slow ones have left
-their parts of some batches; whoever goes on reads these first.
+Replicas that have taken equally many steps leave no gaps in the list. If some have taken more steps than others,
+the slower ones leave their parts of some batches unread. The replicas of the continued run read these parts first.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import Any
 
 
 class SampleCursor:
-    """The entries that come next: those of `left`, then all from `position` on."""
+    """Cursor over the endless list of samples. The next entries are those of `left`, then all from `position` on."""
 
     def __init__(self, position: int = 0, left: Sequence[range] = ()):
         self.position, self.left = position, list(left)
 
     @property
     def num_read(self) -> int:
-        """How many entries have been read."""
+        """Return the number of entries read so far."""
         return self.position - sum(map(len, self.left))
 
     @property
     def lowest(self) -> int:
-        """The first entry of the endless list that is among them."""
+        """Return the lowest unread entry."""
         return min([self.position, *(part.start for part in self.left)])
 
     def peek(self, first: int, count: int) -> list[range]:
-        """`count` entries after the next `first` ones, in order."""
+        """Return the `count` unread entries that follow the next `first` ones, in order, as ranges."""
         found = []
         for upcoming in (*self.left, range(self.position, self.position + first + count)):
             here = upcoming[first : first + count]
@@ -37,7 +37,7 @@ class SampleCursor:
         return found
 
     def advance(self, count: int) -> None:
-        """The next `count` entries have been read."""
+        """Mark the next `count` entries as read."""
         rest = []
         for part in self.left:
             used = min(count, len(part))
@@ -47,18 +47,18 @@ class SampleCursor:
         self.left, self.position = rest, self.position + count
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the state as JSON-serializable values."""
         leftover = {"left": [[part.start, part.stop] for part in self.left]} if self.left else {}
         return {"position": self.position, **leftover}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse."""
         self.position, self.left = state["position"], [range(*part) for part in state.get("left", [])]
 
 
 def merge_cursors(states: Sequence[dict[str, Any]], global_batch: int) -> dict[str, Any]:
-    """What replicas with these states, one each, have not read yet, as the state of all who go on: every entry that none
-    of them has read comes once. `global_batch` is how many entries all read in a step, a replica an equal part of them."""
+    """Return the state from which every replica of a continued run starts, given the state of each earlier replica.
+    Each entry that no replica has read occurs in it exactly once. `global_batch` is the number of entries that all
+    replicas read per step, in equal parts."""
     replicas = [SampleCursor() for _ in states]
     for replica, state in zip(replicas, states, strict=True):
         replica.load_state_dict(state)
@@ -73,7 +73,7 @@ def merge_cursors(states: Sequence[dict[str, Any]], global_batch: int) -> dict[s
 
 
 def _joined(parts: list[range]) -> list[range]:
-    """In ascending order, neighbors as one."""
+    """Return the ranges in ascending order, with adjacent ones merged."""
     joined: list[range] = []
     for part in sorted(parts, key=lambda part: part.start):
         if joined and joined[-1].stop == part.start:

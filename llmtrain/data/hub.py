@@ -1,4 +1,4 @@
-"""Is the Hugging Face hub there, and does it have this repository? Asked once, before a library retries for minutes."""
+"""Availability check for the Hugging Face hub and its repositories, made once before a library retries for minutes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Literal
 from llmtrain.errors import DataError
 
 TIMEOUT = 5.0
-"""Seconds to wait for each address of the hub (it has several)."""
+"""Seconds to wait for each of the hub's several addresses."""
 
 
 def require(name: str, kind: Literal["dataset", "model"], *, key: str, instead: str) -> None:
-    """Return if the hub answers and has repository `name`; else raise a DataError that suggests `instead` for `key`."""
+    """Raise DataError unless the Hugging Face hub answers and has repository `name`. The message names `key` and,
+    unless the repository does not exist, suggests `instead`."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -31,5 +32,5 @@ def require(name: str, kind: Literal["dataset", "model"], *, key: str, instead: 
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, as one line."""
+    """Return the first nonblank line of an exception's message, or its type's name if the message is empty."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,6 +1,6 @@
-"""A prepared folder: its index, what is checked when it is opened, and the tokens in it.
+"""Index and tokens of a prepared folder, and the checks made when the folder is opened.
 
-<cache_dir>/<name>-<hash8>/index.json          what this module reads
+<cache_dir>/<name>-<hash8>/index.json          read by this module
                            tokenizer/          as saved by transformers
                            train-00000.npy     token shards
                            validation-00000.npy
@@ -29,20 +29,20 @@ TOKENIZER = "tokenizer"
 
 
 class SplitIndex(BaseModel, extra="forbid", frozen=True):
-    """One split."""
+    """Index entry of one split."""
 
     tokens: int
-    """With one eos token a document."""
+    """Includes one eos token per document."""
     documents: int
     text_bytes: int
-    """UTF-8 bytes of the documents: nats per token x tokens / text_bytes / ln 2 = bits per byte."""
+    """UTF-8 bytes of the documents; nats per token x tokens / text_bytes / ln 2 = bits per byte."""
     exhausted: bool
-    """The source had no more."""
+    """Whether the source ended before the requested number of tokens was reached."""
     shards: tuple[Shard, ...]
 
 
 class Index(BaseModel, extra="forbid", frozen=True):
-    """index.json."""
+    """Schema of index.json."""
 
     format: Literal[1]
     source: str
@@ -55,12 +55,12 @@ class Index(BaseModel, extra="forbid", frozen=True):
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """Token shards on disk, opened and found whole."""
+    """Prepared token shards on disk, checked when opened."""
 
     directory: Path
     index: Index
     limits: Mapping[Split, int] = field(default_factory=dict)
-    """Tokens that the recipe asked for: a run reads the same ones when an earlier run prepared more."""
+    """Tokens per split that the recipe asks for. A run reads the same tokens even if an earlier run prepared more."""
 
     @property
     def vocab_size(self) -> int:
@@ -75,23 +75,23 @@ class TokenDataset:
         return np.dtype(self.index.dtype)
 
     def tokens(self, split: Split) -> TokenShards:
-        """All tokens of a split, up to the recipe's limit; memory-mapped."""
+        """Return all tokens of a split up to the recipe's limit, memory-mapped."""
         arrays = [np.load(self.directory / shard.name, mmap_mode="r") for shard in self.index.splits[split].shards]
         return TokenShards(arrays, self.limits.get(split))
 
     def bytes_per_token(self, split: Split) -> float:
-        """Mean UTF-8 bytes of text that a token stands for."""
+        """Return the mean number of UTF-8 bytes of text per token."""
         return self.index.splits[split].text_bytes / self.index.splits[split].tokens
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that made the tokens; needs no network."""
+        """Return the tokenizer that produced the tokens. Needs no network."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.directory / TOKENIZER)
 
 
 def open_dataset(directory: Path | str, limits: Mapping[Split, int] | None = None) -> TokenDataset:
-    """Open a prepared folder; DataError if the index or a shard is missing, cut short or somebody else's."""
+    """Open a prepared folder. Raises DataError if the index or a shard is missing, truncated or inconsistent."""
     directory = Path(directory)
     remedy = f"delete {directory} and prepare again"
     try:

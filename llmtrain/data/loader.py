@@ -1,8 +1,9 @@
-"""Who reads what: training batches in an order that the seed alone decides, and a fixed set of validation batches.
+"""Training batches in an order set by the seed, and a fixed set of validation batches.
 
-Sample i is the window of sequence_length + 1 tokens that starts at i x sequence_length: its first sequence_length
-tokens are the inputs, its last the labels. Documents are packed: a window may hold the end of one and the start of the
-next, eos between them; nothing is padded; what doesn't fill a last window is left out.
+Sample i is the window of sequence_length + 1 tokens that starts at token i x sequence_length. Its first
+sequence_length tokens are the inputs, its last sequence_length tokens the labels. Documents are packed: a window
+may hold the end of one and the start of the next, separated by eos. Nothing is padded, and tokens that do not fill
+a last window are dropped.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from llmtrain.data.shards import TokenShards
 from llmtrain.errors import DataError
 
 IGNORE_INDEX = -100
-"""Label of a position that does not count; what torch's cross entropy ignores."""
+"""Label of positions excluded from the loss; the default `ignore_index` of torch's cross entropy."""
 
 
 class Loader:
-    """This rank's part of the global batches.
+    """Loader of this rank's part of the global batches.
 
-    All epochs' permutations of the samples, one after the other, are one endless list, the same on every rank whatever
-    the mesh. A step takes the next global_batch entries; replica r has the r-th equal part of them, and shard rank s
-    the s-th equal part of that. A run that other replicas began first takes what these left (`cursor.merge_cursors`).
+    The permutations of all epochs, one after the other, form one endless list of samples that is the same on every
+    rank and for every mesh. A step takes the next global_batch entries. Replica r reads the r-th equal part of
+    them, and shard rank s the s-th equal part of that. After a change of replicas, the entries that the earlier
+    ones left unread come first (`cursor.merge_cursors`).
     """
 
     def __init__(
@@ -42,14 +44,16 @@ class Loader:
         shard: int,
         seed: int,
     ) -> None:
-        """Batches count sequences; `micro_batch` is one rank's. DataError: less data than one global batch."""
+        """Set the shape of the batches, counted in sequences; `micro_batch` is per rank. Raises DataError if there
+        is less data than one global batch."""
         assert global_batch % (micro_batch * replicas * shard) == 0, (global_batch, micro_batch, replicas, shard)
         assert 0 <= replica < replicas and 0 <= shard_rank < shard, (replica, replicas, shard_rank, shard)
         self.tokens, self.sequence_length, self.seed = tokens, sequence_length, seed
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.num_samples = max(len(tokens) - 1, 0) // sequence_length
         self.cursor = SampleCursor()
-        """What all replicas together have not taken yet, if they keep step with this one: the whole state."""
+        """Entries that no replica has taken yet, provided that all have taken as many steps as this one. The
+        loader's only state."""
         if self.num_samples < global_batch:
             raise DataError(
                 f"training data: {len(tokens)} tokens there, {global_batch * sequence_length + 1} needed for one step "
@@ -62,11 +66,11 @@ class Loader:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
+        """Return the number of passes over the data so far, which may be fractional."""
         return self.cursor.num_read / self.num_samples
 
     def next(self) -> list[torch.Tensor]:
-        """The next step's micro-batches of this rank: int64 [micro_batch, sequence_length + 1] each."""
+        """Return this rank's micro-batches for the next step: int64 [micro_batch, sequence_length + 1] each."""
         windows = [
             self.tokens.window(self.sample(entry) * self.sequence_length, self.sequence_length + 1)
             for part in self.cursor.peek(self._first, self._per_rank)
@@ -79,7 +83,7 @@ class Loader:
         return list(rows.split(self.micro_batch))
 
     def sample(self, entry: int) -> int:
-        """The sample at an entry of the endless list."""
+        """Return the sample at an entry of the endless list."""
         epoch, place = divmod(entry, self.num_samples)
         if epoch not in self._orders:
             dtype = np.uint32 if self.num_samples <= 1 << 32 else np.uint64
@@ -97,10 +101,12 @@ class Loader:
 def eval_batches(
     tokens: TokenShards, *, max_tokens: int, sequence_length: int, micro_batch: int, rank: int, world: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's validation batches: (input_ids, labels), int64 [micro_batch, sequence_length] each.
+    """Return an iterator over this rank's validation batches: (input_ids, labels), each int64
+    [micro_batch, sequence_length].
 
-    The first max_tokens // sequence_length windows (at least one, at most what there is) are dealt out in turn. Every
-    rank yields equally many batches of the same shape; rows that are missing have no labels (IGNORE_INDEX).
+    The first max_tokens // sequence_length windows are dealt out in turn: at least one, at most all. Every rank
+    yields equally many batches of the same shape. Labels of missing rows are IGNORE_INDEX. Raises DataError if the
+    data has no complete window.
     """
     there = max(len(tokens) - 1, 0) // sequence_length
     if not there:

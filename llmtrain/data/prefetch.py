@@ -1,4 +1,5 @@
-"""Batches are read a step ahead, in a thread, so that training does not wait for a disk that is slow now and then."""
+"""Read-ahead of training batches by one step, in a thread, so that training does not wait for a disk that is slow
+at times."""
 
 from __future__ import annotations
 
@@ -15,15 +16,16 @@ from llmtrain.errors import DataError
 from llmtrain.threads import with_current_device
 
 REST_SECONDS = 2.0
-"""How long the process's end waits for a batch that nobody needs any more; a disk that does not answer holds no tensors."""
+"""Seconds that process exit waits for a read in flight. A read that hangs longer holds no tensors and is safe to
+abandon."""
 Read = list[torch.Tensor] | BaseException
-"""Micro-batches, or why there are none."""
+"""Micro-batches, or the exception that the read raised."""
 
 
 class PrefetchLoader:
-    """The batches of a loader, and its state as if the next one had not been read yet.
+    """Loader wrapper that reads one step ahead. Its state excludes the batches read ahead.
 
-    With `pin` they are in pinned memory, from which a GPU copies them while it computes.
+    With `pin`, batches are in pinned memory, from which a GPU copies them while it computes.
     """
 
     def __init__(self, loader: Loader, timeout_seconds: float, pin: bool = False):
@@ -37,8 +39,8 @@ class PrefetchLoader:
         atexit.register(self._drain)
 
     def next(self) -> list[torch.Tensor]:
-        """The next step's micro-batches of this rank: int64 [micro_batch, sequence_length + 1] each. DataError if they are
-        not there in `timeout_seconds`."""
+        """Return this rank's micro-batches for the next step: int64 [micro_batch, sequence_length + 1] each. Raises
+        DataError if they do not arrive within `timeout_seconds`."""
         if not self._is_coming:
             self._request()
         batches = self._receive()
@@ -47,18 +49,19 @@ class PrefetchLoader:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's, after the batches that `next` gave."""
+        """Return the loader's state after the last batches that `next` returned."""
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse."""
+        """Restore a state, after discarding batches read ahead."""
         if self._is_coming:
             self._receive()
         self.loader.load_state_dict(state)
         self._state = self.loader.state_dict()
 
     def _drain(self) -> None:
-        """At the process's end: the interpreter crashes when it ends under a thread that is busy with tensors."""
+        """Wait at process exit for a read in flight, because the interpreter crashes if it ends while a thread uses
+        tensors."""
         if self._is_coming:
             with suppress(Empty):
                 self._read.get(timeout=REST_SECONDS)
@@ -81,8 +84,8 @@ class PrefetchLoader:
         return batches
 
     def _worker(self) -> None:
-        """The thread's life, as long as the process's: one that ended while the interpreter does would drop tensors then, and
-        crash it."""
+        """Serve read requests until the process exits. It never ends earlier, because a thread that ends during
+        interpreter shutdown would drop tensors and crash the interpreter."""
         while True:
             self._orders.get()
             try:

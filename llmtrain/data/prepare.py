@@ -1,7 +1,9 @@
-"""Text to token shards on disk: done once, found again, safe against interruption and against company.
+"""Preparation of token shards on disk from text: done once, cached, safe against interruption and concurrent
+processes.
 
-A folder of `data.cache_dir` appears complete or not at all: everything is written into a temporary one pool it, under
-a lock, flushed to the disk and renamed. Every document is tokenized without special tokens and followed by eos.
+A folder of `data.cache_dir` appears complete or not at all. Its files are written under a lock into a temporary
+folder next to it and flushed to disk, then the folder is renamed. Every document is tokenized without special
+tokens and followed by eos.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ if TYPE_CHECKING:
 __all__ = ["TokenDataset", "cache_path", "open_dataset", "prepare", "verify"]
 
 NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""What a disk says that is full or read-only."""
+"""Error numbers of a disk that is full, over quota or read-only."""
 BATCH_CHARACTERS = 1_000_000
-"""Text that is tokenized at once, spread over the cores."""
+"""Characters tokenized per batch. A batch is spread over the cores."""
 PIECE_CHARACTERS = 1_000_000
-"""A longer document is tokenized in pieces, to bound memory."""
+"""Maximum characters per piece. Longer documents are tokenized in pieces, to bound memory."""
 
 
 def prepare(
@@ -56,12 +58,14 @@ def prepare(
     show_progress: bool = False,
     lock_timeout: float = 24 * 3600,
 ) -> TokenDataset:
-    """Token shards of `data`, from the cache or made now.
+    """Return the token shards of `data`, from the cache or newly prepared.
 
-    `train_tokens` and `eval_tokens` are what a run reads. Files are tokenized whole, since a short run should still see
-    all kinds of documents; of a hub data set only as much as the run reads. `data.max_tokens` bounds either. A cached
-    folder serves if it has as many or if its source had no more, else it is made anew, larger. Of processes that start together one
-    prepares, the others wait for it up to `lock_timeout` seconds. Raises DataError.
+    `train_tokens` and `eval_tokens` are what a run reads. The training split of files is tokenized completely, so
+    that a short run still sees all kinds of documents; of a hub dataset, only what the run reads is tokenized.
+    `data.max_tokens`, if given, sets the number of training tokens in both cases. The validation split is tokenized
+    only as far as the run reads it. A cached folder is reused if it has enough tokens or its source had no more;
+    otherwise a larger one replaces it. If several processes start together, one prepares and the others wait for it
+    up to `lock_timeout` seconds. Raises DataError.
     """
     # one more than is read: the last token is only a label
     whole = train_tokens + 1 if data.source.startswith(HUB) else sys.maxsize
@@ -82,7 +86,7 @@ def prepare(
 
 
 def cache_path(data: DataSection) -> Path:
-    """Where `data` is cached: a readable name and a hash of all that decides what the tokens are."""
+    """Return the cache folder of `data`: a readable name and a hash of everything that determines the tokens."""
     tokenizer = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(data.tokenizer)]
     keys = ("text_key", "separator", "validation_fraction")
     identity = {
@@ -144,7 +148,7 @@ def _replace(
     old: TokenDataset | None,
     show_progress: bool,
 ) -> None:
-    """Make the folder, or a larger one in its place. Only the holder of the lock comes here."""
+    """Write the folder, or replace it with a larger one. The caller must hold the lock."""
     for leftover in directory.parent.glob(f"{directory.name}.*-tmp"):  # of a process that was killed
         shutil.rmtree(leftover)
     new, retired = (directory.with_name(f"{directory.name}.{word}-tmp") for word in ("new", "old"))
@@ -245,7 +249,7 @@ def _batches(texts: Iterable[str], size: int) -> Iterator[list[str]]:
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[tuple[Encoded, bool]]:
-    """Pieces of the texts, in order, and whether a text ends with each."""
+    """Return the token ids of the texts' pieces, in order, and whether each piece ends its text."""
     # tokenizers spreads a batch over the cores; saying so also silences its warning in processes that fork later
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     pieces = [
@@ -258,7 +262,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[tupl
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> Sequence[Encoded]:
-    """A document that quotes the eos token does not end there."""
+    """Encode pieces of text. An eos token quoted in a document is encoded as ordinary text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
@@ -271,7 +275,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> Sequence[E
 
 
 def _append(writer: ShardWriter, encoded: list[tuple[Encoded, bool]], eos: int) -> None:
-    """Write the ids of all pieces, eos after each text."""
+    """Write the ids of all pieces, with eos after each text."""
     end = np.array([eos], dtype=np.uint32)
     parts = (
         (np.array(ids if isinstance(ids, list) else ids.ids, dtype=np.uint32), end[: int(is_last)])
@@ -281,7 +285,8 @@ def _append(writer: ShardWriter, encoded: list[tuple[Encoded, bool]], eos: int) 
 
 
 def _fsync(path: Path) -> None:
-    """Flush a file, or a folder's names: without it a rename can be on the disk before what it names."""
+    """Flush a file or a folder's entries to disk. Without it, a rename can reach the disk before the renamed
+    content."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""How far preparing is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress display of data preparation: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PLAIN_SECONDS = 10.0
 
 
 class ProgressBar:
-    """Counts text and tokens of one split and shows them beside the tokens that are needed."""
+    """Counter of one split's text bytes and tokens. Displays progress toward the tokens needed."""
 
     def __init__(self, label: str, needed: int, show: bool) -> None:
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""Token shards: plain .npy files of uint16 or uint32, written as they grow and read memory-mapped as one sequence."""
+"""Token shards: plain .npy files of uint16 or uint32, written incrementally and read memory-mapped as one sequence."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ import numpy as np
 from pydantic import BaseModel
 
 SHARD_TOKENS = 100_000_000
-"""Tokens in a full shard: 200 MB or 400 MB on disk."""
+"""Tokens per full shard: 200 MB as uint16, 400 MB as uint32."""
 
 
 class Shard(BaseModel, extra="forbid", frozen=True):
-    """One file as the index describes it."""
+    """Index entry of one shard file."""
 
     name: str
     tokens: int
     bytes: int
     crc32: int
-    """Of the tokens, without the .npy header."""
+    """CRC-32 of the tokens, without the .npy header."""
 
 
 class ShardWriter:
-    """Appends tokens to `<split>-00000.npy`, `<split>-00001.npy`, ... holding no more than the caller's array."""
+    """Writer that appends tokens to `<split>-00000.npy`, `<split>-00001.npy`, ... and keeps none in memory between
+    calls."""
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype, shard_tokens: int = SHARD_TOKENS) -> None:
         self.directory, self.split, self.dtype, self.shard_tokens = directory, split, dtype, shard_tokens
@@ -51,7 +52,7 @@ class ShardWriter:
                 self.close()
 
     def close(self) -> None:
-        """Complete the open shard and flush it to the disk."""
+        """Complete the open shard and flush it to disk."""
         if self._file is None:
             return
         size = self._file.tell()
@@ -69,10 +70,10 @@ class ShardWriter:
 
 
 class TokenShards:
-    """Several arrays of tokens as one sequence that is read without loading it."""
+    """Sequence of tokens over several arrays, read without loading them into memory."""
 
     def __init__(self, arrays: Sequence[np.ndarray], limit: int | None = None) -> None:
-        """`limit`: only so many tokens from the start."""
+        """Limit the sequence to its first `limit` tokens."""
         self._arrays = arrays
         self._ends = list(itertools.accumulate(map(len, arrays)))
         total = self._ends[-1] if self._ends else 0
@@ -82,7 +83,8 @@ class TokenShards:
         return self._length
 
     def window(self, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length), across shards where need be. Read-only; the shards' own dtype."""
+        """Return tokens [start, start + length) in the shards' dtype, joined across shards if necessary. The array
+        may be a read-only view."""
         assert start >= 0 and length > 0 and start + length <= self._length, (start, length, self._length)
         index = int(np.searchsorted(self._ends, start, side="right"))
         parts = []
@@ -94,7 +96,7 @@ class TokenShards:
 
 
 def fsync_and_close(file: BinaryIO) -> None:
-    """Flush to the disk, not only to the kernel."""
+    """Flush a file to disk, not only to the kernel, and close it."""
     file.flush()
     os.fsync(file.fileno())
     file.close()

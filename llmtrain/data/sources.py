@@ -1,8 +1,8 @@
-"""Where text comes from: one iterator of documents per split, the same one every time.
+"""Text sources: one iterator of documents per split, the same on every run.
 
 `stdlib`          the .py files of the running Python's standard library, one document each
 a file or folder  .txt (cut at `data.separator`), .jsonl, .jsonl.gz, .json.gz, .parquet; a folder's files sorted by path
-`hf:OWNER/NAME`   a data set on the Hugging Face hub, streamed
+`hf:OWNER/NAME`   a dataset on the Hugging Face hub, streamed
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 HUB = "hf:"
 NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-"""Directories below the standard library's that hold tests or other people's packages."""
+"""Names of folders to skip in the standard library: tests, third-party packages and bytecode caches."""
 
 
 def documents(data: DataSection, split: Split) -> Iterator[str]:
-    """Every document of a split, in a fixed order; errors in the source are raised as DataError on the way.
+    """Yield every document of a split, in a fixed order. Raises DataError during iteration if the source has an
+    error.
 
-    Without `data.validation`, a document is held out for validation by a hash of its text: the splits are disjoint
-    whatever the order, and the same text is always on the same side.
+    Without `data.validation`, a hash of each document's text decides whether it is held out for validation. The
+    splits are therefore disjoint in any order, and equal texts are always in the same split.
     """
     if data.validation is not None:
         yield from _read(data, "data.source" if split == "train" else "data.validation")
@@ -45,7 +46,8 @@ def documents(data: DataSection, split: Split) -> Iterator[str]:
 
 
 def fingerprint(data: DataSection) -> dict[str, Any]:
-    """What tells this source from any other, as JSON: it changes when a local file or the Python version does."""
+    """Return JSON-serializable values that identify the source. They change when a local file or the Python version
+    changes."""
     if data.source.startswith(HUB):
         return {"hub": data.source, "subset": data.subset, "split": data.split, "validation": data.validation}
     identity: dict[str, Any] = {}
@@ -61,7 +63,7 @@ def fingerprint(data: DataSection) -> dict[str, Any]:
 
 
 def _read(data: DataSection, key: Literal["data.source", "data.validation"]) -> Iterator[str]:
-    """All documents of `data.source`, or of `data.validation`."""
+    """Yield all documents of `data.source` or `data.validation`, whichever `key` names."""
     if data.source.startswith(HUB):
         split = data.split if key == "data.source" else data.validation
         yield from _read_hub(data, split or data.split, key)
@@ -109,7 +111,7 @@ def _read_stdlib() -> Iterator[str]:
 
 
 def _files(source: str, key: str) -> list[Path]:
-    """The readable files that a path stands for, sorted; hidden files and folders don't count."""
+    """Return the files of readable types at a path, sorted. Hidden files and folders inside a folder are skipped."""
     path = Path(source).expanduser()
     known = ", ".join(READERS)
     if path.is_file():
@@ -130,7 +132,7 @@ def _stamps(files: list[Path]) -> list[tuple[str, int, int]]:
 
 
 def _read_txt(path: Path, data: DataSection) -> Iterator[str]:
-    """Documents between separators, stripped; at most one document and a chunk are in memory."""
+    """Yield the documents between separators, stripped. At most one document and one chunk are in memory."""
     rest = ""
     try:
         with path.open(encoding="utf-8") as file:
@@ -218,7 +220,8 @@ def _read_hub(data: DataSection, split: str, key: str) -> Iterator[str]:
 
 
 def _stream_errors_as_data_errors(rows: Iterable[dict[str, Any]], source: str) -> Iterator[dict[str, Any]]:
-    """The rows. Whatever the libraries below raise while they stream, a connection that broke for one, is a DataError."""
+    """Yield the rows. Any exception of the streaming libraries, such as a broken connection, is raised as
+    DataError."""
     iterator = iter(rows)
     while True:
         try:
@@ -237,7 +240,7 @@ def _stream_errors_as_data_errors(rows: Iterable[dict[str, Any]], source: str) -
 
 
 def _text(row: dict[str, Any], text_key: str, where: Path | str) -> Iterator[str]:
-    """The row's text unless it is null or blank."""
+    """Yield the row's text unless it is null or blank."""
     if text_key not in row:
         raise DataError(_no_column(where, text_key, list(row)))
     text = row[text_key]

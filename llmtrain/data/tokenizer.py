@@ -1,4 +1,5 @@
-"""A tokenizer by name, folder or file, or a sentencepiece BPE trained on the source; always with an eos token."""
+"""Tokenizers loaded by name, folder or file, or trained on the source as a sentencepiece BPE, always with an eos
+token."""
 
 from __future__ import annotations
 
@@ -19,15 +20,16 @@ if TYPE_CHECKING:
 TRAIN = "train:"
 EOS = "<|endoftext|>"
 KNOWN_EOS = (EOS, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-"""What special tokens that end a text are called; looked for when a tokenizer.json comes without its config."""
+"""Usual names of the special token that ends a text. Searched if a local tokenizer does not name its eos token."""
 SAMPLE_BYTES = 10_000_000
-"""Text that a tokenizer is trained on."""
+"""Maximum bytes of text that a tokenizer is trained on."""
 SAMPLE_FROM_BYTES = 20 * SAMPLE_BYTES
-"""Text that the sample is taken from, so that a huge source is not read to its end for a tokenizer."""
+"""Bytes at the start of the source from which the sample is taken, so that a huge source is not read completely."""
 
 
 def load_tokenizer(data: DataSection, cache: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer kept in folder `cache`; if there is none yet, what `data.tokenizer` asks for, then kept there."""
+    """Return the tokenizer saved in folder `cache`. If there is none, first save there the one that
+    `data.tokenizer` names. Raises DataError if that one has no eos token."""
     from transformers import AutoTokenizer
 
     if not (cache / "tokenizer_config.json").exists():
@@ -39,7 +41,7 @@ def load_tokenizer(data: DataSection, cache: Path) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_files(name: str) -> list[Path]:
-    """The files a local tokenizer consists of; none for a hub name or `train:SIZE`."""
+    """Return the files of a local tokenizer, or an empty list for a hub name or `train:SIZE`."""
     path = Path(name).expanduser()
     if path.is_dir():
         return sorted(file for pattern in ("*token*", "vocab*", "merges*", "*.model") for file in path.glob(pattern))
@@ -47,7 +49,7 @@ def tokenizer_files(name: str) -> list[Path]:
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest id, added tokens included."""
+    """Return the largest token id plus one, including added tokens."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -94,9 +96,10 @@ def _load_hub(name: str) -> PreTrainedTokenizerBase:
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerBase:
-    """A sentencepiece BPE of `size` pieces, as a fast tokenizer that gives back any text exactly.
+    """Train a sentencepiece BPE of `size` pieces and return it as a fast tokenizer that reproduces any text
+    exactly.
 
-    Nothing is normalized: whitespace is kept as it is, and characters without a piece are spelled in bytes.
+    Nothing is normalized: whitespace is kept, and characters without a piece are encoded as bytes.
     """
     import sentencepiece
 
@@ -129,7 +132,8 @@ def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerBase:
 
 
 def fast_tokenizer(pieces: SentencePieceProcessor) -> PreTrainedTokenizerBase:
-    """The same BPE without sentencepiece's escape for spaces, so that text which has that character survives too."""
+    """Return the same BPE as a fast tokenizer without sentencepiece's escape character for spaces, so that text
+    containing that character is also reproduced exactly."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -155,9 +159,10 @@ def fast_tokenizer(pieces: SentencePieceProcessor) -> PreTrainedTokenizerBase:
 
 
 def sample(texts: Iterable[str], size: int = SAMPLE_BYTES, of: int = SAMPLE_FROM_BYTES) -> list[str]:
-    """About size/2 to size bytes of whole documents, spread evenly over the first `of` bytes.
+    """Return about size/2 to size bytes of complete documents, spread evenly over the first `of` bytes.
 
-    Every stride-th document is kept; when that becomes too much, every other one goes and the stride doubles.
+    Every stride-th document is kept. Whenever these exceed `size`, every other one is dropped and the stride
+    doubles.
     """
     kept: list[str] = []
     stride, kept_bytes, seen_bytes = 1, 0, 0
@@ -175,7 +180,8 @@ def sample(texts: Iterable[str], size: int = SAMPLE_BYTES, of: int = SAMPLE_FROM
 
 
 def _chunks(texts: Iterable[str]) -> Iterator[str]:
-    """Parts of 4,000 characters: sentencepiece's BPE can't hold a longer word, and not every script has spaces."""
+    """Yield parts of at most 4,000 characters, because sentencepiece's BPE cannot hold a longer word and not every
+    script has spaces."""
     for text in texts:
         for start in range(0, len(text), 4000):
             yield text[start : start + 4000]

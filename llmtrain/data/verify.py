@@ -1,7 +1,7 @@
-"""Looks for token shards that are not what was prepared, while training goes on.
+"""Search for damaged token shards during training.
 
-Sizes and headers are compared whenever a folder is opened. Checksums need every byte: they are read once after each start,
-in a thread beside training, each rank of a node its share. What is found ends the run.
+Sizes and headers are checked whenever a folder is opened. Checksums are compared once after each start, in a
+background thread, because they need every byte. The ranks of a node share the shards. A damaged shard ends the run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ CHUNK_BYTES = 1 << 22
 
 
 class ChecksumScan:
-    """Begins with its making, and goes on until all is read."""
+    """Checksum scan in a background thread. Starts when constructed and ends at the first damaged shard or after
+    the last."""
 
     def __init__(self, texts: Iterable[TokenDataset], share: int = 0, of: int = 1):
-        """Reads every `of`-th shard of `texts`, from the one of number `share` on."""
+        """Start reading every `of`-th shard of `texts`, beginning with shard number `share`."""
         self.problem: str | None = None
-        """One line, once something was found."""
+        """One-line description of the first damaged shard found, or None."""
         self._shards = [
             (text, shard) for text in texts for split in text.index.splits.values() for shard in split.shards
         ]
@@ -37,7 +38,7 @@ class ChecksumScan:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until all is read."""
+        """Wait until the scan ends."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -46,7 +47,7 @@ class ChecksumScan:
 
 
 def find_damage(prepared: TokenDataset, shard: Shard) -> str | None:
-    """In one line, how a shard differs from what was prepared; None: not at all."""
+    """Return in one line how a shard differs from what was prepared, or None if it does not."""
     path, host = prepared.directory / shard.name, socket.gethostname()
     remedy = f"delete {prepared.directory} and start the same command again: it prepares the same tokens"
     try:
@@ -59,7 +60,7 @@ def find_damage(prepared: TokenDataset, shard: Shard) -> str | None:
 
 
 def _is_replaced(prepared: TokenDataset) -> bool:
-    """Whether another run has put a larger folder in this one's place since it was opened, as `prepare` does."""
+    """Return whether another run has replaced this folder with a larger one since it was opened, as `prepare` does."""
     for _ in range(2):
         with suppress(OSError, ValueError):
             return Index.model_validate_json((prepared.directory / INDEX).read_bytes()) != prepared.index
@@ -68,7 +69,7 @@ def _is_replaced(prepared: TokenDataset) -> bool:
 
 
 def verify(prepared: TokenDataset) -> None:
-    """Read every shard and compare checksums; DataError names the first that differs."""
+    """Read every shard and compare checksums. Raises a DataError that names the first damaged shard."""
     for split in prepared.index.splits.values():
         for shard in split.shards:
             if (problem := find_damage(prepared, shard)) is not None:
@@ -76,7 +77,8 @@ def verify(prepared: TokenDataset) -> None:
 
 
 def _crc32(path: Path, skip: int) -> int:
-    """Of the bytes after the first `skip`. By reads, which let other threads go on where a memory-mapped file would not."""
+    """Return the CRC-32 of the bytes after the first `skip`. The file is read, not memory-mapped, because a read
+    that waits for the disk does not block other threads."""
     crc32, buffer = 0, memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         file.seek(skip)

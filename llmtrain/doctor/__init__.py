@@ -1,4 +1,4 @@
-"""`llmtrain doctor`: what could keep a run from working here, found before it starts.
+"""`llmtrain doctor`: checks that find what would keep a run from working before it starts.
 
-Each module looks at one kind of thing and returns findings; `examine` asks them in order, `report` prints.
+Each module checks one area and returns findings; `run_checks` calls them in order and prints the report.
 """

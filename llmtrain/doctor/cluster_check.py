@@ -1,4 +1,4 @@
-"""What ranks find out together: who is where, whether they agree, and what the network between them can do."""
+"""Checks that need all ranks: their placement, their agreement, and the network between them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from llmtrain.plan.mesh_choice import choose_mesh
 
 
 class ClusterCheck:
-    """One rank's part in examining all of them. Every method that asks others is a collective of all ranks."""
+    """One rank's part in checking all ranks. Every method that gathers values is a collective of all ranks."""
 
     def __init__(self, recipe: Recipe | None, world: World, peers: Rendezvous, timeout_seconds: float):
         self.recipe, self.world, self.peers, self.timeout_seconds = recipe, world, peers, timeout_seconds
 
     def add_to(self, sections: dict[str, list[Finding]]) -> None:
-        """Add to what this rank found by itself. In the end all ranks have the same problems, and so end alike.
+        """Add the findings of the checks across ranks to this rank's `sections`. A collective of all ranks.
 
-        Raises TrainingError when a rank stops answering or a collective fails.
+        Afterwards all ranks have the same problems, and so return the same exit code. Raises TrainingError if a rank
+        stops answering or a collective fails.
         """
         ranks = [RankIdentity(**told) for told in self._gather("description", asdict(self._myself()))]
         hosts = group(ranks)
@@ -60,7 +61,7 @@ class ClusterCheck:
         )
 
     def _complaints_of_others(self, hosts: Sequence[NodeRanks], own: Mapping[str, Sequence[Finding]]) -> list[Finding]:
-        """What other ranks have to complain of and this one has not; once a host."""
+        """Return the warnings and problems that other ranks have and this rank does not, each once per node."""
         mine = [finding for findings in own.values() for finding in findings if finding.level != Level.OK]
         told = self._gather("complaints", [asdict(finding) for finding in mine])
         known = {finding.what for finding in mine}
@@ -85,7 +86,7 @@ class ClusterCheck:
         return measure_all(me, addresses, secret, self.timeout_seconds, exchange)
 
     def _collectives(self, plan: Plan | None) -> list[Finding]:
-        """The recipe's mesh at work; without a recipe, the one that `auto` gives."""
+        """Benchmark the collectives of the recipe's mesh, or of the mesh that `auto` chooses if there is no recipe."""
         bytes_a_round = None
         if self.recipe is None or plan is None:
             parallel = ParallelSection()
@@ -99,5 +100,5 @@ class ClusterCheck:
             return bench_collectives(mesh, bytes_a_round)
 
     def _gather(self, name: str, value: Any) -> list[Any]:
-        """Every rank's JSON `value`, by rank."""
+        """Return the JSON `value` of every rank, in rank order. A collective of all ranks."""
         return gather_over_store(self.peers.store, self.world, f"of the doctor, {name}", value, self.timeout_seconds)

@@ -1,4 +1,4 @@
-"""The mesh's own collectives on its two axes: how fast they are, and what a synchronization would take."""
+"""Benchmark of the mesh's collectives on both axes, with the time that a synchronization would take."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from llmtrain.parallel.mesh import Mesh
 SMALLEST, LARGEST = 2**16, 2**24
 """fp32 values in the first and in the largest all-reduce: 256 KiB, 64 MiB."""
 LONG_ENOUGH = 0.3
-"""Seconds of an all-reduce whose rate counts."""
+"""Seconds that an all-reduce must take for its rate to count; the largest one counts in any case."""
 
 
 def bench_collectives(mesh: Mesh, bytes_a_round: float | None) -> list[Finding]:
-    """Findings of all-reduces over the replica and the shard axis. A collective of all ranks.
+    """Return findings from all-reduces over the replica axis and the shard axis. A collective of all ranks.
 
-    `bytes_a_round`: what each rank sends in a synchronization; None where it is not known. Raises TrainingError when a
+    `bytes_a_round` is what each rank sends in a synchronization, or None if unknown. Raises TrainingError if a
     collective fails or takes longer than the mesh's timeout.
     """
     findings = []
@@ -47,7 +47,7 @@ def bench_collectives(mesh: Mesh, bytes_a_round: float | None) -> list[Finding]:
 
 
 def _all_reduce(comms: Comms, mesh: Mesh) -> tuple[float, float]:
-    """(seconds of the slowest rank, bytes each rank sends) of an all-reduce that takes long enough."""
+    """Return (seconds of the slowest rank, bytes each rank sends) of the first all-reduce that counts."""
     values = SMALLEST
     _timed(comms, mesh, values)  # makes the connections
     while True:

@@ -1,4 +1,4 @@
-"""Variables of the environment that steer the launchers and the communication libraries."""
+"""Environment variables that configure the launchers and the communication libraries."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SLOW = {
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
     "CUDA_LAUNCH_BLOCKING": ("1",),
 }
-"""Values that are for hunting a fault and cost speed."""
+"""Debugging values that slow training down."""
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Those that are set, and warnings about those that should not be."""
+    """Return one finding that lists the relevant variables, and a warning for each value that slows training down."""
     told = {k: v for k, v in sorted(variables.items()) if k.startswith(PREFIXES) or k in NAMES or k in SLOW}
     listed = " ".join(f"{name}={value}" for name, value in told.items())
     findings = [ok(f"environment: {listed or 'no variable of NCCL, gloo, torchrun or Slurm is set'}")]

@@ -1,4 +1,4 @@
-"""One line of the doctor's report."""
+"""Findings: the entries of the doctor's report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How bad it is: fine · may hurt · training will fail or give wrong results."""
+    """Severity of a finding: fine, may hurt, or training will fail or give wrong results."""
 
     OK = "ok"
     WARNING = "warning"
@@ -17,7 +17,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was seen, and what to do about it (nothing, if it is fine)."""
+    """An observation, and advice on what to do about it (empty if there is none)."""
 
     level: Level
     what: str
@@ -25,20 +25,20 @@ class Finding:
 
 
 def ok(what: str) -> Finding:
-    """Nothing to do."""
+    """Return a finding that needs no action."""
     return Finding(Level.OK, what)
 
 
 def warning(what: str, advice: str) -> Finding:
-    """Training works, but slower or less safely than it could."""
+    """Return a finding for training that works, but slower or less safely than it could."""
     return Finding(Level.WARNING, what, advice)
 
 
 def problem(what: str, advice: str) -> Finding:
-    """Training will not work like this."""
+    """Return a finding for training that will fail or give wrong results."""
     return Finding(Level.PROBLEM, what, advice)
 
 
 def has_problem(sections: Mapping[str, Sequence[Finding]]) -> bool:
-    """Whether anything in a report keeps training from working."""
+    """Return whether any finding in a report is a problem."""
     return any(finding.level == Level.PROBLEM for findings in sections.values() for finding in findings)

@@ -1,4 +1,4 @@
-"""The doctor's table."""
+"""Terminal output of the doctor's findings as a table."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from llmtrain.doctor.finding import Finding, Level
 
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 LOG_WIDTH = 140
-"""Columns where the output is no terminal."""
+"""Columns if the output is not a terminal."""
 
 
 def console() -> Console:
-    """Standard output, as wide as the terminal."""
+    """Return a console for standard output, as wide as the terminal, or LOG_WIDTH if there is no terminal."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else LOG_WIDTH)
 
 
 def show(sections: Mapping[str, Sequence[Finding]], out: Console) -> None:
-    """Print all findings by section, then a line that counts them."""
+    """Print all findings by section, then a line with the number of problems and warnings."""
     table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -40,7 +40,7 @@ def show(sections: Mapping[str, Sequence[Finding]], out: Console) -> None:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """How many of what."""
+    """Return the number of problems and warnings as text."""
     problems, warnings = (sum(f.level == level for f in findings) for level in (Level.PROBLEM, Level.WARNING))
     if not problems and not warnings:
         return "everything is fine"

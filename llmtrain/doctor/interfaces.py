@@ -1,4 +1,4 @@
-"""Network cards of this host with their addresses and speeds, and the one that other hosts are to connect to."""
+"""Network interfaces of this host: their addresses and speeds, and the one that other hosts connect to."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ SYSTEM = Path("/sys/class/net")
 
 @dataclass(frozen=True)
 class Card:
-    """A network interface as the kernel shows it."""
+    """A network interface as reported by the kernel."""
 
     name: str
     address: str | None
-    """IPv4; None without one."""
+    """IPv4 address; None if it has none."""
     is_up: bool
     mbit: int | None
-    """Its speed, where it says; virtual cards do not."""
+    """Speed in Mbit/s; None if the kernel does not report it, as for virtual cards."""
 
 
 def cards() -> list[Card]:
-    """All of this host, loopback included."""
+    """Return all network interfaces of this host, including loopback."""
     return [
         Card(name, address_of(name), _read(name, "operstate") in ("up", "unknown"), _speed(name))
         for name in interfaces()
@@ -34,7 +34,7 @@ def cards() -> list[Card]:
 
 
 def listed(found: Sequence[Card]) -> Finding:
-    """One line of all cards that are up or have an address."""
+    """Return one finding that lists all interfaces that are up or have an address."""
     shown = []
     for card in found:
         if card.address is None and not card.is_up:
@@ -46,7 +46,7 @@ def listed(found: Sequence[Card]) -> Finding:
 
 
 def named_by_environment(found: Sequence[Card]) -> list[Finding]:
-    """Problems with cards that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name."""
+    """Return problems if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME selects no interface with an address."""
     names = {card.name for card in found if card.address}
     advice = f"name one of: {', '.join(sorted(names))}"
     findings = []
@@ -59,7 +59,10 @@ def named_by_environment(found: Sequence[Card]) -> list[Finding]:
 
 
 def carries(networks: Networks) -> list[Finding]:
-    """Which card each kind of traffic uses where there are several nodes; loopback can't be right."""
+    """Return a finding on the interface of each axis in a run on several nodes.
+
+    Loopback is a problem, because it reaches no other node.
+    """
     findings = []
     for axis, name in (("replica", networks.replica), ("shard", networks.shard)):
         name = name or _from_environment()
@@ -79,7 +82,10 @@ def carries(networks: Networks) -> list[Finding]:
 
 
 def listens_at(networks: Networks, towards_rank_0: str | None) -> tuple[str, str]:
-    """(interface, address) that traffic between replicas uses: the card that is named, else the one towards rank 0."""
+    """Return (interface, address) for traffic between replicas.
+
+    Without a known interface that has an address, they are "?" and the address towards rank 0.
+    """
     name = networks.replica or _from_environment()
     address = name and address_of(name)
     if name and address:
@@ -92,7 +98,10 @@ def _from_environment() -> str | None:
 
 
 def _matches_nccl(given: str, names: set[str]) -> bool:
-    """NCCL's rule: prefixes; `=` before them for whole names, `^` for all but these."""
+    """Return whether NCCL's rule selects any of `names`.
+
+    `given` holds prefixes. A leading `=` makes them full names; a leading `^` selects all interfaces but these.
+    """
     excluded, whole = given.startswith("^"), given.lstrip("^").startswith("=")
     wanted = tuple(given.lstrip("^=").split(","))
     return any((name in wanted if whole else name.startswith(wanted)) != excluded for name in names)

@@ -1,7 +1,7 @@
-"""Between hosts, over plain TCP at the addresses gloo uses: who reaches whom, how fast, and whose clock is off.
+"""Links between hosts, measured over plain TCP at the addresses gloo uses: reachability, latency, rates, clock skew.
 
-A link is measured by the host with the higher index, which connects to the other's server. Each measures one link at
-a time: rounds of a tournament, so that no two measurements share a card.
+The host with the higher index measures a link by connecting to the other host's server. Measurements run in the
+rounds of a tournament, so that no two of them share a network card.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ PINGS = 15
 SMALLEST, LARGEST = 2**16, 2**26
 """Bytes of the first and of the largest transfer."""
 LONG_ENOUGH = 0.2
-"""Seconds of a transfer whose rate counts; shorter ones are repeated with twice the bytes."""
+"""Seconds that a transfer must take for its rate to count; shorter ones are repeated with twice the bytes."""
 CHUNK = bytes(2**16)
 SECRET_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Link:
-    """What host `there` measured to host `here` (indices), or why it could not."""
+    """Measurement of a link by host `there` to host `here` (indices), or the error that prevented it."""
 
     here: int
     there: int
     milliseconds: float = 0.0
-    """A round trip, median."""
+    """Median round-trip time."""
     sent: float = 0.0
-    """Bytes a second from `there` to `here`."""
+    """Bytes per second from `there` to `here`."""
     received: float = 0.0
-    """Bytes a second from `here` to `there`."""
+    """Bytes per second from `here` to `there`."""
     skew: float = 0.0
-    """Seconds that the clock of `here` is ahead."""
+    """Seconds by which the clock of `here` is ahead of that of `there`."""
     error: str = ""
 
 
 class LinkServer:
-    """Answers pings and transfers on `address` to those who know the secret, until it is closed."""
+    """TCP server that answers pings and transfers from clients that know the secret, until it is closed."""
 
     def __init__(self, address: str, secret: bytes, timeout_seconds: float):
         self._secret, self._timeout = secret, timeout_seconds
@@ -53,7 +53,7 @@ class LinkServer:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """No more connections."""
+        """Stop accepting connections."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._socket.close()
@@ -82,7 +82,10 @@ class LinkServer:
 
 
 def measure(here: int, there: int, mine: str, server: tuple[str, int], secret: bytes, timeout_seconds: float) -> Link:
-    """The link from this host (`there`, at address `mine`) to the server of host `here`. Never raises for a broken one."""
+    """Measure the link from this host (`there`, at address `mine`) to the server of host `here`.
+
+    Network errors are returned in `error`, not raised.
+    """
     try:
         with socket.create_connection(server, timeout_seconds, source_address=(mine, 0)) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -104,7 +107,10 @@ def measure(here: int, there: int, mine: str, server: tuple[str, int], secret: b
 
 
 def tournament(hosts: int) -> Iterator[list[tuple[int, int]]]:
-    """Rounds in which every pair (lower, higher) meets once and nobody is in two pairs of a round (circle method)."""
+    """Yield rounds of pairs (lower, higher) of host indices (circle method).
+
+    Every pair meets in exactly one round, and no host is in two pairs of a round.
+    """
     seats = [*range(hosts), *([None] if hosts % 2 else [])]
     for _ in range(len(seats) - 1):
         pairs = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
@@ -119,9 +125,10 @@ def measure_all(
     timeout_seconds: float,
     exchange: Callable[[str, Any], Sequence[Any]],
 ) -> list[Link]:
-    """All links between hosts, on every rank. `me` is this host's index, None on ranks that only listen.
+    """Measure all links between hosts and return them on every rank. A collective of all ranks.
 
-    `exchange(name, value)` gives every host's value in the order of `addresses`; all ranks call it equally often.
+    `me` is this host's index, or None on ranks that measure nothing. `exchange(name, value)` returns every host's
+    value in the order of `addresses`; all ranks call it equally often.
     """
     server = LinkServer(addresses[me], secret, timeout_seconds) if me is not None else None
     links: list[Link] = []
@@ -141,7 +148,7 @@ def measure_all(
 
 
 def _ping(connection: socket.socket) -> tuple[float, float]:
-    """(seconds there and back, how far the other clock is ahead of ours halfway)."""
+    """Return (round-trip seconds, seconds by which the other clock was ahead of this one at half of that time)."""
     began, clock = time.perf_counter(), time.time()
     other = _upload(connection, 0)
     seconds = time.perf_counter() - began
@@ -149,7 +156,7 @@ def _ping(connection: socket.socket) -> tuple[float, float]:
 
 
 def _rate(transfer: Callable[[int], Any]) -> float:
-    """Bytes a second of the first transfer that takes long enough."""
+    """Return the bytes per second of the first transfer that is long enough, or of the largest one."""
     size = SMALLEST
     while True:
         began = time.perf_counter()
@@ -161,7 +168,7 @@ def _rate(transfer: Callable[[int], Any]) -> float:
 
 
 def _upload(connection: socket.socket, size: int) -> float:
-    """Send zeros; the other's clock when it had them all."""
+    """Send `size` zero bytes and return the other host's clock at the time it had received them all."""
     connection.sendall(struct.pack("!cQ", b"u", size))
     _send_zeros(connection, size)
     return struct.unpack("!d", _receive(connection, 8))[0]
@@ -187,7 +194,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def _parts(connection: socket.socket, size: int) -> Iterator[bytes]:
-    """Yield the next `size` bytes, as they come."""
+    """Yield the next `size` bytes in parts as they arrive."""
     while size > 0:
         part = connection.recv(min(size, len(CHUNK)))
         if not part:

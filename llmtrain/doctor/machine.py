@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, cores, memory, shared memory, open files, room on its disks."""
+"""Checks of this machine: GPUs, cores, memory, shared memory, open files and disk space."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_MEMORY = GIB
 LEAST_OPEN_FILES = 4096
 LEAST_FREE_SHARE = 0.9
-"""Of a GPU's memory; less means that somebody else computes on it."""
+"""Minimum free fraction of a GPU's memory; less means that another process uses the GPU."""
 
 
 def machine(world: World) -> list[Finding]:
-    """Devices, memory and limits, as this process sees them."""
+    """Return findings on devices, memory and limits, as this process sees them."""
     return [*gpus(world), cores_and_memory(), *shared_memory(SHARED_MEMORY, _gpu_count()), open_files()]
 
 
 def gpus(world: World) -> list[Finding]:
-    """A rank's own GPU, or all GPUs for a process by itself, with memory. Those that others use are warned of: so no rank
-    asks after another's, since to ask takes some memory there."""
+    """Return a finding on this rank's GPU, or on each GPU if this is the only process.
+
+    A GPU that another process uses gives a warning. A rank queries no other rank's GPU, because the query itself
+    takes some memory there.
+    """
     there = range(_gpu_count())
     findings = []
     for index in there if world.size == 1 or len(there) == 1 else there[world.local_rank : world.local_rank + 1]:
@@ -43,13 +46,16 @@ def gpus(world: World) -> list[Finding]:
 
 
 def cores_and_memory() -> Finding:
-    """CPU cores this process may use, and the machine's memory."""
+    """Return a finding on the CPU cores this process may use, and the machine's memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return ok(f"{cores} CPU cores, {memory_bytes(torch.device('cpu')) / GIB:.1f} GiB of memory")
 
 
 def shared_memory(folder: Path, gpu_count: int) -> list[Finding]:
-    """Size of /dev/shm, over which NCCL connects the GPUs of a node that have no direct path."""
+    """Return a finding on the size of /dev/shm, through which NCCL connects GPUs of a node that have no direct path.
+
+    A small one is a warning if there are several GPUs.
+    """
     if not folder.is_dir():
         return []
     size = shutil.disk_usage(folder).total
@@ -65,7 +71,7 @@ def shared_memory(folder: Path, gpu_count: int) -> list[Finding]:
 
 
 def open_files() -> Finding:
-    """How many files and sockets a process may have open."""
+    """Return a finding on the limit of open files and sockets per process; a low limit is a warning."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     shown = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
     what = f"open files: at most {shown}"
@@ -78,7 +84,11 @@ def open_files() -> Finding:
 
 
 def disk(key: str, folder: str, needed: int | None) -> Finding:
-    """Room below a folder of the recipe, which need not exist yet; `needed` bytes, None for unknown."""
+    """Return a finding on the free space for a recipe's `folder`, which need not exist yet.
+
+    `needed` is what the run writes in bytes, or None if unknown. A read-only folder is a problem, and too little
+    space a warning.
+    """
     there = Path(folder).expanduser().absolute()
     while not there.exists():
         there = there.parent

@@ -1,4 +1,4 @@
-"""What measured links between hosts mean."""
+"""Findings from the measured links between hosts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from llmtrain.doctor.links import Link
 from llmtrain.doctor.node_ranks import NodeRanks
 
 SHOWN = 15
-"""Links that are listed one by one; of more than that only the slowest are."""
+"""Number of links that are listed; if there are more, only the slowest are."""
 SLOW = 0.5
-"""Of the median rate; a link below it is warned of, since every synchronization waits for it."""
+"""Fraction of the median rate. A slower link gives a warning, because every synchronization waits for it."""
 SKEW_SECONDS = 1.0
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def links_between(hosts: Sequence[NodeRanks], links: Sequence[Link]) -> list[Finding]:
-    """Reachability of every pair, then latency, bandwidth and clocks."""
+    """Return findings on the reachability of every pair, then on latency, bandwidth and clocks."""
     broken, working = [link for link in links if link.error], [link for link in links if not link.error]
     findings = [
         problem(

@@ -1,4 +1,4 @@
-"""Who is where: what each rank tells of itself, and what in it must be equal."""
+"""Placement of the ranks: how each rank describes itself, and whether the ranks agree where they must."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from llmtrain.parallel.rendezvous import format_ranks
 from llmtrain.recipe_loader import resolved_yaml
 
 MUST_AGREE = ("llmtrain", "torch", "recipe")
-"""Ranks that differ in these do not compute the same thing, or do not understand each other."""
+"""Ranks that differ in these compute different things or cannot communicate."""
 
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """One rank as it describes itself."""
+    """A rank as it describes itself."""
 
     rank: int
     node: str
     host: str
-    """The host's name."""
     interface: str
     address: str
-    """Where other hosts connect to it."""
+    """Address at which other hosts connect to it."""
     device: str
     versions: dict[str, str]
 
 
 @dataclass(frozen=True)
 class NodeRanks:
-    """The ranks of one node; the first one measures for them."""
+    """The ranks of one node; the first one measures links for the node."""
 
     index: int
     ranks: tuple[RankIdentity, ...]
@@ -48,19 +47,19 @@ class NodeRanks:
 
 
 def versions(recipe: Recipe | None) -> dict[str, str]:
-    """What this rank runs; compared between all of them."""
+    """Return the versions and the recipe hash of this rank, for comparison with other ranks."""
     recipe_hash = hashlib.sha256(resolved_yaml(recipe).encode()).hexdigest()[:12] if recipe else "none"
     return {**identity(), "recipe": recipe_hash}
 
 
 def group(ranks: Sequence[RankIdentity]) -> list[NodeRanks]:
-    """Hosts in the order of their first ranks."""
+    """Return the ranks by node, ordered by each node's first rank."""
     nodes = list(dict.fromkeys(rank.node for rank in ranks))
     return [NodeRanks(index, tuple(rank for rank in ranks if rank.node == node)) for index, node in enumerate(nodes)]
 
 
 def who_is_where(hosts: Sequence[NodeRanks]) -> list[Finding]:
-    """A line a host, and whether they have equally many ranks."""
+    """Return a finding per node, and a warning if nodes have different numbers of ranks."""
     findings = []
     for host in hosts:
         devices = ", ".join(dict.fromkeys(rank.device for rank in host.ranks))
@@ -75,7 +74,10 @@ def who_is_where(hosts: Sequence[NodeRanks]) -> list[Finding]:
 
 
 def agreement(ranks: Sequence[RankIdentity]) -> list[Finding]:
-    """What differs between ranks although it should not."""
+    """Return a finding for each version that differs between ranks, or one finding that all agree.
+
+    A difference is a problem if its name is in MUST_AGREE, and a warning otherwise.
+    """
     findings = []
     for name in ranks[0].versions:
         values: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Whether a recipe fits: its mesh on so many processes, its memory, its room on the disk."""
+"""Checks of whether a recipe fits these ranks: its mesh, its memory, and its disk space."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from llmtrain.recipe_check import check, check_group
 
 @dataclass(frozen=True)
 class Plan:
-    """What the recipe would be on these processes."""
+    """Mesh and model size of a recipe on the given ranks."""
 
     replicas: int
     shard: int
     size: ModelSize | None
-    """None where the model's vocabulary is not known before the tokenizer is there."""
+    """None if the vocabulary size is unknown until the tokenizer is available."""
 
 
 def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[list[Finding], Plan | None]:
-    """Findings, and the mesh; None if the recipe can't run on ranks on these `nodes` (one name a rank), each of which may
-    use so many bytes of `memory`."""
+    """Return findings and the plan, which is None if the recipe cannot run on these ranks.
+
+    `nodes` holds the node name of each rank, `memory` the bytes that each rank may use.
+    """
     on_gpu = torch.cuda.is_available()
     try:
         check(recipe, len(nodes))
@@ -53,7 +55,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
 
 
 def round_bytes(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> float:
-    """Bytes that each rank sends over the replica axis in one synchronization (or synchronous step)."""
+    """Return the bytes that each rank sends over the replica axis in one synchronization (or synchronous step)."""
     rounded = not isinstance(recipe.sync.period, EveryStepSection) or recipe.sync.wire.gradients
     return per_average(recipe, size, replicas, recipe.sync.wire.kind if rounded else "fp32") / shard
 
@@ -71,7 +73,7 @@ def _memory(needed: float, there: float) -> Finding:
 
 
 def _checkpoint_bytes(memory: Memory, processes: int) -> int:
-    """Of one: masters, optimizer state and anchors of all ranks."""
+    """Return the size in bytes of a checkpoint: masters, optimizer state and anchors of all ranks."""
     return processes * (memory.weights + memory.optimizer + memory.anchors + memory.host)
 
 

@@ -1,4 +1,4 @@
-"""All checks in order: of this process alone, or of all ranks together."""
+"""All checks in order, for a single process or for all ranks together."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Sections = dict[str, list[Finding]]
 
 
 def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> int:
-    """Check everything there is to check and print it on rank 0. Returns the exit code: 1 if there is a problem.
+    """Run all checks, print the report on rank 0, and return the exit code: 1 if there is a problem.
 
-    Every wait for other ranks ends after `timeout_seconds`. What keeps ranks from meeting is a problem in the report
-    of rank 0, and a TrainingError on the others.
+    Every wait for other ranks ends after `timeout_seconds`. If ranks do not meet or a check across ranks fails, the
+    error is a problem in rank 0's report and a TrainingError on the other ranks.
     """
     parallel = recipe.parallel if recipe else ParallelSection()
     found = cards()
@@ -57,7 +57,7 @@ def _given_networks(parallel: ParallelSection) -> list[Finding]:
 
 
 def _alone(recipe: Recipe) -> list[Finding]:
-    """What the recipe would be on this machine by itself, as launch/train.sh starts it."""
+    """Return findings on the recipe on this machine alone, as launch/train.sh would start it."""
     processes = processes_per_node(recipe.parallel, 1)
     each = memory_of_rank(World(0, processes, 0, processes))
     findings, _ = fit(recipe, [node_name()] * processes, [each] * processes)

@@ -1,4 +1,4 @@
-"""Versions of what a run is made of, and the backends that this torch can talk over."""
+"""Versions of the software that a run uses, and the communication backends of this torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def software() -> list[Finding]:
-    """Versions and backends of this process."""
+    """Return findings on the versions and backends of this process."""
     versions = [f"python {platform.python_version()}", f"torch {torch.__version__}"]
     versions += [f"{name} {found}" for name in ("transformers", "deepspeed") if (found := installed_version(name))]
     findings = [ok(f"llmtrain {llmtrain.__version__}, " + ", ".join(versions)), _cuda(), _backends()]
@@ -25,7 +25,7 @@ def software() -> list[Finding]:
 
 
 def identity() -> dict[str, str]:
-    """What must be the same on all ranks for them to train together."""
+    """Return the software versions that are compared between ranks."""
     return {
         "llmtrain": f"{llmtrain.__version__} (source {_source_hash()})",
         "torch": torch.__version__,
@@ -35,7 +35,10 @@ def identity() -> dict[str, str]:
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of a package, None if it is not installed. It is not imported, since some take seconds."""
+    """Return the version of a package, or None if it is not installed.
+
+    The package is not imported, because importing some packages takes seconds.
+    """
     try:
         return version(package)
     except PackageNotFoundError:

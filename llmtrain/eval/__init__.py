@@ -1,1 +1,1 @@
-"""Evaluation of checkpoints: suites of tasks run by lm-evaluation-harness, losses on text files; see eval/README.md."""
+"""Checkpoint evaluation: task suites run by lm-evaluation-harness, and losses on text files; see eval/README.md."""

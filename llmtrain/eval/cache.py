@@ -1,4 +1,4 @@
-"""Finished pieces of evaluations, kept so that an interrupted one continues and a finished one is not repeated."""
+"""Cache of finished evaluation units, so that an interrupted evaluation resumes and a finished one is not repeated."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from llmtrain.errors import UserError
 
 Key = dict[str, Any]
-"""What a result depends on, as plain JSON values."""
+"""Values that a result depends on besides the checkpoint, as plain JSON."""
 
 
 class Entry(BaseModel):
-    """What one task, text or set of prompts of a suite gave for one model."""
+    """Results of one task, text file or set of prompts for one checkpoint."""
 
     model_config = ConfigDict(extra="forbid")
 
     scores: dict[str, dict[str, int | float | None]] = {}
-    """{name: {metric: value, metric_stderr: standard error or None, n: documents}}."""
+    """{name: {metric: value, metric_stderr: standard error or None, n: number of documents}}."""
     about: dict[str, dict[str, Any]] = {}
-    """{name: {version, few_shot, chance}}; chance is absent where the task has no such level."""
+    """{name: {version, few_shot, members, chance}}; `chance` is absent if the task has no chance level."""
     shown: list[str] = []
-    """Names that belong in the table; a group stands for its members."""
+    """Names to show in the table; a group is shown instead of its members."""
     answers: dict[str, dict[str, list[Any]]] = {}
-    """{task: what is kept of each document}, see scores.answers."""
+    """{task: {column: one value per document}}; see scores.per_document."""
     written: list[dict[str, str]] = []
-    """[{prompt, text}] of a suite's samples."""
+    """[{prompt, text}] for each prompt of the suite; `text` includes the prompt."""
 
 
 class Cache:
-    """A folder with a file for each finished piece of one checkpoint."""
+    """Cached results of one checkpoint: one JSON file per finished evaluation unit."""
 
     def __init__(self, folder: Path, fingerprint: str):
         self.folder, self.fingerprint = folder, fingerprint
@@ -44,7 +44,7 @@ class Cache:
         return self.folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
     def read(self, name: str, key: Key) -> Entry | None:
-        """None if it was not finished, or the file is damaged."""
+        """Return the cached entry, or None if the unit is not finished or its file is damaged."""
         try:
             content = json.loads(self.path(name, key).read_text())
             return Entry.model_validate(content["entry"]) if content["key"] == self._full_key(key) else None
@@ -59,7 +59,10 @@ class Cache:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file so that a crash leaves the old one or the new one. Raises UserError where nothing can be written."""
+    """Write `value` as JSON atomically: after a crash, the file has either its old or its new content.
+
+    Raises UserError if the file cannot be written.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

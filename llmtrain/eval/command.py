@@ -1,4 +1,4 @@
-"""`llmtrain eval`: from runs and folders to files of results and a table."""
+"""The `llmtrain eval` command, which evaluates runs and model folders, writes result files and prints a table."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def evaluate(
     out: Path | None = None,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate runs or folders with models on a suite; write and show the results, and return them.
+    """Evaluate runs or model folders on a suite, write and show the results, and return them.
 
-    `limit`: at most so many documents of each task; `batch_size`: sequences at once. `over_time`: every checkpoint.
-    Raises UserError, one line, for what can't be evaluated.
+    `limit` is the maximum number of documents per task or text, and `batch_size` the number of sequences per batch.
+    With `over_time`, every checkpoint of a run is evaluated. Processes other than the main one return an empty
+    list. Raises UserError, with a one-line message, for input that cannot be evaluated.
     """
     if over_time and step is not None:
         raise UserError("--over-time is for all checkpoints and --step for one; leave one of them out")
@@ -74,7 +75,7 @@ def evaluate(
 def _evaluate_one(
     checkpoint: Checkpoint, pieces: Sequence[EvalUnit], options: Options, suite: str, out: Path | None, console: Console
 ) -> Evaluated:
-    """Each piece, from the cache or now."""
+    """Evaluate one checkpoint, running only the units that are not in the cache."""
     cache = Cache(_home(checkpoint, out) / "cache", checkpoint.fingerprint())
     done = {piece.name: cache.read(piece.name, piece.key) for piece in pieces}
     models = LazyModels(checkpoint.folder, options)
@@ -153,11 +154,11 @@ def _draw(
 
 
 def _home(checkpoint: Checkpoint, out: Path | None) -> Path:
-    """Where the results of a run or folder go."""
+    """Return the folder for the results of a checkpoint."""
     return checkpoint.home / "eval" if out is None else out / checkpoint.label
 
 
 def _same(path: Path, paths: Sequence[Path]) -> int | None:
-    """The place of `path` in `paths`, however it is written."""
+    """Return the index of `path` in `paths`, comparing resolved paths, or None if it is not among them."""
     resolved = [each.resolve() for each in paths]
     return resolved.index(path.resolve()) if path.resolve() in resolved else None

@@ -1,4 +1,4 @@
-"""Scores over training: a panel for each, a line for each run."""
+"""Plots of scores over the course of training: one panel per score, one line per run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from llmtrain.eval.table import Evaluated, Row, rows_of
 
 Point = tuple[float, float, float]
-"""(tokens or steps, value, standard error or 0)."""
+"""(tokens or steps, value, standard error); the standard error is 0 if unknown."""
 
 
 def lines_of(evaluated: Sequence[Evaluated], row: Row, over_tokens: bool) -> dict[str, list[Point]]:
-    """{run: points} of one score, in order of training."""
+    """Return {run: points} for one score, in order of training."""
     lines: dict[str, list[Point]] = {}
     for each in evaluated:
         checkpoint, scores = each.checkpoint, each.entries[row.piece].scores.get(row.name, {})
@@ -26,8 +26,11 @@ def lines_of(evaluated: Sequence[Evaluated], row: Row, over_tokens: bool) -> dic
 
 
 def draw_curves(evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]], title: str, target: Path) -> None:
-    """A PNG with values ± one standard error over tokens (over steps, if tokens are not known of all) and, dashed, the
-    level of chance."""
+    """Plot the scores with error bars of one standard error, and save the figure as a PNG.
+
+    The x axis shows training tokens, or steps if the tokens of any checkpoint are unknown. A dashed line marks the
+    chance level of accuracies.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 

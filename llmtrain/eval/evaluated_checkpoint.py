@@ -1,4 +1,4 @@
-"""What is evaluated: folders that transformers loads, and the checkpoints of runs, exported to such folders."""
+"""Checkpoints to evaluate: folders that transformers loads, and checkpoints of runs, exported to such folders first."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from llmtrain.errors import ModelError, UserError
 from llmtrain.train.integrity import NAME, list_checkpoints
 
 SMALL_FILES = (".json", ".txt", ".model")
-"""Suffixes of configurations and tokenizers."""
+"""Suffixes of configuration and tokenizer files."""
 WEIGHTS = (".safetensors", ".bin")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model in a folder."""
+    """Model folder to evaluate, with its position in training."""
 
     label: str
-    """What the table calls its run."""
+    """Name of its run in the table."""
     folder: Path
     home: Path
-    """Where results go: the run directory, or the folder itself."""
+    """Run directory, or the model folder itself; results go to its `eval/` unless --out is given."""
     step: int | None = None
-    """Training steps; None: not known."""
+    """Training steps; None if unknown."""
     tokens: int | None = None
-    """Training tokens of all replicas; None: not known."""
+    """Training tokens of all replicas; None if unknown."""
 
     def fingerprint(self) -> str:
-        """What changes when the weights, the configuration or the tokenizer do: bytes of small files, size and time of
-        change of weights."""
+        """Return a digest that changes with the weights, the configuration or the tokenizer.
+
+        Small files are hashed by content, weight files by size and modification time.
+        """
         digest = hashlib.sha256()
         for path in sorted(self.folder.iterdir()):
             if path.suffix in SMALL_FILES:
@@ -45,9 +47,10 @@ class Checkpoint:
 
 
 def find_checkpoints(path: Path, label: str, step: int | None, over_time: bool) -> list[Checkpoint]:
-    """What to evaluate of a path that the user gave, oldest first; runs are exported. Each is whole.
+    """Return the checkpoints to evaluate for a path given by the user, oldest first.
 
-    Raises UserError for a path that is neither a run nor a model, or a step that is not there.
+    Checkpoints of runs are exported, and every folder has passed `check_folder`. Raises UserError if the path is
+    neither a run nor a model, or if the step does not exist.
     """
     if not path.is_dir():
         raise ModelError(f"{path}: there is no such folder; give a run (runs/NAME) or a folder that transformers loads")
@@ -66,8 +69,10 @@ def find_checkpoints(path: Path, label: str, step: int | None, over_time: bool) 
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
-    """A short name for each path: its last parts, as many as tell it from the others. Raises UserError for one given
-    twice."""
+    """Return a unique label for each path: the fewest last parts that distinguish it from the others.
+
+    Raises UserError if a path is given twice.
+    """
     parts = [path.resolve().parts for path in paths]
     if len(set(parts)) < len(parts):
         twice = next(path for path, these in zip(paths, parts, strict=True) if parts.count(these) > 1)
@@ -80,7 +85,10 @@ def labels(paths: Sequence[Path]) -> list[str]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ModelError unless `folder` has a configuration, a tokenizer and whole safetensors."""
+    """Raise ModelError unless `folder` has a configuration, a tokenizer and complete safetensors files.
+
+    Weights in pytorch_model*.bin files are accepted without a check.
+    """
     from safetensors import SafetensorError, safe_open
 
     for name, what in (("config.json", "a model"), ("tokenizer_config.json", "a tokenizer")):
@@ -108,12 +116,12 @@ def check_folder(folder: Path) -> None:
 
 
 def is_main_process() -> bool:
-    """Whether this process writes results; the only one, unless a launcher started several."""
+    """Return whether this process writes the results: rank 0, or the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _of_model_folder(path: Path, label: str, step: int | None) -> Checkpoint:
-    """A folder with a model; an export below a run knows its step."""
+    """Return the checkpoint in a model folder; its step is known if the folder is an export below a run."""
     named = NAME.match(path.name)
     run = path.resolve().parent.parent
     known = int(named[1]) if named and (run / "recipe.yaml").is_file() else None
@@ -142,13 +150,13 @@ def _of_run(run: Path, label: str, step: int | None) -> Checkpoint:
 
 
 def _exports(run: Path) -> dict[int, Path]:
-    """Exports of the replicas' mean: {step: folder}."""
+    """Return {step: folder} of the run's exports of the replicas' mean."""
     named = ((NAME.fullmatch(path.name), path) for path in run.glob("export/step-*"))
     return {int(match[1]): path for match, path in named if match and (path / "export.json").is_file()}
 
 
 def _tokens(run: Path, step: int) -> int | None:
-    """Training tokens after `step`, from the run's metrics."""
+    """Return the training tokens after `step` from the run's metrics, or None if they are not recorded."""
     try:
         lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
     except (OSError, ValueError):

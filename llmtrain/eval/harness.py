@@ -1,4 +1,4 @@
-"""Tasks run by lm-evaluation-harness, through its public Python interface."""
+"""Evaluation of tasks with lm-evaluation-harness, through its public Python interface."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 BOOTSTRAP = 1000
-"""Resamples behind the standard error of a perplexity; lm-eval's command line takes 100,000, for minutes."""
+"""Resamples for the standard error of a perplexity; lm-eval's command line uses 100,000, which takes minutes."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """lm-eval and what it uses say only what went wrong, and that on stderr: stdout is for results."""
+    """Let lm-eval, transformers and datasets log errors only, and redirect stdout to stderr.
+
+    stdout is reserved for results.
+    """
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's: a pool of processes for a thousand resamples
     loggers = [logging.getLogger(name) for name in ("lm_eval", "transformers", "datasets")]
     levels = [logger.level for logger in loggers]
@@ -44,7 +47,7 @@ def quiet() -> Iterator[None]:
 
 
 def load_model(folder: Path, batch_size: int | str, device: str | None) -> HFLM:
-    """The model as lm-eval's command line loads it with `--model hf --model_args pretrained=FOLDER`."""
+    """Load the model as lm-eval's command line does with `--model hf --model_args pretrained=FOLDER`."""
     with quiet():
         import torch
         from lm_eval.models.huggingface import HFLM
@@ -57,7 +60,10 @@ def load_model(folder: Path, batch_size: int | str, device: str | None) -> HFLM:
 
 
 def check_tasks(names: Sequence[str], local: Sequence[str], folders: tuple[Path, ...], data_dir: Path | None) -> None:
-    """Raises SuiteError unless each of `names` is a task of lm-eval or one of the `local` ones."""
+    """Raise SuiteError unless each of `names` is a task of lm-eval or one of the `local` tasks.
+
+    Raises UserError if lm-eval is not installed.
+    """
     harness_version()
     if set(names) <= set(local):
         return  # to list lm-eval's own thousands takes many seconds
@@ -71,7 +77,7 @@ def check_tasks(names: Sequence[str], local: Sequence[str], folders: tuple[Path,
 
 @cache
 def task_manager(folders: tuple[Path, ...], data_dir: Path | None, with_defaults: bool) -> TaskManager:
-    """lm-eval's index of tasks: ours, and its own if asked for."""
+    """Return lm-eval's index of the tasks in `folders`, including its own tasks if `with_defaults` is set."""
     with quiet():
         from lm_eval.tasks import TaskManager
 
@@ -83,10 +89,10 @@ def task_manager(folders: tuple[Path, ...], data_dir: Path | None, with_defaults
 
 
 def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], manager: TaskManager) -> Entry | None:
-    """Evaluate one task, group or tag; None on all but the main process.
+    """Evaluate one task, group or tag; return None on all but the main process.
 
-    Raises DataError if its data can't be had, SuiteError for a few_shot that the task doesn't take, ModelError for answers
-    that are too long for the model.
+    Raises DataError if the task's data is not available, SuiteError if the task does not accept the given few_shot,
+    and ModelError if an answer is longer than the model's context.
     """
     with quiet():
         from lm_eval import simple_evaluate
@@ -122,8 +128,10 @@ def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], 
 
 
 def check_answers_fit(tasks: Mapping[str, Task], model: HFLM) -> None:
-    """Raises ModelError if a task has an answer longer than the model sees at once: lm-eval asserts that it has none. Of a
-    question that does not fit it drops the beginning."""
+    """Raise ModelError if a task has an answer longer than the model's context.
+
+    lm-eval only asserts that every answer fits. If a question does not fit, lm-eval drops its beginning.
+    """
     for name, task in tasks.items():
         continuations = {instance.args[1] for instance in task.instances if instance.request_type == "loglikelihood"}
         longest = max((len(model.tok_encode(answer)) for answer in continuations), default=0)
@@ -135,7 +143,10 @@ def check_answers_fit(tasks: Mapping[str, Task], model: HFLM) -> None:
 
 
 def entry_of(results: Mapping[str, Any]) -> Entry:
-    """What is kept of the dictionary that lm-eval returns: its numbers unchanged, bits per byte and chance added."""
+    """Convert the results of lm-eval to an `Entry`.
+
+    lm-eval's numbers are kept unchanged; bits per byte and chance levels are added.
+    """
     samples, groups = results["samples"], results.get("groups", {})
     below = {child for children in results["group_subtasks"].values() for child in children}
     entry = Entry(shown=[name for name in (groups or samples) if name not in below] or list(samples))
@@ -168,7 +179,10 @@ def _leaves(group: str, results: Mapping[str, Any]) -> set[str]:
 
 
 def _scores(metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """lm-eval's `acc,none` is `acc`; other filters keep their name. A standard error that it doesn't know is None."""
+    """Return {metric: value}, with lm-eval's `acc,none` shortened to `acc`; other filters keep their names.
+
+    A value that is not a number, such as an unknown standard error, becomes None.
+    """
     scores: dict[str, float | None] = {}
     for key, value in metrics.items():
         metric, comma, variant = key.partition(",")

@@ -1,4 +1,4 @@
-"""From the answers to each document: chance, bits per byte, and what paired tests need."""
+"""Scores computed from per-document results: chance levels, bits per byte, and the data for paired tests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import numpy as np
 ACCURACIES = ("acc", "acc_norm", "acc_bytes")
 """Metrics that have a chance level."""
 STANDARD_ERRORS = 2.0
-"""A score within so many of chance is near chance."""
+"""A score within this many standard errors of the chance level is near chance."""
 
 Verdict = Literal["near chance", "below chance", ""]
 
 
 def chance_of(choices: Sequence[Sequence[str]], gold: Sequence[Any]) -> float:
-    """Accuracy without understanding the question: a guess among the choices or, where all documents have the same
-    ones, the commonest answer every time."""
+    """Return the accuracy that needs no understanding of the questions.
+
+    This is the accuracy of uniform guessing or, if all documents have the same choices, of always giving the most
+    common answer, whichever is higher.
+    """
     guess = sum(1 / len(these) for these in choices) / len(choices)
     same_everywhere = len({tuple(these) for these in choices}) == 1
     commonest = max(Counter(map(str, gold)).values()) / len(gold) if same_everywhere else 0.0
@@ -27,8 +30,11 @@ def chance_of(choices: Sequence[Sequence[str]], gold: Sequence[Any]) -> float:
 
 
 def verdict(value: float, stderr: float, chance: float, n: int) -> Verdict:
-    """What an accuracy may be called. The standard error is the score's or the one that chance has with `n` documents,
-    whichever is larger: a score of 0 or 1 has none of its own."""
+    """Classify an accuracy as near chance, below chance, or above chance (the empty string).
+
+    The standard error is the larger of the score's own and that of chance with `n` documents, because a score of 0
+    or 1 has no standard error of its own.
+    """
     error = max(stderr, math.sqrt(chance * (1 - chance) / n))
     if abs(value - chance) <= STANDARD_ERRORS * error:
         return "near chance"
@@ -36,7 +42,10 @@ def verdict(value: float, stderr: float, chance: float, n: int) -> Verdict:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float | None]:
-    """Sum over sum, and its standard error over documents (linearized; None for fewer than two)."""
+    """Return the ratio of two sums and its standard error over documents.
+
+    The standard error is linearized (delta method), and None for fewer than two documents.
+    """
     x, y = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     value = float(x.sum() / y.sum())
     if len(x) < 2:
@@ -46,16 +55,18 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[f
 
 
 def bits_per_byte(nll: Sequence[float], byte_counts: Sequence[float]) -> tuple[float, float | None]:
-    """Summed negative log-likelihood (nats) / ln 2 / UTF-8 bytes, and its standard error."""
+    """Return summed negative log-likelihood (nats) / ln 2 / UTF-8 bytes, and its standard error."""
     value, error = ratio(nll, byte_counts)
     return value / math.log(2), None if error is None else error / math.log(2)
 
 
 def per_document(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """What is kept of each document of one task: its name, numbers of each metric and, of the right answer, the negative
-    log-likelihood in nats and the UTF-8 bytes, as lm-evaluation-harness asked for it (with the space before it).
+    """Return the per-document results of one task as lists of equal length, in the order of documents.
 
-    Lists of equal length, in the order of documents. A document may come more than once, under several filters.
+    `doc` identifies the document, and each numeric metric has a list. `nll` and `bytes` are the negative
+    log-likelihood in nats and the UTF-8 bytes of the right answer as lm-evaluation-harness requested it (with the
+    leading space); they are absent unless every document has a single right answer. If a task has several filters,
+    a document appears once per filter, and only `doc` is returned.
     """
     ordered = sorted(samples, key=lambda sample: sample["doc_id"])
     kept: dict[str, list[Any]] = {"doc": [f"{s['doc_id']}:{str(s['doc_hash'])[:8]}" for s in ordered]}
@@ -71,13 +82,13 @@ def per_document(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def choices_and_gold(samples: Sequence[Mapping[str, Any]]) -> tuple[list[list[str]], list[Any]]:
-    """Of multiple-choice documents: the continuations that were compared, and which is right."""
+    """Return the compared continuations and the right answer of each multiple-choice document."""
     choices = [[argument[1] for argument in sample["arguments"]] for sample in samples]
     return choices, [sample["target"] for sample in samples]
 
 
 def _right_answer(sample: Mapping[str, Any]) -> tuple[float, int] | None:
-    """(nll, bytes), where there is one right continuation whose likelihood was asked for."""
+    """Return (nll, bytes) of the right continuation, or None unless there is exactly one with a log-likelihood."""
     arguments, responses, target = sample["arguments"], sample["filtered_resps"], sample["target"]
     if any(len(argument) != 2 or not isinstance(argument[1], str) for argument in arguments):
         return None

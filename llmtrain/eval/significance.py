@@ -1,4 +1,4 @@
-"""Paired tests: whether two models differ on the same documents by more than luck."""
+"""Paired significance tests for two models evaluated on the same documents."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ MCNEMAR = "McNemar's exact test"
 BOOTSTRAP = "paired bootstrap"
 RESAMPLES = 10_000
 Answers = Mapping[str, Sequence[Any]]
-"""What is kept of each document of a task, see scores.answers."""
+"""{column: one value per document} for one task; see scores.per_document."""
 
 
 @dataclass(frozen=True)
 class PairedTest:
-    """A model against the baseline, on `n` documents."""
+    """Result of a paired test of a model against the baseline on `n` documents."""
 
     difference: float
-    """Its score minus the baseline's."""
+    """The model's score minus the baseline's."""
     p: float
-    """Two-sided."""
+    """Two-sided p-value."""
     test: str
     n: int
 
 
 def mcnemar(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Two-sided exact p of right/wrong answers (1/0) to the same questions: a coin for each question that only one of
-    the two got right."""
+    """Return the two-sided exact p-value of right/wrong answers (1/0) to the same questions.
+
+    Under the null hypothesis, each question that only one model answered correctly is a fair coin toss.
+    """
     only_ours = sum(a > b for a, b in zip(ours, theirs, strict=True))
     only_theirs = sum(b > a for a, b in zip(ours, theirs, strict=True))
     n, fewer = only_ours + only_theirs, min(only_ours, only_theirs)
@@ -39,8 +41,11 @@ def mcnemar(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def paired_bootstrap(ours: Sequence[float], theirs: Sequence[float], weights: Sequence[float], seed: int = 0) -> float:
-    """Two-sided p of the difference of two sums over the same weights (nats over bytes, or tokens): how often it changes
-    sign when documents are drawn again."""
+    """Return the two-sided p-value of the difference between two ratios of sums with the same denominator.
+
+    Such ratios are nats per byte or per token, with `weights` as the denominators of the documents. The p-value
+    follows from how often the difference changes sign when documents are resampled.
+    """
     difference = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
     weight = np.asarray(weights, dtype=np.float64)
     draw = np.random.default_rng(seed)
@@ -54,8 +59,11 @@ def paired_bootstrap(ours: Sequence[float], theirs: Sequence[float], weights: Se
 
 
 def compare(ours: Sequence[Answers], theirs: Sequence[Answers], metric: str) -> PairedTest | None:
-    """Both models' answers to the tasks of one score (several, if it is a group's). None where the documents are not the
-    same or the metric has no test."""
+    """Test two models on one score, given their results on the score's tasks (several for a group).
+
+    Bits per byte uses the paired bootstrap, and metrics of 0 and 1 use McNemar's exact test. Returns None if the
+    documents differ or the metric has no test.
+    """
     if len(ours) != len(theirs) or any(a["doc"] != b["doc"] for a, b in zip(ours, theirs, strict=True)):
         return None
     n = sum(len(task["doc"]) for task in ours)
@@ -72,5 +80,5 @@ def compare(ours: Sequence[Answers], theirs: Sequence[Answers], metric: str) -> 
 
 
 def _joined(tasks: Sequence[Answers], key: str) -> list[float]:
-    """One list over all tasks; empty if one of them has no such numbers."""
+    """Return the values of all tasks as one list, or an empty list if any task lacks them."""
     return [value for task in tasks for value in task[key]] if all(key in task for task in tasks) else []

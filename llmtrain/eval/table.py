@@ -1,4 +1,4 @@
-"""Results side by side in the terminal: runs in columns, each score of each task in a row."""
+"""Terminal table that compares results: one column per run, one row per score of a task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A checkpoint and what each piece of the suite gave, by the piece's name."""
+    """Checkpoint with its results, by the name of the evaluation unit."""
 
     checkpoint: Checkpoint
     entries: Mapping[str, Entry]
@@ -29,7 +29,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table."""
+    """Row of the table: one metric of one task, group or text file."""
 
     piece: str
     name: str
@@ -37,7 +37,7 @@ class Row:
 
 
 def rows_of(evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]]) -> list[Row]:
-    """Scores that belong in the table, in the suite's order; metrics that a task doesn't have are left out."""
+    """Return the rows of the table in the suite's order, without metrics that a task does not have."""
     rows = []
     for piece, metrics in show.items():
         entry = evaluated[0].entries[piece]
@@ -46,7 +46,7 @@ def rows_of(evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]]) -
 
 
 def comparison(ours: Evaluated, theirs: Evaluated, row: Row) -> PairedTest | None:
-    """Both models on one score, if it can be tested."""
+    """Return the paired test of two checkpoints on one score, or None if the score cannot be tested."""
     a, b = ours.entries[row.piece], theirs.entries[row.piece]
     if row.name not in a.about or row.name not in b.about:
         return None
@@ -55,7 +55,7 @@ def comparison(ours: Evaluated, theirs: Evaluated, row: Row) -> PairedTest | Non
 
 
 def verdict_of(entry: Entry, row: Row) -> str:
-    """near chance, below chance or nothing."""
+    """Return the verdict on one score: near chance, below chance, or an empty string."""
     scores, chance = entry.scores[row.name], entry.about[row.name].get("chance")
     value = scores.get(row.metric)
     if chance is None or value is None or row.metric not in ACCURACIES:
@@ -64,7 +64,7 @@ def verdict_of(entry: Entry, row: Row) -> str:
 
 
 def cell(entry: Entry, row: Row) -> str:
-    """`0.2531 ± 0.0089 near chance`."""
+    """Format one score for the table, such as `0.2531 ± 0.0089 near chance`."""
     scores = entry.scores.get(row.name, {})
     value, error = scores.get(row.metric), scores.get(f"{row.metric}_stderr")
     if value is None:
@@ -76,7 +76,7 @@ def cell(entry: Entry, row: Row) -> str:
 
 
 def scores_on_one_line(each: Evaluated, show: Mapping[str, Sequence[str]]) -> str:
-    """The first score of each task in one line of a console: `arc_easy acc_norm 0.253 ± 0.009 near chance, ...`."""
+    """Format the first score of each task on one line: `arc_easy acc_norm 0.253 ± 0.009 near chance, ...`."""
     first = {(row.piece, row.name): row for row in reversed(rows_of([each], show))}
     parts = []
     for (piece, name), row in reversed(first.items()):
@@ -91,7 +91,7 @@ def scores_on_one_line(each: Evaluated, show: Mapping[str, Sequence[str]]) -> st
 def table_of(
     title: str, evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]], baseline: Evaluated | None
 ) -> tuple[Table, list[str]]:
-    """The table, and the notes that belong below it."""
+    """Return the table and the notes to print below it."""
     table = Table(title=title, title_justify="left")
     table.add_column("task")
     table.add_column("metric")

@@ -1,4 +1,4 @@
-"""A suite as pieces that are evaluated, and kept, one by one."""
+"""Evaluation units of a suite, which are run and cached one by one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
 
 BATCH_OF_TEXTS = 16
-"""Sequences at once on text files where the suite says auto."""
+"""Sequences per batch on text files if the suite's batch size is auto."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says about how to evaluate."""
+    """Evaluation options: the suite and the settings of the command line."""
 
     suite: Suite
     task_folders: tuple[Path, ...]
@@ -35,29 +35,27 @@ class Options:
     device: str | None
 
     def limited(self, of_section: int | None) -> int | None:
-        """The smaller of the suite's and the command line's."""
+        """Return the smaller of the suite's and the command line's limit, or None if neither is set."""
         given = [limit for limit in (of_section, self.limit) if limit is not None]
         return min(given) if given else None
 
 
 class LazyModels:
-    """The model of one checkpoint, loaded when it is first needed."""
+    """Model of one checkpoint, loaded on first use."""
 
     def __init__(self, folder: Path, options: Options):
         self.folder, self.options = folder, options
 
     @cached_property
     def for_harness(self) -> HFLM:
-        """For lm-evaluation-harness."""
         return load_model(self.folder, self.options.batch_size, self.options.device)
 
     @cached_property
     def for_texts(self) -> texts.Loaded:
-        """For losses on text."""
         return texts.load(self.folder, self.options.device)
 
     def release(self) -> None:
-        """Give the memory back before the next checkpoint is loaded."""
+        """Free the memory before the next checkpoint is loaded."""
         for name in ("for_harness", "for_texts"):
             self.__dict__.pop(name, None)
         gc.collect()
@@ -65,20 +63,22 @@ class LazyModels:
 
 @dataclass(frozen=True)
 class EvalUnit:
-    """One entry of a suite."""
+    """Evaluation unit: one task, one text file, or all prompts of a suite."""
 
     name: str
     key: Key
     show: tuple[str, ...]
     run: Callable[[LazyModels], Entry | None]
-    """None on all but the main process."""
+    """Function that evaluates the unit; returns None on all but the main process."""
     by_all: bool = False
-    """Whether all processes share the work, where a launcher started several; else it is the main one's."""
+    """Whether all processes share the work if a launcher started several; if not, only the main process works."""
 
 
 def pieces_of(options: Options) -> list[EvalUnit]:
-    """The pieces of a suite. Raises UserError, before any model is loaded, for a task that is not known or data that is
-    not there."""
+    """Return the evaluation units of a suite.
+
+    Raises UserError, before any model is loaded, for an unknown task or missing local data.
+    """
     suite = options.suite
     local = local_tasks(options.task_folders)
     found = []

@@ -1,1 +1,1 @@
-"""From a run's checkpoints to folders that transformers loads; see docs/export.md."""
+"""Export of a run's checkpoints to folders that transformers loads; see docs/export.md."""

@@ -1,4 +1,4 @@
-"""README.md of an exported model: what it is, how it was trained, and how well it does."""
+"""Model card (README.md) of an exported model: its training, its recipe and its evaluation results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from llmtrain.train.console import format_si
 
 
 def model_card(source: Source, manifest: Manifest) -> str:
-    """The text, its metadata header first. Results are those in the run's `eval/` for this step."""
+    """Return the text of the model card, metadata header first.
+
+    The evaluation results are those in the run's `eval/` for this step.
+    """
     scores = read_scores(source.run / "eval", source.step)
     name = source.recipe.run.name
     parts = [

@@ -1,4 +1,4 @@
-"""Evaluation results of a run, as its model card shows them."""
+"""Evaluation results of a run, read for its model card."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 COUNTS = ("n", "tokens", "bytes")
-"""What was evaluated, not how well."""
+"""Keys that count what was evaluated and are not scores."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """One number of one task."""
+    """One metric of one task."""
 
     suite: str
     task: str
@@ -26,8 +26,10 @@ class Score:
 
 
 def read_scores(folder: Path, step: int) -> list[Score]:
-    """What the JSON files in `folder` say of the checkpoint after `step`, in the order of their names. Files and values
-    of another form are passed over: a model card needs no results."""
+    """Return the scores of the checkpoint after `step` from the JSON files in `folder`, ordered by file name.
+
+    Files and values of any other form are skipped, because a model card does not need results.
+    """
     scores = []
     for file in sorted(folder.glob("*.json")):
         try:

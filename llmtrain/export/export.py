@@ -1,4 +1,4 @@
-"""Export: from a run's checkpoint to a folder that transformers loads, proven to be the same model."""
+"""Export of a run's checkpoint to a folder that transformers loads, with a check that it is the trained model."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ MAX_SHARD_SIZE = "5GB"
 
 @dataclass(frozen=True)
 class Request:
-    """What to export."""
+    """Export options: weights, dtype and file size."""
 
     weights: WeightSource = MEAN
     dtype: str = "fp32"
     max_shard_size: str | None = None
-    """Of a weights' file ("5GB"). None: that, or whatever an export has that is there already."""
+    """Maximum size of a weight file. None: that of an existing export, or else MAX_SHARD_SIZE."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UserError(f"--dtype is {self.dtype!r}; expected {' or '.join(DTYPES)}")
 
     def folder_of(self, source: Source) -> Path:
-        """Where it goes by default: below the run, what is not the default in the name."""
+        """Return the default folder below the run; its name contains weights and dtype that are not the default."""
         weights = "" if self.weights == MEAN else f"-{self.weights}".replace(":", "")
         dtype = "" if self.dtype == "fp32" else f"-{self.dtype}"
         return source.run / "export" / f"step-{source.step:08d}{weights}{dtype}"
 
     def is_met_by(self, manifest: Manifest, source: Source) -> bool:
-        """Whether an export is the same checkpoint's, with the same weights in the same form."""
+        """Return whether an existing export has the requested checkpoint, weights, dtype and file size."""
         return (
             (manifest.step, manifest.checkpoint) == (source.step, source.digest)
             and (manifest.weights, manifest.dtype) == (str(self.weights), self.dtype)
@@ -49,14 +49,20 @@ class Request:
 
 
 def exported(run: Path, step: int | None = None) -> Path:
-    """The folder with `run` after `step` (None: its newest checkpoint) as transformers loads it: the replicas' mean in
-    fp32. Made now, unless a complete one of the same checkpoint is there; its model card is brought up to date with the
-    results in the run's `eval/` either way. Raises UserError, or TrainingError if it is not the model that was trained."""
+    """Return a folder that transformers loads, with the replicas' mean of `run` after `step` in fp32.
+
+    `step` None means the newest checkpoint. A complete export of the same checkpoint is reused. In any case, the
+    model card is updated with the results in the run's `eval/`. Raises UserError if the run cannot be exported, and
+    TrainingError if the export is not the trained model.
+    """
     return export(find_source(run, step), Request())[0]
 
 
 def export(source: Source, request: Request, out: Path | None = None) -> tuple[Path, Manifest]:
-    """The same for any request and folder. Returns the folder and what is in it."""
+    """Export `source` as requested, to `out` or the default folder; return the folder and its manifest.
+
+    Existing exports, the model card and errors are handled as in `exported`.
+    """
     final = out or request.folder_of(source)
     with locked(final):
         manifest = read_manifest(final)
@@ -68,7 +74,7 @@ def export(source: Source, request: Request, out: Path | None = None) -> tuple[P
 
 
 def describe(folder: Path, manifest: Manifest) -> str:
-    """What the command says of an export."""
+    """Return the summary of an export that the command prints."""
     weights = [size for name, size in manifest.files.items() if name.endswith(".safetensors")]
     files = "1 file" if len(weights) == 1 else f"{len(weights)} files"
     return (

@@ -1,4 +1,4 @@
-"""An exported folder: complete or absent, and recognized when the same is asked for again."""
+"""Exported folders, which appear complete or not at all, and are recognized when the same export is requested again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from llmtrain.export.parity import Parity
 MANIFEST = "export.json"
 CARD = "README.md"
 LOCK_SECONDS = 3600.0
-"""How long to wait for another process that exports the same."""
+"""Seconds to wait for another process that exports to the same folder."""
 
 
 class Manifest(BaseModel, extra="forbid", frozen=True):
-    """export.json, written last: what the folder was made from."""
+    """Manifest of an exported folder (export.json), which records what the folder was made from."""
 
     format: Literal[1] = 1
     step: int
@@ -33,11 +33,11 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
     parameters: int
     parity: Parity
     files: dict[str, int]
-    """Bytes of every file but this one and the model card, which is rewritten when there are new results."""
+    """Bytes of every file except this one and the model card, which is rewritten when there are new results."""
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """None unless `folder` is an export whose files are all there, none cut short."""
+    """Return the manifest of `folder`, or None unless it is an export whose files all have their recorded size."""
     try:
         manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
     except (OSError, ValidationError):
@@ -47,19 +47,21 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """The last thing written before the folder gets its name."""
+    """Write the manifest, which is the last file written before the folder gets its final name."""
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """What a manifest says of the files in `folder`."""
+    """Return the bytes of each file in `folder` except the model card."""
     return {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != CARD}
 
 
 @contextmanager
 def locked(final: Path, timeout: float = LOCK_SECONDS) -> Iterator[None]:
-    """Only one process at a time makes `final`. Raises UserError after `timeout` seconds of waiting, or where nothing
-    can be written."""
+    """Hold a lock that lets one process at a time export to `final`.
+
+    Raises UserError if the lock is not available within `timeout` seconds, or if the folder cannot be written.
+    """
     lock = FileLock(final.parent / f".{final.name}.lock", timeout=timeout)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -79,8 +81,11 @@ def locked(final: Path, timeout: float = LOCK_SECONDS) -> Iterator[None]:
 
 @contextmanager
 def replacing(final: Path) -> Iterator[Path]:
-    """An empty folder beside `final` that takes its place at the end, or goes away if an exception is raised. Raises
-    UserError if `final` is there and no export."""
+    """Yield an empty temporary folder next to `final`, which then replaces `final`.
+
+    If the caller's block raises, the temporary folder is deleted instead. Raises UserError if `final` exists and is
+    neither an export nor an empty folder.
+    """
     if final.exists() and not (final.is_dir() and ((final / MANIFEST).is_file() or not any(final.iterdir()))):
         raise UserError(f"{final} exists and is not an exported model; choose another folder with --out")
     temporary, retired = (final.with_name(f".{final.name}.{word}") for word in ("tmp", "old"))

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, whole, one at a time."""
+"""Reader for a checkpoint's full tensors, one at a time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ REMEDY = "copy the checkpoint again, or export another with --step"
 
 
 class FullTensorReader(CheckpointReader):
-    """A checkpoint's tensors by name, for a process that is no rank. Opening it finds missing and shortened files."""
+    """Reader of a checkpoint's full tensors by name, for a process that is not a rank."""
 
     def __init__(self, path: Path):
-        """Raises CheckpointError for a checkpoint that is not whole."""
+        """Open a checkpoint. Raises CheckpointError if its metadata is damaged, or a file is missing or truncated."""
         super().__init__(path)
         metadata = self._reader.read_metadata()
         self._entries = {
@@ -28,13 +28,13 @@ class FullTensorReader(CheckpointReader):
         _check_files(path, metadata)
 
     def shapes(self, prefix: str) -> dict[str, torch.Size]:
-        """Shapes of the tensors whose name begins with `prefix`, by the rest of their name."""
+        """Return the shapes of the tensors whose names begin with `prefix`, by the rest of their names."""
         return {
             name.removeprefix(prefix): entry.size for name, entry in self._entries.items() if name.startswith(prefix)
         }
 
     def read_full_tensor(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU. Raises CheckpointError for damaged bytes, or values that are not finite."""
+        """Return one tensor on the CPU. Raises CheckpointError if it cannot be read or has non-finite values."""
         entry = self._entries[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         self.read({name: tensor})
@@ -48,7 +48,7 @@ class FullTensorReader(CheckpointReader):
 
 
 def _check_files(path: Path, metadata: Metadata) -> None:
-    """Every file that the metadata names is there and long enough."""
+    """Raise CheckpointError unless every file that the metadata names exists and is long enough."""
     needed: dict[str, int] = {}
     for place in metadata.storage_data.values():
         needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)

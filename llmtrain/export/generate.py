@@ -1,4 +1,4 @@
-"""Letting a trained model write."""
+"""Text generation with a trained model."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ from llmtrain.export.quiet import without_progress_bars
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn."""
+    """Sampling parameters for text generation."""
 
     tokens: int = 120
-    """At most so many, fewer if the text ends."""
+    """Maximum number of new tokens; fewer if the text ends or the model's positions run out."""
     temperature: float = 0.7
-    """0: always the likeliest token."""
+    """0: greedy decoding."""
     top_k: int = 40
-    """Among so many of the likeliest; 0: among all."""
+    """Number of most likely tokens to sample from; 0: all tokens."""
     seed: int = 0
 
 
 def generate(run_or_export: Path, prompt: str, sampling: Sampling, step: int | None = None) -> str:
-    """`prompt` and what the model makes of it, the model being a run's (exported if need be, after `step` or its newest
-    checkpoint) or one in a folder that transformers loads. Raises UserError for a prompt that does not fit."""
+    """Return `prompt` followed by the model's continuation.
+
+    The model is in a folder that transformers loads, or in a run, which is exported if necessary (after `step`, or
+    at its newest checkpoint). Raises UserError if the prompt does not fit, or if it is empty and the model has no
+    begin-of-sequence token.
+    """
     folder = run_or_export if (run_or_export / "config.json").is_file() else exported(run_or_export, step)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with without_progress_bars():

@@ -1,4 +1,4 @@
-"""Proof that an exported folder is the model that was trained: logits and token ids of both, compared."""
+"""Parity checks that an exported folder is the trained model: both models' logits and token ids are compared."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOLERANCE = 1e-5
-"""Largest logit difference over the largest logit, both models computing in fp32 with the same weights."""
+"""Largest allowed logit difference relative to the largest logit; both models compute in fp32 with the same weights."""
 POSITIONS = 512
-"""Of the fixed tokens that both models read; fewer where the model has fewer."""
+"""Number of fixed tokens that both models read; fewer if the model has fewer positions."""
 TEXTS = (
     "Once upon a time, there was a fox.\n\n  It said: “Où est l'été?” – 42,5 % of the time.\t",
     "def f(x):\n    return [y ** 2 for y in x if y != 0]  # squares\r\n",
     "日本語 🦊 e\u0301 \u00a0\u2028\x00",
     " leading and trailing spaces  ",
 )
-"""What both tokenizers encode and decode."""
+"""Texts that both tokenizers encode and decode."""
 
 
 @dataclass(frozen=True)
 class Parity:
-    """The exported model against the training model."""
+    """Difference between the logits of the exported model and the training model."""
 
     difference: float
-    """Largest difference of two logits."""
+    """Largest absolute difference between corresponding logits."""
     scale: float
-    """Largest logit."""
+    """Largest absolute logit."""
     rounding: float | None = None
-    """Largest change of a logit by rounding the weights to bf16; None in fp32."""
+    """Largest change of a logit from rounding the weights to bf16; None in fp32."""
 
     @property
     def relative(self) -> float:
-        """The difference as a share of the scale."""
+        """Return the difference as a fraction of the scale."""
         return self.difference / self.scale
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return the result as one line of text."""
         line = (
             f"largest logit difference to the training model: {self.difference:.1e}, {self.relative:.1e} of the largest "
             f"logit (allowed: {TOLERANCE:.0e})"
@@ -59,9 +59,11 @@ class Parity:
 
 
 def check_logits(config: PretrainedConfig, weights: ChosenWeights, folder: Path, dtype: torch.dtype) -> Parity:
-    """Compare the logits of the model in `folder` with the training model's modules, built from `config` and fed
-    `weights`, on fixed tokens; in bf16 they are fed the rounded weights. One of the two is in memory at a time.
-    Raises TrainingError beyond the tolerance."""
+    """Compare the logits of the model in `folder` with those of the training modules, on fixed tokens.
+
+    The training modules are built from `config` with `weights`, rounded to `dtype`. Only one of the two models is
+    in memory at a time. Raises TrainingError if the difference exceeds the tolerance.
+    """
     length = min(POSITIONS, getattr(config, "max_position_embeddings", POSITIONS))
     tokens = (torch.arange(length) * 7919 + 13)[None] % config.vocab_size
     model = training_model(config, weights)
@@ -86,7 +88,7 @@ def check_logits(config: PretrainedConfig, weights: ChosenWeights, folder: Path,
 
 
 def check_tokenizer(trained_with: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raises TrainingError unless the tokenizer in `folder` gives the ids that training saw."""
+    """Raise TrainingError unless the tokenizer in `folder` encodes and decodes as the training tokenizer does."""
     exported = AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:
         ids = trained_with(text, add_special_tokens=False)["input_ids"]
@@ -99,7 +101,7 @@ def check_tokenizer(trained_with: PreTrainedTokenizerBase, folder: Path) -> None
 
 
 def training_model(config: PretrainedConfig, weights: ChosenWeights) -> LanguageModel:
-    """The modules that training runs, with `weights`, on the CPU in fp32."""
+    """Return the modules that training runs, with `weights`, on the CPU in fp32."""
     model = build(config, loss_chunk=POSITIONS)
     given: dict[int, nn.Parameter] = {}
     for name, owner, key, parameter in list(named_weights(model)):
@@ -111,12 +113,15 @@ def training_model(config: PretrainedConfig, weights: ChosenWeights) -> Language
 
 @torch.no_grad()
 def training_logits(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits [B, T, vocabulary] by the path that training's loss takes."""
+    """Return logits [B, T, vocabulary], computed along the path of the training loss."""
     return model.causal_lm.get_output_embeddings()(model.hidden(tokens))
 
 
 def load_exported(folder: Path) -> PreTrainedModel:
-    """The model in an exported folder, in fp32. Raises TrainingError if the folder has not exactly its weights."""
+    """Load the model in an exported folder in fp32.
+
+    Raises TrainingError unless the folder has exactly the model's weights.
+    """
     with without_progress_bars():
         model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     wrong = {kind: sorted(map(str, names)) for kind, names in loading.items() if kind.endswith("_keys") and names}

@@ -1,4 +1,4 @@
-"""Transformers without its progress bars, for commands whose output is a result."""
+"""Suppression of transformers' progress bars, for commands that print a result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Loading a model inside shows nothing; afterwards bars are as they were."""
+    """Disable transformers' progress bars, and restore their setting afterwards."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,4 +1,4 @@
-"""What is exported: a run directory, one of its checkpoints, and the tokenizer it was trained with."""
+"""Source of an export: a run directory, one of its checkpoints, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint of a run."""
+    """Checkpoint of a run, with the recipe."""
 
     run: Path
     step: int
@@ -32,23 +32,25 @@ class Source:
 
     @cached_property
     def state(self) -> dict[str, Any]:
-        """The checkpoint's state.json."""
+        """Return the contents of the checkpoint's state.json."""
         return read_state(self.checkpoint)
 
     @cached_property
     def digest(self) -> str:
-        """What tells this checkpoint from any other, also from one of the same step of a run trained anew."""
+        """Return a digest unique to this checkpoint; training the run anew changes the digest of every step."""
         return hashlib.sha256((self.checkpoint / "state.json").read_bytes()).hexdigest()
 
     @property
     def tokens(self) -> int:
-        """Training tokens of all replicas up to here."""
+        """Return the training tokens of all replicas up to this checkpoint."""
         return sum(rank["predicted_tokens"] for rank in self.state["ranks"])
 
     @cached_property
     def tokenizer_folder(self) -> Path:
-        """The run's copy of its tokenizer or, in a run that has none, the one beside its data. Raises DataError if neither
-        is there (any more)."""
+        """Return the run's copy of its tokenizer or, if the run has none, the one in the data cache.
+
+        Raises DataError if neither exists.
+        """
         copy, data = self.run / TOKENIZER, self.recipe.data
         if (copy / TOKENIZER_CONFIG).is_file():
             return copy
@@ -64,14 +66,17 @@ class Source:
         return path
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that made the training tokens."""
+        """Load the tokenizer that produced the training tokens."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.tokenizer_folder)
 
 
 def find_source(run: Path, step: int | None = None) -> Source:
-    """The checkpoint of `run` after `step`, or the newest. Raises CheckpointError, saying what there is."""
+    """Return the checkpoint of `run` after `step`, or the newest.
+
+    Raises CheckpointError if it does not exist; the message lists the available steps.
+    """
     if not (run / "recipe.yaml").is_file():
         what = "is not a run directory (it has no recipe.yaml)" if run.is_dir() else "does not exist"
         raise CheckpointError(f"{run} {what}; give one that training made, such as runs/quickstart")

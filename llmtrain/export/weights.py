@@ -1,4 +1,4 @@
-"""Which of a checkpoint's weights make the exported model: the replicas' mean, the anchor, or one replica's own."""
+"""Weights of the exported model: the replicas' mean, the anchor, or one replica's parameters."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from llmtrain.export.full_tensors import FullTensorReader
 from llmtrain.model import LanguageModel
 
 PREFIX = "causal_lm."
-"""What our checkpoints put before transformers' names."""
+"""Prefix of transformers' parameter names in llmtrain checkpoints."""
 PART = 1 << 22
-"""Elements that are added at once: torch makes an fp64 copy of what it adds."""
+"""Elements added per operation, because torch makes an fp64 copy of what it adds."""
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """`mean`, `anchor`, or `replica` and its number."""
+    """Choice of weights: `mean`, `anchor`, or `replica` with its number."""
 
     kind: str
     replica: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> WeightSource:
-        """`mean`, `anchor` or `replica:K`. Raises UserError for anything else."""
+        """Parse `mean`, `anchor` or `replica:K`. Raises UserError for anything else."""
         if text in ("mean", "anchor"):
             return cls(text)
         if match := re.fullmatch(r"replica:(\d+)", text):
@@ -38,7 +38,7 @@ class WeightSource:
         return self.kind if self.replica is None else f"{self.kind}:{self.replica}"
 
     def describe(self, replicas: int) -> str:
-        """In words, for a run of so many replicas."""
+        """Describe the choice in words, for a run with N replicas."""
         if self.kind == "anchor":
             return "the anchor (the last synchronization's result)"
         if self.kind == "replica":
@@ -50,10 +50,13 @@ MEAN = WeightSource("mean")
 
 
 class ChosenWeights:
-    """The exported model's weights by transformers' names, read one at a time in fp32."""
+    """Weights of the exported model by transformers' names, read one at a time in fp32."""
 
     def __init__(self, stored: FullTensorReader, state: dict[str, Any], choice: WeightSource):
-        """`state` is the checkpoint's state.json. Raises UserError if the checkpoint has no such weights."""
+        """Open the weights; `state` is the checkpoint's state.json.
+
+        Raises UserError if the checkpoint has no such weights.
+        """
         self._stored, self._choice = stored, choice
         self.replicas = state["mesh"][0]
         if choice.kind == "anchor" and not state["shared"]["anchor"]:
@@ -66,8 +69,11 @@ class ChosenWeights:
         self.shapes = {name.removeprefix(PREFIX): shape for name, shape in stored.shapes(self._prefixes[0]).items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole weight in fp32. The mean is summed in fp64 and rounded
-        once, so that the mean of equal replicas is what they hold, to the last bit."""
+        """Return one full weight in fp32.
+
+        The mean is summed in fp64 and rounded once, so that the mean of equal replicas is bit-identical to each of
+        them.
+        """
         first, *others = (f"{prefix}{PREFIX}{name}" for prefix in self._prefixes)
         if not others:
             return self._stored.read_full_tensor(first).float()
@@ -79,7 +85,7 @@ class ChosenWeights:
         return total.div_(1 + len(others)).float()
 
     def check_model(self, model: LanguageModel) -> None:
-        """Raises CheckpointError if these are the weights of another model than `model`."""
+        """Raise CheckpointError unless the names and shapes of the weights are those of `model`."""
         expected = {name.removeprefix(PREFIX): p.shape for name, p in model.named_parameters()}
         for name in sorted(expected.keys() | self.shapes.keys()):
             there, here = (list(shapes[name]) if name in shapes else "none" for shapes in (self.shapes, expected))

@@ -1,4 +1,4 @@
-"""The files of an exported model: weights in shards, configurations, tokenizer."""
+"""Writers for the files of an exported model: weights, configurations and tokenizer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from llmtrain.errors import UserError
 from llmtrain.export.weights import ChosenWeights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""What weights can be written in."""
+"""Available dtypes for the weights."""
 
 
 def write_weights(weights: ChosenWeights, folder: Path, dtype: torch.dtype, max_shard_size: str) -> list[str]:
-    """model.safetensors, or several with an index, of at most `max_shard_size` ("5GB") each. Holds one at a time in
-    memory. Returns the names of the weights' files. Raises UserError for a size that is none."""
+    """Write model.safetensors, or several files with an index, and return the names of the weight files.
+
+    A file has at most `max_shard_size` (such as "5GB"), unless a single tensor is larger. Only one file's weights
+    are in memory at a time. Raises UserError if `max_shard_size` is not a size.
+    """
     shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in weights.shapes.items()}
     try:
         plan = split_torch_state_dict_into_shards(
@@ -40,8 +43,10 @@ def write_weights(weights: ChosenWeights, folder: Path, dtype: torch.dtype, max_
 def write_configs(
     config: PretrainedConfig, architecture: str, eos: int, folder: Path, dtype: torch.dtype
 ) -> PretrainedConfig:
-    """config.json and generation_config.json. Training put an eos token between texts and nothing else, so eos is also
-    what a text begins with."""
+    """Write config.json and generation_config.json; return `config`, which is changed in place.
+
+    Training put an eos token between texts and nothing else, so eos also begins a text.
+    """
     config.architectures, config.dtype = [architecture], dtype
     config.bos_token_id = config.eos_token_id = eos
     config.save_pretrained(folder)
@@ -50,6 +55,6 @@ def write_configs(
 
 
 def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
-    """The training's tokenizer files as they are."""
+    """Copy the training's tokenizer files unchanged."""
     for file in sorted(tokenizer.iterdir()):
         shutil.copyfile(file, folder / file.name)

@@ -1,4 +1,4 @@
-"""Starting a recipe's ranks on one node or many: launch/train.sh."""
+"""Launcher that starts a recipe's ranks on one or more nodes: launch/train.sh."""
 
 from llmtrain.launch.process_count import local_world_size
 from llmtrain.launch.torchrun import launch_torchrun

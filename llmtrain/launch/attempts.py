@@ -1,4 +1,5 @@
-"""What launchers do when ranks have failed: they tell one another, and start all ranks again, on the nodes that are left."""
+"""Restarts after a failure: launchers exchange how their ranks ended and start all ranks again on the remaining
+nodes."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from llmtrain.launch.nodes import Nodes
 
 @dataclass(frozen=True)
 class NodeExit:
-    """How the ranks of one node ended."""
+    """Result of the ranks of one node."""
 
     code: int
-    """Their exit code; the highest, where they differ."""
+    """Exit code of the ranks; the highest if they differ."""
     by_signal: bool = False
-    """Somebody asked this node for a stop."""
+    """Whether a signal asked this node to stop."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,14 @@ class Attempt:
     """One start of all ranks."""
 
     number: int
-    """From 0."""
+    """Counted from 0."""
     nodes: Nodes
-    """Those that take part; ranks of nodes are numbered without gaps."""
+    """Nodes that take part, numbered without gaps."""
 
 
 ExchangeExits = Callable[[int, NodeExit, bool], Mapping[int, NodeExit]]
-"""(attempt, how this node's ended, whether to go on without nodes that are gone) -> how all nodes' ended, by number."""
+"""(attempt, exit of this node, whether to continue without lost nodes) -> exits of all remaining nodes, by node
+number."""
 
 
 def train_with_restarts(
@@ -40,10 +42,11 @@ def train_with_restarts(
     run: Callable[[Attempt], NodeExit],
     exchange_exits: ExchangeExits,
 ) -> int:
-    """The exit code of this node's ranks in the last of up to 1 + `restarts` attempts.
+    """Run up to 1 + `restarts` attempts and return the exit code of this node's ranks in the last one.
 
-    Raises TrainingError if a node is gone and the others may not go on (`allow_node_loss`), or this is the node that the
-    others have given up.
+    If only other nodes failed in the last attempt, returns FAILED. Neither a signal nor BAD_USAGE is followed by a
+    restart. Raises TrainingError if a node is lost and `allow_node_loss` is false, or if the other nodes have given
+    up this one.
     """
     members = list(range(nodes.count))
     number = 0

@@ -1,4 +1,4 @@
-"""`llmtrain train` in a process forked by the rank server, made to behave like a program of its own."""
+"""`llmtrain train` in a process forked by the rank server, made to behave like a separately started program."""
 
 import multiprocessing
 import os
@@ -16,7 +16,8 @@ from llmtrain.train.run import run_training
 
 
 def become_a_program() -> None:
-    """Make this process what an interpreter of its own would have been."""
+    """Give this process its own session, signal handlers, name, output and threads, as a separately started program
+    has."""
     os.setsid()  # a Ctrl-C in the terminal reaches ranks through torchrun alone
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores these
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -29,8 +30,8 @@ def become_a_program() -> None:
 
 
 def _stop_without_launcher() -> None:
-    """Ask this process to stop, with a checkpoint, once its launcher is gone. Nobody else would: its parent is the server,
-    which lives as long as any rank does."""
+    """Wait until the launcher is gone, then ask this process to stop with a checkpoint. Nothing else would, because
+    its parent is the rank server, which lives as long as any rank."""
     multiprocessing.parent_process().join()
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,8 +1,10 @@
-"""The launchers of all nodes meet before any rank is started, so that a node that is missing is known by its number, and
-tell one another how their ranks ended, so that all start them again or none does.
+"""Rendezvous of the launchers of all nodes.
 
-They meet in a key-value store on node 0, at the port where torchrun's own, in the same process, is found later: one port
-to open. torchrun's static rendezvous would say only how many nodes came.
+Launchers meet before any rank is started, so that a missing node is known by its number. After each attempt they
+exchange how their ranks ended, so that either all nodes start again or none does.
+
+They meet in a key-value store on node 0. torchrun's own store later uses the same process and port, so only one
+port must be open. torchrun's static rendezvous would report only how many nodes arrived.
 """
 
 from __future__ import annotations
@@ -25,17 +27,18 @@ from llmtrain.launch.timeout_store import TimeoutStore
 
 POLL_SECONDS = 0.2
 PREPARATION_SECONDS = 24 * 3600.0
-"""How long nodes wait for one that tokenizes text."""
+"""Maximum seconds that nodes wait for a node that tokenizes text."""
 ENDING_SECONDS = 24 * 3600.0
-"""How long nodes whose ranks have ended wait for the others', as long as their launchers are there."""
+"""Maximum seconds that other nodes, once their ranks have ended, wait for node 0 to collect the exits of all nodes."""
 BEAT_SECONDS, SILENCE_SECONDS = 2.0, 20.0
-"""How often a launcher says that it is there; after so long without it counts as gone."""
+"""Seconds between a launcher's heartbeats, and seconds without one after which the launcher counts as lost."""
 PATIENCE_SECONDS = 10.0
-"""How long a wait is silent, and how long node 0 stays for the others to read from its store how it ended."""
+"""Seconds before a wait is announced, and maximum seconds that node 0 stays so that other nodes can read from its
+store."""
 
 
 class NodeRendezvous:
-    """This launcher among those of the other nodes. Without a store it is alone, and nothing waits."""
+    """Connection of this launcher to those of the other nodes. Without a store the node is alone and never waits."""
 
     def __init__(self, nodes: Nodes, store: TimeoutStore | None):
         self.nodes = nodes
@@ -44,9 +47,10 @@ class NodeRendezvous:
         self._members = list(range(nodes.count))
 
     def main_first(self, first: Callable[[], str], others: Callable[[], object]) -> str:
-        """`first()` on node 0; if it answers "", `others()` on the rest, all at once. Its answer, when all are done.
+        """Run `first()` on node 0 and, if it returns "", `others()` on all other nodes at once. Return the result
+        of `first()` when all are done.
 
-        An error is raised on the node where it happened, and as TrainingError with that node's name on the others.
+        An error is raised on the node where it occurs, and as TrainingError that names this node on the others.
         """
         if self._store is None:
             return first()
@@ -64,10 +68,11 @@ class NodeRendezvous:
         return answer
 
     def exchange_exits(self, attempt: int, mine: NodeExit, allow_node_loss: bool) -> dict[int, NodeExit]:
-        """How this node's ranks ended in an attempt; returns how all nodes' did, by number, once all have. Nodes whose
-        launchers are gone are left out, if the others may go on without them.
+        """Publish how this node's ranks ended in an attempt, and return the exits of all nodes, by number, once all
+        have ended.
 
-        Raises TrainingError, on all nodes, if they may not.
+        If `allow_node_loss`, nodes whose launchers are lost are left out. Otherwise a lost node raises
+        TrainingError on all nodes.
         """
         if self._store is None:
             return {0: mine}
@@ -112,20 +117,21 @@ class NodeRendezvous:
             ) from error
 
     def has_failed(self, attempt: int) -> bool:
-        """Whether some node has told that its ranks failed in this attempt."""
+        """Return whether any node has reported that its ranks failed in this attempt. False if the store does not
+        answer."""
         try:
             return self._store is not None and self._has(f"failed {attempt}")
         except DistError:
             return False
 
     def heartbeat(self, over: threading.Event) -> None:
-        """Say that this launcher is there, until it is `over`."""
+        """Send heartbeats of this launcher until `over` is set."""
         while not over.wait(BEAT_SECONDS):
             with suppress(DistError):  # node 0 may be gone for good, or out of reach for a while
                 self._store.add(f"beat {self.nodes.rank}", 1)
 
     def _gone(self, key: str) -> list[int]:
-        """Wait until all nodes have set their `key` or are gone; those that are gone."""
+        """Wait until every node has set its `key` or is lost, and return the lost nodes."""
         heard = {node: (-1, time.monotonic()) for node in self._members}
         while missing := [node for node in self._members if not self._has(f"{key} {node}")]:
             if self._has("failure"):
@@ -140,7 +146,8 @@ class NodeRendezvous:
         return []
 
     def claim(self) -> None:
-        """Take this node's number. Raises RecipeError if another has it, TrainingError if one had it that is gone."""
+        """Claim this node's number. Raises RecipeError if a running launcher has it, TrainingError if a lost one
+        had it."""
         rank = self.nodes.rank
         if self._store.add(f"claims {rank}", 1) == 1:
             return
@@ -156,7 +163,8 @@ class NodeRendezvous:
         )
 
     def assemble(self, timeout_seconds: float) -> None:
-        """Wait until the launchers of all nodes are here. Raises RecipeError and TrainingError as `rendezvous_nodes` does."""
+        """Wait until the launchers of all nodes have arrived. Raises RecipeError and TrainingError as
+        `rendezvous_nodes` does."""
         rank, count = self.nodes.rank, self.nodes.count
         if rank == 0:
             self._store.set("count 0", str(count))
@@ -168,7 +176,8 @@ class NodeRendezvous:
         self._wait("host", range(count), "come", timeout_seconds)
 
     def announce_failure(self, message: str) -> None:
-        """Leave the reason for the other nodes' next wait."""
+        """Publish the reason for a failure, unless one is published already. It ends the other nodes' current or
+        next wait. Does nothing if node 0 is gone."""
         try:
             if not self._has("failure"):
                 self._store.set("failure", f"node {self.nodes.rank} on {self._host} failed: {message}")
@@ -177,7 +186,8 @@ class NodeRendezvous:
             return
 
     def _linger_until_acked(self, what: str) -> None:
-        """A wait is over here. On node 0, with which the store may end, until it is over for all that came."""
+        """Acknowledge that a wait is over on this node. Node 0 also waits, for a limited time, until all nodes that
+        arrived have acknowledged it, because its store may end with it."""
         self._store.set(f"heard {what} {self.nodes.rank}", "yes")
         deadline = time.monotonic() + (PATIENCE_SECONDS if self.nodes.rank == 0 else 0)
         while time.monotonic() < deadline and any(
@@ -186,7 +196,8 @@ class NodeRendezvous:
             time.sleep(POLL_SECONDS)
 
     def _wait(self, key: str, nodes: Sequence[int], purpose: str, seconds: float) -> None:
-        """Until all of `nodes` have set their `key`, but not longer than `seconds`; ends when any node has failed."""
+        """Wait until all of `nodes` have set their `key`. Raises TrainingError after `seconds`, when any node has
+        failed or when node 0 is lost."""
         started, silent = time.monotonic(), True
         with self._needs_node_0(purpose):
             while missing := [node for node in nodes if not self._has(f"{key} {node}")]:
@@ -218,10 +229,11 @@ class NodeRendezvous:
 
 @contextmanager
 def rendezvous_nodes(nodes: Nodes, timeout_seconds: float) -> Iterator[NodeRendezvous]:
-    """Meet the launchers of the other nodes; the store lives until the end of the `with`.
+    """Meet the launchers of the other nodes. The store lives until the end of the `with` block.
 
-    Raises RecipeError when node 0 can't listen, or numbers and counts of nodes contradict each other; TrainingError when
-    node 0 can't be reached or a node does not come in `timeout_seconds`. What fails on one node ends the others' waits.
+    Raises RecipeError if node 0 cannot listen, or if node numbers or counts contradict each other. Raises
+    TrainingError if node 0 cannot be reached or a node does not arrive within `timeout_seconds`. A failure on one
+    node ends the waits of the others.
     """
     if nodes.count == 1:
         yield NodeRendezvous(nodes, None)
@@ -261,7 +273,8 @@ def _open_store(nodes: Nodes, timeout_seconds: float) -> Store:
 
 
 def _wait_for_listener(nodes: Nodes, timeout_seconds: float) -> None:
-    """Until something listens at node 0's port: torch's own attempts say less about why it can't be reached."""
+    """Wait until node 0 accepts connections on its port. torch's own attempts report less about why it cannot be
+    reached."""
     deadline = time.monotonic() + timeout_seconds
     reason = ""
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Which nodes take part, and which of them this one is: from NNODES and its companions, else from Slurm."""
+"""Nodes of a launch and the number of this node, from NNODES and related variables or from Slurm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_PORT = 29400
 
 @dataclass(frozen=True)
 class Nodes:
-    """This node's number among `count`, and where node 0 listens. A node that is alone listens elsewhere: on any free port."""
+    """Node count, this node's number, and the endpoint of node 0. A single node uses any free port instead."""
 
     count: int = 1
     rank: int = 0
@@ -22,9 +22,9 @@ class Nodes:
 
     @classmethod
     def from_environment(cls) -> Nodes:
-        """NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT where NNODES is set; else the Slurm step, if it has one task
-        a node; else this node is alone. Raises RecipeError when the variables are incomplete or contradict each other.
-        """
+        """Return the nodes from NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT if NNODES is set, else from the
+        Slurm step if it has one task per node, else this node alone. Raises RecipeError if the variables are
+        incomplete or contradict each other."""
         if "NNODES" in os.environ:
             return cls._from_variables(number("NNODES", 1))
         if "SLURM_STEP_NUM_TASKS" in os.environ:
@@ -65,7 +65,7 @@ class Nodes:
 
 
 def number(name: str, default: int) -> int:
-    """A variable of the environment, 0 or more. Raises RecipeError when it is something else."""
+    """Return an environment variable as an integer of at least 0. Raises RecipeError if it is anything else."""
     text = os.environ.get(name, str(default))
     if not text.isdigit():
         raise RecipeError(f"{name}={text!r} in the environment is not a number")

@@ -1,4 +1,4 @@
-"""Imports of the process that ranks are forked from (`rank_server`); importing this module is all that it is for."""
+"""Imports of the process from which ranks are forked (`rank_server`). They run when this module is imported."""
 
 import signal
 

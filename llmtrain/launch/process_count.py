@@ -1,4 +1,4 @@
-"""How many ranks this node starts."""
+"""Number of ranks that this node starts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from llmtrain.launch.nodes import number
 
 
 def processes_per_node(parallel: ParallelSection, nodes: int) -> int:
-    """NPROC_PER_NODE, or what `local_world_size` says. Raises RecipeError if it is set to something else than a number."""
+    """Return NPROC_PER_NODE, or `local_world_size` if it is unset or 0. Raises RecipeError if it is not a number."""
     return number("NPROC_PER_NODE", 0) or local_world_size(parallel, nodes)
 
 
 def local_world_size(parallel: ParallelSection, nodes: int) -> int:
-    """One a GPU, or fewer if the recipe's mesh is smaller; on a CPU what the mesh or `on_cpu` asks for (else 1)."""
+    """Return one rank per GPU, or fewer if the recipe's mesh is smaller. Without a GPU, return what the mesh or
+    `on_cpu` asks for, at least 1."""
     import torch
 
     gpus = torch.cuda.device_count()

@@ -1,7 +1,9 @@
-"""Ranks forked from one process that has imported torch and transformers, instead of each importing them anew.
+"""Rank server: one process imports torch and transformers and forks the ranks, so that they need not import them
+again.
 
-The process is multiprocessing's forkserver. It starts before torchrun's agent, because the agent has threads, and forking
-a process with threads can deadlock. Ranks on GPUs are spawned by torchrun: forking has not been tried with CUDA.
+The process is multiprocessing's forkserver. It starts before torchrun's agent, because the agent has threads and
+forking a process with threads can deadlock. Ranks on GPUs are spawned by torchrun, because forking has not been
+tried with CUDA.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ import psutil
 PRELOAD = "llmtrain.launch.preload"
 FORKED_RANK = Path(__file__).with_name("forked_rank.py")
 PROBE_SECONDS = 60.0
-"""Time for the server's imports, after which ranks are spawned instead."""
+"""Seconds for the server's imports, after which ranks are spawned instead."""
 
 
 @contextmanager
 def rank_server() -> Iterator[None]:
-    """Run the server, which imports beside this process; kill it on leaving. Once per process."""
+    """Run the server, which imports in the background, and kill it on exit. Usable once per process."""
     resource_tracker.ensure_running()
     before = set(psutil.Process().children())
     # Libraries that read this make their threads when they are imported. A rank sets its own number (forked_rank).
@@ -41,7 +43,8 @@ def rank_server() -> Iterator[None]:
 
 
 def rank_program() -> list[str]:
-    """Return what torchrun is to start as a rank, before RECIPE and overrides. Waits for the server's imports."""
+    """Return torchrun's arguments that start a rank, before RECIPE and overrides. Without a GPU, waits for the
+    server's imports."""
     return (
         ["--start-method", "forkserver", "--run-path", str(FORKED_RANK)] if _can_fork() else ["-m", "llmtrain", "train"]
     )

@@ -1,5 +1,8 @@
-"""A key-value store that answers in time or not at all: torch's own client waits for a host that is cut off until TCP gives
-up, a quarter of an hour later, and holds up everybody who asks it meanwhile."""
+"""Key-value store with a time limit per operation.
+
+torch's own client waits for an unreachable host until TCP gives up, about 15 minutes later, and blocks every other
+caller until then.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,24 @@ from torch.distributed import DistNetworkError, Store
 
 
 class TimeoutStore:
-    """Some of a store's operations; each raises DistNetworkError if there is no answer within `seconds`."""
+    """Wrapper of some store operations. Each raises DistNetworkError if there is no answer within `seconds`."""
 
     def __init__(self, store: Store, seconds: float):
         self._store, self._seconds = store, seconds
 
     def set(self, key: str, value: str) -> None:
-        """Write a key."""
         self._ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        """Read a key that is there."""
+        """Return the value of an existing key."""
         return self._ask(lambda: self._store.get(key))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all these keys are there."""
+        """Return whether all keys exist."""
         return self._ask(lambda: self._store.check(keys))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; what it is now."""
+        """Add to a counter and return its new value."""
         return self._ask(lambda: self._store.add(key, amount))
 
     def _ask(self, operation: Callable[[], Any]) -> Any:

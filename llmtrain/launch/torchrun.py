@@ -1,8 +1,8 @@
-"""Start torchrun on this node for a recipe, and say by the exit code how its ranks ended.
+"""Launcher that runs torchrun on this node for a recipe and returns an exit code for how its ranks ended.
 
-Rendezvous is static: a node's number is given, so ranks, and with them replicas and shards, lie on the same nodes after
-every start. What c10d's would add, nodes that come and go, needs ranks that can join a run; ours continue from a
-checkpoint, all together (`attempts`).
+Rendezvous is static: node numbers are given, so ranks, and with them replicas and shards, are on the same nodes
+after every start. The c10d rendezvous would also let nodes leave and join, but that needs ranks that can join a
+run. Here all ranks continue together from a checkpoint (`attempts`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ if TYPE_CHECKING:
     from llmtrain.train.run_dir import RunDirectory
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-"""What torchrun passes on to the ranks: its own choice, and the signal that Slurm sends ahead of the end."""
+"""Signals that torchrun forwards to the ranks: its defaults, and the one that Slurm sends before the time limit."""
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SUMMARY_SECONDS = 30.0
-"""How long a shared folder may take to show to one node what another wrote."""
+"""Maximum seconds until a file written by one node is visible to another in a shared folder."""
 
 
 class StopRequested(BaseException):
-    """A signal asked for a stop while no ranks were there. Not an Exception: nothing on the way may swallow it."""
+    """Request to stop, received as a signal while no ranks were training. Not an Exception, so that no handler on
+    the way swallows it."""
 
     def __init__(self, number: signal.Signals, when: str):
         super().__init__(f"stopped by {number.name} {when}; start the same command again")
@@ -50,9 +51,10 @@ class StopRequested(BaseException):
 
 def launch_torchrun(recipe_path: Path, overrides: Sequence[str]) -> int:
     """Check the recipe, meet the launchers of other nodes, prepare the data, and run `llmtrain train` in as many
-    processes as the recipe needs. Returns their exit code.
+    processes as the recipe needs. Return their exit code, or STOPPED_EARLY if a signal arrives before training
+    begins.
 
-    Raises UserError before anything is started, TrainingError when the nodes do not come together.
+    Raises UserError before any rank is started, TrainingError if the nodes do not meet or one is lost.
     """
     try:
         with _stop_requests_raise("before training began"):
@@ -83,7 +85,7 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
     directory = RunDirectory(recipe)
 
     def ready() -> str:
-        """ "", or why there is nothing to train."""
+        """Prepare the data and return "", or return why there is nothing to train."""
         directory.check_recipe()
         if directory.finished():
             return directory.completed_message()
@@ -120,7 +122,7 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
 
 
 def _check_memory(recipe: Recipe, nodes: Nodes, per_node: int) -> None:
-    """Raise RecipeError before any data is fetched if the ranks, all on nodes like this one, have not enough memory."""
+    """Raise RecipeError if the ranks, all on nodes like this one, do not have enough memory. Needs no data."""
     import torch
 
     from llmtrain.parallel.world import World
@@ -134,10 +136,11 @@ def _check_memory(recipe: Recipe, nodes: Nodes, per_node: int) -> None:
 
 @contextmanager
 def _with_endpoint(nodes: Nodes) -> Iterator[Nodes]:
-    """Yield the nodes with the endpoint of their store. A single node opens one on a free port, until its ranks have ended.
+    """Yield the nodes with the endpoint of their store. A single node opens a store on a free port until its ranks
+    have ended.
 
-    torchrun's own choice for one node, `--standalone`, is c10d's rendezvous, which inspects its stack for each event that it
-    records: that takes a second before the first rank is started.
+    torchrun's own choice for one node, `--standalone`, uses the c10d rendezvous, which inspects its stack for each
+    event that it records. This delays the first rank by a second.
     """
     if nodes.count > 1:
         yield nodes
@@ -149,7 +152,7 @@ def _with_endpoint(nodes: Nodes) -> Iterator[Nodes]:
 
 
 def torchrun_arguments(recipe: Recipe, attempt: Attempt, per_node: int) -> list[str]:
-    """Return torchrun's options for `per_node` ranks on this node of an attempt's."""
+    """Return torchrun's options for the `per_node` ranks of an attempt on this node."""
     nodes = attempt.nodes
     options = ["--nnodes", str(nodes.count), "--nproc-per-node", str(per_node), "--signals-to-handle", SIGNALS]
     options += ["--master-addr", nodes.address, "--master-port", str(nodes.port), "--node-rank", str(nodes.rank)]
@@ -185,19 +188,21 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Leave the line that names the failed rank; the stack is that of torchrun's own wait."""
+    """Keep the line that names the failed rank, without its stack trace, which is only that of torchrun's own wait."""
     record.exc_info = None
     return True
 
 
 def _opened_at(directory: RunDirectory) -> int | None:
-    """When a run last began in it: rank 0 writes the recipe once all ranks have met, and listen for signals."""
+    """Return when a run last began in the directory, in nanoseconds, or None if none has. Rank 0 writes the recipe
+    once all ranks have met and handle signals."""
     recipe = directory.path / "recipe.yaml"
     return recipe.stat().st_mtime_ns if recipe.exists() else None
 
 
 def _exit_code_after_signal(directory: RunDirectory, patience: float) -> int:
-    """The exit code of ranks that ended after a signal, from the summary that rank 0 wrote, perhaps on another node."""
+    """Return the exit code of ranks that ended after a signal, from the summary that rank 0 wrote, possibly on
+    another node. Waits up to `patience` seconds for it; FAILED if it is missing."""
     deadline = time.monotonic() + patience
     while (summary := directory.summary()) is None and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -206,7 +211,7 @@ def _exit_code_after_signal(directory: RunDirectory, patience: float) -> int:
 
 @contextmanager
 def _stop_requests_raise(when: str) -> Iterator[None]:
-    """Signals raise StopRequested, while there is no torchrun that handles them in its own way."""
+    """Raise StopRequested on signals while torchrun does not handle them itself."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise StopRequested(signal.Signals(number), when)

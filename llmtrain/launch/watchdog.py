@@ -1,5 +1,8 @@
-"""Ranks that can't end by themselves are ended: a frozen one when others of this node have ended, and all that are left when
-another node's have failed. torchrun would give the first 30 seconds, and knows nothing of the second."""
+"""Watchdog that kills ranks which cannot end by themselves.
+
+It kills frozen ranks after other ranks of this node have ended, and all remaining ranks after another node's have
+failed. torchrun would allow the former 30 seconds, and does not know about the latter.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ import psutil
 
 POLL_SECONDS = 0.5
 PATIENCE_SECONDS = 3.0
-"""What ranks get to end by themselves once others have."""
+"""Seconds for ranks to end by themselves once others have."""
 
 
 @contextmanager
 def kill_hung_ranks(failed_elsewhere: Callable[[], bool]) -> Iterator[None]:
-    """Within it, processes that this one starts are watched. `failed_elsewhere()`: whether ranks of another node have
-    failed; it is asked in a thread."""
+    """Watch the processes that this one starts within the `with` block, and kill hung ranks. `failed_elsewhere()`
+    returns whether ranks of another node have failed; a thread calls it."""
     over, others = threading.Event(), set(psutil.Process().children())
     watch = threading.Thread(target=_watch, args=(over, others, failed_elsewhere), daemon=True, name="ends hung ranks")
     watch.start()
@@ -57,7 +60,7 @@ def _children(process: psutil.Process) -> set[psutil.Process]:
 
 
 def _state(process: psutil.Process) -> str | None:
-    """`zombie`, `stopped`, ...; None once it is gone."""
+    """Return `zombie`, `stopped`, ..., or None if the process no longer exists."""
     try:
         return process.status()
     except psutil.NoSuchProcess:

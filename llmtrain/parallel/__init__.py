@@ -1,1 +1,1 @@
-"""The mesh, counted collectives, and the engines that run one replica."""
+"""The device mesh, collectives that count their traffic, and the engines that run one replica."""

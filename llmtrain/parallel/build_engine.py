@@ -1,4 +1,4 @@
-"""The engine that a recipe names."""
+"""Construction of the engine, and choice of the backend between replicas, from a recipe's sections."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def build_engine(
     gradient_wire: WireFormat | None = None,
     changes_in_forward: bool = False,
 ) -> Engine:
-    """One replica of `model`, which is on the meta device. A collective of all ranks.
+    """Build the engine for one replica of `model`, which is on the meta device. A collective of all ranks.
 
-    `gradient_wire` rounds averaged gradients; `changes_in_forward` says that hooks will change blocks in forward.
-    Raises RecipeError when a library that it needs is not there.
+    `gradient_wire` rounds averaged gradients. `changes_in_forward` announces hooks that change blocks during
+    forward. Raises RecipeError when a required library is missing.
     """
     if parallel.engine == "fsdp2":
         return Fsdp2Engine(model, mesh, parallel, optim, seed, gradient_wire)
@@ -33,5 +33,6 @@ def build_engine(
 
 
 def replica_backend(parallel: ParallelSection) -> str:
-    """What carries traffic between replicas: masters that rest in CPU memory are sent from there."""
+    """Return the backend for traffic between replicas. With `zero_offload`, "auto" becomes gloo, because the masters
+    are sent from CPU memory."""
     return "gloo" if parallel.zero_offload and parallel.replica_backend == "auto" else parallel.replica_backend

@@ -1,7 +1,9 @@
-"""Collectives along one axis of the mesh: the only place that sends, so bytes and seconds are counted once.
+"""Collectives along one axis of the mesh. Every collective that llmtrain starts itself goes through `Comms`, so
+bytes and seconds are counted in one place. Those of FSDP2, DeepSpeed and DTensor are not counted.
 
-Bytes are what one rank sends with the ring algorithm: 2 (n-1)/n of the tensor in an all-reduce, (n-1) times
-its own tensor in an all-gather; with a wire format, (n-1)/n of its bytes on the way out and as much on the way back.
+Byte counts are what one of n ranks sends with the ring algorithm: 2 (n-1)/n of the tensor in an all-reduce, and
+(n-1) times its own tensor in an all-gather. With a wire format, an all-reduce has two exchanges, and each sends
+(n-1)/n of the encoded bytes.
 """
 
 from __future__ import annotations
@@ -25,35 +27,38 @@ T = TypeVar("T")
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because another rank is gone or too late, and not for a fault in the program."""
+    """Return whether a collective failed because a peer is gone or too late, rather than from a fault in the
+    program."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 @dataclass
 class Traffic:
-    """What went over one axis so far, on this rank."""
+    """Bytes that this rank has sent over one axis so far, and seconds that it has waited."""
 
     bytes: float = 0.0
     seconds: float = 0.0
-    """Waiting for messages to complete, on this rank's main thread."""
+    """Time that the calling thread has waited for collectives to complete."""
 
 
 class PendingCollective:
-    """A collective under way. `wait` makes its result safe to use on the current stream."""
+    """A collective in flight. After `wait`, its result is safe to use on the current stream."""
 
     def __init__(self, comms: Comms, what: str, work: dist.Work | None, result: torch.Tensor):
         self._comms, self._what, self._work, self.result = comms, what, work, result
 
     @property
     def is_done(self) -> bool:
-        """The result is there; `wait` will not block."""
+        """Return whether the result is available, so that `wait` will not block."""
         return self._work is None or self._work.is_completed()
 
     def start_second_phase(self) -> None:
-        """Start what can only start now, if there is anything. All ranks call it between the same collectives."""
+        """Start the second exchange, if the collective has one. All ranks must call this between the same two
+        collectives."""
 
     def wait(self) -> torch.Tensor:
-        """The result. Raises TrainingError, naming the axis and this rank, when a peer is gone or too late."""
+        """Wait for the result and return it. Raises TrainingError, which names the axis and this rank, when a
+        peer is gone or too late."""
         self._finish()
         return self.result
 
@@ -70,8 +75,9 @@ class PendingCollective:
 
 
 class QuantizedAllReduce(PendingCollective):
-    """A sum in two exchanges of rounded values: each rank gets its chunk of everybody's message, sums it, and sends the
-    sum to all. So every rank ends with the same bits, whatever was rounded."""
+    """A sum in two exchanges of rounded values. In the first, each rank receives its chunk of every rank's message
+    and sums these chunks. In the second, each rank sends its rounded sum to all ranks. All ranks end with the same
+    bits, because they decode the same messages."""
 
     def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: WireFormat):
         super().__init__(comms, what, None, tensor)
@@ -92,7 +98,7 @@ class QuantizedAllReduce(PendingCollective):
         return self._mine is not None and super().is_done
 
     def start_second_phase(self) -> None:
-        """Start the second exchange. Waits for the first."""
+        """Wait for the first exchange, then start the second. Later calls do nothing."""
         if self._mine is not None:
             return
         self._finish()
@@ -112,7 +118,8 @@ class QuantizedAllReduce(PendingCollective):
         return self.result
 
     def quantization_error(self) -> torch.Tensor:
-        """After `wait`: what this rank's rounding left out, flat. Added to its next message, the sum makes up for it."""
+        """Return this rank's rounding error as a flat tensor, after `wait`. Added to this rank's next message, it
+        makes up for the error in the next sum."""
         lost = self._message - self._decoded(self._sent)
         lost[self._comms.rank] += (self._total - self._decoded(self._mine)).view(-1)
         return lost.view(-1)[: self.result.numel()]
@@ -122,10 +129,11 @@ class QuantizedAllReduce(PendingCollective):
 
 
 class Comms:
-    """The ranks along one axis of the mesh. With `group=None`, or one rank, nothing is sent.
+    """Communicator for the ranks along one axis of the mesh. With `group=None` or a single rank, it sends nothing.
 
-    `axis` is what messages call it ("replica", "shard"). `device` is where the tensors are that its backend sends
-    best: gloo gathers on the CPU only. `interface` is the network card that groups along this axis use; None: not said.
+    `axis` is the axis's name in messages ("replica", "shard"). `device` is where the backend sends tensors best;
+    with gloo it is always the CPU, because gloo gathers on the CPU only. `interface` is the network interface for
+    groups along this axis, or None to leave the choice to the backend.
     """
 
     def __init__(
@@ -145,7 +153,8 @@ class Comms:
     def all_reduce(
         self, tensor: torch.Tensor, what: str = "all-reduce", wire: WireFormat | None = None
     ) -> PendingCollective:
-        """Start summing `tensor` over the axis, in place; do not touch it before `wait`. With a wire the sum is rounded."""
+        """Start summing `tensor` in place over the axis. Do not touch it before `wait`. `wire` rounds the values on
+        their way."""
         if self.size == 1 or tensor.numel() == 0:
             return PendingCollective(self, what, None, tensor)
         if wire is not None:
@@ -164,19 +173,19 @@ class Comms:
         return PendingCollective(self, what, work, gathered)
 
     def all_gather(self, tensor: torch.Tensor, what: str = "all-gather") -> torch.Tensor:
-        """Every rank's `tensor`, stacked in rank order: [size, *shape]."""
+        """Return every rank's `tensor`, stacked in rank order: [size, *shape]."""
         return self.gather(tensor, what).wait()
 
     def all_gather_object(self, value: T, what: str) -> list[T]:
-        """Collect every rank's `value`, which can be pickled, in rank order. Not counted as traffic. Raises TrainingError as
-        `PendingCollective.wait` does."""
+        """Return every rank's `value`, which must be picklable, in rank order. Not counted as traffic. Raises
+        TrainingError as `PendingCollective.wait` does."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
             self._named(what, dist.all_gather_object, values, value)
         return values
 
     def broadcast_object(self, value: T, what: str) -> T:
-        """Return rank 0's `value` on every rank. Otherwise as `all_gather_object`."""
+        """Return rank 0's `value` on every rank. Counting and errors are as in `all_gather_object`."""
         values = [value]
         if self.size > 1:
             self._named(what, partial(dist.broadcast_object_list, group_src=0), values)
@@ -189,7 +198,7 @@ class Comms:
             raise self.failure(what, error) from error
 
     def begin(self, what: str, sent: float, collective: Callable[..., dist.Work], *tensors: Any) -> dist.Work:
-        """Start a collective of torch.distributed over this axis, in which this rank sends so many bytes."""
+        """Start a torch.distributed collective over this axis, in which this rank sends `sent` bytes."""
         self.traffic.bytes += sent
         arrived = trace.message(what, sent) if self.axis == "replica" else None
         try:
@@ -201,8 +210,10 @@ class Comms:
         return work
 
     def among(self, lists: Sequence[Sequence[int]], rank: int, axis: str, timeout_seconds: float) -> Comms:
-        """Make groups of ranks beside the mesh's axes, over gloo and CPU tensors, and return the one that `rank`, this one,
-        is in. A collective of all ranks."""
+        """Create a gloo group over CPU tensors for each list of ranks, and return the one with `rank`, this rank.
+
+        A list of one rank yields a Comms that sends nothing. A collective of all ranks.
+        """
         mine = None
         for ranks in lists:  # every rank takes part in making every group
             if len(ranks) > 1:
@@ -211,7 +222,7 @@ class Comms:
         return Comms(mine, axis=axis)
 
     def failure(self, what: str, error: Exception) -> TrainingError:
-        """One line that says what was being exchanged, by whom, and what the backend reported."""
+        """Return a TrainingError whose one line names the exchange, this rank, and the backend's reason."""
         reason = " ".join(str(error).split("\n")[0].split())
         me = f"rank {dist.get_rank()} ({self.axis} {self.rank} of {self.size}) on {socket.gethostname()}"
         return TrainingError(

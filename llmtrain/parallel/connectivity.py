@@ -1,6 +1,7 @@
-"""Do the ranks reach one another over the cards they are to use? Asked with plain connections, before gloo tries.
+"""Check that the ranks reach one another over their network interfaces, with plain TCP connections before gloo
+connects.
 
-gloo's own attempt takes several times the timeout, and names no rank.
+gloo's own attempt takes several times the timeout and names no rank.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from llmtrain.parallel.rendezvous import Rendezvous, gather_over_store
 from llmtrain.parallel.world import World
 
 PATIENCE_SECONDS = 10.0
-"""How long a connection may take."""
+"""Time limit for one connection."""
 Endpoint = tuple[str, str, int]
-"""Interface, its address, and a port at which the rank listens."""
+"""Interface, its IPv4 address, and the port on which the rank listens."""
 
 
 def check_connectivity(peers: Rendezvous, world: World, replicas: int, shard: int, timeout_seconds: float) -> None:
-    """Raise TrainingError on every rank if one of them is gone, or does not reach a peer on another node."""
+    """Raise TrainingError on every rank if any rank is gone or does not reach a peer on another node.
+
+    Each rank tries its peers along both axes of the mesh, over interfaces that have an address.
+    """
     if peers.store is None:
         return
     replica, rank_in_shard = divmod(world.rank, shard)
@@ -56,7 +60,8 @@ def _endpoints(networks: Networks) -> dict[str, str | None]:
 
 
 def _listen(interface: str | None, peers: int, stack: ExitStack) -> Endpoint | None:
-    """Accepts connections, by the kernel's queue alone, until the stack is left; None if there is nothing to ask."""
+    """Listen on the interface until `stack` closes. The kernel's queue alone accepts the connections. Return None if
+    the interface has no address or the axis has a single rank."""
     address = interface and address_of(interface)
     if not address or peers == 1:
         return None
@@ -69,7 +74,7 @@ def _listen(interface: str | None, peers: int, stack: ExitStack) -> Endpoint | N
 def _failure(
     peers: Rendezvous, rank: int, peer: int, axis: str, mine: Endpoint, theirs: Sequence, patience: float
 ) -> str | None:
-    """Why `rank` does not reach `peer`, or None."""
+    """Return why `rank` does not reach `peer`, or None if it does."""
     reason, same_machine = None, peers.ranks[rank].host == peers.ranks[peer].host
     if is_loopback(mine[1]) and not same_machine:
         reason = "loopback leads to no other host"

@@ -1,8 +1,8 @@
-"""FSDP2 as the engine: every block sharded over the shard axis, by torch's public API alone.
+"""FSDP2 engine: every block is sharded over the shard axis, with torch's public API alone.
 
-Gradients are *summed* over the shard group, the loss having been divided by the replica's tokens, so the gradient
-is the replica's mean whether or not replicas take part; a hook after each reduce-scatter averages over the
-replicas in the synchronous phase.
+The loss is divided by the replica's tokens, and gradients are *summed* over the shard group. The gradient is
+therefore the replica's mean, with or without other replicas. In the synchronous phase, a hook after each
+reduce-scatter averages it over the replicas.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from llmtrain.parallel.wrapping import COMPUTE, build_optimizer, decay_groups, n
 
 
 class Fsdp2Engine(Engine):
-    """One replica under FSDP2. Builds nothing larger than a block at a time; see `engine.Engine` for the calls."""
+    """Engine for one replica under FSDP2. It builds at most one block at a time unsharded. See
+    `Engine` for the methods."""
 
     def __init__(
         self,
@@ -174,7 +175,8 @@ class Fsdp2Engine(Engine):
         return run
 
     def _average_over_replicas(self, gradient: torch.Tensor) -> None:
-        """FSDP calls this with a block's reduce-scattered gradients, which alias what `step` will read."""
+        """Start averaging a block's reduce-scattered gradients over the replicas. FSDP calls this with tensors that
+        alias the gradients that `step` reads."""
         if self.average_gradients and self.mesh.replicas > 1:
             pending = self.mesh.replica.all_reduce(gradient, "averaging gradients", self._gradient_wire)
             self._averaging.append(pending)

@@ -1,4 +1,4 @@
-"""The mesh (replica, shard) that this process is part of, shard innermost."""
+"""Mesh of ranks with the axes (replica, shard), shard innermost, and its construction."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mesh:
-    """`replicas` x `shard` ranks and this rank's place among them."""
+    """Mesh of replicas x shards ranks, and this rank's place in it."""
 
     world: World
     device: torch.device
     devices: DeviceMesh
-    """The ranks of this replica, as DTensor and FSDP know them: one dimension, `shard`."""
+    """The ranks of this replica as a one-dimensional DeviceMesh, `shard`, for DTensor and FSDP."""
     replica: Comms
-    """The ranks that hold the same shard, one a replica; the slow network."""
+    """The ranks that hold the same shard, one per replica, on the slow network."""
     shard: Comms
-    """The ranks of this replica; the fast network."""
+    """The ranks of this replica, on the fast network."""
     all_ranks: Comms
-    """All ranks, over CPU tensors: metrics and agreement, never weights."""
+    """All ranks, over CPU tensors. They carry metrics and agreement, never weights."""
     checkpoint_group: Comms
-    """All ranks once more, for what threads do beside training: writing checkpoints."""
+    """All ranks once more, for background threads that write checkpoints."""
     store: dist.Store | None = None
     """The job's key-value store; None for a single process."""
 
@@ -52,7 +52,7 @@ class Mesh:
         return self.world.rank == 0
 
     def broadcast_from_main(self, ask: Callable[[], T]) -> T:
-        """The main rank's `ask()` on every rank; a UserError it raises is raised on every rank."""
+        """Return the main rank's `ask()` on every rank. A UserError that it raises is raised on every rank."""
         answer: T | UserError | None = None
         if self.is_main:
             try:
@@ -66,7 +66,8 @@ class Mesh:
 
 
 def local_device(world: World) -> torch.device:
-    """This process's GPU by its local rank, or the CPU. Raises RecipeError if there are fewer GPUs than ranks."""
+    """Return this process's GPU by its local rank, or the CPU. Raises RecipeError if the node has fewer GPUs than
+    ranks."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if torch.cuda.device_count() == 1 and _is_a_task_with_a_gpu(world):
@@ -79,7 +80,7 @@ def local_device(world: World) -> torch.device:
 
 
 def _is_a_task_with_a_gpu(world: World) -> bool:
-    """Whether Slurm has started each rank and shows it only its own GPU (`srun --gpus-per-task=1`)."""
+    """Return whether Slurm started each rank and shows it only its own GPU (`srun --gpus-per-task=1`)."""
     by_task = "SLURM_GPUS_PER_TASK" in os.environ or "gres/gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
     return by_task and os.environ.get("SLURM_PROCID") == str(world.rank)
 
@@ -93,9 +94,10 @@ def open_mesh(
     timeout_seconds: float,
     peers: Rendezvous | None = None,
 ) -> Iterator[Mesh]:
-    """Build the mesh with the ranks that met (they meet now, if they have not), and leave in order.
+    """Build the mesh for the enclosed code, and destroy its process groups on exit, except after an error on GPUs.
 
-    Every collective fails after `timeout_seconds`. Raises TrainingError when the ranks do not reach one another.
+    `peers` is the result of `rendezvous`; without it, the ranks meet here. Every collective fails after
+    `timeout_seconds`. Raises TrainingError when the ranks do not reach one another.
     """
     timeout = timedelta(seconds=timeout_seconds)
     peers = peers or rendezvous(world, ParallelSection(), lambda: 0.0, timeout_seconds)
@@ -125,7 +127,7 @@ def build_mesh(
     store: dist.Store | None = None,
     networks: Networks | None = None,
 ) -> Mesh:
-    """The mesh over a process group that is there already. A collective of all ranks."""
+    """Build the mesh over the process group that already exists. A collective of all ranks."""
     assert replicas * shard == world.size, (replicas, shard, world.size)
     networks = networks or Networks()
     backend = replica_backend if replica_backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
@@ -151,7 +153,8 @@ def build_mesh(
 
 
 def _my_group(world: World, groups: list[list[int]], backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
-    """Of disjoint groups that cover all ranks, this rank's. Every rank takes part in making every group."""
+    """Create disjoint groups that cover all ranks, and return this rank's. Every rank takes part in creating every
+    group."""
     made = {tuple(ranks): dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in groups}
     return next(group for ranks, group in made.items() if world.rank in ranks)
 

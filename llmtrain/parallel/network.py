@@ -1,7 +1,8 @@
-"""Which network cards this host has, and which of them a group of ranks uses.
+"""Network interfaces of this host, and the choice of one for each group of ranks.
 
-gloo reads GLOO_SOCKET_IFNAME when a group is made and keeps to that card, so every group can have its own. NCCL, by its
-source (bootstrap.cc), reads NCCL_SOCKET_IFNAME once in a process, so all its groups share one choice; not tried on GPUs.
+gloo reads GLOO_SOCKET_IFNAME when a group is created and keeps that interface, so every group can have its own.
+NCCL, by its source (bootstrap.cc), reads NCCL_SOCKET_IFNAME once per process, so all its groups share one choice.
+NCCL's behavior has not been tried on GPUs.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from llmtrain.errors import RecipeError
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915
-"""Linux's request for the IPv4 address of an interface (netdevice(7))."""
+"""Linux's ioctl request for the IPv4 address of an interface (netdevice(7))."""
 
 
 @dataclass(frozen=True)
 class Networks:
-    """Interfaces of this host, by what they carry; None: the backend decides."""
+    """Interfaces of this host, by the traffic that they carry. None leaves the choice to the backend."""
 
     replica: str | None = None
-    """Traffic between replicas, and between all ranks."""
+    """Traffic between replicas and among all ranks."""
     shard: str | None = None
     """Traffic within a replica."""
 
     @classmethod
     def from_recipe(cls, parallel: ParallelSection) -> Networks:
-        """Those that the recipe names. Raises RecipeError for a name that is not here, also in gloo's variable."""
+        """Return the interfaces that the recipe names. A key may give several names, and the first that this host
+        has is used. Raises RecipeError if the host has none of them, or none of those in GLOO_SOCKET_IFNAME."""
         if os.environ.get(GLOO):
             _first_here(os.environ[GLOO], f"{GLOO} in the environment")
         return cls(
@@ -42,17 +44,19 @@ class Networks:
         )
 
     def with_default_route(self, peer: str) -> Networks:
-        """With the card that reaches `peer`, an address or name, where nothing is said.
+        """Return a copy in which missing interfaces are the one that reaches `peer`, an address or a host name.
 
-        gloo itself would take the card that this host's own name leads to, and that is often loopback.
+        gloo itself would take the interface to which this host's own name resolves, which is often loopback. With
+        GLOO_SOCKET_IFNAME set, missing interfaces stay None.
         """
         default = None if os.environ.get(GLOO) else interface_of(address_towards(peer))
         return Networks(self.replica or default, self.shard or default)
 
     def set_nccl_interface(self, replicas_use_nccl: bool) -> None:
-        """Set NCCL_SOCKET_IFNAME to NCCL's one card, if a name is given; else NCCL decides.
+        """Set NCCL_SOCKET_IFNAME to NCCL's one interface if a name is given. Otherwise NCCL decides.
 
-        Between replicas where they use NCCL: a replica within a node needs no network card.
+        The interface between replicas comes first if replicas use NCCL, because a replica within a node needs no
+        network.
         """
         name = (self.replica if replicas_use_nccl else None) or self.shard
         if name is not None:
@@ -60,12 +64,12 @@ class Networks:
 
 
 def interfaces() -> list[str]:
-    """Names of this host's network interfaces."""
+    """Return the sorted names of this host's network interfaces."""
     return sorted(name for _, name in socket.if_nameindex())
 
 
 def address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface; None if it has none, or the system does not say."""
+    """Return the IPv4 address of an interface, or None if it has none or the system does not report it."""
     try:
         import fcntl
 
@@ -77,7 +81,8 @@ def address_of(interface: str) -> str | None:
 
 
 def address_towards(peer: str) -> str | None:
-    """The IPv4 address from which this host would reach `peer`; None if there is no way. Sends nothing."""
+    """Return the IPv4 address from which this host would reach `peer`, or None if there is no route. Sends nothing
+    to `peer`."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
             unsent.connect((peer, 9))
@@ -87,20 +92,21 @@ def address_towards(peer: str) -> str | None:
 
 
 def interface_of(address: str | None) -> str | None:
-    """The interface that has this address; None for loopback and for an address that none has."""
+    """Return the interface that has this address, or None for loopback and for an address that no interface has."""
     if address is None or is_loopback(address):
         return None
     return next((name for name in interfaces() if address_of(name) == address), None)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads no further than this host."""
+    """Return whether an address leads no further than this host."""
     return ipaddress.ip_address(address).is_loopback
 
 
 @contextmanager
 def using_interface(interface: str | None) -> Iterator[None]:
-    """Groups that are made within use this card; None: what the environment says, or gloo finds."""
+    """Make gloo groups that are created within the context use this interface. None keeps the
+    environment's choice, or gloo's own."""
     before = os.environ.get(GLOO)
     if interface is not None:
         os.environ[GLOO] = interface

@@ -1,6 +1,7 @@
-"""Ranks find one another: a store that all reach, and a roll call that says who did not come.
+"""Rendezvous of ranks: a store that all ranks reach, and a roll call that names the missing ranks.
 
-Every wait ends within `run.timeout_seconds`, and every rank that is there ends with the same line.
+Every wait ends within `run.timeout_seconds` plus GRACE_SECONDS, and every present rank reports the same missing
+ranks.
 """
 
 from __future__ import annotations
@@ -23,50 +24,52 @@ from llmtrain.parallel.network import Networks, address_towards, is_loopback
 from llmtrain.parallel.world import World, master_endpoint, node_name
 
 GRACE_SECONDS = 3.0
-"""How much longer the others wait than rank 0, which tells them who is missing; and how long it stays to be heard."""
+"""How much longer the other ranks wait than rank 0, which tells them which ranks are missing. Rank 0 stays for the
+same time, so that they can read its answer."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank tells the others before anything is started."""
+    """Information that a rank sends to the others before any process group is created."""
 
     node: str
-    """The same for all ranks of a machine."""
+    """Name of the rank's node; see `world.node_name`."""
     host: str
     address: str | None
-    """From which it reaches rank 0."""
+    """IPv4 address from which the rank reaches rank 0."""
     memory: float
-    """Bytes that this rank may use of its device."""
+    """Bytes of its device's memory that this rank may use."""
     refusal: str | None = None
-    """Why it can't run this recipe."""
+    """Why the rank cannot run this recipe, or None."""
     on_gpu: bool = False
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """All ranks have said where they are."""
+    """Result of a rendezvous: the store, what each rank reported, and this host's interfaces."""
 
     store: dist.Store | None
     """The job's key-value store; None for a single process."""
     ranks: Sequence[RankInfo]
-    """By rank."""
+    """Information on each rank, by rank."""
     networks: Networks
-    """Of this host: the recipe's, or the card that leads to the other hosts."""
+    """Interfaces of this host: the recipe's, or else the one that leads to the other hosts."""
     recipe_networks: Networks = field(default_factory=Networks)
-    """Of these, what the recipe names."""
+    """Interfaces that the recipe itself names."""
 
     @property
     def nodes(self) -> list[str]:
-        """Each rank's node."""
+        """Return the node of each rank."""
         return [rank_info.node for rank_info in self.ranks]
 
 
 def rendezvous(
     world: World, parallel: ParallelSection, memory: Callable[[], float], timeout_seconds: float
 ) -> Rendezvous:
-    """Meet the other ranks. `memory()` is what this one may use, in bytes.
+    """Meet the other ranks. `memory()` returns the bytes that this rank may use.
 
-    Raises TrainingError that names who did not come, and RecipeError on every rank for what one of them can't do.
+    Raises TrainingError that names the missing ranks, or the ranks without a usable GPU where others have one.
+    Raises RecipeError on every rank if one of them cannot run the recipe.
     """
     host, given, available, refusal = socket.gethostname(), Networks(), 0.0, None
     try:
@@ -96,9 +99,10 @@ def rendezvous(
 
 
 def gather_over_store(store: dist.Store, world: World, when: str, mine: Any, timeout_seconds: float) -> list[Any]:
-    """Everybody's `mine` (JSON) by rank. Raises TrainingError on every rank that came, naming those that did not.
+    """Return every rank's `mine` (JSON), by rank.
 
-    `when` names this roll call, in the store and in messages.
+    `when` names this roll call in the store and in messages. Raises TrainingError on every present
+    rank, naming the missing ones.
     """
     started = time.monotonic()
     key, where = f"llmtrain/{when}", ":".join(master_endpoint())
@@ -129,7 +133,7 @@ def gather_over_store(store: dist.Store, world: World, when: str, mine: Any, tim
 
 
 def missing_ranks_message(missing: Sequence[int], hosts: dict[int, str], world: World, when: str, waited: float) -> str:
-    """One line on who did not come and who did (`hosts` by rank), after `waited` seconds."""
+    """Return one line that names the `missing` ranks and, by host, the ranks in `hosts`, after `waited` seconds."""
     present: dict[str, list[int]] = {}
     for rank, host in sorted(hosts.items()):
         present.setdefault(host, []).append(rank)
@@ -142,7 +146,7 @@ def missing_ranks_message(missing: Sequence[int], hosts: dict[int, str], world: 
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 1, 4-7`."""
+    """Return ranks as text, such as `rank 3` or `ranks 1, 4-7`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -154,7 +158,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def _check_devices(ranks: Sequence[RankInfo]) -> None:
-    """A driver that has failed on one node would make its ranks CPU ranks, which the others would wait for in vain."""
+    """Raise TrainingError if some ranks have a usable GPU and others have none.
+
+    A driver that failed on one node would turn its ranks into CPU ranks, and the other ranks would wait for them in
+    vain.
+    """
     without = [rank for rank, rank_info in enumerate(ranks) if not rank_info.on_gpu]
     if 0 < len(without) < len(ranks):
         hosts = ", ".join(sorted({ranks[rank].host for rank in without}))
@@ -165,7 +173,8 @@ def _check_devices(ranks: Sequence[RankInfo]) -> None:
 
 
 def _open_store(world: World, address: str, port: str, timeout_seconds: float) -> dist.Store:
-    """torchrun's agent holds the store itself; otherwise rank 0 does, and does not wait for the others to connect."""
+    """Return the job's store, hosted by torchrun's agent if there is one and by rank 0 otherwise. Rank 0 does not
+    wait for the others to connect."""
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     leads = world.rank == 0 and not by_agent
     try:
@@ -189,7 +198,7 @@ def _open_store(world: World, address: str, port: str, timeout_seconds: float) -
 
 
 def _wait(store: dist.Store, keys: list[str], seconds: float) -> None:
-    """Until the keys are there, or the time is over; what came of it is looked up by the caller."""
+    """Wait until the keys exist or the time is over. The caller looks up which of them exist."""
     try:
         store.wait(keys, timedelta(seconds=max(seconds, 1e-3)))
     except dist.DistStoreError:

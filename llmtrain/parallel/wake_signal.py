@@ -1,4 +1,5 @@
-"""How the first replica to arrive at an iteration wakes the others: a key in the job's store, one for each iteration."""
+"""Signal by which the first replica to reach an iteration wakes the others: one key per iteration in the job's
+store."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 PATIENCE = timedelta(days=1)
-"""A waiting thread holds nobody up, so it waits as long as training takes."""
+"""Time limit of one wait. It is long because a waiting thread delays no replica."""
 
 
 class WakeSignal:
-    """Announcing and waiting happen on two threads, each with a connection of its own. Announcing twice is announcing
-    once, so several replicas may be first."""
+    """Wake-up signal of the replicas. One thread announces and another waits, each over its own connection to the
+    store. Announcing an iteration twice has no further effect, so several replicas may be first."""
 
     def __init__(self, store: dist.Store):
         self._announcing, self._waiting = store, store.clone()
@@ -23,16 +24,16 @@ class WakeSignal:
         self._announcing.set(_key(iteration), b"go")
 
     def wait(self, iteration: int) -> bool:
-        """Wait until that iteration has started (True), or there will be none any more (False)."""
+        """Wait for that iteration. Return True when it has started, False if there will be no such iteration."""
         self._waiting.wait([_key(iteration)], PATIENCE)
         return self._waiting.get(_key(iteration)) == b"go"
 
     def end(self, iteration: int) -> None:
-        """There will be no iteration `iteration`: whoever waits for it can go."""
+        """Announce that there will be no iteration `iteration`, so that threads waiting for it return."""
         self._announcing.set(_key(iteration), b"end")
 
     def forget(self, iterations: Iterable[int]) -> None:
-        """Nobody will wait for these any more."""
+        """Delete the keys of iterations for which no thread will wait any more."""
         for iteration in iterations:
             self._announcing.delete_key(_key(iteration))
 

@@ -1,4 +1,5 @@
-"""Wire formats: what a message's values are rounded to on their way. Codes of 8 or 4 bits share a scale by blocks."""
+"""Wire formats: the number formats to which a message's values are rounded before they are sent. Codes of 8 or 4
+bits share a scale per group of values."""
 
 from __future__ import annotations
 
@@ -7,19 +8,23 @@ import math
 import torch
 
 SCALE_GROUP_SIZE = 128
-"""Values that share one fp32 scale."""
+"""Number of values that share one fp32 scale."""
 SCALE_BYTES = 4
 
 
 class WireFormat:
-    """bf16: 2 bytes a value. int8, int4: x is sent as round(x / s), s = max |x| of its block / 127 or 7; so a value is off
-    by at most s / 2 (a little more where s is subnormal, below 1e-38), and takes 1 or 1/2 byte and 4/128 for its share of s.
+    """Encoder and decoder of one wire format: bf16, int8 or int4.
 
-    What is not finite stays so, with int8 and int4 along with its block: a broken replica is never rounded to a healthy one.
+    bf16 takes 2 bytes per value. int8 and int4 send x as round(x / s), where s = max |x| of x's group / 127 or 7. A
+    value is then off by at most s / 2 (slightly more where s is subnormal, below 1e-38). It takes 1 or 1/2 byte,
+    plus 4/128 byte for its share of s.
+
+    Non-finite values stay non-finite, in int8 and int4 together with their group. A broken replica is therefore
+    never rounded to a healthy one.
     """
 
     def __init__(self, kind: str, compiled: bool = False):
-        """`compiled`: by torch.compile, which makes one pass over the values of many."""
+        """Create the format. With `compiled`, torch.compile fuses the many passes over the values into one."""
         self.kind = kind
         self._levels = {"bf16": 0, "int8": 127, "int4": 7}[kind]
         if compiled:
@@ -27,14 +32,14 @@ class WireFormat:
             self.decode = torch.compile(self.decode, dynamic=True)
 
     def size(self, values: int) -> int:
-        """Bytes of so many values, a multiple of SCALE_GROUP_SIZE."""
+        """Return the bytes of `values` encoded values. The number must be a multiple of SCALE_GROUP_SIZE."""
         assert values % SCALE_GROUP_SIZE == 0, values
         if self.kind == "bf16":
             return 2 * values
         return (values if self.kind == "int8" else values // 2) + values // SCALE_GROUP_SIZE * SCALE_BYTES
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """[rows, n] floats, n a multiple of SCALE_GROUP_SIZE, as bytes: uint8 [rows, size(n)]."""
+        """Encode floats [rows, n], n a multiple of SCALE_GROUP_SIZE, as bytes: uint8 [rows, size(n)]."""
         if self.kind == "bf16":
             return values.to(torch.bfloat16).view(torch.uint8)
         blocks = values.view(len(values), -1, SCALE_GROUP_SIZE)
@@ -50,7 +55,7 @@ class WireFormat:
         return torch.cat([codes.view(torch.uint8), scales.view(len(values), -1).view(torch.uint8)], dim=1)
 
     def decode(self, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The inverse, up to rounding: [rows, n] of `dtype`."""
+        """Invert `encode`, up to rounding: [rows, n] of `dtype`."""
         if self.kind == "bf16":
             return payload.view(torch.bfloat16).to(dtype)
         rows = len(payload)
@@ -64,5 +69,6 @@ class WireFormat:
         return values.mul_(scales.contiguous().view(torch.float32).view(rows, blocks, 1)).view(rows, -1)
 
     def padded_chunk(self, numel: int, ranks: int) -> int:
-        """Values of each rank's part of a message of `numel` values: whole blocks, the last ones padded."""
+        """Return the number of values in each rank's chunk of a message of `numel` values, in complete groups.
+        The last groups are padded."""
         return math.ceil(numel / ranks / SCALE_GROUP_SIZE) * SCALE_GROUP_SIZE

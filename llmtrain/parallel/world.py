@@ -1,6 +1,7 @@
-"""Who this process is among the others, and where they meet.
+"""This process's rank among the others, and the endpoint where they meet.
 
-Ranks come from the environment: torchrun's and DeepSpeed's variables, then Slurm's, else this is the only process.
+Ranks come from torchrun's and DeepSpeed's environment variables, then from Slurm's. Without these,
+the process is the only one.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from llmtrain.errors import RecipeError
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "CROSS_RANK")
-"""A node's number as torchrun, Slurm and DeepSpeed's launcher give it to its processes."""
+"""Variables in which torchrun, Slurm and DeepSpeed's launcher pass a node's number to its processes."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Ranks as the launcher gave them; `local` ones are this node's."""
+    """Ranks as the launcher gave them. `local_rank` and `local_size` count this node's ranks only."""
 
     rank: int
     size: int
@@ -29,7 +30,7 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """Read the launcher's variables. Raises RecipeError when they contradict each other."""
+        """Read the launcher's variables. Raises RecipeError when they contradict one another."""
         env = os.environ
         if "RANK" in env and "WORLD_SIZE" in env:
             names, defaults = TORCH, {"LOCAL_RANK": env["RANK"], "LOCAL_WORLD_SIZE": env["WORLD_SIZE"]}
@@ -52,17 +53,17 @@ class World:
 
 
 def node_name() -> str:
-    """The same on all ranks that a launcher started on this machine; another one on every other node.
+    """Return a name that is equal on all ranks that one launcher started on this machine, and different on other nodes.
 
-    Two launchers on one machine are two nodes; so are two containers that were given one host name.
+    Two launchers on one machine count as two nodes. So do two containers with the same host name.
     """
     number = next((os.environ[name] for name in NODE_NUMBERS if name in os.environ), "")
     return f"{socket.gethostname()}:{number}"
 
 
 def master_endpoint() -> tuple[str, str]:
-    """(address, port) of rank 0: MASTER_ADDR and MASTER_PORT, or the first host of the Slurm job and a port made from
-    its number. Raises RecipeError when neither is there."""
+    """Return rank 0's (address, port): MASTER_ADDR and MASTER_PORT, or the first host of the Slurm job and a port
+    derived from the job's number. Raises RecipeError when neither is available."""
     env = os.environ
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if address is None and "SLURM_JOB_NODELIST" in env:

@@ -1,4 +1,4 @@
-"""What both engines do with a model's layers and parameters."""
+"""Preparation of a model's layers and of its optimizer, shared by both engines."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from llmtrain.loss import LossHead
 from llmtrain.model import LanguageModel, ModelBlock
 
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-"""What forward and backward compute in, by `parallel.precision`."""
+"""Dtype of forward and backward, by `parallel.precision`."""
 EXPENSIVE = {"mm", "addmm", "bmm"}
-"""Operations whose results selective checkpointing keeps, and all of ATTENTION's."""
+"""Operations whose results selective checkpointing keeps, in addition to those of ATTENTION."""
 ATTENTION = "_scaled_dot_product"
-"""What the names of torch's fused attentions begin with."""
+"""Prefix of the names of torch's fused attention operations."""
 
 
 def named_parameters_of(model: LanguageModel, block: ModelBlock) -> list[tuple[str, nn.Parameter]]:
-    """A block's parameters by the whole model's names, shared ones once."""
+    """Return a block's parameters with their full names in the model, shared ones once."""
     inside = {id(module) for top in block.modules for module in top.modules()}
     owners = {id(p) for m in model.modules() if id(m) in inside for p in m.parameters(recurse=False)}
     return [(name, p) for name, p in model.named_parameters() if id(p) in owners]
 
 
 def wrap_layers(blocks: Sequence[ModelBlock], parallel: ParallelSection) -> None:
-    """Checkpoint, then compile, the forward of every layer. Hooks stay outside both, so they run once a forward. And choose
-    the head's loss."""
+    """Checkpoint, then compile, the forward of every layer, and choose the head's loss. Hooks stay outside both, so
+    they run once per forward."""
     for layer in (m for block in blocks if block.name.startswith("layer") for m in block.modules):
         forward = layer.forward
         if parallel.activation_checkpointing:
@@ -60,14 +60,14 @@ def _checkpoint_policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> C
 
 
 def build_optimizer(groups: list[dict], optim: OptimSection) -> torch.optim.Optimizer:
-    """AdamW (fused) or plain SGD over parameter groups that have their weight decay."""
+    """Build fused AdamW or plain SGD over parameter groups that have their weight decay."""
     if optim.kind == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
-    """Groups of an optimizer: weight decay on matrices only."""
+    """Return an optimizer's parameter groups, with weight decay on matrices only."""
     parameters = list(parameters)
     matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay}
     vectors = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}

@@ -1,10 +1,11 @@
-"""DeepSpeed ZeRO as the engine: stage 1, 2 or 3 over the shard axis.
+"""DeepSpeed ZeRO engine: stage 1, 2 or 3 over the shard axis.
 
-An `mpu` object limits DeepSpeed's data parallelism to the shard group. Every block is one or two of the optimizer's
-parameter groups, so its part of the fp32 masters is one or two flat tensors that synchronization changes in place.
-Gradients over the replicas and clipping are done here, between backward and step; DeepSpeed does the rest.
+An `mpu` object limits DeepSpeed's data parallelism to the shard group. Every block is one or two of the
+optimizer's parameter groups, so a rank's part of its fp32 masters is one or two flat tensors, which
+synchronization changes in place. This module averages gradients over the replicas and clips them, between backward
+and step. DeepSpeed does the rest.
 
-In bf16 the masters start from weights rounded to bf16, as DeepSpeed makes them.
+In bf16 the masters start from weights rounded to bf16, because DeepSpeed creates them that way.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ if os.environ["DS_ACCELERATOR"] == "cpu":
 
 
 class ZeroEngine(Engine):
-    """One replica under DeepSpeed ZeRO; see `engine.Engine` for the calls.
+    """Engine for one replica under DeepSpeed ZeRO. See `Engine` for the methods.
 
-    Blocks follow a change one by one in stage 3. In stages 1 and 2 every rank computes with whole weights that are
-    gathered all at once, so hooks of `register_block_hook` of all blocks run at the start of a step, before its first forward.
+    In stage 3, the compute weights follow a change block by block. In stages 1 and 2, every rank computes with
+    full weights that are gathered all at once. There, the hooks of all blocks run at the start of a step,
+    before its first forward.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class ZeroEngine(Engine):
         gradient_wire: WireFormat | None = None,
         changes_in_forward: bool = False,
     ):
-        """`changes_in_forward`: hooks change blocks in forward, so that none may be gathered ahead of its turn."""
+        """Build the engine. `changes_in_forward` means that hooks change blocks in forward, so no block may be
+        gathered ahead of its turn."""
         self.model, self.mesh, self.stage = model, mesh, parallel.zero_stage
         self._is_offloaded = parallel.zero_offload
         self._clip_norm, self._gradient_wire = optim.clip_norm, gradient_wire
@@ -230,8 +233,8 @@ class ZeroEngine(Engine):
         optim: OptimSection,
         seed: int,
     ) -> list[list[dict]]:
-        """Initial weights, in stage 3 never more than one whole block beside the shards. Returns the optimizer's groups
-        by block."""
+        """Initialize the weights and return the optimizer's groups by block. In stage 3 a rank never holds more than
+        one full block in addition to its shards."""
         grouped = []
         for block in blocks:
             initialize(self.model, block, seed, self.mesh.device, COMPUTE[parallel.precision])
@@ -250,14 +253,15 @@ class ZeroEngine(Engine):
         return grouped
 
     def _flat_masters(self) -> list[torch.Tensor]:
-        """This rank's part of the fp32 masters, a flat tensor for each of the optimizer's groups."""
+        """Return this rank's part of the fp32 masters, one flat tensor per optimizer group."""
         if self.stage == 3:
             return self._engine.optimizer.fp32_partitioned_groups_flat
         return [group["params"][0] for group in self._engine.optimizer.param_groups]
 
     @torch.no_grad()
     def _clear_padding(self) -> None:
-        """DeepSpeed leaves it as it finds the memory; norms and messages are of whole tensors."""
+        """Set the padding to zero. DeepSpeed leaves it uninitialized, but norms and messages cover the flat
+        tensors including padding."""
         for block, layout in zip(self.blocks, self._layout, strict=True):
             for group, master in zip(layout, block.shards, strict=True):
                 for padding in group.padding(self.mesh.shard.rank):
@@ -265,19 +269,20 @@ class ZeroEngine(Engine):
             self.parameters_changed(block)
 
     def _start_moments(self) -> None:
-        """As AdamW itself would in its first step; so that a state to be loaded finds its place before that."""
+        """Create the state that AdamW itself would create in its first step, so that a checkpoint can
+        be loaded before that step."""
         for master in (master for masters in self._masters for master in masters):
             zeros = {key: torch.zeros_like(master, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
 
     def _gradients(self) -> list[list[torch.Tensor]]:
-        """This rank's part of the gradients by the optimizer's groups, as its step will read them."""
+        """Return this rank's part of the gradients by optimizer group, as the optimizer's step will read them."""
         if self._is_offloaded:
             return [[master.grad] for masters in self._masters for master in masters]
         return list(self._engine.optimizer.averaged_gradients.values())
 
     def _average_over_replicas(self, groups: list[list[torch.Tensor]]) -> None:
-        """Group after group, so that no second copy of all gradients is made."""
+        """Average gradients over the replicas one group at a time, so that no second copy of all gradients exists."""
         with self.time_gradient_wait():
             for gradients in groups:
                 flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).float()
@@ -298,7 +303,7 @@ class ZeroEngine(Engine):
             hook(index)
 
     def _refresh_compute_weights(self) -> None:
-        """Compute with what the masters were changed to."""
+        """Make the compute weights follow changed masters."""
         if self._masters_changed and self.stage < 3:
             self._engine.optimizer.update_lp_params()
         elif self._masters_changed and self.mesh.device.type == "cuda":
@@ -307,7 +312,7 @@ class ZeroEngine(Engine):
         self._masters_changed = False
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' parts of a group: [ranks, size]."""
+        """Return all ranks' parts of a group: [ranks, size]."""
         return self.mesh.shard.all_gather(part.detach().to(self.mesh.device), "gathering a block for a checkpoint")
 
     def _sharded(self, group: FlatGroup, part: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -322,13 +327,15 @@ class ZeroEngine(Engine):
         return named
 
     def _part(self, group: FlatGroup, named: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
-        """This rank's flat tensor of a group, from sharded tensors; `key` makes a parameter's name one of `named`."""
+        """Return this rank's flat tensor of a group, from DTensors. `key` is a format string that turns a
+        parameter's name into a key of `named`."""
         whole = {name: named[key.format(name)].full_tensor() for name in group.names}
         return group.part(whole, self.mesh.shard.rank)
 
 
 class _ShardAxis:
-    """What DeepSpeed asks of a model-parallel unit: its data parallelism is the shard axis, and there is no other."""
+    """Model-parallel unit (`mpu`) for DeepSpeed. Its data parallelism is the shard axis, and it has no model
+    parallelism."""
 
     def __init__(self, mesh: Mesh):
         self._group = mesh.devices.get_group("shard")
@@ -350,5 +357,5 @@ class _ShardAxis:
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:
-    """Of the whole parameter; ZeRO-3 leaves an empty tensor in its place."""
+    """Return the shape of the full parameter. ZeRO-3 leaves an empty tensor in its place."""
     return getattr(parameter, "ds_shape", parameter.shape)

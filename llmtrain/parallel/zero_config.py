@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration that a recipe's own keys stand for."""
+"""DeepSpeed configuration that a recipe's own keys stand for."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 from llmtrain.config import ParallelSection
 
 BUCKET = 50_000_000
-"""Gradients that are reduced together, in values: DeepSpeed allocates room for them in advance, by default for ten times
-as many."""
+"""Number of gradient values that are reduced together. DeepSpeed allocates buffers for them in advance, by
+default for ten times as many."""
 
 
 def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dict[str, Any]:
-    """What `deepspeed.initialize` gets; `parallel.deepspeed` is laid over it.
+    """Return the configuration for `deepspeed.initialize`. Keys in `parallel.deepspeed` override it.
 
-    Batch sizes are DeepSpeed's bookkeeping only: the trainer says where a step ends, and averages over tokens.
+    Batch sizes are only DeepSpeed's bookkeeping, because the engine marks where a step ends and averages over
+    tokens.
     """
     zero: dict[str, Any] = {"stage": parallel.zero_stage, "overlap_comm": True, "contiguous_gradients": True}
     zero |= {"reduce_bucket_size": BUCKET}
@@ -46,7 +47,7 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dic
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid over `under`, mapping by mapping."""
+    """Return `under` with `over` laid over it, mapping by mapping."""
     result = dict(under)
     for key, value in over.items():
         nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)

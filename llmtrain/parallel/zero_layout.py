@@ -1,4 +1,4 @@
-"""How DeepSpeed lays parameters out in flat tensors, and the way to whole parameters and back."""
+"""DeepSpeed's layout of parameters in flat tensors, and the conversion to full parameters and back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """Parameters of which every rank of a shard group holds a part, `size` elements in one flat tensor.
+    """Group of parameters of which every rank of a shard group holds a part: one flat tensor of `size` elements.
 
-    ZeRO-3 cuts each parameter in `ranks` equal parts (`by_parameter`); a rank's tensor is its parts end to end. ZeRO-1
-    and 2 put the parameters end to end and cut that. What fills the last part up is padding.
+    ZeRO-3 (`by_parameter`) cuts each parameter into `ranks` equal parts, and a rank's tensor is its parts end to
+    end. ZeRO-1 and 2 put the parameters end to end and cut the result. Padding fills the last part.
     """
 
     names: list[str]
@@ -29,7 +29,7 @@ class FlatGroup:
         assert fits, (self.names, self.size, self.ranks)
 
     def full_tensors(self, gathered: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parameters by name, from all ranks' tensors [ranks, size]."""
+        """Return the parameters by name, from all ranks' tensors [ranks, size]."""
         if self.by_parameter:
             parts = gathered.split(self._widths(), dim=1)
         else:
@@ -42,7 +42,7 @@ class FlatGroup:
         }
 
     def part(self, full: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor:
-        """A rank's tensor [size] of whole parameters; padding is zero."""
+        """Return a rank's tensor [size] of full parameters, with zeros as padding."""
         flats = [full[name].reshape(-1) for name in self.names]
         if not self.by_parameter:
             flat = torch.cat(flats)
@@ -55,7 +55,7 @@ class FlatGroup:
         )
 
     def padding(self, rank: int) -> Iterator[slice]:
-        """Where in a rank's tensor there is padding."""
+        """Yield the slices of a rank's tensor that are padding. Some may be empty."""
         start = 0
         numels = [math.prod(shape) for shape in self.shapes]
         widths = self._widths() if self.by_parameter else [self.size]
@@ -65,7 +65,7 @@ class FlatGroup:
             start += width
 
     def _widths(self) -> list[int]:
-        """Elements of each parameter in a rank's tensor, where it is cut by parameter."""
+        """Return how many elements each parameter has in a rank's tensor that is cut by parameter."""
         return [math.ceil(math.prod(shape) / self.ranks) for shape in self.shapes]
 
 

@@ -1,1 +1,1 @@
-"""What a recipe will need before it is run: mesh, memory, traffic."""
+"""Estimates of what a recipe needs, made before it runs: mesh, memory, traffic and time."""

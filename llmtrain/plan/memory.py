@@ -1,8 +1,9 @@
-"""What a recipe's model weighs, and an estimate of the memory one rank needs to train it.
+"""Size of a recipe's model, and an estimate of the memory that one rank needs to train it.
 
-Nothing is allocated: the model is built on the meta device and counted. The estimate is arithmetic on those counts, for
-the moments of a step at which most is there. It leaves out the device's context, the communication library's buffers, the
-allocator's fragments and what torch.compile saves: good for choosing a mesh, no promise.
+No weights are allocated: the model is built on the meta device and counted. The estimate is arithmetic on those
+counts, for the moments of a step at which memory use peaks. It leaves out the device's context, the
+communication library's buffers, allocator fragmentation and what torch.compile saves. It is good for choosing a
+mesh, but it is no promise.
 """
 
 from __future__ import annotations
@@ -29,47 +30,51 @@ from llmtrain.sync.outer import build_outer
 from llmtrain.sync.schedules.overlapped import fragments_of
 
 BYTES = {"bf16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}
-"""By precision: of a master value, of a value in compute precision."""
+"""Bytes per master value and per value in compute precision, by precision."""
 KNOWN_VOCABULARIES = {"gpt2": 50257, "openai-community/gpt2": 50257}
-"""Tokens of tokenizers on the hub, which is not asked."""
+"""Vocabulary sizes of tokenizers on the hub, which is not queried."""
 SAVED_PER_LINEAR = {
     "fused": {"bf16": 1.2, "fp32": 1.1, "fp64": 1.1},
     FUSED_FAMILY: {"bf16": 1.65, "fp32": 1.65, "fp64": 1.65},
     "not fused": {"bf16": 1.75, "fp32": 1.6, "fp64": 1.6},
 }
-"""By kind of attention, and precision: bytes a layer keeps for backward over bytes of its linear layers' inputs and outputs.
-Counted with `torch.autograd.graph.saved_tensors_hooks`: Llama 1.20 in bf16 and 1.09 to 1.10 in fp32, a little more with grouped
-heads (1.23, 1.13); GPT-Neo, in global and local layers, 1.56 and 1.70; with transformers' attention, beside that one's weights,
-1.69 to 1.74 and 1.57 to 1.59."""
+"""Bytes that a layer keeps for backward per byte of its linear layers' inputs and outputs, by kind of attention and
+precision.
+
+Counted with `torch.autograd.graph.saved_tensors_hooks`. Llama: 1.20 in bf16 and 1.09 to 1.10 in fp32, slightly more
+with grouped heads (1.23, 1.13). GPT-Neo: 1.56 in global and 1.70 in local layers. GPT-Neo with transformers'
+attention, whose weights are not included: 1.69 to 1.74 in bf16 and 1.57 to 1.59 in fp32.
+"""
 SAVED_PER_ATTENTION_WEIGHT = {"bf16": 6, "fp32": 4, "fp64": 8}
-"""Bytes for each weight of an attention that is not fused, counted on transformers' GPT-Neo in bf16 and fp32."""
+"""Bytes per weight of an attention that is not fused, counted on transformers' GPT-Neo in bf16 and fp32."""
 IN_BACKWARD = 1.25
-"""What a layer has kept, and the gradients of activations in its backward pass, over what it has kept."""
+"""Ratio of a layer's saved activations plus the activation gradients of its backward pass to its saved activations
+alone."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A model in numbers."""
+    """Counts and dimensions of a model."""
 
     parameters: int
-    """Trainable; shared ones once."""
+    """Trainable parameters; shared ones count once."""
     embedding_parameters: int
-    """Those in look-up tables, a tied head among them."""
+    """Parameters of lookup tables, a tied head included."""
     block_parameters: tuple[int, ...]
-    """In forward order; see `model.blocks_of`."""
+    """Parameters per block, in forward order; see `model.blocks_of`."""
     vocabulary: int
     hidden: int
     layers: int
     linear_features: int
-    """Inputs and outputs of the linear layers in one layer, summed."""
+    """Inputs plus outputs of the linear layers in one layer, summed."""
     linear_outputs: int
-    """Outputs alone."""
+    """Outputs of those linear layers alone."""
     attention: str
-    """Key of SAVED_PER_LINEAR."""
+    """Key of SAVED_PER_LINEAR for this model's attention."""
     unfused_heads: int
-    """Attention heads whose whole [T, T] weights are kept; 0 with a fused attention, as most models have."""
+    """Attention heads whose full [T, T] weights are kept. 0 with fused attention, which most models have."""
     flops_per_token: float
-    """Forward and backward at the recipe's sequence length; see `model.flops_per_token`."""
+    """FLOPs of forward and backward at the recipe's sequence length; see `model.flops_per_token`."""
 
 
 @dataclass(frozen=True)
@@ -85,25 +90,26 @@ class Memory:
     loss: int
     messages: int
     non_coincident: int
-    """What of these is never there at the same time as the rest; negative, so that all parts together are the most at a time."""
+    """Correction, negative, for parts that are never at their largest at the same time. With it, the parts
+    on the GPU sum to the peak."""
     host: int
-    """What is kept in CPU memory instead of on the GPU: anchors, and with ZeRO's offload masters and moments."""
+    """Bytes kept in (pinned) CPU memory: offloaded anchors, and with ZeRO's offload masters, moments
+    and a copy of the gradients."""
 
     @property
     def device_total(self) -> int:
-        """The most that is on the GPU at a time."""
+        """Return the peak bytes on the GPU."""
         return sum(getattr(self, part.name) for part in fields(self)) - self.host
 
     @property
     def host_total(self) -> int:
-        """What training keeps in (pinned) CPU memory."""
         return self.host
 
 
 def size_of(recipe: Recipe, vocab_size: int | None = None) -> ModelSize:
-    """Count the recipe's model. `vocab_size` is the tokenizer's, where it is known.
+    """Count the recipe's model. `vocab_size` is the tokenizer's, if it is known.
 
-    Raises ModelError if neither the recipe nor its tokenizer's name tells the size of the vocabulary.
+    Raises ModelError if neither the recipe nor its tokenizer's name tells the vocabulary size.
     """
     config = model_config(recipe.model, vocab_size or _vocabulary(recipe))
     model = build(config, recipe.parallel.loss_chunk)
@@ -128,41 +134,49 @@ def size_of(recipe: Recipe, vocab_size: int | None = None) -> ModelSize:
 
 
 def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memory:
-    """Bytes on each rank of a `replicas` x `shard` mesh of GPUs, M = shard.
+    """Estimate the bytes on each rank of a `replicas` x `shard` mesh of GPUs, M = shard.
 
-    With P parameters, w bytes a master (4; 8 in fp64), c bytes a value in compute precision (2, 4 or 8), and t =
-    micro_batch x sequence_length tokens in a forward pass:
+    The model has P parameters. A master takes w bytes (4; 8 in fp64), and a value in compute precision takes c bytes
+    (2, 4 or 8). A forward pass has t = micro_batch x sequence_length tokens.
 
-    weights      w P / M. ZeRO adds a copy in c: c P / M in stage 3, c P in 1 and 2
-    gradients    w P / M; w P when a step accumulates over micro-batches, since only the last one is reduced. ZeRO: w P / M,
-                 and in stage 1 c P more
-    optimizer    AdamW: 2 w P / M; SGD: 0. With `zero_offload` this, the masters and their gradients count as `host`
-    anchors      w P / M for the anchor, unless plain averages are waited for and sent unrounded, and as much for
-                 outer momentum; with `sync.offload` they count as `host`
-    gathered     the two largest blocks in c; in backward the largest one's gradient in c and, on its way to being reduced, in w.
-                 ZeRO: buckets of BUCKET values for gradients, one in fp32 in stage 3, where it stays, and two in c in 1 and 2,
-                 which are there in backward and gather nothing
-    activations  a layer keeps l = s c t F, where F is the sum of its linear layers' inputs and outputs and s is
-                 SAVED_PER_LINEAR, plus, if its attention is not fused, some bytes for each of heads x t x sequence_length
-                 weights. layers x l and l / 4 more for gradients; with checkpointing, c t hidden for each layer and 5 l / 4;
-                 with `selective`, c t (O + 2 hidden) for each layer, O the outputs of its linear layers, and 5 l / 4
-    loss         logits of loss_chunk positions in at least fp32, twice, or their gradient and the head's in c; the head's
-                 whole gradient in at least fp32, and that of its inputs in c
-    messages     during a synchronization, shards of the largest block in w: prefetch + 1 under way and 2 in work, and of
-                 offloaded ones prefetch + 2 anchors and 2 momenta. Means under way while training goes on (a fragment's, or
-                 all of them) and rounding errors that are carried over come on top, w / M for each value, and stay
+    weights      w P / M. ZeRO adds a copy in c: c P / M in stage 3, c P in 1 and 2.
+    gradients    w P / M, but w P when a step accumulates over micro-batches, because only the last one is reduced.
+                 ZeRO: w P / M, and in stage 1 c P more.
+    optimizer    AdamW: 2 w P / M. SGD: 0. With `zero_offload`, optimizer state, masters and a copy of the gradients
+                 in w count as `host`.
+    anchors      w P / M for the anchor, and as much for outer momentum. Plain averages that are waited for and sent
+                 unrounded need no anchor. With `sync.offload` anchors count as `host`.
+    gathered     FSDP2: the two largest blocks in c, and in backward the largest one's gradient in c and, until it is
+                 reduced, in w. ZeRO-3: the two largest blocks in c, in backward the largest one's gradient in c, and in
+                 both a bucket of BUCKET gradient values in at least fp32. ZeRO-1 and 2: no blocks, but in backward two
+                 buckets in c.
+    activations  A layer keeps l = s c t F. F is the sum of its linear layers' inputs and outputs, and s is
+                 SAVED_PER_LINEAR. Unfused attention adds SAVED_PER_ATTENTION_WEIGHT bytes for each of heads x t x
+                 sequence_length weights. The total is layers x l, plus l / 4 for gradients. With checkpointing it is
+                 c t hidden per layer, plus 5 l / 4. With `selective` it is c t (O + 2 hidden) per layer, where O is the
+                 outputs of its linear layers, plus 5 l / 4.
+    loss         The larger of twice the logits of loss_chunk positions in at least fp32, and the gradients of these
+                 logits and of the head in c. In addition, the head's full gradient in at least fp32 and the gradient
+                 of its inputs in c.
+    messages     During a synchronization, shards of the largest block in w: prefetch + 1 in flight and 2 in use. With
+                 offloaded anchors, also prefetch + 2 anchors and 2 momenta. Means in flight during local steps (one
+                 fragment's or all) and carried-over rounding errors add w / M per value, and stay.
 
-    Not all of them are there at once. Beside what stays (weights, optimizer, anchors, means under way) there are at most
+    These parts are not all at their largest at once. In addition to what stays (weights, optimizer, anchors, means
+    in flight and rounding errors), memory holds at most
 
-    at the end of forward       activations of all layers, the loss, blocks gathered; gradients of earlier micro-batches
-    when backward begins        these activations, blocks gathered and their gradients; gradients of earlier micro-batches
-    when backward ends          one layer's activations, blocks gathered and their gradients; all other gradients
-    while replicas synchronize  messages; if layer by layer in forward, beside activations and blocks gathered
+    at the end of forward      activations of all layers, the loss, gathered blocks; gradients of earlier micro-batches
+    when backward begins       these activations, gathered blocks, their gradients; gradients of earlier micro-batches
+    when backward ends         one layer's activations, gathered blocks, their gradients; all other gradients
+    during a synchronization   messages; if layer by layer in forward, also activations and gathered blocks
 
-    and by what the most of these is less than all parts together, that is `apart`. ZeRO's stage 3 has room for gradients at
-    all times. Against torch's allocator on a CPU (one rank, Llama with and without checkpointing or accumulation, GPT-Neo,
-    DiLoCo, EDiT, ZeRO 1 to 3) this was off by -1 to +9 %, but ZeRO-3 with full checkpointing by -12 %. Models that keep more
-    between their linear layers need more: Qwen3, which normalizes queries and keys, 8 %; GPT-2 with its dropout twice as much.
+    `non_coincident` is the largest of these minus the sum of all parts that do not stay. ZeRO-3 holds room
+    for gradients at all times.
+
+    Compared with torch's allocator on a CPU (one rank, Llama with and without checkpointing or accumulation,
+    GPT-Neo, DiLoCo, EDiT, ZeRO 1 to 3), the estimate was off by -1 to +9 %, but by -12 % for ZeRO-3 with full
+    checkpointing. Models that keep more between their linear layers need more: Qwen3, which normalizes queries and
+    keys, 8 %; GPT-2 with its dropout twice as much.
     """
     master, compute = BYTES[recipe.parallel.precision]
     train, sync = recipe.train, recipe.sync
@@ -213,7 +227,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
 
 
 def _messages(recipe: Recipe, size: ModelSize, shard: int, has_anchors: bool) -> tuple[int, int]:
-    """Bytes of messages (while replicas synchronize, from one synchronization to the next)."""
+    """Return the bytes of messages as (while replicas synchronize, from one synchronization to the next)."""
     master, _ = BYTES[recipe.parallel.precision]
     sync, largest = recipe.sync, max(size.block_parameters)
     if isinstance(sync.period, EveryStepSection):
@@ -228,7 +242,7 @@ def _messages(recipe: Recipe, size: ModelSize, shard: int, has_anchors: bool) ->
 
 
 def _kept_by_layer(recipe: Recipe, size: ModelSize) -> int:
-    """Bytes that a layer keeps for backward."""
+    """Return the bytes that a layer keeps for backward."""
     precision, train = recipe.parallel.precision, recipe.train
     _, compute = BYTES[precision]
     tokens = train.micro_batch * train.sequence_length
@@ -238,7 +252,7 @@ def _kept_by_layer(recipe: Recipe, size: ModelSize) -> int:
 
 
 def _loss(recipe: Recipe, size: ModelSize, tokens: int) -> int:
-    """Bytes that `loss.summed_cross_entropy` needs at most."""
+    """Return the peak bytes that `loss.summed_cross_entropy` needs."""
     _, compute = BYTES[recipe.parallel.precision]
     wide = max(4, compute)
     logits, head = min(recipe.parallel.loss_chunk, tokens) * size.vocabulary, size.vocabulary * size.hidden
@@ -248,14 +262,14 @@ def _loss(recipe: Recipe, size: ModelSize, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class _EngineMemory:
-    """What an engine keeps, in bytes; see `estimate`."""
+    """Bytes that an engine keeps; see `estimate`."""
 
     weights: int
     gradients: int
     early_gradients: int
-    """Those that are there before the last backward pass."""
+    """Gradients that exist before the last backward pass."""
     late_gradients: int
-    """Those that are there when its last block is in work."""
+    """Gradients that exist while that pass computes its last block."""
     optimizer: int
     gathered: int
     gathered_in_forward: int
@@ -306,7 +320,8 @@ def _zero(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _Engine
 
 
 def _parameters_in_flight(recipe: Recipe, size: ModelSize) -> int:
-    """Parameters whose mean is under way while training goes on: a fragment's, or with a delayed schedule all."""
+    """Return the number of parameters whose mean is in flight during local steps: those of the largest fragment, or
+    all with a delayed schedule."""
     schedule = recipe.sync.schedule
     if isinstance(schedule, DelayedSection):
         return size.parameters
@@ -317,7 +332,7 @@ def _parameters_in_flight(recipe: Recipe, size: ModelSize) -> int:
 
 
 def _vocabulary(recipe: Recipe) -> int | None:
-    """The tokenizer's size without a download; None where the model's config has one itself."""
+    """Return the tokenizer's vocabulary size without a download, or None if the model's config gives it."""
     name = recipe.data.tokenizer
     if "vocab_size" in recipe.model.config or recipe.model.from_config is not None:
         return None
@@ -335,7 +350,8 @@ def _vocabulary(recipe: Recipe) -> int | None:
 
 
 def _attention(config: PretrainedConfig) -> str:
-    """Its key in SAVED_PER_LINEAR. transformers refuses to build a model with `sdpa` when its attention can't be fused."""
+    """Return the key of the model's attention in SAVED_PER_LINEAR. transformers refuses to build a model with `sdpa`
+    if its attention cannot be fused."""
     if config.model_type == FUSED_FAMILY:
         return FUSED_FAMILY
     try:

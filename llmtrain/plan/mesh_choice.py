@@ -1,4 +1,4 @@
-"""Which mesh a run gets when the recipe leaves it to us, and which one it may not have."""
+"""Choice of the mesh where the recipe leaves it open, and refusal of meshes that the nodes do not allow."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from llmtrain.errors import RecipeError
 def choose_mesh(
     parallel: ParallelSection, nodes: Sequence[str], on_gpu: bool, fits: Callable[[int], bool]
 ) -> tuple[int, int, str]:
-    """(replicas, shard, the reason in a few words) for ranks on these `nodes`, one name a rank.
+    """Return (replicas, shard, reason in a few words) for ranks on these `nodes`, one node name per rank.
 
-    What the recipe says wins; without GPUs that is also `parallel.on_cpu`, if there are as many ranks. Otherwise a node
-    is a shard group, since the network inside it is the fast one; a single node is split into as many replicas as fit in
-    memory: `fits(shard)` says whether a replica sharded over so many ranks does. `check_mesh` has made sure that given
-    numbers divide the world.
+    The recipe's numbers win. Without GPUs, `parallel.on_cpu` counts too, if its product is the number of ranks.
+    Otherwise a node is a shard group, because the network inside a node is the fast one. With
+    `parallel.shard_across_nodes`, a shard group is as many nodes as a replica needs to fit in memory. A single node
+    is split into as many replicas as fit in memory. `fits(shard)` tells whether a replica sharded over `shard` ranks
+    fits. `check_mesh` has made sure that given numbers divide the number of ranks.
 
-    Raises RecipeError if a replica would span nodes and `parallel.shard_across_nodes` does not allow it.
+    Raises RecipeError if a replica would span nodes without `parallel.shard_across_nodes`, or if the choice is open
+    and the nodes have different numbers of ranks.
     """
     shard, reason = given_shard(parallel, len(nodes), on_gpu) or _by_nodes(parallel, nodes, fits)
     if not parallel.shard_across_nodes:
@@ -30,7 +32,8 @@ def choose_mesh(
 
 
 def given_shard(parallel: ParallelSection, world: int, on_gpu: bool) -> tuple[int, str] | None:
-    """(shard, the reason) of the mesh that the recipe gives for `world` ranks, None where it leaves it to us."""
+    """Return (shard, reason) of the mesh that the recipe gives for `world` ranks, or None if it leaves the choice
+    open."""
     replicas, shard, on_cpu = parallel.replicas, parallel.shards, parallel.given_on_cpu
     if "auto" not in (replicas, shard):
         return shard, "as the recipe says"
@@ -72,7 +75,7 @@ def _by_nodes(parallel: ParallelSection, nodes: Sequence[str], fits: Callable[[i
 
 
 def _check_nodes(shard: int, nodes: Sequence[str]) -> None:
-    """Raise RecipeError unless each replica, `shard` ranks in a row, is on one node."""
+    """Raise RecipeError unless each replica, `shard` consecutive ranks, is on one node."""
     for first in range(0, len(nodes), shard):
         spanned = len(set(nodes[first : first + shard]))
         if spanned == 1:
@@ -91,7 +94,7 @@ def _check_nodes(shard: int, nodes: Sequence[str]) -> None:
 
 
 def _listed(nodes: Sequence[str]) -> str:
-    """How many ranks there are on how many nodes: `3 x 8 and 1 x 4`."""
+    """Return the numbers of nodes and ranks per node as text: `3 x 8 and 1 x 4`."""
     return " and ".join(f"{many} x {size}" for size, many in Counter(Counter(nodes).values()).items())
 
 

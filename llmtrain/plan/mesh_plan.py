@@ -1,4 +1,4 @@
-"""The mesh of a run, and whether it fits in the memory that is there: asked before any data is read."""
+"""The mesh of a run and a check that it fits in the available memory, before any data is read."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from llmtrain.plan.memory import Memory, ModelSize, estimate, size_of
 from llmtrain.plan.mesh_choice import choose_mesh, given_shard
 
 MEMORY_HEADROOM = 0.8
-"""Share of a device's memory that a mesh of our choice may be estimated to need. The rest is for what the estimate leaves out, and
-because it was held against measurements on CPUs only."""
+"""Share of a device's memory that an automatically chosen mesh may be estimated to need. The rest covers what the
+estimate leaves out, and its error on GPUs, because it was compared with measurements on CPUs only."""
 ASSUMED_VOCABULARY = 32_000
-"""Tokens of a tokenizer that is not here yet. Few have less, so that nothing is refused by mistake."""
+"""Vocabulary size assumed for a tokenizer that is not downloaded yet. Few tokenizers have fewer tokens, so a recipe
+is hardly ever refused by mistake."""
 
 
 def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_gpu: bool) -> tuple[int, int, str]:
-    """(replicas, shard, the reason in a few words) for ranks on these `nodes` that may use so many bytes each.
+    """Return (replicas, shard, reason in a few words) for ranks on these `nodes`.
 
-    Raises RecipeError for a mesh that can't be had (see `choose_mesh`), or whose estimate no device has the memory for.
-    A mesh that the recipe gives is refused only if weights, gradients, optimizer and anchors alone are too large.
+    `memory` is the bytes that each rank may use. Raises RecipeError for a mesh that `choose_mesh` refuses, or that
+    needs more memory than the smallest rank has. A mesh that the recipe gives is refused only if weights, gradients,
+    optimizer and anchors alone are too large.
     """
     size, least = _size(recipe), min(memory)
 
@@ -49,7 +51,7 @@ def _all_of(memory: Memory, on_gpu: bool) -> int:
 
 
 def _state_of(memory: Memory, on_gpu: bool) -> int:
-    """What is there for the whole run; arithmetic, not an estimate."""
+    """Return the bytes of weights, gradients, optimizer and anchors. This is arithmetic, not an estimate."""
     state = memory.weights + memory.gradients + memory.optimizer + memory.anchors
     return state + (0 if on_gpu else memory.host_total)
 

@@ -1,6 +1,7 @@
 """Tables of recipe keys and methods for the documentation, generated from the code by `make docs`.
 
-docs/recipes.md whole, README's table of methods, and the table of docs/methods.md of what goes with what.
+The output is all of docs/recipes.md, README's table of methods, and the tables of conflicting choices in
+docs/methods.md.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ PRESET_KEYS = tuple(dict.fromkeys(key for method in METHODS.values() for key in 
 
 
 def recipe_reference() -> str:
-    """The whole page, Markdown."""
+    """Return the complete docs/recipes.md as Markdown."""
     schema = Recipe.model_json_schema()
     parts = [INTRODUCTION]
     for name, reference in schema["properties"].items():
@@ -73,7 +74,7 @@ def recipe_reference() -> str:
 
 
 def _keys(section: dict[str, Any], schema: dict[str, Any], from_preset: Sequence[str] = ()) -> str:
-    """A table of a section's keys."""
+    """Return a table of a section's keys. Keys in `from_preset` show "the method's" as their default."""
     rows = [
         (
             f"`{key}`",
@@ -87,7 +88,7 @@ def _keys(section: dict[str, Any], schema: dict[str, Any], from_preset: Sequence
 
 
 def _below(key: str, value: dict[str, Any], schema: dict[str, Any]) -> list[str]:
-    """Headings and tables for the mappings a key can hold: one a kind, if it has kinds."""
+    """Return headings and tables for the mappings that a key can hold, one per kind if it has kinds."""
     parts = []
     for mapping in (_resolve(option, schema) for option in _options(value) if "$ref" in option):
         kind = mapping["properties"].get("kind", {}).get("const")
@@ -98,7 +99,7 @@ def _below(key: str, value: dict[str, Any], schema: dict[str, Any]) -> list[str]
 
 
 def methods_table() -> str:
-    """README's table: what each method is and chooses."""
+    """Return README's table of what each method is and chooses."""
     rows = []
     for name, method in METHODS.items():
         title = method.__doc__.split("\n")[0].rstrip(".")
@@ -128,7 +129,7 @@ def _reduction(preset: dict[str, Any]) -> str:
 
 
 def composition_table() -> str:
-    """docs/methods.md's tables: which kinds of two choices don't go together, and why."""
+    """Return docs/methods.md's tables of which kinds of two choices cannot be combined, and why."""
     pairs = [(choice, kind) for choice, kinds in CHOICES.items() for kind in kinds]
     concerned = [pair for pair in pairs if any(conflict_between(*pair, *other) for other in pairs)]
     columns = [pair for pair in concerned if pair[0] in ("schedule", "period")]
@@ -154,12 +155,12 @@ def _kinds(kinds: Sequence[str]) -> str:
 
 
 def readme_with_methods(readme: str) -> str:
-    """README's text with the table between its two marks written anew."""
+    """Return README's text with a new table between its two marks."""
     return _between(readme, METHODS_BEGIN, METHODS_END, methods_table())
 
 
 def methods_page_with_composition(page: str) -> str:
-    """docs/methods.md's text with the tables between its two marks written anew."""
+    """Return docs/methods.md's text with new tables between its two marks."""
     return _between(page, COMPOSITION_BEGIN, COMPOSITION_END, composition_table())
 
 
@@ -182,7 +183,7 @@ def _presets() -> str:
 
 
 def _allowed(value: dict[str, Any], schema: dict[str, Any]) -> str:
-    """What a key may hold, in a few words."""
+    """Return the values that a key may hold, in a few words."""
     return " or ".join(_one_allowed(option, schema) for option in _options(value))
 
 
@@ -215,7 +216,7 @@ def _default(value: dict[str, Any]) -> str:
 
 
 def _code(value: Any) -> str:
-    """A value as one writes it in a recipe: flow YAML without quotes around words."""
+    """Return a value as written in a recipe: flow YAML without quotes around words."""
     if isinstance(value, dict):
         return "`{" + ", ".join(f"{key}: {_plain(inner)}" for key, inner in value.items()) + "}`"
     return f"`{_plain(value)}`"
@@ -233,7 +234,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    """Write the page, and the tables within others."""
+    """Write docs/recipes.md and the generated tables in README and docs/methods.md."""
     PAGE.write_text(recipe_reference(), encoding="utf-8")
     README.write_text(readme_with_methods(README.read_text(encoding="utf-8")), encoding="utf-8")
     METHODS_PAGE.write_text(methods_page_with_composition(METHODS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")

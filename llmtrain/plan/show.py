@@ -1,5 +1,4 @@
-"""What a recipe amounts to, before it is run: the resolved keys, the model's size, the traffic, the memory, the
-time."""
+"""Preview of a recipe before it runs: resolved keys, the model's size, traffic, memory and time."""
 
 from __future__ import annotations
 
@@ -18,13 +17,14 @@ from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import resolved_yaml
 
 MESHES = ((1, 1), (1, 8), (8, 8))
-"""(replicas, shard) that are shown for every recipe."""
+"""(replicas, shard) of the meshes shown for every recipe."""
 
 
 def show(recipe: Recipe, console: Console, rates: HardwareRates) -> None:
-    """Print the resolved recipe, then what it costs in memory, and in time at these rates; needs no data, GPU or network.
+    """Print the resolved recipe, then its model's size, traffic, memory, and time at these rates.
+    Needs no data, GPU or network.
 
-    Raises UserError for a recipe that can't be trained, or whose vocabulary is not known without a download.
+    Raises UserError for a recipe that cannot be trained, or whose vocabulary size is not known without a download.
     """
     check(recipe, None)
     size = size_of(recipe)
@@ -57,7 +57,7 @@ def _figures(recipe: Recipe, size: ModelSize) -> Table:
 
 
 def _memory(recipe: Recipe, size: ModelSize) -> Table:
-    """A row a part, a column a mesh."""
+    """Return the table of memory: one row per part, one column per mesh."""
     meshes = _meshes(recipe)
     estimates = [estimate(recipe, size, *mesh) for mesh in meshes]
     largest = max(memory.device_total for memory in estimates)
@@ -75,7 +75,7 @@ def _memory(recipe: Recipe, size: ModelSize) -> Table:
 
 
 def _pace(recipe: Recipe, size: ModelSize, rates: HardwareRates) -> Table:
-    """The same for time."""
+    """Return the table of times: one row per part, one column per mesh."""
     meshes = _meshes(recipe)
     paces = [estimate_time(recipe, size, *mesh, rates) for mesh in meshes]
     table = _by_mesh("Estimated seconds, by replicas x shard", meshes)
@@ -93,7 +93,7 @@ def _meshes(recipe: Recipe) -> list[tuple[int, int]]:
 
 
 def _by_mesh(title: str, meshes: list[tuple[int, int]]) -> Table:
-    """A table with a column for each mesh."""
+    """Return an empty table with one column per mesh."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("")
     for replicas, shard in meshes:
@@ -102,13 +102,13 @@ def _by_mesh(title: str, meshes: list[tuple[int, int]]) -> Table:
 
 
 def _accumulation(recipe: Recipe, ranks: int) -> str:
-    """Micro-batches of one rank in a step."""
+    """Return the micro-batches of one rank per step, or "uneven"."""
     at_once = recipe.train.micro_batch * ranks
     return "uneven" if recipe.train.global_batch % at_once else str(recipe.train.global_batch // at_once)
 
 
 def _si(number: float) -> str:
-    """Three digits and a unit."""
+    """Return a number with three significant digits and an SI suffix."""
     number = float(f"{number:.3g}")
     unit, suffix = pick_unit_and_suffix(int(number), ["", "k", "M", "G", "T"], 1000)
     return f"{number / unit:.3g}{suffix}"

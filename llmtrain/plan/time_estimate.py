@@ -1,4 +1,4 @@
-"""How long a run takes and what the network adds to it, before it is run: arithmetic on two rates."""
+"""Estimate of how long a run takes and how long it waits for the network, by arithmetic on two rates."""
 
 from __future__ import annotations
 
@@ -24,49 +24,50 @@ from llmtrain.plan.traffic import gradient_bytes, per_average, rounds_of
 from llmtrain.sync.period import warmup_of
 
 TRAINING_EFFICIENCY = 0.5
-"""What training reaches of a machine's rate in large matrix products. By `benchmarks/throughput.py` on two cores in fp32, 0.42
-with 6 M and 0.55 with 33 M parameters; on GPUs it was not measured."""
+"""Share of a machine's rate in large matrix products that training reaches. `benchmarks/throughput.py` measured 0.42
+with 6 M and 0.55 with 33 M parameters, on two cores in fp32. It was not measured on GPUs."""
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
-"""Rows and columns of matrices whose product is timed."""
+"""Rows and columns of the matrices whose product is timed, by device type."""
 TURNS = 5
 
 
 @dataclass(frozen=True)
 class HardwareRates:
-    """What a rank and a network do in a second."""
+    """Rates of a rank and of the network between replicas."""
 
     flops: float
-    """Floating-point operations of one rank in training."""
+    """Floating-point operations per second of one rank in training."""
     mbit: float
-    """Megabits from one replica to another, all its ranks together."""
+    """Megabits per second from one replica to another, all its ranks together."""
 
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Seconds; see `pace`."""
+    """Estimated times in seconds; see `estimate_time`."""
 
     step: float
-    """One step's computing."""
+    """Computing one step."""
     message: float
-    """What a synchronization's bytes need."""
+    """Sending a synchronization's bytes."""
     waiting: float
-    """Of the network for each step, on average."""
+    """Waiting for the network per step, on average."""
     run: float
     """The whole run."""
 
     @property
     def computing(self) -> float:
-        """Share of the time that is not spent waiting for the network."""
+        """Return the share of the time that is not spent waiting for the network."""
         return self.step / (self.step + self.waiting)
 
 
 def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, rates: HardwareRates) -> TimeEstimate:
-    """An estimate on a `replicas` x `shard` mesh.
+    """Estimate the times on a `replicas` x `shard` mesh.
 
-    A step computes 3 forward passes (6 operations a parameter and token, more for attention; `model.flops_per_token`), 4 with
-    activation checkpointing, and waits for nothing within a replica. Messages take their bytes over `mbit`. What hides them is
-    what the schedule lets training do meanwhile: nothing when blocking or layer by layer, `steps` steps when overlapped, rounds
-    when delayed or wait-avoiding. Latency, slow hosts, validation and checkpoints are left out.
+    A step computes 3 forward passes, which are 6 operations per parameter and token plus attention (see
+    `model.flops_per_token`). With full activation checkpointing it computes 4. Ranks never wait within a replica. A
+    message takes its bytes over `mbit`. The local steps that run during a synchronization hide it: none when
+    blocking or layer by layer, `steps` per fragment when overlapped, a round when delayed or wait-avoiding. Latency,
+    slow hosts, validation and checkpoints are left out.
     """
     train, sync, steps = recipe.train, recipe.sync, recipe.train.total_steps
     again = 4 / 3 if recipe.parallel.activation_checkpointing is True else 1.0
@@ -91,7 +92,7 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
 
 
 def _hides(recipe: Recipe, every: float) -> float:
-    """Local steps that go on while a round's messages are under way."""
+    """Return the number of local steps that run while a round's messages are in flight."""
     schedule = recipe.sync.schedule
     if isinstance(schedule, OverlappedSection):
         return min(every, schedule.fragments * schedule.steps)
@@ -99,8 +100,11 @@ def _hides(recipe: Recipe, every: float) -> float:
 
 
 def rate_here(recipe: Recipe) -> float:
-    """Operations a second that a rank of this machine's device should reach in training: its rate in matrix products,
-    timed now, times TRAINING_EFFICIENCY. A CPU's cores are shared by the ranks that the recipe starts on it."""
+    """Return the operations per second that a rank on this machine should reach in training.
+
+    This is the device's rate in matrix products, timed now, times TRAINING_EFFICIENCY. The ranks that the recipe
+    starts on a CPU share its cores.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = MATMUL_SIZE[device]
     matrix = torch.ones(size, size, device=device, dtype=COMPUTE[recipe.parallel.precision])

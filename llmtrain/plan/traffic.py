@@ -1,4 +1,4 @@
-"""What a recipe sends between replicas, before it is run."""
+"""Bytes that a recipe sends between replicas, computed before it runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from llmtrain.sync.butterfly import group_size
 from llmtrain.sync.period import build_period, warmup_of
 
 TYPICAL_REPLICAS = 8
-"""For the traffic of a recipe that leaves their number open."""
+"""Number of replicas assumed for a recipe that leaves it open."""
 
 
 def bytes_per_value(recipe: Recipe, kind: str) -> float:
-    """Of one value on a wire of that kind, its share of a scale included; fp32 is master precision."""
+    """Return the bytes per value on a wire of `kind`, its share of a scale included. "fp32" stands for master
+    precision."""
     return (
         BYTES[recipe.parallel.precision][0]
         if kind == "fp32"
@@ -27,34 +28,36 @@ def bytes_per_value(recipe: Recipe, kind: str) -> float:
 
 
 def per_average(recipe: Recipe, size: ModelSize, replicas: int, kind: str) -> float:
-    """Bytes one replica, all its ranks together, sends to average the whole model over so many: 2 (N-1)/N x bytes of a
-    value x parameters."""
+    """Return the bytes that one replica, all its ranks together, sends to average the model over N replicas.
+
+    This is 2 (N-1)/N x bytes per value x parameters.
+    """
     return 2 * (replicas - 1) / replicas * bytes_per_value(recipe, kind) * size.parameters
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """What one replica sends in rounds of steps."""
+    """Rounds of a run, and the bytes that one replica sends in them."""
 
     first: int
     """Synchronous steps before the first round."""
     number: int
     every: float
-    """Steps of a round, on average."""
+    """Steps per round, on average."""
     bytes: float
-    """Of a round."""
+    """Bytes per round."""
     bytes_in_group: float = 0.0
-    """Of a step's average in a group; 0 where there are no groups."""
+    """Bytes of one step's average in a group; 0 without groups."""
 
 
 def gradient_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> float:
-    """What one replica sends in a synchronous step."""
+    """Return the bytes that one replica sends in a synchronous step."""
     wire = recipe.sync.wire
     return per_average(recipe, size, replicas, wire.kind if wire.gradients else "fp32")
 
 
 def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
-    """Rounds of a recipe whose period is in steps, more than one."""
+    """Return the rounds of a recipe whose period is in steps, more than one."""
     sync, steps = recipe.sync, recipe.train.total_steps
     rates = LRSchedule.of(recipe)
     warmup = warmup_of(sync, rates)
@@ -69,7 +72,7 @@ def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
 
 
 def traffic(recipe: Recipe, size: ModelSize) -> str:
-    """A line or two for people: bytes a round and a step."""
+    """Return the bytes per round and per step, as one or two lines of text."""
     replicas = TYPICAL_REPLICAS if recipe.parallel.replicas == "auto" else recipe.parallel.replicas
     if replicas == 1:
         return "none between replicas: there is one"

@@ -1,4 +1,4 @@
-"""What an evaluation needs before it can run: lm-evaluation-harness, and of a recipe's suite that it is there and its data too."""
+"""Checks before an evaluation: lm-evaluation-harness is installed, and the recipe's suite and its data exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ KEY = "eval.suite"
 
 
 def harness_version() -> str:
-    """The installed lm-evaluation-harness. Raises UserError, with the command to install it, if there is none."""
+    """Return the version of the installed lm-evaluation-harness. Raises UserError, with the command to install
+    it, if it is missing."""
     try:
         return importlib.metadata.version("lm_eval")
     except importlib.metadata.PackageNotFoundError:
@@ -24,8 +25,9 @@ def harness_version() -> str:
 
 
 def check_suite(section: SuiteSection | None) -> None:
-    """Raises UserError for a recipe's suite that is none, or lacks a folder of data. Needs no data, so a laptop can say it
-    of a cluster's recipe. Names of lm-evaluation-harness's own tasks are not looked up: listing them takes many seconds."""
+    """Raise UserError if a recipe's suite is invalid or lacks a data folder. Reads no data, so a laptop can
+    check a cluster's recipe. Names of lm-evaluation-harness's own tasks are not checked, because listing them
+    takes many seconds."""
     if section is not None:
         _, suite, folders = load_suite(section.name, f"{KEY}.name")
         if section.data_dir is None:
@@ -34,8 +36,8 @@ def check_suite(section: SuiteSection | None) -> None:
 
 
 def check_suite_data(section: SuiteSection | None) -> None:
-    """Raises UserError if evaluating a recipe's suite would fail on this machine: no lm-evaluation-harness, or a file of
-    its data is missing."""
+    """Raise UserError if evaluating a recipe's suite would fail on this machine because lm-evaluation-harness
+    or a data file is missing."""
     if section is not None:
         _, suite, folders = load_suite(section.name, f"{KEY}.name")
         if suite.tasks:
@@ -45,7 +47,7 @@ def check_suite_data(section: SuiteSection | None) -> None:
 
 
 def _local_files(suite: Suite, folders: list[Path]) -> list[tuple[str, str]]:
-    """(file below the folder of data, what reads it)."""
+    """Return pairs (file relative to the data folder, task or text that reads it)."""
     local = local_tasks(folders)
     found = [
         (file, f"task {task.task}") for task in suite.tasks if task.task in local for file in local[task.task].files

@@ -1,4 +1,4 @@
-"""Task files of our own, read without lm-evaluation-harness: which tasks there are and what data they need."""
+"""Local task files, read without lm-evaluation-harness: the tasks they define and the data they need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmtrain.errors import DataError, SuiteError
 
 
 class TaskLoader(yaml.SafeLoader):
-    """YAML in which `!function a.b` is the text `a.b`."""
+    """YAML loader that reads `!function a.b` as the text `a.b`."""
 
 
 TaskLoader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
@@ -23,16 +23,16 @@ TaskLoader.add_constructor("!function", lambda loader, node: loader.construct_sc
 
 @dataclass(frozen=True)
 class LocalTask:
-    """A task, or a group of tasks, in one of our folders."""
+    """A task, or a group of tasks, in a local folder."""
 
     name: str
     files: tuple[str, ...]
-    """Data below --data-dir."""
+    """Data files, relative to --data-dir."""
     folder: Path
 
 
 def local_tasks(folders: Sequence[Path]) -> dict[str, LocalTask]:
-    """Tasks and groups by name; a later folder's win."""
+    """Return tasks and groups by name. A later folder takes precedence."""
     configs: dict[str, tuple[dict[str, Any], Path]] = {}
     for folder in folders:
         for path in sorted(folder.rglob("*.yaml")):
@@ -44,7 +44,7 @@ def local_tasks(folders: Sequence[Path]) -> dict[str, LocalTask]:
 
 
 def digest_of(folder: Path) -> str:
-    """What changes when a task file or its code does."""
+    """Return a digest that changes when a task file or its code changes."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix != ".pyc":
@@ -53,7 +53,8 @@ def digest_of(folder: Path) -> str:
 
 
 def data_file(data_dir: Path | None, file: str, needed_by: str, key: str = "--data-dir") -> Path:
-    """`file` below the folder that the user gave with `key`. Raises DataError if either is not there."""
+    """Return the path of `file` in the data folder that the user gave with `key`. Raises DataError if the
+    folder or the file is missing."""
     if data_dir is None:
         raise DataError(f"{needed_by} reads {file}: give the folder that has it with {key}")
     path = data_dir / file
@@ -65,13 +66,14 @@ def data_file(data_dir: Path | None, file: str, needed_by: str, key: str = "--da
 
 @cache
 def content_digest(path: Path, size: int, modified: int) -> str:
-    """SHA-256 of a file; size and time of change are there so that a changed file is read again."""
+    """Return the first 16 hex digits of a file's SHA-256. `size` and `modified` are cache keys, so that a
+    changed file is read again."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def digests(data_dir: Path | None, files: Sequence[str], needed_by: str) -> dict[str, str]:
-    """{file: digest} of data files. Raises DataError if one is missing."""
+    """Return {file: digest} of data files. Raises DataError if one is missing."""
     found = {}
     for file in files:
         path = data_file(data_dir, file, needed_by)

@@ -1,1 +1,1 @@
-"""How replicas agree: periods, penalties, outer steps, and their order. Sees tensors and groups, no models."""
+"""Synchronization of replicas: periods, penalties, outer steps and schedules. Works on tensors and process groups."""

@@ -1,4 +1,4 @@
-"""Anchor and outer momentum: one flat tensor a block each, on the device or offloaded to the CPU."""
+"""Anchor and outer momentum: one flat tensor per block, on the device or offloaded to the CPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Anchors:
-    """The parameters after the last synchronization, sharded like the parameters, block by block.
+    """Anchors (the parameters after the last synchronization) and outer momenta, sharded like the parameters.
 
-    With `copies` they rest in pinned CPU memory. `load` brings a block's to the device, where they stay until `release`, and
-    `store` takes the changed ones back; what `bring` has announced is on its way by then.
+    With `copies`, they are kept in pinned CPU memory. `load` then returns copies on the device, which stay there
+    until `release`; `prefetch` starts copying them earlier. `write_back` copies changed values to the CPU.
     """
 
     def __init__(self, blocks: list[Block], with_momentum: bool, copies: HostOffload | None = None):
@@ -27,7 +27,7 @@ class Anchors:
         self._device_copies: dict[tuple[int, bool], DeviceCopy] = {}  # by (block, is it momentum?)
 
     def snapshot(self) -> None:
-        """The parameters as they are now become the anchor; momentum starts at zero."""
+        """Make the current parameters the anchor and set the momentum to zero."""
         self._reset()
         self.anchor = [self._to_host(i, flatten(block)) for i, block in enumerate(self.blocks)]
         start = self.anchor if self.with_momentum else []
@@ -38,7 +38,7 @@ class Anchors:
         return bool(self.anchor)
 
     def prefetch(self, index: int, momentum: bool = False) -> None:
-        """A block's anchor, and momentum, will be needed on the device."""
+        """Start copying a block's anchor (and momentum) to the device. Without offload, do nothing."""
         if self._offload is None:
             return
         for is_momentum in (False, True) if momentum and self.with_momentum else (False,):
@@ -47,13 +47,14 @@ class Anchors:
                 self._device_copies[index, is_momentum] = self._offload.prefetch(resting)
 
     def release(self, index: int) -> None:
-        """Nothing more will be done with what `load` gave of a block."""
+        """Release the device copies that `load` returned for a block."""
         for is_momentum in (False, True):
             if (fetched := self._device_copies.pop((index, is_momentum), None)) is not None:
                 fetched.release()
 
     def iter_prefetched(self, indices: Sequence[int], momentum: bool = False) -> Iterator[int]:
-        """The blocks one after another; while one is worked on, the next one's anchor (and momentum) is on its way."""
+        """Yield the blocks in order. While the caller works on one, the next one's anchor (and momentum) is copied
+        to the device. Each block is released after its turn."""
         for place, index in enumerate(indices):
             for near in indices[place : place + 2]:
                 self.prefetch(near, momentum)
@@ -61,30 +62,31 @@ class Anchors:
             self.release(index)
 
     def load(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(anchor, momentum) of a block on the device of its parameters."""
+        """Return (anchor, momentum) of a block on its parameters' device. The momentum is None if none is kept."""
         self.prefetch(index, momentum=True)
         return self.load_anchor(index), self._on_device(index, self.momentum, True) if self.with_momentum else None
 
     def load_anchor(self, index: int) -> torch.Tensor:
-        """A block's anchor on the device of its parameters."""
+        """Return a block's anchor on its parameters' device."""
         self.prefetch(index)
         return self._on_device(index, self.anchor, False)
 
     def write_back(self, index: int, anchor: torch.Tensor, momentum: torch.Tensor | None) -> None:
-        """Keep what `load` gave and the outer step changed."""
+        """Start copying the tensors from `load`, changed by the outer step, to the CPU. Without offload, do nothing,
+        because they were changed in place."""
         if self._offload is not None:
             self._offload.write_back(self.anchor[index], anchor)
             if momentum is not None:
                 self._offload.write_back(self.momentum[index], momentum)
 
     def state_dict(self) -> dict[str, list[torch.Tensor]]:
-        """The tensors themselves, by block."""
+        """Return the tensors themselves, by block."""
         self._wait()
         return {"anchor": self.anchor, "momentum": self.momentum}
 
     def fingerprint(self) -> int:
-        """A sum over the bits of all anchors and momenta, below 2^53: equal on ranks that hold the same shard of the same
-        values. One changed bit changes it."""
+        """Return a sum over the bits of all anchors and momenta, below 2^53. It is equal on ranks that hold the same
+        shard of the same values. In elements of at most 4 bytes, one changed bit changes it."""
         self._wait()
         total = 0
         for number, flat in enumerate([*self.anchor, *self.momentum], 1):
@@ -93,7 +95,7 @@ class Anchors:
         return total % 2**53
 
     def load_state_dict(self, state: dict[str, list[torch.Tensor]]) -> None:
-        """The inverse of `state_dict`; tensors are copied."""
+        """Load copies of the tensors that `state_dict` returned."""
         self._reset()
         self.anchor = [self._to_host(i, tensor.clone()) for i, tensor in enumerate(state["anchor"])]
         self.momentum = [self._to_host(i, tensor.clone()) for i, tensor in enumerate(state["momentum"])]
@@ -117,11 +119,11 @@ class Anchors:
 
 
 def flatten(block: Block) -> torch.Tensor:
-    """A copy of the block's shards, end to end."""
+    """Return a copy of the block's shards, concatenated into one flat tensor."""
     return torch.cat([shard.reshape(-1) for shard in block.shards])
 
 
 def unflatten_into(flat: torch.Tensor, block: Block) -> None:
-    """Write a flat tensor back into the block's shards."""
+    """Copy a flat tensor into the block's shards."""
     for shard, part in zip(block.shards, flat.split([shard.numel() for shard in block.shards]), strict=True):
         shard.copy_(part.view(shard.shape))

@@ -1,4 +1,4 @@
-"""What every schedule does with one block: send this replica's part, receive the mean, take the outer step."""
+"""Operations on one block, shared by all schedules: send the payload, receive the mean, take the outer step."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from llmtrain.sync.round_stats import RoundStats
 from llmtrain.sync.sync_stats import SyncStats
 
 MAX_IN_FLIGHT = 2
-"""Reductions under way beyond the one being finished when blocks synchronize one after another."""
+"""Reductions in flight beyond the one being finished, when blocks synchronize one after another."""
 
 
 class PendingReduction:
-    """A block's mean on its way; `wait` may be called more than once."""
+    """A block's reduction in flight. `wait` may be called more than once."""
 
     def __init__(self, pending: PendingCollective, error: torch.Tensor | None = None):
-        """`error`: where this block's rounding errors are collected, if they are."""
+        """Wrap `pending`. The block's rounding errors are added to `error`, if given."""
         self._pending, self._error = pending, error
 
     def start_second_phase(self) -> None:
-        """Start its second exchange, if the wire has one; all replicas at the same moment."""
+        """Start the second exchange, if the wire format has one. All replicas call it between the same collectives."""
         self._pending.start_second_phase()
 
     def wait(self) -> torch.Tensor:
-        """The mean. What rounding left out of this replica's message is kept for the next one."""
+        """Wait for the mean and return it. The rounding error of this rank's message is kept for its next one."""
         mean = self._pending.wait()
         if self._error is not None and isinstance(self._pending, QuantizedAllReduce):
             # A broken replica's NaN is in this mean; it must not come back with the next one.
@@ -38,8 +38,8 @@ class PendingReduction:
 
 
 class BlockSync:
-    """The parts of a synchronization, block by block. Without `anchors` the parameters themselves are averaged, which
-    needs no extra memory. With `error_feedback`, rounding errors of the wire are carried over."""
+    """The parts of a synchronization, block by block. Without `anchors`, the parameters themselves are averaged,
+    which needs no extra memory. With `error_feedback`, a message's rounding errors are added to the next message."""
 
     def __init__(
         self,
@@ -54,33 +54,34 @@ class BlockSync:
         self.engine, self.replica, self.shard = engine, replica, shard
         self.outer, self.anchors, self.wire, self.error_feedback = outer, anchors, wire, error_feedback
         self.errors: list[torch.Tensor] = []
-        """By block: what this rank's rounding has left out so far; empty without feedback."""
+        """By block: the rounding error to add to this rank's next message. Empty without error feedback."""
         self.report = SyncStats()
 
     @property
     def blocks(self) -> range:
-        """Indices of all blocks, in forward order."""
+        """Return the indices of all blocks, in forward order."""
         return range(len(self.engine.blocks))
 
     def ensure_anchor(self) -> None:
-        """Replicas are equal and local steps begin: take the anchor, if there is one to take."""
+        """Take the first anchor and allocate the error buffers, if the method keeps them and they do not exist yet.
+        Replicas must be equal at the first call."""
         if self.anchors is not None and not self.anchors.is_set:
             self.anchors.snapshot()
         if self.error_feedback and not self.errors:
             self.errors = [torch.zeros_like(flatten(block)) for block in self.engine.blocks]
 
     def wait_for_device(self) -> None:
-        """Until a GPU has done what it was given: before the host takes a time that is to be the GPU's too."""
+        """Wait for the work on the current CUDA stream, so that a time the host reads next also holds for the GPU."""
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
 
     def payload(self, index: int) -> torch.Tensor:
-        """What this replica has to say of a block: its pseudo-gradient, or its parameters where no anchor is kept."""
+        """Return what this replica sends for a block: its pseudo-gradient, or its parameters if no anchor is kept."""
         parameters = flatten(self.engine.blocks[index])
         return parameters if self.anchors is None else self.anchors.load_anchor(index) - parameters
 
     def start_reduce(self, index: int, weight: float | None = None) -> PendingReduction:
-        """Start the weighted sum (default: the mean) over the replicas of their messages on a block."""
+        """Start the weighted sum (default: the mean) of the replicas' payloads for a block."""
         weight = 1 / self.replica.size if weight is None else weight
         message = self.payload(index)
         # A replica that does not count sends zeros, not 0 x its pseudo-gradient: that may hold NaN.
@@ -92,19 +93,19 @@ class BlockSync:
         return PendingReduction(pending, self.errors[index] if self.errors else None)
 
     def completed(self, index: int, mean: torch.Tensor) -> PendingReduction:
-        """A reduction that is complete already: one taken from a checkpoint."""
+        """Return a reduction that is already complete, with a mean loaded from a checkpoint."""
         device = self.engine.blocks[index].shards[0].device
         return PendingReduction(PendingCollective(self.replica, "", None, mean.to(device)))
 
     def outer_step(self, index: int, mean: torch.Tensor, since: RoundStats) -> torch.Tensor:
-        """The block's next anchor, from the mean pseudo-gradient over the local steps `since`."""
+        """Return the next anchor, after an outer step with the mean pseudo-gradient over the local steps `since`."""
         anchor, momentum = self.anchors.load(index)
         self.outer.step(anchor, mean, momentum, since)
         self.anchors.write_back(index, anchor, momentum)
         return anchor
 
     def write_parameters(self, index: int, parameters: torch.Tensor, alpha: float = 0.0) -> None:
-        """The block's parameters become alpha x their own + (1 - alpha) x the given ones."""
+        """Set the block's parameters to alpha x their own values + (1 - alpha) x the given ones."""
         block = self.engine.blocks[index]
         if alpha:
             parameters = torch.lerp(parameters, flatten(block), alpha)
@@ -112,12 +113,12 @@ class BlockSync:
         self.engine.parameters_changed(block)
 
     def reset_to_anchor(self) -> None:
-        """The parameters become those of the last synchronization. Needs anchors."""
+        """Set the parameters to those of the last synchronization. Requires anchors."""
         for index in self.anchors.iter_prefetched(self.blocks):
             self.write_parameters(index, self.anchors.load_anchor(index))
 
     def sync_all_blocks(self, since: RoundStats) -> None:
-        """Synchronize all blocks now, each replica counting alike; after it all replicas are equal. Needs anchors."""
+        """Synchronize all blocks now, with equal weights. Afterwards all replicas are equal. Requires anchors."""
         under_way = [self.start_reduce(index) for index in self.blocks[: MAX_IN_FLIGHT + 1]]
         for index in self.anchors.iter_prefetched(self.blocks, momentum=True):
             mean = under_way[index].wait()

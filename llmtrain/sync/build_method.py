@@ -1,4 +1,4 @@
-"""From the choices of a recipe's `sync` section to a method."""
+"""Construction of a method from the choices in a recipe's `sync` section."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from llmtrain.sync.timed_period import Clock, TimedPeriod
 
 
 def build_wire(kind: str, compiled: bool = False) -> WireFormat | None:
-    """The format that messages are rounded to; None for none."""
+    """Return the wire format that messages are rounded to; None for fp32, which is sent unrounded."""
     return None if kind == "fp32" else WireFormat(kind, compiled)
 
 
 def needs_anchor(sync: SyncSection) -> bool:
-    """Whether replicas keep the parameters of the last synchronization, 4 bytes a parameter. Only a plain average that
-    is waited for and sent unrounded does without."""
+    """Return whether replicas keep the parameters of the last synchronization (4 bytes per parameter). Only a plain
+    average that replicas wait for and send unrounded needs no anchor."""
     plain = isinstance(sync.outer, AverageSection) and sync.penalty is None and sync.pull is None
     late = isinstance(sync.schedule, OverlappedSection | DelayedSection | WaitAvoidingSection)
     return late or not plain or sync.wire.kind != "fp32"
@@ -70,12 +70,12 @@ def build_method(
     wake_signal: Callable[[dist.Store], WakeSignal] = WakeSignal,
     offload_of: Callable[[torch.device], HostOffload | None] = host_offload,
 ) -> Method:
-    """Put a method together. A collective of all ranks.
+    """Build a method. A collective of all ranks.
 
-    `replica` and `shard` are the two axes of the mesh (rank = replica x shards + shard), `rates` the run's learning
-    rates; `compiled` rounds messages with compiled code. `store` is the job's, for schedules that need to be woken;
-    `clock` is what rounds of seconds are kept by. `wake_signal` wakes ranks by way of the store; `offload_of` a device
-    offloads anchors from it.
+    `replica` and `shard` are the two axes of the mesh (rank = replica x shards + shard). `rates` are the run's
+    learning rates. `compiled` rounds messages with compiled code. `store` is the job's key-value store, which the
+    wait-avoiding schedule needs. `clock` times rounds of seconds. `wake_signal` makes a wake signal from the store.
+    `offload_of` returns the anchor offload for a device, or None.
     """
     outer = build_outer(sync.outer)
     copies = offload_of(engine.blocks[0].shards[0].device) if sync.offload else None
@@ -122,7 +122,8 @@ def _wait_avoiding(
     activation: Callable[[dist.Store], WakeSignal],
     timeout_seconds: float,
 ) -> WaitAvoidingSchedule:
-    """With its thread and the groups it works in; a single replica needs neither. `is_global`: this iteration is the last of a round."""
+    """Build the schedule with its thread and process groups; a single replica needs neither. `is_global` returns
+    whether an iteration is the last of a round."""
     replica, shard = block_sync.replica, block_sync.shard
     if replica.size == 1:
         return WaitAvoidingSchedule(block_sync, None, 1)

@@ -1,6 +1,6 @@
-"""Who averages with whom in WAGMA (arXiv 2005.00124): groups of S among P replicas that change like a butterfly's wires.
+"""WAGMA's groups of S among P replicas, which average together and change like a butterfly's wires (arXiv 2005.00124).
 
-The formula is the text's; the printed algorithm and the published code leave bits out.
+The formula is from the paper's text, because the printed algorithm and the published code skip bits.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from llmtrain.errors import RecipeError
 
 
 def group_size(replicas: int, size: int | str) -> int:
-    """S: as given, or for "auto" the square root of `replicas`, rounded up to a power of two.
+    """Return S: `size`, or for "auto" the square root of `replicas` rounded up to a power of two. At most `replicas`.
 
-    Raises RecipeError if groups of that size can't be made of so many replicas.
+    Raises RecipeError if `replicas` cannot be divided into groups of that size.
     """
     if replicas & (replicas - 1):
         raise RecipeError(
@@ -28,14 +28,14 @@ def group_size(replicas: int, size: int | str) -> int:
 
 
 def varying_bits(iteration: int, size: int, replicas: int) -> tuple[int, ...]:
-    """The bits of a replica's number in which the members of a group differ in this iteration (from 0), ascending:
+    """Return the bits of a replica's number in which a group's members differ in this iteration (from 0), ascending:
     (iteration x log2 S + r) mod log2 P for r < log2 S."""
     per_step, total = size.bit_length() - 1, replicas.bit_length() - 1
     return tuple(sorted({(iteration * per_step + r) % total for r in range(per_step)})) if total else ()
 
 
 def partition(of_bits: tuple[int, ...], replicas: int) -> list[list[int]]:
-    """All groups whose members differ in just these bits, each in ascending order."""
+    """Return all groups whose members differ in these bits only, each in ascending order."""
     mask = sum(1 << bit for bit in of_bits)
     leaders = [replica for replica in range(replicas) if replica & mask == 0]
     within = [number for number in range(replicas) if number & ~mask == 0]

@@ -1,6 +1,6 @@
-"""What goes with what: the pairs of choices that can't be combined, and why. Everything else can.
+"""Pairs of `sync` choices that cannot be combined, and why. All other combinations are allowed.
 
-`recipe_check` refuses by these rules when a recipe is read; docs/methods.md has them as a table.
+`recipe_check` applies these rules when it reads a recipe; docs/methods.md shows them as a table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def kinds_of(sync: SyncSection) -> dict[str, str]:
-    """Which kind of each choice a recipe has."""
+    """Return the kind of each choice in a recipe."""
     return {
         "period": sync.period.kind,
         "group": sync.group.kind,
@@ -39,7 +39,7 @@ def kinds_of(sync: SyncSection) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Rule:
-    """One of these kinds of one choice can't be with one of those of another."""
+    """A forbidden pair: a kind in `these` of choice `first` with a kind in `those` of choice `second`."""
 
     first: str
     these: tuple[str, ...]
@@ -49,7 +49,7 @@ class Rule:
     instead: str
 
     def forbids(self, kinds: Mapping[str, str]) -> bool:
-        """Whether both are chosen; `kinds` may be a part of all choices."""
+        """Return whether `kinds` contains such a pair. `kinds` may cover only some of the choices."""
         return kinds.get(self.first) in self.these and kinds.get(self.second) in self.those
 
 
@@ -116,7 +116,7 @@ RULES = (
 
 
 def find_conflict(sync: SyncSection) -> str | None:
-    """Why these choices can't be combined, in one line; None if they can."""
+    """Return, in one line, why these choices cannot be combined; None if they can."""
     kinds = kinds_of(sync)
     for rule in RULES:
         if rule.forbids(kinds):
@@ -126,12 +126,12 @@ def find_conflict(sync: SyncSection) -> str | None:
 
 
 def conflict_between(first: str, kind: str, second: str, other: str) -> Rule | None:
-    """The rule against one pair of kinds."""
+    """Return the rule that forbids a pair of kinds, or None."""
     return next((rule for rule in RULES if rule.forbids({first: kind, second: other})), None)
 
 
 def _as_override(choice: str, kinds: Mapping[str, str]) -> str:
-    """As one writes it in a recipe."""
+    """Return a choice in the form of an override, such as `sync.group=all`."""
     if choice == "error_feedback":
         return f"sync.wire.error_feedback={'true' if kinds[choice] == 'on' else 'false'}"
     if kinds[choice] == "penalty":

@@ -1,7 +1,7 @@
-"""The thread that answers for a replica that is late (WAGMA, arXiv 2005.00124).
+"""Background thread that averages on behalf of a late replica (WAGMA, arXiv 2005.00124).
 
-Iterations are carried out in order and once each. One starts when some replica has arrived at it; every replica's thread
-then contributes the newest message that its replica has finished, and keeps the sum until its replica asks for it.
+Iterations run in order, once each. An iteration starts when the first replica arrives at it. Every replica's thread
+then contributes its replica's newest message, and keeps the sum until the replica collects it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from llmtrain.parallel.wake_signal import WakeSignal
 from llmtrain.parallel.wire_format import WireFormat
 
 Message = list[torch.Tensor]
-"""By block, on the CPU."""
+"""One CPU tensor per block."""
 
 
 class GroupAverager:
-    """Sums of messages over `group_of(iteration)`, made in the background.
+    """Background thread that sums messages over `group_of(iteration)`.
 
-    Iterations for which `is_global` holds are not the thread's: in them all replicas wait for each other, and after
-    them nobody contributes what is older. With several ranks in a replica the first one decides, over `shard`, which
-    version they contribute.
+    The thread skips iterations for which `is_global` is true. In these, all replicas wait for each other, and
+    afterwards no replica contributes an older message. In a replica with several ranks, the first one chooses the
+    version that all of them contribute, over `shard`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class GroupAverager:
         self._thread: threading.Thread | None = None
 
     def start(self, iteration: int, newest: int, message: Message) -> None:
-        """Begin with `iteration`; `message` is the newest one so far, of iteration `newest`."""
+        """Start the thread at `iteration`. `message` is the newest one so far, from iteration `newest`."""
         self._posted, self._done, self._forgotten = {newest: message}, iteration - 1, iteration
         self._thread = threading.Thread(target=self._run, name="group averages", daemon=True)
         self._thread.start()
@@ -62,7 +62,8 @@ class GroupAverager:
         return self._thread is not None
 
     def publish(self, iteration: int, message: Message) -> None:
-        """This replica has finished `iteration`; wakes the others unless they have carried it out already."""
+        """Publish this replica's message for `iteration`. The first shard rank wakes the other replicas, unless the
+        thread has already run the iteration or the iteration is global."""
         with self._changed:
             self._posted[iteration] = message
             is_late = self._done >= iteration
@@ -71,24 +72,25 @@ class GroupAverager:
             self.wake_signal.announce(iteration)
 
     def collect(self, iteration: int) -> tuple[Message, int]:
-        """(sum over the group, which of this replica's messages is in it) of an iteration; waits until it is carried
-        out, which takes messages but no other replica's arrival. Raises TrainingError if a peer is gone."""
+        """Wait until the thread has run `iteration`, and return (sum over the group, iteration of this replica's
+        message in it). The wait does not depend on another replica's arrival. Raises TrainingError if a peer is gone
+        or too slow."""
         with self._changed:
             self._wait(lambda: iteration in self._sums, f"the group's sum of iteration {iteration}")
             return self._sums.pop(iteration)
 
     def latest(self) -> tuple[int, Message]:
-        """The newest message posted and its iteration."""
+        """Return the iteration of the newest message, and the message."""
         with self._changed:
             return max(self._posted), self._posted[max(self._posted)]
 
     def prune(self, iteration: int) -> None:
-        """All replicas have carried out all iterations before this one: their keys can go. For one rank to call."""
+        """Delete the store keys of all earlier iterations. One rank calls it, after all replicas have run them."""
         self.wake_signal.forget(i for i in range(self._forgotten, iteration) if not self.is_global(i))
         self._forgotten = iteration
 
     def finish(self, iteration: int) -> None:
-        """All replicas have carried out all iterations before this one, and there are no more: end the thread."""
+        """End the thread before `iteration` and wait for it. All replicas must have run all earlier iterations."""
         if self._thread is not None:
             while self.is_global(iteration):
                 iteration += 1
@@ -97,7 +99,8 @@ class GroupAverager:
             self._thread = None
 
     def close(self) -> None:
-        """Let go of the thread after a failure: it waits for nothing but the store, and ends with the process."""
+        """Tell the thread to stop after a failure, without waiting for it. If it is blocked on the store or in a
+        collective, it ends with the process at the latest."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -145,7 +148,8 @@ class GroupAverager:
             self._sums[iteration] = sums, version
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
-        """With the lock held."""
+        """Wait for `condition` or `close`, with the lock held. Raises TrainingError if the thread failed or after
+        `timeout_seconds`."""
         deadline = time.monotonic() + self.timeout_seconds
         while not condition() and not self._closing:
             if self._error is not None:

@@ -1,4 +1,4 @@
-"""A method of synchronization: a period, a schedule and perhaps a pull, behind the few calls the trainer makes."""
+"""Synchronization method: a period, a schedule and optionally a pull, behind the few calls that the trainer makes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from llmtrain.sync.sync_stats import SyncStats
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a replica does in one step."""
+    """Plan of one step of a replica."""
 
     lr: float
-    """The inner learning rate."""
+    """Inner learning rate."""
     computes_gradient: bool = True
-    """False: the method has moved the parameters itself, and that is the step."""
+    """False if the method has already moved the parameters, which replaces the gradient step."""
     takes_batch: bool = True
-    """Whether the step uses up a batch."""
+    """Whether the step consumes a batch."""
 
 
 class Method:
-    """How replicas agree. The trainer calls `begin_step`, runs what it says, calls `end_step`; and `finish` at the end."""
+    """A synchronization method. The trainer calls `begin_step`, follows the returned plan and calls `end_step`. It
+    calls `finish` at the end of the run."""
 
     def __init__(self, engine: Engine, period: Period, schedule: Schedule, pull: Pull | None):
         self.engine, self.period, self.schedule, self.pull = engine, period, schedule, pull
@@ -35,7 +36,7 @@ class Method:
         engine.register_block_hook(schedule.before_block)
 
     def begin_step(self, step: int, lr: float) -> StepPlan:
-        """Before step `step` (of this replica, from 1), whose scheduled learning rate is `lr`."""
+        """Prepare step `step` (of this replica, from 1), whose scheduled learning rate is `lr`, and return its plan."""
         self._lr = lr
         self.engine.average_gradients = self.period.is_synchronous(step)
         if self.engine.average_gradients:
@@ -51,44 +52,45 @@ class Method:
         return StepPlan(lr, computes_gradient=False, takes_batch=self.pull.section.batch == "drop")
 
     def roll_back(self) -> None:
-        """The parameters become those of the last synchronization; in a synchronous phase they stay."""
+        """Set the parameters to those of the last synchronization. In a synchronous phase, do nothing."""
         if not self.engine.average_gradients:
             self.block_sync.reset_to_anchor()
 
     def end_step(self, step: int) -> None:
-        """After the optimizer step, or the pull, of step `step`."""
+        """Complete step `step` after its optimizer step or pull."""
         if not self.engine.average_gradients:
             self.schedule.end_step(step, self._lr, self.period.ends_round(step))
 
     def agreed_step(self, step: int) -> int | None:
-        """After this replica's step `step`: at which step the whole run is, if all ranks know that now; None if only this
-        replica knows where it is. All ranks get a number at the same moments, and the same one."""
+        """Return the step of the whole run after this replica's step `step`, or None if only this replica knows
+        where it is. All ranks get a number at the same moments, and the same number."""
         return self.period.global_step(step)
 
     def finish(self) -> None:
-        """Carry out what is under way, or a last, shorter round: after it all replicas are equal."""
+        """Complete what is in flight and a last, shorter round. Afterwards all replicas are equal."""
         self.schedule.finish()
 
     def close(self) -> None:
-        """End what runs in the background; also after a failure."""
+        """Stop background work. Also called after a failure."""
         self.schedule.close()
 
     @property
     def is_synchronized(self) -> bool:
-        """All replicas hold the same parameters, and nothing is under way."""
+        """Return whether all replicas hold the same parameters and nothing is in flight."""
         return self.schedule.is_synchronized
 
     def report(self) -> SyncStats:
-        """Counters so far."""
+        """Return the counters so far."""
         return self.block_sync.report
 
     def fingerprint(self) -> int:
-        """Of what all replicas should hold alike, for this rank's shard: see `Anchors.fingerprint`; 0 without anchors."""
+        """Return the fingerprint of this rank's anchors (see `Anchors.fingerprint`), which should be equal on all
+        replicas; 0 without anchors."""
         anchors = self.block_sync.anchors
         return anchors.fingerprint() if anchors is not None else 0
 
     def shared_state(self) -> dict[str, BlockTensors]:
-        """State that all replicas have alike, by block; lists are empty where the method keeps none."""
+        """Return state that is equal on all replicas, by block. A list is empty if the method keeps no such state."""
         anchors = self.block_sync.anchors
         return {
             **(anchors.state_dict() if anchors else {"anchor": [], "momentum": []}),
@@ -96,11 +98,11 @@ class Method:
         }
 
     def per_replica_state(self) -> dict[str, BlockTensors]:
-        """State that each replica has for itself, by block."""
+        """Return state that differs between replicas, by block."""
         return {"error": self.block_sync.errors, **self.schedule.per_replica_state()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The rest of what a resumed run needs, as plain values."""
+        """Return the remaining state of a run as plain values."""
         return {
             "report": self.block_sync.report.state_dict(),
             "period": self.period.state_dict(),
@@ -108,7 +110,7 @@ class Method:
         }
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
-        """The inverse of `state_dict`, between steps; `tensors` are the shared and own ones by name."""
+        """Load what `state_dict` returned, between steps. `tensors` holds the shared and per-replica state by name."""
         if self.block_sync.anchors is not None:
             self.block_sync.anchors.load_state_dict(tensors)
         self.block_sync.errors = [
@@ -120,8 +122,8 @@ class Method:
         self.schedule.load_state_dict(state["schedule"], tensors)
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """What `state_dict` would hold, but for the report, on each replica of this run, which others with these `states`
-        began (one of each replica)."""
+        """Return each replica's `state_dict`, without the report, for a run that resumes with other replicas.
+        `states` has one state per old replica."""
         return {
             "period": self.period.resharded([state["period"] for state in states]),
             "schedule": self.schedule.resharded([state["schedule"] for state in states]),

@@ -1,4 +1,4 @@
-"""Tensors that rest in CPU memory while the device has no need of them, and their copies there and back."""
+"""CPU offload for anchors: pinned host tensors, copied to and from the GPU on a side stream."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ import torch
 
 
 class DeviceCopy(Protocol):
-    """A copy on the device, or on its way there."""
+    """A copy of a host tensor on the device, complete or in flight."""
 
     def use(self) -> torch.Tensor:
-        """The copy, safe to use on the current stream, and to change."""
+        """Return the copy, safe to read and change on the current stream."""
         ...
 
     def release(self) -> None:
-        """The current stream has been given all that it is to do with the copy: its memory may hold something else."""
+        """Free the memory for reuse after the work queued on the current stream. No later work may use the copy."""
         ...
 
 
 class HostOffload(Protocol):
-    """Copies that run beside what the device computes, in the order in which they were asked for."""
+    """Copies between host and device that run in the background, in the order requested."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's values where they can rest; waits for the copy."""
+        """Return a copy of a tensor in host memory. Waits for the copy."""
         ...
 
     def prefetch(self, resting: torch.Tensor) -> DeviceCopy:
-        """Start copying a resting tensor to the device."""
+        """Start copying the host tensor `resting` to the device."""
         ...
 
     def write_back(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
-        """Start copying `changed` from the device over a resting tensor; it is not to be changed any more."""
+        """Start copying `changed` to the host tensor `resting`. The caller must not change `changed` again."""
         ...
 
     def synchronize(self) -> None:
-        """Until all copies are made: before the host reads what rests."""
+        """Wait for all copies. The caller does so before the host reads offloaded tensors."""
         ...
 
 
 class StreamOffload:
-    """Copies of a GPU on a stream of its own, to and from pinned memory."""
+    """Offload from a GPU to pinned memory, on a side stream."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -62,10 +62,11 @@ class StreamOffload:
 
 
 class StreamedCopy:
-    """A copy made by a side stream, in memory of that stream's.
+    """A copy made by a side stream, in memory allocated by that stream.
 
-    `release` rather than `record_stream`: the memory is free at once for the stream's next copy, which waits on the device.
-    The host runs ahead by many blocks, and would find none of theirs free.
+    It has `release` instead of `record_stream`, so that the side stream can reuse the memory at once for its next
+    copy, which waits on the device. With `record_stream` it would find none free, because the host runs many blocks
+    ahead.
     """
 
     def __init__(self, resting: torch.Tensor, device: torch.device, side: torch.cuda.Stream):
@@ -83,5 +84,5 @@ class StreamedCopy:
 
 
 def host_offload(device: torch.device) -> HostOffload | None:
-    """How tensors of a device are offloaded; None for a CPU, whose memory they are in already."""
+    """Return the offload for a device's tensors; None for a CPU, because they are in host memory already."""
     return StreamOffload(device) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""How a block's reduced pseudo-gradient D becomes its next anchor."""
+"""Outer optimizers: the step from a block's reduced pseudo-gradient D to its next anchor."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from llmtrain.sync.round_stats import RoundStats
 
 
 class Outer(ABC):
-    """An outer optimizer; its state, if any, is one flat tensor a block, shaped like the anchor."""
+    """An outer optimizer. Its state, if any, is one flat tensor per block, shaped like the anchor."""
 
     has_momentum = False
     normalize = "none"
 
     @abstractmethod
     def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
-        """Change `anchor` (and `momentum`) in place; `mean` is D, `since` the local steps that led to it."""
+        """Update `anchor` (and `momentum`) in place. `mean` is D; `since` describes the local steps that led to it."""
 
 
 class Sgd(Outer):
-    """anchor <- anchor - lr D. Averaging is lr = 1."""
+    """SGD: anchor <- anchor - lr D. Averaging is lr = 1."""
 
     def __init__(self, lr: float):
         self.lr = lr
@@ -32,8 +32,8 @@ class Sgd(Outer):
 
 
 class Nesterov(Outer):
-    """b <- mu b + D / g; anchor <- anchor - lr (D + mu g b), g = 1 or, normalized, the round's learning rate. The first
-    displacement is (1 + mu) lr D."""
+    """Nesterov momentum: b <- mu b + D / g; anchor <- anchor - lr (D + mu g b). g is 1 or, if normalized, the
+    round's last learning rate or the sum of its learning rates. The first displacement is (1 + mu) lr D."""
 
     has_momentum = True
 
@@ -48,8 +48,8 @@ class Nesterov(Outer):
 
 
 class Momentum(Outer):
-    """b <- mu b + D / g, its elements kept within +-clip; anchor <- anchor - lr g b. SlowMo (arXiv 1910.00643) has
-    g = the learning rate, CO2 (arXiv 2401.16265) g = 1 and a clip."""
+    """Heavy-ball momentum: b <- mu b + D / g, with elements clamped to +-clip; anchor <- anchor - lr g b. SlowMo
+    (arXiv 1910.00643) has g = the learning rate. CO2 (arXiv 2401.16265) has g = 1 and a clip."""
 
     has_momentum = True
 
@@ -66,7 +66,7 @@ class Momentum(Outer):
 
 
 def build_outer(section: AnyOuter) -> Outer:
-    """The outer optimizer a recipe's `sync.outer` describes."""
+    """Return the outer optimizer that a recipe's `sync.outer` describes."""
     if isinstance(section, NesterovSection):
         return Nesterov(section.lr, section.momentum, section.normalize)
     if isinstance(section, MomentumSection):

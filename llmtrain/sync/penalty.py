@@ -1,7 +1,7 @@
 """EDiT's pseudo-gradient penalty: which replicas count in a block's mean, and how much (arXiv 2412.07210).
 
-Everything is computed from the [replicas, blocks] matrix of norms that all ranks have gathered, in float64, with
-operations that round alike everywhere: all ranks take the same decision.
+Everything is computed from the [replicas, blocks] matrix of norms that all ranks have gathered. All ranks take the
+same decision, because the computation is in float64 with operations that round alike on every machine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MOMENTS = ("count", "mean", "variance")
 class RunningMoments:
     """Exponentially weighted mean and variance of every entry of a matrix, each with its own count.
 
-    Of the values x_1..x_k the weights are ema (1 - ema)^(k - i), normalized to sum to 1; this normalization is the
-    bias correction. Updated incrementally with a = ema / (1 - (1 - ema)^k):
+    The weights of the values x_1..x_k are ema (1 - ema)^(k - i), normalized to sum to 1. This normalization is the
+    bias correction. The incremental update has a = ema / (1 - (1 - ema)^k):
     mean += a (x - mean); var = (1 - a) (var + a (x - mean_before)^2).
     """
 
@@ -32,7 +32,7 @@ class RunningMoments:
         self.variance = torch.zeros(shape, dtype=torch.float64)
 
     def z_scores(self, values: torch.Tensor) -> torch.Tensor:
-        """(value - mean) / std; a value above a mean without spread is infinitely far."""
+        """Return (value - mean) / std. If the variance is 0, a value above the mean gives infinity, any other 0."""
         distance = values - self.mean
         z = distance / self.variance.sqrt()
         return torch.where(self.variance > 0, z, torch.where(distance > 0, torch.inf, 0.0))
@@ -47,9 +47,12 @@ class RunningMoments:
         self.count = torch.where(include, count, self.count)
 
     def merge(self, rows: int) -> RunningMoments:
-        """The moments of each column's values together, every value with the weight it has, as each of so many rows:
-        mean = sum w mean_i / sum w, variance = sum w (variance_i + (mean_i - mean)^2) / sum w, w = 1 - (1 - ema)^count_i.
-        The count, by which later values are weighted, is the mean of the counts, rounded."""
+        """Return moments of `rows` equal rows: those of all values of each column, every value with the weight it has.
+
+        With w_i = 1 - (1 - ema)^count_i:
+        mean = sum w_i mean_i / sum w_i; variance = sum w_i (variance_i + (mean_i - mean)^2) / sum w_i.
+        The count, by which later values are weighted, is the mean of the counts, rounded.
+        """
         weight = 1 - (1 - self.ema) ** self.count.double()
         weight = weight / weight.sum(0).clamp(min=1e-300)  # without any value the moments stay zero
         mean = (weight * self.mean).sum(0)
@@ -60,35 +63,34 @@ class RunningMoments:
         return pooled
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain lists by name."""
+        """Return plain lists by name."""
         return {key: getattr(self, key).tolist() for key in MOMENTS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
         for key in MOMENTS:
             setattr(self, key, torch.tensor(state[key], dtype=getattr(self, key).dtype))
 
 
 @dataclass(frozen=True)
 class ReplicaWeights:
-    """What one round's norms lead to."""
+    """Weights and anomalies found from one round's norms."""
 
     weights: torch.Tensor
-    """[replicas, blocks], float64; a block's column sums to 1, or to 0 when all its replicas are anomalous."""
+    """[replicas, blocks], float64. A block's column sums to 1, or to 0 if all its replicas are anomalous."""
     anomalous: torch.Tensor
     """[replicas, blocks], bool."""
 
 
 class Penalty:
-    """Anomaly elimination, softmax weights and the clip's factor for all blocks of all replicas."""
+    """Anomaly elimination, softmax weights and clip factor for all blocks of all replicas."""
 
     def __init__(self, section: PenaltySection, replicas: int, blocks: int):
         self.section = section
         self.norms = RunningMoments((replicas, blocks), section.ema)
 
     def weigh(self, norms: torch.Tensor, steps: torch.Tensor) -> ReplicaWeights:
-        """Weights for these norms [replicas, blocks] (float64); the ordinary ones join the statistics. `steps` are each
-        replica's local steps in the round [replicas]."""
+        """Return the weights for these norms [replicas, blocks] (float64), and add the norms that are not anomalous
+        to the statistics. `steps` [replicas] holds each replica's local steps in the round."""
         anomalous = ~norms.isfinite()
         if self.section.z is not None:
             tested = self.norms.count >= self.section.min_rounds
@@ -109,22 +111,21 @@ class Penalty:
         return logits.softmax(0).masked_fill(anomalous.all(0), 0.0)
 
     def clip_factor(self, squared_norm: torch.Tensor) -> torch.Tensor:
-        """min(clip / (||D|| + 1e-6), 1) for one block, given ||D||^2 over all its shards."""
+        """Return min(clip / (||D|| + 1e-6), 1) for one block, given ||D||^2 over all its shards; 1 without a clip."""
         if self.section.clip is None:
             return torch.ones_like(squared_norm)
         return (self.section.clip / (squared_norm.sqrt() + EPSILON)).clamp(max=1)
 
     def state_dict(self) -> dict[str, Any]:
-        """The statistics as plain lists."""
+        """Return the statistics as plain lists."""
         return self.norms.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
         self.norms.load_state_dict(state)
 
     def resharded(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The statistics of this run's replicas, which others with these began: what those took for ordinary, all
-        together, is ordinary for each."""
+        """Return the statistics for a run that resumes with other replicas. Each replica starts with the merged
+        statistics of all old replicas."""
         replicas, blocks = self.norms.count.shape
         began = RunningMoments((len(state["count"]), blocks), self.section.ema)
         began.load_state_dict(state)

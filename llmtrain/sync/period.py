@@ -1,4 +1,4 @@
-"""When replicas synchronize. Steps count from 1; a step that is not synchronous is local."""
+"""Periods: when replicas synchronize. Steps count from 1; a step that is not synchronous is local."""
 
 from __future__ import annotations
 
@@ -14,43 +14,45 @@ from llmtrain.sync.require_equal import require_equal
 
 
 class Period(ABC):
-    """Divides a run into synchronous steps and rounds of local ones. All replicas do the same steps, and the step number
-    alone decides, so all ranks decide alike (`timed.Timed` is the exception)."""
+    """A division of the run into synchronous steps and rounds of local steps. All ranks decide alike, because all
+    replicas take the same steps and the step number alone decides. `TimedPeriod` is the exception."""
 
     @abstractmethod
     def is_synchronous(self, step: int) -> bool:
-        """Gradients of this step are averaged over the replicas."""
+        """Return whether the gradients of this step are averaged over the replicas."""
 
     @abstractmethod
     def ends_round(self, step: int) -> bool:
-        """This step is the last of a round: replicas synchronize after it."""
+        """Return whether this step is the last of a round, after which replicas synchronize."""
 
     @abstractmethod
     def round_length(self, step: int) -> int:
-        """Local steps in the round that `step` belongs to; 0 in a synchronous phase."""
+        """Return the number of local steps in the round of `step`; 0 in a synchronous phase. `TimedPeriod` returns
+        this replica's local steps between the last two exchanges."""
 
     @abstractmethod
     def step_in_round(self, step: int) -> int:
-        """Which local step of its round this is, from 1; 0 in a synchronous phase."""
+        """Return the position of this local step in its round, from 1; 0 in a synchronous phase."""
 
     def global_step(self, step: int) -> int | None:
-        """After step `step`: the step at which the run as a whole is, where all ranks know it."""
+        """Return the step of the whole run after this replica's step `step`; None if not all ranks know it."""
         return step
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers: nothing, where the step number decides."""
+        """Return the period's state, which is empty if the step number alone decides."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Load what `state_dict` returned."""
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The state of each replica of this run, which others with these `states` began."""
+        """Return each replica's state for a run that resumes with other replicas. `states` has one state per old
+        replica."""
         return require_equal(states)
 
 
 class EveryStep(Period):
-    """Every step synchronous."""
+    """A period in which every step is synchronous."""
 
     def is_synchronous(self, step: int) -> bool:
         return True
@@ -66,7 +68,7 @@ class EveryStep(Period):
 
 
 class FixedPeriod(Period):
-    """`warmup` synchronous steps, then rounds of `every` local steps."""
+    """A period of `warmup` synchronous steps, then rounds of `every` local steps."""
 
     def __init__(self, every: int, warmup: int):
         self.every, self.warmup = every, warmup
@@ -85,9 +87,9 @@ class FixedPeriod(Period):
 
 
 class QsrPeriod(Period):
-    """The quadratic synchronization rule (arXiv 2310.14423): max(base, floor((alpha / lr)^2)) local steps, lr being
-    that of the round's first step, or the peak while the learning rate warms up. The last round is cut so that the
-    run ends synchronized."""
+    """The quadratic synchronization rule (arXiv 2310.14423): rounds of max(base, floor((alpha / lr)^2)) local steps.
+    lr is that of the round's first step, or the peak while the learning rate warms up. The last round is cut so that
+    the run ends synchronized."""
 
     def __init__(self, base: int, alpha: float, warmup: int, rates: LRSchedule):
         self.warmup, self._ends = warmup, [warmup]
@@ -117,14 +119,15 @@ class QsrPeriod(Period):
 
 
 def warmup_of(sync: SyncSection, rates: LRSchedule) -> int:
-    """Synchronous steps before the first local one: `warmup_steps`, or more until the learning rate has fallen."""
+    """Return the number of synchronous steps before the first local one: `warmup_steps`, or more if the learning
+    rate takes longer to fall to `warmup_until_lr` of its peak."""
     if sync.warmup_until_lr is None:
         return sync.warmup_steps
     return max(sync.warmup_steps, rates.first_step_below(sync.warmup_until_lr) - 1)
 
 
 def build_period(section: AnyPeriod, warmup: int, rates: LRSchedule) -> Period:
-    """The period of steps that a recipe's `sync.period` describes; some follow the learning rate."""
+    """Return the period of steps that a recipe's `sync.period` describes. QSR follows the learning rate."""
     if isinstance(section, EveryStepSection):
         return EveryStep()
     if isinstance(section, QsrSection):

@@ -1,4 +1,4 @@
-"""PALSGD's pseudo-synchronization (arXiv 2504.18454): a step that pulls towards the anchor and computes no gradient."""
+"""PALSGD's pseudo-synchronization (arXiv 2504.18454): a step that pulls toward the anchor and computes no gradient."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from llmtrain.sync.block_sync import BlockSync
 
 
 class Pull:
-    """Draws belong to a replica and a step: independent between replicas, equal on the ranks of one."""
+    """Random pulls toward the anchor. A draw depends on replica and step: independent between replicas, equal on the
+    ranks of a replica."""
 
     def __init__(self, section: PullSection, block_sync: BlockSync, seed: int):
         self.section, self.block_sync, self.seed = section, block_sync, seed
 
     def should_pull(self, step: int) -> bool:
-        """Whether this replica pulls in local step `step`; true with probability p."""
+        """Return whether this replica pulls in local step `step`; true with probability p."""
         name = derive_seed(self.seed, "pull", self.block_sync.replica.rank, step)
         return random.Random(name).random() < self.section.probability
 
     def gradient_lr(self, lr: float) -> float:
-        """lr / (1 - p): what a step that is not drawn trains with, so that the expected movement is lr's."""
+        """Return lr / (1 - p), the learning rate of a gradient step, so that the expected movement is that of lr."""
         return lr / (1 - self.section.probability)
 
     def pull_to_anchor(self, lr: float) -> None:
-        """theta <- theta - (lr eta / p)(theta - anchor), on every tensor."""
+        """Pull every parameter: theta <- theta - (lr eta / p)(theta - anchor)."""
         kappa = lr * self.section.strength / self.section.probability
         if kappa == 0:
             return

@@ -1,4 +1,4 @@
-"""State of which every replica holds the same, whatever their number."""
+"""Check for state that is equal on every replica and so carries over to any number of replicas."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ T = TypeVar("T")
 
 
 def require_equal(states: Sequence[T]) -> T:
-    """What all replicas say. State that differs between them needs a rule of its own before other replicas can go on."""
+    """Return the value all replicas share; assert that they do. State that differs needs its own resharding rule."""
     assert all(state == states[0] for state in states), f"replicas differ in what they should share: {states}"
     return states[0]

@@ -1,4 +1,4 @@
-"""What synchronizing has cost and done so far on this rank; metrics reduce and log it."""
+"""Synchronization statistics of this rank, which metrics reduce and log."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from llmtrain.trace import span
 
 @dataclass
 class SyncStats:
-    """Counters since the start of the run, and the last round's findings. Seconds are the main thread's; sums of squares stay on
-    the device until somebody asks, so that training does not wait for it."""
+    """Counters since the start of the run, and results of the last round. Seconds are measured on the main
+    thread. Sums of squares stay on the device until read, so that training does not wait for them."""
 
     count: int = 0
-    """Rounds completed."""
+    """Completed rounds."""
     anomalies: int = 0
-    """Blocks of replicas left out of a mean."""
+    """Blocks left out of a mean, counted once per replica."""
     rollbacks: int = 0
-    """Blocks put back to their anchor because every replica was anomalous."""
+    """Blocks restored to their anchor because every replica was anomalous."""
     late: int = 0
     """Group averages that this replica was late for."""
     seconds: float = 0.0
-    """From a round's opening to its close, forward passes in between included."""
+    """Time between the start and the end of each round, summed, including forward passes in between."""
     exposed_seconds: float = 0.0
-    """Training stood still for synchronization: waiting, messages and arithmetic."""
+    """Time that training stood still for synchronization: waiting, messages and arithmetic."""
     wait_seconds: float = 0.0
-    """Of these, waiting for the slowest replica to arrive."""
+    """Part of `exposed_seconds` spent waiting for the slowest replica to arrive."""
     weights_max: float = 0.0
-    """Largest weight that the last round gave one replica in one block."""
+    """Largest weight of one replica in one block in the last round."""
     slowest_replica: int = 0
-    """The replica that computed longest in the last round."""
+    """Replica that computed longest in the last round."""
     mean_squared: torch.Tensor | float = 0.0
-    """Last round: this rank's part of ||D||^2, of the reduced pseudo-gradient before clipping."""
+    """Last round: this rank's part of ||D||^2, where D is the reduced pseudo-gradient before clipping."""
     spread_squared: torch.Tensor | float = 0.0
-    """Last round: this rank's part of ||D_n - mean||^2, how far its replica was from the mean."""
+    """Last round: this rank's part of ||D_n - mean||^2, the squared distance of its replica from the mean."""
 
     @contextmanager
     def time_exposed(self) -> Iterator[None]:
-        """Training stands still for what happens within."""
+        """Count the enclosed code as time that training stands still for synchronization."""
         started = time.monotonic()
         with span("exposed"):
             yield
@@ -51,17 +51,17 @@ class SyncStats:
 
     @contextmanager
     def time_waiting(self) -> Iterator[None]:
-        """What happens within is waiting for the slowest replica."""
+        """Count the enclosed code as waiting for the slowest replica."""
         started = time.monotonic()
         with span("wait"):
             yield
         self.wait_seconds += time.monotonic() - started
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values by name."""
+        """Return the values by name, as plain numbers."""
         return asdict(self) | {"mean_squared": float(self.mean_squared), "spread_squared": float(self.spread_squared)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Restore the values that `state_dict` returned."""
         for entry in fields(self):
             setattr(self, entry.name, state[entry.name])

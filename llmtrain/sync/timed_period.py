@@ -1,4 +1,4 @@
-"""Rounds of seconds (A-EDiT, arXiv 2412.07210): fast replicas do more local steps than slow ones, nobody waits long."""
+"""Rounds of seconds (A-EDiT, arXiv 2412.07210): no replica waits long, because fast ones take more local steps."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from llmtrain.sync.period import Period
 from llmtrain.sync.require_equal import require_equal
 
 Clock = Callable[[], float]
-"""Seconds since some moment, never going back."""
+"""A monotonic clock, in seconds."""
 
 
 class TimedPeriod(Period):
-    """`warmup` synchronous steps, then rounds that last `section.every` seconds on each replica's own clock.
+    """A period of `warmup` synchronous steps, then rounds of `section.every` seconds on each replica's own clock.
 
-    A replica's first shard rank reads the clock for all its ranks. A replica whose time is up meets the others, who
-    are at most one step behind; there everybody learns how many steps all have done. The next meeting comes earlier
-    if at this pace the run's steps would be done before it.
+    A replica's first shard rank reads the clock for all its ranks. A replica whose time is up waits for the others,
+    which are at most one step behind. Then all replicas exchange their step counts. The next exchange comes earlier
+    if, at this pace, the run's steps would be done before it.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class TimedPeriod(Period):
             setattr(self, f"_{name}", state[name])
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Each replica is where the run is: at its mean step, rounded down. All of them together have done as many steps
-        since the last synchronization as the others had."""
+        """Return each replica's state for a run that resumes with other replicas. Each starts at the old replicas'
+        mean step, rounded down. The sum of all replicas' steps since the last synchronization is kept."""
         first = states[0]
         if first["elapsed"] is None:
             return require_equal(states)
@@ -91,7 +91,8 @@ class TimedPeriod(Period):
         return float(self.shard.all_gather(mine, "reading the replica's clock")[0])
 
     def _exchange_progress(self, step: int, elapsed: float) -> bool:
-        """Wait for all replicas. Whether they have done enough to synchronize."""
+        """Exchange step counts and set the next round's length. Return whether the replicas have taken enough steps
+        to synchronize. Waits for all replicas."""
         mine = torch.tensor([step, elapsed], dtype=torch.float64, device=self.replica.device)
         steps, seconds = self.replica.all_gather(mine, "meeting the other replicas").cpu().unbind(1)
         total = int(steps.sum())
@@ -106,4 +107,4 @@ class TimedPeriod(Period):
 
 
 STATE_FIELDS = ("length", "last_exchange_step", "summed_steps", "summed_steps_at_sync", "last_length")
-"""What a resumed run has to know beside the time that has passed."""
+"""State that a resumed run needs in addition to the elapsed time."""

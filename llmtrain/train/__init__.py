@@ -1,1 +1,1 @@
-"""The training loop and what surrounds it: checkpoints, metrics, validation, signals."""
+"""The training loop and its supporting code: checkpoints, metrics, validation and signals."""

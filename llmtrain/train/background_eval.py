@@ -1,7 +1,8 @@
-"""Benchmarks on checkpoints while training goes on: `llmtrain eval` in a process beside it.
+"""Background evaluation: `llmtrain eval` on checkpoints, in a separate process, while training continues.
 
-Training never waits for it, but for the last one at the very end. One evaluation runs at a time; of the checkpoints that
-come meanwhile the newest waits. One that fails is a line on the console, never an error of the run.
+Training never waits for an evaluation, except for the last one at the end of the run. One evaluation runs at a
+time. Of the checkpoints completed during an evaluation, only the newest is evaluated next. A failed evaluation
+prints one console line and never fails the run.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ from llmtrain.train.signals import StopRequest
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")
-"""Variables by which launchers tell a process that it is one rank of many, which an evaluation is not."""
+"""Names and name prefixes of environment variables by which launchers mark a process as one rank of many. An
+evaluation must not inherit them."""
 GRACE_SECONDS = 10.0
-"""From the request to end until an evaluation is killed."""
+"""Seconds between SIGTERM and SIGKILL."""
 LOOK_EVERY_SECONDS = 0.2
 
 Start = Callable[[Sequence[str], Mapping[str, str], Path], subprocess.Popen]
-"""(command, environment, log file) -> the process. Raises OSError."""
+"""(command, environment, log file) -> process. Raises OSError."""
 
 
 def start_in_background(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen:
-    """A process that yields to all others, in a session of its own: a Ctrl-C is for the run. Raises OSError."""
+    """Start a process of the lowest priority in a session of its own, so that Ctrl-C reaches only the run.
+    Raises OSError."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -52,10 +55,11 @@ def start_in_background(command: Sequence[str], environment: Mapping[str, str], 
 
 
 class BackgroundEval:
-    """The evaluations of one run. Without `eval.suite`, and on other ranks than the main one, it does nothing.
+    """Background evaluations of one run. Does nothing if `section` is None: without `eval.suite`, and on
+    every rank but the main rank.
 
-    A context: left after the run's last checkpoint it waits for that one's evaluation, left earlier (a stop, an error) it
-    ends what runs.
+    Use it as a context manager. On exit after the run's last checkpoint, it waits for the evaluation of that
+    checkpoint. On any earlier exit (a stop, an error), it ends the running evaluation.
     """
 
     def __init__(
@@ -70,18 +74,18 @@ class BackgroundEval:
         self.section, self.run, self.console, self.stop, self.start = section, directory.path, console, stop, start
         self.total_steps, self.checkpoint_every = recipe.train.total_steps, recipe.checkpoint.every
         self.newest = max((step for step, _ in list_checkpoints(directory.checkpoints)), default=0)
-        """Steps of the newest checkpoint."""
+        """Step of the newest checkpoint."""
         self._lock = threading.Lock()
         self._running: int | None = None
         self._waiting: int | None = None
-        """Steps of the checkpoint that is being evaluated, and of the next one."""
+        """Steps of the checkpoint being evaluated and of the next one."""
         self._process: subprocess.Popen | None = None
         self._thread: threading.Thread | None = None
         self._is_over = False
-        """Whether nothing more may start, nor what was ended be reported as a failure."""
+        """If set, no evaluation may start, and an evaluation that ends is not reported as a failure."""
 
     def after_checkpoint(self, step: int) -> None:
-        """The checkpoint of `step` is on the disk: evaluate it, if it is one's turn. Returns at once."""
+        """Evaluate the checkpoint of `step`, which is complete on disk, if an evaluation is due. Returns at once."""
         if not self._is_due(step):
             return
         with self._lock:
@@ -96,7 +100,7 @@ class BackgroundEval:
         self._say(step, f"waits for the evaluation of step {running}{instead}")
 
     def pinned_steps(self) -> set[int]:
-        """Steps of checkpoints that must not be deleted yet. From any thread."""
+        """Return the steps of checkpoints that must not be deleted yet. Callable from any thread."""
         with self._lock:
             return {step for step in (self._running, self._waiting) if step is not None}
 
@@ -113,7 +117,8 @@ class BackgroundEval:
             self._end()
 
     def _is_due(self, step: int) -> bool:
-        """Whether a multiple of every-so-many checkpoints has been reached or passed, or the end of the run."""
+        """Record `step` as the newest checkpoint. Return whether it reached or passed a multiple of the
+        evaluation period, or the end of the run."""
         before, self.newest = self.newest, step
         if self.section is None:
             return False
@@ -121,7 +126,7 @@ class BackgroundEval:
         return step >= self.total_steps or step // period > before // period
 
     def _work(self) -> None:
-        """The thread: one evaluation after another, while there are any."""
+        """Run evaluations one after another until none is waiting."""
         while (step := self._running) is not None:
             try:
                 self._evaluate(step)
@@ -146,7 +151,7 @@ class BackgroundEval:
             self._report(step, code, log)
 
     def _report(self, step: int, code: int, log: Path) -> None:
-        """One line: the scores, or what went wrong."""
+        """Print one line: the scores, or the reason for the failure."""
         result = self.run / "eval" / f"{self._name}-step-{step:08d}.json"
         try:
             scores = json.loads(result.read_text())["headline"] if code == 0 else ""
@@ -160,7 +165,7 @@ class BackgroundEval:
             self._say(step, f"the evaluation failed ({how}): {last_log_line(log)}; see {log}")
 
     def _wait(self) -> None:
-        """For the last evaluation, until it is done, it takes too long, or a signal asks to stop."""
+        """Wait for the last evaluation until it ends, `wait_seconds` have passed, or a signal requests a stop."""
         if self._thread is None:
             return
         if self._thread.is_alive():
@@ -175,7 +180,7 @@ class BackgroundEval:
             self.console.print(f"all checkpoints: {shlex.join(self._command('--over-time'))}")
 
     def _end(self) -> None:
-        """End what still runs; what it has finished is in its cache."""
+        """End the running evaluation. Its finished parts stay in the evaluation cache."""
         with self._lock:
             self._is_over = True
             step, process, thread = self._running, self._process, self._thread
@@ -206,12 +211,13 @@ class BackgroundEval:
 
     @property
     def _name(self) -> str:
-        """What the suite's files are called."""
+        """Return the prefix of the suite's result and log files."""
         return Path(self.section.name).stem if self.section.name.endswith((".yaml", ".yml")) else self.section.name
 
 
 def last_log_line(log: Path) -> str:
-    """What a log says went wrong: its last line but for progress bars, a message of ours before all."""
+    """Return the line of a log that best explains a failure: the last `error:` line, otherwise the last line
+    that is not a progress bar."""
     try:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     except OSError:

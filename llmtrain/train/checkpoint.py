@@ -1,10 +1,11 @@
-"""Checkpoints: the complete state of a run, written beside training under a temporary name and renamed when it is whole.
+"""Checkpoints: the complete state of a run, written in the background under a temporary name and renamed when
+complete.
 
     checkpoints/step-00001000/   torch.distributed.checkpoint files and state.json
-    checkpoints/latest           the newest one's name, written last
+    checkpoints/latest           name of the newest checkpoint, written last
 
-Tensors that replicas have for themselves (weights, optimizer moments, rounding errors) are stored under `replica<r>.`,
-what they share (anchor, outer momentum, means under way) once. Another mesh may load them: see `reshard`.
+Per-replica tensors (weights, optimizer moments, rounding errors) are stored under `replica<r>.`. Shared tensors
+(anchor, outer momentum, means in flight) are stored once. Another mesh may load them; see `reshard`.
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ from llmtrain.train.run_dir import check_same_recipe
 
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
-"""What becomes of a tensor of the state on its way to the disk: itself, or a copy that training leaves alone."""
+"""Function applied to each tensor of the state before it is written: the identity, or a copy that training does
+not modify."""
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What a checkpoint says beside the tensors."""
+    """A checkpoint's content other than tensors."""
 
     step: int
     progress: dict[str, Any]
-    """This rank's plain values, as `Checkpoints.save` was given them."""
+    """This rank's plain values, as passed to `Checkpointer.save` and adapted to this mesh."""
     how: str
-    """What was done to them for this mesh, for the console; empty for nothing."""
+    """Console text on how the state was adapted to this mesh; empty if it was not."""
 
 
 class Checkpointer:
-    """The checkpoints of one run directory, seen by all ranks."""
+    """Checkpoint manager of one run directory. Every rank creates one."""
 
     def __init__(
         self,
@@ -62,8 +64,8 @@ class Checkpointer:
         pinned_steps: Callable[[], Collection[int]] = tuple,
         recipe: Recipe | None = None,
     ):
-        """`pinned_steps`: steps of checkpoints that somebody reads, and that stay until the next one is complete. `recipe`: the
-        run's, which goes into each checkpoint; one of another recipe is not loaded."""
+        """Keep checkpoints whose step is in `pinned_steps()`, because they are still being read. Store
+        `recipe`, if given, in each checkpoint, and refuse to load a checkpoint of another recipe."""
         self.directory, self.mesh, self.engine, self.method = directory, mesh, engine, method
         self.section, self.timeout_seconds, self.pinned_steps, self.recipe = (
             section,
@@ -72,15 +74,16 @@ class Checkpointer:
             recipe,
         )
         self.seconds = 0.0
-        """How long training has stood still for checkpoints."""
+        """Seconds that training has stood still for checkpoints."""
         self._writing: CheckpointWriter | None = None
 
     def save(self, step: int, progress: dict[str, Any]) -> None:
-        """Begin to write the state after `step`; `progress` is this rank's part that is plain values. All ranks call it at
-        the same step. It returns when the state has been copied to memory that training leaves alone (unless
-        `checkpoint.background` is off).
+        """Start writing the state after `step`. `progress` holds this rank's plain values. All ranks call it at
+        the same step. Returns when the state has been copied to memory that training does not modify, or, if
+        `checkpoint.background` is off, when the checkpoint is complete.
 
-        Raises TrainingError if the checkpoint before was not written.
+        Raises TrainingError if the previous checkpoint, or this one if `checkpoint.background` is off, could
+        not be written.
         """
         self.wait()
         started = time.monotonic()
@@ -103,14 +106,15 @@ class Checkpointer:
         self.seconds += time.monotonic() - started
 
     def wait(self) -> None:
-        """Until what `save` began is on the disk. Raises TrainingError if it does not come there in time."""
+        """Wait until the checkpoint that `save` started is on disk. Raises TrainingError if writing fails or
+        times out."""
         started = time.monotonic()
         if self._writing is not None:
             self._writing.wait(self.timeout_seconds)
         self.seconds += time.monotonic() - started
 
     def written(self) -> CheckpointWriter | None:
-        """What `save` began, once, when it is done well."""
+        """Return the writer of the last checkpoint, once, after it has finished without error; otherwise None."""
         writing = self._writing
         if writing is None or not writing.is_done or writing.error is not None:
             return None
@@ -119,14 +123,15 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether what `save` began could not be written; the next `save` or `wait` says why."""
+        """Return whether the last checkpoint could not be written. The next `save` or `wait` raises the error."""
         return self._writing is not None and self._writing.is_done and self._writing.error is not None
 
     def load(self, path: Path, global_batch: int, seed: int) -> LoadedCheckpoint:
-        """Put the state in `path` back, whatever mesh wrote it. A collective of all ranks.
+        """Restore the state in `path`, written on any mesh. A collective of all ranks.
 
-        `global_batch` is the run's; random numbers of ranks that are new derive from `seed`. Raises CheckpointError, on
-        every rank, for a checkpoint that is damaged or can't be continued on this mesh, RecipeError for one of another recipe.
+        `global_batch` is the run's. Ranks without a predecessor in the old mesh derive their random numbers
+        from `seed`. Raises CheckpointError, on every rank, if the checkpoint is damaged or can't be continued
+        on this mesh. Raises RecipeError if it belongs to another recipe.
         """
         state = read_state(path)
         if self.recipe is not None and "recipe" in state:
@@ -146,7 +151,8 @@ class Checkpointer:
         return LoadedCheckpoint(state["step"], progress, change.describe())
 
     def _read_engine(self, path: Path, change: MeshChange, generators: dict[str, torch.Tensor]) -> None:
-        """Weights, moments and generators; what is read into is gone after it, under ZeRO a second copy of them all."""
+        """Load weights, optimizer moments and generator states. The tensors read into are freed on return,
+        because under ZeRO they are a second copy of the state."""
         tensors = self._of_engine(_no_copy)
         self._raise_on_all(lambda: self._read(path, change, tensors, generators))
         prefix = f"replica{self.mesh.replica.rank}."
@@ -155,7 +161,7 @@ class Checkpointer:
     def _read(
         self, path: Path, change: MeshChange, tensors: dict[str, torch.Tensor], generators: dict[str, torch.Tensor]
     ) -> None:
-        """Fill the tensors. No collective."""
+        """Fill the tensors in place. Not a collective."""
         stored = CheckpointReader(path)
         own = f"replica{self.mesh.replica.rank}."
         if change.replicas_changed:
@@ -170,7 +176,8 @@ class Checkpointer:
         stored.read(tensors | {name: state for name, state in there.items() if name in stored.names})
 
     def _raise_on_all(self, read: Callable[[], None]) -> None:
-        """Do what each rank does by itself; a CheckpointError of one is raised on all."""
+        """Call `read` on each rank and raise the first CheckpointError, in rank order, on all ranks.
+        A collective of all ranks."""
         error = None
         try:
             read()
@@ -181,7 +188,8 @@ class Checkpointer:
                 raise met
 
     def _read_kind(self, path: Path, change: MeshChange, prefix: str, kind: str, present: list[bool]) -> BlockTensors:
-        """One kind of the method's tensors, on the CPU: of those that rest there, one kind at a time is on the device."""
+        """Read one kind of the method's tensors and return it on the CPU, so that the device holds only one
+        kind at a time."""
         blocks = [(block, there) for block, there in zip(self.engine.blocks, present, strict=False)]
         room: BlockTensors = [torch.empty_like(flatten(block)) if there else None for block, there in blocks]
         tensors = self._of_method(prefix, kind, room, _no_copy)
@@ -196,12 +204,13 @@ class Checkpointer:
         ]
 
     def _of_engine(self, keep: Stage) -> dict[str, torch.Tensor]:
-        """Weights and moments of this replica."""
+        """Return this replica's weights and optimizer moments."""
         replica = self.mesh.replica.rank
         return {f"replica{replica}.{name}": keep(tensor) for name, tensor in self.engine.state_dict().items()}
 
     def _of_method(self, prefix: str, kind: str, flats: BlockTensors, keep: Stage) -> dict[str, torch.Tensor]:
-        """One kind of the method's tensors. A block that rests on the CPU is on the device until it is kept."""
+        """Return one kind of the method's tensors. A block that rests on the CPU occupies the device only until
+        it is copied."""
         return {
             f"{prefix}{kind}.{name}": keep(tensor)
             for block, flat in zip(self.engine.blocks, flats, strict=False)
@@ -210,14 +219,14 @@ class Checkpointer:
         }
 
     def _generators(self) -> dict[str, torch.Tensor]:
-        """States of this rank's random number generators."""
+        """Return the states of this rank's random number generators."""
         states = {"rng": torch.get_rng_state()}
         if self.mesh.device.type == "cuda":
             states["cuda_rng"] = torch.cuda.get_rng_state(self.mesh.device)
         return states
 
     def _seeded_generators(self, seed: int, step: int) -> dict[str, torch.Tensor]:
-        """What a rank begins with that was not there before `step`."""
+        """Seed the generators for a rank that did not exist before `step`, and return their states."""
         torch.manual_seed(derive_seed(seed, "rank", self.mesh.replica.rank, self.mesh.shard.rank, "since", step))
         return self._generators()
 
@@ -227,12 +236,12 @@ class Checkpointer:
             torch.cuda.set_rng_state(states["cuda_rng"], self.mesh.device)
 
     def _named_state(self, shared: dict[str, T], own: dict[str, T]) -> Iterator[tuple[str, str, T]]:
-        """(prefix in the checkpoint, kind, what is given of it) of all the method's tensors."""
+        """Yield (prefix in the checkpoint, kind, value) for every kind of the method's tensors."""
         for prefix, kinds in (("", shared), (f"replica{self.mesh.replica.rank}.sync.", own)):
             yield from ((prefix, kind, given) for kind, given in kinds.items())
 
     def _prune(self, newest: int) -> None:
-        """Delete what is neither among the newest, kept for good nor in use; runs after the new one is complete."""
+        """Delete expired checkpoints that are not pinned. Runs after the new checkpoint is complete."""
         steps = [step for step, _ in list_checkpoints(self.directory) if step <= newest]
         for step in self.section.expired(steps):
             if step not in self.pinned_steps():

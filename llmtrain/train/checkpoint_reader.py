@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as a rank reads them: its own part of each, whatever mesh wrote it, by itself."""
+"""Checkpoint reader: each rank reads its own part of every tensor, written on any mesh, without collectives."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from llmtrain.train.metadata import read_metadata
 
 
 class CheckpointReader:
-    """A checkpoint's tensors by name. Ranks read without waiting for one another, each the rows that it needs."""
+    """A checkpoint's tensors by name. Each rank reads only the rows that it needs, without waiting for other
+    ranks."""
 
     def __init__(self, path: Path):
-        """Raises CheckpointError if it is damaged, as `read` does."""
+        """Open the checkpoint. Raises CheckpointError if it is damaged, as does `read`."""
         self.path = path
         try:
             self._reader = _Reader(path)
@@ -30,7 +31,7 @@ class CheckpointReader:
         self.names: Collection[str] = self._reader.read_metadata().state_dict_metadata.keys()
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Fill tensors with those of the given names."""
+        """Fill each tensor with the stored tensor of the same name."""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*single process", UserWarning)  # which is what is wanted
@@ -40,10 +41,11 @@ class CheckpointReader:
             raise self._damaged(next(iter(failures))[0]) from error
 
     def read_mean(self, names: Sequence[str], into: torch.Tensor, factor: float = 1.0) -> None:
-        """Fill a tensor with `factor` x the mean of those of the given names, which are read one at a time. Summed in
-        float64 and rounded once, so that the mean of equal tensors is what they are, to the last bit.
+        """Fill `into` with `factor` x the mean of the stored tensors, which are read one at a time. The sum is
+        in float64 and rounded once, so that the mean of equal tensors equals them bit for bit.
 
-        Raises CheckpointError where one holds a value that is not finite: a mean would pass it on to all replicas.
+        Raises CheckpointError if a tensor holds a non-finite value, because the mean would pass it on to all
+        replicas.
         """
         target = _local(into)
         total = torch.zeros_like(target, dtype=torch.float64)
@@ -64,7 +66,7 @@ class CheckpointReader:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the metadata once, not once a tensor, and runs nothing that it holds."""
+    """Reader that loads the metadata once instead of once per tensor, with the restricted `read_metadata`."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -76,5 +78,5 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows, sharing memory."""
+    """Return this rank's rows, which share memory with `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

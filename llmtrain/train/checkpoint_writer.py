@@ -1,5 +1,5 @@
-"""A checkpoint on its way to the disk, in a thread beside training: files, their digests, state.json, and the rename that
-makes it one."""
+"""Checkpoint writer: in a background thread, write the files, their digests and state.json, then rename the
+folder."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ warnings.filterwarnings("ignore", ".*the intent is to save in a single process",
 
 
 class CheckpointWriter:
-    """All ranks make one for the same checkpoint, over `comms`, which nothing else uses meanwhile.
+    """Writer of one checkpoint. Every rank creates one, over `comms`, which nothing else uses until the writer
+    is done.
 
-    `tensors` are not changed by others until it is done. `state` is what state.json says, but for `ranks`, of which each rank
-    hands in its `progress`, and `files`. `on_complete` is called on the main rank.
+    `tensors` must not change until then. `state` is the content of state.json except for `files` and `ranks`;
+    each rank contributes its `progress` to `ranks`. `on_complete` is called on the main rank.
     """
 
     def __init__(
@@ -44,13 +45,13 @@ class CheckpointWriter:
         self.final, self.temporary, self._tensors, self._comms = final, final.with_suffix(".tmp"), tensors, comms
         self._state, self._progress, self._on_complete = state, json.dumps(progress), on_complete
         self.seconds = 0.0
-        """What it took, once it is done."""
+        """Duration of the write, set when it is done."""
         self.error: str | None = None
         # A daemon: a disk that hangs must not keep a run that has given up on it from ending.
         self._thread = threading.Thread(target=with_current_device(self._run), name=f"writes {final.name}", daemon=True)
 
     def start(self, in_thread: bool) -> None:
-        """Write, beside whatever comes next or before it."""
+        """Start writing in the background, or write before returning if not `in_thread`."""
         if in_thread:
             self._thread.start()
         else:
@@ -62,7 +63,8 @@ class CheckpointWriter:
         return not self._thread.is_alive()
 
     def wait(self, timeout_seconds: float) -> None:
-        """Until it is done. Raises TrainingError if it failed or takes longer."""
+        """Wait until the checkpoint is written. Raises TrainingError if writing fails or takes longer than
+        `timeout_seconds`."""
         if self._thread.ident is not None:
             self._thread.join(timeout_seconds)
         if not self.is_done:
@@ -73,7 +75,7 @@ class CheckpointWriter:
         self.check()
 
     def check(self) -> None:
-        """Raises TrainingError if it failed."""
+        """Raise TrainingError if writing failed."""
         if self.error is not None:
             raise TrainingError(
                 f"{self.final} could not be written: {self.error}; older checkpoints are as they were, start the same command "
@@ -99,7 +101,8 @@ class CheckpointWriter:
         self.seconds = time.monotonic() - began
 
     def _commit(self) -> None:
-        """Digests from all ranks, each of its share of the files; then the main rank makes it a checkpoint."""
+        """Gather digests, each rank reading its share of the files, and publish the checkpoint on the main
+        rank. Raises OSError on every rank if any rank fails."""
         names = self._from_main(_catch_os_error(lambda: sorted(path.name for path in self.temporary.iterdir())))
         if isinstance(names, str):
             raise OSError(names)
@@ -111,7 +114,8 @@ class CheckpointWriter:
             raise OSError(problem)
 
     def _publish(self, of_ranks: list[tuple[str, dict | str]]) -> str | None:
-        """Returns what went wrong, for all ranks to know."""
+        """Write state.json and rename the folder. Return an error in one line, so that all ranks can raise it,
+        or None."""
         if problem := next((found for _, found in of_ranks if isinstance(found, str)), None):
             return problem
         self._state["ranks"] = [json.loads(progress) for progress, _ in of_ranks]
@@ -132,7 +136,7 @@ class CheckpointWriter:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old one or the new one."""
+    """Write a file so that a crash leaves either the old or the new content."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w") as file:
         file.write(text)
@@ -147,7 +151,7 @@ def atomic_write(path: Path, text: str) -> None:
 
 
 def _catch_os_error(work: Callable[[], Any]) -> Any:
-    """What it returns, or in one line what the disk said: for ranks that have to hear of it."""
+    """Return the result of `work`, or an OSError as one line to send to other ranks."""
     try:
         return work()
     except OSError as error:
@@ -155,5 +159,5 @@ def _catch_os_error(work: Callable[[], Any]) -> Any:
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception says, or its name."""
+    """Return an exception's message in one line, or its class name if the message is empty."""
     return " ".join(str(error).split())[:200] or type(error).__name__

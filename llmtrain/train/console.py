@@ -1,4 +1,4 @@
-"""What a person sees: a progress bar on a terminal, plain lines elsewhere; on the main rank only."""
+"""Console output of the main rank: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmtrain.startup import seconds_since_command
 
 
 def format_si(number: float) -> str:
-    """Three digits and a unit: 41200 -> 41.2k."""
+    """Format a number with three digits and a unit: 41200 -> 41.2k."""
     for unit in ("", "k", "M", "G"):
         if abs(number) < 999.5:
             return f"{number:.3g}{unit}"
@@ -21,7 +21,7 @@ def format_si(number: float) -> str:
 
 
 class Console:
-    """Progress of one run. With `enabled=False` (all other ranks) it is silent."""
+    """Progress display of one run; silent if not `enabled`, as on every rank but the main rank."""
 
     def __init__(self, enabled: bool):
         self.out = RichConsole(file=sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True)
@@ -30,7 +30,7 @@ class Console:
         self._has_begun = False
 
     def start(self, step: int, total: int) -> None:
-        """Training begins (or goes on) after `step`."""
+        """Start the display for training that starts, or continues, after `step`."""
         self._total, self._first, self._started = total, step, time.monotonic()
         if self._enabled and self.out.is_terminal:
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -39,7 +39,7 @@ class Console:
             self._bar.start()
 
     def advance(self, step: int) -> None:
-        """Step `step` is done."""
+        """Show that `step` is done."""
         if not self._has_begun:
             self._has_begun = True
             self.print(f"first step {seconds_since_command():.1f} s after the command was started")
@@ -47,7 +47,6 @@ class Console:
             self._bar.update(self._task, completed=step)
 
     def log_step(self, step: int, tokens: int, tags: dict[str, float]) -> None:
-        """One log line."""
         parts = [
             f"step {step}/{self._total}",
             f"loss {tags['train/loss']:.3f}",
@@ -64,17 +63,17 @@ class Console:
         self.print(" | ".join(parts))
 
     def log_validation(self, step: int, name: str, tags: dict[str, float]) -> None:
-        """A validation, on the run's own text or on another one, which has a name."""
+        """Print a validation result. `name` is empty for the run's own text."""
         loss, perplexity, bits_per_byte = tags.values()
         text = f"validation loss {loss:.4f} | ppl {perplexity:.2f} | {bits_per_byte:.3f} bits per byte"
         self.print(f"step {step}/{self._total} | {name + ': ' if name else ''}{text}")
 
     def print(self, text: str) -> None:
-        """Any other line."""
+        """Print a line verbatim."""
         self.out.print(text, markup=False)
 
     def stop(self) -> None:
-        """Training has ended."""
+        """Stop the progress bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

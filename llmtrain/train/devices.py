@@ -1,4 +1,4 @@
-"""What devices can do at most, for MFU: dense bf16 operations a second, from the vendors' data sheets."""
+"""Device properties: peak dense bf16 FLOP/s from vendor data sheets (for MFU), memory, and determinism."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ PEAK_BF16 = {
     "L4": 121e12,
     "A10": 125e12,
 }
-"""Looked up in this order by words of the device's name: an A10G is no A10. Sparse figures, twice as high, are not used."""
+"""Peak FLOP/s by device name. The first entry that matches whole words of the name counts, so an A10G is not an
+A10. Sparse figures, twice as high, are not used."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Operations a second of this device, or None for one whose peak is not known here."""
+    """Return the device's peak FLOP/s, or None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -38,28 +39,28 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All memory of the GPU, or of the machine for a CPU."""
+    """Return the total bytes of the GPU's memory, or of the machine's memory for a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def memory_of_rank(world: World) -> float:
-    """Bytes that this rank may use: all of its GPU, or its part of the machine's memory. Raises RecipeError where there
-    are fewer GPUs than ranks."""
+    """Return the bytes that this rank may use: all of its GPU's memory, or its share of the machine's memory.
+    Raises RecipeError if there are fewer GPUs than ranks."""
     device = local_device(world)
     return memory_bytes(device) / (1 if device.type == "cuda" else world.local_size)
 
 
 def enable_determinism(device: torch.device) -> None:
-    """Let a GPU give the same bits for the same numbers, which some of its kernels otherwise don't; a CPU's all do."""
+    """Make GPU kernels deterministic. CPU kernels already are."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this process has used: the device's allocator on a GPU, resident memory on a CPU."""
+    """Return this process's peak memory in bytes: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,5 @@
-"""One process at a time in a folder: two that write the same run would destroy each other's files."""
+"""Folder lock: one process at a time, because two processes that write the same run would destroy each other's
+files."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from filelock import FileLock, Timeout
 from llmtrain.errors import RecipeError
 
 PATIENCE_SECONDS = 10.0
-"""For one that is just ending."""
+"""Seconds to wait for a process that is about to end."""
 
 
 def lock_folder(folder: Path, otherwise: str) -> FileLock:
-    """Make a folder this process's own, from now until the returned lock is gone or the process has ended, however.
+    """Lock a folder until the returned lock is deleted or the process ends, however it ends.
 
-    Raises RecipeError that says what to do `otherwise` if another process has it, OSError if the folder can't be written. File
-    systems without locks have no such protection.
+    Raises RecipeError, which suggests `otherwise`, if another process holds the lock. Raises OSError if the
+    folder can't be written. File systems without locks offer no such protection.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")

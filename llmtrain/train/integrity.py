@@ -1,5 +1,5 @@
-"""Which checkpoints are on the disk, and whether they are what was written: names, sizes and digests (XXH3, which
-keeps up with disks) of files, which state.json lists."""
+"""Checkpoint integrity: find the checkpoints on disk and verify their files by the names, sizes and digests in
+state.json. The digest is XXH3, which keeps up with disks."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ FORMAT = 5
 STATE_FILE, CHECKSUM_KEY = "state.json", "sha256"
 NAME = re.compile(r"step-(\d{8})")
 Digest = tuple[int, str]
-"""Size in bytes, XXH3 of 128 bits in hex."""
+"""Size in bytes and 128-bit XXH3 in hex."""
 
 
 def folder_name(step: int) -> str:
-    """Of a checkpoint, in `checkpoints`."""
+    """Return the name of a checkpoint's folder in `checkpoints`."""
     return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Which its name says."""
+    """Return the step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """(step, path) of all complete checkpoints in a `checkpoints` folder, oldest first."""
+    """Return (step, path) of all complete checkpoints in a `checkpoints` folder, oldest first."""
     if not directory.is_dir():
         return []
     named = ((NAME.fullmatch(path.name), path) for path in directory.iterdir())
@@ -42,18 +42,19 @@ def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 
 def checkpoint_folders(directory: Path) -> list[Path]:
-    """Every checkpoint in a `checkpoints` folder, oldest first, also one that has lost its state.json."""
+    """Return every checkpoint in a `checkpoints` folder, oldest first, including those that have lost their
+    state.json."""
     paths = directory.iterdir() if directory.is_dir() else ()
     return sorted(path for path in paths if NAME.fullmatch(path.name))
 
 
 def dump_state(state: dict[str, Any]) -> str:
-    """The text of state.json: the state, and its own digest last."""
+    """Return the text of state.json: the state, followed by its own digest."""
     return json.dumps({**state, CHECKSUM_KEY: _digest_of(state)})
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """A checkpoint's state.json. Raises CheckpointError if it is damaged or of another format."""
+    """Return a checkpoint's state.json. Raises CheckpointError if it is damaged or of another format."""
     where = path / STATE_FILE
     try:
         state = json.loads(where.read_text())
@@ -76,12 +77,12 @@ def _digest_of(state: dict[str, Any]) -> str:
 
 
 def digests(directory: Path, names: Sequence[str]) -> dict[str, Digest]:
-    """Of these files."""
+    """Return the size and digest of each file."""
     return {name: ((directory / name).stat().st_size, _xxh3(directory / name)) for name in names}
 
 
 def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
-    """What is wrong with the first file that is not as it was written; None: nothing."""
+    """Describe the first file that is missing, unreadable or changed. Returns None if all files are intact."""
     for name, (size, digest) in sorted(files.items()):
         path = directory / name
         try:
@@ -98,10 +99,12 @@ def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
 
 
 def latest_valid(candidates: Sequence[Path], mesh: Mesh, note: Callable[[str], None]) -> Path | None:
-    """The newest of `candidates` (oldest first; the main rank's count) without damage; None if there are none. A
-    collective of all ranks, which share the reading. `note` is told of each that is passed over.
+    """Return the newest valid checkpoint of `candidates` (oldest first; the main rank's list counts), or None
+    if the list is empty. A collective of all ranks, which share the reading. `note` receives a line for each
+    checkpoint passed over.
 
-    Raises CheckpointError, on every rank, if there are some and all of them are damaged: a run never starts anew by itself.
+    Raises CheckpointError, on every rank, if all candidates are damaged, because a run never starts from
+    scratch by itself.
     """
     paths = mesh.broadcast_from_main(lambda: [str(path) for path in candidates])
     problem = ""
@@ -122,13 +125,14 @@ def latest_valid(candidates: Sequence[Path], mesh: Mesh, note: Callable[[str], N
 
 
 def find_corruption_on_any_rank(directory: Path, files: Mapping[str, Digest], mesh: Mesh) -> str | None:
-    """As `fault`, on every rank; each reads its share of the files. A collective of all ranks."""
+    """Return the first problem that `find_corruption` finds on any rank. Each rank reads its share of the
+    files. A collective of all ranks."""
     share = sorted(files)[mesh.world.rank :: mesh.world.size]
     return first_error_of_any_rank(find_corruption(directory, {name: files[name] for name in share}), mesh)
 
 
 def first_error_of_any_rank(mine: str | None, mesh: Mesh) -> str | None:
-    """What the first rank says that has something to say. A collective of all ranks."""
+    """Return the error of the lowest rank that has one, or None. A collective of all ranks."""
     said = mesh.all_ranks.all_gather_object(mine, "asking all ranks for problems of their disks")
     return next((one for one in said if one is not None), None)
 

@@ -1,4 +1,4 @@
-"""What a rank's disk refuses or loses beside training, kept until all ranks can hear of it together."""
+"""I/O errors recorded on one rank and raised on all ranks at the next agreed step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class IoErrors:
-    """The disks of one run, as this rank knows them."""
+    """I/O errors of one run on this rank: failed writes and damaged token shards."""
 
     def __init__(self, mesh: Mesh, search: ChecksumScan):
         self._mesh, self._search = mesh, search
@@ -24,11 +24,11 @@ class IoErrors:
 
     @property
     def pending(self) -> bool:
-        """Whether the next `check` raises, for what this rank knows."""
+        """Return whether the next `check` raises because of an error on this rank."""
         return self._refused is not None or self._search.problem is not None
 
     def write(self, path: Path, work: Callable[[], T]) -> T | None:
-        """What `work` returns, which writes to `path`; None if the disk refuses."""
+        """Return the result of `work`, which writes to `path`. On an OSError, record it and return None."""
         try:
             return work()
         except OSError as error:
@@ -36,8 +36,8 @@ class IoErrors:
             return None
 
     def check(self) -> None:
-        """A collective of all ranks. Raises, on all of them, for what one has met: DataError for token shards that are not
-        what was prepared, TrainingError for what could not be written."""
+        """Raise on all ranks if any rank has recorded an error: DataError for damaged token shards,
+        TrainingError for failed writes. A collective of all ranks."""
         if (problem := first_error_of_any_rank(self._search.problem, self._mesh)) is not None:
             raise DataError(problem)
         if (problem := first_error_of_any_rank(self._refused, self._mesh)) is not None:

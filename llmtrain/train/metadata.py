@@ -1,7 +1,9 @@
-"""Reading the `.metadata` of a torch.distributed checkpoint, which is a pickle, without running what it asks for.
+"""Safe reader for the `.metadata` pickle of a torch.distributed checkpoint: it accepts only the classes that
+tensor metadata needs.
 
-A run folder, or the bucket that `checkpoint.mirror` names, may be somebody else's. torch's own reader unpickles anything,
-and then opens files by the names that it found, and unpickles what is not a tensor.
+A run folder, or the bucket that `checkpoint.mirror` names, may belong to another user. torch's own reader
+unpickles anything. It then opens files by the names in the metadata and unpickles every entry that is not a
+tensor.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ CLASSES = {
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
 }
-"""Classes that metadata of tensors needs, beside torch's dtypes. `BytesStorageMetadata` is left out: torch unpickles the bytes
-that it describes."""
+"""Classes that metadata of tensors needs, besides torch's dtypes. `BytesStorageMetadata` is left out, because
+torch unpickles the bytes that it describes."""
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
-    """Return a checkpoint's metadata. Raises UnpicklingError for what does not describe tensors in files of its folder, and
-    what pickle raises for damage."""
+    """Return a checkpoint's metadata. Raises UnpicklingError if it does not describe tensors in files of its
+    own folder. Damage raises pickle's own errors."""
     with (checkpoint / FILE).open("rb") as file:
         metadata = _Unpickler(file).load()
     if not isinstance(metadata, Metadata):
@@ -48,12 +50,12 @@ def read_metadata(checkpoint: Path) -> Metadata:
 
 
 def is_bare_file_name(name: str) -> bool:
-    """Return whether this is a file's name alone, which leads out of no folder."""
+    """Return whether `name` is a plain file name, which can't lead out of its folder."""
     return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that knows CLASSES and dtypes only."""
+    """Unpickler restricted to `CLASSES` and torch dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in CLASSES:

@@ -1,7 +1,7 @@
-"""Metrics: what every rank measures between two log lines, brought together without a barrier, and written.
+"""Metrics: measured by every rank between two log lines, gathered without a barrier, and written to disk.
 
-Each rank hands in a row of numbers; the gather of the rows runs in the background and is picked up when it is done
-and no later than the next log line. So a replica waits for another, to print, only when it is a whole line ahead.
+Each rank submits a row of numbers. The gather of the rows runs in the background and is collected when done, at
+the latest at the next log line. A replica therefore waits for another only when it is a full log line ahead.
 """
 
 from __future__ import annotations
@@ -21,67 +21,67 @@ from llmtrain.sync.penalty import RunningMoments
 from llmtrain.train.checkpoint_writer import atomic_write
 
 SPIKE_DEVIATIONS = 6.0
-"""A logged loss so many standard deviations above its running mean counts as a spike (OLMo's threshold)."""
+"""Number of standard deviations above the running mean at which a logged loss counts as a spike (OLMo's
+threshold)."""
 SPIKE_AFTER_LINES = 10
 SKIPS_IN_A_ROW = 10
-"""So many steps left out one after another are no accident."""
+"""Number of consecutive skipped steps that ends the run."""
 
 
 @dataclass
 class RankMetrics:
-    """One rank's numbers since its last line (sums), or since the start of the run (totals)."""
+    """One rank's numbers: sums since its last log line, or totals since the start of the run."""
 
     steps: float
     loss_sum: float
     predicted_tokens: float
     tokens_total: float
-    """Since the start of the run."""
     steps_total: float
     gradients_total: float
     late_total: float
     skipped_total: float
     skipped_in_a_row: float
     grad_norm: float
-    """Mean over the interval's gradients, of the rank's replica."""
+    """Mean over the interval's gradients, for the rank's replica."""
     step_seconds: float
     """Sum over the interval's steps."""
     data_seconds: float
     peak_memory: float
     bytes_total: float
-    """Total on the replica axis."""
+    """Bytes sent on the replica axis."""
     other_bytes_total: float
-    """Total of validation, metrics and agreements."""
+    """Bytes sent for validation, metrics and agreements."""
     comm_seconds: float
     exposed_seconds: float
     wait_seconds: float
     mean_squared: float
     spread_squared: float
     stop: float
-    """1 when this process was asked to stop."""
+    """1 if this process was asked to stop."""
     unwritten: float
-    """1 when the last checkpoint could not be written."""
+    """1 if a checkpoint could not be written or another I/O error is pending."""
     fingerprint: float
-    """Of the rank's part of the anchors, where it was asked for."""
+    """Fingerprint of the rank's shard of the anchors; 0 if none was due."""
 
 
 @dataclass(frozen=True)
 class GatheredMetrics:
-    """All ranks' rows for one log line."""
+    """Rows of all ranks for one log line."""
 
     step: int
     seconds: float
     common: dict[str, float]
-    """What all ranks know anyway: learning rate, period, counters."""
+    """Values known to every rank without a gather: learning rate, period, counters."""
     rows: torch.Tensor
-    """[ranks, fields of RankMetrics], float64."""
+    """Shape [ranks, fields of RankMetrics], float64."""
 
     def column(self, name: str) -> torch.Tensor:
-        """One field of all ranks."""
+        """Return one field's values, one per rank."""
         return self.rows[:, [field.name for field in fields(RankMetrics)].index(name)]
 
     @property
     def tokens(self) -> int:
-        """Training tokens of all replicas so far."""
+        """Return the training tokens of all replicas so far."""
         return int(self.column("tokens_total").sum())
 
     @property
@@ -94,25 +94,26 @@ class GatheredMetrics:
 
 
 class AsyncMetricGather:
-    """Brings rows together. All ranks call `submit` and `settle` at the same steps."""
+    """Background gather of metric rows. All ranks call `submit` at the same steps."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self._pending: tuple[int, float, dict[str, float], PendingCollective] | None = None
 
     def submit(self, step: int, seconds: float, common: dict[str, float], row: RankMetrics) -> None:
-        """Start gathering this line's rows. The one before must have been settled."""
+        """Start gathering the rows of one line. The previous line must have been collected."""
         assert self._pending is None
         values = torch.tensor([float(value) for value in asdict(row).values()], dtype=torch.float64)
         self._pending = (step, seconds, common, self.mesh.all_ranks.gather(values, "gathering metrics"))
 
     def wait(self) -> None:
-        """For the slowest rank's row, if a line is under way."""
+        """Wait for the slowest rank's row, if a line is in flight."""
         if self._pending is not None:
             self._pending[-1].wait()
 
     def wait_all(self, only_if_done: bool = False) -> GatheredMetrics | None:
-        """The line under way, if there is one; waits for the slowest rank's row unless `only_if_done`."""
+        """Return the line in flight, or None if there is none. Waits for the slowest rank's row; with
+        `only_if_done`, returns None instead."""
         if self._pending is None or (only_if_done and not self._pending[-1].is_done):
             return None
         *known, pending = self._pending
@@ -121,7 +122,7 @@ class AsyncMetricGather:
 
 
 class MetricReducer:
-    """Turns a line's rows into the tags of docs/metrics.md."""
+    """Reducer of a line's rows to the tags of docs/metrics.md."""
 
     def __init__(self, mesh: Mesh, flops_per_token: float, peak: float | None):
         self.mesh, self.flops_per_token, self.peak = mesh, flops_per_token, peak
@@ -129,7 +130,7 @@ class MetricReducer:
         self._losses = RunningMoments((1, 1), ema=0.05)
 
     def tags(self, line: GatheredMetrics) -> dict[str, float]:
-        """Tags of one line."""
+        """Return the tags of one line and count its loss spike, if any."""
         loss_sums, tokens = line.column("loss_sum"), line.column("predicted_tokens")
         loss = float(loss_sums.sum() / tokens.sum())  # NaN, written as null, where nobody computed a gradient
         seconds, steps = float(line.column("step_seconds").max()), line.column("steps")
@@ -165,8 +166,8 @@ class MetricReducer:
         return tags
 
     def check(self, line: GatheredMetrics) -> None:
-        """Raises TrainingError, on every rank alike, for numbers with which training makes no sense any more: a loss or a
-        gradient that is not finite, a replica that leaves out every step, anchors that differ."""
+        """Raise TrainingError, on every rank alike, if training is no longer meaningful: a loss or gradient
+        norm is not finite, a replica skips every step, or anchors differ."""
         # Steps that optim.nonfinite leaves out are in neither sum.
         for what, column in (("loss", "loss_sum"), ("norm of the gradient", "grad_norm")):
             values = line.column(column)
@@ -209,7 +210,8 @@ class MetricReducer:
 
 
 class MetricsWriter:
-    """metrics.jsonl always, TensorBoard if wanted. On other ranks than the main one it writes nothing."""
+    """Writer of metrics.jsonl and, if requested, TensorBoard. Writes nothing if not `enabled`, as on every rank
+    but the main rank."""
 
     def __init__(self, path: Path, tensorboard: Path | None, resumed_step: int, enabled: bool):
         self._file, self._board = None, None
@@ -225,7 +227,7 @@ class MetricsWriter:
             self._board = SummaryWriter(str(tensorboard), purge_step=resumed_step + 1 if resumed_step else 0)
 
     def write(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
-        """One line; values that are not finite become null."""
+        """Write one line. Non-finite values become null in metrics.jsonl."""
         if self._file is None:
             return
         values = {tag: value if math.isfinite(value) else None for tag, value in tags.items()}
@@ -235,7 +237,6 @@ class MetricsWriter:
                 self._board.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        """Flush everything."""
         if self._file is not None:
             self._file.close()
         if self._board is not None:
@@ -243,7 +244,7 @@ class MetricsWriter:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a metrics.jsonl; a line that a crash cut off, or a disk spoiled, is left out."""
+    """Return the intact lines of a metrics.jsonl. Lines that a crash cut off or a disk damaged are left out."""
     lines = []
     for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:

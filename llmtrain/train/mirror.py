@@ -1,8 +1,9 @@
-"""A run's checkpoints once more, elsewhere (`checkpoint.mirror`): copied there beside training, and fetched where the disk was
-lost.
+"""Mirror of a run's checkpoints at another location (`checkpoint.mirror`): copied in the background, fetched if
+the disk is lost.
 
-Training never waits for a copy, but for that of the last checkpoint at the very end. One is on its way at a time; of those
-that come meanwhile the newest is next. A copy that fails is a line on the console: the checkpoint is whole on the disk.
+Training never waits for a copy, except for the last one at the end of the run. One copy is in flight at a time.
+Of the checkpoints completed during a copy, only the newest is copied next. A failed copy prints one console
+line, because the checkpoint is still complete on disk.
 """
 
 from __future__ import annotations
@@ -25,40 +26,41 @@ from llmtrain.train.run_on_main import LOOK_SECONDS, run_on_main
 
 
 class Mirror:
-    """The mirror of one run; without `checkpoint.mirror` it does nothing. All ranks make one and call it alike; the main rank
-    does the work."""
+    """Mirror of one run; does nothing without `checkpoint.mirror`. All ranks create one and make the same
+    calls. The main rank does the work."""
 
     def __init__(self, recipe: Recipe, directory: RunDirectory, note: Callable[[str], None], is_main: bool):
-        """`note` is told of every copy, and of what goes wrong with one."""
+        """Report every copy and every fetch, with any failure, through `note`."""
         base = recipe.checkpoint.mirror
         self.url = None if base is None else f"{base.rstrip('/')}/{recipe.run.name}"
         self.recipe, self.directory, self.note, self.is_main = recipe, directory, note, is_main
         self.timeout_seconds = recipe.run.timeout_seconds
         self.newest: int | None = None
-        """Step of the newest complete checkpoint there, as far as the main rank knows."""
+        """Step of the newest complete checkpoint in the mirror, as far as the main rank knows."""
         self._remote: RemoteRun
         self._problem = ""
         self._lock = threading.Lock()
         self._running: int | None = None
         self._waiting: int | None = None
-        """Steps of the checkpoint that is being copied, and of the next one."""
+        """Steps of the checkpoint being copied and of the next one."""
         self._last: int | None = None
-        """Step of the newest checkpoint that was to be copied."""
+        """Step of the newest checkpoint submitted for copying."""
         self._thread: threading.Thread | None = None
 
     # ---- at the start, on all ranks
 
     def open(self, mesh: Mesh) -> None:
-        """Leave the recipe there. Raises RecipeError, on every rank, if it can't be written or another recipe's is there."""
+        """Write the recipe to the mirror. Raises RecipeError, on every rank, if that fails or the mirror holds
+        another recipe."""
         if self.url is not None:
             self._on_main(mesh, self._open)
 
     def fetch(self, mesh: Mesh, newer_than: int) -> Path | None:
-        """Bring the newest whole checkpoint there of a later step than `newer_than` (-1: of any) into the run directory, and
-        the metrics up to it. Returns where it is now; None: there is none.
+        """Fetch the newest valid checkpoint after step `newer_than` (-1: any) into the run directory, together
+        with the metrics. Returns its local path, or None if there is none.
 
-        Raises CheckpointError, on every rank, if there is no other one to continue from and all there are damaged, RecipeError
-        if they can't be read.
+        Raises CheckpointError, on every rank, if `newer_than` is -1 and all checkpoints in the mirror are
+        damaged. Raises RecipeError, on every rank, if the mirror can't be read.
         """
         if self.url is None:
             return None
@@ -84,14 +86,14 @@ class Mirror:
         return None
 
     def upload_if_newer(self, checkpoint: Path | None) -> None:
-        """The run continues from this checkpoint: copy it, if it is newer than all there."""
+        """Copy the checkpoint that the run continues from, if it is newer than all in the mirror."""
         if checkpoint is not None and (self.newest is None or step_of(checkpoint) > self.newest):
             self.upload_async(step_of(checkpoint))
 
     # ---- beside training
 
     def upload_async(self, step: int) -> None:
-        """The checkpoint of `step` is on the disk: copy it, once the one before is done. Returns at once."""
+        """Copy the checkpoint of `step`, which is complete on disk, after the copy in flight. Returns at once."""
         if self.url is None or not self.is_main:
             return
         with self._lock:
@@ -106,12 +108,13 @@ class Mirror:
             self.note(f"step {left_out} is not copied to {self.url}: step {running} still is, and step {step} is next")
 
     def pinned_steps(self) -> set[int]:
-        """Steps of checkpoints that must not be deleted from the disk yet. From any thread."""
+        """Return the steps of checkpoints that must not be deleted from disk yet. Callable from any thread."""
         with self._lock:
             return {step for step in (self._running, self._waiting) if step is not None}
 
     def finish(self, mesh: Mesh) -> str | None:
-        """Wait for the last copy, at most `run.timeout_seconds`. Returns, on every rank, why it is not there."""
+        """Wait for the last copy, at most `run.timeout_seconds`. Returns, on every rank, the reason why it is
+        missing, or None."""
         if self.url is None:
             return None
         deadline = time.monotonic() + self.timeout_seconds
@@ -123,7 +126,7 @@ class Mirror:
         return mesh.broadcast_from_main(self._missing)
 
     def _work(self) -> None:
-        """The thread: one copy after another, while there are any."""
+        """Copy checkpoints one after another until none is waiting."""
         while (step := self._running) is not None:
             began, self._problem = time.monotonic(), ""
             try:
@@ -153,8 +156,8 @@ class Mirror:
     # ---- on the main rank
 
     def _on_main(self, mesh: Mesh, work: Callable[[], Any]) -> Any:
-        """What `work` of the main rank returns, on every rank, however long bytes keep arriving. What goes wrong with the
-        files becomes a RecipeError."""
+        """Return the result of the main rank's `work` on every rank, however long bytes keep arriving. File
+        system errors become a RecipeError on every rank."""
 
         def attempt() -> Any:
             try:
@@ -185,7 +188,6 @@ class Mirror:
         atomic_write(final.parent / "latest", final.name + "\n")
 
     def _bytes_fetched(self) -> int:
-        """Bytes."""
         return sum(path.stat().st_size for path in self._temporary.glob("*"))
 
     @property

@@ -1,10 +1,10 @@
-"""The files of a run's mirror, at any URL that fsspec knows.
+"""Files of a run's mirror, at any URL that fsspec supports.
 
-    URL/recipe.yaml                   whose checkpoints they are
-        metrics.jsonl                 as it was at the newest of them
-        checkpoints/step-00001000/    as in the run directory; state.json comes last
+    URL/recipe.yaml                   recipe of the run
+        metrics.jsonl                 as of the newest checkpoint
+        checkpoints/step-00001000/    as in the run directory; state.json is copied last
 
-A file system's own errors come through: each has its own.
+File system errors are passed through, because each file system raises its own.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 LOCAL = (None, "file", "local")
-"""Protocols of the file system whose folders have to be made."""
+"""Protocols of the local file system, where folders must be created."""
 
 
 class RemoteRun:
-    """A run at a URL. Nothing is there yet, or what was copied before."""
+    """A run's mirror at a URL: empty, or holding earlier copies."""
 
     def __init__(self, url: str):
-        """Raises ImportError for a protocol whose package is not installed, ValueError for one that fsspec does not know."""
+        """Open the file system. Raises ImportError if the protocol's package is not installed, ValueError if
+        fsspec does not know the protocol."""
         from fsspec.core import split_protocol, url_to_fs
 
         self.url = url
@@ -39,7 +40,7 @@ class RemoteRun:
         self._files, self._root = url_to_fs(url, **options)
 
     def check_owner(self, recipe: Recipe) -> None:
-        """Write the recipe there. Raises RecipeError where another one is."""
+        """Write the recipe to the mirror. Raises RecipeError if the mirror holds another recipe."""
         there = f"{self._root}/recipe.yaml"
         with tempfile.TemporaryDirectory() as folder:
             here = Path(folder) / "recipe.yaml"
@@ -50,11 +51,12 @@ class RemoteRun:
             self._put_file(here, there)
 
     def complete(self) -> list[int]:
-        """Steps of all complete checkpoints, oldest first."""
+        """Return the steps of all complete checkpoints, oldest first."""
         return [step for step in self._steps() if self._files.exists(f"{self._path_of(step)}/{STATE_FILE}")]
 
     def download(self, step: int, here: Path) -> dict[str, Digest] | str:
-        """A checkpoint, into an empty folder. Returns its files as state.json lists them, or what is wrong with it."""
+        """Copy a checkpoint into the empty folder `here`. Returns its files as listed in state.json, or a
+        description of the damage."""
         there = self._path_of(step)
         self._files.get_file(f"{there}/{STATE_FILE}", str(here / STATE_FILE))
         try:
@@ -67,14 +69,14 @@ class RemoteRun:
         return files
 
     def download_metrics(self, here: Path) -> None:
-        """Those that were copied last, in the place of the file that is here; nothing if none were."""
+        """Replace the metrics file `here` by the mirror's copy, if it exists."""
         there, half_copied = f"{self._root}/metrics.jsonl", here.with_suffix(".tmp")
         if self._files.exists(there):
             self._files.get_file(there, str(half_copied))
             half_copied.rename(here)
 
     def upload(self, checkpoint: Path, step: int, metrics: Path) -> None:
-        """A complete checkpoint, in the place of one of the same step."""
+        """Copy a complete checkpoint and the metrics to the mirror, replacing a checkpoint of the same step."""
         self._remove(step)
         there = self._path_of(step)
         names = sorted(path.name for path in checkpoint.iterdir() if path.name != STATE_FILE)
@@ -83,21 +85,22 @@ class RemoteRun:
         self._put_file(checkpoint / STATE_FILE, f"{there}/{STATE_FILE}")
 
     def retain(self, newest: int, section: CheckpointSection) -> None:
-        """Delete what need not stay now that the one of step `newest` is there, and what was only half copied before it."""
+        """Delete expired checkpoints, and incomplete ones older than `newest`, the step of the checkpoint just
+        copied."""
         whole = [step for step in self.complete() if step <= newest]
         half_copied = {step for step in self._steps() if step < newest} - set(whole)
         for step in half_copied.union(section.expired(whole)):
             self._remove(step)
 
     def url_of(self, step: int) -> str:
-        """Of a checkpoint, for messages."""
+        """Return a checkpoint's URL, for messages."""
         return f"{self.url}/checkpoints/{folder_name(step)}"
 
     def _path_of(self, step: int) -> str:
         return f"{self._root}/checkpoints/{folder_name(step)}"
 
     def _steps(self) -> list[int]:
-        """Of all checkpoints there, whole or not."""
+        """Return the steps of all checkpoints in the mirror, complete or not."""
         self._files.invalidate_cache()
         try:
             paths = self._files.ls(f"{self._root}/checkpoints", detail=False)
@@ -107,12 +110,12 @@ class RemoteRun:
         return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
 
     def _remove(self, step: int) -> None:
-        """state.json first: what is left half deleted is not complete."""
+        """Delete a checkpoint, state.json first, so that a partly deleted checkpoint is incomplete."""
         for path in (f"{self._path_of(step)}/{STATE_FILE}", self._path_of(step)):
             if self._files.exists(path):
                 self._files.rm(path, recursive=True)
 
     def _put_file(self, here: Path, there: str) -> None:
-        """A file that must never be there half copied."""
+        """Copy a file and rename it, so that a partial copy never appears under its final name."""
         self._files.put_file(str(here), f"{there}.tmp")
         self._files.mv(f"{there}.tmp", there)

@@ -1,8 +1,9 @@
-"""Continuing on another mesh than the one that wrote a checkpoint: which of its ranks and replicas a rank starts from,
-and by which rule. docs/resume.md has the rules as a table.
+"""Resharding: which ranks and replicas of a checkpoint a rank continues from on another mesh, and by which
+rule. docs/resume.md has the rules as a table.
 
-The same replicas with other shards go on as if nothing had happened: tensors are cut anew, and what ranks count is dealt
-out anew within each replica. Other replicas all start alike, from the mean of the old ones; what replicas share stays.
+If only the shards change, training continues as before: tensors are split anew, and per-rank counts are
+redistributed within each replica. If the number of replicas changes, all new replicas start from the mean of
+the old ones. Shared state is kept.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from llmtrain.parallel.mesh import Mesh
 from llmtrain.sync.method import Method
 
 SUMMED = ("error",)
-"""Tensors of replicas whose sum over them counts, not their mean: rounding errors are added to messages that are weighted
-already, so the new replicas take equal parts of what all old ones have left out."""
+"""Per-replica tensors that are summed instead of averaged. Rounding errors are added to messages that are
+already weighted, so each new replica takes an equal part of the old replicas' sum."""
 
 
 @dataclass(frozen=True)
 class MeshChange:
-    """From `old_replicas` x `old_shards` ranks to the mesh of which this rank is one."""
+    """Change from a mesh of `old_replicas` x `old_shards` ranks to this rank's place in the current mesh."""
 
     old_replicas: int
     old_shards: int
@@ -33,36 +34,36 @@ class MeshChange:
 
     @classmethod
     def onto(cls, mesh: Mesh, written_by: Sequence[int]) -> MeshChange:
-        """`written_by` is (replicas, shards)."""
+        """Create the change from `written_by`, the old (replicas, shards), to `mesh`."""
         return cls(*written_by, mesh.replicas, mesh.shard.size, mesh.replica.rank, mesh.shard.rank)
 
     @property
     def is_identity(self) -> bool:
-        """The mesh is the one that wrote the checkpoint."""
+        """Return whether the mesh has the shape of the one that wrote the checkpoint."""
         return not self.replicas_changed and self.old_shards == self.shards
 
     @property
     def replicas_changed(self) -> bool:
-        """There are other replicas now than those that wrote the checkpoint."""
+        """Return whether the number of replicas differs from that of the checkpoint."""
         return self.old_replicas != self.replicas
 
     @property
     def source_replicas(self) -> list[int]:
-        """The old replicas that this rank's replica starts from the mean of."""
+        """Return the old replicas whose mean this rank's replica starts from."""
         return list(range(self.old_replicas)) if self.replicas_changed else [self.replica]
 
     @property
     def same_rank(self) -> int | None:
-        """The old rank at this rank's place in the mesh, if there was one."""
+        """Return the old rank at this rank's place in the mesh, or None if it did not exist."""
         there = self.replica < self.old_replicas and self.shard < self.old_shards
         return self.replica * self.old_shards + self.shard if there else None
 
     def factor(self, kind: str) -> float:
-        """What the mean of the old replicas' tensors of this kind is multiplied by."""
+        """Return the factor by which the mean of the old replicas' tensors of this kind is multiplied."""
         return self.old_replicas / self.replicas if kind in SUMMED else 1.0
 
     def describe(self) -> str:
-        """In a few words for the console; empty where nothing changes."""
+        """Return a short description for the console; empty if nothing changes."""
         if self.is_identity:
             return ""
         written = f", written by {self.old_replicas} replicas x {self.old_shards} shards"
@@ -72,7 +73,7 @@ class MeshChange:
         return f"{written}: {start} from their mean" if self.old_replicas > 1 else f"{written}: {start} from it"
 
     def progress(self, ranks: Sequence[dict[str, Any]], step: int, global_batch: int, method: Method) -> dict[str, Any]:
-        """This rank's plain values, from those of all old ranks. `step` is the whole run's."""
+        """Return this rank's plain values, combined from those of all old ranks. `step` is the global step."""
         if self.is_identity:
             return ranks[self.replica * self.shards + self.shard]
         old = [ranks[replica * self.old_shards + s] for replica in self.source_replicas for s in range(self.old_shards)]
@@ -98,45 +99,47 @@ class MeshChange:
 
     @property
     def recipients(self) -> tuple[int, int]:
-        """(How many ranks share what this rank's sources had, which of them this is)."""
+        """Return (number of ranks that share the values of this rank's sources, index of this rank among them)."""
         if not self.replicas_changed:
             return self.shards, self.shard
         return self.replicas * self.shards, self.replica * self.shards + self.shard
 
 
 Rule = Callable[[MeshChange, list], Any]
-"""A rank's value, from those of its sources' ranks."""
+"""Function from the values of a rank's source ranks to the rank's own value."""
 
 
 def first(change: MeshChange, values: list) -> Any:
-    """All ranks know the same."""
+    """Return the value that all ranks share."""
     return values[0]
 
 
 def mean(change: MeshChange, values: list) -> float:
-    """Each rank says it of its replica, or of itself; lines show the mean."""
+    """Return the mean, which log lines show. Equal values are returned unchanged."""
     return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
 
 
 def largest(change: MeshChange, values: list) -> float:
-    """Lines show the largest."""
+    """Return the largest value, which log lines show."""
     return max(values)
 
 
 def split_evenly(change: MeshChange, values: list) -> float:
-    """Each rank counts its own; lines show the sum. Whole numbers stay whole."""
+    """Return this rank's equal part of the sum, which log lines show. Integers stay integers."""
     count, index = change.recipients
     total = sum(values)
     return total // count + (index < total % count) if isinstance(total, int) else total / count
 
 
 def mean_over_replicas(change: MeshChange, values: list) -> float:
-    """Every rank of a replica has its replica's count; lines show the sum over replicas."""
+    """Return a replica's equal part of the sum over replicas, which log lines show. Every rank of a replica
+    holds its replica's count."""
     return sum(values) / change.old_shards / (change.replicas if change.replicas_changed else 1)
 
 
 def sum_over_shards(change: MeshChange, values: list) -> float:
-    """Each rank has its shard's part of its replica's number; lines show the mean over replicas."""
+    """Return a shard's equal part of the mean over replicas, which log lines show. Each rank holds its shard's
+    part of its replica's number."""
     return sum(values) / len(change.source_replicas) / change.shards
 
 
@@ -178,6 +181,6 @@ RULES: dict[str, Any] = {
         }
     },
 }
-"""The rule of every value that a rank keeps, but for these:"""
+"""Rule of every value that a rank keeps, except those in `RULED_ELSEWHERE`."""
 RULED_ELSEWHERE = {"step", "loader", "period", "schedule"}
-"""By `Reshape.progress`, the loader and the method."""
+"""Values handled by `MeshChange.progress`, the loader and the method."""

@@ -1,4 +1,4 @@
-"""From a recipe to a finished run: everything the training loop needs, built in order."""
+"""Run assembly: build everything that the training loop needs from a recipe, then train and report."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ from llmtrain.train.validation import ValidationSet
 
 
 def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] = lambda trainer: None) -> int:
-    """Train `recipe` on this rank of `world`, or continue it. Returns the exit code. `alter` may change the trainer
-    before its first step, as a comparison does that injects faults.
+    """Train `recipe` on this rank of `world`, or continue it. Returns the exit code. `alter` may change the
+    trainer before its first step; a comparison uses it to inject faults.
 
-    Raises UserError for what can't be trained, TrainingError for a run that broke; both on every rank.
+    Raises UserError if the recipe can't be trained and TrainingError if the run fails; both on every rank.
     """
     check(recipe, world.size)
     check_suite_data(recipe.eval.suite)
@@ -106,7 +106,7 @@ def _traced(section: TraceSection | None, path: Path) -> AbstractContextManager[
 
 
 def prepare_for(recipe: Recipe, show_progress: bool) -> TokenDataset:
-    """The token shards a recipe needs, made now if they are not there."""
+    """Return the token shards that a recipe needs, preparing them if they are missing."""
     tokens = recipe.train.total_steps * recipe.train.tokens_per_step + 1
     prepared = prepare(recipe.data, tokens, recipe.eval.tokens + 1, show_progress=show_progress)
     prepare_sets(recipe, prepared, show_progress)
@@ -114,7 +114,7 @@ def prepare_for(recipe: Recipe, show_progress: bool) -> TokenDataset:
 
 
 def prepare_sets(recipe: Recipe, prepared: TokenDataset, show_progress: bool) -> dict[str, TokenDataset]:
-    """The texts of `eval.sets` in the run's own tokens; only their validation split is for use."""
+    """Return the texts of `eval.sets`, tokenized with the run's tokenizer. Only their validation split is used."""
     tokenizer, least = str(prepared.directory / TOKENIZER), {"max_tokens": 1}
     return {
         name: prepare(
@@ -128,19 +128,21 @@ def prepare_sets(recipe: Recipe, prepared: TokenDataset, show_progress: bool) ->
 
 
 def _is_finished(directory: RunDirectory) -> bool:
-    """Whether there is nothing to train. Asked of the main rank only."""
+    """Return whether the run is already complete. Raises RecipeError if the directory belongs to another
+    recipe. Main rank only."""
     directory.check_recipe()
     return directory.finished() is not None
 
 
 def _make_ready(directory: RunDirectory, prepared: TokenDataset) -> None:
-    """By the main rank only."""
+    """Create the run directory and copy the tokenizer into it. Main rank only."""
     directory.open()
     directory.copy_tokenizer(prepared.directory / TOKENIZER)
 
 
 def _newest_anywhere(directory: RunDirectory, mirror: Mirror, mesh: Mesh, console: Console) -> Path | None:
-    """The newest whole checkpoint, fetched if it is in the mirror; None: there is none. A collective of all ranks."""
+    """Return the newest valid checkpoint, fetched if it is in the mirror, or None if there is none. A
+    collective of all ranks."""
     here, problem = None, None
     try:
         here = latest_valid(checkpoint_folders(directory.checkpoints), mesh, console.print)
@@ -153,7 +155,8 @@ def _newest_anywhere(directory: RunDirectory, mirror: Mirror, mesh: Mesh, consol
 
 
 def _finish_mirror(mirror: Mirror, mesh: Mesh, console: Console, ended: str) -> None:
-    """Raises TrainingError, on every rank, if a run that is done is not there; one that was asked to stop only says so."""
+    """Wait for the last copy to the mirror. If it is missing, raise TrainingError on every rank for a finished
+    run, and only print the problem for a stopped run."""
     if (problem := mirror.finish(mesh)) is None:
         return
     if ended == "done":
@@ -162,7 +165,8 @@ def _finish_mirror(mirror: Mirror, mesh: Mesh, console: Console, ended: str) -> 
 
 
 def _write_summary(trainer: Trainer, mesh: Mesh, ended: str) -> None:
-    """Summary and plot; nobody leaves before they are there. Raises TrainingError, on every rank, if they can't be written."""
+    """Write the summary and the plot. All ranks wait until both exist. Raises TrainingError, on every rank, if
+    writing fails."""
     recipe, directory = trainer.recipe, trainer.directory
 
     def write() -> str | None:
@@ -189,7 +193,8 @@ def build_trainer(
     suites: BackgroundEval | None = None,
     mirror: Mirror | None = None,
 ) -> Trainer:
-    """Model, engine, method and loader of this rank, in a Trainer. `mesh_reason` is shown to the user."""
+    """Build this rank's model, engine, method and loader, and return them in a Trainer. `mesh_reason` is shown
+    to the user."""
     suites = suites or BackgroundEval(None, recipe, directory, console, stop)
     mirror = mirror or Mirror(recipe, directory, console.print, mesh.is_main)
     texts = {"": prepared, **prepare_sets(recipe, prepared, show_progress=False)}

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and whether a directory can be continued by a recipe."""
+"""Run directory: the files that a run writes, and the check that a recipe may continue them."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ RESUMABLE_KEYS = (
     "parallel.zero_offload",
     "parallel.deepspeed",
 )
-"""Keys that a run may be continued with other values of. They change nothing about the training itself, beyond the order
-of additions, but for the number of replicas: that changes it by stated rules (`reshape`)."""
+"""Keys that may differ when a run is continued. They change nothing about the training itself beyond the order
+of additions, except for the number of replicas, which has its own rules (`reshard`)."""
 
 
 class RunDirectory:
-    """`runs/<name>/`: recipe.yaml, tokenizer/, metrics.jsonl, tensorboard/, checkpoints/, summary.json, loss.png, samples.txt."""
+    """Run directory `runs/<name>/`: recipe.yaml, tokenizer/, metrics.jsonl, tensorboard/, trace/, checkpoints/,
+    summary.json, loss.png, samples.txt."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
@@ -62,16 +63,16 @@ class RunDirectory:
 
     @property
     def checkpoint_paths(self) -> list[Path]:
-        """Those that were written to the end, oldest first."""
+        """Return the complete checkpoints, oldest first."""
         return [path for _, path in list_checkpoints(self.checkpoints)]
 
     def summary(self) -> dict[str, Any] | None:
-        """summary.json of a run that has ended."""
+        """Return the content of summary.json, or None if the run has not ended."""
         path = self.path / "summary.json"
         return json.loads(path.read_text()) if path.exists() else None
 
     def finished(self) -> dict[str, Any] | None:
-        """The summary, if this very run is complete."""
+        """Return the summary if this run is complete, else None."""
         summary = self.summary()
         done = (
             summary is not None and summary["stopped"] == "done" and summary["steps"] >= self.recipe.train.total_steps
@@ -79,11 +80,11 @@ class RunDirectory:
         return summary if done else None
 
     def trace_of(self, rank: int) -> Path:
-        """Where a rank's timeline goes."""
+        """Return the path of a rank's timeline."""
         return self.path / "trace" / f"rank-{rank:05}.jsonl"
 
     def completed_message(self) -> str:
-        """What to say of a finished run."""
+        """Return the console message for a complete run."""
         summary = self.finished()
         assert summary is not None
         return (
@@ -92,15 +93,15 @@ class RunDirectory:
         )
 
     def check_recipe(self) -> None:
-        """Raises RecipeError when the directory belongs to a run of another recipe."""
+        """Raise RecipeError if the directory belongs to a run of another recipe."""
         there = self.path / "recipe.yaml"
         if not there.exists():
             return
         check_same_recipe(load_recipe(there), self.recipe, str(self.path))
 
     def open(self) -> None:
-        """Make the directory and write the resolved recipe. By the main rank only. Raises RecipeError where that can't be done,
-        or another process trains in it."""
+        """Create and lock the directory, delete partial checkpoints, and write the resolved recipe. Main rank
+        only. Raises RecipeError if the directory can't be written or another process trains in it."""
         with self._os_errors_as_recipe_errors():
             self._lock = self._lock or lock_folder(self.path, "choose another run.name")
         for half_written in self.checkpoints.glob("*.tmp"):  # first of all: they may be what fills the disk
@@ -110,8 +111,8 @@ class RunDirectory:
             (self.path / "summary.json").unlink(missing_ok=True)
 
     def copy_tokenizer(self, folder: Path) -> None:
-        """A copy of the tokenizer in `folder`, so that the run can be exported where its data is not. Once, by the main
-        rank only. Raises RecipeError where it can't be written."""
+        """Copy the tokenizer in `folder` once, so that the run can be exported without its data. Main rank
+        only. Raises RecipeError if the copy can't be written."""
         if self.tokenizer.exists():
             return
         half_copied = self.tokenizer.with_suffix(".tmp")
@@ -132,12 +133,12 @@ class RunDirectory:
             ) from error
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """By the main rank, when the run ends."""
+        """Write summary.json when the run ends. Main rank only."""
         atomic_write(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def check_same_recipe(there: Recipe, recipe: Recipe, where: str, ignored: Sequence[str] = ()) -> None:
-    """Raise RecipeError when `there`, the recipe of what is in `where`, is not one that `recipe` can continue."""
+    """Raise RecipeError if `recipe` can't continue `there`, the recipe found in `where`."""
     changed = differences(there, recipe, ignore=(*RESUMABLE_KEYS, *ignored))
     if changed:
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""Something slow that the main rank does for all, while the others wait longer than a collective may take."""
+"""Slow work on the main rank, for which the other ranks wait without hitting the collective timeout."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from llmtrain.errors import UserError
 from llmtrain.parallel.mesh import Mesh
 
 LOOK_SECONDS = 2.0
-"""After so long the main rank lets the others know that it is still at it."""
+"""Interval in seconds at which the main rank tells the others that it is still working."""
 
 
 def run_on_main(
     mesh: Mesh, what: str, work: Callable[[], Any], timeout_seconds: float, progress: Callable[[], int] = lambda: 0
 ) -> Any:
-    """What `work()` of the main rank returns, on every rank. A UserError of it is raised on every rank; so is one that says
-    `what` was waited for, once nothing has changed in `progress()` for `timeout_seconds`."""
+    """Return the result of the main rank's `work()` on every rank. A UserError in `work` is raised on every
+    rank. So is a UserError that names `what`, once `progress()` has not changed for `timeout_seconds`."""
     task = _MainRankTask(what, work, timeout_seconds, progress) if mesh.is_main else None
     while (answer := mesh.broadcast_from_main(lambda: task.look())) is None:
         pass
@@ -36,7 +36,8 @@ class _MainRankTask:
         self._thread.start()
 
     def look(self) -> tuple[Any] | None:
-        """What came of it, in a tuple; None: nothing yet."""
+        """Wait at most `LOOK_SECONDS`, then return the result in a tuple, or None if `work` is still running.
+        Raises the error of `work`, or UserError once `progress` has stalled for too long."""
         self._thread.join(min(LOOK_SECONDS, self._timeout_seconds))
         if not self._thread.is_alive():
             if self._error is not None:

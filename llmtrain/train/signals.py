@@ -1,7 +1,7 @@
-"""Requests to stop, from the operating system. A handler only sets a flag; the trainer agrees on it with all ranks.
+"""Stop requests from the operating system. A handler only sets a flag; the trainer agrees on it with all ranks.
 
-Another signal than the first is no second request: Slurm sends SIGUSR1 ahead of SIGTERM, and the checkpoint that the first one
-began should be finished.
+A different signal is not a second request, because Slurm sends SIGUSR1 ahead of SIGTERM, and the checkpoint
+that the first signal started should be completed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from llmtrain.errors import FAILED
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 2.0
-"""A terminal and the launcher both pass on one Ctrl-C: signals this close together are one request."""
+"""Interval within which equal signals are one request, because a terminal and the launcher both pass on one
+Ctrl-C."""
 
 
 class StopRequest:
-    """Whether this process was asked to stop. The same signal again, later, ends it at once."""
+    """Stop flag of this process. The same signal again, later, ends the process at once."""
 
     def __init__(self) -> None:
         self.requested = False
         self._asked_at = dict.fromkeys(REQUESTS, math.inf)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler: no collectives, and nothing that takes a lock."""
+        """Handle a signal without collectives and without taking a lock."""
         if time.monotonic() - self._asked_at[number] > SAME_REQUEST_SECONDS:
             name = signal.Signals(number).name
             os.write(2, f"a second {name}: stopped at once; the last whole checkpoint stays\n".encode())
@@ -40,7 +41,7 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Listen for requests; the handlers that were there come back afterwards."""
+    """Install handlers for stop requests, and restore the previous handlers on exit."""
     request = StopRequest()
     before = {number: signal.signal(number, request.handle) for number in REQUESTS}
     try:

@@ -1,4 +1,4 @@
-"""What a finished run shows: a plot, a text the model wrote, and what happened in three lines."""
+"""Output of a finished run: a plot of the losses, a text sample from the model, and a report in three lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmtrain.train.run_dir import RunDirectory
 
 
 def draw_losses(metrics: Path, target: Path, title: str) -> None:
-    """Training and validation loss over tokens, from metrics.jsonl to a PNG."""
+    """Plot training and validation loss over tokens, from metrics.jsonl to a PNG."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -38,7 +38,8 @@ def draw_losses(metrics: Path, target: Path, title: str) -> None:
 
 
 def write_sample(recipe: Recipe, engine: Engine, mesh: Mesh, model_config: Any, prepared: TokenDataset) -> str | None:
-    """Let the model continue `eval.sample_prompt`. A collective of each shard group; the main rank gets the text."""
+    """Let the model continue `eval.sample_prompt`. Returns the text on the main rank, None elsewhere. A
+    collective of each shard group."""
     from transformers import AutoModelForCausalLM
 
     weights = engine.full_weights()
@@ -65,13 +66,13 @@ def write_sample(recipe: Recipe, engine: Engine, mesh: Mesh, model_config: Any, 
 
 
 COMPARE_WITH = ("diloco", "edit")
-"""What a finished run suggests next: with rounds of steps, so that they fit in a run of any length."""
+"""Methods that a finished run suggests next. Their rounds are counted in steps, so they fit a run of any length."""
 
 
 def final_report(
     recipe: Recipe, summary: dict[str, Any], first_eval_loss: float | None, parameters: int, directory: RunDirectory
 ) -> list[str]:
-    """Three lines: what happened, what it sent, what to try next."""
+    """Return three lines: the result, the traffic, and a suggestion for the next run."""
     minutes, seconds = divmod(round(summary["train_seconds"]), 60)
     fell = f" from {first_eval_loss:.2f}" if first_eval_loss is not None else ""
     happened = (

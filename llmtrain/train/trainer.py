@@ -1,7 +1,6 @@
-"""The training loop.
+"""The training loop. Start with `Trainer.fit`, then `Trainer.train_step`.
 
-Read `Trainer.fit`, then `Trainer.train_step`. What runs a replica is the engine, how replicas agree is the method; the
-loop knows both only by their interfaces.
+The engine runs one replica; the method decides how replicas agree. The loop knows both by their interfaces only.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ from llmtrain.train.validation import Validation, ValidationSet, mean_of_replica
 
 @dataclass
 class IntervalMetrics:
-    """What this rank has gathered since its last log line. Losses and norms stay on the device until then."""
+    """This rank's sums since its last log line. Losses and norms stay on the device until the line is made."""
 
     loss: torch.Tensor | float = 0.0
     grad_norm: torch.Tensor | float = 0.0
     steps: int = 0
     gradients: int = 0
-    """Steps that computed one."""
+    """Steps that computed a gradient."""
     predicted_tokens: int = 0
     step_seconds: float = 0.0
     data_seconds: float = 0.0
 
 
 class Trainer:
-    """One run on one rank. All ranks call `fit` and make the same calls in the same order."""
+    """One run on one rank. Every rank calls `fit` and issues the same collectives in the same order."""
 
     def __init__(
         self,
@@ -75,21 +74,21 @@ class Trainer:
         self.mirror, self.disks = mirror, disks
         self.collector = AsyncMetricGather(mesh)
         self.validation_sets = validation_sets
-        """The run's own, then others by name."""
+        """The run's own validation text first, then those of `eval.sets`."""
         self.rates = LRSchedule.of(recipe)
         self.total_steps = recipe.train.total_steps
         self.step = 0
-        """This replica's."""
+        """Steps of this replica."""
         self.global_step = self.previous_global_step = 0
-        """Steps of the whole run as all ranks agree, now and the time before: `step`, where replicas keep step."""
+        """Steps of the run that all ranks agree on, now and at the previous agreement. Equal to `step` in rounds of steps."""
         self.gradients = 0
-        """This replica's gradient computations."""
+        """Steps of this replica that computed a gradient."""
         self.predicted_tokens = 0
-        """This rank's."""
+        """Tokens that this rank has trained on."""
         self.skipped = self.skipped_in_a_row = 0
-        """This replica's steps that were left out (`optim.nonfinite`)."""
+        """Steps of this replica skipped because the gradient was not finite (`optim.nonfinite`)."""
         self.tokens = 0
-        """Training tokens of all replicas when they last were counted together."""
+        """Training tokens of all replicas at the last count over all ranks."""
         self.train_seconds = 0.0
         self.interval = IntervalMetrics()
         self.displayed: GatheredMetrics | None = None
@@ -98,11 +97,11 @@ class Trainer:
         self.last_eval: Validation | None = None
         self.last_saved = self.last_evaluated = -1
         self.verified = 0
-        """Synchronizations that had been made when anchors were last compared."""
+        """Number of synchronizations at the last comparison of anchors."""
         self.agreed_to_stop = False
 
     def fit(self) -> str:
-        """Train to the end: "done". Asked to stop: write a checkpoint, "signal"."""
+        """Train to the end and return "done", or until a stop is requested and return "signal". Both end with a checkpoint."""
         self._resume()
         board = self.directory.tensorboard if self.recipe.log.tensorboard else None
         metrics = self.directory.metrics
@@ -140,7 +139,7 @@ class Trainer:
         return "done" if self.global_step >= self.total_steps else "signal"
 
     def train_step(self) -> None:
-        """One step: data, gradients, update, and the synchronization that is due."""
+        """Do one step of this replica: data, gradient, inner update, and the synchronization that is due."""
         self.step += 1
         with self._training(), step_span(self.step):
             plan = self.method.begin_step(self.step, self.rates.at(min(self.step, self.total_steps)))
@@ -156,8 +155,8 @@ class Trainer:
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """What happens within counts as training time: steps, what they left to the device, and waits for other ranks; not
-        validation, checkpoints, and lines once they are there."""
+        """Count the enclosed code as training time: steps, outstanding device work and waits for other ranks. Validation,
+        checkpointing and logging are excluded."""
         started = time.monotonic()
         yield
         self.interval.step_seconds += time.monotonic() - started
@@ -187,7 +186,7 @@ class Trainer:
         self.gradients += 1
 
     def _advance(self) -> bool:
-        """Whether all ranks now know how far the run is, and know it alike: only then may they do something together."""
+        """Return whether all ranks agree on the run's global step now. Only then may they issue other collectives."""
         position = self.method.agreed_step(self.step)
         if position is None:
             return False
@@ -195,7 +194,7 @@ class Trainer:
         return True
 
     def _log(self) -> None:
-        """Settle the line before and hand in this interval."""
+        """Finish the previous log line, then start gathering this interval's metrics."""
         self._wait()
         report, period = self.method.report(), self.method.period.round_length(self.step)
         gradients = max(1, self.interval.gradients)
@@ -241,7 +240,7 @@ class Trainer:
         self.interval = IntervalMetrics()
 
     def _fingerprint(self, count: int) -> int:
-        """Of the anchors, if the time has come to compare them; so many synchronizations were made."""
+        """Return the anchors' fingerprint if their comparison is due after `count` synchronizations, else 0."""
         every = self.recipe.sync.verify_every
         if every is None or count // every == self.verified // every:
             return 0
@@ -249,8 +248,8 @@ class Trainer:
         return self.method.fingerprint()
 
     def _wait(self) -> None:
-        """Wait for the line under way and act on it: all ranks do so at the same step, on the same numbers. So no replica is
-        ever further ahead of another than two lines."""
+        """Wait for the pending log line and act on it. All ranks do so at the same step, on the same numbers, so no replica is
+        ever more than two lines ahead of another."""
         with self._training(), self.method.report().time_exposed(), self.method.report().time_waiting():
             self.collector.wait()
         line, self.displayed = self.displayed or self._publish(self.collector.wait_all()), None
@@ -262,7 +261,7 @@ class Trainer:
                 self.disks.check()
 
     def _poll(self) -> None:
-        """Only for the eye: show the line under way, and a checkpoint, as soon as they are there, without acting on it."""
+        """Display the pending log line or checkpoint as soon as it is ready. Decisions are made in `_wait`."""
         self._show_checkpoint()
         if self.mesh.is_main and self.displayed is None:
             self.displayed = self._publish(self.collector.wait_all(only_if_done=True))
@@ -278,7 +277,7 @@ class Trainer:
         self.disks.write(self.directory.metrics, lambda: self.writer.write(step, tokens, seconds, tags))
 
     def _evaluate(self) -> None:
-        """Validation loss of the replicas' mean; their own parameters stay as they are."""
+        """Validate the replicas' mean and log its loss. Each replica's own parameters are left as they were."""
         if self.global_step == self.last_evaluated:
             return
         self._wait()  # validating brings all ranks together anyway
@@ -328,7 +327,7 @@ class Trainer:
         self.last_saved = self.global_step
 
     def _finish_checkpoint(self) -> None:
-        """Wait until the last one is written; a run has one at a time."""
+        """Wait until the last checkpoint is written. A run writes one at a time."""
         self.checkpoints.wait()
         self._show_checkpoint()
 
@@ -361,11 +360,11 @@ class Trainer:
 
     @property
     def exposed_seconds(self) -> float:
-        """How long training stood still for traffic between replicas: synchronizations and averaged gradients."""
+        """Return the seconds that training stood still for traffic between replicas: synchronizations and averaged gradients."""
         return self.method.report().exposed_seconds + self.engine.gradient_wait_seconds
 
     def summary(self, stopped: str) -> dict[str, Any]:
-        """What summary.json holds: what was run, what it cost, where it ended. Sums over ranks are the last line's."""
+        """Return the content of summary.json. Sums over ranks are those of the last log line."""
         report = self.method.report()
         return {
             "method": self.recipe.sync.method,
@@ -389,5 +388,5 @@ class Trainer:
         }
 
     def _due(self, every: int | None) -> bool:
-        """Whether a multiple of `every` has been reached or passed."""
+        """Return whether the last agreement reached or passed a multiple of `every`; False for None."""
         return every is not None and self.global_step // every > self.previous_global_step // every

@@ -1,4 +1,4 @@
-"""Validation loss of the replicas' mean, on a fixed token set; measuring never changes the run."""
+"""Validation loss of the replicas' mean, on a fixed token set. Measuring never changes the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmtrain.parallel.mesh import Mesh
 from llmtrain.sync.anchors import flatten, unflatten_into
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
-"""(input_ids, labels) [micro_batch, T]: this rank's part, the same number on every rank."""
+"""Pairs (input_ids, labels), each [micro_batch, T]: this rank's part, with the same number of pairs on every rank."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,22 @@ class Validation:
 
     @property
     def perplexity(self) -> float:
-        """e to the loss."""
+        """Return exp(loss), with the loss capped at 700 to avoid overflow."""
         return math.exp(min(self.loss, 700.0))
 
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """A text that a run is validated on. The run's own has no name."""
+    """A text that a run is validated on. The run's own text has an empty name."""
 
     name: str
     batches: Callable[[], Batches]
-    """This rank's part, from the start each time."""
+    """Function that returns this rank's part, from the start each time."""
     bytes_per_token: float
-    """UTF-8 bytes of the text / its tokens."""
+    """UTF-8 bytes of the text divided by its tokens."""
 
     def tags(self, found: Validation) -> dict[str, float]:
-        """What is logged: `eval/loss`, or `eval/<name>/loss`, and so on."""
+        """Return the tags to log: loss, perplexity and bits per byte under `eval/`, or under `eval/<name>/`."""
         prefix = f"eval/{self.name}/" if self.name else "eval/"
         bits_per_byte = found.loss / math.log(2) / self.bytes_per_token
         return {f"{prefix}loss": found.loss, f"{prefix}ppl": found.perplexity, f"{prefix}bpb": bits_per_byte}
@@ -51,7 +51,8 @@ class ValidationSet:
 
 @contextmanager
 def mean_of_replicas(engine: Engine, mesh: Mesh) -> Iterator[None]:
-    """The engine computes with the mean of all replicas' parameters; this replica's own come back bit by bit."""
+    """Let the engine compute with the mean of all replicas' parameters. On exit, this replica's own parameters
+    are restored bit for bit."""
     # A Comms of its own: what measuring sends is not the method's traffic; it counts with metrics and the like.
     replica = Comms(mesh.replica.group, mesh.device, "replica")
     own = [flatten(block).cpu() for block in engine.blocks]
@@ -69,7 +70,8 @@ def mean_of_replicas(engine: Engine, mesh: Mesh) -> Iterator[None]:
 
 
 def validate(engine: Engine, mesh: Mesh, batches: Callable[[], Batches]) -> Validation:
-    """Mean loss over all ranks' `batches`, with the parameters the engine has now. A collective of all ranks."""
+    """Return the mean loss over all ranks' `batches`, with the engine's current parameters. A collective of all
+    ranks."""
     summed, counted = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
     with engine.eval_mode() as summed_loss:
         for input_ids, labels in batches():

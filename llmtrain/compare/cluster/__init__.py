@@ -1,4 +1,4 @@
-"""A virtual cluster: hosts with network cards, bandwidths and shares of CPU time of their own, on one Linux machine.
+"""Virtual cluster: hosts with their own network cards, bandwidths and shares of CPU time, on one Linux machine.
 
     limits = [HostLimits(bandwidth_mbit=100)] * 3 + [HostLimits(bandwidth_mbit=30, cpus=0.5)]
     with virtual_cluster(limits) as hosts:
@@ -7,12 +7,12 @@
         ...
         print(hosts[0].sent(), "bytes have left host0")
 
-Hosts are network namespaces, each joined by a veth pair to a bridge, which has a namespace of its own: the machine's own
-network is not touched. That needs root and iproute2; `why_no_cluster` says what is missing. `loopback_cluster` gives hosts
-to use in the same way, without root and without limits, on 127.0.0.1.
+Hosts are network namespaces, each joined by a veth pair to a bridge. The bridges have a namespace of their own, so
+the machine's network is not touched. This needs root and iproute2; `why_no_cluster` reports what is missing.
+`loopback_cluster` gives hosts with the same API on 127.0.0.1, without root and without limits.
 
-At the end of the `with` everything is gone, with all that still ran in it. What a killed process could not remove, the
-next one that makes a cluster does (`remove_leftovers`).
+At the end of the `with` block the cluster and all processes in it are removed. The next process that creates a
+cluster removes what a killed process left behind (`remove_leftovers`).
 """
 
 from llmtrain.compare.cluster.cleanup import remove_leftovers

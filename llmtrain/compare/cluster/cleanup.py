@@ -1,4 +1,4 @@
-"""Removing clusters: one's own, and those of processes that died before they could."""
+"""Removal of clusters, including those of processes that died before they could remove them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from llmtrain.compare.cluster.names import PREFIX, cluster_of, owner_lives
 from llmtrain.compare.cluster.processes import kill_all, marks
 
 FOLDERS = Path("/run") / PREFIX
-"""A folder for each virtual cluster. Root's alone, as clusters are, and empty after a restart of the machine."""
+"""Folder with a subfolder per virtual cluster. Owned by root, as clusters are, and empty after a reboot."""
 
 
 def remove_leftovers() -> None:
-    """Remove the clusters of processes that died, and kill what still runs in them. Living ones are not touched. Without root:
-    loopback clusters of this user alone."""
+    """Remove the clusters of processes that died, and kill the processes that still run in them.
+
+    Clusters of living processes are not touched. Without root, only this user's loopback clusters are removed.
+    """
     for cluster in sorted(_clusters()):
         if not owner_lives(cluster):
             remove_cluster(cluster)
 
 
 def remove_cluster(cluster: str) -> None:
-    """Everything of one cluster. Raises TimeoutError, OSError or CommandError for what can't be removed."""
+    """Remove a cluster and its processes.
+
+    Raises TimeoutError, OSError or CommandError if something can't be removed.
+    """
     kill_all(lambda: [pid for pid, mark in marks().items() if cluster_of(mark) == cluster], cluster)
     if not _is_root():
         return

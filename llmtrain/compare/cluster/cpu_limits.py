@@ -1,4 +1,4 @@
-"""Shares of CPU time, by the kernel's control groups: version 1 (`cpu` mounted by itself) or 2 (one tree for all)."""
+"""Limits of CPU time through control groups, version 1 (`cpu` has its own mount) or 2 (one tree for all)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from llmtrain.compare.cluster.processes import kill_all
 from llmtrain.errors import ClusterError
 
 PERIOD_US = 20_000
-"""In every such period a host gets its share, then it stands still. Short beside a training step, so that steps see an even
-slowdown and not a pause now and then."""
+"""Microseconds in which a host runs for its share and is then throttled. Short compared with a training step, so
+that steps slow down evenly instead of pausing now and then."""
 SHORTEST_QUOTA_US, LONGEST_PERIOD_US = 1_000, 1_000_000
-"""The kernel's bounds."""
+"""The kernel's bounds in microseconds."""
 MOUNTS = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True)
 class Controller:
-    """Where the kernel takes limits of CPU time: the top of its control groups."""
+    """Control-group hierarchy that limits CPU time; `top` is the folder of its root group."""
 
     top: Path
     version: int
 
     def make(self, cluster: str, host: str, cpus: float) -> Path:
-        """A group with so many cores' time for a host. Returns the file into which its processes write their pid. Raises
-        ClusterError where this may not be done."""
+        """Create a control group for a host with the CPU time of `cpus` cores.
+
+        Returns the file to which a process writes its pid to join. Raises ClusterError if control groups can't be
+        written, or the share is too small for the kernel.
+        """
         quota, period = quota_and_period(cpus)
         group = self.top / cluster / host
         try:
@@ -53,24 +56,24 @@ class Controller:
         return group / "cgroup.procs"
 
     def remove(self, cluster: str) -> None:
-        """The groups of a cluster, and whatever still runs in them. Raises OSError if the kernel keeps one."""
+        """Remove the groups of a cluster and kill the processes in them. Raises OSError if the kernel keeps a group."""
         top = self.top / cluster
         for group in (*top.glob("*/"), top):
             kill_all(lambda group=group: _processes(group), f"control group {group}")
             _remove(group)
 
     def clusters(self) -> set[str]:
-        """Those that have groups here."""
+        """Return the clusters that have groups in this hierarchy."""
         return {name for path in self.top.iterdir() if (name := cluster_of(path.name)) is not None}
 
     def _hand_down(self, group: Path) -> None:
-        """Let the groups below one have limits of CPU time (version 2 only)."""
+        """Enable limits of CPU time for the groups below this one (version 2 only)."""
         if "cpu" not in (group / "cgroup.subtree_control").read_text().split():
             (group / "cgroup.subtree_control").write_text("+cpu")
 
 
 def controller() -> Controller | None:
-    """The one of this machine; None where limits of CPU time can't be set at all."""
+    """Return this machine's controller, or None if CPU time can't be limited."""
     try:
         mounts = MOUNTS.read_text()
     except OSError:
@@ -79,7 +82,7 @@ def controller() -> Controller | None:
 
 
 def controller_or_refuse(cpus: float) -> Controller:
-    """The one of this machine. Raises ClusterError where there is none."""
+    """Return this machine's controller. Raises ClusterError if there is none."""
     found = controller()
     if found is None:
         raise ClusterError(f"cpus={cpus:g} of a host: no control group for CPU time is mounted here; leave cpus out")
@@ -87,8 +90,10 @@ def controller_or_refuse(cpus: float) -> Controller:
 
 
 def mounted(mountinfo: str) -> Iterator[Controller]:
-    """Mounts in the text of /proc/PID/mountinfo that can hold limits of CPU time, version 1 first: where both are mounted,
-    `cpu` is in the first."""
+    """Yield the mounts in the text of /proc/PID/mountinfo that may limit CPU time.
+
+    Version 1 comes first, because it has the `cpu` controller if both versions are mounted.
+    """
     lines = [line.split() for line in mountinfo.splitlines() if " - " in line]
     kinds = [(line[4], line[line.index("-") + 1], line[-1].split(",")) for line in lines]
     yield from (Controller(Path(place), 1) for place, kind, options in kinds if kind == "cgroup" and "cpu" in options)
@@ -96,7 +101,10 @@ def mounted(mountinfo: str) -> Iterator[Controller]:
 
 
 def quota_and_period(cpus: float) -> tuple[int, int]:
-    """Microseconds of CPU time in so many microseconds. Raises ClusterError for a share too small for the kernel."""
+    """Return (quota, period) in microseconds for the time of `cpus` cores.
+
+    Raises ClusterError for a share too small for the kernel.
+    """
     period = max(PERIOD_US, math.ceil(SHORTEST_QUOTA_US / cpus))
     if period > LONGEST_PERIOD_US:
         smallest = SHORTEST_QUOTA_US / LONGEST_PERIOD_US
@@ -121,7 +129,7 @@ def _processes(group: Path) -> list[int]:
 
 
 def _remove(group: Path) -> None:
-    """A group can be busy for a moment after its last process has ended."""
+    """Remove a group, retrying for 5 s, because a group can be busy for a moment after its last process has ended."""
     deadline = time.monotonic() + 5
     while True:
         try:

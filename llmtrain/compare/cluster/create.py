@@ -1,4 +1,4 @@
-"""Making clusters, and removing them at the end."""
+"""Creation of clusters, and their removal at the end of a `with` block."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from llmtrain.compare.cluster.system import CommandError, run
 from llmtrain.errors import ClusterError
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "mount": "mount"}
-"""What virtual hosts are made with, and the Debian packages of it."""
+"""Programs that virtual hosts need, and the Debian packages that contain them."""
 
 
 @contextmanager
 def virtual_cluster(limits: Sequence[HostLimits], networks: int = 1) -> Iterator[list[VirtualHost]]:
-    """A host for each of `limits`, on `networks` networks. Afterwards they are gone, with everything that still ran in them.
+    """Create a host for each of `limits`, on `networks` networks; on exit, remove the hosts with their processes.
 
-    Raises ClusterError, one line, where hosts or their limits can't be had; nothing is left then either.
+    Raises ClusterError, in one line, if a host or its limits are not available. Nothing is left behind then either.
     """
     if (why := why_no_cluster()) is not None:
         raise ClusterError(f"hosts can't be made here: {why}")
@@ -48,7 +48,7 @@ def virtual_cluster(limits: Sequence[HostLimits], networks: int = 1) -> Iterator
 
 @contextmanager
 def loopback_cluster(count: int) -> Iterator[list[LoopbackHost]]:
-    """`count` hosts that are all this machine, for those who are not root. What runs in them at the end is killed."""
+    """Create `count` hosts that are all this machine, for callers without root. On exit, kill their processes."""
     remove_leftovers()
     cluster = new_name()
     names = [f"host{number}" for number in range(count)]
@@ -61,7 +61,7 @@ def loopback_cluster(count: int) -> Iterator[list[LoopbackHost]]:
 
 
 def why_no_cluster() -> str | None:
-    """Why virtual hosts can't be made here, in a few words; None where they can."""
+    """Return the reason in a few words why virtual hosts can't be created here, or None if they can."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]

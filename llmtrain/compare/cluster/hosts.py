@@ -1,4 +1,4 @@
-"""Hosts: places to start processes in, to pause and to kill them, and to see what they sent."""
+"""Hosts of a cluster, which start, pause and kill their processes and count their network traffic."""
 
 from __future__ import annotations
 
@@ -18,88 +18,89 @@ from llmtrain.compare.cluster.system import run
 
 @dataclass(frozen=True)
 class Host(ABC):
-    """One of a cluster's hosts."""
+    """A host of a cluster."""
 
     name: str
     """`host0`, `host1`, ..."""
     addresses: tuple[str, ...]
-    """Of its network cards, in the order of networks."""
+    """Addresses of its network cards, one per network."""
     interface: str
-    """Its first network card."""
+    """Name of its first network card."""
     _started: list[subprocess.Popen] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def address(self) -> str:
-        """On the first network."""
+        """Return the address on the first network."""
         return self.addresses[0]
 
     def popen(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen:
-        """Start `command` here, in a session of its own. `env`: None for that of this process; `options` are Popen's."""
+        """Start `command` on this host in its own session.
+
+        `env` defaults to this process's environment; `options` are passed to Popen.
+        """
         inside, environment = self._inside(command, os.environ if env is None else env)
         process = subprocess.Popen(inside, env=environment, start_new_session=True, **options)
         self._started.append(process)
         return process
 
     def pids(self) -> list[int]:
-        """All processes that run here: started here, by those, and so on."""
+        """Return all processes on this host: those started by `popen`, and all of their descendants."""
         started = {process.pid for process in self._started if process.poll() is None}
         return sorted(started | set(self._found()))
 
     def pause(self) -> None:
-        """SIGSTOP everything that runs here. Raises TimeoutError if something does not stop."""
+        """Send SIGSTOP to all processes here and wait until they stop. Raises TimeoutError if one does not."""
         stop_all(self.pids, self.name)
 
     def resume(self) -> None:
-        """SIGCONT everything that runs here."""
+        """Send SIGCONT to all processes here."""
         continue_all(self.pids)
 
     def kill(self) -> None:
-        """SIGKILL everything that runs here, and wait until it is gone. Raises TimeoutError if it stays."""
+        """Send SIGKILL to all processes here and wait until they have ended. Raises TimeoutError if one does not."""
         kill_all(self.pids, self.name)
 
     @abstractmethod
     def sent(self, network: int = 0) -> int | None:
-        """Bytes that have left by a network card so far; None where that is not known."""
+        """Return the bytes sent so far by the card on `network`, or None if unknown."""
 
     @abstractmethod
     def received(self, network: int = 0) -> int | None:
-        """Bytes that have come in by a network card so far; None where that is not known."""
+        """Return the bytes received so far by the card on `network`, or None if unknown."""
 
     @abstractmethod
     def _inside(self, command: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], Mapping[str, str]]:
-        """The command and environment that start `command` here."""
+        """Return the command and environment that start `command` on this host."""
 
     @abstractmethod
     def _found(self) -> list[int]:
-        """Processes that can be seen to run here."""
+        """Return the processes that can be identified as running on this host."""
 
 
 @dataclass(frozen=True)
 class VirtualHost(Host):
-    """A network namespace: what runs in it sees only its own network cards, and its own host name."""
+    """A network namespace, whose processes see only their own network cards and their own host name."""
 
     namespace: str
     switch: str
-    """The namespace of the bridges that it is plugged into."""
+    """Namespace of the bridges that it is connected to."""
     names: Path
-    """Its /etc/hosts. As on many a real machine, its own name leads to loopback, the others' to their addresses."""
+    """Its /etc/hosts. Its own name resolves to loopback, as on many real machines, other hosts to their addresses."""
     group: Path | None
-    """The file by which a process joins its control group, if its CPU time is limited."""
+    """File through which a process joins the host's control group; None if CPU time is not limited."""
 
     def sent(self, network: int = 0) -> int:
-        """Bytes that have left by ethN so far."""
         return counters(self.namespace, f"eth{network}")[0]
 
     def received(self, network: int = 0) -> int:
-        """Bytes that have come in by ethN so far."""
         return counters(self.namespace, f"eth{network}")[1]
 
     def unplug(self, network: int = 0) -> None:
-        """Pull the cable of ethN."""
+        """Disconnect ethN, as if its cable were unplugged."""
         run("ip", "-n", self.switch, "link", "set", port_of(self.name, network), "down")
 
     def _inside(self, command: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], Mapping[str, str]]:
-        """Each prologue replaces itself by the next, so the process that Popen knows is the command itself."""
+        """Wrap `command` in prologues that each exec the next, so that Popen's process becomes the command itself."""
         name = 'mount --bind "$0" /etc/hosts && echo "$1" > /proc/sys/kernel/hostname && shift && exec "$@"'
         enter = [_path("ip"), "netns", "exec", self.namespace, _path("unshare"), "--uts"]
         inside = [*enter, "sh", "-c", name, str(self.names), self.name, *command]
@@ -114,15 +115,15 @@ class VirtualHost(Host):
 
 @dataclass(frozen=True)
 class LoopbackHost(Host):
-    """This machine itself, on 127.0.0.1. Its processes are those that carry its mark in their environment."""
+    """This machine on 127.0.0.1. Its processes are identified by the mark in their environment."""
 
     mark: str
 
     def sent(self, network: int = 0) -> None:
-        """Not known: all hosts share one interface."""
+        """Return None, because all hosts share one interface."""
 
     def received(self, network: int = 0) -> None:
-        """Not known: all hosts share one interface."""
+        """Return None, because all hosts share one interface."""
 
     def _inside(self, command: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], Mapping[str, str]]:
         return command, {**env, MARK: self.mark}
@@ -132,5 +133,5 @@ class LoopbackHost(Host):
 
 
 def _path(tool: str) -> str:
-    """Of a tool, wherever the command's own PATH leads."""
+    """Return the path of a tool, independently of the PATH that the command gets."""
     return shutil.which(tool) or tool

@@ -1,4 +1,4 @@
-"""What a host of a virtual cluster is allowed."""
+"""Resource limits for a host of a virtual cluster."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from llmtrain.errors import ClusterError
 
 @dataclass(frozen=True)
 class HostLimits:
-    """Of one host. None: no limit. Raises ClusterError for values that are no positive, finite numbers."""
+    """Limits of one host; None means no limit. Raises ClusterError for values that are not positive and finite."""
 
     bandwidth_mbit: float | None = None
-    """Mbit/s of its network cards, in each direction, headers included (as with real cards, TCP carries 4.3 % less)."""
+    """Mbit/s of each network card in each direction, including headers (TCP carries 4.3 % less, as on real cards)."""
     latency_ms: float | None = None
-    """How much later everything that it sends arrives, in milliseconds. Needs netem in the kernel."""
+    """Milliseconds by which everything it sends is delayed. Needs netem in the kernel."""
     cpus: float | None = None
-    """How many cores' time its processes may use together; 0.5: half a core."""
+    """Cores' worth of CPU time for all its processes together; 0.5 is half a core."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -1,7 +1,7 @@
 """Network namespaces as hosts, and the cables and bridges between them.
 
-Host k is called `hostK` and has a card ethN with address 10.77.N.(k+1) on network N. The bridges have a namespace of their
-own (`CLUSTER-switch`), so the machine's network is not touched.
+Host k is called `hostK`. On network N its card is ethN, with address 10.77.N.(k+1). The bridges have a namespace of
+their own (`CLUSTER-switch`), so the machine's network is not touched.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from llmtrain.compare.cluster.shaping import CONGESTION_CONTROL, largest_packet,
 from llmtrain.compare.cluster.system import CommandError, run
 
 FILES = Path("/run/netns")
-"""Where iproute2 keeps a file for each namespace."""
+"""Folder in which iproute2 keeps a file for each namespace."""
 MOST_HOSTS = 254
 
 
 def switch_of(cluster: str) -> str:
-    """The namespace of its bridges."""
+    """Return the name of the namespace that contains a cluster's bridges."""
     return f"{cluster}-switch"
 
 
 def port_of(host: str, network: int) -> str:
-    """The bridge's end of a host's cable."""
+    """Return the name of the bridge's end of a host's cable."""
     return f"{host}net{network}"
 
 
 def addresses(host: int, networks: int) -> tuple[str, ...]:
-    """Of a host, on each network."""
+    """Return the address of a host on each network."""
     return tuple(f"10.77.{network}.{host + 1}" for network in range(networks))
 
 
 def make_switch(cluster: str, networks: int) -> None:
-    """The namespace of the bridges, with one for each network."""
+    """Create the namespace of the bridges, with one bridge per network."""
     switch = switch_of(cluster)
     run("ip", "netns", "add", switch)
     for network in range(networks):
@@ -46,8 +46,10 @@ def make_switch(cluster: str, networks: int) -> None:
 
 
 def make_host(cluster: str, number: int, limits: Sequence[HostLimits], networks: int) -> str:
-    """A host, plugged in. `limits` are those of all hosts of the cluster. Returns its namespace. Raises ClusterError for
-    limits that the kernel does not have."""
+    """Create a host, connect it to the bridges, and return its namespace.
+
+    `limits` are those of all hosts of the cluster. Raises ClusterError for limits that the kernel does not support.
+    """
     host, switch = f"{cluster}-host{number}", switch_of(cluster)
     run("ip", "netns", "add", host)
     run("ip", "-n", host, "link", "set", "lo", "up")
@@ -67,18 +69,18 @@ def make_host(cluster: str, number: int, limits: Sequence[HostLimits], networks:
 
 
 def counters(namespace: str, card: str) -> tuple[int, int]:
-    """Bytes that have left by a card, and bytes that came in by it."""
+    """Return (bytes sent, bytes received) by a card."""
     [shown] = json.loads(run("ip", "-n", namespace, "-s", "-j", "link", "show", "dev", card))
     return shown["stats64"]["tx"]["bytes"], shown["stats64"]["rx"]["bytes"]
 
 
 def clusters() -> set[str]:
-    """Those that have namespaces."""
+    """Return the clusters that have namespaces."""
     return {name for file in _files() if (name := cluster_of(file.name)) is not None}
 
 
 def remove(cluster: str) -> None:
-    """All namespaces of a cluster, and what runs in them; cables and bridges go with them."""
+    """Remove all namespaces of a cluster with their cables and bridges, and kill the processes in them."""
     mine = [file for file in _files() if cluster_of(file.name) == cluster]
     for file in mine:
         kill_all(lambda file=file: in_namespace(file), file.name)

@@ -1,4 +1,4 @@
-"""Finding the processes of a host, and stopping, continuing or killing all of them."""
+"""Functions that find the processes of a host, and stop, continue or kill all of them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 from llmtrain.compare.cluster.names import stat_of
 
 SECONDS = 10.0
-"""In which processes must have obeyed a signal that can't be refused."""
+"""Timeout for processes to obey a signal that can't be refused."""
 MARK = "LLMTRAIN_VIRTUAL_HOST"
-"""Environment variable of what runs on a loopback host, whose processes have nothing else in common: torchrun gives each of
-its ranks a session of its own."""
+"""Environment variable that identifies the processes of a loopback host. They have nothing else in common, because
+torchrun gives each of its ranks its own session."""
 
 EXEC_READS = 100
-"""Number of times that an empty environment is read again: execve fills it in well below the millisecond that this takes."""
+"""Number of times to read an empty environment again. execve fills it in well below the millisecond this takes."""
 
 Find = Callable[[], Collection[int]]
-"""Looks for the processes of something, anew at each call."""
+"""Function that looks up the pids of a group of processes, anew at each call."""
 
 
 def in_namespace(namespace: Path) -> list[int]:
-    """Processes in a network namespace, which is given by its file."""
+    """Return the processes in the network namespace with this file."""
     try:
         wanted = namespace.stat()
     except FileNotFoundError:
@@ -40,7 +40,7 @@ def in_namespace(namespace: Path) -> list[int]:
 
 
 def marks() -> dict[int, str]:
-    """Processes that were started with a mark, and the mark, as far as this user may see them."""
+    """Return {pid: mark} for the processes with a mark in an environment that this user may read."""
     found = {}
     start = f"{MARK}=".encode()
     for pid in _all():
@@ -52,19 +52,23 @@ def marks() -> dict[int, str]:
 
 
 def kill_all(find: Find, whose: str) -> None:
-    """SIGKILL, until none is left, nor one that is on its way out, which `find` may no longer see. Raises TimeoutError after
-    SECONDS."""
+    """Send SIGKILL until all processes have ended, also those that `find` no longer returns while they exit.
+
+    Raises TimeoutError after SECONDS.
+    """
     _signal_until(signal.SIGKILL, find, _is_gone, f"processes of {whose} are there after SIGKILL")
 
 
 def stop_all(find: Find, whose: str) -> None:
-    """SIGSTOP, until all that are left are stopped, also those that others started meanwhile. Raises TimeoutError after
-    SECONDS."""
+    """Send SIGSTOP until all remaining processes are stopped, including those that start during the call.
+
+    Raises TimeoutError after SECONDS.
+    """
     _signal_until(signal.SIGSTOP, find, _is_stopped, f"processes of {whose} run after SIGSTOP")
 
 
 def continue_all(find: Find) -> None:
-    """SIGCONT."""
+    """Send SIGCONT to all processes that `find` returns."""
     for pid in find():
         _send(pid, signal.SIGCONT)
 
@@ -86,14 +90,17 @@ def _signal_until(number: signal.Signals, find: Find, is_done: Callable[[int], b
 
 
 def _is_gone(pid: int) -> bool:
-    """Return whether a process has ended, though its parent may not have asked how."""
+    """Return whether a process has ended; a zombie counts as ended."""
     fields = stat_of(pid)
     return fields is None or fields[0] in "ZX"
 
 
 def _is_stopped(pid: int) -> bool:
-    """Of a process that has got SIGSTOP. One that waits inside the kernel (D) stops before it does anything else; such a
-    wait can be for a child that is stopped itself, after vfork."""
+    """Return whether a process that received SIGSTOP has stopped or ended.
+
+    A process that waits inside the kernel (D) counts as stopped, because it stops before it does anything else.
+    After vfork it can be waiting for a child that is stopped itself.
+    """
     fields = stat_of(pid)
     return fields is None or fields[0] in "TtDZX"
 
@@ -104,8 +111,11 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _environment(pid: int) -> bytes:
-    """Return what it was started with. In the middle of execve a process seems to have none for a moment; kernel threads and
-    zombies, which have no program, have none for good. Raises OSError if it has ended or is another user's."""
+    """Return the environment that a process was started with.
+
+    A process can appear to have no environment for a moment during execve. Kernel threads and zombies have no
+    program, and never have one. Raises OSError if the process has ended or belongs to another user.
+    """
     for _ in range(EXEC_READS):
         if environment := Path(f"/proc/{pid}/environ").read_bytes():
             return environment

@@ -1,6 +1,6 @@
-"""Bandwidth and latency of a network card, by the kernel's traffic control.
+"""Bandwidth and latency of a network card, set with the kernel's traffic control.
 
-A token bucket (tbf) stands at both ends of a host's veth pair: the host's end shapes what it sends, the bridge's end what
+Each end of a host's veth pair has a token bucket (tbf). The host's end shapes what it sends, the bridge's end what
 it receives.
 """
 
@@ -14,47 +14,53 @@ from llmtrain.compare.cluster.system import CommandError, run
 from llmtrain.errors import ClusterError
 
 BURST_SECONDS = 0.001
-"""A bucket holds what the bandwidth carries in this time: that much of a message after a silence is free. Less, and what
-passes while the kernel is late (a busy machine) is lost."""
+"""Bucket size in seconds at full bandwidth. After a silence, that much of a message passes unshaped. A smaller
+bucket loses bandwidth whenever the kernel is late on a busy machine."""
 SMALLEST_BURST = 8_192
 QUEUE_SECONDS = 0.05
-"""What waits for longer than this is dropped, as by a switch whose buffer is full."""
+"""Packets that would wait longer than this are dropped, as by a switch with a full buffer."""
 SMALLEST_QUEUE = 262_144
-"""Some large packets of several senders."""
+"""Room for a few large packets from several senders."""
 LARGEST_PACKET = 65_536
-"""What TCP hands to a card that cuts messages into packets itself, as veth says it does."""
+"""Maximum bytes that TCP hands to a card with segmentation offload, which veth claims to have."""
 PACKETS_IN_BUCKET = 1.6
-"""How many of the largest packets a bucket holds at least. One grows by 5 % when it is cut (headers); the rest is for a kernel
-that is late: measured on a busy machine, a bucket of 1.08 packets carries 2 % less at 300 Mbit/s, one of 2.2 no more."""
+"""Minimum number of the largest packets that a bucket holds. Segmentation makes a packet 5 % larger (headers); the
+rest is slack for a kernel that is late. Measured on a busy machine, a bucket of 1.08 packets carries 2 % less at 300
+Mbit/s, and one of 2.2 packets carries no more."""
 NETEM_PACKETS = 100_000
 CONGESTION_CONTROL = "reno"
-"""Of TCP in all hosts, so that a comparison does not depend on the machine's default: bbr, for one, starts slowly and rests
-now and then. The only one that every kernel has and lets namespaces choose."""
+"""TCP congestion control on all hosts, so that a comparison does not depend on the machine's default. bbr, for
+example, starts slowly and pauses now and then. Only reno is in every kernel and available to namespaces."""
 
 
 def burst_bytes(mbit: float) -> int:
-    """Size of the bucket for a bandwidth."""
+    """Return the bucket size in bytes for a bandwidth."""
     return max(SMALLEST_BURST, round(mbit * 125_000 * BURST_SECONDS))
 
 
 def queue_bytes(mbit: float) -> int:
-    """How much may wait for a bandwidth."""
+    """Return the maximum number of bytes that may wait for a bandwidth."""
     return max(SMALLEST_QUEUE, round(mbit * 125_000 * QUEUE_SECONDS))
 
 
 def largest_packet(limits: Sequence[HostLimits]) -> int:
-    """Bytes that TCP may hand over at once on all cards of a cluster: what fits well into the smallest bucket of any.
+    """Return the maximum bytes that TCP may hand over at once on any card of a cluster.
 
-    A larger one would be cut before a bucket, on a scarce CPU, and counters would then show the headers of each piece: 7 % with
-    the acknowledgements. Uncut, they show one header for many pieces, and messages can be compared with counters. The
-    buckets charge for all headers either way.
+    They are limited to what fits well into the smallest bucket.
+
+    A larger packet would be segmented before a bucket, which takes scarce CPU time. Counters would then include the
+    headers of each piece: 7 % with the acknowledgments. Unsegmented, they include one header for many pieces, and
+    messages can be compared with counters. The buckets charge for all headers in either case.
     """
     bursts = [burst_bytes(own.bandwidth_mbit) for own in limits if own.bandwidth_mbit is not None]
     return min([LARGEST_PACKET, *(math.floor(burst / PACKETS_IN_BUCKET) for burst in bursts)])
 
 
 def shape(limits: HostLimits, host: tuple[str, str], port: tuple[str, str]) -> None:
-    """Give a cable its limits. `host` and `port` are its ends: namespace and card. Raises ClusterError where the kernel can't."""
+    """Apply a host's limits to its cable, whose ends `host` and `port` are (namespace, card) pairs.
+
+    Raises ClusterError if the kernel refuses a limit.
+    """
     for (namespace, card), disciplines in ((host, upload(limits)), (port, download(limits))):
         for discipline in disciplines:
             try:
@@ -64,7 +70,7 @@ def shape(limits: HostLimits, host: tuple[str, str], port: tuple[str, str]) -> N
 
 
 def upload(limits: HostLimits) -> list[list[str]]:
-    """Arguments of `tc qdisc add dev CARD` for what a host sends."""
+    """Return the argument lists of `tc qdisc add dev CARD` for what a host sends."""
     disciplines = download(limits)
     if limits.latency_ms is not None:
         place = ["parent", "1:1"] if disciplines else ["root"]
@@ -74,7 +80,7 @@ def upload(limits: HostLimits) -> list[list[str]]:
 
 
 def download(limits: HostLimits) -> list[list[str]]:
-    """Arguments of `tc qdisc add dev CARD` for what a host receives: latency is on the sender's side."""
+    """Return the argument lists of `tc qdisc add dev CARD` for what a host receives; the sender adds the latency."""
     mbit = limits.bandwidth_mbit
     if mbit is None:
         return []

@@ -1,19 +1,22 @@
-"""The system's own programs, by which a cluster is made."""
+"""Execution of the system programs that create a cluster."""
 
 from __future__ import annotations
 
 import subprocess
 
 COMMAND_SECONDS = 30.0
-"""Most that one `ip` or `tc` may take, on a busy machine."""
+"""Timeout of one `ip` or `tc` command on a busy machine."""
 
 
 class CommandError(RuntimeError):
-    """A program of the system failed."""
+    """Failure of a system program."""
 
 
 def run(*command: str) -> str:
-    """What a command printed. Raises CommandError with what it complained about, also when it does not end in time."""
+    """Run a command and return its standard output.
+
+    Raises CommandError with its error output if it fails, and also if it does not end in time.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
     except subprocess.TimeoutExpired:

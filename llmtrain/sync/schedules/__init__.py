@@ -1,1 +1,1 @@
-"""How a synchronization runs beside training: each schedule puts the block_sync's pieces into an order of its own."""
+"""Schedules: how a synchronization runs relative to training. Each orders the operations of `BlockSync` differently."""

@@ -1,4 +1,4 @@
-"""What a method knows of a schedule."""
+"""Interface between a method and its schedule."""
 
 from __future__ import annotations
 
@@ -12,59 +12,61 @@ from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.require_equal import require_equal
 
 BlockTensors = list[torch.Tensor | None]
-"""A flat tensor for each block that has one."""
+"""A flat tensor for each block; None for a block that has none."""
 
 
 class Schedule(ABC):
-    """Carries out synchronizations. Called in local steps only; `period` decisions are handed in."""
+    """The order in which synchronizations are carried out. `begin_step` and `end_step` are called in local steps
+    only; the period's decision is passed in."""
 
     staleness = 0
-    """Steps between sending a message and using what came of it."""
+    """Steps between sending a message and applying its result."""
 
     def __init__(self, block_sync: BlockSync):
         self.block_sync = block_sync
 
     def begin_step(self) -> None:
-        """Before a local step."""
+        """Prepare a local step."""
 
     def before_block(self, index: int) -> None:
-        """In a training forward, before block `index` is gathered."""
+        """Run in every training forward, before block `index` is gathered."""
 
     @abstractmethod
     def end_step(self, step: int, lr: float, ends_round: bool) -> None:
-        """After local step `step`, whose learning rate was `lr`."""
+        """Complete local step `step`, whose learning rate was `lr`."""
 
     def flush(self) -> None:
-        """Carry out what is waiting for the next forward, because parameters are about to be changed without one."""
+        """Carry out work that waits for the next forward, because the parameters will change without one."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Take in what is under way and synchronize what is not: after it all replicas are equal."""
+        """Complete what is in flight and synchronize the rest. Afterwards all replicas are equal."""
 
     def close(self) -> None:
-        """Free what training needed beside memory; also after a failure."""
+        """Free resources other than memory. Also called after a failure."""
 
     @property
     @abstractmethod
     def is_synchronized(self) -> bool:
-        """All replicas hold the same parameters, and nothing is under way."""
+        """Return whether all replicas hold the same parameters and nothing is in flight."""
 
     def shared_state(self) -> dict[str, BlockTensors]:
-        """State that all replicas have alike, beside anchor and momentum."""
+        """Return state that is equal on all replicas, other than anchor and momentum."""
         return {}
 
     def per_replica_state(self) -> dict[str, BlockTensors]:
-        """State that each replica has for itself."""
+        """Return state that differs between replicas."""
         return {}
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The rest, as plain values."""
+        """Return the remaining state as plain values."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
-        """The inverse of `state_dict`; `tensors` are the shared and own ones by name."""
+        """Load what `state_dict` returned. `tensors` holds the shared and per-replica state by name."""
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The plain values of each replica of this run, which others with these `states` began."""
+        """Return each replica's plain values for a run that resumes with other replicas. `states` has one state per
+        old replica."""
         return require_equal(states)

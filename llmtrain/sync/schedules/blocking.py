@@ -1,4 +1,4 @@
-"""Blocking: training stands still at the end of a round while replicas synchronize, block by block."""
+"""Blocking schedule: training stops at the end of a round while replicas synchronize, block by block."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from llmtrain.sync.schedules.base import BlockTensors, Schedule
 
 
 class BlockingSchedule(Schedule):
-    """The replicas' weights are agreed on once per round, then each block is reduced and takes its outer step. While one block
-    is finished, the reductions of the next `prefetch` blocks are in flight.
+    """Blocking synchronization at the end of a round. Replicas agree on their weights once per round, then each
+    block is reduced and takes its outer step. While one block is finished, the reductions of the next `prefetch`
+    blocks are in flight.
 
     A synchronization is *armed* from the end of a round until its last block is done. Blocks are synchronized in order.
     """
 
     computes_while_armed = False
-    """Whether training goes on between the blocks of a synchronization, so that its end needs no wait for the device."""
+    """Whether training continues between blocks, so that a synchronization's end need not wait for the device."""
 
     def __init__(self, block_sync: BlockSync, penalty: Penalty | None, prefetch: int = MAX_IN_FLIGHT):
         super().__init__(block_sync)
@@ -90,7 +91,8 @@ class BlockingSchedule(Schedule):
             self.penalty.load_state_dict(state["penalty"])
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Rounds of seconds leave each replica with a round of its own: the others' mean, as in a synchronization."""
+        """Return a state with the old replicas' mean round, as in a synchronization, because rounds of seconds
+        differ between replicas."""
         statistics = require_equal([state["penalty"] for state in states])
         return {
             "round": average_stats([RoundStats(**state["round"]) for state in states]).state(),
@@ -99,7 +101,7 @@ class BlockingSchedule(Schedule):
         }
 
     def _open(self) -> None:
-        """Wait for the other replicas; with a penalty, weigh each replica in each block by all replicas' norms."""
+        """Wait for the other replicas. With a penalty, weigh each replica in each block by all replicas' norms."""
         replica, report = self.block_sync.replica, self.block_sync.report
         self._opened_at = time.monotonic()
         done = self._round
@@ -120,7 +122,8 @@ class BlockingSchedule(Schedule):
         self._spread = self._mean = 0.0
 
     def _sync_block(self, index: int) -> None:
-        """Finish block `index`: after it, its parameters are the next anchor on every replica."""
+        """Finish block `index`. Afterwards its parameters are the next anchor (without anchors, the mean) on every
+        replica."""
         block_sync = self.block_sync
         for ahead in block_sync.blocks[index : index + self.prefetch + 1]:
             if ahead not in self._pending and not self._rolls_back(ahead):
@@ -156,7 +159,7 @@ class BlockingSchedule(Schedule):
             self.block_sync.anchors.release(index)
 
     def _close(self) -> None:
-        """Count the round. All blocks are done."""
+        """Count the round, after its last block."""
         if not self.computes_while_armed:
             self.block_sync.wait_for_device()  # training stands still until then
         self._closed_at = time.monotonic()
@@ -176,7 +179,8 @@ class BlockingSchedule(Schedule):
         )
 
     def _norms(self) -> torch.Tensor:
-        """Return this replica's pseudo-gradient norm of every block, over all its shards: [blocks], float64. One collective."""
+        """Return this replica's pseudo-gradient norm of every block, over all its shards: [blocks], float64. A
+        collective of the shard group."""
         visited = self.block_sync.anchors.iter_prefetched(self.block_sync.blocks)
         squares = [self.block_sync.payload(index).double().square().sum() for index in visited]
         return self.block_sync.shard.all_reduce(torch.stack(squares), "norms of pseudo-gradients").wait().sqrt().cpu()

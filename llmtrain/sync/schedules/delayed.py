@@ -1,4 +1,4 @@
-"""CO2 (arXiv 2401.16265): the reduction of a round has the whole next round to arrive."""
+"""Delayed schedule of CO2 (arXiv 2401.16265): a round's reduction is in flight during the next round."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from llmtrain.sync.schedules.base import BlockTensors, Schedule
 
 
 class DelayedSchedule(Schedule):
-    """At a round's end a replica sends its pseudo-gradient, takes the outer step with the mean that was sent a round
-    before, and starts the next round from that anchor."""
+    """Delayed synchronization. At a round's end, a replica sends its pseudo-gradient and takes the outer step with
+    the mean sent a round before. It starts the next round from that anchor."""
 
     def __init__(self, block_sync: BlockSync, section: DelayedSection):
         super().__init__(block_sync)
@@ -39,11 +39,11 @@ class DelayedSchedule(Schedule):
 
     @property
     def is_synchronized(self) -> bool:
-        """Between a round's end and the next step all replicas are at the anchor, if nothing is under way."""
+        """Return whether all replicas are at the anchor and nothing is in flight."""
         return self._round.steps == 0 and self._in_flight is None
 
     def shared_state(self) -> dict[str, BlockTensors]:
-        """The means under way: used after a restart as they would have been."""
+        """Return the means in flight, which a resumed run uses like an uninterrupted one."""
         return {"arriving": means(self._pending)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,7 +68,8 @@ class DelayedSchedule(Schedule):
         self._round = RoundStats()
 
     def _staleness_penalty(self, sent: RoundStats, now: RoundStats) -> float:
-        """The factor that a mean led to by other learning rates than the present ones is divided by."""
+        """Return the divisor of a late mean: its round's summed learning rates over those of the present round, at
+        least 1. Without the gap penalty it is 1."""
         return max(1.0, sent.lr_sum / now.lr_sum) if self.section.gap_penalty and now.lr_sum > 0 else 1.0
 
     def _apply(self, reductions: list[PendingReduction], since: RoundStats, gap: float) -> None:
@@ -83,7 +84,7 @@ class DelayedSchedule(Schedule):
 
 
 def means(reductions: list[PendingReduction]) -> list[torch.Tensor]:
-    """Wait for all of them; the second exchanges of a rounding wire run side by side."""
+    """Wait for all reductions and return their means. The second exchanges of a quantized wire run concurrently."""
     for reduction in reductions:
         reduction.start_second_phase()
     return [reduction.wait() for reduction in reductions]

@@ -1,4 +1,4 @@
-"""Layer-wise (EDiT, arXiv 2412.07210): the next forward pass synchronizes each block just before it is used."""
+"""Layer-wise schedule of EDiT (arXiv 2412.07210): the next forward synchronizes each block just before it is used."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from llmtrain.sync.schedules.blocking import BlockingSchedule
 
 
 class LayerwiseSchedule(BlockingSchedule):
-    """A synchronization that stays armed at the end of a round. The engine's hook carries it out in the next training forward,
-    so the reductions of later blocks travel while earlier blocks compute."""
+    """Layer-wise synchronization, which stays armed at the end of a round. The engine's hook carries it out in the
+    next training forward, so the reductions of later blocks are in flight while earlier blocks compute."""
 
     computes_while_armed = True
 

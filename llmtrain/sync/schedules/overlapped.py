@@ -1,4 +1,4 @@
-"""Streaming DiLoCo (arXiv 2501.18512): fragments of the model synchronize in turn while training goes on."""
+"""Overlapped schedule of Streaming DiLoCo (arXiv 2501.18512): fragments synchronize in turn during training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmtrain.sync.schedules.base import BlockTensors, Schedule
 
 
 def fragments_of(section: OverlappedSection, blocks: int) -> list[list[int]]:
-    """Which blocks belong to each fragment, in forward order."""
+    """Return the blocks of each fragment, in forward order."""
     if section.fragment_layout == "strided":
         return [list(range(first, blocks, section.fragments)) for first in range(section.fragments)]
     ends = [blocks * (fragment + 1) // section.fragments for fragment in range(section.fragments)]
@@ -23,8 +23,9 @@ def fragments_of(section: OverlappedSection, blocks: int) -> list[list[int]]:
 
 
 class OverlappedSchedule(Schedule):
-    """Fragment p of P has its turn after ceil((p + 1) H / P) steps of every round of H. At its turn it sends its
-    pseudo-gradient; `steps` later the outer step is taken and the replica's parameters mixed with the new anchor."""
+    """Overlapped synchronization of P fragments. Fragment p has its turn after ceil((p + 1) H / P) steps of every
+    round of H. At its turn a replica sends the fragment's pseudo-gradient. `steps` local steps later it takes the
+    outer step and mixes its parameters with the new anchor."""
 
     def __init__(self, block_sync: BlockSync, period: Period, section: OverlappedSection):
         super().__init__(block_sync)
@@ -62,7 +63,7 @@ class OverlappedSchedule(Schedule):
         return idle and not self._is_mixed and not any(since.steps for since in self._local_stats)
 
     def shared_state(self) -> dict[str, BlockTensors]:
-        """What has been sent will be used after a restart as it would have been: its mean is state."""
+        """Return the means in flight, which a resumed run uses like an uninterrupted one."""
         means: BlockTensors = [None] * len(self.block_sync.blocks)
         for index in sorted(self._pending):
             means[index] = self._pending[index].wait()
@@ -88,7 +89,7 @@ class OverlappedSchedule(Schedule):
         return [p for p in range(parts) if place == math.ceil((p + 1) * length / parts)]
 
     def _advance(self, fragment: int) -> None:
-        """Move a message under way on: its second exchange halfway, its use when its steps have passed."""
+        """Advance a message in flight: start its second exchange halfway, apply it after `section.steps` steps."""
         if self._in_flight[fragment] is None:
             return
         steps = self._local_stats[fragment].steps

@@ -1,4 +1,4 @@
-"""WAGMA (arXiv 2005.00124): an average within a group after every step, for which no replica waits for a slow one."""
+"""Wait-avoiding schedule of WAGMA (arXiv 2005.00124): group averages that do not wait for slow replicas."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from llmtrain.sync.schedules.base import BlockTensors, Schedule
 
 
 class WaitAvoidingSchedule(Schedule):
-    """Messages are pseudo-gradients D = anchor - theta, the anchor being the last average over all replicas.
+    """Wait-avoiding synchronization by group averages. Messages are pseudo-gradients D = anchor - theta, where the
+    anchor is the last average over all replicas.
 
-    After a step the replica takes its group's sum: it goes on from anchor - sum / S if its own D is in it, and from
-    anchor - (sum + D) / (S + 1) if it was late and an older one is. At a round's end all replicas synchronize.
+    After a step, a replica takes its group's sum. It continues from anchor - sum / S if its own D is in the sum. It
+    continues from anchor - (sum + D) / (S + 1) if it was late and an older D is in the sum. At a round's end all
+    replicas synchronize.
     """
 
     def __init__(self, block_sync: BlockSync, worker: GroupAverager | None, size: int):
-        """`worker` counts iterations from 0 in the first local step; None for a single replica. `size` is S."""
+        """Create the schedule. `worker` counts iterations from 0 in the first local step and is None for a single
+        replica; `size` is S."""
         super().__init__(block_sync)
         self.worker, self.size = worker, size
         self._round = RoundStats()
@@ -29,9 +32,9 @@ class WaitAvoidingSchedule(Schedule):
         self._counted_bytes = 0.0
 
     def begin_step(self) -> None:
-        """The thread starts before the first local step, so that others need not wait for the end of this replica's. Until
-        then its newest message says where it is: at the anchor, but in a round that a single replica, which has no thread,
-        began."""
+        """Start the thread before the first local step, so that other replicas need not wait for the end of this
+        replica's step. Until then its newest message is the one from a checkpoint, or its current pseudo-gradient.
+        The latter is zero except in a round that a single replica began, because a single replica has no thread."""
         if self.worker is not None and not self.worker.is_running:
             newest, message = self._resumed or (self._iteration - 1, self._message())
             self.worker.start(self._iteration, newest, message)
@@ -63,7 +66,7 @@ class WaitAvoidingSchedule(Schedule):
         return self._round.steps == 0
 
     def per_replica_state(self) -> dict[str, BlockTensors]:
-        """The newest message: a late replica will contribute it again."""
+        """Return the newest message, because a late replica contributes it again."""
         newest = self._newest()
         device = self.block_sync.engine.blocks[0].shards[0].device
         return {"posted": [part.to(device) for part in newest[1]] if newest is not None else []}
@@ -101,7 +104,7 @@ class WaitAvoidingSchedule(Schedule):
         self._round = RoundStats()
 
     def _restart(self) -> None:
-        """From now on nobody contributes what is older than the average just made."""
+        """Publish the anchor as the newest message, so that no message older than the new average is contributed."""
         if self.worker is None:
             return
         self.worker.publish(self._iteration, self._at_anchor())
@@ -110,7 +113,8 @@ class WaitAvoidingSchedule(Schedule):
             self.worker.prune(self._iteration)
 
     def _newest(self) -> tuple[int, Message] | None:
-        """The newest message and its iteration: the thread's, or one from a checkpoint that it has not begun with yet."""
+        """Return the newest message and its iteration: the thread's or, before the thread starts, one from a
+        checkpoint."""
         running = self.worker is not None and self.worker.is_running
         return self.worker.latest() if running else self._resumed
 
