@@ -17,8 +17,10 @@ MARK = "LLMTRAIN_VIRTUAL_HOST"
 """Environment variable that identifies the processes of a loopback host. They have nothing else in common, because
 torchrun gives each of its ranks its own session."""
 
-EXEC_READS = 100
-"""Number of times to read an empty environment again. execve fills it in well below the millisecond this takes."""
+EXEC_SECONDS = 1.0
+"""Longest time that execve may take between two reads of an environment. A busy machine suspends processes in the middle of it."""
+START_TIME = 19
+"""Field of `stat_of`: when the process started. With the pid, it identifies a process."""
 
 Find = Callable[[], Collection[int]]
 """Function that looks up the pids of a group of processes, anew at each call."""
@@ -113,14 +115,22 @@ def _send(pid: int, number: signal.Signals) -> None:
 def _environment(pid: int) -> bytes:
     """Return the environment that a process was started with.
 
-    A process can appear to have no environment for a moment during execve. Kernel threads and zombies have no
-    program, and never have one. Raises OSError if the process has ended or belongs to another user.
+    A process appears to have no environment in the middle of execve. Kernel threads and zombies have no program, and never
+    have one. Raises OSError if the process has ended or belongs to another user.
     """
-    for _ in range(EXEC_READS):
-        if environment := Path(f"/proc/{pid}/environ").read_bytes():
-            return environment
+    deadline = time.monotonic() + EXEC_SECONDS
+    while not (environment := Path(f"/proc/{pid}/environ").read_bytes()):
         os.readlink(f"/proc/{pid}/exe")  # raises where there is no program
-    return b""
+        process = (pid, (stat_of(pid) or [""] * (START_TIME + 1))[START_TIME])
+        if process in _bare or time.monotonic() > deadline:
+            _bare.add(process)
+            break
+        time.sleep(0.0002)
+    return environment
+
+
+_bare: set[tuple[int, str]] = set()
+"""Processes found to have no environment, so that they are waited for only once."""
 
 
 def _all() -> Iterator[int]:
