@@ -1,4 +1,4 @@
-"""What does the trainer cost beside a bare loop, and what does a synchronization add?
+"""Cost of the trainer compared with a bare loop, and of a synchronization.
 
     python benchmarks/step_overhead.py                      # 2 replicas x 2 shards on the CPU
     python benchmarks/step_overhead.py --replicas 1 --shard 8   # one node of 8 GPUs

@@ -1,4 +1,4 @@
-"""What does one synchronization cost, by method and wire, beside what its bytes alone need?
+"""Cost of one synchronization, by method and wire, compared with what its bytes alone need.
 
     python benchmarks/sync_cost.py                              # 2 replicas of one process each; ten minutes on two cores
     python benchmarks/sync_cost.py --methods edit diloco --wires fp32 int8 --shard 4    # eight GPUs

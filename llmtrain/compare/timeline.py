@@ -25,7 +25,7 @@ LONGEST = 3.0
 NOTICEABLE = 0.01
 """Of a step: a shorter standstill only found that there was nothing to wait for."""
 MARGIN = 0.12
-"""Of the window, before its first synchronization."""
+"""Fraction of the window that lies before its first synchronization."""
 
 KINDS = {
     "step": ("#e8e8e8", "rest of a step"),

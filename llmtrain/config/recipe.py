@@ -31,7 +31,7 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """Which decoder-only transformers model is trained, from random initialization."""
+    """The decoder-only transformers model to train, from random initialization."""
 
     type: str = "llama"
     """`model_type` of a transformers causal language model (`llama`, `gpt_neo`, ...)."""
@@ -68,7 +68,7 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """How long, and how much at once.
+    """Length of training, and batch sizes.
 
     global_batch (sequences) = micro_batch x accumulation x replicas x shards. It is what *all* replicas together
     consume in one step, so runs of every method have seen the same tokens after the same number of steps.
@@ -151,8 +151,8 @@ class ParallelSection(Section):
     engine: Literal["fsdp2", "zero"] = "fsdp2"
     """What runs one replica: torch's FSDP2, or DeepSpeed ZeRO."""
     zero_stage: Literal[1, 2, 3] = 3
-    """What ZeRO shards: 1 optimizer state, 2 and gradients, 3 and weights. Layer-wise synchronization is layer by layer in
-    stage 3; in 1 and 2 all layers synchronize at the start of the step."""
+    """ZeRO shards the optimizer state in stage 1, also gradients in 2, also weights in 3.
+    Layer-wise synchronization is layer by layer in 3; in 1 and 2 all layers synchronize at the start of the step."""
     zero_offload: bool = False
     """ZeRO: masters and optimizer state in CPU memory, where the optimizer runs."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
@@ -187,7 +187,7 @@ class ParallelSection(Section):
 
     @property
     def given_on_cpu(self) -> list[int]:
-        """What there is of replicas and shards on a machine without a GPU, where `on_cpu` stands for `auto`."""
+        """Return those of replicas and shards that are known on a machine without a GPU, where `on_cpu` stands for `auto`."""
         cpu = self.on_cpu
         filled = [(self.replicas, cpu and cpu.replicas), (self.shards, cpu and cpu.shards)]
         return [size for given, default in filled if (size := default if given == "auto" else given) is not None]
@@ -225,7 +225,7 @@ class TraceSection(Section):
 
 
 class LogSection(Section):
-    """What a run reports while it trains."""
+    """Reports of a run while it trains."""
 
     every: PositiveInt = 10
     """Steps between lines of metrics."""

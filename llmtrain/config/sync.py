@@ -144,7 +144,7 @@ class LayerwiseSection(Section):
     kind: Literal["layerwise"] = "layerwise"
     """`layerwise`: block by block inside the next forward pass."""
     prefetch: NonNegativeInt = 2
-    """How many following blocks' reductions are under way while a block computes."""
+    """Number of following blocks whose reductions are in flight while a block computes."""
 
 
 class OverlappedSection(Section):
@@ -214,7 +214,7 @@ Wire = Annotated[WireSection, BeforeValidator(kind)]
 
 
 class SyncSection(Section):
-    """How replicas agree. `method` is a preset; each other key has the method's own default (table below)."""
+    """Synchronization between replicas. `method` is a preset; each other key has the method's own default (table below)."""
 
     method: str = "edit"
     """The published method whose choices are the defaults of the keys below."""
@@ -229,9 +229,9 @@ class SyncSection(Section):
     penalty: PenaltySection | None = None
     """What: EDiT's `{z, ema, min_rounds, temperature, clip, step_weight}`, or `null` for the plain mean."""
     outer: Outer = Field(default_factory=AverageSection)
-    """How applied: `average`, `{kind: sgd, lr}`, or `nesterov` or `momentum` with `{lr, momentum, normalize}`."""
+    """Outer step: `average`, `{kind: sgd, lr}`, or `nesterov` or `momentum` with `{lr, momentum, normalize}`."""
     schedule: Schedule = Field(default_factory=BlockingSection)
-    """How run: `blocking`, `layerwise`, `{kind: overlapped, steps, fragments, alpha}`, `delayed` or `wait_avoiding`."""
+    """Schedule: `blocking`, `layerwise`, `{kind: overlapped, steps, fragments, alpha}`, `delayed` or `wait_avoiding`."""
     pull: PullSection | None = None
     """PALSGD's local pull towards the anchor, `{probability, strength, batch}`, or `null`."""
     wire: Wire = Field(default_factory=WireSection)

@@ -119,12 +119,12 @@ class BlockSync:
 
     def sync_all_blocks(self, since: RoundStats) -> None:
         """Synchronize all blocks now, with equal weights. Afterwards all replicas are equal. Requires anchors."""
-        under_way = [self.start_reduce(index) for index in self.blocks[: MAX_IN_FLIGHT + 1]]
+        in_flight = [self.start_reduce(index) for index in self.blocks[: MAX_IN_FLIGHT + 1]]
         for index in self.anchors.iter_prefetched(self.blocks, momentum=True):
-            mean = under_way[index].wait()
-            if index + 1 < len(under_way):
-                under_way[index + 1].start_second_phase()
-            if len(under_way) < len(self.blocks):
-                under_way.append(self.start_reduce(len(under_way)))
+            mean = in_flight[index].wait()
+            if index + 1 < len(in_flight):
+                in_flight[index + 1].start_second_phase()
+            if len(in_flight) < len(self.blocks):
+                in_flight.append(self.start_reduce(len(in_flight)))
             self.write_parameters(index, self.outer_step(index, mean, since))
-            under_way[index] = None  # frees the message
+            in_flight[index] = None  # frees the message

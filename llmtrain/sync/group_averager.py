@@ -140,10 +140,10 @@ class GroupAverager:
             message = [part.clone() for part in self._posted[version]]
             self._posted = {i: posted for i, posted in self._posted.items() if i >= version}
         group = self.group_of(iteration)
-        under_way = [group.all_reduce(part, f"group average of iteration {iteration}", self.wire) for part in message]
-        for pending in under_way:
+        in_flight = [group.all_reduce(part, f"group average of iteration {iteration}", self.wire) for part in message]
+        for pending in in_flight:
             pending.start_second_phase()
-        sums = [pending.wait() for pending in under_way]
+        sums = [pending.wait() for pending in in_flight]
         with self._changed:
             self._sums[iteration] = sums, version
 

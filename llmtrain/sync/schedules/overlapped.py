@@ -32,7 +32,7 @@ class OverlappedSchedule(Schedule):
         self.period, self.section, self.staleness = period, section, section.steps
         self.fragments = fragments_of(section, len(block_sync.blocks))
         self._local_stats = [RoundStats()] * len(self.fragments)  # local steps since each fragment's last turn
-        self._in_flight: list[RoundStats | None] = [None] * len(self.fragments)  # those of the message under way
+        self._in_flight: list[RoundStats | None] = [None] * len(self.fragments)  # those of the message in flight
         self._pending: dict[int, PendingReduction] = {}  # by block
         self._is_mixed = False
 
