@@ -17,6 +17,7 @@ from llmtrain.compare.cluster import (
     HostLimits,
     VirtualHost,
     loopback_cluster,
+    processes,
     remove_leftovers,
     virtual_cluster,
 )
@@ -175,6 +176,21 @@ def test_all_processes_of_one_host_are_paused_resumed_and_killed(kind: str):
         assert all(map(is_gone, pids)) and host.pids() == [] and process.returncode == -signal.SIGKILL
         assert bystander.poll() is None
     assert bystander.returncode == -signal.SIGKILL  # the end of the cluster
+
+
+def test_a_process_that_ends_between_two_looks_has_an_exit_status_too(monkeypatch):
+    def ends_now(pid: int) -> bool:
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return True
+
+    monkeypatch.setattr(processes, "_send", lambda pid, number: None)
+    monkeypatch.setattr(processes, "_is_gone", ends_now)
+    with loopback_cluster(1) as (host,):
+        process = host.popen(["sleep", "600"])
+        host.kill()
+        assert process.returncode == -signal.SIGKILL
+        monkeypatch.undo()
 
 
 def test_a_process_is_found_also_while_it_becomes_another_program(tmp_path):

@@ -59,6 +59,8 @@ class Host(ABC):
     def kill(self) -> None:
         """Send SIGKILL to all processes here and wait until they have ended. Raises TimeoutError if one does not."""
         kill_all(self.pids, self.name)
+        for process in self._started:
+            process.poll()  # one that ended after the last look is a zombie, whose Popen has no exit status yet
 
     @abstractmethod
     def sent(self, network: int = 0) -> int | None:
