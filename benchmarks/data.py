@@ -134,7 +134,7 @@ def load(task: dict[str, Any]) -> dict[str, Any]:
     with opened(recipe, 1, 1) as (mesh, prepared, scratch):
         trainer = build(recipe, mesh, prepared, scratch)
         trainer.train_step()  # warms up
-        interval, steps = trainer.interval, []
+        interval, steps = trainer.metrics.interval, []
         for _ in range(task["turns"]):
             before = interval.step_seconds, interval.data_seconds
             trainer.train_step()

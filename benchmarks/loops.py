@@ -104,8 +104,8 @@ def build(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, scratch: str, name
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"out_dir": scratch})})
     if mesh.store is not None:
         mesh = replace(mesh, store=dist.PrefixStore(f"benchmark {name}", mesh.store))
-    built = build_trainer(recipe, mesh, prepared, RunDirectory(recipe), None, Console(False), "", StopRequest())
-    built.console.start(0, recipe.train.total_steps)
+    built = build_trainer(recipe, mesh, prepared, RunDirectory(recipe), Console(False), "", StopRequest())
+    built.metrics.console.start(0, recipe.train.total_steps)
     return built
 
 

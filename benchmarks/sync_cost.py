@@ -166,8 +166,8 @@ def sync_turn(trainer: Trainer, every: int, rounds: int, mesh: Mesh) -> Turn:
 
 
 def _counters(trainer: Trainer) -> tuple[float, ...]:
-    report, traffic = trainer.method.report(), trainer.mesh.replica.traffic
-    return trainer.exposed_seconds, report.wait_seconds, traffic.seconds, traffic.bytes
+    report, traffic = trainer.method.report(), trainer.metrics.mesh.replica.traffic
+    return trainer.metrics.exposed_seconds, report.wait_seconds, traffic.seconds, traffic.bytes
 
 
 def _alone(mesh: Mesh, sent: float) -> float:

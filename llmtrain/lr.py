@@ -38,8 +38,9 @@ class LRSchedule:
         return next((step for step in steps if self.at(step) <= share * self.peak), self.total_steps + 1)
 
     def at(self, step: int) -> float:
-        """Return the learning rate of step `step`, from 1 to `total_steps`."""
-        schedule = self.schedule
+        """Return the learning rate of step `step`, from 1. Beyond `total_steps`, where A-EDiT's fast replicas train, it is
+        that of the last step."""
+        schedule, step = self.schedule, min(step, self.total_steps)
         if step <= schedule.warmup_steps:
             return self.peak * step / schedule.warmup_steps
         if schedule.kind == "constant":

@@ -13,6 +13,7 @@ import torch
 from llmtrain.compare.comparison import DelaySection, GarbageSection
 from llmtrain.config import Section
 from llmtrain.data.prefetch import PrefetchLoader
+from llmtrain.reshard import Rule
 from llmtrain.trace import span
 from llmtrain.train.trainer import Trainer
 
@@ -48,20 +49,20 @@ def inject(faults: Faults, host: int) -> Callable[[Trainer], None]:
             trainer.engine.register_block_hook(_sleeper(faults, host, trainer))
         if faults.garbage is not None:
             trainer.loader = GarbageLoader(
-                trainer.loader, lambda: faults.reads_garbage(host, trainer.step), faults.seed
+                trainer.loader, lambda: faults.reads_garbage(host, trainer.state.step), faults.seed
             )
 
     return change
 
 
 def _sleeper(faults: Faults, host: int, trainer: Trainer) -> Callable[[int], None]:
-    slept_in = trainer.step
+    slept_in = trainer.state.step
 
     def sleep(index: int) -> None:
         nonlocal slept_in
-        if index == 0 and trainer.step != slept_in:  # once a step, whatever the micro-batches
-            slept_in = trainer.step
-            if seconds := faults.delay(host, trainer.step):
+        if index == 0 and trainer.state.step != slept_in:  # once a step, whatever the micro-batches
+            slept_in = trainer.state.step
+            if seconds := faults.delay(host, trainer.state.step):
                 with span("delay"):
                     time.sleep(seconds)
 
@@ -90,6 +91,10 @@ class GarbageLoader:
     def state_dict(self) -> dict[str, Any]:
         """The other loader's."""
         return self._loader.state_dict()
+
+    def reshard_rule(self) -> Rule:
+        """The other loader's."""
+        return self._loader.reshard_rule()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse."""

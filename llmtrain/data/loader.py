@@ -9,14 +9,16 @@ a last window are dropped.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from llmtrain.data.cursor import SampleCursor
+from llmtrain.data.cursor import SampleCursor, merge_cursors
 from llmtrain.data.shards import TokenShards
 from llmtrain.errors import DataError
+from llmtrain.reshard import Rule, by_replica
 
 IGNORE_INDEX = -100
 """Label of positions excluded from the loss; the default `ignore_index` of torch's cross entropy."""
@@ -93,6 +95,10 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         return self.cursor.state_dict()
+
+    def reshard_rule(self) -> Rule:
+        """Return the rule by which `state_dict` is resharded: each sample that some replica has left is read once."""
+        return by_replica(partial(merge_cursors, global_batch=self.global_batch))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor.load_state_dict(state)

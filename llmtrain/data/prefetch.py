@@ -13,6 +13,7 @@ import torch
 
 from llmtrain.data.loader import Loader
 from llmtrain.errors import DataError
+from llmtrain.reshard import Rule
 from llmtrain.threads import with_current_device
 
 REST_SECONDS = 2.0
@@ -51,6 +52,10 @@ class PrefetchLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state after the last batches that `next` returned."""
         return self._state
+
+    def reshard_rule(self) -> Rule:
+        """Return the rule by which `state_dict` is resharded."""
+        return self.loader.reshard_rule()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state, after discarding batches read ahead."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from llmtrain import trace
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.wire_format import WireFormat
+from llmtrain.reshard import mean, resharded, split_evenly
 
 T = TypeVar("T")
 
@@ -36,9 +37,13 @@ def is_lost_peer(error: RuntimeError) -> bool:
 class Traffic:
     """Bytes that this rank has sent over one axis so far, and seconds that it has waited."""
 
-    bytes: float = 0.0
-    seconds: float = 0.0
+    bytes: float = resharded(0.0, by=split_evenly)
+    seconds: float = resharded(0.0, by=mean)
     """Time that the calling thread has waited for collectives to complete."""
+
+    def load(self, bytes: float, seconds: float) -> None:
+        """Continue from the counts of a checkpoint."""
+        self.bytes, self.seconds = bytes, seconds
 
 
 class PendingCollective:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llmtrain.parallel.engine import Engine
+from llmtrain.reshard import Rules, by_replica, rules_of
 from llmtrain.sync.period import Period
 from llmtrain.sync.pull import Pull
 from llmtrain.sync.schedules.base import BlockTensors, Schedule
@@ -121,10 +121,10 @@ class Method:
         self.period.load_state_dict(state["period"])
         self.schedule.load_state_dict(state["schedule"], tensors)
 
-    def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return each replica's `state_dict`, without the report, for a run that resumes with other replicas.
-        `states` has one state per old replica."""
+    def reshard_rules(self) -> Rules:
+        """Return the rules by which `state_dict` is resharded."""
         return {
-            "period": self.period.resharded([state["period"] for state in states]),
-            "schedule": self.schedule.resharded([state["schedule"] for state in states]),
+            "report": rules_of(SyncStats),
+            "period": by_replica(self.period.resharded),
+            "schedule": by_replica(self.schedule.resharded),
         }

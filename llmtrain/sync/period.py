@@ -10,7 +10,7 @@ from typing import Any
 
 from llmtrain.config import AnyPeriod, EveryStepSection, QsrSection, SyncSection
 from llmtrain.lr import LRSchedule
-from llmtrain.sync.require_equal import require_equal
+from llmtrain.reshard import require_equal
 
 
 class Period(ABC):

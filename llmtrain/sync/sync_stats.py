@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from llmtrain.reshard import first, mean, mean_over_replicas, resharded, sum_over_shards
 from llmtrain.trace import span
 
 
@@ -18,27 +19,27 @@ class SyncStats:
     """Counters since the start of the run, and results of the last round. Seconds are measured on the main
     thread. Sums of squares stay on the device until read, so that training does not wait for them."""
 
-    count: int = 0
+    count: int = resharded(0, by=first)
     """Completed rounds."""
-    anomalies: int = 0
+    anomalies: int = resharded(0, by=first)
     """Blocks left out of a mean, counted once per replica."""
-    rollbacks: int = 0
+    rollbacks: int = resharded(0, by=first)
     """Blocks restored to their anchor because every replica was anomalous."""
-    late: int = 0
+    late: int = resharded(0, by=mean_over_replicas)
     """Group averages that this replica was late for."""
-    seconds: float = 0.0
+    seconds: float = resharded(0.0, by=mean)
     """Time between the start and the end of each round, summed, including forward passes in between."""
-    exposed_seconds: float = 0.0
+    exposed_seconds: float = resharded(0.0, by=mean)
     """Time that training stood still for synchronization: waiting, messages and arithmetic."""
-    wait_seconds: float = 0.0
+    wait_seconds: float = resharded(0.0, by=mean)
     """Part of `exposed_seconds` spent waiting for the slowest replica to arrive."""
-    weights_max: float = 0.0
+    weights_max: float = resharded(0.0, by=first)
     """Largest weight of one replica in one block in the last round."""
-    slowest_replica: int = 0
+    slowest_replica: int = resharded(0, by=first)
     """Replica that computed longest in the last round."""
-    mean_squared: torch.Tensor | float = 0.0
+    mean_squared: torch.Tensor | float = resharded(0.0, by=sum_over_shards)
     """Last round: this rank's part of ||D||^2, where D is the reduced pseudo-gradient before clipping."""
-    spread_squared: torch.Tensor | float = 0.0
+    spread_squared: torch.Tensor | float = resharded(0.0, by=sum_over_shards)
     """Last round: this rank's part of ||D_n - mean||^2, the squared distance of its replica from the mean."""
 
     @contextmanager

@@ -9,8 +9,8 @@ import torch
 
 from llmtrain.config import EverySecondsSection
 from llmtrain.parallel.comms import Comms
+from llmtrain.reshard import require_equal
 from llmtrain.sync.period import Period
-from llmtrain.sync.require_equal import require_equal
 
 Clock = Callable[[], float]
 """A monotonic clock, in seconds."""

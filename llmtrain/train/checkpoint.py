@@ -23,14 +23,14 @@ from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import CheckpointError
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.reshard import MeshChange, Rules
 from llmtrain.seeding import derive_seed
 from llmtrain.sync.anchors import flatten
 from llmtrain.sync.method import Method
 from llmtrain.sync.schedules.base import BlockTensors
 from llmtrain.train.checkpoint_reader import CheckpointReader
 from llmtrain.train.checkpoint_writer import CheckpointWriter
-from llmtrain.train.integrity import FORMAT, folder_name, list_checkpoints, read_state
-from llmtrain.train.reshard import MeshChange
+from llmtrain.train.integrity import FORMAT, folder_name, list_checkpoints, read_state, step_of
 from llmtrain.train.run_dir import check_same_recipe
 
 T = TypeVar("T")
@@ -61,20 +61,19 @@ class Checkpointer:
         method: Method,
         section: CheckpointSection,
         timeout_seconds: float,
-        pinned_steps: Callable[[], Collection[int]] = tuple,
         recipe: Recipe | None = None,
+        note: Callable[[str], None] = lambda text: None,
     ):
-        """Keep checkpoints whose step is in `pinned_steps()`, because they are still being read. Store
-        `recipe`, if given, in each checkpoint, and refuse to load a checkpoint of another recipe."""
+        """Store `recipe`, if given, in each checkpoint, and refuse to load a checkpoint of another recipe. Report
+        complete checkpoints through `note`."""
         self.directory, self.mesh, self.engine, self.method = directory, mesh, engine, method
-        self.section, self.timeout_seconds, self.pinned_steps, self.recipe = (
-            section,
-            timeout_seconds,
-            pinned_steps,
-            recipe,
-        )
+        self.section, self.timeout_seconds, self.recipe, self.note = section, timeout_seconds, recipe, note
         self.seconds = 0.0
         """Seconds that training has stood still for checkpoints."""
+        self.on_saved: list[Callable[[int], None]] = []
+        """Functions to call with the step of each checkpoint that has become complete."""
+        self.pinned_by: list[Callable[[], Collection[int]]] = []
+        """Functions that return the steps of checkpoints which are still being read and must be kept."""
         self._writing: CheckpointWriter | None = None
 
     def save(self, step: int, progress: dict[str, Any]) -> None:
@@ -113,32 +112,35 @@ class Checkpointer:
             self._writing.wait(self.timeout_seconds)
         self.seconds += time.monotonic() - started
 
-    def written(self) -> CheckpointWriter | None:
-        """Return the writer of the last checkpoint, once, after it has finished without error; otherwise None."""
+    def poll(self) -> None:
+        """Report the last checkpoint, once, if it has become complete: through `note`, and to the functions in `on_saved`."""
         writing = self._writing
         if writing is None or not writing.is_done or writing.error is not None:
-            return None
+            return
         self._writing = None
-        return writing
+        self.note(f"checkpoint {writing.final} (written in {writing.seconds:.1f} s)")
+        for call in self.on_saved:
+            call(step_of(writing.final))
 
     @property
     def failed(self) -> bool:
         """Return whether the last checkpoint could not be written. The next `save` or `wait` raises the error."""
         return self._writing is not None and self._writing.is_done and self._writing.error is not None
 
-    def load(self, path: Path, global_batch: int, seed: int) -> LoadedCheckpoint:
+    def load(self, path: Path, rules: Rules, seed: int) -> LoadedCheckpoint:
         """Restore the state in `path`, written on any mesh. A collective of all ranks.
 
-        `global_batch` is the run's. Ranks without a predecessor in the old mesh derive their random numbers
-        from `seed`. Raises CheckpointError, on every rank, if the checkpoint is damaged or can't be continued
+        `rules` say how the values given to `save` are resharded. Ranks without a predecessor in the old mesh
+        derive their random numbers from `seed`. Raises CheckpointError, on every rank, if the checkpoint is damaged or can't be continued
         on this mesh. Raises RecipeError if it belongs to another recipe.
         """
         state = read_state(path)
         if self.recipe is not None and "recipe" in state:
             # It may have been copied into the folder of a run of another name.
             check_same_recipe(Recipe.model_validate(state["recipe"]), self.recipe, str(path), ignored=["run.name"])
-        change = MeshChange.onto(self.mesh, state["mesh"])
-        progress = change.progress(state["ranks"], state["step"], global_batch, self.method)
+        here = (self.mesh.replicas, self.mesh.shard.size, self.mesh.replica.rank, self.mesh.shard.rank)
+        change = MeshChange(*state["mesh"], *here, global_step=state["step"])
+        progress = change.apply({**rules, "method": self.method.reshard_rules()}, state["ranks"])
         method = progress.pop("method")
         generators = self._seeded_generators(seed, state["step"])
         self._read_engine(path, change, generators)
@@ -244,7 +246,7 @@ class Checkpointer:
         """Delete expired checkpoints that are not pinned. Runs after the new checkpoint is complete."""
         steps = [step for step, _ in list_checkpoints(self.directory) if step <= newest]
         for step in self.section.expired(steps):
-            if step not in self.pinned_steps():
+            if not any(step in pinned() for pinned in self.pinned_by):
                 shutil.rmtree(self.directory / folder_name(step), ignore_errors=True)
 
 

@@ -1,256 +1,306 @@
-"""Metrics: measured by every rank between two log lines, gathered without a barrier, and written to disk.
-
-Each rank submits a row of numbers. The gather of the rows runs in the background and is collected when done, at
-the latest at the next log line. A replica therefore waits for another only when it is a full log line ahead.
-"""
+"""Metrics of a run: timed and summed on each rank, gathered without a barrier, and logged on the main rank."""
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import torch
 
-from llmtrain.errors import TrainingError
-from llmtrain.parallel.comms import PendingCollective
+from llmtrain.config import Recipe
+from llmtrain.parallel.comms import Traffic
+from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.sync.penalty import RunningMoments
-from llmtrain.train.checkpoint_writer import atomic_write
+from llmtrain.reshard import Rules, first, largest, mean, resharded, rules_of, split_evenly
+from llmtrain.sync.method import Method
+from llmtrain.train.checkpoint import Checkpointer
+from llmtrain.train.console import Console
+from llmtrain.train.devices import peak_memory_bytes
+from llmtrain.train.io_errors import IoErrors
+from llmtrain.train.loggers import Logger, open_loggers
+from llmtrain.train.metric_gather import AsyncMetricGather, GatheredMetrics, MetricReducer, RankMetrics
+from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.signals import StopRequest
+from llmtrain.train.state import TrainState
+from llmtrain.train.validation import Validation, ValidationSet
 
-SPIKE_DEVIATIONS = 6.0
-"""Number of standard deviations above the running mean at which a logged loss counts as a spike (OLMo's
-threshold)."""
-SPIKE_AFTER_LINES = 10
-SKIPS_IN_A_ROW = 10
-"""Number of consecutive skipped steps that ends the run."""
+T = TypeVar("T")
 
 
 @dataclass
-class RankMetrics:
-    """One rank's numbers: sums since its last log line, or totals since the start of the run."""
+class IntervalMetrics:
+    """This rank's sums since its last log line. Losses and norms stay on the device until the line is made."""
 
-    steps: float
-    loss_sum: float
-    predicted_tokens: float
-    tokens_total: float
-    steps_total: float
-    gradients_total: float
-    late_total: float
-    skipped_total: float
-    skipped_in_a_row: float
-    grad_norm: float
-    """Mean over the interval's gradients, for the rank's replica."""
-    step_seconds: float
-    """Sum over the interval's steps."""
-    data_seconds: float
-    peak_memory: float
-    bytes_total: float
-    """Bytes sent on the replica axis."""
-    other_bytes_total: float
-    """Bytes sent for validation, metrics and agreements."""
-    comm_seconds: float
-    exposed_seconds: float
-    wait_seconds: float
-    mean_squared: float
-    spread_squared: float
-    stop: float
-    """1 if this process was asked to stop."""
-    unwritten: float
-    """1 if a checkpoint could not be written or another I/O error is pending."""
-    fingerprint: float
-    """Fingerprint of the rank's shard of the anchors; 0 if none was due."""
+    loss: torch.Tensor | float = resharded(0.0, by=split_evenly)
+    grad_norm: torch.Tensor | float = resharded(0.0, by=mean)
+    steps: int = resharded(0, by=mean)
+    gradients: int = resharded(0, by=mean)
+    """Steps that computed a gradient."""
+    predicted_tokens: int = resharded(0, by=split_evenly)
+    step_seconds: float = resharded(0.0, by=largest)
+    data_seconds: float = resharded(0.0, by=largest)
 
 
-@dataclass(frozen=True)
-class GatheredMetrics:
-    """Rows of all ranks for one log line."""
-
-    step: int
-    seconds: float
-    common: dict[str, float]
-    """Values known to every rank without a gather: learning rate, period, counters."""
-    rows: torch.Tensor
-    """Shape [ranks, fields of RankMetrics], float64."""
-
-    def column(self, name: str) -> torch.Tensor:
-        """Return one field's values, one per rank."""
-        return self.rows[:, [field.name for field in fields(RankMetrics)].index(name)]
-
-    @property
-    def tokens(self) -> int:
-        """Return the training tokens of all replicas so far."""
-        return int(self.column("tokens_total").sum())
-
-    @property
-    def stop_requested(self) -> bool:
-        return bool(self.column("stop").sum() > 0)
-
-    @property
-    def checkpoint_failed(self) -> bool:
-        return bool(self.column("unwritten").sum() > 0)
+METRICS_RULES: Rules = {
+    "interval": rules_of(IntervalMetrics),
+    "train_seconds": first,
+    "gradient_wait_seconds": mean,
+    "first_eval": first,
+    "last_eval": first,
+    "last_line": first,
+    "traffic": rules_of(Traffic),
+    "other_traffic": rules_of(Traffic),
+}
+"""Rules of `Metrics.state_dict`."""
 
 
-class AsyncMetricGather:
-    """Background gather of metric rows. All ranks call `submit` at the same steps."""
+class Metrics:
+    """Metrics of one rank. All ranks call `log`, `wait` and `log_validation` at the same steps."""
 
-    def __init__(self, mesh: Mesh):
-        self.mesh = mesh
-        self._pending: tuple[int, float, dict[str, float], PendingCollective] | None = None
+    def __init__(
+        self,
+        recipe: Recipe,
+        mesh: Mesh,
+        engine: Engine,
+        method: Method,
+        checkpointer: Checkpointer,
+        reducer: MetricReducer,
+        console: Console,
+        directory: RunDirectory,
+        stop: StopRequest,
+        io_errors: IoErrors,
+    ):
+        self.recipe, self.mesh, self.engine, self.method = recipe, mesh, engine, method
+        self.checkpointer, self.reducer, self.console = checkpointer, reducer, console
+        self.directory, self.stop, self.io_errors = directory, stop, io_errors
+        self.interval = IntervalMetrics()
+        self.train_seconds = 0.0
+        """Training time so far: steps, outstanding device work and waits for other ranks."""
+        self.tokens = 0
+        """Training tokens of all replicas at the last count over all ranks."""
+        self.last_line: dict[str, float] = {}
+        self.first_eval: Validation | None = None
+        self.last_eval: Validation | None = None
+        self.stop_agreed = False
+        """Whether all ranks know that a stop was requested."""
+        self._gather = AsyncMetricGather(mesh)
+        self._displayed: GatheredMetrics | None = None
+        self._verified = 0  # synchronizations at the last comparison of anchors
+        self._loggers: Sequence[Logger] = ()
 
-    def submit(self, step: int, seconds: float, common: dict[str, float], row: RankMetrics) -> None:
-        """Start gathering the rows of one line. The previous line must have been collected."""
-        assert self._pending is None
-        values = torch.tensor([float(value) for value in asdict(row).values()], dtype=torch.float64)
-        self._pending = (step, seconds, common, self.mesh.all_ranks.gather(values, "gathering metrics"))
+    @contextmanager
+    def open(self, state: TrainState) -> Iterator[None]:
+        """Open the loggers and the progress bar for the enclosed training. A collective of all ranks.
+
+        Raises TrainingError, on every rank, if metrics cannot be written.
+        """
+        tensorboard = self.directory.tensorboard if self.recipe.log.tensorboard else None
+        if self.mesh.is_main:
+            opened = self._write(lambda: open_loggers(self.directory.metrics, tensorboard, state.step))
+            self._loggers = opened or ()
+        self.io_errors.check()
+        self.console.start(state.global_step, state.total_steps)
+        yield
+        for logger in self._loggers:
+            self._write(logger.close)
+        self.io_errors.check()
+        self.console.stop()
+
+    @contextmanager
+    def training_time(self) -> Iterator[None]:
+        """Count the enclosed code as training time. Validation, checkpointing and logging are outside."""
+        started = time.monotonic()
+        yield
+        self.interval.step_seconds += time.monotonic() - started
+        self.train_seconds += time.monotonic() - started
+
+    @contextmanager
+    def data_time(self) -> Iterator[None]:
+        """Count the enclosed code as waiting for data."""
+        started = time.monotonic()
+        yield
+        self.interval.data_seconds += time.monotonic() - started
+
+    def accumulate(self, tokens: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Add one gradient that was used: its tokens on this rank, their summed loss and the replica's gradient norm."""
+        self.interval.loss += loss
+        self.interval.grad_norm += grad_norm
+        self.interval.gradients += 1
+        self.interval.predicted_tokens += tokens
+
+    def count_step(self, state: TrainState) -> None:
+        """Count a step and move the progress bar."""
+        self.interval.steps += 1
+        self.console.advance(state.global_step)
+
+    def log(self, state: TrainState, lr: float) -> None:
+        """Finish the previous log line, then start gathering this interval's metrics."""
+        self.wait()
+        report, interval = self.method.report(), self.interval
+        with self.training_time():
+            loss, grad_norm = float(interval.loss), float(interval.grad_norm)  # waits for the device
+        common = {
+            "train/lr": lr,
+            "sync/count": report.count,
+            "sync/period": self.method.period.round_length(state.step),
+            "sync/weights_max": report.weights_max,
+            "sync/anomalies": report.anomalies,
+            "sync/rollbacks": report.rollbacks,
+            "sync/staleness": self.method.schedule.staleness,
+            "perf/checkpoint_seconds": self.checkpointer.seconds,
+            "health/slowest_replica": report.slowest_replica,
+        }
+        row = RankMetrics(
+            steps=interval.steps,
+            loss_sum=loss,
+            predicted_tokens=interval.predicted_tokens,
+            tokens_total=state.predicted_tokens,
+            steps_total=state.step,
+            gradients_total=state.gradients,
+            late_total=report.late,
+            skipped_total=state.skipped,
+            skipped_in_a_row=state.skipped_in_a_row,
+            grad_norm=grad_norm / max(1, interval.gradients),
+            step_seconds=interval.step_seconds,
+            data_seconds=interval.data_seconds,
+            peak_memory=peak_memory_bytes(self.mesh.device),
+            bytes_total=self.mesh.replica.traffic.bytes,
+            other_bytes_total=self.mesh.all_ranks.traffic.bytes,
+            comm_seconds=self.mesh.replica.traffic.seconds,
+            exposed_seconds=self.exposed_seconds,
+            wait_seconds=report.wait_seconds,
+            mean_squared=float(report.mean_squared),
+            spread_squared=float(report.spread_squared),
+            stop=self.stop.requested,
+            unwritten=self.checkpointer.failed or self.io_errors.pending,
+            fingerprint=self._fingerprint(report.count),
+        )
+        self._gather.submit(state.global_step, self.train_seconds, common, row)
+        self.interval = IntervalMetrics()
 
     def wait(self) -> None:
-        """Wait for the slowest rank's row, if a line is in flight."""
-        if self._pending is not None:
-            self._pending[-1].wait()
+        """Wait for the pending log line and act on it. All ranks do so at the same step, on the same numbers, so no replica is
+        ever more than two lines ahead of another.
 
-    def wait_all(self, only_if_done: bool = False) -> GatheredMetrics | None:
-        """Return the line in flight, or None if there is none. Waits for the slowest rank's row; with
-        `only_if_done`, returns None instead."""
-        if self._pending is None or (only_if_done and not self._pending[-1].is_done):
-            return None
-        *known, pending = self._pending
-        self._pending = None
-        return GatheredMetrics(*known, rows=pending.wait())
+        Raises TrainingError, on every rank, for numbers that are not finite, anchors that differ and failed writes.
+        """
+        with self.training_time(), self.method.report().time_exposed(), self.method.report().time_waiting():
+            self._gather.wait()
+        line, self._displayed = self._displayed or self._display(self._gather.wait_all()), None
+        if line is not None:
+            self.reducer.check(line)
+            self.stop_agreed |= line.stop_requested
+            if line.checkpoint_failed:
+                self.checkpointer.wait()  # raises, on all ranks, if a checkpoint is what failed
+                self.io_errors.check()
 
+    def poll(self) -> None:
+        """Display the pending log line as soon as it is ready. Decisions are made in `wait`."""
+        self.checkpointer.poll()
+        if self.mesh.is_main and self._displayed is None:
+            self._displayed = self._display(self._gather.wait_all(only_if_done=True))
 
-class MetricReducer:
-    """Reducer of a line's rows to the tags of docs/metrics.md."""
+    def log_validation(self, state: TrainState, found: Sequence[tuple[ValidationSet, Validation]]) -> None:
+        """Log the results of one validation. A collective of all ranks, because it counts the tokens of all replicas."""
+        self.count_tokens(state)
+        self.last_eval = found[0][1]
+        self.first_eval = self.first_eval or self.last_eval
+        state.last_evaluated = state.global_step
+        tags: dict[str, float] = {}
+        for text, validation in found:
+            tags |= text.tags(validation)
+            self.console.log_validation(state.global_step, text.name, text.tags(validation))
+        self._log(state.global_step, self.tokens, self.train_seconds, tags)
 
-    def __init__(self, mesh: Mesh, flops_per_token: float, peak: float | None):
-        self.mesh, self.flops_per_token, self.peak = mesh, flops_per_token, peak
-        self.spikes = 0
-        self._losses = RunningMoments((1, 1), ema=0.05)
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last checkpoint is complete; a run writes one at a time. Raises TrainingError, on every rank, if it or
+        the metrics could not be written."""
+        self.checkpointer.wait()
+        self.checkpointer.poll()
+        self.io_errors.check()
 
-    def tags(self, line: GatheredMetrics) -> dict[str, float]:
-        """Return the tags of one line and count its loss spike, if any."""
-        loss_sums, tokens = line.column("loss_sum"), line.column("predicted_tokens")
-        loss = float(loss_sums.sum() / tokens.sum())  # NaN, written as null, where nobody computed a gradient
-        seconds, steps = float(line.column("step_seconds").max()), line.column("steps")
-        rate = float(tokens.sum()) / seconds if seconds > 0 else math.nan
-        mean, spread = (
-            line.column(name).sum().item() / self.mesh.replicas for name in ("mean_squared", "spread_squared")
-        )
-        tags = {
-            "train/loss": loss,
-            "train/ppl": math.exp(min(loss, 700.0)),
-            "train/steps": float(line.column("steps_total").mean()),
-            "train/gradient_steps": float(line.column("gradients_total").mean()),
-            "train/grad_norm": float(line.column("grad_norm").mean()),
-            "perf/tokens_per_second": rate,
-            "perf/step_seconds": float((line.column("step_seconds") / steps).max()),
-            "perf/data_seconds": float((line.column("data_seconds") / steps).max()),
-            "perf/peak_memory_gib": float(line.column("peak_memory").max()) / 2**30,
-            "comm/bytes_total": float(line.column("bytes_total").sum()),
-            "comm/other_bytes_total": float(line.column("other_bytes_total").sum()),
-            "comm/seconds": float(line.column("comm_seconds").mean()),
-            "comm/exposed_seconds": float(line.column("exposed_seconds").mean()),
-            "comm/wait_seconds": float(line.column("wait_seconds").mean()),
-            "sync/pseudo_grad_norm": math.sqrt(mean),
-            "sync/divergence": math.sqrt(spread),
-            "sync/late": float(line.column("late_total").sum()) / self.mesh.shard.size,
-            "health/skipped_steps": float(line.column("skipped_total").sum()) / self.mesh.shard.size,
-            "health/loss_spikes": float(self._count_spike(loss)),
-            "health/nonfinite": float((~loss_sums.isfinite()).sum()),
-            **{tag: value for tag, value in line.common.items() if "/" in tag},
+    @property
+    def has_unlogged_steps(self) -> bool:
+        """Return whether this rank has trained since its last log line."""
+        return self.interval.steps > 0
+
+    def summary(self, state: TrainState, stopped: str) -> dict[str, Any]:
+        """Return the content of summary.json. Sums over ranks are those of the last log line."""
+        report = self.method.report()
+        return {
+            "method": self.recipe.sync.method,
+            "replicas": self.mesh.replicas,
+            "shards": self.mesh.shard.size,
+            "steps": state.global_step,
+            "gradient_steps": self.last_line.get("train/gradient_steps"),
+            "tokens": self.tokens,
+            "train_seconds": round(self.train_seconds, 3),
+            "tokens_per_second": round(self.tokens / self.train_seconds, 1) if self.train_seconds else None,
+            "final_train_loss": self.last_line.get("train/loss"),
+            "final_eval_loss": self.last_eval.loss if self.last_eval else None,
+            "bytes_sent": round(self.last_line.get("comm/bytes_total", 0)),
+            "other_bytes_sent": round(self.last_line.get("comm/other_bytes_total", 0)),
+            "sync_count": report.count,
+            "sync_seconds": round(report.seconds, 3),
+            "exposed_sync_seconds": round(self.exposed_seconds, 3),
+            "peak_memory_bytes": round(self.last_line.get("perf/peak_memory_gib", 0) * 2**30),
+            "stopped": stopped,
         }
-        if self.peak is not None:
-            tags["perf/mfu"] = rate * self.flops_per_token / (self.peak * self.mesh.world.size)
-        return tags
 
-    def check(self, line: GatheredMetrics) -> None:
-        """Raise TrainingError, on every rank alike, if training is no longer meaningful: a loss or gradient
-        norm is not finite, a replica skips every step, or anchors differ."""
-        # Steps that optim.nonfinite leaves out are in neither sum.
-        for what, column in (("loss", "loss_sum"), ("norm of the gradient", "grad_norm")):
-            values = line.column(column)
-            if not values.isfinite().all():
-                rank = int((~values.isfinite()).nonzero()[0])
-                raise TrainingError(
-                    f"the {what} is {values[rank].item()} on rank {rank} (replica {rank // self.mesh.shard.size}) at step "
-                    f"{line.step} or in the {line.column('steps')[rank]:.0f} steps before it; start again to continue from the last "
-                    "checkpoint, with a smaller optim.lr under another run.name if it comes back"
-                )
+    def count_tokens(self, state: TrainState) -> None:
+        """Count the training tokens of all replicas. A collective of all ranks."""
+        mine = torch.tensor(float(state.predicted_tokens), dtype=torch.float64)
+        self.tokens = int(self.mesh.all_ranks.all_reduce(mine, "counting tokens").wait())
 
-        skipped = line.column("skipped_in_a_row")
-        if skipped.max() >= SKIPS_IN_A_ROW:
-            rank = int(skipped.argmax())
-            raise TrainingError(
-                f"replica {rank // self.mesh.shard.size} left out its last {skipped[rank]:.0f} steps up to step {line.step}: no gradient "
-                "was finite (optim.nonfinite); start again to continue from the last checkpoint, with a smaller optim.lr under "
-                "another run.name if it comes back"
-            )
-        fingerprints = line.column("fingerprint").reshape(self.mesh.replicas, self.mesh.shard.size)
-        usual = fingerprints.mode(dim=0).values
-        others = (fingerprints != usual).any(dim=1).nonzero().flatten().tolist()
-        if others:
-            who = f"the anchor of replica {', '.join(map(str, others))} is not that of the others"
-            if 2 * len(others) >= self.mesh.replicas:
-                who = f"the anchors of the {self.mesh.replicas} replicas differ"
-            raise TrainingError(
-                f"{who}, found at step {line.step}: they no longer train the same model; look for faulty memory or network, and "
-                "start again to continue from the last checkpoint"
-            )
+    @property
+    def exposed_seconds(self) -> float:
+        """Return the seconds that training stood still for traffic between replicas: synchronizations and averaged gradients."""
+        return self.method.report().exposed_seconds + self.engine.gradient_wait_seconds
 
-    def _count_spike(self, loss: float) -> int:
-        if not math.isfinite(loss):
-            return self.spikes
-        value = torch.tensor([[loss]], dtype=torch.float64)
-        is_spike = self._losses.count >= SPIKE_AFTER_LINES and self._losses.z_scores(value) > SPIKE_DEVIATIONS
-        self.spikes += int(is_spike)
-        self._losses.update(value, torch.tensor([[not is_spike]]))
-        return self.spikes
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint stores, by the names of `METRICS_RULES`."""
+        interval = {"loss": float(self.interval.loss), "grad_norm": float(self.interval.grad_norm)}
+        return {
+            "interval": {**vars(self.interval), **interval},
+            "train_seconds": self.train_seconds,
+            "gradient_wait_seconds": self.engine.gradient_wait_seconds,
+            "first_eval": asdict(self.first_eval),
+            "last_eval": asdict(self.last_eval),
+            "last_line": self.last_line,
+            "traffic": asdict(self.mesh.replica.traffic),
+            "other_traffic": asdict(self.mesh.all_ranks.traffic),
+        }
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned. Other entries of `state` are ignored."""
+        self.interval = IntervalMetrics(**state["interval"])
+        self.train_seconds, self.last_line = state["train_seconds"], state["last_line"]
+        self.engine.gradient_wait_seconds = state["gradient_wait_seconds"]
+        self.first_eval, self.last_eval = Validation(**state["first_eval"]), Validation(**state["last_eval"])
+        self.mesh.replica.traffic.load(**state["traffic"])
+        self.mesh.all_ranks.traffic.load(**state["other_traffic"])
 
-class MetricsWriter:
-    """Writer of metrics.jsonl and, if requested, TensorBoard. Writes nothing if not `enabled`, as on every rank
-    but the main rank."""
+    def _fingerprint(self, count: int) -> int:
+        """Return the anchors' fingerprint if their comparison is due after `count` synchronizations, else 0."""
+        every = self.recipe.sync.verify_every
+        if every is None or count // every == self._verified // every:
+            return 0
+        self._verified = count
+        return self.method.fingerprint()
 
-    def __init__(self, path: Path, tensorboard: Path | None, resumed_step: int, enabled: bool):
-        self._file, self._board = None, None
-        if not enabled:
-            return
-        # Without a checkpoint all is done again, the validation before the first step too.
-        kept = [line for line in _lines(path) if line["step"] <= resumed_step] if resumed_step else []
-        atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = path.open("a", buffering=1)
-        if tensorboard is not None:
-            from torch.utils.tensorboard import SummaryWriter
+    def _display(self, line: GatheredMetrics | None) -> GatheredMetrics | None:
+        if line is not None:
+            self.last_line, self.tokens = self.reducer.tags(line), line.tokens
+            self._log(line.step, line.tokens, line.seconds, self.last_line)
+            self.console.log_step(line.step, line.tokens, self.last_line)
+        return line
 
-            self._board = SummaryWriter(str(tensorboard), purge_step=resumed_step + 1 if resumed_step else 0)
+    def _log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
+        for logger in self._loggers:
+            self._write(lambda logger=logger: logger.log(step, tokens, seconds, tags))
 
-    def write(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
-        """Write one line. Non-finite values become null in metrics.jsonl."""
-        if self._file is None:
-            return
-        values = {tag: value if math.isfinite(value) else None for tag, value in tags.items()}
-        self._file.write(json.dumps({"step": step, "tokens": tokens, "seconds": round(seconds, 3), **values}) + "\n")
-        if self._board is not None:
-            for tag, value in tags.items():
-                self._board.add_scalar(tag, value, step)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the intact lines of a metrics.jsonl. Lines that a crash cut off or a disk damaged are left out."""
-    lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and "step" in line:
-            lines.append(line)
-    return lines
+    def _write(self, work: Callable[[], T]) -> T | None:
+        return self.io_errors.write(self.directory.metrics, work)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,13 +39,14 @@ from llmtrain.train.console import Console, format_si
 from llmtrain.train.devices import enable_determinism, memory_of_rank, peak_flops
 from llmtrain.train.integrity import checkpoint_folders, latest_valid, step_of
 from llmtrain.train.io_errors import IoErrors
-from llmtrain.train.metrics import MetricReducer
+from llmtrain.train.metric_gather import MetricReducer
+from llmtrain.train.metrics import Metrics
 from llmtrain.train.mirror import Mirror
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest, stop_requests
 from llmtrain.train.summary import draw_losses, final_report, write_sample
 from llmtrain.train.trainer import Trainer
-from llmtrain.train.validation import ValidationSet
+from llmtrain.train.validation import ValidationSet, Validator
 
 
 def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] = lambda trainer: None) -> int:
@@ -75,29 +77,32 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
         mirror.open(mesh)
         mesh.broadcast_from_main(lambda: _make_ready(directory, prepared))
         resume_from = _newest_anywhere(directory, mirror, mesh, console)
-        trainer = build_trainer(recipe, mesh, prepared, directory, resume_from, console, reason, stop, suites, mirror)
+        trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop)
+        trainer.checkpointer.on_saved += [suites.after_checkpoint, mirror.upload_async]
+        trainer.checkpointer.pinned_by += [suites.pinned_steps, mirror.pinned_steps]
         try:
             with _traced(recipe.log.trace, directory.trace_of(world.rank)):
                 alter(trainer)
-                ended = trainer.fit()
+                mirror.upload_if_newer(resume_from)
+                ended = trainer.fit(resume_from)
             _finish_mirror(mirror, mesh, console, ended)
-            _write_summary(trainer, mesh, ended)
+            _write_summary(directory, trainer, mirror, mesh, ended)
         except (RuntimeError, DataError) as error:
             trainer.method.close()
             if mesh.is_main:
                 with suppress(OSError):  # the disk may be what ended the run
-                    directory.write_summary(trainer.summary("error"))
+                    directory.write_summary(_summary(trainer, mirror, "error"))
             if isinstance(error, TrainingError | DataError) or not is_lost_peer(error):
                 raise
             reason = " ".join(str(error).splitlines()[0].split())
             raise TrainingError(
                 f"rank {world.rank} (replica {mesh.replica.rank}, shard {mesh.shard.rank}) lost a peer in step "
-                f"{trainer.step}: {reason}; start the same command again to continue from the last checkpoint"
+                f"{trainer.state.step}: {reason}; start the same command again to continue from the last checkpoint"
             ) from error
         if ended != "done":
-            console.print(f"stopped at step {trainer.step}; start the same command again to continue")
+            console.print(f"stopped at step {trainer.state.step}; start the same command again to continue")
             return STOPPED_EARLY
-        _print_report(recipe, mesh, prepared, trainer, console)
+        _print_report(directory, mesh, prepared, trainer)
     return DONE
 
 
@@ -164,14 +169,18 @@ def _finish_mirror(mirror: Mirror, mesh: Mesh, console: Console, ended: str) -> 
     console.print(problem)
 
 
-def _write_summary(trainer: Trainer, mesh: Mesh, ended: str) -> None:
+def _summary(trainer: Trainer, mirror: Mirror, ended: str) -> dict[str, Any]:
+    return trainer.metrics.summary(trainer.state, ended) | {"mirrored": mirror.newest}
+
+
+def _write_summary(directory: RunDirectory, trainer: Trainer, mirror: Mirror, mesh: Mesh, ended: str) -> None:
     """Write the summary and the plot. All ranks wait until both exist. Raises TrainingError, on every rank, if
     writing fails."""
-    recipe, directory = trainer.recipe, trainer.directory
+    recipe = trainer.recipe
 
     def write() -> str | None:
         try:
-            directory.write_summary(trainer.summary(ended))
+            directory.write_summary(_summary(trainer, mirror, ended))
             draw_losses(directory.metrics, directory.plot, f"{recipe.run.name} · {recipe.sync.method}")
         except OSError as error:
             return f"{directory.path} can't be written: {one_line(error)}; start the same command again when it can"
@@ -186,17 +195,12 @@ def build_trainer(
     mesh: Mesh,
     prepared: TokenDataset,
     directory: RunDirectory,
-    resume_from: Path | None,
     console: Console,
     mesh_reason: str,
     stop: StopRequest,
-    suites: BackgroundEval | None = None,
-    mirror: Mirror | None = None,
 ) -> Trainer:
     """Build this rank's model, engine, method and loader, and return them in a Trainer. `mesh_reason` is shown
     to the user."""
-    suites = suites or BackgroundEval(None, recipe, directory, console, stop)
-    mirror = mirror or Mirror(recipe, directory, console.print, mesh.is_main)
     texts = {"": prepared, **prepare_sets(recipe, prepared, show_progress=False)}
     check_same_tokens(mesh, texts)
     search = ChecksumScan(texts.values(), mesh.world.local_rank, mesh.world.local_size)
@@ -249,51 +253,35 @@ def build_trainer(
     )
     if peak is None:
         console.print(f"no MFU is shown: the peak of this {mesh.device.type} device is not known")
+    section, timeout = recipe.checkpoint, recipe.run.timeout_seconds
+    checkpointer = Checkpointer(directory.checkpoints, mesh, engine, method, section, timeout, recipe, console.print)
+    reducer, io_errors = MetricReducer(mesh, flops, peak), IoErrors(mesh, search)
     return Trainer(
-        recipe=recipe,
-        mesh=mesh,
-        engine=engine,
-        method=method,
-        loader=PrefetchLoader(loader, recipe.run.timeout_seconds, pin=mesh.device.type == "cuda"),
-        validation_sets=[
-            ValidationSet(
-                name,
-                partial(
-                    eval_batches,
-                    text.tokens("validation"),
-                    max_tokens=recipe.eval.tokens,
-                    sequence_length=recipe.train.sequence_length,
-                    micro_batch=recipe.train.micro_batch,
-                    rank=mesh.world.rank,
-                    world=mesh.world.size,
-                ),
-                text.bytes_per_token("validation"),
-            )
-            for name, text in texts.items()
-        ],
-        checkpoints=Checkpointer(
-            directory.checkpoints,
-            mesh,
-            engine,
-            method,
-            recipe.checkpoint,
-            recipe.run.timeout_seconds,
-            lambda: suites.pinned_steps() | mirror.pinned_steps(),
-            recipe,
-        ),
-        summarizer=MetricReducer(mesh, flops, peak),
-        console=console,
-        directory=directory,
-        resume_from=resume_from,
-        stop=stop,
-        suites=suites,
-        mirror=mirror,
-        disks=IoErrors(mesh, search),
+        recipe,
+        engine,
+        method,
+        PrefetchLoader(loader, timeout, pin=mesh.device.type == "cuda"),
+        Metrics(recipe, mesh, engine, method, checkpointer, reducer, console, directory, stop, io_errors),
+        Validator(engine, mesh, [_validation_set(recipe, mesh, name, text) for name, text in texts.items()]),
+        checkpointer,
     )
 
 
-def _print_report(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, trainer: Trainer, console: Console) -> None:
-    directory = trainer.directory
+def _validation_set(recipe: Recipe, mesh: Mesh, name: str, text: TokenDataset) -> ValidationSet:
+    batches = partial(
+        eval_batches,
+        text.tokens("validation"),
+        max_tokens=recipe.eval.tokens,
+        sequence_length=recipe.train.sequence_length,
+        micro_batch=recipe.train.micro_batch,
+        rank=mesh.world.rank,
+        world=mesh.world.size,
+    )
+    return ValidationSet(name, batches, text.bytes_per_token("validation"))
+
+
+def _print_report(directory: RunDirectory, mesh: Mesh, prepared: TokenDataset, trainer: Trainer) -> None:
+    recipe, console, metrics = trainer.recipe, trainer.metrics.console, trainer.metrics
     parameters = size_of(recipe, prepared.vocab_size).parameters
     if recipe.eval.sample_prompt is not None:
         text = write_sample(recipe, trainer.engine, mesh, model_config(recipe.model, prepared.vocab_size), prepared)
@@ -302,5 +290,6 @@ def _print_report(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, trainer: T
                 directory.samples.write_text(text + "\n")
             console.print(f"\nThe model writes ({directory.samples}):\n\n{text}\n")
     if mesh.is_main:
-        for line in final_report(recipe, trainer.summary("done"), trainer.first_eval.loss, parameters, directory):
+        summary = metrics.summary(trainer.state, "done")
+        for line in final_report(recipe, summary, metrics.first_eval.loss, parameters, directory):
             console.print(line)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -80,3 +80,17 @@ def validate(engine: Engine, mesh: Mesh, batches: Callable[[], Batches]) -> Vali
     totals = torch.tensor([summed.item(), counted], dtype=torch.float64)
     loss, tokens = mesh.all_ranks.all_reduce(totals, "summing validation losses").wait().tolist()
     return Validation(loss / tokens, int(tokens))
+
+
+class Validator:
+    """Validation of the replicas' mean on the run's own text and those of `eval.sets`."""
+
+    def __init__(self, engine: Engine, mesh: Mesh, sets: Sequence[ValidationSet]):
+        self.engine, self.mesh, self.sets = engine, mesh, sets
+
+    def run(self, is_synchronized: bool) -> list[tuple[ValidationSet, Validation]]:
+        """Return the loss on each text. A collective of all ranks. Parameters are averaged first unless the replicas are
+        equal anyway (`is_synchronized`)."""
+        are_equal = is_synchronized or self.mesh.replicas == 1
+        with nullcontext() if are_equal else mean_of_replicas(self.engine, self.mesh):
+            return [(text, validate(self.engine, self.mesh, text.batches)) for text in self.sets]

@@ -84,4 +84,4 @@ def make_run(recipe: Recipe) -> None:
     directory = RunDirectory(recipe)
     mesh.broadcast_from_main(directory.open)
     prepared, silent = prepare_for(recipe, show_progress=False), Console(enabled=False)
-    build_trainer(recipe, mesh, prepared, directory, None, silent, "of a test", StopRequest()).fit()
+    build_trainer(recipe, mesh, prepared, directory, silent, "of a test", StopRequest()).fit()

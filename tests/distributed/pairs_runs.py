@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from llmtrain.config import CheckpointSection
+from llmtrain.reshard import first
 from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.checkpoint_writer import CheckpointWriter
 from llmtrain.train.integrity import folder_name
@@ -47,7 +48,8 @@ def train_and_resume(case: Case, after: int, folder: Path) -> tuple[Outcome, Out
     whole.method.close()
     torch.manual_seed(99)
     resumed = Run(case, mesh, after)
-    loaded = _checkpoints(resumed, folder).load(folder / folder_name(after), case.global_batch, SEED)
+    rules = {"sums": first, "norms": first}
+    loaded = _checkpoints(resumed, folder).load(folder / folder_name(after), rules, SEED)
     resumed.sums, resumed.norms = loaded.progress["sums"], loaded.progress["norms"]
     resumed.train(case.steps)
     again = resumed.finish()

@@ -92,8 +92,8 @@ class _Watching(Console):
 
 def loss_of_mean(trainer: Trainer) -> float:
     """Validation loss of the replicas' mean."""
-    with mean_of_replicas(trainer.engine, trainer.mesh):
-        return validate(trainer.engine, trainer.mesh, trainer.validation_sets[0].batches).loss
+    with mean_of_replicas(trainer.engine, trainer.metrics.mesh):
+        return validate(trainer.engine, trainer.metrics.mesh, trainer.validator.sets[0].batches).loss
 
 
 def trainer_of(part: Part, seen: Seen) -> Trainer:
@@ -119,8 +119,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
     stop.requested = True
     console = _Watching(seen)
     prepared = prepare_for(recipe, show_progress=False)
-    newest = next(reversed(directory.checkpoint_paths), None)
-    trainer = build_trainer(recipe, mesh, prepared, directory, newest, console, "", stop)
+    trainer = build_trainer(recipe, mesh, prepared, directory, console, "", stop)
     console.trainer = trainer
     trainer.loader = trainer.loader.loader  # what is read ahead is not used yet
     sample, following = trainer.loader.sample, trainer.loader.next
@@ -143,12 +142,22 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
     return trainer
 
 
+def newest_of(trainer: Trainer) -> Path | None:
+    """The run's newest checkpoint, if it has one."""
+    return next(reversed(trainer.metrics.directory.checkpoint_paths), None)
+
+
+def fit(trainer: Trainer) -> str:
+    """Train from the run's newest checkpoint on. Returns how it ended."""
+    return trainer.fit(newest_of(trainer))
+
+
 def run_part(part: Part) -> Seen:
     """On this rank."""
     torch.manual_seed(0)
     seen = Seen()
     trainer = trainer_of(part, seen)
-    trainer.fit()
+    fit(trainer)
     seen.validation.append(loss_of_mean(trainer))
     return seen
 
@@ -164,9 +173,9 @@ def rewrite(parts: list[tuple[Part, Path]]) -> list[str]:
     said = []
     for part, folder in parts:
         trainer = trainer_of(part, Seen())
-        checkpoints, train = trainer.checkpoints, part.recipe.train
-        loaded = checkpoints.load(trainer.resume_from, train.global_batch, part.recipe.run.seed)
-        rewritten = Checkpointer(folder, trainer.mesh, trainer.engine, trainer.method, CheckpointSection(), 60.0)
+        loaded = trainer.checkpointer.load(newest_of(trainer), trainer.reshard_rules(), part.recipe.run.seed)
+        mesh = trainer.metrics.mesh
+        rewritten = Checkpointer(folder, mesh, trainer.engine, trainer.method, CheckpointSection(), 60.0)
         rewritten.save(loaded.step, loaded.progress)
         rewritten.wait()
         trainer.method.close()
@@ -178,7 +187,7 @@ def refusal(part: Part) -> str:
     """Why this rank does not load the newest checkpoint."""
     trainer = trainer_of(part, Seen())
     try:
-        trainer.checkpoints.load(trainer.resume_from, part.recipe.train.global_batch, part.recipe.run.seed)
+        trainer.checkpointer.load(newest_of(trainer), trainer.reshard_rules(), part.recipe.run.seed)
     except CheckpointError as error:
         return str(error)
     finally:

@@ -16,7 +16,7 @@ from llmtrain.config import Recipe
 from llmtrain.sync.methods import METHODS
 from llmtrain.train.trainer import Trainer
 from tests.distributed.pool import RankPool
-from tests.distributed.reshape_runs import Part, Seen, recipe_of, trainer_of, write_texts
+from tests.distributed.reshape_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
 
 STOPPED_AFTER = 8
 """Within the second round, where a validation makes all ranks agree on it at once."""
@@ -56,9 +56,9 @@ class PlannedStarts:
     late have finished what they contribute."""
 
     def __init__(self, trainer: Trainer):
-        self.schedule, self.mesh = trainer.method.schedule, trainer.mesh
-        self.worker, self.store = self.schedule.worker, dist.PrefixStore("planned", trainer.mesh.store)
-        self.replica = trainer.mesh.replica.rank
+        self.schedule, self.mesh = trainer.method.schedule, trainer.metrics.mesh
+        self.worker, self.store = self.schedule.worker, dist.PrefixStore("planned", trainer.metrics.mesh.store)
+        self.replica = trainer.metrics.mesh.replica.rank
         self.worker.wake_signal = self
         end_step = trainer.method.end_step
 
@@ -106,19 +106,19 @@ def train(recipe: Recipe, mesh: tuple[int, int], stop_after: int | None) -> str:
     torch.manual_seed(0)
     seconds = SECONDS_PER_STEP if recipe.sync.period.kind == "seconds" else ()
     trainer = trainer_of(Part(recipe, *mesh, recipe.train.total_steps + 1, seconds), Seen())
-    trainer.stop.requested, trainer.recipe = False, recipe
-    trainer.checkpoints.section = recipe.checkpoint
+    trainer.metrics.stop.requested, trainer.recipe = False, recipe
+    trainer.checkpointer.section = recipe.checkpoint
     if recipe.sync.schedule.kind == "wait_avoiding":
         PlannedStarts(trainer)
     end_step = trainer.method.end_step
 
     def asked_to_stop(step: int) -> None:
         end_step(step)
-        trainer.stop.requested |= step == stop_after
+        trainer.metrics.stop.requested |= step == stop_after
 
     trainer.method.end_step = asked_to_stop
     try:
-        return trainer.fit()
+        return fit(trainer)
     finally:
         trainer.method.close()
 

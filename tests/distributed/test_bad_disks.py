@@ -21,14 +21,14 @@ from llmtrain.config import Recipe
 from llmtrain.errors import DONE, DataError, TrainingError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
-from llmtrain.train import trainer as trainer_module
+from llmtrain.train import loggers
 from llmtrain.train.checkpoint_writer import CheckpointWriter
 from llmtrain.train.integrity import FORMAT, find_corruption, list_checkpoints, read_state
-from llmtrain.train.metrics import MetricsWriter
+from llmtrain.train.loggers import JsonlLogger
 from llmtrain.train.run import run_training
 from llmtrain.train.trainer import Trainer
 from tests.distributed.pool import RankPool
-from tests.distributed.reshape_runs import Part, Seen, recipe_of, trainer_of, write_texts
+from tests.distributed.reshape_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
 from tests.end_to_end.runs import exact
 from tests.mounts import mounted, read_only
 
@@ -55,11 +55,11 @@ def whole(ranks: RankPool, folder: Path) -> list[dict]:
 def train(recipe: Recipe, meddle: Meddle) -> str:
     """How a run ended on this rank, from its newest checkpoint on: "done", or the error."""
     trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1), Seen())
-    trainer.stop.requested, trainer.recipe = False, recipe
-    trainer.checkpoints.section = recipe.checkpoint
+    trainer.metrics.stop.requested, trainer.recipe = False, recipe
+    trainer.checkpointer.section = recipe.checkpoint
     meddle(trainer, recipe)
     try:
-        return trainer.fit()
+        return fit(trainer)
     except (TrainingError, DataError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -76,8 +76,8 @@ def after_step(trainer: Trainer, chosen: int, do: Callable[[], object]) -> None:
 
     def wrapped(step: int) -> None:
         end_step(step)
-        if step == chosen and trainer.mesh.is_main:
-            trainer.checkpoints.wait()
+        if step == chosen and trainer.metrics.mesh.is_main:
+            trainer.checkpointer.wait()
             do()
 
     trainer.method.end_step = wrapped
@@ -192,31 +192,31 @@ def test_checkpoints_that_become_read_only_end_all_ranks_and_stay(
     assert steps_of(run) == [3, 6, 9, 12] and lines_of(run) == whole
 
 
-class Refusing(MetricsWriter):
+class Refusing(JsonlLogger):
     """Of a disk that takes no line of steps 5 to 8."""
 
-    def write(self, step: int, *values: Any) -> None:
-        if 5 <= step <= 8 and self._file is not None:
+    def log(self, step: int, *values: Any) -> None:
+        if 5 <= step <= 8:
             refused()
-        super().write(step, *values)
+        super().log(step, *values)
 
 
 def refuse_lines(trainer: Trainer, recipe: Recipe) -> None:
     fit = trainer.fit
 
-    def fitted() -> str:
-        trainer_module.MetricsWriter = Refusing
+    def fitted(resume_from: Path | None) -> str:
+        loggers.JsonlLogger = Refusing
         try:
-            return fit()
+            return fit(resume_from)
         finally:
-            trainer_module.MetricsWriter = MetricsWriter
+            loggers.JsonlLogger = JsonlLogger
 
     trainer.fit = fitted
 
 
 def refuse_opening(trainer: Trainer, recipe: Recipe) -> None:
-    if trainer.mesh.is_main:
-        trainer.directory.metrics.mkdir()
+    if trainer.metrics.mesh.is_main:
+        trainer.metrics.directory.metrics.mkdir()
 
 
 def test_metrics_that_cannot_be_written_end_all_ranks_before_a_checkpoint_with_a_hole(
@@ -260,7 +260,7 @@ def test_a_summary_that_cannot_be_written_fails_the_run_until_it_can(folder: Pat
 
 
 def search_first(trainer: Trainer, recipe: Recipe) -> None:
-    trainer.disks._search.wait()  # so short a run could be over before
+    trainer.metrics.io_errors._search.wait()  # so short a run could be over before
 
 
 def test_a_flipped_bit_in_a_token_shard_ends_all_ranks_with_what_to_do(

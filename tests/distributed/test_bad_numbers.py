@@ -14,7 +14,7 @@ from llmtrain.errors import TrainingError
 from llmtrain.sync.anchors import flatten
 from llmtrain.train.trainer import Trainer
 from tests.distributed.pool import RankPool
-from tests.distributed.reshape_runs import Part, Seen, recipe_of, trainer_of, write_texts
+from tests.distributed.reshape_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
 
 SICK = 1
 """The replica."""
@@ -38,7 +38,7 @@ def make_nan(trainer: Trainer, steps: Sequence[int]) -> None:
     forward = model.forward
 
     def wrapped(*batch: torch.Tensor) -> torch.Tensor:
-        is_sick = trainer.mesh.replica.rank == SICK and trainer.step in steps
+        is_sick = trainer.metrics.mesh.replica.rank == SICK and trainer.state.step in steps
         return forward(*batch) * (math.nan if is_sick else 1)
 
     model.forward = wrapped
@@ -47,16 +47,16 @@ def make_nan(trainer: Trainer, steps: Sequence[int]) -> None:
 def train(recipe: Recipe, steps: Sequence[int]) -> tuple[str, int, bool, float | None]:
     """(error or how it ended, steps left out, all weights are finite, the line's count of them)."""
     trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1), Seen())
-    trainer.stop.requested = False
+    trainer.metrics.stop.requested = False
     trainer.recipe = recipe
     make_nan(trainer, steps)
     try:
-        ended = trainer.fit()
+        ended = fit(trainer)
     except TrainingError as error:
         ended = str(error)
         trainer.method.close()
     weights = all(bool(shard.isfinite().all()) for block in trainer.engine.blocks for shard in block.shards)
-    return ended, trainer.skipped, weights, trainer.last_line.get("health/skipped_steps")
+    return ended, trainer.state.skipped, weights, trainer.metrics.last_line.get("health/skipped_steps")
 
 
 def at_anchor(trainer: Trainer) -> list[bool]:
@@ -68,7 +68,7 @@ def at_anchor(trainer: Trainer) -> list[bool]:
 def roll_back(recipe: Recipe) -> tuple[str, int, list[tuple[int, bool, bool]]]:
     """(how it ended, steps left out, and of each rollback: step, whether all blocks were at the anchor before, and after)."""
     trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1), Seen())
-    trainer.stop.requested = False
+    trainer.metrics.stop.requested = False
     trainer.recipe = recipe
     make_nan(trainer, range(8, 9))
     back, seen = trainer.method.roll_back, []
@@ -76,28 +76,28 @@ def roll_back(recipe: Recipe) -> tuple[str, int, list[tuple[int, bool, bool]]]:
     def wrapped() -> None:
         before = all(at_anchor(trainer))
         back()
-        seen.append((trainer.step, before, all(at_anchor(trainer))))
+        seen.append((trainer.state.step, before, all(at_anchor(trainer))))
 
     trainer.method.roll_back = wrapped
-    return trainer.fit(), trainer.skipped, seen
+    return fit(trainer), trainer.state.skipped, seen
 
 
 def change_a_bit(recipe: Recipe) -> str:
     """In the sick replica's anchor, after step 5."""
     trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1), Seen())
-    trainer.stop.requested = False
+    trainer.metrics.stop.requested = False
     trainer.recipe = recipe
     end_step = trainer.method.end_step
 
     def wrapped(step: int) -> None:
         end_step(step)
-        if step == 5 and trainer.mesh.replica.rank == SICK:
+        if step == 5 and trainer.metrics.mesh.replica.rank == SICK:
             anchor = trainer.method.block_sync.anchors.anchor[0]
             anchor[0] = math.nextafter(anchor[0].item(), math.inf)
 
     trainer.method.end_step = wrapped
     try:
-        return trainer.fit()
+        return fit(trainer)
     except TrainingError as error:
         return str(error)
     finally:

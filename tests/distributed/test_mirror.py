@@ -98,7 +98,7 @@ def test_a_run_that_was_asked_to_stop_only_says_what_is_not_copied(
 
     def obstruct_and_stop(trainer: Trainer) -> None:
         there.write_text("a file in the way")
-        trainer.stop.requested = True
+        trainer.metrics.stop.requested = True
 
     assert run_training(recipe, ALONE, obstruct_and_stop) == STOPPED_EARLY
     said = capsys.readouterr().out

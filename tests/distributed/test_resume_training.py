@@ -21,7 +21,7 @@ from tests.distributed.fake_engine import choices
 from tests.distributed.pairs_runs import train_and_resume
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import GPT_NEO, Case, train
-from tests.distributed.reshape_runs import Part, Seen, recipe_of, trainer_of, write_texts
+from tests.distributed.reshape_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
 
 DROPPING = GPT_NEO.model_copy(update={"config": {**GPT_NEO.config, "resid_dropout": 0.3, "embed_dropout": 0.3}})
 STOPPED = 1
@@ -48,8 +48,8 @@ def test_dropout_goes_on_where_it_was(ranks: RankPool, tmp_path: Path) -> None:
 def whole_trainer(recipe: Recipe, seconds: tuple[float, ...] = ()) -> Trainer:
     """On this rank, of a run that nothing stops."""
     trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1, seconds), Seen())
-    trainer.stop.requested, trainer.recipe = False, recipe
-    trainer.checkpoints.section = recipe.checkpoint
+    trainer.metrics.stop.requested, trainer.recipe = False, recipe
+    trainer.checkpointer.section = recipe.checkpoint
     return trainer
 
 
@@ -60,10 +60,10 @@ def stopped_on_one_rank(recipe: Recipe, step: int) -> tuple[str, int]:
 
     def wrapped(number: int) -> None:
         end_step(number)
-        trainer.stop.requested |= number == step and trainer.mesh.world.rank == STOPPED
+        trainer.metrics.stop.requested |= number == step and trainer.metrics.mesh.world.rank == STOPPED
 
     trainer.method.end_step = wrapped
-    return trainer.fit(), trainer.step
+    return fit(trainer), trainer.state.step
 
 
 def test_all_ranks_stop_together_when_one_is_asked_to(ranks: RankPool, folder: Path) -> None:
@@ -74,9 +74,9 @@ def test_all_ranks_stop_together_when_one_is_asked_to(ranks: RankPool, folder: P
     assert [step for step, _ in list_checkpoints(folder / "runs/asked/checkpoints")] == [6]
 
 
-def fit(recipe: Recipe, seconds: tuple[float, ...]) -> str:
+def fit_timed(recipe: Recipe, seconds: tuple[float, ...]) -> str:
     """How it ended."""
-    return whole_trainer(recipe, seconds).fit()
+    return fit(whole_trainer(recipe, seconds))
 
 
 def test_what_is_due_happens_though_its_step_was_passed(ranks: RankPool, folder: Path) -> None:
@@ -84,7 +84,7 @@ def test_what_is_due_happens_though_its_step_was_passed(ranks: RankPool, folder:
     method = ("sync.method=a_edit", "sync.warmup_steps=2", "sync.period={kind: seconds, every: 3, min_steps: 0}")
     keys = ("train.steps=16", "log.every=3", "eval.every=4", "checkpoint.every=5", "checkpoint.keep=9")
     recipe = recipe_of(folder, "passed", *method, *keys)
-    assert ranks.run(fit, recipe, (0.5, 1.5), world_size=2) == ["done", "done"]
+    assert ranks.run(fit_timed, recipe, (0.5, 1.5), world_size=2) == ["done", "done"]
     lines = [json.loads(line) for line in (folder / "runs/passed/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 6, 10, 14, 16]
     assert [line["step"] for line in lines if "eval/loss" in line] == [0, 6, 10, 14, 16]
@@ -100,7 +100,7 @@ def test_a_line_in_which_a_run_stopped_is_of_all_its_steps(ranks: RankPool, fold
     recipe = recipe_of(folder, "line", *method, "train.steps=8", "log.every=4", "checkpoint.every=3", "eval.every=null")
 
     def last_line() -> dict[str, float]:
-        assert ranks.run(fit, recipe, (), world_size=2) == ["done", "done"]
+        assert ranks.run(fit_timed, recipe, (), world_size=2) == ["done", "done"]
         [line] = [
             line
             for line in map(json.loads, metrics.read_text().splitlines())

@@ -14,6 +14,7 @@ from llmtrain.config import CheckpointSection
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Block
 from llmtrain.parallel.world import World
+from llmtrain.reshard import own_step
 from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.checkpoint_writer import CheckpointWriter
 from llmtrain.train.integrity import folder_name
@@ -46,6 +47,7 @@ class Training:
             shared_state=lambda: {"anchor": [self.anchor]},
             per_replica_state=dict,
             state_dict=dict,
+            reshard_rules=dict,
             load_state_dict=lambda state, tensors: self.anchor.copy_(tensors["anchor"][0]),
         )
         section = CheckpointSection(every=1, background=background)
@@ -64,7 +66,7 @@ class Training:
 
     def load(self) -> None:
         self.checkpoints.wait()
-        self.checkpoints.load(self.folder / folder_name(1), global_batch=1, seed=0)
+        self.checkpoints.load(self.folder / folder_name(1), {"step": own_step}, seed=0)
 
 
 def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written(

@@ -187,7 +187,9 @@ def test_garbage_takes_the_place_of_text_and_uses_it_up() -> None:
 def injected(host: int, **asked: Any) -> tuple[SimpleNamespace, list[Any]]:
     """A trainer on a host to which faults happen, and what it calls before each block."""
     hooks: list[Any] = []
-    trainer = SimpleNamespace(loader=Text(), engine=SimpleNamespace(register_block_hook=hooks.append), step=0)
+    trainer = SimpleNamespace(
+        loader=Text(), engine=SimpleNamespace(register_block_hook=hooks.append), state=SimpleNamespace(step=0)
+    )
     inject(Faults(seed=3, hosts=2, **asked), host)(trainer)
     return trainer, hooks
 
@@ -200,7 +202,7 @@ def test_a_trainer_without_faults_is_as_it_was() -> None:
 def test_a_trainer_reads_garbage_in_its_steps_and_goes_on_from_a_checkpoint() -> None:
     trainer, hooks = injected(host=1, garbage={"host": 1, "first": 2, "last": 2})
     batches = []
-    for trainer.step in (1, 2, 3):
+    for trainer.state.step in (1, 2, 3):
         batches += trainer.loader.next()
     assert [len(batch.unique()) > 1 for batch in batches] == [False, True, False] and not hooks
     assert trainer.loader.state_dict() == {"step": 3}
@@ -212,7 +214,7 @@ def test_a_host_sleeps_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(faults, "time", SimpleNamespace(sleep=slept.append))
     trainer, (before_block,) = injected(host=1, delays={"host": 1, "seconds": 0.3})
-    for trainer.step in (1, 2):
+    for trainer.state.step in (1, 2):
         for block in (0, 1, 0, 1):  # two micro-batches
             before_block(block)
     assert slept == [0.3, 0.3] and type(trainer.loader) is Text

@@ -286,9 +286,8 @@ def test_the_newest_goes_next_and_none_on_its_way_is_deleted(tmp_path: Path, mon
     machine = Machine(tmp_path / "disk", there, "checkpoint.keep=1")
     machine.start()
     section = CheckpointSection(keep=1)
-    checkpoints = Checkpointer(
-        machine.directory.checkpoints, None, None, None, section, 1.0, machine.mirror.pinned_steps
-    )
+    checkpoints = Checkpointer(machine.directory.checkpoints, None, None, None, section, 1.0)
+    checkpoints.pinned_by.append(machine.mirror.pinned_steps)
     machine.hand_in(10)
     assert held.begun.acquire(timeout=30)
     for step in (20, 30, 40):
@@ -351,9 +350,8 @@ def test_the_mirror_keeps_what_the_disk_keeps(tmp_path: Path, url: str) -> None:
     machine = Machine(tmp_path / "disk", url, "checkpoint.keep_every=30")
     machine.start()
     section = machine.recipe.checkpoint
-    checkpoints = Checkpointer(
-        machine.directory.checkpoints, None, None, None, section, 1.0, machine.mirror.pinned_steps
-    )
+    checkpoints = Checkpointer(machine.directory.checkpoints, None, None, None, section, 1.0)
+    checkpoints.pinned_by.append(machine.mirror.pinned_steps)
     for step in range(10, 80, 10):
         machine.save(step)
         checkpoints._prune(step)

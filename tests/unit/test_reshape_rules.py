@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,25 @@ import torch.distributed.checkpoint as dcp
 
 from llmtrain.config import PenaltySection
 from llmtrain.errors import CheckpointError
+from llmtrain.reshard import MeshChange, by_replica, require_equal, rules_of
 from llmtrain.sync.penalty import Penalty, RunningMoments
-from llmtrain.sync.require_equal import require_equal
 from llmtrain.sync.round_stats import RoundStats, average_stats
+from llmtrain.sync.sync_stats import SyncStats
 from llmtrain.train.checkpoint_reader import CheckpointReader
-from llmtrain.train.reshard import MeshChange
+from llmtrain.train.metrics import METRICS_RULES
+from llmtrain.train.state import TrainState
 
 MESHES = [(2, 2), (4, 1), (1, 4), (3, 1), (2, 1), (2, 3), (1, 1)]
-METHOD = SimpleNamespace(resharded=lambda states: {"period": "of all", "schedule": len(states)})
+RULES = {
+    **rules_of(TrainState),
+    **METRICS_RULES,
+    "loader": by_replica(require_equal),
+    "method": {
+        "report": rules_of(SyncStats),
+        "period": by_replica(lambda states: "of all"),
+        "schedule": by_replica(len),
+    },
+}
 
 
 def progress_of(replica: int, shard: int) -> dict[str, Any]:
@@ -66,7 +76,7 @@ def on(old: tuple[int, int], new: tuple[int, int]) -> tuple[list[dict], list[dic
     """(all old ranks' values, all new ranks')."""
     ranks = [progress_of(replica, shard) for replica in range(old[0]) for shard in range(old[1])]
     places = [(replica, shard) for replica in range(new[0]) for shard in range(new[1])]
-    return ranks, [MeshChange(*old, *new, *place).progress(ranks, 9, 12, METHOD) for place in places]
+    return ranks, [MeshChange(*old, *new, *place, global_step=9).apply(RULES, ranks) for place in places]
 
 
 def column(ranks: list[dict], *names: str) -> np.ndarray:
@@ -123,9 +133,9 @@ def test_other_replicas_are_all_where_the_run_is() -> None:
 
 def test_a_value_without_a_rule_is_not_dropped_in_silence() -> None:
     ranks = [progress_of(0, 0) | {"new": 1}]
-    assert MeshChange(1, 1, 1, 1, 0, 0).progress(ranks, 9, 12, METHOD)["new"] == 1
+    assert MeshChange(1, 1, 1, 1, 0, 0).apply(RULES, ranks)["new"] == 1
     with pytest.raises(AssertionError, match=r"no rule says what becomes of \{'new'\}"):
-        MeshChange(1, 1, 2, 1, 0, 0).progress(ranks, 9, 12, METHOD)
+        MeshChange(1, 1, 2, 1, 0, 0).apply(RULES, ranks)
 
 
 @pytest.mark.parametrize(

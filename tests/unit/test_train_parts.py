@@ -22,7 +22,8 @@ from llmtrain.train import signals
 from llmtrain.train.console import format_si
 from llmtrain.train.devices import PEAK_BF16, enable_determinism, peak_flops
 from llmtrain.train.integrity import FORMAT, list_checkpoints, read_state
-from llmtrain.train.metrics import GatheredMetrics, MetricReducer, MetricsWriter, RankMetrics
+from llmtrain.train.loggers import JsonlLogger
+from llmtrain.train.metric_gather import GatheredMetrics, MetricReducer, RankMetrics
 from llmtrain.train.signals import stop_requests
 from llmtrain.train.summary import draw_losses
 
@@ -206,14 +207,14 @@ def test_replicas_whose_anchors_differ_are_named():
 
 def test_metrics_continue_without_lines_after_the_checkpoint(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    writer = MetricsWriter(path, None, resumed_step=0, enabled=True)
+    writer = JsonlLogger(path, resumed_step=0)
     for step in (1, 10, 20):
-        writer.write(step, step, 0.5, {"train/loss": math.nan if step == 20 else 1.0})
+        writer.log(step, step, 0.5, {"train/loss": math.nan if step == 20 else 1.0})
     writer.close()
     with path.open("a") as file:
         file.write('{"step": 30, "tok')  # cut off by a crash
-    writer = MetricsWriter(path, None, resumed_step=10, enabled=True)
-    writer.write(20, 20, 0.6, {"train/loss": 2.0})
+    writer = JsonlLogger(path, resumed_step=10)
+    writer.log(20, 20, 0.6, {"train/loss": 2.0})
     writer.close()
     assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [1, 10, 20]
 
@@ -222,15 +223,15 @@ def test_a_run_that_begins_again_leaves_no_line_of_the_first_time(tmp_path: Path
     """Killed after the validation before its first step, with no checkpoint yet."""
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):
-        writer = MetricsWriter(path, None, resumed_step=0, enabled=True)
-        writer.write(0, 0, 0.0, {"eval/loss": 7.0})
+        writer = JsonlLogger(path, resumed_step=0)
+        writer.log(0, 0, 0.0, {"eval/loss": 7.0})
         writer.close()
     assert len(path.read_text().splitlines()) == 1
 
 
 def test_metrics_write_null_for_what_is_not_finite(tmp_path: Path):
-    writer = MetricsWriter(tmp_path / "metrics.jsonl", None, resumed_step=0, enabled=True)
-    writer.write(1, 1, 0.1, {"train/loss": math.nan})
+    writer = JsonlLogger(tmp_path / "metrics.jsonl", resumed_step=0)
+    writer.log(1, 1, 0.1, {"train/loss": math.nan})
     writer.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["train/loss"] is None
 
@@ -264,7 +265,7 @@ def test_numbers_for_people():
 def test_lines_that_are_no_lines_of_metrics_are_left_out(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n3\n["step"]\n{"tokens": 7}\n{"step": 2}\n{"step": 3, "tra')
-    MetricsWriter(path, None, 2, enabled=True).close()
+    JsonlLogger(path, 2).close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from llmtrain.reshard import require_equal
 from llmtrain.sync.block_sync import BlockSync
-from llmtrain.sync.require_equal import require_equal
 
 BlockTensors = list[torch.Tensor | None]
 """A flat tensor for each block; None for a block that has none."""

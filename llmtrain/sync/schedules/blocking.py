@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from llmtrain.reshard import require_equal
 from llmtrain.sync.block_sync import MAX_IN_FLIGHT, BlockSync, PendingReduction
 from llmtrain.sync.penalty import Penalty, ReplicaWeights
-from llmtrain.sync.require_equal import require_equal
 from llmtrain.sync.round_stats import RoundStats, average_stats
 from llmtrain.sync.schedules.base import BlockTensors, Schedule
 

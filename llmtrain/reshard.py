@@ -1,0 +1,157 @@
+"""Resharding of plain values: the state of a checkpoint's ranks becomes that of another mesh, by rules that fields declare.
+docs/resume.md has the rules as a table.
+
+If only the shards change, training continues as before: per-rank counts are redistributed within each replica. If the number
+of replicas changes, all new replicas start from the mean of the old ones. Shared state is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+SUMMED = ("error",)
+"""Per-replica tensors that are summed instead of averaged. Rounding errors are added to messages that are
+already weighted, so each new replica takes an equal part of the old replicas' sum."""
+
+
+@dataclass(frozen=True)
+class MeshChange:
+    """Change from a mesh of `old_replicas` x `old_shards` ranks to one rank's position in the current mesh."""
+
+    old_replicas: int
+    old_shards: int
+    replicas: int
+    shards: int
+    replica: int
+    shard: int
+    global_step: int = 0
+    """The step of the run at which the checkpoint was written."""
+
+    @property
+    def is_identity(self) -> bool:
+        """Return whether the mesh has the shape of the one that wrote the checkpoint."""
+        return not self.replicas_changed and self.old_shards == self.shards
+
+    @property
+    def replicas_changed(self) -> bool:
+        """Return whether the number of replicas differs from that of the checkpoint."""
+        return self.old_replicas != self.replicas
+
+    @property
+    def source_replicas(self) -> list[int]:
+        """Return the old replicas whose mean this rank's replica starts from."""
+        return list(range(self.old_replicas)) if self.replicas_changed else [self.replica]
+
+    @property
+    def same_rank(self) -> int | None:
+        """Return the old rank at this rank's position in the mesh, or None if it did not exist."""
+        existed = self.replica < self.old_replicas and self.shard < self.old_shards
+        return self.replica * self.old_shards + self.shard if existed else None
+
+    @property
+    def recipients(self) -> tuple[int, int]:
+        """Return (number of ranks that share the values of this rank's sources, index of this rank among them)."""
+        if not self.replicas_changed:
+            return self.shards, self.shard
+        return self.replicas * self.shards, self.replica * self.shards + self.shard
+
+    def factor(self, kind: str) -> float:
+        """Return the factor by which the mean of the old replicas' tensors of this kind is multiplied."""
+        return self.old_replicas / self.replicas if kind in SUMMED else 1.0
+
+    def describe(self) -> str:
+        """Return a short description for the console; empty if nothing changes."""
+        if self.is_identity:
+            return ""
+        written = f", written by {self.old_replicas} replicas x {self.old_shards} shards"
+        if not self.replicas_changed:
+            return f"{written}: the same replicas on {self.shards} shards"
+        start = f"{self.replicas} replicas start" if self.replicas > 1 else "1 replica starts"
+        return f"{written}: {start} from their mean" if self.old_replicas > 1 else f"{written}: {start} from it"
+
+    def apply(self, rules: Rules, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return this rank's values, given those of all old ranks. `rules` has an entry for every name."""
+        if self.is_identity:
+            return ranks[self.replica * self.shards + self.shard]
+        sources = [ranks[r * self.old_shards + s] for r in self.source_replicas for s in range(self.old_shards)]
+        return _combine(rules, self, sources)
+
+
+Rule = Callable[[MeshChange, list], Any]
+"""Function from the values of a rank's source ranks to the rank's own value."""
+Rules = Mapping[str, "Rule | Rules"]
+"""A rule for each name of a state, nested as the state is."""
+
+
+def resharded(default: T, by: Rule) -> T:
+    """Declare a dataclass field that checkpoints store, and the rule by which it is resharded."""
+    return field(default=default, metadata={"reshard": by})
+
+
+def rules_of(cls: type) -> dict[str, Rule]:
+    """Return the rules that the fields of a dataclass declare. Fields without a rule are not stored."""
+    return {entry.name: entry.metadata["reshard"] for entry in fields(cls) if "reshard" in entry.metadata}
+
+
+def by_replica(combine: Callable[[list], T]) -> Rule:
+    """Return a rule for values that all ranks of a replica share: kept if only shards change, otherwise `combine` of one
+    value per old replica."""
+    return lambda change, values: combine(values[:: change.old_shards]) if change.replicas_changed else values[0]
+
+
+def first(change: MeshChange, values: list) -> Any:
+    """Return the value that all ranks share."""
+    return values[0]
+
+
+def own_step(change: MeshChange, values: list) -> int:
+    """Return the step of a replica: its own if the replicas are the same, otherwise the run's."""
+    return change.global_step if change.replicas_changed else values[0]
+
+
+def mean(change: MeshChange, values: list) -> float:
+    """Return the mean, which log lines show. Equal values are returned unchanged."""
+    return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
+
+
+def largest(change: MeshChange, values: list) -> float:
+    """Return the largest value, which log lines show."""
+    return max(values)
+
+
+def split_evenly(change: MeshChange, values: list) -> float:
+    """Return this rank's equal part of the sum, which log lines show. Integers stay integers."""
+    count, index = change.recipients
+    total = sum(values)
+    return total // count + (index < total % count) if isinstance(total, int) else total / count
+
+
+def mean_over_replicas(change: MeshChange, values: list) -> float:
+    """Return a replica's equal part of the sum over replicas, which log lines show. Every rank of a replica
+    holds its replica's count."""
+    return sum(values) / change.old_shards / (change.replicas if change.replicas_changed else 1)
+
+
+def sum_over_shards(change: MeshChange, values: list) -> float:
+    """Return this rank's equal part of its replica's number, of which log lines show the mean over replicas. Every rank
+    holds its shard's part."""
+    return sum(values) / len(change.source_replicas) / change.shards
+
+
+def require_equal(states: Sequence[T]) -> T:
+    """Return the state that all replicas share. State that differs between replicas needs a rule of its own."""
+    assert all(state == states[0] for state in states), f"replicas differ in what they should share: {states}"
+    return states[0]
+
+
+def _combine(rules: Rules, change: MeshChange, values: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    missing = values[0].keys() - rules.keys()
+    assert not missing, f"no rule says what becomes of {missing} on another mesh"
+    combined: dict[str, Any] = {}
+    for name, rule in rules.items():
+        inner = [value[name] for value in values]
+        combined[name] = rule(change, inner) if callable(rule) else _combine(rule, change, inner)
+    return combined

@@ -1,0 +1,205 @@
+"""Numbers that every rank measures between two log lines, gathered without a barrier and reduced to tags.
+
+Each rank submits a row of numbers. The gather runs in the background and is read when it is complete, at the latest before the
+next log line. So a replica waits for another, in order to log, only when it is a complete line ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+
+import torch
+
+from llmtrain.errors import TrainingError
+from llmtrain.parallel.comms import PendingCollective
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.sync.penalty import RunningMoments
+
+SPIKE_DEVIATIONS = 6.0
+"""Number of standard deviations above the running mean at which a logged loss counts as a spike (OLMo's
+threshold)."""
+SPIKE_AFTER_LINES = 10
+SKIPS_IN_A_ROW = 10
+"""Number of consecutive skipped steps that ends the run."""
+
+
+@dataclass
+class RankMetrics:
+    """One rank's numbers: sums since its last log line, or totals since the start of the run."""
+
+    steps: float
+    loss_sum: float
+    predicted_tokens: float
+    tokens_total: float
+    steps_total: float
+    gradients_total: float
+    late_total: float
+    skipped_total: float
+    skipped_in_a_row: float
+    grad_norm: float
+    """Mean over the interval's gradients, for the rank's replica."""
+    step_seconds: float
+    """Sum over the interval's steps."""
+    data_seconds: float
+    peak_memory: float
+    bytes_total: float
+    """Bytes sent on the replica axis."""
+    other_bytes_total: float
+    """Bytes sent for validation, metrics and agreements."""
+    comm_seconds: float
+    exposed_seconds: float
+    wait_seconds: float
+    mean_squared: float
+    spread_squared: float
+    stop: float
+    """1 if this process was asked to stop."""
+    unwritten: float
+    """1 if a checkpoint could not be written or another I/O error is pending."""
+    fingerprint: float
+    """Fingerprint of the rank's shard of the anchors; 0 if none was due."""
+
+
+@dataclass(frozen=True)
+class GatheredMetrics:
+    """Rows of all ranks for one log line."""
+
+    step: int
+    seconds: float
+    common: dict[str, float]
+    """Values known to every rank without a gather: learning rate, period, counters."""
+    rows: torch.Tensor
+    """Shape [ranks, fields of RankMetrics], float64."""
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return one field's values, one per rank."""
+        return self.rows[:, [field.name for field in fields(RankMetrics)].index(name)]
+
+    @property
+    def tokens(self) -> int:
+        """Return the training tokens of all replicas so far."""
+        return int(self.column("tokens_total").sum())
+
+    @property
+    def stop_requested(self) -> bool:
+        return bool(self.column("stop").sum() > 0)
+
+    @property
+    def checkpoint_failed(self) -> bool:
+        return bool(self.column("unwritten").sum() > 0)
+
+
+class AsyncMetricGather:
+    """Background gather of metric rows. All ranks call `submit` at the same steps."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self._pending: tuple[int, float, dict[str, float], PendingCollective] | None = None
+
+    def submit(self, step: int, seconds: float, common: dict[str, float], row: RankMetrics) -> None:
+        """Start gathering the rows of one line. The previous line must have been collected."""
+        assert self._pending is None
+        values = torch.tensor([float(value) for value in asdict(row).values()], dtype=torch.float64)
+        self._pending = (step, seconds, common, self.mesh.all_ranks.gather(values, "gathering metrics"))
+
+    def wait(self) -> None:
+        """Wait for the slowest rank's row, if a line is in flight."""
+        if self._pending is not None:
+            self._pending[-1].wait()
+
+    def wait_all(self, only_if_done: bool = False) -> GatheredMetrics | None:
+        """Return the line in flight, or None if there is none. Waits for the slowest rank's row; with
+        `only_if_done`, returns None instead."""
+        if self._pending is None or (only_if_done and not self._pending[-1].is_done):
+            return None
+        *known, pending = self._pending
+        self._pending = None
+        return GatheredMetrics(*known, rows=pending.wait())
+
+
+class MetricReducer:
+    """Reducer of a line's rows to the tags of docs/metrics.md."""
+
+    def __init__(self, mesh: Mesh, flops_per_token: float, peak: float | None):
+        self.mesh, self.flops_per_token, self.peak = mesh, flops_per_token, peak
+        self.spikes = 0
+        self._losses = RunningMoments((1, 1), ema=0.05)
+
+    def tags(self, line: GatheredMetrics) -> dict[str, float]:
+        """Return the tags of one line and count its loss spike, if any."""
+        loss_sums, tokens = line.column("loss_sum"), line.column("predicted_tokens")
+        loss = float(loss_sums.sum() / tokens.sum())  # NaN, written as null, where nobody computed a gradient
+        seconds, steps = float(line.column("step_seconds").max()), line.column("steps")
+        rate = float(tokens.sum()) / seconds if seconds > 0 else math.nan
+        mean, spread = (
+            line.column(name).sum().item() / self.mesh.replicas for name in ("mean_squared", "spread_squared")
+        )
+        tags = {
+            "train/loss": loss,
+            "train/ppl": math.exp(min(loss, 700.0)),
+            "train/steps": float(line.column("steps_total").mean()),
+            "train/gradient_steps": float(line.column("gradients_total").mean()),
+            "train/grad_norm": float(line.column("grad_norm").mean()),
+            "perf/tokens_per_second": rate,
+            "perf/step_seconds": float((line.column("step_seconds") / steps).max()),
+            "perf/data_seconds": float((line.column("data_seconds") / steps).max()),
+            "perf/peak_memory_gib": float(line.column("peak_memory").max()) / 2**30,
+            "comm/bytes_total": float(line.column("bytes_total").sum()),
+            "comm/other_bytes_total": float(line.column("other_bytes_total").sum()),
+            "comm/seconds": float(line.column("comm_seconds").mean()),
+            "comm/exposed_seconds": float(line.column("exposed_seconds").mean()),
+            "comm/wait_seconds": float(line.column("wait_seconds").mean()),
+            "sync/pseudo_grad_norm": math.sqrt(mean),
+            "sync/divergence": math.sqrt(spread),
+            "sync/late": float(line.column("late_total").sum()) / self.mesh.shard.size,
+            "health/skipped_steps": float(line.column("skipped_total").sum()) / self.mesh.shard.size,
+            "health/loss_spikes": float(self._count_spike(loss)),
+            "health/nonfinite": float((~loss_sums.isfinite()).sum()),
+            **{tag: value for tag, value in line.common.items() if "/" in tag},
+        }
+        if self.peak is not None:
+            tags["perf/mfu"] = rate * self.flops_per_token / (self.peak * self.mesh.world.size)
+        return tags
+
+    def check(self, line: GatheredMetrics) -> None:
+        """Raise TrainingError, on every rank alike, if training is no longer meaningful: a loss or gradient
+        norm is not finite, a replica skips every step, or anchors differ."""
+        # Steps that optim.nonfinite leaves out are in neither sum.
+        for what, column in (("loss", "loss_sum"), ("norm of the gradient", "grad_norm")):
+            values = line.column(column)
+            if not values.isfinite().all():
+                rank = int((~values.isfinite()).nonzero()[0])
+                raise TrainingError(
+                    f"the {what} is {values[rank].item()} on rank {rank} (replica {rank // self.mesh.shard.size}) at step "
+                    f"{line.step} or in the {line.column('steps')[rank]:.0f} steps before it; start again to continue from the last "
+                    "checkpoint, with a smaller optim.lr under another run.name if it comes back"
+                )
+
+        skipped = line.column("skipped_in_a_row")
+        if skipped.max() >= SKIPS_IN_A_ROW:
+            rank = int(skipped.argmax())
+            raise TrainingError(
+                f"replica {rank // self.mesh.shard.size} left out its last {skipped[rank]:.0f} steps up to step {line.step}: no gradient "
+                "was finite (optim.nonfinite); start again to continue from the last checkpoint, with a smaller optim.lr under "
+                "another run.name if it comes back"
+            )
+        fingerprints = line.column("fingerprint").reshape(self.mesh.replicas, self.mesh.shard.size)
+        usual = fingerprints.mode(dim=0).values
+        others = (fingerprints != usual).any(dim=1).nonzero().flatten().tolist()
+        if others:
+            who = f"the anchor of replica {', '.join(map(str, others))} is not that of the others"
+            if 2 * len(others) >= self.mesh.replicas:
+                who = f"the anchors of the {self.mesh.replicas} replicas differ"
+            raise TrainingError(
+                f"{who}, found at step {line.step}: they no longer train the same model; look for faulty memory or network, and "
+                "start again to continue from the last checkpoint"
+            )
+
+    def _count_spike(self, loss: float) -> int:
+        if not math.isfinite(loss):
+            return self.spikes
+        value = torch.tensor([[loss]], dtype=torch.float64)
+        is_spike = self._losses.count >= SPIKE_AFTER_LINES and self._losses.z_scores(value) > SPIKE_DEVIATIONS
+        self.spikes += int(is_spike)
+        self._losses.update(value, torch.tensor([[not is_spike]]))
+        return self.spikes

@@ -1,0 +1,75 @@
+"""Progress of a run on one rank: the counters that the training loop keeps and that checkpoints store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmtrain.reshard import first, mean, mean_over_replicas, own_step, resharded, rules_of, split_evenly
+
+
+@dataclass
+class TrainState:
+    """Counters of one rank. Fields with a rule are stored in checkpoints and resharded by it."""
+
+    total_steps: int
+    """Steps of the run."""
+    step: int = resharded(0, by=own_step)
+    """Steps of this replica. A fast replica of A-EDiT does more than `total_steps`."""
+    global_step: int = 0
+    """Step of the run that all ranks agree on. Equal to `step`, except in rounds of seconds."""
+    previous_global_step: int = 0
+    """Global step at the agreement before."""
+    gradients: float = resharded(0, by=mean)
+    """Steps of this replica that computed a gradient."""
+    skipped: float = resharded(0, by=mean_over_replicas)
+    """Steps of this replica skipped because the gradient was not finite (`optim.nonfinite`)."""
+    skipped_in_a_row: int = 0
+    predicted_tokens: int = resharded(0, by=split_evenly)
+    """Tokens that this rank has trained on."""
+    last_evaluated: int = resharded(-1, by=first)
+    """Global step of the last validation."""
+    last_saved: int = -1
+    """Global step of the last checkpoint."""
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether the run has reached its last step."""
+        return self.global_step >= self.total_steps
+
+    @property
+    def is_first_step(self) -> bool:
+        """Return whether the first step has just been agreed on."""
+        return self.previous_global_step == 0
+
+    def advance(self, global_step: int | None) -> bool:
+        """Record the global step after a step of this replica. Return whether all ranks agree on it now: only then may they
+        issue other collectives. None means that they do not."""
+        if global_step is None:
+            return False
+        self.previous_global_step, self.global_step = self.global_step, global_step
+        return True
+
+    def is_due(self, every: int | None) -> bool:
+        """Return whether the last agreement reached or passed a multiple of `every`; False for None."""
+        return every is not None and self.global_step // every > self.previous_global_step // every
+
+    def count_gradient(self, tokens: int, skipped: bool) -> None:
+        """Count a step that computed a gradient from `tokens` tokens of this rank."""
+        self.predicted_tokens += tokens
+        if skipped:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+        else:
+            self.skipped_in_a_row = 0
+            self.gradients += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the stored fields."""
+        return {name: getattr(self, name) for name in rules_of(type(self))}
+
+    def load_state_dict(self, state: dict[str, Any], global_step: int) -> None:
+        """Restore the stored fields from a checkpoint of `global_step`. Other entries of `state` are ignored."""
+        for name in rules_of(type(self)):
+            setattr(self, name, state[name])
+        self.global_step = self.previous_global_step = self.last_saved = global_step
