@@ -73,7 +73,7 @@ $(READY): requirements.txt constraints.txt pyproject.toml
 
 # what tests and developers need beside it; lm-eval among it, for llmtrain eval
 $(TOOLS): $(READY)
-	$(PIP) --editable '.[dev,eval]' -c constraints.txt
+	$(PIP) --editable '.[dev,eval,wandb]' -c constraints.txt
 	@touch $(TOOLS)
 
 clean:

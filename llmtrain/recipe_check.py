@@ -6,6 +6,7 @@ cluster.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,13 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     if ranks is not None:
         _check_batch(recipe.train, ranks)
     _check_model(recipe)
+    _check_log(recipe)
     check_suite(recipe.eval.suite)
+
+
+def _check_log(recipe: Recipe) -> None:
+    if recipe.log.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise RecipeError("log.wandb is given, but wandb is not installed; pip install wandb, or log.wandb=null")
 
 
 def _check_nonfinite(recipe: Recipe) -> None:

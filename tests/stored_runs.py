@@ -7,8 +7,8 @@
 Every method under both engines, stopped halfway and resumed; A-EDiT on a clock that counts steps, WAGMA with a replica that is
 late when it is planned to be. Compared are the lines of metrics.jsonl, state.json and every tensor of every checkpoint, but no
 seconds. What has another name since is in tests/renamed.json: for each kind a list of [regular expression, replacement], which
-are applied to the older names, and as `values` the words that recipes have in place of others. Numbers depend on the machine,
-so both commits run on the same one.
+are applied to the older names, as `values` the words that recipes have in place of others, and as `added` what only the newer
+runs have. Numbers depend on the machine, so both commits run on the same one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def differences(before: Path, after: Path, renamed: dict[str, Any]) -> list[str]
     }
     new = {(kind, name): value for kind, name, value in values_of(after) if not CLOCKS.search(name)}
     found = [f"{kind}: {name} is gone" for kind, name in old.keys() - new.keys()]
-    found += [f"{kind}: {name} is new" for kind, name in new.keys() - old.keys()]
+    added = re.compile("|".join(renamed.get("added", ())) or "(?!)")
+    found += [f"{kind}: {name} is new" for kind, name in new.keys() - old.keys() if not added.search(name)]
     found += [
         f"{kind}: {name} was {_short(old[kind, name])}, is {_short(new[kind, name])}"
         for kind, name in old.keys() & new.keys()

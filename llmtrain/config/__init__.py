@@ -12,12 +12,14 @@ from llmtrain.config.recipe import (
     ModelSection,
     OptimSection,
     ParallelSection,
+    ProfileSection,
     Recipe,
     RunSection,
     ScheduleSection,
     SuiteSection,
     TraceSection,
     TrainSection,
+    WandbSection,
 )
 from llmtrain.config.section import (
     Section,
@@ -75,6 +77,7 @@ __all__ = [
     "OverlappedSection",
     "ParallelSection",
     "PenaltySection",
+    "ProfileSection",
     "PullSection",
     "QsrSection",
     "Recipe",
@@ -87,5 +90,6 @@ __all__ = [
     "TraceSection",
     "TrainSection",
     "WaitAvoidingSection",
+    "WandbSection",
     "WireSection",
 ]

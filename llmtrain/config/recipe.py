@@ -90,6 +90,9 @@ class TrainSection(Section):
     sequence. With an attention of transformers a mask of sequence_length squared is made for every sequence."""
     deterministic: bool = False
     """Use only deterministic kernels (always so on the CPU); slower on GPUs."""
+    gc_every: PositiveInt | None = 50
+    """Steps between garbage collections, the same on every rank, so that no rank waits for another's; `null`: whenever Python
+    likes."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -224,6 +227,33 @@ class TraceSection(Section):
     """How many."""
 
 
+class ProfileSection(Section):
+    """Steps that torch.profiler records (profile/rank-*.json.gz, Chrome traces)."""
+
+    first: Annotated[int, Field(ge=3)] = 10
+    """The first such step; the one before it warms the profiler up."""
+    steps: PositiveInt = 3
+    """Number of steps. A trace has some megabytes per step."""
+    ranks: list[NonNegativeInt] = Field(default_factory=lambda: [0])
+    """The ranks that record."""
+
+    @property
+    def last(self) -> int:
+        """Return the last step that is recorded."""
+        return self.first + self.steps - 1
+
+
+class WandbSection(Section):
+    """Weights & Biases, beside metrics.jsonl. Needs the package wandb."""
+
+    project: str
+    """The project that the run appears in, by its `run.name`."""
+    entity: str | None = None
+    """User or team; `null`: wandb's own default."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` keeps everything in the run directory, for `wandb sync` later."""
+
+
 class LogSection(Section):
     """Reports of a run while it trains."""
 
@@ -231,8 +261,12 @@ class LogSection(Section):
     """Steps between lines of metrics."""
     tensorboard: bool = True
     """Also write TensorBoard events."""
+    wandb: WandbSection | None = None
+    """Also send every line to Weights & Biases, `{project, entity, mode}`; `null`: no."""
     trace: TraceSection | None = None
     """Record a timeline of some steps; `null`: none."""
+    profile: ProfileSection | None = None
+    """Record some steps with torch.profiler, `{first, steps, ranks}`; `null`: none."""
 
 
 class SuiteSection(Section):

@@ -45,7 +45,7 @@ class LoadedCheckpoint:
 
     step: int
     progress: dict[str, Any]
-    """This rank's plain values, as passed to `Checkpointer.save` and adapted to this mesh."""
+    """This rank's plain values, as stored by `Checkpointer.save` and adapted to this mesh."""
     how: str
     """Console text on how the state was adapted to this mesh; empty if it was not."""
 
@@ -76,10 +76,11 @@ class Checkpointer:
         """Functions that return the steps of checkpoints which are still being read and must be kept."""
         self._writing: CheckpointWriter | None = None
 
-    def save(self, step: int, progress: dict[str, Any]) -> None:
-        """Start writing the state after `step`. `progress` holds this rank's plain values. All ranks call it at
-        the same step. Returns when the state has been copied to memory that training does not modify, or, if
-        `checkpoint.background` is off, when the checkpoint is complete.
+    def save(self, step: int, progress: Callable[[], dict[str, Any]]) -> None:
+        """Start writing the state after `step`. All ranks call it at the same step. Returns when the state has been
+        copied to memory that training does not modify, or, if `checkpoint.background` is off, when the checkpoint is
+        complete. `progress` returns this rank's plain values. It is called after messages in flight have arrived, so
+        that their bytes are counted.
 
         Raises TrainingError if the previous checkpoint, or this one if `checkpoint.background` is off, could
         not be written.
@@ -99,7 +100,7 @@ class Checkpointer:
         if self.recipe is not None:
             state["recipe"] = self.recipe.model_dump(mode="json")
         final, comms = self.directory / folder_name(step), self.mesh.checkpoint_group
-        mine = {"method": self.method.state_dict(), **progress}
+        mine = {"method": self.method.state_dict(), **progress()}
         self._writing = CheckpointWriter(final, tensors, state, mine, comms, lambda: self._prune(step))
         self._writing.start(in_thread=self.section.background)
         self.seconds += time.monotonic() - started
@@ -113,7 +114,7 @@ class Checkpointer:
         self.seconds += time.monotonic() - started
 
     def poll(self) -> None:
-        """Report the last checkpoint, once, if it has become complete: through `note`, and to the functions in `on_saved`."""
+        """Report the last checkpoint, once, if it has become complete: through `note` and to the functions in `on_saved`."""
         writing = self._writing
         if writing is None or not writing.is_done or writing.error is not None:
             return
@@ -130,7 +131,7 @@ class Checkpointer:
     def load(self, path: Path, rules: Rules, seed: int) -> LoadedCheckpoint:
         """Restore the state in `path`, written on any mesh. A collective of all ranks.
 
-        `rules` say how the values given to `save` are resharded. Ranks without a predecessor in the old mesh
+        `rules` say how the values stored by `save` are resharded. Ranks without a predecessor in the old mesh
         derive their random numbers from `seed`. Raises CheckpointError, on every rank, if the checkpoint is damaged or can't be continued
         on this mesh. Raises RecipeError if it belongs to another recipe.
         """

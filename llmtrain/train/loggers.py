@@ -1,15 +1,19 @@
-"""Destinations of log lines: metrics.jsonl always, TensorBoard if the recipe wants it. A new one subclasses `Logger`."""
+"""Destinations of log lines: metrics.jsonl always, TensorBoard and Weights & Biases if the recipe wants them. A new one
+subclasses `Logger`."""
 
 from __future__ import annotations
 
 import json
 import math
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmtrain.train.checkpoint_writer import atomic_write
+from llmtrain.config import Recipe
+from llmtrain.train.checkpoint_writer import atomic_write, one_line
+from llmtrain.train.run_dir import RunDirectory
 
 
 class Logger(ABC):
@@ -58,11 +62,45 @@ class TensorBoardLogger(Logger):
         self._writer.close()
 
 
-def open_loggers(jsonl: Path, tensorboard: Path | None, resumed_step: int) -> Sequence[Logger]:
+class WandbLogger(Logger):
+    """A run on Weights & Biases, or with `mode: offline` a folder for `wandb sync`. A resumed run keeps its id."""
+
+    def __init__(self, recipe: Recipe, directory: RunDirectory, resumed_step: int):
+        import wandb
+
+        section = recipe.log.wandb
+        id_file = directory.path / "wandb_id.txt"
+        if not (resumed_step and id_file.exists()):
+            atomic_write(id_file, uuid.uuid4().hex[:8] + "\n")
+        try:
+            self._run = wandb.init(
+                project=section.project,
+                entity=section.entity,
+                mode=section.mode,
+                name=recipe.run.name,
+                id=id_file.read_text().strip(),
+                resume="allow",
+                dir=directory.path,
+                config=recipe.model_dump(mode="json"),
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except wandb.Error as error:
+            raise OSError(f"log.wandb: {one_line(error)}; `wandb login`, or log.wandb.mode=offline") from error
+
+    def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
+        self._run.log({"tokens": tokens, "seconds": seconds, **tags}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_loggers(recipe: Recipe, directory: RunDirectory, resumed_step: int) -> Sequence[Logger]:
     """Open the loggers of a run that continues after `resumed_step`; 0 for a new run. Raises OSError."""
-    loggers: list[Logger] = [JsonlLogger(jsonl, resumed_step)]
-    if tensorboard is not None:
-        loggers.append(TensorBoardLogger(tensorboard, resumed_step))
+    loggers: list[Logger] = [JsonlLogger(directory.metrics, resumed_step)]
+    if recipe.log.tensorboard:
+        loggers.append(TensorBoardLogger(directory.tensorboard, resumed_step))
+    if recipe.log.wandb is not None:
+        loggers.append(WandbLogger(recipe, directory, resumed_step))
     return loggers
 
 

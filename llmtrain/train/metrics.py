@@ -16,6 +16,7 @@ from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.reshard import Rules, first, largest, mean, resharded, rules_of, split_evenly
 from llmtrain.sync.method import Method
+from llmtrain.trace import span
 from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.console import Console
 from llmtrain.train.devices import peak_memory_bytes
@@ -97,10 +98,8 @@ class Metrics:
 
         Raises TrainingError, on every rank, if metrics cannot be written.
         """
-        tensorboard = self.directory.tensorboard if self.recipe.log.tensorboard else None
         if self.mesh.is_main:
-            opened = self._write(lambda: open_loggers(self.directory.metrics, tensorboard, state.step))
-            self._loggers = opened or ()
+            self._loggers = self._write(lambda: open_loggers(self.recipe, self.directory, state.step)) or ()
         self.io_errors.check()
         self.console.start(state.global_step, state.total_steps)
         yield
@@ -117,15 +116,28 @@ class Metrics:
         self.interval.step_seconds += time.monotonic() - started
         self.train_seconds += time.monotonic() - started
 
-    @contextmanager
-    def data_time(self) -> Iterator[None]:
-        """Count the enclosed code as waiting for data."""
+    def time_data(self, read: Callable[[], T]) -> T:
+        """Return the result of `read`, and count its time as waiting for data."""
         started = time.monotonic()
-        yield
+        with span("data"):
+            batch = read()
         self.interval.data_seconds += time.monotonic() - started
+        return batch
 
-    def accumulate(self, tokens: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """Add one gradient that was used: its tokens on this rank, their summed loss and the replica's gradient norm."""
+    def accumulate(
+        self,
+        state: TrainState,
+        micro_batches: Sequence[torch.Tensor],
+        loss: torch.Tensor,
+        grad_norm: torch.Tensor,
+        skipped: bool,
+    ) -> None:
+        """Count one gradient: its tokens on this rank, their summed loss and the replica's gradient norm. Of a gradient that
+        was skipped, only the tokens count."""
+        tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches)
+        state.count_gradient(tokens, skipped)
+        if skipped:
+            return
         self.interval.loss += loss
         self.interval.grad_norm += grad_norm
         self.interval.gradients += 1
@@ -274,8 +286,9 @@ class Metrics:
             "other_traffic": asdict(self.mesh.all_ranks.traffic),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned. Other entries of `state` are ignored."""
+    def load_state_dict(self, state: dict[str, Any], train: TrainState) -> None:
+        """Restore what `state_dict` returned. Other entries of `state` are ignored. A collective of all ranks."""
+        self.count_tokens(train)  # before traffic is restored, of which this is no part
         self.interval = IntervalMetrics(**state["interval"])
         self.train_seconds, self.last_line = state["train_seconds"], state["last_line"]
         self.engine.gradient_wait_seconds = state["gradient_wait_seconds"]

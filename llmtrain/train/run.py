@@ -37,6 +37,7 @@ from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.checkpoint_writer import one_line
 from llmtrain.train.console import Console, format_si
 from llmtrain.train.devices import enable_determinism, memory_of_rank, peak_flops
+from llmtrain.train.instruments import collect_garbage_every, explain_out_of_memory, profile_steps
 from llmtrain.train.integrity import checkpoint_folders, latest_valid, step_of
 from llmtrain.train.io_errors import IoErrors
 from llmtrain.train.metric_gather import MetricReducer
@@ -81,7 +82,13 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
         trainer.checkpointer.on_saved += [suites.after_checkpoint, mirror.upload_async]
         trainer.checkpointer.pinned_by += [suites.pinned_steps, mirror.pinned_steps]
         try:
-            with _traced(recipe.log.trace, directory.trace_of(world.rank)):
+            with (
+                _traced(recipe.log.trace, directory.trace_of(world.rank)),
+                profile_steps(recipe.log.profile, world.rank, directory.profile, console.print) as profile,
+                collect_garbage_every(recipe.train.gc_every) as collect_garbage,
+                explain_out_of_memory(world.rank, mesh.device, directory.out_of_memory),
+            ):
+                trainer.after_step += [profile, collect_garbage]
                 alter(trainer)
                 mirror.upload_if_newer(resume_from)
                 ended = trainer.fit(resume_from)

@@ -30,6 +30,7 @@ RESUMABLE_KEYS = (
     "eval",
     "data.cache_dir",
     "train.micro_batch",
+    "train.gc_every",
     "parallel.replicas",
     "parallel.shards",
     "parallel.on_cpu",
@@ -47,8 +48,8 @@ of additions, except for the number of replicas, which has its own rules (`resha
 
 
 class RunDirectory:
-    """Run directory `runs/<name>/`: recipe.yaml, tokenizer/, metrics.jsonl, tensorboard/, trace/, checkpoints/,
-    summary.json, loss.png, samples.txt."""
+    """Run directory `runs/<name>/`: recipe.yaml, tokenizer/, metrics.jsonl, tensorboard/, wandb/, trace/, profile/,
+    out_of_memory/, checkpoints/, summary.json, loss.png, samples.txt."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
@@ -82,6 +83,16 @@ class RunDirectory:
     def trace_of(self, rank: int) -> Path:
         """Return the path of a rank's timeline."""
         return self.path / "trace" / f"rank-{rank:05}.jsonl"
+
+    @property
+    def profile(self) -> Path:
+        """Return the folder of torch.profiler's traces."""
+        return self.path / "profile"
+
+    @property
+    def out_of_memory(self) -> Path:
+        """Return the folder of what was allocated when a device ran out of memory."""
+        return self.path / "out_of_memory"
 
     def completed_message(self) -> str:
         """Return the console message for a complete run."""

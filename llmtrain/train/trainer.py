@@ -1,14 +1,9 @@
-"""The training loop. Start with `Trainer.fit`, then `Trainer.train_step`.
-
-The engine runs one replica; the method decides how replicas agree. The loop knows both by their interfaces only.
-"""
+"""The training loop. Start with `Trainer.fit`, then `Trainer.train_step`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 from llmtrain.config import Recipe
 from llmtrain.data.prefetch import PrefetchLoader
@@ -24,7 +19,7 @@ from llmtrain.train.validation import Validator
 
 
 class Trainer:
-    """One run on one rank. Every rank calls `fit` and issues the same collectives in the same order."""
+    """One run on one rank. The engine runs its replica, the method synchronizes replicas; all ranks make the same calls."""
 
     def __init__(
         self,
@@ -38,16 +33,14 @@ class Trainer:
     ):
         self.recipe, self.engine, self.method, self.loader = recipe, engine, method, loader
         self.metrics, self.validator, self.checkpointer = metrics, validator, checkpointer
-        self.lr = LRSchedule.of(recipe)
-        self.state = TrainState(recipe.train.total_steps)
-        self.after_step: list[Callable[[int], None]] = []
-        """Functions to call after each step of this replica, with its number."""
+        self.lr, self.state = LRSchedule.of(recipe), TrainState(recipe.train.total_steps)
+        self.after_step: list[Callable[[int], None]] = []  # called with the number of each step, after it
 
     def fit(self, resume_from: Path | None = None) -> str:
         """Train to the end and return "done", or until a stop is requested and return "signal". Both end with a checkpoint."""
         state, recipe = self.state, self.recipe
         if resume_from is not None:
-            self.resume(resume_from)
+            self.load(resume_from)
         with self.metrics.open(state):  # metrics.jsonl, TensorBoard, progress bar
             if state.global_step == 0:
                 self.validate()
@@ -57,7 +50,7 @@ class Trainer:
                 if not state.advance(self.method.agreed_step(state.step)) or state.is_done:
                     continue
                 if state.is_due(recipe.log.every) or state.is_first_step:
-                    self.log()
+                    self.metrics.log(state, self.lr.at(state.step))
                 if state.is_due(recipe.eval.every):
                     self.validate()
                 if state.is_due(recipe.checkpoint.every):
@@ -75,64 +68,53 @@ class Trainer:
         state.step += 1
         with metrics.training_time(), step_span(state.step):
             plan = self.method.begin_step(state.step, self.lr.at(state.step))
-            micro_batches = self._next_batch() if plan.takes_batch else []
+            micro_batches = metrics.time_data(self.loader.next) if plan.takes_batch else []
             if plan.computes_gradient:
                 with span("gradient"):
                     loss = self.engine.forward_backward(micro_batches)
-                    norm = self.engine.step(plan.lr)
+                    grad_norm = self.engine.step(plan.lr)
                 if self.engine.skipped and self.recipe.optim.nonfinite == "rollback":
                     self.method.roll_back()
-                tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches)
-                state.count_gradient(tokens, self.engine.skipped)
-                if not self.engine.skipped:
-                    metrics.accumulate(tokens, loss, norm)
+                metrics.accumulate(state, micro_batches, loss, grad_norm, skipped=self.engine.skipped)
             self.method.end_step(state.step)
         metrics.count_step(state)
         for call in self.after_step:
             call(state.step)
 
-    def log(self) -> None:
-        """Start a log line on the steps since the last one. It is written when all ranks have sent their numbers."""
-        self.metrics.log(self.state, self.lr.at(self.state.step))
-
     def validate(self) -> None:
         """Validate the replicas' mean and log its loss. Each replica's own parameters are left as they were."""
-        if self.state.global_step == self.state.last_evaluated:
-            return
-        self.metrics.wait()  # validation brings all ranks together anyway
-        self.metrics.log_validation(self.state, self.validator.run(self.method.is_synchronized))
-
-    def save(self) -> None:
-        """Start writing a checkpoint. Waits for the pending log line first: a state known to be bad is never kept."""
-        if self.state.global_step == self.state.last_saved:
-            return
-        self.metrics.wait()
-        self.metrics.wait_for_checkpoint()
-        progress = {**self.state.state_dict(), **self.metrics.state_dict(), "loader": self.loader.state_dict()}
-        self.checkpointer.save(self.state.global_step, progress)
-        self.state.last_saved = self.state.global_step
-
-    def resume(self, path: Path) -> None:
-        """Continue from a checkpoint, whatever mesh wrote it."""
-        loaded = self.checkpointer.load(path, self.reshard_rules(), self.recipe.run.seed)
-        self.state.load_state_dict(loaded.progress, loaded.step)
-        self.metrics.count_tokens(self.state)  # before traffic is restored, of which this is no part
-        self.metrics.load_state_dict(loaded.progress)
-        self.loader.load_state_dict(loaded.progress["loader"])
-        self.metrics.console.print(f"continuing from {path}{loaded.how}")
-
-    def reshard_rules(self) -> Rules:
-        """Return the rules by which what `save` stores is resharded."""
-        return {**rules_of(TrainState), **METRICS_RULES, "loader": self.loader.reshard_rule()}
+        if self.state.global_step != self.state.last_evaluated:
+            self.metrics.wait()  # validation brings all ranks together anyway
+            self.metrics.log_validation(self.state, self.validator.run(self.method.is_synchronized))
 
     def finish(self) -> None:
         """Synchronize what the last, possibly shorter, round left; afterwards all replicas are equal."""
-        if self.metrics.has_unlogged_steps:  # else the run continued from its end
+        if self.metrics.has_unlogged_steps:  # else the run was resumed at its end
             with self.metrics.training_time():
                 self.method.finish()
-            self.log()
+            self.metrics.log(self.state, self.lr.at(self.state.step))
         self.validate()
 
-    def _next_batch(self) -> list[torch.Tensor]:
-        with self.metrics.data_time(), span("data"):
-            return self.loader.next()
+    def save(self) -> None:
+        """Start writing a checkpoint. Waits for the pending log line first: a state known to be bad is never kept."""
+        if self.state.global_step != self.state.last_saved:
+            self.metrics.wait()
+            self.metrics.wait_for_checkpoint()
+            self.checkpointer.save(self.state.global_step, self.state_dict)
+            self.state.last_saved = self.state.global_step
+
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint, whatever mesh wrote it."""
+        loaded = self.checkpointer.load(path, self.reshard_rules(), self.recipe.run.seed)
+        self.state.load_state_dict(loaded.progress, loaded.step)
+        self.metrics.load_state_dict(loaded.progress, self.state)
+        self.loader.load_state_dict(loaded.progress["loader"])
+        self.metrics.console.print(f"continuing from {path}{loaded.how}")
+
+    def state_dict(self) -> dict[str, object]:
+        """Return this rank's plain values for a checkpoint."""
+        return {**self.state.state_dict(), **self.metrics.state_dict(), "loader": self.loader.state_dict()}
+
+    def reshard_rules(self) -> Rules:
+        """Return the rules by which `state_dict` is resharded."""
+        return {**rules_of(TrainState), **METRICS_RULES, "loader": self.loader.reshard_rule()}

@@ -40,7 +40,7 @@ def train_and_resume(case: Case, after: int, folder: Path) -> tuple[Outcome, Out
     whole.train(after)
     checkpoints = _checkpoints(whole, folder)
     with held_back() as write:
-        checkpoints.save(after, {"sums": whole.sums, "norms": whole.norms})
+        checkpoints.save(after, lambda: {"sums": whole.sums, "norms": whole.norms})
         whole.train(case.steps)
         outcome = whole.finish()
         write()

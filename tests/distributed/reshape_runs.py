@@ -176,7 +176,7 @@ def rewrite(parts: list[tuple[Part, Path]]) -> list[str]:
         loaded = trainer.checkpointer.load(newest_of(trainer), trainer.reshard_rules(), part.recipe.run.seed)
         mesh = trainer.metrics.mesh
         rewritten = Checkpointer(folder, mesh, trainer.engine, trainer.method, CheckpointSection(), 60.0)
-        rewritten.save(loaded.step, loaded.progress)
+        rewritten.save(loaded.step, lambda progress=loaded.progress: progress)
         rewritten.wait()
         trainer.method.close()
         said.append(loaded.how)

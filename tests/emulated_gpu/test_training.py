@@ -178,7 +178,7 @@ def checkpointed(case: Case, folder: Path, background: bool) -> tuple[int, int]:
     checkpoints = Checkpointer(folder, engine.mesh, engine, method, CheckpointSection(background=background), 60.0)
     emulated.forget_peak()
     before = emulated.allocated()
-    checkpoints.save(3, {})
+    checkpoints.save(3, dict)
     needed = emulated.peak() - before
     checkpoints.wait()
     method.finish()

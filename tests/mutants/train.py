@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "trainer: the loader's position is not restored",
         "llmtrain/train/trainer.py",
-        'self.loader.load_state_dict(progress["loader"])',
+        'self.loader.load_state_dict(loaded.progress["loader"])',
         "pass",
         (
             "tests/distributed/test_resume_training.py",
@@ -19,8 +19,8 @@ MUTANTS = [
     ),
     Mutant(
         "trainer: the interval begun is not restored",
-        "llmtrain/train/trainer.py",
-        'self.interval = IntervalMetrics(**progress["interval"])',
+        "llmtrain/train/metrics.py",
+        'self.interval = IntervalMetrics(**state["interval"])',
         "self.interval = IntervalMetrics()",
         (
             "tests/distributed/test_resume_training.py",
@@ -31,16 +31,16 @@ MUTANTS = [
     ),
     Mutant(
         "trainer: a good step does not end a row of skipped ones",
-        "llmtrain/train/trainer.py",
-        "        self.skipped_in_a_row = 0\n        self.interval.loss",
-        "        self.interval.loss",
+        "llmtrain/train/state.py",
+        "            self.skipped_in_a_row = 0\n            self.gradients",
+        "            self.gradients",
         ("tests/distributed/test_bad_numbers.py",),
     ),
     Mutant(
         "trainer: each replica validates its own weights",
-        "llmtrain/train/trainer.py",
-        "equal = self.method.is_synchronized or self.mesh.replicas == 1",
-        "equal = True",
+        "llmtrain/train/validation.py",
+        "are_equal = is_synchronized or self.mesh.replicas == 1",
+        "are_equal = True",
         (
             "tests/distributed/test_resume_training.py",
             "tests/distributed/test_reshape.py",
@@ -51,8 +51,8 @@ MUTANTS = [
     Mutant(
         "trainer: no synchronization at the end",
         "llmtrain/train/trainer.py",
-        "                    self.method.finish()\n",
-        "                    pass\n",
+        "                self.method.finish()\n",
+        "                pass\n",
         (
             "tests/distributed/test_resume_training.py",
             "tests/distributed/test_reshape.py",
@@ -62,28 +62,28 @@ MUTANTS = [
     ),
     Mutant(
         "trainer: due at exact multiples only",
-        "llmtrain/train/trainer.py",
+        "llmtrain/train/state.py",
         "return every is not None and self.global_step // every > self.previous_global_step // every",
         "return every is not None and self.global_step % every == 0",
         ("tests/distributed/test_resume_training.py",),
     ),
     Mutant(
         "trainer: writes a checkpoint after lost metrics",
-        "llmtrain/train/trainer.py",
-        "        self.disks.check()  # nor one whose metrics have a hole",
-        "        # nor",
+        "llmtrain/train/metrics.py",
+        "        self.checkpointer.poll()\n        self.io_errors.check()",
+        "        self.checkpointer.poll()",
         ("tests/distributed/test_bad_disks.py",),
     ),
     Mutant(
         "trainer: a rank stops when it is asked itself",
-        "llmtrain/train/trainer.py",
-        "self.agreed_to_stop |= line.stop_requested",
-        "self.agreed_to_stop |= self.stop.requested",
+        "llmtrain/train/metrics.py",
+        "self.stop_agreed |= line.stop_requested",
+        "self.stop_agreed |= self.stop.requested",
         ("tests/distributed/test_resume_training.py",),
     ),
     Mutant(
         "trainer: a line counts its tokens twice",
-        "llmtrain/train/trainer.py",
+        "llmtrain/train/metrics.py",
         "        self.interval.predicted_tokens += tokens\n",
         "        self.interval.predicted_tokens += 2 * tokens\n",
         (
@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant(
         "checkpoint: deletes one that is in use",
         "llmtrain/train/checkpoint.py",
-        "if step not in self.pinned_steps():",
+        "if not any(step in pinned() for pinned in self.pinned_by):",
         "if True:",
         (
             "tests/unit/test_mirror.py",
@@ -198,28 +198,28 @@ MUTANTS = [
     ),
     Mutant(
         "metrics: the line of the checkpoint's own step is dropped",
-        "llmtrain/train/metrics.py",
+        "llmtrain/train/loggers.py",
         'if line["step"] <= resumed_step]',
         'if line["step"] < resumed_step]',
         ("tests/unit/test_train_parts.py",),
     ),
     Mutant(
         "metrics: speed of the mean rank, not the slowest",
-        "llmtrain/train/metrics.py",
+        "llmtrain/train/metric_gather.py",
         'seconds, steps = float(line.column("step_seconds").max()), line.column("steps")',
         'seconds, steps = float(line.column("step_seconds").mean()), line.column("steps")',
         ("tests/unit/test_train_parts.py",),
     ),
     Mutant(
         "metrics: an infinite loss passes",
-        "llmtrain/train/metrics.py",
+        "llmtrain/train/metric_gather.py",
         "if not values.isfinite().all():",
         "if values.isnan().any():",
         ("tests/unit/test_train_parts.py",),
     ),
     Mutant(
         "reshape: rounding errors are averaged, not summed",
-        "llmtrain/train/reshard.py",
+        "llmtrain/reshard.py",
         "return self.old_replicas / self.replicas if kind in SUMMED else 1.0",
         "return 1.0",
         (
@@ -229,16 +229,16 @@ MUTANTS = [
     ),
     Mutant(
         "reshape: the remainder of a count is lost",
-        "llmtrain/train/reshard.py",
+        "llmtrain/reshard.py",
         "return total // count + (index < total % count)",
         "return total // count",
         ("tests/unit/test_reshape_rules.py",),
     ),
     Mutant(
         "reshape: samples left by slow replicas are read by nobody",
-        "llmtrain/train/reshard.py",
-        '"loader": merge_cursors([rank["loader"] for rank in of_replicas], global_batch)',
-        '"loader": of_replicas[0]["loader"]',
+        "llmtrain/data/loader.py",
+        "return by_replica(partial(merge_cursors, global_batch=self.global_batch))",
+        "return lambda change, values: values[0]",
         ("tests/distributed/test_reshape.py",),
     ),
     Mutant(
@@ -327,7 +327,7 @@ MUTANTS = [
     ),
     Mutant(
         "metrics: bytes of the mean rank, not of all",
-        "llmtrain/train/metrics.py",
+        "llmtrain/train/metric_gather.py",
         'float(line.column("bytes_total").sum())',
         'float(line.column("bytes_total").mean())',
         ("tests/unit/test_train_parts.py",),

@@ -62,7 +62,7 @@ class Training:
         return [tensor.clone() for tensor in (self.weight, self.moments, self.anchor)]
 
     def save(self) -> None:
-        self.checkpoints.save(1, {"step": 1})
+        self.checkpoints.save(1, lambda: {"step": 1})
 
     def load(self) -> None:
         self.checkpoints.wait()

@@ -1,0 +1,100 @@
+"""Instruments around the training loop: garbage collection at fixed steps, torch.profiler, and what is written when a device
+runs out of memory."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from torch.profiler import profile, schedule
+
+from llmtrain.config import ProfileSection
+from llmtrain.errors import TrainingError
+
+AfterStep = Callable[[int], None]
+"""Function to call with the number of each step, after it."""
+
+
+@contextmanager
+def collect_garbage_every(steps: int | None) -> Iterator[AfterStep]:
+    """Replace Python's own garbage collections within this context by one in every step that is a multiple of `steps`.
+    None keeps Python's own.
+
+    Python collects after a number of allocations, which differs between ranks, and a rank that pauses makes all others wait.
+    """
+    if steps is None or not gc.isenabled():
+        yield lambda step: None
+        return
+
+    def after_step(step: int) -> None:
+        if step % steps == 0:
+            gc.collect()
+
+    gc.disable()
+    try:
+        yield after_step
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def profile_steps(
+    section: ProfileSection | None, rank: int, folder: Path, note: Callable[[str], None]
+) -> Iterator[AfterStep]:
+    """Record the steps of `section` with torch.profiler, and write them to `folder` as a Chrome trace of this rank.
+
+    The step before the first one warms the profiler up. Of a run that continues within these steps, the rest is recorded.
+    A trace that cannot be written is reported through `note`, and training goes on.
+    """
+    if section is None or rank not in section.ranks:
+        yield lambda step: None
+        return
+    profiler: profile | None = None
+
+    def write(finished: profile) -> None:
+        path = folder / f"rank-{rank:05}.json.gz"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            finished.export_chrome_trace(str(path))
+            note(f"profile of steps {section.first} to {section.last}: {path} (open it in ui.perfetto.dev)")
+        except (OSError, RuntimeError) as error:
+            note(f"the profile could not be written to {path}: {error}")
+
+    def after_step(step: int) -> None:
+        nonlocal profiler
+        if profiler is not None:
+            profiler.step()
+        elif section.first - 2 <= step < section.last - 1:
+            plan = schedule(wait=0, warmup=1, active=section.last - step - 1, repeat=1)
+            profiler = profile(schedule=plan, on_trace_ready=write)
+            profiler.start()
+
+    try:
+        yield after_step
+    finally:
+        if profiler is not None:
+            profiler.stop()
+
+
+@contextmanager
+def explain_out_of_memory(rank: int, device: torch.device, folder: Path) -> Iterator[None]:
+    """Turn torch's error when a device is out of memory into a TrainingError of one line, and write what was allocated to
+    `folder`: a summary, and a snapshot for https://pytorch.org/memory_viz."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = " ".join(str(error).split()).split(". ")
+        path = folder / f"rank-{rank:05}.txt"
+        with suppress(OSError):  # the disk may be full too
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(torch.cuda.memory_summary(device))
+            snapshot = {"segments": torch.cuda.memory_snapshot(), "device_traces": []}
+            path.with_suffix(".pickle").write_bytes(pickle.dumps(snapshot))
+        raise TrainingError(
+            f"rank {rank} has no memory left on {device} ({'. '.join(said[:2])}); use a smaller train.micro_batch, "
+            f"parallel.activation_checkpointing=true, sync.offload=true or more parallel.shards; what was allocated is in {path}"
+        ) from error
