@@ -87,7 +87,7 @@ def own_overrides(method: str, common: Sequence[str], round_seconds: float) -> l
     if sync.pull is not None:  # steps that pull read nothing: as many more, so that all methods read the same tokens
         local = recipe.train.total_steps - WARMUP
         changes.append(f"train.steps={WARMUP + round(local / (1 - sync.pull.probability))}")
-    every = EVERY if sync.group.kind == "all" else GLOBAL_EVERY
+    every = GLOBAL_EVERY if sync.schedule.kind == "wait_avoiding" else EVERY
     return [*changes, f"sync.period.every={every}"]
 
 

@@ -11,13 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.config import (
-    ButterflySection,
-    EveryStepSection,
-    EveryStepsSection,
     ModelSection,
-    OverlappedSection,
     ParallelSection,
-    QsrSection,
     Recipe,
     TrainSection,
 )
@@ -25,7 +20,6 @@ from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.recipe_messages import closest
 from llmtrain.suites.check import check_suite
-from llmtrain.sync.butterfly import group_size
 from llmtrain.sync.compatibility import find_conflict
 from llmtrain.sync.period import warmup_of
 
@@ -88,13 +82,10 @@ def _check_nonfinite(recipe: Recipe) -> None:
         raise RecipeError(
             f"optim.nonfinite is {choice}, which DeepSpeed's optimizer step has no part for; use stop, or engine=fsdp2"
         )
-    if choice == "rollback":
-        from llmtrain.sync.build_method import needs_anchor
-
-        if isinstance(recipe.sync.period, EveryStepSection) or not needs_anchor(recipe.sync):
-            raise RecipeError(
-                f"optim.nonfinite is rollback, but sync.method={recipe.sync.method} keeps no anchor to go back to; use skip or stop"
-            )
+    if choice == "rollback" and (recipe.sync.period.averages_gradients or not recipe.sync.needs_anchor):
+        raise RecipeError(
+            f"optim.nonfinite is rollback, but sync.method={recipe.sync.method} keeps no anchor to go back to; use skip or stop"
+        )
 
 
 def _check_pull(recipe: Recipe) -> None:
@@ -183,7 +174,7 @@ def _check_sync(recipe: Recipe) -> None:
         raise RecipeError(
             "sync.wire.gradients is true, but fp32 rounds nothing; use bf16, int8 or int4, or leave it out"
         )
-    if isinstance(sync.period, EveryStepSection):
+    if sync.period.averages_gradients:
         if sync.wire.kind != "fp32" and not sync.wire.gradients:
             raise RecipeError(
                 f"sync.wire is {sync.wire.kind}, but with sync.period=every_step only gradients travel, and they are not "
@@ -199,8 +190,7 @@ def _check_sync(recipe: Recipe) -> None:
             f"{key}, which leaves none of {total} steps to sync.method={sync.method}; "
             f"lower it, or say sync.method=synchronous"
         )
-    if isinstance(sync.schedule, OverlappedSection):
-        _check_overlap(sync.schedule, sync.period)
+    sync.schedule.check(sync.period, blocks=None)
     if sync.pull is not None:
         kappa = recipe.optim.lr * sync.pull.strength / sync.pull.probability
         if kappa > 1:
@@ -210,23 +200,9 @@ def _check_sync(recipe: Recipe) -> None:
             )
 
 
-def _check_overlap(schedule: OverlappedSection, period: EveryStepsSection | QsrSection) -> None:
-    shortest, key = (
-        (period.every, "sync.period.every")
-        if isinstance(period, EveryStepsSection)
-        else (period.base, "sync.period.base")
-    )
-    if schedule.steps > shortest:
-        raise RecipeError(
-            f"sync.schedule.steps is {schedule.steps}, but {key} is {shortest}: a fragment's mean would arrive after its next "
-            f"turn; give at most {shortest}"
-        )
-
-
 def check_group(recipe: Recipe, replicas: int) -> None:
-    """Raise RecipeError if `sync.group` can't be formed from `replicas` replicas."""
-    if isinstance(recipe.sync.group, ButterflySection):
-        group_size(replicas, recipe.sync.group.size)
+    """Raise RecipeError if the schedule's groups can't be formed from `replicas` replicas."""
+    recipe.sync.schedule.resolve_group_size(replicas)
 
 
 def _check_batch(train: TrainSection, ranks: int) -> None:
@@ -316,22 +292,13 @@ def _check_model(recipe: Recipe) -> None:
             "text model, as gemma3_text for gemma3"
         )
     _check_heads(section, config)
-    _check_fragments(recipe, config)
+    blocks = config.num_hidden_layers + (1 if config.tie_word_embeddings else 2)
+    recipe.sync.schedule.check(recipe.sync.period, blocks)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and recipe.train.sequence_length > positions:
         raise RecipeError(
             f"train.sequence_length is {recipe.train.sequence_length}, but the model has {positions} positions; "
             f"shorten it or raise model.config.max_position_embeddings"
-        )
-
-
-def _check_fragments(recipe: Recipe, config: PretrainedConfig) -> None:
-    schedule, layers = recipe.sync.schedule, config.num_hidden_layers
-    blocks = layers + (1 if config.tie_word_embeddings else 2)
-    if isinstance(schedule, OverlappedSection) and schedule.fragments > blocks:
-        raise RecipeError(
-            f"sync.schedule.fragments is {schedule.fragments}, but the model has {blocks} blocks ({layers} layers, "
-            f"embedding and head); give at most {blocks}"
         )
 
 

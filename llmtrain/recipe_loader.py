@@ -27,7 +27,7 @@ from llmtrain.recipe_messages import Overlay, closest, explain, format_value, on
 from llmtrain.sync.methods import METHODS
 
 COMMAND_LINE = "command line"
-UNION_KEYS = ("period", "group", "outer", "schedule", "wire")
+UNION_KEYS = ("period", "reduction", "outer", "schedule", "wire")
 """Keys of `sync` whose value has a `kind`."""
 
 
@@ -174,7 +174,7 @@ def _for_method(data: dict[str, Any], preset: Mapping[str, Any]) -> dict[str, An
     sync = data.get("sync")
     if not isinstance(sync, dict):
         return data
-    dropped = {"group", "outer", "penalty", "schedule", "pull"}
+    dropped = {"reduction", "outer", "schedule", "pull"}
     kind = preset["period"]["kind"]
     period = sync.get("period")
     if isinstance(period, dict) and period.get("kind", "steps") != kind:

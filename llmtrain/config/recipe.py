@@ -234,7 +234,7 @@ class ProfileSection(Section):
     """The first such step; the one before it warms the profiler up."""
     steps: PositiveInt = 3
     """Number of steps. A trace has some megabytes per step."""
-    ranks: list[NonNegativeInt] = Field(default_factory=lambda: [0])
+    ranks: tuple[NonNegativeInt, ...] = (0,)
     """The ranks that record."""
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmtrain.config import EveryStepSection, Recipe
+from llmtrain.config import Recipe
 from llmtrain.doctor.finding import Finding, ok, problem, warning
 from llmtrain.doctor.machine import GIB, disk
 from llmtrain.errors import ModelError, UserError
@@ -56,7 +56,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
 
 def round_bytes(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> float:
     """Return the bytes that each rank sends over the replica axis in one synchronization (or synchronous step)."""
-    rounded = not isinstance(recipe.sync.period, EveryStepSection) or recipe.sync.wire.gradients
+    rounded = not recipe.sync.period.averages_gradients or recipe.sync.wire.gradients
     return per_average(recipe, size, replicas, recipe.sync.wire.kind if rounded else "fp32") / shard
 
 

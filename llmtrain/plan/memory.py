@@ -18,16 +18,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from llmtrain.attention import FUSED_FAMILY
-from llmtrain.config import DelayedSection, EveryStepSection, LayerwiseSection, OverlappedSection, Recipe
+from llmtrain.config import Recipe
 from llmtrain.data.tokenizer import TRAIN, load_tokenizer
 from llmtrain.data.tokenizer import vocab_size as size_of_tokenizer
 from llmtrain.errors import ModelError
 from llmtrain.model import blocks_of, build, count_parameters, flops_per_token, model_config
 from llmtrain.parallel.zero_config import BUCKET
-from llmtrain.sync.block_sync import MAX_IN_FLIGHT
-from llmtrain.sync.build_method import needs_anchor
-from llmtrain.sync.outer import build_outer
-from llmtrain.sync.schedules.overlapped import fragments_of
 
 BYTES = {"bf16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}
 """Bytes per master value and per value in compute precision, by precision."""
@@ -184,8 +180,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     shard_of_all = master * -(-size.parameters // shard)
 
     anchors = 0
-    if needs_anchor(sync):
-        anchors = shard_of_all * (2 if build_outer(sync.outer).has_momentum else 1)
+    if sync.needs_anchor:
+        anchors = shard_of_all * (2 if sync.outer.has_momentum else 1)
     in_flight, stay = _messages(recipe, size, shard, has_anchors=anchors > 0)
     own = (
         _zero(recipe, size, replicas, shard)
@@ -207,9 +203,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
         own.early_gradients + forward + own.gathered_in_forward + loss,
         own.early_gradients + backward + own.gathered,
         own.late_gradients + last + own.gathered,
-        own.early_gradients
-        + in_flight
-        + (forward + own.gathered_in_forward if isinstance(sync.schedule, LayerwiseSection) else 0),
+        own.early_gradients + in_flight + (forward + own.gathered_in_forward if sync.schedule.syncs_in_forward else 0),
     )
     sum_of_these = own.gradients + backward + own.gathered + loss + in_flight
     return Memory(
@@ -230,13 +224,13 @@ def _messages(recipe: Recipe, size: ModelSize, shard: int, has_anchors: bool) ->
     """Return the bytes of messages as (while replicas synchronize, from one synchronization to the next)."""
     master, _ = BYTES[recipe.parallel.precision]
     sync, largest = recipe.sync, max(size.block_parameters)
-    if isinstance(sync.period, EveryStepSection):
+    if sync.period.averages_gradients:
         return 0, 0
-    prefetch = sync.schedule.prefetch if isinstance(sync.schedule, LayerwiseSection) else MAX_IN_FLIGHT
-    blocks = min(prefetch + 1, len(size.block_parameters)) + 2
+    in_flight = sync.schedule.blocks_in_flight
+    blocks = min(in_flight, len(size.block_parameters)) + 2
     if sync.offload and has_anchors:
-        blocks += min(prefetch + 2, len(size.block_parameters)) + 2
-    stay = master * -(-_parameters_in_flight(recipe, size) // shard)
+        blocks += min(in_flight + 1, len(size.block_parameters)) + 2
+    stay = master * -(-sync.schedule.parameters_in_flight(size.block_parameters) // shard)
     errors = master * -(-size.parameters // shard) if sync.wire.error_feedback else 0
     return blocks * master * -(-largest // shard), stay + errors
 
@@ -317,18 +311,6 @@ def _zero(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _Engine
         gathered_in_forward=in_forward,
         host=offloaded,
     )
-
-
-def _parameters_in_flight(recipe: Recipe, size: ModelSize) -> int:
-    """Return the number of parameters whose mean is in flight during local steps: those of the largest fragment, or
-    all with a delayed schedule."""
-    schedule = recipe.sync.schedule
-    if isinstance(schedule, DelayedSection):
-        return size.parameters
-    if isinstance(schedule, OverlappedSection):
-        fragments = fragments_of(schedule, len(size.block_parameters))
-        return max(sum(size.block_parameters[index] for index in fragment) for fragment in fragments)
-    return 0
 
 
 def _vocabulary(recipe: Recipe) -> int | None:

@@ -121,11 +121,11 @@ def _when(preset: dict[str, Any]) -> str:
 
 
 def _reduction(preset: dict[str, Any]) -> str:
-    if "group" in preset:
+    if "group_size" in preset["schedule"]:
         return "mean of changing groups in every step, of all in turn"
     if "pull" in preset:
         return f"mean; {preset['pull']['probability']:.0%} of steps pull to the anchor instead"
-    return "EDiT's penalty" if preset["penalty"] else "mean"
+    return "mean" if preset["reduction"] == "mean" else "EDiT's penalty"
 
 
 def composition_table() -> str:
@@ -133,18 +133,19 @@ def composition_table() -> str:
     pairs = [(choice, kind) for choice, kinds in CHOICES.items() for kind in kinds]
     concerned = [pair for pair in pairs if any(conflict_between(*pair, *other) for other in pairs)]
     columns = [pair for pair in concerned if pair[0] in ("schedule", "period")]
-    numbers = {rule: str(number) for number, rule in enumerate(RULES, start=1)}
+    numbers = {id(rule): str(number) for number, rule in enumerate(RULES, start=1)}
 
     def cell(row: tuple[str, str], column: tuple[str, str]) -> str:
         if row[0] == column[0]:
             return ""
         rule = conflict_between(*row, *column)
-        return "yes" if rule is None else f"no ({numbers[rule]})"
+        return "yes" if rule is None else f"no ({numbers[id(rule)]})"
 
     rows = [(f"{choice}: `{kind}`", *(cell((choice, kind), column) for column in columns)) for choice, kind in pairs]
     heads = ("", *(f"{choice}: `{kind}`" for choice, kind in columns))
     reasons = "".join(
-        f"{numbers[rule]}. {rule.first} {_kinds(rule.these)} and {rule.second} {_kinds(rule.those)}: {rule.why}.\n"
+        f"{numbers[id(rule)]}. {rule.choice} `{rule.kind}` and "
+        f"{'; '.join(f'{other} {_kinds(kinds)}' for other, kinds in rule.excludes.items())}: {rule.why}.\n"
         for rule in RULES
     )
     return f"{_table(heads, rows)}\nEvery other pair goes together. Why not:\n\n{reasons}"
@@ -197,6 +198,8 @@ def _one_allowed(option: dict[str, Any], schema: dict[str, Any]) -> str:
         return " or ".join(f"`{word}`" for word in option["enum"])
     if "prefixItems" in option:
         return "[" + ", ".join(_one_allowed(item, schema) for item in option["prefixItems"]) + "]"
+    if "items" in option:
+        return f"[{_one_allowed(option['items'], schema)}, ...]"
     word = WORDS.get(option["type"], option["type"])
     bounds = " and ".join(f"{sign} {option[bound]}" for bound, sign in SIGNS.items() if bound in option)
     pattern = f"matching `{option['pattern']}`" if "pattern" in option else ""

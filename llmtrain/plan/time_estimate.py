@@ -10,12 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from llmtrain.config import (
-    DelayedSection,
-    EverySecondsSection,
-    EveryStepSection,
-    OverlappedSection,
     Recipe,
-    WaitAvoidingSection,
 )
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.wrapping import COMPUTE
@@ -77,26 +72,18 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
         return 8 * sent / (rates.mbit * 1e6)
 
     gradients = seconds(gradient_bytes(recipe, size, replicas))
-    if replicas == 1 or isinstance(sync.period, EveryStepSection):
+    if replicas == 1 or sync.period.averages_gradients:
         return TimeEstimate(step, gradients, gradients, steps * (step + gradients))
-    if isinstance(sync.period, EverySecondsSection):
+    if sync.period.is_timed:
         first = warmup_of(sync, LRSchedule.of(recipe))
         message = seconds(per_average(recipe, size, replicas, sync.wire.kind))
         every = max(1.0, sync.period.every / step)
     else:
         rounds = rounds_of(recipe, size, replicas)
         first, every, message = rounds.first, rounds.every, seconds(rounds.bytes)
-    exposed = max(0.0, message - _hides(recipe, every) * step)
+    exposed = max(0.0, message - sync.schedule.hidden_steps(every) * step)
     waiting = (first * gradients + (steps - first) * exposed / every) / steps
     return TimeEstimate(step, message, waiting, steps * (step + waiting))
-
-
-def _hides(recipe: Recipe, every: float) -> float:
-    """Return the number of local steps that run while a round's messages are in flight."""
-    schedule = recipe.sync.schedule
-    if isinstance(schedule, OverlappedSection):
-        return min(every, schedule.fragments * schedule.steps)
-    return every if isinstance(schedule, DelayedSection | WaitAvoidingSection) else 0.0
 
 
 def rate_here(recipe: Recipe) -> float:

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
-from llmtrain.config import ButterflySection, EverySecondsSection, EveryStepSection, Recipe
+from llmtrain.config import Recipe
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
 from llmtrain.plan.memory import BYTES, ModelSize
-from llmtrain.sync.butterfly import group_size
 from llmtrain.sync.period import build_period, warmup_of
 
 TYPICAL_REPLICAS = 8
@@ -65,9 +64,10 @@ def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
     number = sum(period.ends_round(step) for step in range(warmup + 1, steps + 1)) + (not period.ends_round(steps))
     every = (steps - warmup) / number
     per_round = per_average(recipe, size, replicas, sync.wire.kind)
-    if not isinstance(sync.group, ButterflySection):
+    members = sync.schedule.resolve_group_size(replicas)
+    if members is None:
         return Rounds(warmup, number, every, per_round)
-    in_group = per_average(recipe, size, group_size(replicas, sync.group.size), sync.wire.kind)
+    in_group = per_average(recipe, size, members, sync.wire.kind)
     return Rounds(warmup, number, every, per_round + (every - 1) * in_group, in_group)
 
 
@@ -79,9 +79,9 @@ def traffic(recipe: Recipe, size: ModelSize) -> str:
     sync = recipe.sync
     gradients = decimal(int(gradient_bytes(recipe, size, replicas)))
     whose = f"from each of {replicas} replicas"
-    if isinstance(sync.period, EveryStepSection):
+    if sync.period.averages_gradients:
         return f"{gradients} a step {whose} (gradients in every step)"
-    if isinstance(sync.period, EverySecondsSection):
+    if sync.period.is_timed:
         warmup = warmup_of(sync, LRSchedule.of(recipe))
         per_round = decimal(int(per_average(recipe, size, replicas, sync.wire.kind)))
         line = f"{per_round} {whose} a round, a round in {sync.period.every:g} s"
@@ -90,7 +90,7 @@ def traffic(recipe: Recipe, size: ModelSize) -> str:
         warmup = rounds.first
         in_groups = ""
         if rounds.bytes_in_group:
-            members = group_size(replicas, sync.group.size)
+            members = sync.schedule.resolve_group_size(replicas)
             in_groups = f", {decimal(int(rounds.bytes_in_group))} of it in a step among {members}"
         line = (
             f"{decimal(int(rounds.bytes))} {whose} a round{in_groups}, {rounds.number:,} rounds of about "

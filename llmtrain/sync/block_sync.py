@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from llmtrain.config import PREFETCH
 from llmtrain.parallel.comms import Comms, PendingCollective, QuantizedAllReduce
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.wire_format import WireFormat
@@ -11,9 +12,6 @@ from llmtrain.sync.anchors import Anchors, flatten, unflatten_into
 from llmtrain.sync.outer import Outer
 from llmtrain.sync.round_stats import RoundStats
 from llmtrain.sync.sync_stats import SyncStats
-
-MAX_IN_FLIGHT = 2
-"""Reductions in flight beyond the one being finished, when blocks synchronize one after another."""
 
 
 class PendingReduction:
@@ -119,7 +117,7 @@ class BlockSync:
 
     def sync_all_blocks(self, since: RoundStats) -> None:
         """Synchronize all blocks now, with equal weights. Afterwards all replicas are equal. Requires anchors."""
-        in_flight = [self.start_reduce(index) for index in self.blocks[: MAX_IN_FLIGHT + 1]]
+        in_flight = [self.start_reduce(index) for index in self.blocks[: PREFETCH + 1]]
         for index in self.anchors.iter_prefetched(self.blocks, momentum=True):
             mean = in_flight[index].wait()
             if index + 1 < len(in_flight):

@@ -5,26 +5,11 @@ The formula is from the paper's text, because the printed algorithm and the publ
 
 from __future__ import annotations
 
-from llmtrain.errors import RecipeError
 
-
-def group_size(replicas: int, size: int | str) -> int:
-    """Return S: `size`, or for "auto" the square root of `replicas` rounded up to a power of two. At most `replicas`.
-
-    Raises RecipeError if `replicas` cannot be divided into groups of that size.
-    """
-    if replicas & (replicas - 1):
-        raise RecipeError(
-            f"sync.group is a butterfly, which needs a power of two of replicas, and there are {replicas}; "
-            f"change parallel.replicas, or use sync.group=all"
-        )
-    if size == "auto":
-        return 2 ** ((replicas.bit_length()) // 2)
-    if size & (size - 1) or not (2 <= size <= max(2, replicas)):
-        raise RecipeError(
-            f"sync.group.size is {size}, expected a power of two from 2 to the {replicas} replicas; change it, or use auto"
-        )
-    return min(size, replicas)
+def groups_at(iteration: int, size: int, replicas: int) -> list[list[int]]:
+    """Return the groups of `size` replicas that average in this iteration (from 0), each in ascending order. They repeat after
+    log2 P iterations at the latest. Another pattern of groups (pairs, a ring) is another such function."""
+    return partition(varying_bits(iteration, size, replicas), replicas)
 
 
 def varying_bits(iteration: int, size: int, replicas: int) -> tuple[int, ...]:

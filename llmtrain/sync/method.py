@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from llmtrain.parallel.engine import Engine
 from llmtrain.reshard import Rules, by_replica, rules_of
@@ -19,6 +19,8 @@ class StepPlan:
 
     lr: float
     """Inner learning rate."""
+    phase: Literal["synchronous", "local"] = "local"
+    """Whether gradients are averaged over replicas in this step, or each replica trains alone."""
     computes_gradient: bool = True
     """False if the method has already moved the parameters, which replaces the gradient step."""
     takes_batch: bool = True
@@ -32,15 +34,15 @@ class Method:
     def __init__(self, engine: Engine, period: Period, schedule: Schedule, pull: Pull | None):
         self.engine, self.period, self.schedule, self.pull = engine, period, schedule, pull
         self.block_sync = schedule.block_sync
-        self._lr = 0.0
+        self._lr, self._phase = 0.0, "synchronous"
         engine.register_block_hook(schedule.before_block)
 
     def begin_step(self, step: int, lr: float) -> StepPlan:
         """Prepare step `step` (of this replica, from 1), whose scheduled learning rate is `lr`, and return its plan."""
-        self._lr = lr
-        self.engine.average_gradients = self.period.is_synchronous(step)
-        if self.engine.average_gradients:
-            return StepPlan(lr)
+        self._lr, self._phase = lr, "synchronous" if self.period.is_synchronous(step) else "local"
+        self.engine.average_gradients = self._phase != "local"
+        if self._phase != "local":
+            return StepPlan(lr, self._phase)
         self.block_sync.ensure_anchor()
         self.schedule.begin_step()
         if self.pull is None:
@@ -53,12 +55,12 @@ class Method:
 
     def roll_back(self) -> None:
         """Set the parameters to those of the last synchronization. In a synchronous phase, do nothing."""
-        if not self.engine.average_gradients:
+        if self._phase == "local":
             self.block_sync.reset_to_anchor()
 
     def end_step(self, step: int) -> None:
         """Complete step `step` after its optimizer step or pull."""
-        if not self.engine.average_gradients:
+        if self._phase == "local":
             self.schedule.end_step(step, self._lr, self.period.ends_round(step))
 
     def agreed_step(self, step: int) -> int | None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import singledispatch
 
 import torch
 
-from llmtrain.config import AnyOuter, MomentumSection, NesterovSection, SgdSection
+from llmtrain.config import AverageSection, MomentumSection, NesterovSection, OuterSection, SgdSection
 from llmtrain.sync.round_stats import RoundStats
 
 
 class Outer(ABC):
     """An outer optimizer. Its state, if any, is one flat tensor per block, shaped like the anchor."""
 
-    has_momentum = False
     normalize = "none"
 
     @abstractmethod
@@ -35,8 +35,6 @@ class Nesterov(Outer):
     """Nesterov momentum: b <- mu b + D / g; anchor <- anchor - lr (D + mu g b). g is 1 or, if normalized, the
     round's last learning rate or the sum of its learning rates. The first displacement is (1 + mu) lr D."""
 
-    has_momentum = True
-
     def __init__(self, lr: float, momentum: float, normalize: str = "none"):
         self.lr, self.momentum, self.normalize = lr, momentum, normalize
 
@@ -51,8 +49,6 @@ class Momentum(Outer):
     """Heavy-ball momentum: b <- mu b + D / g, with elements clamped to +-clip; anchor <- anchor - lr g b. SlowMo
     (arXiv 1910.00643) has g = the learning rate. CO2 (arXiv 2401.16265) has g = 1 and a clip."""
 
-    has_momentum = True
-
     def __init__(self, lr: float, momentum: float, clip: float | None, normalize: str):
         self.lr, self.momentum, self.clip, self.normalize = lr, momentum, clip, normalize
 
@@ -65,10 +61,31 @@ class Momentum(Outer):
         anchor.add_(momentum, alpha=-self.lr * unit)
 
 
-def build_outer(section: AnyOuter) -> Outer:
-    """Return the outer optimizer that a recipe's `sync.outer` describes."""
-    if isinstance(section, NesterovSection):
-        return Nesterov(section.lr, section.momentum, section.normalize)
-    if isinstance(section, MomentumSection):
-        return Momentum(section.lr, section.momentum, section.clip, section.normalize)
-    return Sgd(section.lr if isinstance(section, SgdSection) else 1.0)
+@singledispatch
+def build_outer(section: OuterSection) -> Outer:
+    """Return the outer optimizer that a recipe's `sync.outer` describes. Each is registered for its section."""
+    raise NotImplementedError(f"no outer optimizer is registered for {type(section).__name__}")
+
+
+@build_outer.register
+def build_average(section: AverageSection) -> Outer:
+    """Return the outer step to the replicas' mean."""
+    return Sgd(1.0)
+
+
+@build_outer.register
+def build_sgd(section: SgdSection) -> Outer:
+    """Return plain SGD."""
+    return Sgd(section.lr)
+
+
+@build_outer.register
+def build_nesterov(section: NesterovSection) -> Outer:
+    """Return SGD with Nesterov momentum."""
+    return Nesterov(section.lr, section.momentum, section.normalize)
+
+
+@build_outer.register
+def build_momentum(section: MomentumSection) -> Outer:
+    """Return SGD with heavy-ball momentum."""
+    return Momentum(section.lr, section.momentum, section.clip, section.normalize)

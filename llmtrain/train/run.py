@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from llmtrain.config import LayerwiseSection, Recipe, TraceSection
+from llmtrain.config import Recipe, TraceSection
 from llmtrain.data.consistency import check_same_tokens
 from llmtrain.data.index import TOKENIZER, TokenDataset
 from llmtrain.data.loader import Loader, eval_batches
@@ -226,7 +226,7 @@ def build_trainer(
         recipe.optim,
         seed=recipe.run.seed,
         gradient_wire=gradient_wire,
-        changes_in_forward=isinstance(recipe.sync.schedule, LayerwiseSection),
+        changes_in_forward=recipe.sync.schedule.syncs_in_forward,
     )
     method = build_method(
         recipe.sync,

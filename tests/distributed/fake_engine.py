@@ -49,8 +49,8 @@ def choices(method: str, every: int | None = None, **changes: Any) -> SyncSectio
 def edit(every: int = 2, **changes: Any) -> SyncSection:
     """EDiT with short rounds and no warm-up; `penalty` starts with every part switched off."""
     parts = {"z": None, "temperature": None, "clip": None, "ema": 0.3, "min_rounds": 2}
-    penalty = {**parts, **changes.pop("penalty", {})}
-    return choices("edit", every, **{"warmup_steps": 0, "penalty": penalty, **changes})
+    reduction = {"kind": "edit_penalty", **parts, **changes.pop("penalty", {})}
+    return choices("edit", every, **{"warmup_steps": 0, "reduction": reduction, **changes})
 
 
 @dataclass(frozen=True)

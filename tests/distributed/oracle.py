@@ -16,7 +16,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llmtrain.config import AverageSection, MomentumSection, NesterovSection, SgdSection, SyncSection
+from llmtrain.config import (
+    AverageSection,
+    EditPenaltySection,
+    MomentumSection,
+    NesterovSection,
+    SgdSection,
+    SyncSection,
+)
 from llmtrain.lr import LRSchedule
 from llmtrain.seeding import derive_seed
 from tests.distributed.oracle_wire import rounded_sum
@@ -189,14 +196,19 @@ class Oracle:
         self.theta[block] = np.repeat(self.anchor[block][None], len(self.replicas), axis=0)
 
     @property
+    def penalty(self) -> EditPenaltySection | None:
+        """None: the plain mean."""
+        return None if self.sync.reduction.kind == "mean" else self.sync.reduction
+
+    @property
     def has_anchor(self) -> bool:
         """Whether displacements are sent, and not the parameters themselves."""
-        is_plain = isinstance(self.sync.outer, AverageSection) and self.sync.penalty is None and self.sync.pull is None
+        is_plain = isinstance(self.sync.outer, AverageSection) and self.penalty is None and self.sync.pull is None
         return not is_plain or self.sync.wire.kind != "fp32"
 
     def _weights(self, block: int, norms: np.ndarray) -> np.ndarray | None:
         """[replicas]; None if all replicas are anomalous."""
-        penalty = self.sync.penalty
+        penalty = self.penalty
         if penalty is None:
             return np.full(len(norms), 1 / len(norms))
         weights, steps = np.zeros(len(norms)), np.zeros(len(norms))
@@ -213,7 +225,7 @@ class Oracle:
         return (1 - r) * weights / weights.sum() + r * steps / steps.sum()
 
     def _is_anomalous(self, past: list[float], norm: float) -> bool:
-        penalty = self.sync.penalty
+        penalty = self.penalty
         if not np.isfinite(norm):
             return True
         if penalty.z is None or len(past) < penalty.min_rounds:
@@ -226,7 +238,7 @@ class Oracle:
         return norm > mean and norm - mean > penalty.z * deviation
 
     def _clipped(self, mean: np.ndarray) -> np.ndarray:
-        penalty = self.sync.penalty
+        penalty = self.penalty
         if penalty is None or penalty.clip is None:
             return mean
         return mean * min(penalty.clip / (np.linalg.norm(mean) + 1e-6), 1.0)

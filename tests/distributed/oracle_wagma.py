@@ -170,7 +170,7 @@ def replay(case: Case) -> tuple[History, WagmaOracle]:
     oracle = WagmaOracle(
         [scenario.start(block) for block in blocks],
         scenario.replicas,
-        scenario.sync.group.size,
+        scenario.sync.schedule.group_size,
         case.late,
         ends_of_rounds(scenario),
     )

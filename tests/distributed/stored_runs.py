@@ -37,7 +37,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     ),
     "co2": EVERY,
     "palsgd": (*EVERY, "sync.pull.probability=0.4"),
-    "wagma": (*EVERY, "sync.group.size=2"),
+    "wagma": (*EVERY, "sync.schedule.group_size=2"),
     "edit": EVERY,
     "a_edit": ("sync.period={kind: seconds, every: 3, min_steps: 0}",),
 }

@@ -16,8 +16,8 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reshape_rules import assert_follows_the_rules, newest, of_replicas, read_checkpoint, shared
 from tests.distributed.reshape_runs import Part, Seen, recipe_of, refusal, rewrite, run_parts, write_texts
 
-EDIT = ("sync.method=edit", "sync.penalty={z: 3, ema: 0.3, min_rounds: 2, temperature: 1, clip: 10}")
-TIMED = ("sync.method=a_edit", "sync.penalty={ema: 0.3, clip: 10}", "sync.period={kind: seconds, every: 3}")
+EDIT = ("sync.method=edit", "sync.reduction={z: 3, ema: 0.3, min_rounds: 2, temperature: 1, clip: 10}")
+TIMED = ("sync.method=a_edit", "sync.reduction={ema: 0.3, clip: 10}", "sync.period={kind: seconds, every: 3}")
 METHODS = {
     "diloco": ("sync.method=diloco",),
     "diloco-feedback": ("sync.method=diloco", "sync.wire={kind: int4, error_feedback: true}"),

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.config import PenaltySection
-from llmtrain.sync.penalty import Penalty
+from llmtrain.config import EditPenaltySection
+from llmtrain.sync.edit_penalty import EditPenalty
 from tests.distributed.fake_engine import Scenario, choices, edit, replay
 from tests.distributed.threads import simulate
 from tests.distributed.trace import Trace, assert_same_bits, assert_same_run
@@ -120,8 +120,8 @@ def test_nobody_has_a_weight_where_all_are_anomalous() -> None:
     """Zeros and not NaN: these weights are also reported."""
     norms = torch.tensor([[math.nan, 1.0], [math.inf, 1.0]], dtype=torch.float64)
     for temperature in (None, 1.0):
-        section = PenaltySection(temperature=temperature)
-        assert Penalty(section, 2, 2).weigh(norms, torch.ones(2)).weights.tolist() == [[0.0, 0.5], [0.0, 0.5]]
+        section = EditPenaltySection(temperature=temperature)
+        assert EditPenalty(section, 2, 2).weigh(norms, torch.ones(2)).weights.tolist() == [[0.0, 0.5], [0.0, 0.5]]
 
 
 def test_a_mean_without_spread() -> None:

@@ -26,7 +26,7 @@ from tests.distributed.threads import FreeThreads
 
 
 def wagma(every: int | None = 5, size: int | str = 2, **changes: Any) -> SyncSection:
-    return choices("wagma", every, group={"kind": "butterfly", "size": size}, **changes)
+    return choices("wagma", every, schedule={"kind": "wait_avoiding", "group_size": size}, **changes)
 
 
 class Fault(Exception):
@@ -278,7 +278,7 @@ def assert_groups_agree(case: Case, got: History) -> None:
     """To the last bit: all replicas after a round, and within a group those that were on time."""
     replicas, ends = case.scenario.replicas, ends_of_rounds(case.scenario)
     for iteration, state in enumerate(got.states[case.warmup :]):
-        groups = exchanges(iteration, case.scenario.sync.group.size, replicas)
+        groups = exchanges(iteration, case.scenario.sync.schedule.group_size, replicas)
         for group in [list(range(replicas))] if iteration in ends else groups:
             equal = [member for member in group if not case.behind(iteration, member)]
             for block in state:

@@ -112,8 +112,8 @@ MUTANTS = [
     Mutant(
         "recipe: another method keeps the old one's pull",
         "llmtrain/recipe_loader.py",
-        'dropped = {"group", "outer", "penalty", "schedule", "pull"}',
-        'dropped = {"group", "outer", "penalty", "schedule"}',
+        'dropped = {"reduction", "outer", "schedule", "pull"}',
+        'dropped = {"reduction", "outer", "schedule"}',
         (
             "tests/unit/test_recipe.py",
             "tests/unit/test_gaps_recipe.py",
@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant(
         "compose: a penalty may go with a delayed schedule",
         "llmtrain/sync/compatibility.py",
-        '*("penalty", ("penalty",), "schedule", ("overlapped", "delayed", "wait_avoiding")),',
-        '*("penalty", ("penalty",), "schedule", ("overlapped", "wait_avoiding")),',
+        '*("reduction", "edit_penalty"),\n        {"schedule": ("overlapped", "delayed", "wait_avoiding")},',
+        '*("reduction", "edit_penalty"),\n        {"schedule": ("overlapped", "wait_avoiding")},',
         (
             "tests/unit/test_recipe_wrong.py",
             "tests/distributed/test_methods_oracle.py",

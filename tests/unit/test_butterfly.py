@@ -8,8 +8,9 @@ import operator
 
 import pytest
 
+from llmtrain.config import WaitAvoidingSection
 from llmtrain.errors import RecipeError
-from llmtrain.sync.butterfly import group_size, partition, varying_bits
+from llmtrain.sync.butterfly import groups_at
 
 POWERS = [2**n for n in range(1, 11)]
 PAIRS = [(replicas, size) for replicas in POWERS for size in POWERS if size <= replicas]
@@ -17,7 +18,11 @@ PAIRS = [(replicas, size) for replicas in POWERS for size in POWERS if size <= r
 
 @functools.cache
 def at(iteration: int, size: int, replicas: int) -> list[list[int]]:
-    return partition(varying_bits(iteration, size, replicas), replicas)
+    return groups_at(iteration, size, replicas)
+
+
+def group_size(replicas: int, size: int | str) -> int:
+    return WaitAvoidingSection(group_size=size).resolve_group_size(replicas)
 
 
 def exchanged(iteration: int, size: int, replicas: int) -> list[list[int]]:
@@ -106,6 +111,6 @@ def test_replicas_that_are_no_power_of_two(size: int | str) -> None:
 
 
 def test_sizes_that_make_no_groups() -> None:
-    for replicas, size in [(8, 1), (8, 3), (8, 6), (8, 16), (8, 0), (2, 4), (1, 4)]:
-        with pytest.raises(RecipeError, match=rf"sync\.group\.size is {size}, .* to the {replicas} replicas"):
+    for replicas, size in [(8, 1), (8, 3), (8, 6), (8, 16), (2, 4), (1, 4)]:
+        with pytest.raises(RecipeError, match=rf"sync\.schedule\.group_size is {size}, .* to the {replicas} replicas"):
             group_size(replicas, size)

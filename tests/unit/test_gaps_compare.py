@@ -19,9 +19,9 @@ from llmtrain.compare import trial
 from llmtrain.compare.comparison import ConditionSection, load_comparison, trials
 from llmtrain.compare.fault_timeline import FaultTimeline
 from llmtrain.compare.faults import Faults
-from llmtrain.config import PenaltySection
+from llmtrain.config import EditPenaltySection
 from llmtrain.data.progress_bar import ProgressBar
-from llmtrain.sync.penalty import Penalty
+from llmtrain.sync.edit_penalty import EditPenalty
 from llmtrain.train.console import Console
 
 
@@ -216,9 +216,9 @@ def test_the_step_of_a_run_is_that_of_its_last_whole_line(tmp_path: Path, metric
 
 def test_a_penalty_may_leave_averages_unclipped() -> None:
     squares = torch.tensor([0.25, 1e6])
-    unclipped = Penalty(PenaltySection(clip=None), replicas=2, blocks=2)
+    unclipped = EditPenalty(EditPenaltySection(clip=None), replicas=2, blocks=2)
     assert torch.equal(unclipped.clip_factor(squares), torch.ones(2))
-    clipped = Penalty(PenaltySection(clip=1.0), replicas=2, blocks=2)
+    clipped = EditPenalty(EditPenaltySection(clip=1.0), replicas=2, blocks=2)
     torch.testing.assert_close(clipped.clip_factor(squares), torch.tensor([1.0, 1e-3]))
 
 

@@ -19,7 +19,7 @@ PACKAGE = sorted((ROOT / "llmtrain").rglob("*.py"))
 PYTHON = PACKAGE + sorted(path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 
 LAYERS = [
-    {"errors", "config", "seeding", "lr", "trace", "threads", "startup", "attention", "packing"},
+    {"errors", "config", "seeding", "lr", "trace", "threads", "startup", "attention", "packing", "reshard"},
     {"loss", "model", "data", "parallel"},
     {"sync"},
     {"recipe_loader", "recipe_messages", "recipe_check", "plan", "suites"},
@@ -36,7 +36,7 @@ BANNED = """
 """Words that names once had, for things that have a standard term: `reshard` and not `reshape`, `in flight` and not `under way`."""
 BRITISH = re.compile(r"isation|ynchronis|ormalis|nitialis|okenis|uantis|colour|neighbour")
 
-SYNC_SEES = {"config", "errors", "seeding", "lr", "trace", "parallel", "sync"}
+SYNC_SEES = {"config", "errors", "seeding", "lr", "trace", "reshard", "parallel", "sync"}
 MAX_LINES = 400
 PUBLIC_IN_SPITE_OF_ITS_NAME = {"os._exit"}
 

@@ -50,8 +50,11 @@ def test_make_docs_writes_the_pages_and_leaves_the_rest_of_them(
 
 def test_rules_name_kinds_that_exist_and_hold_both_ways() -> None:
     for rule in RULES:
-        assert set(rule.these) <= set(CHOICES[rule.first]) and set(rule.those) <= set(CHOICES[rule.second])
-        assert conflict_between(rule.second, rule.those[0], rule.first, rule.these[0]) is rule
+        assert rule.kind in CHOICES[rule.choice] and rule.excludes
+        for other, kinds in rule.excludes.items():
+            assert set(kinds) < set(CHOICES[other]), "an alternative is left"
+            for kind in kinds:
+                assert conflict_between(other, kind, rule.choice, rule.kind) is rule
 
 
 def test_every_section_and_key_is_there() -> None:
@@ -64,7 +67,12 @@ def test_every_section_and_key_is_there() -> None:
 
 def test_every_kind_of_a_mapping_has_a_table() -> None:
     page = recipe_reference()
-    for kind in ("period: {kind: steps}", "outer: {kind: nesterov}", "schedule: {kind: layerwise}", "penalty"):
+    for kind in (
+        "period: {kind: steps}",
+        "outer: {kind: nesterov}",
+        "schedule: {kind: layerwise}",
+        "reduction: {kind: edit_penalty}",
+    ):
         assert f"### `sync.{kind}`" in page
     assert "| `momentum` | number ≥ 0 and < 1 | `0.9` | Outer momentum. |" in page
 

@@ -10,9 +10,11 @@ import pytest
 from llmtrain.config import (
     AverageSection,
     BlockingSection,
+    EditPenaltySection,
     EveryStepSection,
     EveryStepsSection,
     LayerwiseSection,
+    MeanSection,
     NesterovSection,
     Recipe,
     SgdSection,
@@ -134,9 +136,9 @@ def test_method_alone_is_its_preset(method: str, sync_of: Callable) -> None:
 
 
 def test_preset_lies_under_what_the_user_says(sync_of: Callable) -> None:
-    sync = sync_of("{method: edit, outer: {momentum: 0.5}, penalty: {clip: null}}", "sync.period.every=9")
+    sync = sync_of("{method: edit, outer: {momentum: 0.5}, reduction: {clip: null}}", "sync.period.every=9")
     assert sync.outer == NesterovSection(lr=0.8, momentum=0.5)
-    assert sync.penalty.clip is None and sync.penalty.z == 3.0
+    assert sync.reduction.clip is None and sync.reduction.z == 3.0
     assert sync.period == EveryStepsSection(every=9)
     assert sync.schedule == LayerwiseSection()
 
@@ -162,19 +164,23 @@ def test_another_kind_in_its_own_override_replaces_too(sync_of: Callable) -> Non
     assert sync_of("{method: diloco}", "sync.outer.kind=sgd", "sync.outer.lr=0.5").outer == SgdSection(lr=0.5)
 
 
-def test_penalty_null_switches_it_off_and_a_mapping_on(sync_of: Callable) -> None:
-    assert sync_of("{method: edit, penalty: null}").penalty is None
-    assert sync_of("{method: edit}", "sync.penalty=null").penalty is None
-    assert sync_of("{method: diloco, penalty: {z: 2}}").penalty.z == 2
-    assert sync_of("{method: diloco, penalty: {}}").penalty is not None
+def test_a_mean_instead_of_the_penalty_and_the_other_way_round(sync_of: Callable) -> None:
+    assert sync_of("{method: edit, reduction: mean}").reduction == MeanSection()
+    assert sync_of("{method: edit}", "sync.reduction=mean").reduction == MeanSection()
+    assert sync_of("{method: diloco, reduction: {kind: edit_penalty, z: 2}}").reduction == EditPenaltySection(z=2)
+    assert sync_of("{method: diloco, reduction: edit_penalty}").reduction == EditPenaltySection()
 
 
 def test_naming_another_method_leaves_the_old_ones_choices_behind(sync_of: Callable) -> None:
     recipe = (
-        "{method: edit, warmup_steps: 3, period: {every: 4}, outer: {lr: 0.1}, penalty: {z: 1}, schedule: layerwise}"
+        "{method: edit, warmup_steps: 3, period: {every: 4}, outer: {lr: 0.1}, reduction: {z: 1}, schedule: layerwise}"
     )
     sync = sync_of(recipe, "sync.method=diloco")
-    assert (sync.outer, sync.penalty, sync.schedule) == (NesterovSection(lr=0.7, momentum=0.9), None, BlockingSection())
+    assert (sync.outer, sync.reduction, sync.schedule) == (
+        NesterovSection(lr=0.7, momentum=0.9),
+        MeanSection(),
+        BlockingSection(),
+    )
     assert (sync.warmup_steps, sync.period) == (
         3,
         EveryStepsSection(every=4),
@@ -185,10 +191,10 @@ def test_naming_another_method_leaves_the_old_ones_choices_behind(sync_of: Calla
 
 def test_synchronous_and_back_drops_rounds(sync_of: Callable) -> None:
     there = sync_of("{method: edit, warmup_steps: 3, period: {every: 4}}", "sync.method=synchronous")
-    assert (there.period, there.warmup_steps, there.penalty, there.schedule) == (
+    assert (there.period, there.warmup_steps, there.reduction, there.schedule) == (
         EveryStepSection(),
         0,
-        None,
+        MeanSection(),
         BlockingSection(),
     )
     back = sync_of("{method: synchronous, period: every_step}", "sync.method=edit")
@@ -211,7 +217,7 @@ run: {{name: "{name}"}}
 model: {{config: {{hidden_size: 64, rope_parameters: {{rope_type: default, rope_theta: 10000.0}}}}}}
 train: {{tokens: 100e9}}
 optim: {{lr: 3e-4, eps: 1e-8, clip_norm: null}}
-sync: {{method: edit, penalty: {{clip: null}}, schedule: {{kind: layerwise, prefetch: 1}}}}
+sync: {{method: edit, reduction: {{clip: null}}, schedule: {{kind: layerwise, prefetch: 1}}}}
 eval: {{sample_prompt: "def é: '\\"\\n"}}
 """
     recipe = load_recipe(write("r.yaml", text))

@@ -37,7 +37,7 @@ WRONG_OVERRIDES = [
     ("train.lr=1", ["train.lr is not a key", "did you mean optim.lr?"]),
     ("sync.perod.every=3", ["sync.perod is not a key", "did you mean sync.period?"]),
     ("sync.period.evry=3", ["sync.period.evry is not a key", "did you mean sync.period.every?"]),
-    ("sync.penalty.zz=1", ["sync.penalty.zz is not a key", "did you mean sync.penalty.z?"]),
+    ("sync.reduction.zz=1", ["sync.reduction.zz is not a key", "did you mean sync.reduction.z?"]),
     ("optim={1: 2}", ["optim.1 is not a key", "kind, lr, betas"]),
     ("modle.type=llama", ["modle is not a section", "did you mean model?"]),
     ("lr=1", ["lr is not a section", "did you mean optim.lr?"]),
@@ -74,7 +74,7 @@ WRONG_OVERRIDES = [
     ("schedule.final_ratio=1.5", ["schedule.final_ratio is 1.5", "less than or equal to 1"]),
     ("checkpoint.every=0", ["checkpoint.every is 0", "greater than 0 or null"]),
     ("sync.outer.momentum=1.5", ["sync.outer.momentum is 1.5", "less than 1"]),
-    ("sync.penalty=off", ["sync.penalty is false", "a mapping of keys or null"]),
+    ("sync.reduction=off", ["sync.reduction is false", "a mapping of keys"]),
     ("parallel.compile=maybe", ['parallel.compile is "maybe"', "expected true or false"]),
     ("data.source=3", ["data.source is 3", "expected text"]),
     ("train=5", ["train is 5", "expected a mapping of keys"]),
@@ -146,18 +146,16 @@ WRONG_OVERRIDES = [
     ("sync={method: synchronous, pull: {probability: 0.1}}", ["sync.pull={probability", "no anchor", "sync.pull=null"]),
     (
         "sync={method: a_edit, schedule: overlapped}",
-        ["sync.period=seconds", "sync.schedule=overlapped", "use blocking"],
+        ["sync.period=seconds", "sync.schedule=overlapped", "use sync.schedule=blocking or layerwise, or"],
     ),
     ("sync={method: a_edit, warmup_steps: 0, schedule: delayed}", ["sync.period=seconds", "sync.schedule=delayed"]),
-    ("sync={method: edit, schedule: delayed}", ["sync.penalty={", "sync.schedule=delayed", "norms"]),
     (
-        "sync={method: diloco, group: butterfly}",
-        ["sync.group=butterfly", "sync.schedule=blocking", "use wait_avoiding"],
+        "sync={method: edit, schedule: delayed}",
+        ["sync.reduction=edit_penalty", "sync.schedule=delayed", "norms", "or sync.reduction=mean"],
     ),
-    ("sync={method: diloco, schedule: wait_avoiding}", ["sync.group=all", "sync.schedule=wait_avoiding"]),
     (
         "sync={method: diloco, wire: {error_feedback: true}}",
-        ["sync.wire.error_feedback=true", "sync.wire=fp32", "nothing is rounded"],
+        ["sync.wire.error_feedback=true", "sync.wire=fp32", "nothing is rounded", "or sync.wire.error_feedback=false"],
     ),
     (
         "sync={method: wagma, wire: {kind: int8, error_feedback: true}}",
@@ -167,8 +165,14 @@ WRONG_OVERRIDES = [
         "sync={method: palsgd, pull: {strength: 1000}}",
         ["a pull would go beyond the anchor", "at most 1", "sync.pull.strength to"],
     ),
-    ("sync={method: wagma, group: {size: 3}}", ["sync.group.size is 3", "a power of two from 2 to the 2 replicas"]),
-    ("sync={method: wagma, group: {size: 8}}", ["sync.group.size is 8", "a power of two from 2 to the 2 replicas"]),
+    (
+        "sync={method: wagma, schedule: {group_size: 3}}",
+        ["sync.schedule.group_size is 3", "a power of two from 2 to the 2 replicas"],
+    ),
+    (
+        "sync={method: wagma, schedule: {group_size: 8}}",
+        ["sync.schedule.group_size is 8", "a power of two from 2 to the 2 replicas"],
+    ),
     ("sync={method: palsgd, pull: {probability: 1}}", ["sync.pull.probability is 1", "less than 1"]),
     (
         "sync={method: streaming_diloco, period: {every: 3}}",
@@ -179,8 +183,14 @@ WRONG_OVERRIDES = [
         ["sync.schedule.fragments is 99", "blocks", "at most"],
     ),
     ("sync={method: post_local_sgd, warmup_until_lr: 0.0001}", ["sync.warmup_until_lr is 0.0001", "never falls to"]),
-    ("sync={method: synchronous, schedule: layerwise}", ["sync.schedule=layerwise", "every_step", "use blocking"]),
-    ("sync={method: synchronous, penalty: {z: 3}}", ["sync.penalty={z, ema", "every_step", "use sync.penalty=null"]),
+    (
+        "sync={method: synchronous, schedule: layerwise}",
+        ["sync.schedule=layerwise", "every_step", "use sync.schedule=blocking, or another sync.period"],
+    ),
+    (
+        "sync={method: synchronous, reduction: edit_penalty}",
+        ["every_step does not go with sync.reduction=edit_penalty", "use sync.reduction=mean, or another sync.period"],
+    ),
     ("sync={method: synchronous, outer: nesterov}", ["sync.outer=nesterov", "every_step", "use sync.outer=average"]),
     (
         "sync={method: synchronous, period: {every: 5}}",

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from llmtrain.config import PenaltySection
+from llmtrain.config import EditPenaltySection
 from llmtrain.errors import CheckpointError
 from llmtrain.reshard import MeshChange, by_replica, require_equal, rules_of
-from llmtrain.sync.penalty import Penalty, RunningMoments
+from llmtrain.sync.edit_penalty import EditPenalty, RunningMoments
 from llmtrain.sync.round_stats import RoundStats, average_stats
 from llmtrain.sync.sync_stats import SyncStats
 from llmtrain.train.checkpoint_reader import CheckpointReader
@@ -160,7 +160,7 @@ def test_pooled_statistics_are_those_of_all_values_each_with_its_weight() -> Non
     moments = RunningMoments((3, 2), ema)
     for norms, include in zip(values, included, strict=True):
         moments.update(torch.tensor(norms), torch.tensor(include))
-    penalty = Penalty(PenaltySection(ema=ema), 5, 2)
+    penalty = EditPenalty(EditPenaltySection(ema=ema), 5, 2)
     penalty.load_state_dict(penalty.resharded(moments.state_dict()))
     for block in (0, 1):
         pool, weights = [], []
@@ -176,8 +176,8 @@ def test_pooled_statistics_are_those_of_all_values_each_with_its_weight() -> Non
 
 
 def test_statistics_of_no_round_are_none() -> None:
-    penalty = Penalty(PenaltySection(), 2, 3)
-    state = Penalty(PenaltySection(), 4, 3).resharded(penalty.state_dict())
+    penalty = EditPenalty(EditPenaltySection(), 2, 3)
+    state = EditPenalty(EditPenaltySection(), 4, 3).resharded(penalty.state_dict())
     assert state == {key: [[0] * 3] * 4 for key in ("count", "mean", "variance")}
 
 

@@ -16,6 +16,14 @@ PRESET = {
     "warmup_steps": 1000,
     "period": {"kind": "seconds", "every": 600.0, "min_steps": 100},
     "outer": {"kind": "nesterov", "lr": 0.8, "momentum": 0.85},
-    "penalty": {"z": 3.0, "ema": 0.02, "min_rounds": 10, "temperature": 1.0, "clip": 10.0, "step_weight": 0.0},
+    "reduction": {
+        "kind": "edit_penalty",
+        "z": 3.0,
+        "ema": 0.02,
+        "min_rounds": 10,
+        "temperature": 1.0,
+        "clip": 10.0,
+        "step_weight": 0.0,
+    },
     "schedule": "layerwise",
 }

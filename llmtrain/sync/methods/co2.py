@@ -18,6 +18,6 @@ PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 48},
     "outer": {"kind": "momentum", "lr": 1.0, "momentum": 0.5, "clip": 1.0},
-    "penalty": None,
+    "reduction": "mean",
     "schedule": {"kind": "delayed", "gap_penalty": True},
 }

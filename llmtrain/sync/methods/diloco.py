@@ -13,6 +13,6 @@ PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 500},
     "outer": {"kind": "nesterov", "lr": 0.7, "momentum": 0.9},
-    "penalty": None,
+    "reduction": "mean",
     "schedule": "blocking",
 }

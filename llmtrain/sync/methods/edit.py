@@ -19,6 +19,6 @@ PRESET = {
     "warmup_steps": 1000,
     "period": {"kind": "steps", "every": 128},
     "outer": {"kind": "nesterov", "lr": 0.8, "momentum": 0.85},
-    "penalty": {"z": 3.0, "ema": 0.02, "min_rounds": 10, "temperature": 1.0, "clip": 10.0},
+    "reduction": {"kind": "edit_penalty", "z": 3.0, "ema": 0.02, "min_rounds": 10, "temperature": 1.0, "clip": 10.0},
     "schedule": "layerwise",
 }

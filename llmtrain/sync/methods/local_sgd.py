@@ -11,6 +11,6 @@ PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 32},
     "outer": {"kind": "average"},
-    "penalty": None,
+    "reduction": "mean",
     "schedule": "blocking",
 }

@@ -17,7 +17,7 @@ PRESET = {
     "warmup_steps": 32,
     "period": {"kind": "steps", "every": 32},
     "outer": {"kind": "nesterov", "lr": 0.7, "momentum": 0.9},
-    "penalty": None,
+    "reduction": "mean",
     "schedule": "blocking",
     "pull": {"probability": 0.2, "strength": 1.0, "batch": "keep"},
 }

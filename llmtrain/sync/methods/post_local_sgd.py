@@ -15,6 +15,6 @@ PRESET = {
     "warmup_until_lr": 0.5,
     "period": {"kind": "steps", "every": 16},
     "outer": {"kind": "average"},
-    "penalty": None,
+    "reduction": "mean",
     "schedule": "blocking",
 }

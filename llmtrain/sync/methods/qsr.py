@@ -15,6 +15,6 @@ PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "qsr", "base": 4},
     "outer": {"kind": "average"},
-    "penalty": None,
+    "reduction": "mean",
     "schedule": "blocking",
 }

@@ -14,6 +14,6 @@ PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 48},
     "outer": {"kind": "momentum", "lr": 1.0, "momentum": 0.5, "normalize": "lr"},
-    "penalty": None,
+    "reduction": "mean",
     "schedule": "blocking",
 }

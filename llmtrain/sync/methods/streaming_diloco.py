@@ -16,7 +16,7 @@ PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 100},
     "outer": {"kind": "nesterov", "lr": 0.4, "momentum": 0.9},
-    "penalty": None,
+    "reduction": "mean",
     "schedule": {"kind": "overlapped", "steps": 5, "fragments": 4, "fragment_layout": "strided", "alpha": 0.5},
     "wire": "int4",
 }

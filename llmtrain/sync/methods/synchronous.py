@@ -7,4 +7,4 @@ Departs   in nothing.
 """
 
 PAPER = "mini-batch SGD / data parallelism"
-PRESET = {"period": {"kind": "every_step"}, "outer": {"kind": "average"}, "penalty": None, "schedule": "blocking"}
+PRESET = {"period": {"kind": "every_step"}, "outer": {"kind": "average"}, "reduction": "mean", "schedule": "blocking"}

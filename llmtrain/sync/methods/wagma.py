@@ -20,8 +20,7 @@ PAPER = "arXiv 2005.00124"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 10},
-    "group": {"kind": "butterfly", "size": "auto"},
     "outer": {"kind": "average"},
-    "penalty": None,
-    "schedule": "wait_avoiding",
+    "reduction": "mean",
+    "schedule": {"kind": "wait_avoiding", "group_size": "auto"},
 }

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import singledispatch
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from llmtrain.config import SyncScheduleSection
+from llmtrain.parallel.wake_signal import WakeSignal
 from llmtrain.reshard import require_equal
 from llmtrain.sync.block_sync import BlockSync
+from llmtrain.sync.edit_penalty import EditPenalty
+from llmtrain.sync.period import Period
 
 BlockTensors = list[torch.Tensor | None]
 """A flat tensor for each block; None for a block that has none."""
@@ -70,3 +77,25 @@ class Schedule(ABC):
         """Return each replica's plain values for a run that resumes with other replicas. `states` has one state per
         old replica."""
         return require_equal(states)
+
+
+@dataclass(frozen=True)
+class ScheduleParts:
+    """What a schedule is built from. Each takes the parts that it needs."""
+
+    block_sync: BlockSync
+    period: Period
+    penalty: EditPenalty | None
+    first_local_step: int
+    total_steps: int
+    store: dist.Store | None
+    """The job's key-value store."""
+    wake_signal: Callable[[dist.Store], WakeSignal]
+    timeout_seconds: float
+
+
+@singledispatch
+def build_schedule(section: SyncScheduleSection, parts: ScheduleParts) -> Schedule:
+    """Return the schedule that a recipe's `sync.schedule` describes. Each is registered for its section. A collective of
+    all ranks."""
+    raise NotImplementedError(f"no schedule is registered for {type(section).__name__}")

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from llmtrain.config import PREFETCH, BlockingSection
 from llmtrain.reshard import require_equal
-from llmtrain.sync.block_sync import MAX_IN_FLIGHT, BlockSync, PendingReduction
-from llmtrain.sync.penalty import Penalty, ReplicaWeights
+from llmtrain.sync.block_sync import BlockSync, PendingReduction
+from llmtrain.sync.edit_penalty import EditPenalty, ReplicaWeights
 from llmtrain.sync.round_stats import RoundStats, average_stats
-from llmtrain.sync.schedules.base import BlockTensors, Schedule
+from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
 
 
 class BlockingSchedule(Schedule):
@@ -26,7 +27,7 @@ class BlockingSchedule(Schedule):
     computes_while_armed = False
     """Whether training continues between blocks, so that a synchronization's end need not wait for the device."""
 
-    def __init__(self, block_sync: BlockSync, penalty: Penalty | None, prefetch: int = MAX_IN_FLIGHT):
+    def __init__(self, block_sync: BlockSync, penalty: EditPenalty | None, prefetch: int = PREFETCH):
         super().__init__(block_sync)
         assert block_sync.anchors is not None or penalty is None, "a penalty is on pseudo-gradients: needs an anchor"
         self.penalty, self.prefetch = penalty, prefetch
@@ -187,3 +188,9 @@ class BlockingSchedule(Schedule):
 
     def _rolls_back(self, index: int) -> bool:
         return self._replica_weights is not None and bool(self._replica_weights.anomalous[:, index].all())
+
+
+@build_schedule.register
+def build_blocking(section: BlockingSection, parts: ScheduleParts) -> BlockingSchedule:
+    """Return a blocking schedule."""
+    return BlockingSchedule(parts.block_sync, parts.penalty)

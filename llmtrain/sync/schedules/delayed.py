@@ -9,7 +9,7 @@ import torch
 from llmtrain.config import DelayedSection
 from llmtrain.sync.block_sync import BlockSync, PendingReduction
 from llmtrain.sync.round_stats import RoundStats
-from llmtrain.sync.schedules.base import BlockTensors, Schedule
+from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
 
 
 class DelayedSchedule(Schedule):
@@ -81,6 +81,12 @@ class DelayedSchedule(Schedule):
             block_sync.write_parameters(index, block_sync.outer_step(index, arrived[index].div_(gap), since))
         report.mean_squared, report.weights_max = mean_squared, 1 / block_sync.replica.size
         report.count += 1
+
+
+@build_schedule.register
+def build_delayed(section: DelayedSection, parts: ScheduleParts) -> DelayedSchedule:
+    """Return a delayed schedule."""
+    return DelayedSchedule(parts.block_sync, section)
 
 
 def means(reductions: list[PendingReduction]) -> list[torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from llmtrain.config import LayerwiseSection
+from llmtrain.sync.schedules.base import ScheduleParts, build_schedule
 from llmtrain.sync.schedules.blocking import BlockingSchedule
 
 
@@ -17,3 +19,9 @@ class LayerwiseSchedule(BlockingSchedule):
 
     def _arm(self) -> None:
         self._next_block = 0
+
+
+@build_schedule.register
+def build_layerwise(section: LayerwiseSection, parts: ScheduleParts) -> LayerwiseSchedule:
+    """Return a layer-wise schedule."""
+    return LayerwiseSchedule(parts.block_sync, parts.penalty, section.prefetch)

@@ -11,15 +11,7 @@ from llmtrain.config import OverlappedSection
 from llmtrain.sync.block_sync import BlockSync, PendingReduction
 from llmtrain.sync.period import Period
 from llmtrain.sync.round_stats import RoundStats
-from llmtrain.sync.schedules.base import BlockTensors, Schedule
-
-
-def fragments_of(section: OverlappedSection, blocks: int) -> list[list[int]]:
-    """Return the blocks of each fragment, in forward order."""
-    if section.fragment_layout == "strided":
-        return [list(range(first, blocks, section.fragments)) for first in range(section.fragments)]
-    ends = [blocks * (fragment + 1) // section.fragments for fragment in range(section.fragments)]
-    return [list(range(first, end)) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
+from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
 
 
 class OverlappedSchedule(Schedule):
@@ -30,7 +22,7 @@ class OverlappedSchedule(Schedule):
     def __init__(self, block_sync: BlockSync, period: Period, section: OverlappedSection):
         super().__init__(block_sync)
         self.period, self.section, self.staleness = period, section, section.steps
-        self.fragments = fragments_of(section, len(block_sync.blocks))
+        self.fragments = section.blocks_of_fragments(len(block_sync.blocks))
         self._local_stats = [RoundStats()] * len(self.fragments)  # local steps since each fragment's last turn
         self._in_flight: list[RoundStats | None] = [None] * len(self.fragments)  # those of the message in flight
         self._pending: dict[int, PendingReduction] = {}  # by block
@@ -119,3 +111,9 @@ class OverlappedSchedule(Schedule):
         report.mean_squared = mean_squared
         report.weights_max = 1 / block_sync.replica.size
         report.count += fragment == len(self.fragments) - 1
+
+
+@build_schedule.register
+def build_overlapped(section: OverlappedSection, parts: ScheduleParts) -> OverlappedSchedule:
+    """Return an overlapped schedule."""
+    return OverlappedSchedule(parts.block_sync, parts.period, section)

@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 
+from llmtrain.config import WaitAvoidingSection
+from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.groups import make_replica_groups, shard_group
+from llmtrain.sync import butterfly
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.group_averager import GroupAverager, Message
 from llmtrain.sync.round_stats import RoundStats
-from llmtrain.sync.schedules.base import BlockTensors, Schedule
+from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
 
 
 class WaitAvoidingSchedule(Schedule):
@@ -129,3 +133,39 @@ class WaitAvoidingSchedule(Schedule):
         sent = self.worker.traffic.bytes  # only the thread adds to it
         self.block_sync.replica.traffic.bytes += sent - self._counted_bytes
         self._counted_bytes = sent
+
+
+@build_schedule.register
+def build_wait_avoiding(section: WaitAvoidingSection, parts: ScheduleParts) -> WaitAvoidingSchedule:
+    """Return a wait-avoiding schedule with its thread and process groups; a single replica needs neither."""
+    block_sync, timeout = parts.block_sync, parts.timeout_seconds
+    replica, shard = block_sync.replica, block_sync.shard
+    if replica.size == 1:
+        return WaitAvoidingSchedule(block_sync, None, 1)
+    assert parts.store is not None, "waking the others needs the job's store"
+    size = section.resolve_group_size(replica.size)
+    comms: dict[str, Comms] = {}
+
+    def group_of(iteration: int) -> Comms:
+        return comms[str(butterfly.groups_at(iteration, size, replica.size))]
+
+    def is_global(iteration: int) -> bool:
+        # Beyond the run's end nothing is global: whoever looks for the next group average finds one.
+        step = parts.first_local_step + iteration
+        return step <= parts.total_steps and parts.period.ends_round(step)
+
+    for iteration in range(replica.size.bit_length()):  # all that there are; they repeat
+        groups = butterfly.groups_at(iteration, size, replica.size)
+        if str(groups) not in comms:
+            comms[str(groups)] = make_replica_groups(replica, shard, groups, timeout)
+    worker = GroupAverager(
+        group_of=group_of,
+        is_global=is_global,
+        shard=shard_group(replica, shard, timeout),
+        wake_signal=parts.wake_signal(parts.store),
+        wire=block_sync.wire,
+        timeout_seconds=timeout,
+    )
+    for group in comms.values():
+        group.traffic = worker.traffic
+    return WaitAvoidingSchedule(block_sync, worker, size)

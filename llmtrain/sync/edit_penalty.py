@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from llmtrain.config import PenaltySection
+from llmtrain.config import EditPenaltySection
 
 EPSILON = 1e-6
 MOMENTS = ("count", "mean", "variance")
@@ -81,10 +81,10 @@ class ReplicaWeights:
     """[replicas, blocks], bool."""
 
 
-class Penalty:
+class EditPenalty:
     """Anomaly elimination, softmax weights and clip factor for all blocks of all replicas."""
 
-    def __init__(self, section: PenaltySection, replicas: int, blocks: int):
+    def __init__(self, section: EditPenaltySection, replicas: int, blocks: int):
         self.section = section
         self.norms = RunningMoments((replicas, blocks), section.ema)
 

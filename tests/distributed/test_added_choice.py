@@ -1,0 +1,97 @@
+"""A new kind of a choice, added as CONTRIBUTING says, with nothing of the package changed: its class with its keys and their
+consequences, its implementation, and its registration. The trainer, the engines and the estimates know no more of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from pydantic import PositiveFloat
+
+from llmtrain.config import BlockingSection, OuterSection, SyncScheduleSection, SyncSection
+from llmtrain.plan.memory import estimate, size_of
+from llmtrain.recipe_loader import load_recipe
+from llmtrain.sync.outer import Outer, build_outer
+from llmtrain.sync.round_stats import RoundStats
+from llmtrain.sync.schedules.base import Schedule, ScheduleParts, build_schedule
+from llmtrain.sync.schedules.blocking import BlockingSchedule
+from tests.distributed.fake_engine import Scenario, choices, replay
+from tests.distributed.oracle import Oracle
+from tests.distributed.threads import simulate
+from tests.distributed.trace import assert_same_bits, assert_same_run
+
+RECIPE = Path(__file__).parents[2] / "recipes/edit_1b.yaml"
+
+
+class SignSection(OuterSection):
+    """Outer SGD on the signs of the pseudo-gradient."""
+
+    kind: Literal["sign"] = "sign"
+    lr: PositiveFloat = 0.01
+
+
+class Sign(Outer):
+    """SGD on signs: anchor <- anchor - lr sign(D)."""
+
+    def __init__(self, lr: float):
+        self.lr = lr
+
+    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
+        anchor.add_(mean.sign(), alpha=-self.lr)
+
+
+@build_outer.register
+def build_sign(section: SignSection) -> Outer:
+    return Sign(section.lr)
+
+
+class OneByOneSection(SyncScheduleSection):
+    """Blocking, with a single block in flight: slower, and needs less memory."""
+
+    kind: Literal["one_by_one"] = "one_by_one"
+
+    @property
+    def blocks_in_flight(self) -> int:
+        return 1
+
+
+@build_schedule.register
+def build_one_by_one(section: OneByOneSection, parts: ScheduleParts) -> Schedule:
+    return BlockingSchedule(parts.block_sync, parts.penalty, prefetch=0)
+
+
+def with_choice(sync: SyncSection, **choice: object) -> SyncSection:
+    """What the recipe loader makes once a kind is listed in `AnyOuter` or `AnySchedule`."""
+    return sync.model_copy(update=choice)
+
+
+def test_an_outer_optimizer_follows_its_equation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def outer_step(oracle: Oracle, block: int, mean: np.ndarray, g: float) -> None:
+        oracle.anchor[block] = oracle.anchor[block] - oracle.sync.outer.lr * np.sign(mean)
+
+    monkeypatch.setattr(Oracle, "outer_step", outer_step)
+    for schedule in ("blocking", "layerwise"):
+        scenario = Scenario(with_choice(choices("diloco", every=3, schedule=schedule), outer=SignSection(lr=0.1)))
+        assert_same_run(simulate(scenario), replay(scenario))
+
+
+def test_a_schedule_orders_the_same_operations_and_tells_its_memory() -> None:
+    blocking, one_by_one = (
+        with_choice(choices("diloco", every=3), schedule=section) for section in (BlockingSection(), OneByOneSection())
+    )
+    assert_same_bits(simulate(Scenario(one_by_one)), simulate(Scenario(blocking)))
+    recipe = load_recipe(RECIPE, ["sync.schedule=blocking"])
+    other = recipe.model_copy(update={"sync": with_choice(recipe.sync, schedule=OneByOneSection())})
+    size = size_of(recipe)
+    assert estimate(other, size, 2, 4).messages < estimate(recipe, size, 2, 4).messages
+
+
+def test_a_kind_that_nobody_registered_is_named() -> None:
+    class Unknown(OuterSection):
+        kind: Literal["unknown"] = "unknown"
+
+    with pytest.raises(NotImplementedError, match="no outer optimizer is registered for Unknown"):
+        build_outer(Unknown())
