@@ -22,7 +22,7 @@ from table import (
     WARMUP,
     Row,
     add_run_options,
-    keep,
+    keep_runs,
     lowest_in_bold,
     markdown,
     metrics_of,
@@ -149,8 +149,7 @@ def write(rows: Sequence[Row], runs: Mapping[str, Path]) -> None:
     picture = f"![Validation loss over tokens of every method]({PLOT})"
     write_page(folder, "Every method on TinyStories", [table, NOTES, picture])
     draw(runs, folder / PLOT)
-    for method, run in runs.items():
-        keep(run, folder / method)
+    keep_runs(runs, folder)
 
 
 def main() -> None:

@@ -10,8 +10,9 @@ import platform
 import shutil
 import subprocess
 import sys
+import tarfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +133,16 @@ def write_page(folder: Path, title: str, paragraphs: Sequence[str]) -> None:
     (folder / "README.md").write_text("\n\n".join([f"# {title}", made_by, *paragraphs]) + "\n")
 
 
-def keep(run: Path, folder: Path) -> None:
-    """Copy what a run's numbers can be checked against."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("metrics.jsonl", "recipe.yaml", "summary.json"):
-        shutil.copy(run / name, folder / name)
+def keep_runs(runs: Mapping[str, Path], folder: Path) -> None:
+    """Write runs.tar.xz: what the numbers of runs can be checked against, in a folder per run."""
+
+    def without_origin(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        return entry.replace(mtime=0, mode=0o644, uid=0, gid=0, uname="", gname="")
+
+    with tarfile.open(folder / "runs.tar.xz", "w:xz", preset=9) as archive:
+        for name, run in runs.items():
+            for kept in ("metrics.jsonl", "recipe.yaml", "summary.json"):
+                archive.add(run / kept, f"{name}/{kept}", filter=without_origin)
 
 
 def _portable(word: str) -> str:

@@ -20,7 +20,7 @@ from table import (
     ROOT,
     Row,
     add_run_options,
-    keep,
+    keep_runs,
     lowest_in_bold,
     markdown,
     metrics_of,
@@ -96,8 +96,7 @@ def write(rows: Sequence[Row], runs: Mapping[str, Path]) -> None:
     """Table and logs, with what is needed to repeat them."""
     folder = RESULTS / "wires"
     write_page(folder, "DiLoCo on every wire", [markdown(COLUMNS, lowest_in_bold(rows, LOSS)), NOTES])
-    for wire, run in runs.items():
-        keep(run, folder / wire)
+    keep_runs(runs, folder)
 
 
 def main() -> None:

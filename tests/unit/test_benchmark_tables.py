@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import tarfile
 from argparse import Namespace
 from pathlib import Path
 
@@ -91,9 +92,10 @@ def test_written_results(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     wires.write([wires.row("fp32", run, 100, 2.0)], {"fp32": run})
     written = {path.relative_to(tmp_path / "results").as_posix() for path in (tmp_path / "results").rglob("*.*")}
     logs = ("metrics.jsonl", "recipe.yaml", "summary.json")
-    folders = [f"methods/{method}" for method in METHODS] + ["wires/fp32"]
     pages = {"methods/README.md", f"methods/{methods.PLOT}", "wires/README.md"}
-    assert written == {f"{folder}/{name}" for folder in folders for name in logs} | pages
+    assert written == {"methods/runs.tar.xz", "wires/runs.tar.xz"} | pages
+    with tarfile.open(tmp_path / "results/methods/runs.tar.xz") as archive:
+        assert set(archive.getnames()) == {f"{method}/{name}" for method in METHODS for name in logs}
     assert "| diloco | **2.0000** |" in (tmp_path / "results/methods/README.md").read_text()
 
 
