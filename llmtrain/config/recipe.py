@@ -274,7 +274,7 @@ class SuiteSection(Section):
     weights that it reads stay in export/, 4 bytes a parameter each time."""
 
     name: str
-    """One of eval/suites (`small`, `offline`, ...) or a YAML file."""
+    """One of the package's suites (`small`, `offline`, `edit_paper`, `tinystories`) or a YAML file."""
     every: PositiveInt = 1
     """After every so-many-th checkpoint; after the last one in any case."""
     limit: Count | None = 200

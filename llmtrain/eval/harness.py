@@ -72,7 +72,7 @@ def check_tasks(names: Sequence[str], local: Sequence[str], folders: tuple[Path,
     if unknown:
         near = closest(unknown, known)
         hint = f"did you mean {near}?" if near else "`lm_eval ls tasks` lists lm-evaluation-harness's"
-        raise SuiteError(f"task {unknown}: neither lm-evaluation-harness nor eval/tasks has it; {hint}")
+        raise SuiteError(f"task {unknown}: neither lm-evaluation-harness nor llmtrain has it; {hint}")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Suites: which tasks, texts and prompts an evaluation runs, read from eval/suites/*.yaml."""
+"""Suites: which tasks, texts and prompts an evaluation runs, read from files/suites/*.yaml."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from llmtrain.config.section import Count, Section
 from llmtrain.errors import SuiteError
 from llmtrain.recipe_messages import closest, format_value, one_of
 
-EVAL_FOLDER = Path(__file__).resolve().parents[2] / "eval"
-"""Suites and task files of the repository."""
+FILES = Path(__file__).resolve().parent / "files"
+"""Folder of the suites and task files that come with the package."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
 FewShot = Annotated[int, Field(ge=0)]
@@ -21,7 +21,7 @@ NotEmpty = Annotated[str, Field(min_length=1)]
 
 
 class TaskSection(Section):
-    """A task, group or tag of lm-evaluation-harness, or of the task files in eval/tasks."""
+    """A task, group or tag of lm-evaluation-harness, or of the task files in files/tasks."""
 
     task: Name
     """Its name, e.g. hellaswag."""
@@ -85,7 +85,7 @@ class Suite(Section):
 
 
 def load_suite(name: str, key: str = "--suite") -> tuple[str, Suite, list[Path]]:
-    """(its name, the suite, folders of its task files) of a name in eval/suites, or of a YAML file.
+    """(its name, the suite, folders of its task files) of a name in files/suites, or of a YAML file.
 
     `key` is what the user gave the name with. Raises SuiteError, one line, for anything else.
     """
@@ -106,12 +106,12 @@ def load_suite(name: str, key: str = "--suite") -> tuple[str, Suite, list[Path]]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise SuiteError(f"{path}: {twice} is there twice; leave one out, or put it into another suite")
-    return path.stem, suite, [EVAL_FOLDER / "tasks", *(path.parent / folder for folder in suite.task_folders)]
+    return path.stem, suite, [FILES / "tasks", *(path.parent / folder for folder in suite.task_folders)]
 
 
 def suite_names() -> list[str]:
     """The suites of the repository."""
-    return sorted(path.stem for path in (EVAL_FOLDER / "suites").glob("*.yaml"))
+    return sorted(path.stem for path in (FILES / "suites").glob("*.yaml"))
 
 
 def _path_of(name: str, key: str) -> Path:
@@ -124,7 +124,7 @@ def _path_of(name: str, key: str) -> Path:
         near = closest(name, known)
         hint = f"did you mean {near}?" if near else f"suites are {', '.join(known)}, or a YAML file"
         raise SuiteError(f"{key} {name}: there is no such suite; {hint}")
-    return EVAL_FOLDER / "suites" / f"{name}.yaml"
+    return FILES / "suites" / f"{name}.yaml"
 
 
 def _explain(error: ValidationError) -> str:

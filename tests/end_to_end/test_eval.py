@@ -19,7 +19,7 @@ from llmtrain.eval import command, units
 from llmtrain.eval.command import evaluate
 from llmtrain.eval.harness import run_task, task_manager
 from llmtrain.eval.texts import load, losses
-from llmtrain.suites.suite import EVAL_FOLDER, TaskSection
+from llmtrain.suites.suite import FILES, TaskSection
 from tests.mother import session
 
 pytest.importorskip(
@@ -35,7 +35,7 @@ tasks:
   - {task: offline_blimp}
 """
 NAMES = ("Tom", "Lily", "Sam", "Mia", "Ben", "Sue", "Max", "Amy")
-PARADIGMS = sorted(path.stem for path in (EVAL_FOLDER / "tasks/blimp").glob("*.yaml"))
+PARADIGMS = sorted(path.stem for path in (FILES / "tasks/blimp").glob("*.yaml"))
 
 
 def arc(number: int) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def test_the_harness_itself_gives_the_same_scores(
         "--model": "hf",
         "--model_args": f"pretrained={model}",
         "--tasks": "offline_arc_easy,offline_lambada_openai,offline_blimp",
-        "--include_path": str(EVAL_FOLDER / "tasks"),
+        "--include_path": str(FILES / "tasks"),
         "--metadata": json.dumps({"data_dir": str(data)}),
         "--batch_size": "4",
         "--device": "cpu",
@@ -224,7 +224,7 @@ def test_offline_tasks_ask_what_the_harness_asks(folder: str, name: str, file: s
     overrides = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": local, **splits}
     group = {"group": "its_own", "task": [{"task": name, **overrides}]}
     theirs = lm_eval.tasks.TaskManager(include_path=its_own, include_defaults=False).load([group])["tasks"][name]
-    ours = task_manager((EVAL_FOLDER / "tasks",), data, False).load([f"offline_{name}"])["tasks"][f"offline_{name}"]
+    ours = task_manager((FILES / "tasks",), data, False).load([f"offline_{name}"])["tasks"][f"offline_{name}"]
     assert requests(ours) == requests(theirs) and len(requests(ours)) >= 4
     assert [metric["metric"] for metric in ours.get_config("metric_list")] == [
         metric["metric"] for metric in theirs.get_config("metric_list")
@@ -233,7 +233,7 @@ def test_offline_tasks_ask_what_the_harness_asks(folder: str, name: str, file: s
 
 
 def test_prompts_written_out_are_the_same_requests(data: Path) -> None:
-    manager = task_manager((EVAL_FOLDER / "tasks",), data, False)
+    manager = task_manager((FILES / "tasks",), data, False)
     tasks = manager.load(["offline_arc_easy", "offline_arc_easy_test"])["tasks"]
     original, written_out = (requests(tasks[name]) for name in ("offline_arc_easy", "offline_arc_easy_test"))
     assert [request[:2] for request in original] == [request[:2] for request in written_out]
@@ -279,9 +279,9 @@ def test_wrong_tasks_are_refused(model: Path, data: Path, tmp_path: Path, monkey
     with pytest.raises(SuiteError) as error:
         evaluate([model], str(tmp_path / "bad.yaml"), data_dir=data)
     assert str(error.value) == (
-        "task offline_pica: neither lm-evaluation-harness nor eval/tasks has it; did you mean offline_piqa?"
+        "task offline_pica: neither lm-evaluation-harness nor llmtrain has it; did you mean offline_piqa?"
     )
-    manager = units.task_manager((EVAL_FOLDER / "tasks",), data, False)
+    manager = units.task_manager((FILES / "tasks",), data, False)
     with pytest.raises(SuiteError, match=r"few_shot is 2, but offline_blimp_.* always takes 0; leave few_shot out"):
         run_task(TaskSection(task="offline_blimp", few_shot=2), None, lambda: None, manager)
 

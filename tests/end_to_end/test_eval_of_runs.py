@@ -99,10 +99,10 @@ def test_over_time_everything_is_in_the_cache(
 @pytest.fixture(scope="module")
 def failing(runs: Runs, suite: str) -> list[str]:
     """Keys of a suite whose only task asks for a column that its data does not have."""
-    task = (ROOT / "eval/tasks/piqa.yaml").read_text().replace("offline_piqa", "broken")
+    task = (ROOT / "llmtrain/suites/files/tasks/piqa.yaml").read_text().replace("offline_piqa", "broken")
     (runs.folder / "tasks").mkdir()
     (runs.folder / "tasks/broken.yaml").write_text(task.replace("goal", "no_such_column"))
-    shutil.copy(ROOT / "eval/tasks/local_jsonl.py", runs.folder / "tasks")
+    shutil.copy(ROOT / "llmtrain/suites/files/tasks/local_jsonl.py", runs.folder / "tasks")
     (runs.folder / "bad.yaml").write_text("task_folders: [tasks]\ntasks: [{task: broken}]\n")
     return [f"eval.suite.name={runs.folder / 'bad.yaml'}", f"eval.suite.data_dir={runs.folder}"]
 

@@ -24,9 +24,9 @@ from llmtrain.eval.texts import documents
 from llmtrain.eval.units import Options, pieces_of
 from llmtrain.suites.check import harness_version
 from llmtrain.suites.local_tasks import digests, local_tasks
-from llmtrain.suites.suite import EVAL_FOLDER, load_suite, suite_names
+from llmtrain.suites.suite import FILES, load_suite, suite_names
 
-TASKS = (EVAL_FOLDER / "tasks",)
+TASKS = (FILES / "tasks",)
 
 
 def suite_file(folder: Path, text: str) -> str:
@@ -318,8 +318,8 @@ def test_documents_are_what_lies_between_separators() -> None:
 
 def test_a_suite_may_bring_its_own_tasks(tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
-    shutil.copy(EVAL_FOLDER / "tasks/local_jsonl.py", tmp_path / "tasks")
-    text = (EVAL_FOLDER / "tasks/piqa.yaml").read_text().replace("offline_piqa", "mine")
+    shutil.copy(FILES / "tasks/local_jsonl.py", tmp_path / "tasks")
+    text = (FILES / "tasks/piqa.yaml").read_text().replace("offline_piqa", "mine")
     (tmp_path / "tasks/mine.yaml").write_text(text)
     (tmp_path / "piqa").mkdir()
     (tmp_path / "piqa/validation.jsonl").write_text("{}\n")
