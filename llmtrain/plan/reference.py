@@ -102,15 +102,16 @@ def methods_table() -> str:
     """Return README's table of what each method is and chooses."""
     rows = []
     for name, method in METHODS.items():
-        title = method.__doc__.split("\n")[0].rstrip(".")
+        idea = method.__doc__.split("\n")[0].partition(": ")[2].rstrip(".")
         preset = method.PRESET
-        how = preset["outer"]["kind"] + "".join(f", {k} {v}" for k, v in preset["outer"].items() if k != "kind")
+        outer = preset["outer"]["kind"]
         schedule = preset["schedule"]
         schedule = schedule if isinstance(schedule, str) else schedule["kind"]
-        schedule = schedule.replace("_", "-") + (f", {preset['wire']} wire" if "wire" in preset else "")
-        row = (f"[`{name}`](llmtrain/sync/methods/{name}.py)", title, _when(preset), _reduction(preset), how, schedule)
-        rows.append(row)
-    return _table(("`sync.method`", "what", "when", "reduction", "outer step", "schedule"), rows)
+        paper = method.PAPER.removeprefix("arXiv ")
+        link = f"[{paper}](https://arxiv.org/abs/{paper})" if paper != method.PAPER else ""
+        file = f"[`{name}`](llmtrain/sync/methods/{name}.py)"
+        rows.append((file, link, idea, _when(preset), outer, schedule.replace("_", "-")))
+    return _table(("`sync.method`", "paper", "idea", "synchronizes", "outer step", "schedule"), rows)
 
 
 def _when(preset: dict[str, Any]) -> str:
@@ -118,14 +119,6 @@ def _when(preset: dict[str, Any]) -> str:
     words = {"every_step": "every step", "qsr": "more rarely as the learning rate falls"}
     when = words.get(period["kind"]) or f"every {period['every']:g} {period['kind']}"
     return f"every step until the learning rate falls, then {when}" if "warmup_until_lr" in preset else when
-
-
-def _reduction(preset: dict[str, Any]) -> str:
-    if "group_size" in preset["schedule"]:
-        return "mean of changing groups in every step, of all in turn"
-    if "pull" in preset:
-        return f"mean; {preset['pull']['probability']:.0%} of steps pull to the anchor instead"
-    return "mean" if preset["reduction"] == "mean" else "EDiT's penalty"
 
 
 def composition_table() -> str:
