@@ -41,14 +41,28 @@ def gradient_norm(gradients: Sequence[torch.Tensor], shard: Comms) -> torch.Tens
     return squares.wait().sqrt().to(gradients[0].dtype)
 
 
-class Engine(ABC):
-    """Base class of engines: forward, backward and inner optimizer of one replica, over the ranks of a shard group."""
+class Replica(ABC):
+    """One replica as synchronization sees it: parameters in blocks, which it may read and change between steps."""
 
     blocks: list[Block]
     """All blocks, in forward order."""
     average_gradients: bool = True
     """Whether gradients are also averaged over the replicas (the synchronous phase). FSDP2 overlaps this with
     backward; ZeRO averages in `step`."""
+
+    @abstractmethod
+    def register_block_hook(self, hook: Callable[[int], None]) -> None:
+        """Register `hook`. Every training forward calls `hook(index)` before block `index` is gathered;
+        `ZeroEngine` describes an exception."""
+
+    @abstractmethod
+    def parameters_changed(self, block: Block) -> None:
+        """Make the next forward compute with `block.shards`, which the caller has changed."""
+
+
+class Engine(Replica):
+    """Base class of engines: forward, backward and inner optimizer of one replica, over the ranks of a shard group."""
+
     skipped: bool = False
     """Whether the last step was left out because its gradient was not finite. Equal on all ranks of a replica."""
     gradient_wait_seconds: float = 0.0
@@ -63,11 +77,6 @@ class Engine(ABC):
         self.gradient_wait_seconds += time.monotonic() - started
 
     @abstractmethod
-    def register_block_hook(self, hook: Callable[[int], None]) -> None:
-        """Register `hook`. Every training forward calls `hook(index)` before block `index` is gathered;
-        `ZeroEngine` describes an exception."""
-
-    @abstractmethod
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Compute the gradients of the replica's mean loss for one step. Return this rank's summed
         loss, still on the device."""
@@ -76,10 +85,6 @@ class Engine(ABC):
     def step(self, lr: float) -> torch.Tensor:
         """Clip the gradients, update with the inner optimizer, and drop the gradients. Return the replica's gradient
         norm before clipping, still on the device."""
-
-    @abstractmethod
-    def parameters_changed(self, block: Block) -> None:
-        """Make the next forward compute with `block.shards`, which the caller has changed."""
 
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:

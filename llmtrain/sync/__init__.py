@@ -1,1 +1,22 @@
-"""Synchronization of replicas: periods, penalties, outer steps and schedules. Works on tensors and process groups."""
+"""Synchronization of replicas: periods, reductions, outer steps and schedules. Works on tensors and process groups.
+
+For a training loop of your own there is `LocalUpdates` (docs/library.md).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmtrain.sync.local_updates import LocalUpdates
+
+__all__ = ["LocalUpdates"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public name when it is first used: recipes are read without torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from llmtrain.sync.local_updates import LocalUpdates
+
+    return LocalUpdates

@@ -6,7 +6,7 @@ import torch
 
 from llmtrain.config import PREFETCH
 from llmtrain.parallel.comms import Comms, PendingCollective, QuantizedAllReduce
-from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.engine import Replica
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.sync.anchors import Anchors, flatten, unflatten_into
 from llmtrain.sync.outer import Outer
@@ -41,7 +41,7 @@ class BlockSync:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Replica,
         replica: Comms,
         shard: Comms,
         outer: Outer,

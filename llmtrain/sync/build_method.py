@@ -11,7 +11,7 @@ import torch.distributed as dist
 from llmtrain.config import EditPenaltySection, EverySecondsSection, SyncSection
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
-from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.engine import Replica
 from llmtrain.parallel.groups import shard_group
 from llmtrain.parallel.wake_signal import WakeSignal
 from llmtrain.parallel.wire_format import WireFormat
@@ -34,7 +34,7 @@ def build_wire(kind: str, compiled: bool = False) -> WireFormat | None:
 
 def build_method(
     sync: SyncSection,
-    engine: Engine,
+    engine: Replica,
     replica: Comms,
     shard: Comms,
     rates: LRSchedule,

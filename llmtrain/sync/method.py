@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.engine import Replica
 from llmtrain.reshard import Rules, by_replica, rules_of
 from llmtrain.sync.period import Period
 from llmtrain.sync.pull import Pull
@@ -31,7 +31,7 @@ class Method:
     """A synchronization method. The trainer calls `begin_step`, follows the returned plan and calls `end_step`. It
     calls `finish` at the end of the run."""
 
-    def __init__(self, engine: Engine, period: Period, schedule: Schedule, pull: Pull | None):
+    def __init__(self, engine: Replica, period: Period, schedule: Schedule, pull: Pull | None):
         self.engine, self.period, self.schedule, self.pull = engine, period, schedule, pull
         self.block_sync = schedule.block_sync
         self._lr, self._phase = 0.0, "synchronous"

@@ -1,0 +1,42 @@
+"""DiLoCo around a plain PyTorch loop: every process is a replica.
+
+torchrun --nproc-per-node 2 examples/plain_loop.py
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from llmtrain.sync import LocalUpdates
+
+
+def main(steps: int = 60) -> nn.Module:
+    """Train a replica on this process. Returns the model."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)  # the same start on every replica
+    model = nn.Sequential(nn.Embedding(256, 64), nn.Flatten(), nn.Linear(8 * 64, 128), nn.ReLU(), nn.Linear(128, 256))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    updates = LocalUpdates(model, optimizer, "diloco", period={"every": 20}, warmup_steps=5)
+
+    text = torch.tensor(list(Path(__file__).read_bytes()))
+    torch.manual_seed(1 + dist.get_rank())  # other samples on every replica
+    for step in range(1, steps + 1):
+        starts = torch.randint(len(text) - 8, (32,)).unsqueeze(1) + torch.arange(8)
+        loss = nn.functional.cross_entropy(model(text[starts]), text[starts[:, -1] + 1])
+        loss.backward()
+        optimizer.step()  # LocalUpdates acts here
+        optimizer.zero_grad()
+        if step % 20 == 0 and dist.get_rank() == 0:
+            print(
+                f"step {step} loss {loss.item():.3f} rounds {updates.report().count} sent {updates.bytes_sent / 1e6:.1f} MB"
+            )
+    updates.finish()
+    return model
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()

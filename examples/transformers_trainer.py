@@ -1,0 +1,64 @@
+"""Streaming DiLoCo under transformers' Trainer: every process is a replica, which its Trainer takes for the only one.
+
+torchrun --nproc-per-node 2 examples/transformers_trainer.py
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from llmtrain.sync import LocalUpdates
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+class LocalUpdatesCallback(TrainerCallback):
+    """`LocalUpdates` from the first step of a Trainer to its last."""
+
+    def __init__(self, **choices: Any):
+        self.choices = choices
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.updates = LocalUpdates(given["model"], given["optimizer"].optimizer, **self.choices)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.updates.finish()
+
+
+def main(output_dir: str = "runs/trainer", steps: int = 40) -> nn.Module:
+    """Train a replica on this process. Returns the model."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+    ):  # else Trainer averages gradients over all processes in every step
+        os.environ.pop(name, None)
+    set_seed(0)  # the same start on every replica
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=256, **SIZES))
+    text = torch.tensor(list(Path(__file__).read_bytes()))
+    rows = [{"input_ids": row, "labels": row} for row in text.unfold(0, 32, 1)]
+    mine = rows[dist.get_rank() :: dist.get_world_size()]
+    choices = {"period": {"every": 12}, "schedule": {"steps": 3, "fragments": 3}, "warmup_steps": 4}
+    arguments = TrainingArguments(
+        output_dir=output_dir,
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+    )
+    callback = LocalUpdatesCallback(method="streaming_diloco", **choices)
+    Trainer(model, arguments, train_dataset=mine, callbacks=[callback]).train()
+    return model
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()

@@ -1,0 +1,229 @@
+"""Synchronization in a training loop of your own: `LocalUpdates` acts around the optimizer's steps. docs/library.md shows how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from llmtrain.config import ScheduleSection, SyncSection
+from llmtrain.errors import RecipeError
+from llmtrain.lr import LRSchedule
+from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.engine import Block, Replica
+from llmtrain.sync.build_method import build_method, build_wire
+from llmtrain.sync.compatibility import find_conflict
+from llmtrain.sync.methods import METHODS
+from llmtrain.sync.sync_stats import SyncStats
+
+ENDLESS = 2**62
+"""Total steps of a loop whose length is not known."""
+
+
+class ModuleReplica(Replica):
+    """A module and its ranks' shards. Each layer is a block; what is in no layer is the first block."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]):
+        self.model = model
+        seen: set[nn.Parameter] = set()
+        units = [_take(layer, seen) for layer in layers]
+        rest = _take(model, seen)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.blocks = [
+            Block(name, [_local(parameter) for parameter in unit], [names[parameter] for parameter in unit])
+            for name, unit in zip(["rest", *(f"layer {i}" for i in range(len(layers)))], [rest, *units], strict=True)
+        ]
+        self._modules = [model, *layers]
+
+    def register_block_hook(self, hook: Callable[[int], None]) -> None:
+        def before(index: int) -> Callable[[nn.Module, Any], None]:
+            return lambda module, inputs: hook(index) if module.training and torch.is_grad_enabled() else None
+
+        for index, module in enumerate(self._modules):
+            module.register_forward_pre_hook(before(index), prepend=True)
+
+    def parameters_changed(self, block: Block) -> None:
+        """Do nothing: shards are the module's own storage, which FSDP2 gathers anew in the next forward."""
+
+
+class LocalUpdates:
+    """Local-update synchronization of a module between replicas, driven by its optimizer's steps.
+
+    Construct it on every rank when all replicas hold the same parameters, before the first step; then train as before, and
+    call `finish` at the end. Every optimizer step counts as one step. In synchronous steps, gradients are averaged over the
+    replicas just before the optimizer uses them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        method: str = "diloco",
+        *,
+        replicas: dist.ProcessGroup | None = None,
+        shards: dist.ProcessGroup | None = None,
+        layers: Sequence[nn.Module] | None = None,
+        lr: LRSchedule | None = None,
+        store: dist.Store | None = None,
+        timeout_seconds: float = 600,
+        **choices: Any,
+    ):
+        """Set up `method` with its preset, changed by `choices`: keys of a recipe's `sync` section, such as
+        `period={"every": 50}` or `wire="int8"`.
+
+        `replicas` has the ranks that hold the same shard, one per replica (default: all ranks, of unsharded replicas).
+        `shards` has the ranks of this replica, if FSDP2 has sharded the module. `layers` are synchronized one by one (default:
+        the elements of the longest ModuleList). `lr` is needed by choices that follow the learning rate, `store` by the
+        wait-avoiding schedule. Raises RecipeError for choices that do not go together or not with such a loop.
+        """
+        self.sync = _section(method, choices)
+        parameters = list(model.parameters())
+        sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        _check(self.sync, sharded, shards, lr, store)
+        self.replica = ModuleReplica(model, _layers_of(model) if layers is None else layers)
+        device = self.replica.blocks[0].shards[0].device
+        self._replicas = Comms(dist.group.WORLD if replicas is None else replicas, device, "replica")
+        rates = lr or LRSchedule(optimizer.param_groups[0]["lr"], ENDLESS, ScheduleSection(kind="constant"))
+        self._gradient_wire = build_wire(self.sync.wire.kind) if self.sync.wire.gradients else None
+        self._method = build_method(
+            self.sync,
+            self.replica,
+            self._replicas,
+            Comms(shards, device, "shard"),
+            rates,
+            seed=0,
+            store=store,
+            timeout_seconds=timeout_seconds,
+        )
+        self.step = 0
+        """Optimizer steps so far."""
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def finish(self) -> None:
+        """Synchronize what the last, possibly shorter, round left, and leave the optimizer alone from now on. Afterwards all
+        replicas are equal."""
+        with torch.no_grad():
+            self._method.finish()
+        self.close()
+
+    def close(self) -> None:
+        """Stop background work, without a synchronization. Also for use after a failure."""
+        for handle in self._handles:
+            handle.remove()
+        self._method.close()
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Return whether all replicas hold the same parameters and nothing is in flight."""
+        return self._method.is_synchronized
+
+    @property
+    def bytes_sent(self) -> float:
+        """Return the bytes that this rank has sent to other replicas."""
+        return self._replicas.traffic.bytes
+
+    def report(self) -> SyncStats:
+        """Return the counters so far: rounds, anomalies, seconds."""
+        return self._method.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state: plain values, and tensors shaped like its shards. Waits for messages in flight."""
+        tensors = {**self._method.shared_state(), **self._method.per_replica_state()}
+        return {"step": self.step, "method": self._method.state_dict(), "tensors": tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned on this rank, between steps. The module and its optimizer restore their own."""
+        self.step = state["step"]
+        self._method.load_state_dict(state["method"], state["tensors"])
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        self.step += 1
+        with torch.no_grad():
+            self._method.begin_step(self.step, optimizer.param_groups[0]["lr"])
+            if self.replica.average_gradients:
+                self._average_gradients(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        with torch.no_grad():
+            self._method.end_step(self.step)
+
+    def _average_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        for gradient in map(_local, gradients):
+            mean = gradient / self._replicas.size
+            gradient.copy_(self._replicas.all_reduce(mean, "averaging gradients", self._gradient_wire).wait())
+
+
+def _section(method: str, choices: dict[str, Any]) -> SyncSection:
+    if method not in METHODS:
+        raise RecipeError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
+    preset: dict[str, Any] = dict(METHODS[method].PRESET)
+    for key, value in choices.items():
+        below = preset.get(key)
+        same_kind = (
+            isinstance(below, dict) and isinstance(value, dict) and value.get("kind") in (None, below.get("kind"))
+        )
+        preset[key] = {**below, **value} if same_kind else value
+    try:
+        section = SyncSection.model_validate({"method": method, **preset})
+    except ValueError as error:
+        raise RecipeError(f"method {method}: {' '.join(str(error).split())}") from None
+    if (reason := find_conflict(section)) is not None:
+        raise RecipeError(reason)
+    section.schedule.check(section.period, blocks=None)
+    return section
+
+
+def _check(
+    sync: SyncSection,
+    is_sharded: bool,
+    shards: dist.ProcessGroup | None,
+    lr: LRSchedule | None,
+    store: dist.Store | None,
+) -> None:
+    """Raise RecipeError for choices that need more than hooks around an optimizer's steps."""
+    if sync.pull is not None or sync.period.is_timed:
+        what = (
+            "sync.pull decides before a step whether there is a gradient"
+            if sync.pull
+            else "rounds of seconds end a run"
+        )
+        raise RecipeError(f"{what}, which needs llmtrain's own loop; use another method, or a recipe")
+    if is_sharded and shards is None:
+        raise RecipeError("the module is sharded: give the process group of this replica's ranks as shards")
+    if is_sharded and sync.schedule.syncs_in_forward:
+        raise RecipeError(
+            f"sync.schedule={sync.schedule.kind} changes parameters in the forward pass, when FSDP2 may have gathered them already; "
+            "use schedule='blocking'"
+        )
+    if lr is None and (sync.period.kind == "qsr" or sync.warmup_until_lr is not None):
+        raise RecipeError(f"method {sync.method} follows the learning rate: give lr, a llmtrain.lr.LRSchedule")
+    if store is None and sync.schedule.resolve_group_size(1) is not None:
+        raise RecipeError(
+            f"sync.schedule={sync.schedule.kind} needs store, a torch.distributed.Store that all ranks share"
+        )
+
+
+def _layers_of(model: nn.Module) -> Sequence[nn.Module]:
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=nn.ModuleList())
+
+
+def _take(module: nn.Module, seen: set[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters of a module that are in no block yet. Shared ones are taken once."""
+    taken = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter not in seen]
+    seen.update(taken)
+    return taken
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, sharing its storage."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,222 @@
+"""`LocalUpdates` in loops of one's own: its arithmetic, resuming, what it refuses, and the examples of docs/library.md."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from examples import fsdp2_loop, plain_loop, transformers_trainer
+from llmtrain.config import ScheduleSection
+from llmtrain.errors import RecipeError
+from llmtrain.lr import LRSchedule
+from llmtrain.sync import LocalUpdates
+from llmtrain.sync.methods import METHODS
+from tests.distributed.pool import RankPool
+
+ROOT = Path(__file__).parents[2]
+LR, OUTER_LR, MOMENTUM, EVERY, WARMUP, STEPS = 0.05, 0.7, 0.9, 3, 2, 9
+
+
+class Layered(nn.Module):
+    """Two layers between an embedding and a head, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.double()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(inputs)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return self.head(hidden)
+
+
+def backward(model: nn.Module, step: int) -> None:
+    """Of this replica's own sample of a step."""
+    drawn = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    model(torch.randn(5, 3, generator=drawn, dtype=torch.float64)).square().mean().backward()
+
+
+def train(method: str, steps: int, choices: dict[str, Any], stop_after: int | None = None) -> list[torch.Tensor]:
+    """Returns this replica's parameters at the end. Stopped and resumed, from copies of everything, after a step."""
+    model = Layered()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    updates = LocalUpdates(model, optimizer, method, **choices)
+    for step in range(1, steps + 1):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == stop_after:
+            state, weights = copy.deepcopy(updates.state_dict()), copy.deepcopy(model.state_dict())
+            updates.close()
+            model = Layered()
+            model.load_state_dict(weights)
+            optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+            updates = LocalUpdates(model, optimizer, method, **choices)
+            updates.load_state_dict(state)
+    updates.finish()
+    assert updates.is_synchronized
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def train_by_hand(steps: int) -> list[torch.Tensor]:
+    """DiLoCo as it is in the paper, after synchronous steps."""
+    model = Layered()
+    parameters = list(model.parameters())
+    anchor: list[torch.Tensor] = []
+    momentum = [torch.zeros_like(parameter) for parameter in parameters]
+    for step in range(1, steps + 1):
+        if step == WARMUP + 1:
+            anchor = [parameter.detach().clone() for parameter in parameters]
+        backward(model, step)
+        with torch.no_grad():
+            for parameter in parameters:
+                if step <= WARMUP:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+                parameter -= LR * parameter.grad
+                parameter.grad = None
+            if step > WARMUP and ((step - WARMUP) % EVERY == 0 or step == steps):
+                for parameter, at, b in zip(parameters, anchor, momentum, strict=True):
+                    mean = (at - parameter) / dist.get_world_size()
+                    dist.all_reduce(mean)
+                    b.mul_(MOMENTUM).add_(mean)
+                    at -= OUTER_LR * (mean + MOMENTUM * b)
+                    parameter.copy_(at)
+    return [parameter.detach() for parameter in parameters]
+
+
+DILOCO = {"period": {"every": EVERY}, "warmup_steps": WARMUP, "outer": {"lr": OUTER_LR, "momentum": MOMENTUM}}
+
+
+def test_a_plain_loop_trains_as_the_paper_says(ranks: RankPool) -> None:
+    found = ranks.run(train, "diloco", STEPS, DILOCO, world_size=2)
+    expected = ranks.run(train_by_hand, STEPS, world_size=2)
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_layer_by_layer_in_the_forward_pass_is_the_same(ranks: RankPool) -> None:
+    blocking, layerwise = (
+        ranks.run(train, "diloco", STEPS, {**DILOCO, "schedule": schedule}, world_size=2)
+        for schedule in ("blocking", "layerwise")
+    )
+    for one, other in zip(blocking[0], layerwise[0], strict=True):
+        assert torch.equal(one, other)
+
+
+SHORT = {"period": {"every": EVERY}, "warmup_steps": WARMUP}
+KEYS = {
+    "synchronous": {},
+    "streaming_diloco": {**SHORT, "period": {"every": 4}, "schedule": {"steps": 2, "fragments": 2}},
+    "edit": {**SHORT, "reduction": {"min_rounds": 2}},
+    "slowmo": SHORT,
+    "co2": SHORT,
+}
+
+
+@pytest.mark.parametrize("method", KEYS)
+def test_a_stopped_loop_continues_to_the_same_bits(ranks: RankPool, method: str) -> None:
+    """In the middle of a round, and with a message in flight."""
+    whole, resumed = (ranks.run(train, method, STEPS, KEYS[method], stop, world_size=2) for stop in (None, 7))
+    for first, second, again in zip(*whole, resumed[0], strict=True):
+        assert torch.equal(first, second), "replicas are equal at the end"
+        assert torch.equal(first, again)
+
+
+def refused(method: str, choices: dict[str, Any]) -> str:
+    model = Layered()
+    try:
+        LocalUpdates(model, torch.optim.SGD(model.parameters(), lr=LR), method, **choices)
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+WRONG = [
+    ("dilco", {}, "method is 'dilco', expected one of synchronous, local_sgd"),
+    ("diloco", {"perod": 3}, "method diloco: .*perod"),
+    ("palsgd", {}, "needs llmtrain's own loop"),
+    ("a_edit", {}, "rounds of seconds end a run, which needs llmtrain's own loop"),
+    ("qsr", {"period": {"alpha": 0.1}}, "follows the learning rate: give lr"),
+    ("wagma", {}, "sync.schedule=wait_avoiding needs store"),
+    ("edit", {"schedule": "delayed"}, "sync.reduction=edit_penalty does not go with sync.schedule=delayed"),
+    ("streaming_diloco", {"period": {"every": 3}}, "sync.schedule.steps is 5, but sync.period.every is 3"),
+]
+
+
+def test_what_such_a_loop_cannot_do_is_refused_in_one_line(ranks: RankPool) -> None:
+    for method, choices, message in WRONG:
+        [said] = ranks.run(refused, method, choices, world_size=1)
+        assert re.search(message, said) and "\n" not in said, (method, said)
+
+
+def with_learning_rate() -> int:
+    model = Layered()
+    rates = LRSchedule(LR, STEPS, ScheduleSection(kind="cosine"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    updates = LocalUpdates(model, optimizer, "qsr", lr=rates, period={"base": 2, "alpha": LR * 2**0.5})
+    for step in range(1, STEPS + 1):
+        optimizer.param_groups[0]["lr"] = rates.at(step)
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    updates.finish()
+    return updates.report().count
+
+
+def test_rounds_that_follow_the_learning_rate(ranks: RankPool) -> None:
+    assert ranks.run(with_learning_rate, world_size=2) == [3, 3]
+
+
+def parameters_of(model: nn.Module) -> list[torch.Tensor]:
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in model.state_dict().values())
+    return [parameter.clone() for parameter in local]
+
+
+def run_plain() -> list[torch.Tensor]:
+    return parameters_of(plain_loop.main(steps=30))
+
+
+def run_fsdp2() -> list[torch.Tensor]:
+    return parameters_of(fsdp2_loop.main(steps=18))
+
+
+def run_trainer(folder: str) -> list[torch.Tensor]:
+    return parameters_of(transformers_trainer.main(folder, steps=18))
+
+
+def assert_equal_replicas(of_ranks: list[list[torch.Tensor]], shards: int = 1) -> None:
+    for one, other in zip(of_ranks[:shards], of_ranks[shards:], strict=True):
+        assert all(map(torch.equal, one, other)) and all(bool(tensor.isfinite().all()) for tensor in one)
+
+
+def test_the_example_of_a_plain_loop(ranks: RankPool) -> None:
+    assert_equal_replicas(ranks.run(run_plain, world_size=2))
+
+
+def test_the_example_of_sharded_replicas(ranks: RankPool) -> None:
+    assert_equal_replicas(ranks.run(run_fsdp2, world_size=4), shards=2)
+
+
+def test_the_example_of_transformers_trainer(ranks: RankPool, tmp_path: Path) -> None:
+    assert_equal_replicas(ranks.run(run_trainer, str(tmp_path), world_size=2))
+
+
+def test_the_page_shows_the_examples() -> None:
+    page = (ROOT / "docs/library.md").read_text()
+    for name in ("plain_loop", "fsdp2_loop", "transformers_trainer"):
+        assert f"../examples/{name}.py" in page
+    assert set(KEYS) | {"diloco", "qsr", "palsgd", "a_edit", "wagma"} <= set(METHODS)
