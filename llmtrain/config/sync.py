@@ -28,6 +28,8 @@ class PeriodSection(Section):
     """Whether every step is synchronous: there are no local steps and no rounds."""
     is_timed: ClassVar[bool] = False
     """Whether rounds are spans of time, in which replicas do different numbers of steps."""
+    follows_lr: ClassVar[bool] = False
+    """Whether the length of a round depends on the learning rate."""
     shortest_round: ClassVar[str | None] = None
     """Key of the fewest local steps in a round; None if no key says it."""
 
@@ -52,6 +54,7 @@ class QsrSection(PeriodSection):
     alpha: PositiveFloat
     """Growth, in units of the learning rate: with `optim.lr` x sqrt(base), rounds grow from the peak on."""
     shortest_round: ClassVar[str | None] = "base"
+    follows_lr: ClassVar[bool] = True
 
 
 class EverySecondsSection(PeriodSection):

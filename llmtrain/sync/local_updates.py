@@ -203,7 +203,7 @@ def _check(
             f"sync.schedule={sync.schedule.kind} changes parameters in the forward pass, when FSDP2 may have gathered them already; "
             "use schedule='blocking'"
         )
-    if lr is None and (sync.period.kind == "qsr" or sync.warmup_until_lr is not None):
+    if lr is None and (sync.period.follows_lr or sync.warmup_until_lr is not None):
         raise RecipeError(f"method {sync.method} follows the learning rate: give lr, a llmtrain.lr.LRSchedule")
     if store is None and sync.schedule.resolve_group_size(1) is not None:
         raise RecipeError(

@@ -219,4 +219,18 @@ MUTANTS = [
         "return socket.gethostname()",
         ("tests/unit/test_world.py",),
     ),
+    Mutant(
+        "library: gradients are not averaged in synchronous steps",
+        "llmtrain/sync/local_updates.py",
+        "            if self.replica.average_gradients:",
+        "            if False:",
+        ("tests/distributed/test_local_updates.py",),
+    ),
+    Mutant(
+        "library: a resumed loop counts its steps from the start",
+        "llmtrain/sync/local_updates.py",
+        '        self.step = state["step"]\n',
+        "",
+        ("tests/distributed/test_local_updates.py",),
+    ),
 ]
