@@ -40,17 +40,21 @@ SHAPES: Shapes = (((5, 3), (7,)), ((1,), (2, 2, 3), (9,)), ((4, 4),), ((1,), (1,
 
 
 def choices(method: str, every: int | None = None, **changes: Any) -> SyncSection:
-    """The `sync` section of a recipe: the method's preset, rounds of `every` steps, other changes laid over it."""
+    """The `sync` section of a recipe: the method's preset, rounds of `every` steps, other changes laid over it. `penalty` has the
+    keys of EDiT's reduction; None is the plain mean."""
     if every is not None:
         changes["period"] = {"kind": "steps", "every": every}
+    if "penalty" in changes:
+        penalty = changes.pop("penalty")
+        changes["reduction"] = "mean" if penalty is None else {"kind": "edit_penalty", **penalty}
     return SyncSection.model_validate({"method": method, **METHODS[method].PRESET, **changes})
 
 
 def edit(every: int = 2, **changes: Any) -> SyncSection:
     """EDiT with short rounds and no warm-up; `penalty` starts with every part switched off."""
     parts = {"z": None, "temperature": None, "clip": None, "ema": 0.3, "min_rounds": 2}
-    reduction = {"kind": "edit_penalty", **parts, **changes.pop("penalty", {})}
-    return choices("edit", every, **{"warmup_steps": 0, "reduction": reduction, **changes})
+    penalty = {**parts, **changes.pop("penalty", {})}
+    return choices("edit", every, **{"warmup_steps": 0, "penalty": penalty, **changes})
 
 
 @dataclass(frozen=True)

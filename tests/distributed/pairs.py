@@ -126,8 +126,8 @@ def _sync_of(row: Mapping[str, str], lr: float) -> dict[str, Any]:
         sync |= {"warmup_steps": WARMUP}
     if METHODS[method].PRESET.get("pull") is not None:
         sync |= {"pull": {"probability": 0.3, "strength": 0.5, "batch": "keep"}}
-    if METHODS[method].PRESET["penalty"] is not None:
-        sync |= {"penalty": PENALTY}
+    if METHODS[method].PRESET["reduction"] != "mean":
+        sync |= {"reduction": PENALTY}
     can_feed_back = method != "synchronous" and row["schedule"] != "wait_avoiding"
     wire = {"kind": row["wire"], "error_feedback": row["wire"] == "int4" and can_feed_back}
     wire["gradients"] = method == "synchronous" and row["wire"] != "fp32"

@@ -160,7 +160,7 @@ ALONE = {
     "slowmo": (choices("slowmo", every=3), 0),
     "slowmo-accumulated": (choices("slowmo", every=3, outer={**MOMENTUM, "normalize": "lr_sum"}), 0),
     "diloco": (choices("diloco", every=3), 0),
-    "edit": (choices("edit", every=3, warmup_steps=0, reduction="mean"), 0),
+    "edit": (choices("edit", every=3, warmup_steps=0, penalty=None), 0),
     "a_edit": (edit(period={"kind": "seconds", "every": 3.0, "min_steps": 0}, every=None, schedule="layerwise"), 0),
     "co2": (choices("co2", every=3, outer=MOMENTUM, schedule={"kind": "delayed", "gap_penalty": False}), 1),
 }

@@ -116,7 +116,7 @@ def test_no_more_reductions_are_under_way_than_said(sync: Any, prefetch: int) ->
 @pytest.mark.parametrize("schedule", ["blocking", "layerwise"])
 def test_edit_without_penalty_is_diloco(schedule: str, replicas: int, shard: int) -> None:
     outer = {"kind": "nesterov", "lr": 0.7, "momentum": 0.9}
-    bare = choices("edit", every=3, warmup_steps=2, outer=outer, reduction="mean", schedule=schedule)
+    bare = choices("edit", every=3, warmup_steps=2, outer=outer, penalty=None, schedule=schedule)
     diloco = choices("diloco", every=3, warmup_steps=2, outer=outer)
     got, expected = (simulate(Scenario(sync, replicas, shard, steps=10)) for sync in (bare, diloco))
     assert_same_bits(got, expected)
