@@ -16,11 +16,18 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.attention import CAUSAL_FAMILIES, FUSED_FAMILY, UNMASKED, fuse_attention, prepared_mask
+from llmtrain.attention import (
+    CAUSAL_FAMILIES,
+    FUSED_FAMILY,
+    UNMASKED,
+    document_ids,
+    fuse_attention,
+    position_ids,
+    prepared_mask,
+)
 from llmtrain.config import ModelSection
 from llmtrain.errors import ModelError
 from llmtrain.loss import LossHead
-from llmtrain.packing import document_ids, position_ids
 from llmtrain.seeding import derive_seed
 
 LOGIT_CHANGING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")

@@ -19,7 +19,7 @@ from llmtrain.config import (
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.recipe_messages import closest
-from llmtrain.suites.check import check_suite
+from llmtrain.suites.suite import check_suite
 from llmtrain.sync.compatibility import find_conflict
 from llmtrain.sync.period import warmup_of
 

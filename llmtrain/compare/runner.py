@@ -22,8 +22,8 @@ from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, UserError
 from llmtrain.launch.nodes import DEFAULT_PORT
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
-from llmtrain.train.folder_lock import lock_folder
 from llmtrain.train.run import prepare_for
+from llmtrain.train.run_dir import lock_folder
 
 
 def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = True, retry: bool = False) -> int:

@@ -26,9 +26,18 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from llmtrain.config import DataSection
-from llmtrain.data.index import FORMAT, INDEX, TOKENIZER, Index, SplitIndex, TokenDataset, open_dataset
+from llmtrain.data.index import (
+    FORMAT,
+    INDEX,
+    TOKENIZER,
+    Index,
+    ShardWriter,
+    SplitIndex,
+    TokenDataset,
+    fsync_and_close,
+    open_dataset,
+)
 from llmtrain.data.progress_bar import ProgressBar
-from llmtrain.data.shards import ShardWriter, fsync_and_close
 from llmtrain.data.sources import HUB, SPLITS, Split, documents, fingerprint
 from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, vocab_size
 from llmtrain.data.verify import verify

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmtrain.config import DataSection
-from llmtrain.data.hub import first_line, require
 from llmtrain.errors import DataError
 
 Split = Literal["train", "validation"]
@@ -253,3 +252,33 @@ def _text(row: dict[str, Any], text_key: str, where: Path | str) -> Iterator[str
 
 def _no_column(where: Path | str, text_key: str, columns: list[str]) -> str:
     return f"{where}: no column data.text_key={text_key}; it has {', '.join(columns)}"
+
+
+TIMEOUT = 5.0
+"""Seconds to wait for each of the hub's several addresses."""
+
+
+def require(name: str, kind: Literal["dataset", "model"], *, key: str, instead: str) -> None:
+    """Raise DataError unless the Hugging Face hub answers and has repository `name`. The message names `key` and,
+    unless the repository does not exist, suggests `instead`."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=TIMEOUT)
+    except RepositoryNotFoundError:
+        raise DataError(
+            f"{key}: the Hugging Face hub has no public {kind} {name!r}; check the name (log in if it is private)"
+        ) from None
+    except HFValidationError:
+        raise DataError(f"{key}: {name!r} is neither a file or folder here nor a {kind} name; use {instead}") from None
+    except Exception as error:
+        raise DataError(
+            f"{key}: {name!r} needs the Hugging Face hub, which can't be used from here ({first_line(error)}); "
+            f"connect to the internet, or use {instead}"
+        ) from None
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first nonblank line of an exception's message, or its type's name if the message is empty."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

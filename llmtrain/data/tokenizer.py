@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.config import DataSection
-from llmtrain.data.hub import first_line, require
-from llmtrain.data.sources import documents
+from llmtrain.data.sources import documents, first_line, require
 from llmtrain.errors import DataError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from llmtrain.config import Recipe
 from llmtrain.doctor.finding import Finding, ok, problem, warning
-from llmtrain.doctor.software import identity
+from llmtrain.doctor.machine import identity
 from llmtrain.parallel.rendezvous import format_ranks
 from llmtrain.recipe_loader import resolved_yaml
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 import llmtrain
-from llmtrain.doctor.software import installed_version
+from llmtrain.doctor.machine import installed_version
 from llmtrain.errors import UserError
 from llmtrain.eval.cache import Cache, write_json
 from llmtrain.eval.evaluated_checkpoint import Checkpoint, find_checkpoints, is_main_process, labels

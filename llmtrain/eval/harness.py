@@ -15,8 +15,7 @@ from llmtrain.errors import DataError, ModelError, SuiteError
 from llmtrain.eval.cache import Entry
 from llmtrain.eval.scores import ACCURACIES, bits_per_byte, chance_of, choices_and_gold, per_document
 from llmtrain.recipe_messages import closest
-from llmtrain.suites.check import harness_version
-from llmtrain.suites.suite import TaskSection
+from llmtrain.suites.suite import TaskSection, harness_version
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from llmtrain.eval import texts
 from llmtrain.eval.cache import Entry, Key
 from llmtrain.eval.harness import check_tasks, load_model, run_task, task_manager
-from llmtrain.suites.check import harness_version
 from llmtrain.suites.local_tasks import data_file, digest_of, digests, local_tasks
-from llmtrain.suites.suite import SamplesSection, Suite, TaskSection, TextSection
+from llmtrain.suites.suite import SamplesSection, Suite, TaskSection, TextSection, harness_version
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM

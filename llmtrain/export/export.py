@@ -8,12 +8,22 @@ from pathlib import Path
 from llmtrain.data.tokenizer import vocab_size
 from llmtrain.errors import UserError
 from llmtrain.export.card import model_card
-from llmtrain.export.folder import CARD, Manifest, locked, read_manifest, replacing, sizes, write_manifest
-from llmtrain.export.full_tensors import FullTensorReader
+from llmtrain.export.folder import (
+    CARD,
+    DTYPES,
+    Manifest,
+    copy_tokenizer,
+    locked,
+    read_manifest,
+    replacing,
+    sizes,
+    write_configs,
+    write_manifest,
+    write_weights,
+)
 from llmtrain.export.parity import check_logits, check_tokenizer
 from llmtrain.export.source import Source, find_source
-from llmtrain.export.weights import MEAN, ChosenWeights, WeightSource
-from llmtrain.export.write import DTYPES, copy_tokenizer, write_configs, write_weights
+from llmtrain.export.weights import MEAN, ChosenWeights, FullTensorReader, WeightSource
 from llmtrain.model import build, model_config
 from llmtrain.train.console import format_si
 

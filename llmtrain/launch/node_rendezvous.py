@@ -17,13 +17,55 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, DistNetworkError, PrefixStore, Store, TCPStore
 
 from llmtrain.errors import FAILED, RecipeError, TrainingError
 from llmtrain.launch.attempts import NodeExit
 from llmtrain.launch.nodes import Nodes
-from llmtrain.launch.timeout_store import TimeoutStore
+
+
+class TimeoutStore:
+    """Wrapper of some store operations. Each raises DistNetworkError if there is no answer within `seconds`."""
+
+    def __init__(self, store: Store, seconds: float):
+        self._store, self._seconds = store, seconds
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of an existing key."""
+        return self._ask(lambda: self._store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys exist."""
+        return self._ask(lambda: self._store.check(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its new value."""
+        return self._ask(lambda: self._store.add(key, amount))
+
+    def _ask(self, operation: Callable[[], Any]) -> Any:
+        answer: list[Any] = []
+
+        def ask() -> None:
+            try:
+                answer.append(operation())
+            except Exception as error:
+                answer.append(error)
+
+        # A thread for each question: one that hangs in the client can't be taken back.
+        asking = threading.Thread(target=ask, daemon=True, name="asks the store")
+        asking.start()
+        asking.join(self._seconds)
+        if not answer:
+            raise DistNetworkError(f"no answer from the store for {self._seconds:g} s")
+        if isinstance(answer[0], Exception):
+            raise answer[0]
+        return answer[0]
+
 
 POLL_SECONDS = 0.2
 PREPARATION_SECONDS = 24 * 3600.0

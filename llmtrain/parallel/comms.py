@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from llmtrain import trace
 from llmtrain.errors import TrainingError
+from llmtrain.parallel.network import using_interface
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.reshard import mean, resharded, split_evenly
 
@@ -233,3 +234,22 @@ class Comms:
         return TrainingError(
             f"{what} over the {self.axis} axis failed on {me}: {reason}; a peer died or took longer than run.timeout_seconds"
         )
+
+
+def make_replica_groups(
+    replica: Comms, shard: Comms, partition: Sequence[Sequence[int]], timeout_seconds: float
+) -> Comms:
+    """Create groups of replicas, and return this rank's, along its shard. A collective of all ranks.
+
+    `partition` lists disjoint groups of replica numbers that together cover all replicas.
+    """
+    lists = [[r * shard.size + s for r in group] for s in range(shard.size) for group in partition]
+    with using_interface(replica.interface):
+        return replica.among(lists, replica.rank * shard.size + shard.rank, "group", timeout_seconds)
+
+
+def shard_group(replica: Comms, shard: Comms, timeout_seconds: float) -> Comms:
+    """Create a second group of each replica's ranks, on the CPU, and return this rank's. A collective of all ranks."""
+    lists = [[r * shard.size + s for s in range(shard.size)] for r in range(replica.size)]
+    with using_interface(shard.interface):
+        return shard.among(lists, replica.rank * shard.size + shard.rank, "shard", timeout_seconds)

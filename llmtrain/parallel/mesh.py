@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError, TrainingError, UserError
 from llmtrain.parallel.comms import Comms
-from llmtrain.parallel.connectivity import check_connectivity
 from llmtrain.parallel.network import Networks, using_interface
-from llmtrain.parallel.rendezvous import Rendezvous, rendezvous
+from llmtrain.parallel.rendezvous import Rendezvous, check_connectivity, rendezvous
 from llmtrain.parallel.world import World
 
 T = TypeVar("T")

@@ -30,8 +30,7 @@ from llmtrain.parallel.engine import Block, Engine, MicroBatch, gradient_norm
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.parallel.wrapping import COMPUTE, build_optimizer, decay_groups, named_parameters_of, wrap_layers
-from llmtrain.parallel.zero_config import deepspeed_config
-from llmtrain.parallel.zero_layout import FlatGroup
+from llmtrain.parallel.zero_layout import FlatGroup, deepspeed_config
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # else it guesses, aloud
 # Of torch's own renaming; DeepSpeed calls both in every step.

@@ -23,7 +23,7 @@ from llmtrain.data.tokenizer import TRAIN, load_tokenizer
 from llmtrain.data.tokenizer import vocab_size as size_of_tokenizer
 from llmtrain.errors import ModelError
 from llmtrain.model import blocks_of, build, count_parameters, flops_per_token, model_config
-from llmtrain.parallel.zero_config import BUCKET
+from llmtrain.parallel.zero_layout import BUCKET
 
 BYTES = {"bf16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}
 """Bytes per master value and per value in compute precision, by precision."""

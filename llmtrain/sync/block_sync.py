@@ -10,8 +10,7 @@ from llmtrain.parallel.engine import Replica
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.sync.anchors import Anchors, flatten, unflatten_into
 from llmtrain.sync.outer import Outer
-from llmtrain.sync.round_stats import RoundStats
-from llmtrain.sync.sync_stats import SyncStats
+from llmtrain.sync.sync_stats import RoundStats, SyncStats
 
 
 class PendingReduction:

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from llmtrain.config import EditPenaltySection, EverySecondsSection, SyncSection
 from llmtrain.lr import LRSchedule
-from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.comms import Comms, shard_group
 from llmtrain.parallel.engine import Replica
-from llmtrain.parallel.groups import shard_group
 from llmtrain.parallel.wake_signal import WakeSignal
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.sync.anchors import Anchors

@@ -8,7 +8,7 @@ from functools import singledispatch
 import torch
 
 from llmtrain.config import AverageSection, MomentumSection, NesterovSection, OuterSection, SgdSection
-from llmtrain.sync.round_stats import RoundStats
+from llmtrain.sync.sync_stats import RoundStats
 
 
 class Outer(ABC):

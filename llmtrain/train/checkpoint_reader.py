@@ -1,7 +1,10 @@
-"""Checkpoint reader: each rank reads its own part of every tensor, written on any mesh, without collectives."""
+"""Checkpoint reader: each rank reads its own part of every tensor, written on any mesh, without collectives. Metadata, which
+is pickled, may hold known classes only."""
 
 from __future__ import annotations
 
+import importlib
+import pickle
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +17,54 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.tensor import DTensor
 
 from llmtrain.errors import CheckpointError
-from llmtrain.train.metadata import read_metadata
+
+FILE = ".metadata"
+METADATA = "torch.distributed.checkpoint.metadata"
+CLASSES = {
+    (METADATA, "Metadata"),
+    (METADATA, "MetadataIndex"),
+    (METADATA, "StorageMeta"),
+    (METADATA, "TensorStorageMetadata"),
+    (METADATA, "TensorProperties"),
+    (METADATA, "ChunkStorageMetadata"),
+    (METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+}
+"""Classes that metadata of tensors needs, besides torch's dtypes. `BytesStorageMetadata` is left out, because
+torch unpickles the bytes that it describes."""
+
+
+def read_metadata(checkpoint: Path) -> Metadata:
+    """Return a checkpoint's metadata. Raises UnpicklingError if it does not describe tensors in files of its
+    own folder. Damage raises pickle's own errors."""
+    with (checkpoint / FILE).open("rb") as file:
+        metadata = _Unpickler(file).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"{FILE} holds a {type(metadata).__name__}, which is no metadata")
+    for stored in (metadata.storage_data or {}).values():
+        if not is_bare_file_name(stored.relative_path):
+            raise pickle.UnpicklingError(f"{FILE} names {stored.relative_path!r}, which is no file of this folder")
+    return metadata
+
+
+def is_bare_file_name(name: str) -> bool:
+    """Return whether `name` is a plain file name, which can't lead out of its folder."""
+    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler restricted to `CLASSES` and torch dtypes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in CLASSES:
+            return getattr(importlib.import_module(module), name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"{FILE} asks for {module}.{name}, which describes no tensor")
 
 
 class CheckpointReader:

@@ -14,7 +14,7 @@ import xxhash
 
 from llmtrain.errors import CheckpointError
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.train.metadata import is_bare_file_name
+from llmtrain.train.checkpoint_reader import is_bare_file_name
 
 FORMAT = 5
 STATE_FILE, CHECKSUM_KEY = "state.json", "sha256"

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from llmtrain.config import Recipe, TraceSection
-from llmtrain.data.consistency import check_same_tokens
 from llmtrain.data.index import TOKENIZER, TokenDataset
 from llmtrain.data.loader import Loader, eval_batches
 from llmtrain.data.prefetch import PrefetchLoader
 from llmtrain.data.prepare import prepare
-from llmtrain.data.verify import ChecksumScan
+from llmtrain.data.verify import ChecksumScan, check_same_tokens
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError
 from llmtrain.lr import LRSchedule
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
@@ -29,7 +28,7 @@ from llmtrain.plan.memory import size_of
 from llmtrain.plan.mesh_plan import plan_mesh
 from llmtrain.recipe_check import check, check_group, check_vocabulary
 from llmtrain.seeding import derive_seed
-from llmtrain.suites.check import check_suite_data
+from llmtrain.suites.suite import check_suite_data
 from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.trace import open_trace
 from llmtrain.train.background_eval import BackgroundEval

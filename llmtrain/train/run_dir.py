@@ -1,22 +1,21 @@
-"""Run directory: the files that a run writes, and the check that a recipe may continue them."""
+"""Run directory: the files that a run writes, their lock, and the check that a recipe may continue them."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from llmtrain.config import Recipe
 from llmtrain.data.index import TOKENIZER
 from llmtrain.errors import RecipeError
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
 from llmtrain.train.checkpoint_writer import atomic_write
-from llmtrain.train.folder_lock import lock_folder
 from llmtrain.train.integrity import list_checkpoints
 
 RESUMABLE_KEYS = (
@@ -155,3 +154,23 @@ def check_same_recipe(there: Recipe, recipe: Recipe, where: str, ignored: Sequen
         raise RecipeError(
             f"{where} holds a run of another recipe ({'; '.join(changed)}); choose another run.name, or delete that folder"
         )
+
+
+PATIENCE_SECONDS = 10.0
+"""Seconds to wait for a process that is about to end."""
+
+
+def lock_folder(folder: Path, otherwise: str) -> FileLock:
+    """Lock a folder until the returned lock is deleted or the process ends, however it ends.
+
+    Raises RecipeError, which suggests `otherwise`, if another process holds the lock. Raises OSError if the
+    folder can't be written. File systems without locks offer no such protection.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    with suppress(NotImplementedError):
+        try:
+            lock.acquire(timeout=PATIENCE_SECONDS)
+        except Timeout:
+            raise RecipeError(f"another process works in {folder}; wait until it has ended, or {otherwise}") from None
+    return lock

@@ -21,11 +21,10 @@ from llmtrain.errors import CheckpointError, DataError, TrainingError, UserError
 from llmtrain.export import export as export_module
 from llmtrain.export.export import Request, export, exported
 from llmtrain.export.folder import read_manifest
-from llmtrain.export.full_tensors import FullTensorReader
 from llmtrain.export.generate import Sampling, generate
 from llmtrain.export.parity import training_logits, training_model
 from llmtrain.export.source import Source, find_source
-from llmtrain.export.weights import MEAN, ChosenWeights, WeightSource
+from llmtrain.export.weights import MEAN, ChosenWeights, FullTensorReader, WeightSource
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.model import model_config
 from llmtrain.train.integrity import dump_state, read_state

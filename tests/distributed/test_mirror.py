@@ -13,8 +13,7 @@ from llmtrain.config import Recipe
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, RecipeError, TrainingError
 from llmtrain.parallel.world import World
 from llmtrain.train.integrity import list_checkpoints
-from llmtrain.train.mirror import Mirror
-from llmtrain.train.remote import RemoteRun
+from llmtrain.train.mirror import Mirror, RemoteRun
 from llmtrain.train.run import run_training
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.trainer import Trainer

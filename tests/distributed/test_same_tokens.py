@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import DataSection
-from llmtrain.data.consistency import check_same_tokens, token_digest
 from llmtrain.data.index import TokenDataset
 from llmtrain.data.prepare import prepare
+from llmtrain.data.verify import check_same_tokens, token_digest
 from llmtrain.errors import DataError
 from llmtrain.parallel.mesh import build_mesh
 from llmtrain.parallel.world import World
@@ -55,7 +55,7 @@ def checked_with_a_bad_disk(section: DataSection) -> str:
             raise OSError(5, "Input/output error", "train-00000.npy")
         return token_digest(prepared)
 
-    with mock.patch("llmtrain.data.consistency.token_digest", described_there):
+    with mock.patch("llmtrain.data.verify.token_digest", described_there):
         return checked([section, section])
 
 

@@ -42,7 +42,7 @@ MUTANTS = [
     ),
     Mutant(
         "unread: one batch too many counts as unread",
-        "llmtrain/data/cursor.py",
+        "llmtrain/data/loader.py",
         "while replica.num_read < ahead:",
         "while replica.num_read <= ahead:",
         ("tests/unit/test_data_unread.py",),
@@ -63,7 +63,7 @@ MUTANTS = [
     ),
     Mutant(
         "shards: a window that begins at a shard's end",
-        "llmtrain/data/shards.py",
+        "llmtrain/data/index.py",
         'side="right"',
         'side="left"',
         (
@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     Mutant(
         "shards: checksum of the last part alone",
-        "llmtrain/data/shards.py",
+        "llmtrain/data/index.py",
         "self._crc32 = zlib.crc32(raw, self._crc32)",
         "self._crc32 = zlib.crc32(raw)",
         (
@@ -128,7 +128,7 @@ MUTANTS = [
     ),
     Mutant(
         "same: only token counts are compared",
-        "llmtrain/data/consistency.py",
+        "llmtrain/data/verify.py",
         'digest.update(tokens.window(int(start), length).astype("<u4").tobytes())',
         "pass",
         ("tests/distributed/test_same_tokens.py",),
@@ -173,7 +173,7 @@ MUTANTS = [
     ),
     Mutant(
         "documents: eos belongs to the next document",
-        "llmtrain/packing.py",
+        "llmtrain/attention.py",
         "return torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=1)",
         "return ended",
         ("tests/unit/test_attention.py",),

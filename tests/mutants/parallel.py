@@ -207,7 +207,7 @@ MUTANTS = [
     ),
     Mutant(
         "reach: rows and columns of the mesh swapped",
-        "llmtrain/parallel/connectivity.py",
+        "llmtrain/parallel/rendezvous.py",
         "divmod(world.rank, shard)",
         "divmod(world.rank, replicas)",
         ("tests/unit/test_gaps_launch.py",),

@@ -14,7 +14,7 @@ MUTANTS = [
     ),
     Mutant(
         "export: the offset of a tensor in its file is forgotten",
-        "llmtrain/export/full_tensors.py",
+        "llmtrain/export/weights.py",
         "place.offset + place.length)",
         "place.length)",
         (
@@ -54,7 +54,7 @@ MUTANTS = [
     ),
     Mutant(
         "export: a card shows the scores of any step",
-        "llmtrain/export/card_scores.py",
+        "llmtrain/export/card.py",
         'isinstance(content, dict) and content.get("checkpoint_step") == step',
         "isinstance(content, dict)",
         ("tests/unit/test_export.py",),
@@ -239,7 +239,7 @@ MUTANTS = [
     ),
     Mutant(
         "plan: the number of replicas taken for the shard",
-        "llmtrain/plan/mesh_choice.py",
+        "llmtrain/plan/mesh_plan.py",
         'return world // replicas, f"{world}',
         'return replicas, f"{world}',
         ("tests/unit/test_world.py",),
@@ -291,7 +291,7 @@ MUTANTS = [
     ),
     Mutant(
         "doctor: the faster direction of a link decides",
-        "llmtrain/doctor/network_report.py",
+        "llmtrain/doctor/links.py",
         "return min(link.sent, link.received)",
         "return max(link.sent, link.received)",
         ("tests/unit/test_doctor.py", "tests/unit/test_gaps_results.py"),

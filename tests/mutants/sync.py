@@ -119,7 +119,7 @@ MUTANTS = [
     ),
     Mutant(
         "round: a learning rate of 0 is remembered",
-        "llmtrain/sync/round_stats.py",
+        "llmtrain/sync/sync_stats.py",
         "lr or self.last_lr",
         "lr",
         SCENARIOS,

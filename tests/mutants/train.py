@@ -271,7 +271,7 @@ MUTANTS = [
     ),
     Mutant(
         "remote: state.json is not copied last",
-        "llmtrain/train/remote.py",
+        "llmtrain/train/mirror.py",
         "for path in checkpoint.iterdir() if path.name != STATE_FILE)",
         "for path in checkpoint.iterdir())",
         ("tests/unit/test_mirror.py",),

@@ -14,8 +14,8 @@ import torch
 
 from llmtrain.config import DataSection
 from llmtrain.data import prepare as preparing
+from llmtrain.data.index import ShardWriter
 from llmtrain.data.prefetch import PrefetchLoader
-from llmtrain.data.shards import ShardWriter
 from llmtrain.errors import DataError, TrainingError, exit_with_status
 from llmtrain.launch import torchrun, watchdog
 

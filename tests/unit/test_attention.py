@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llmtrain.attention import attend
+from llmtrain.attention import attend, document_ids, position_ids
 from llmtrain.config import ModelSection
 from llmtrain.model import blocks_of, build, initialize, model_config
-from llmtrain.packing import document_ids, position_ids
 
 SEPARATOR = 5
 FAMILIES = {

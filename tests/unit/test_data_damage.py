@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from llmtrain.config import DataSection
-from llmtrain.data.index import INDEX
+from llmtrain.data.index import INDEX, ShardWriter
 from llmtrain.data.prepare import TokenDataset, cache_path, open_dataset, prepare
-from llmtrain.data.shards import ShardWriter
 from llmtrain.data.verify import ChecksumScan, verify
 from llmtrain.errors import DataError
 from tests.mother import session

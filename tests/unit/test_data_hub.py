@@ -23,11 +23,11 @@ COMMIT = "a" * 40
 READ = """
 from pathlib import Path
 from llmtrain.config import DataSection
-from llmtrain.data import hub
+from llmtrain.data import sources
 from llmtrain.data.sources import documents
 from llmtrain.data.tokenizer import load_tokenizer
 from llmtrain.errors import DataError
-hub.TIMEOUT = {timeout}
+sources.TIMEOUT = {timeout}
 for keys, split in {attempts}:
     try:
         data = DataSection(**keys)

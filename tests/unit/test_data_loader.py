@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from llmtrain.data.index import TokenShards
 from llmtrain.data.loader import IGNORE_INDEX, Loader, eval_batches
 from llmtrain.data.prefetch import PrefetchLoader
-from llmtrain.data.shards import TokenShards
 from llmtrain.errors import DataError
 from tests.end_to_end.runs import wait_until
 from tests.mother import session

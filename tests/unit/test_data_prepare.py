@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from llmtrain.config import DataSection
+from llmtrain.data import index
 from llmtrain.data import prepare as module
-from llmtrain.data import shards
+from llmtrain.data.index import ShardWriter, TokenShards
 from llmtrain.data.prepare import TokenDataset, open_dataset, prepare, verify
-from llmtrain.data.shards import ShardWriter, TokenShards
 from llmtrain.data.sources import documents
 from llmtrain.errors import DataError
 from tests.mother import session
@@ -256,4 +256,4 @@ def test_shards_are_plain_npy_read_as_one_sequence(tmp_path: Path, dtype: str) -
     assert len(TokenShards(arrays, 150)) == 150 and len(TokenShards(arrays, 5000)) == 1003
     with pytest.raises(AssertionError):
         TokenShards(arrays, 150).window(100, 51)
-    assert shards.SHARD_TOKENS == 100_000_000
+    assert index.SHARD_TOKENS == 100_000_000

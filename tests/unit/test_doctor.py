@@ -16,13 +16,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from llmtrain.doctor import interfaces, links, machine, software
-from llmtrain.doctor.environment import environment
-from llmtrain.doctor.finding import Finding, Level, has_problem, ok, problem, warning
-from llmtrain.doctor.findings_table import show, verdict
+from llmtrain.doctor import interfaces, links, machine
+from llmtrain.doctor.finding import Finding, Level, has_problem, ok, problem, show, verdict, warning
 from llmtrain.doctor.interfaces import Card, carries, listed, listens_at, named_by_environment
-from llmtrain.doctor.links import SECRET_BYTES, Link, LinkServer, measure, measure_all, tournament
-from llmtrain.doctor.network_report import SHOWN, links_between
+from llmtrain.doctor.links import SECRET_BYTES, SHOWN, Link, LinkServer, links_between, measure, measure_all, tournament
+from llmtrain.doctor.machine import environment
 from llmtrain.doctor.node_ranks import RankIdentity, agreement, group, versions, who_is_where
 from llmtrain.doctor.recipe_fit import fit, round_bytes
 from llmtrain.parallel.network import Networks
@@ -44,18 +42,18 @@ def levels(findings: list[Finding]) -> list[str]:
 
 
 def test_versions_are_listed():
-    (first, *rest) = software.software()
+    (first, *rest) = machine.software()
     assert f"torch {torch.__version__}" in first.what and "transformers 5." in first.what
     assert rest[-1].what.startswith("backends: gloo")
-    assert software.installed_version("torch") and software.installed_version("a-package-that-nobody-has") is None
+    assert machine.installed_version("torch") and machine.installed_version("a-package-that-nobody-has") is None
 
 
 @pytest.mark.parametrize(("gloo", "said"), [(False, "has no gloo"), (True, "has no NCCL, which GPUs need")])
 def test_a_torch_that_can_not_talk_is_a_problem(monkeypatch, gloo, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(software.dist, "is_gloo_available", lambda: gloo)
-    monkeypatch.setattr(software.dist, "is_nccl_available", lambda: False)
-    found = software.software()[-1]
+    monkeypatch.setattr(machine.dist, "is_gloo_available", lambda: gloo)
+    monkeypatch.setattr(machine.dist, "is_nccl_available", lambda: False)
+    found = machine.software()[-1]
     assert found.level == "problem" and said in found.what and found.advice.startswith("install a torch")
 
 
@@ -65,10 +63,10 @@ def test_a_torch_that_can_not_talk_is_a_problem(monkeypatch, gloo, said):
 def test_a_driver_that_torch_can_not_use_is_noticed(monkeypatch, tmp_path, cuda, level, said):
     driver = tmp_path / "version"
     driver.touch()
-    monkeypatch.setattr(software, "NVIDIA_DRIVER", driver)
+    monkeypatch.setattr(machine, "NVIDIA_DRIVER", driver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    (found,) = [finding for finding in software.software() if finding.level != Level.OK]
+    (found,) = [finding for finding in machine.software() if finding.level != Level.OK]
     assert found.level == level and said in found.what and found.advice
 
 

@@ -16,15 +16,14 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import Recipe
-from llmtrain.doctor import cluster_check, collective_bench, links, network_report
-from llmtrain.doctor.cluster_check import ClusterCheck
+from llmtrain.doctor import collective_bench, links
+from llmtrain.doctor import run_checks as checks
 from llmtrain.doctor.collective_bench import SMALLEST, bench_collectives
 from llmtrain.doctor.finding import Finding, Level, ok, problem, warning
-from llmtrain.doctor.links import Link
-from llmtrain.doctor.network_report import links_between
+from llmtrain.doctor.links import Link, links_between
 from llmtrain.doctor.node_ranks import RankIdentity, group
 from llmtrain.doctor.recipe_fit import Plan, fit, round_bytes
-from llmtrain.doctor.run_checks import Sections, run_checks
+from llmtrain.doctor.run_checks import ClusterCheck, Sections, run_checks
 from llmtrain.errors import FAILED, TrainingError
 from llmtrain.parallel.network import Networks
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous
@@ -97,9 +96,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
         with one_at_a_time:
             return fit(*arguments)
 
-    monkeypatch.setattr(cluster_check, "fit", fit_alone)
-    monkeypatch.setattr(cluster_check, "open_mesh", found.open_mesh)
-    monkeypatch.setattr(cluster_check, "bench_collectives", found.axes)
+    monkeypatch.setattr(checks, "fit", fit_alone)
+    monkeypatch.setattr(checks, "open_mesh", found.open_mesh)
+    monkeypatch.setattr(checks, "bench_collectives", found.axes)
     monkeypatch.setattr(links, "LONG_ENOUGH", 0.0)
     return found
 
@@ -162,7 +161,7 @@ def test_a_host_that_closes_in_the_middle_is_an_error() -> None:
 
 
 def test_ports_to_open_are_named_where_the_kernel_tells_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(network_report, "EPHEMERAL_PORTS", tmp_path / "range")
+    monkeypatch.setattr(links, "EPHEMERAL_PORTS", tmp_path / "range")
     hosts = group([RankIdentity(i, f"n{i}", f"n{i}", "eth0", f"10.0.0.{i}", "cpu", {}) for i in range(2)])
     broken = [Link(0, 1, error="timed out")]
     assert "MASTER_PORT and ports above 1024;" in links_between(hosts, broken)[0].advice

@@ -22,9 +22,8 @@ from llmtrain.eval.significance import BOOTSTRAP, MCNEMAR, compare, mcnemar, pai
 from llmtrain.eval.table import Evaluated, Row, cell, scores_on_one_line, table_of
 from llmtrain.eval.texts import documents
 from llmtrain.eval.units import Options, pieces_of
-from llmtrain.suites.check import harness_version
 from llmtrain.suites.local_tasks import digests, local_tasks
-from llmtrain.suites.suite import FILES, load_suite, suite_names
+from llmtrain.suites.suite import FILES, harness_version, load_suite, suite_names
 
 TASKS = (FILES / "tasks",)
 

@@ -29,9 +29,8 @@ from llmtrain.eval.table import Evaluated, Row, comparison, scores_on_one_line
 from llmtrain.eval.texts import Loaded, losses
 from llmtrain.eval.units import EvalUnit, LazyModels, Options, pieces_of
 from llmtrain.export.quiet import without_progress_bars
-from llmtrain.suites.check import check_suite, check_suite_data
 from llmtrain.suites.local_tasks import local_tasks
-from llmtrain.suites.suite import Suite, TaskSection
+from llmtrain.suites.suite import Suite, TaskSection, check_suite, check_suite_data
 from tests.unit.test_gaps_files import sample
 
 
@@ -142,7 +141,7 @@ def test_a_suite_with_its_folder_needs_no_data_before_training() -> None:
 
 def test_a_suite_of_texts_needs_no_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.setattr("llmtrain.suites.check.harness_version", lambda: pytest.fail("it is not needed"))
+    monkeypatch.setattr("llmtrain.suites.suite.harness_version", lambda: pytest.fail("it is not needed"))
     (tmp_path / "texts.yaml").write_text("texts: [{name: words, file: words.txt}]")
     section = SuiteSection(name=str(tmp_path / "texts.yaml"), data_dir=str(tmp_path))
     with pytest.raises(DataError, match=r"has no words\.txt, which text words reads"):

@@ -20,15 +20,22 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTo
 from llmtrain.config import Recipe
 from llmtrain.errors import CheckpointError, DataError, TrainingError, UserError
 from llmtrain.export import card, parity
-from llmtrain.export.card_scores import read_scores
+from llmtrain.export.card import read_scores
 from llmtrain.export.export import Request
-from llmtrain.export.folder import Manifest, locked, read_manifest, replacing, sizes, write_manifest
-from llmtrain.export.full_tensors import FullTensorReader
+from llmtrain.export.folder import (
+    Manifest,
+    locked,
+    read_manifest,
+    replacing,
+    sizes,
+    write_configs,
+    write_manifest,
+    write_weights,
+)
 from llmtrain.export.generate import Sampling, generate
 from llmtrain.export.parity import Parity
 from llmtrain.export.source import Source
-from llmtrain.export.weights import MEAN, WeightSource
-from llmtrain.export.write import write_configs, write_weights
+from llmtrain.export.weights import MEAN, FullTensorReader, WeightSource
 from llmtrain.model import model_config
 from llmtrain.recipe_loader import load_recipe
 

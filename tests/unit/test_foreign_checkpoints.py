@@ -13,10 +13,9 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from llmtrain.errors import CheckpointError
-from llmtrain.train.checkpoint_reader import CheckpointReader
+from llmtrain.train.checkpoint_reader import FILE, CheckpointReader, read_metadata
 from llmtrain.train.integrity import STATE_FILE, checkpoint_folders, dump_state, latest_valid, read_state
-from llmtrain.train.metadata import FILE, read_metadata
-from llmtrain.train.remote import RemoteRun
+from llmtrain.train.mirror import RemoteRun
 from tests.unit.test_checkpoint_files import ALONE, write
 
 

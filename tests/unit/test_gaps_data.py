@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmtrain.data.index import INDEX, Index, SplitIndex, open_dataset
-from llmtrain.data.shards import ShardWriter
+from llmtrain.data.index import INDEX, Index, ShardWriter, SplitIndex, open_dataset
 from llmtrain.errors import DataError
 
 

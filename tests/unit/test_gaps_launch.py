@@ -20,9 +20,8 @@ from llmtrain.launch import node_rendezvous
 from llmtrain.launch.attempts import NodeExit
 from llmtrain.launch.node_rendezvous import NodeRendezvous
 from llmtrain.parallel.comms import Comms
-from llmtrain.parallel.connectivity import check_connectivity
 from llmtrain.parallel.network import Networks
-from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, gather_over_store, rendezvous
+from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, check_connectivity, gather_over_store, rendezvous
 from llmtrain.parallel.world import World
 from tests.unit.test_launch import Meeting as Launchers
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.train.remote import RemoteRun
+from llmtrain.train.mirror import RemoteRun
 from tests.unit.test_mirror import ALONE, Machine, flip_at, steps_at
 
 

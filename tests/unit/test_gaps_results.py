@@ -16,7 +16,7 @@ from llmtrain.compare.results import load_trials
 from llmtrain.compare.verdict import verdict
 from llmtrain.doctor import links, recipe_fit
 from llmtrain.doctor.finding import ok
-from llmtrain.doctor.network_report import links_between
+from llmtrain.doctor.links import links_between
 from llmtrain.doctor.node_ranks import RankIdentity, group
 from llmtrain.eval import texts
 from llmtrain.eval.units import Options

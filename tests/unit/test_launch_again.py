@@ -18,9 +18,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from llmtrain.errors import BAD_USAGE, DONE, FAILED, STOPPED_EARLY, DataError, TrainingError
 from llmtrain.launch import node_rendezvous, torchrun, watchdog
 from llmtrain.launch.attempts import Attempt, NodeExit, train_with_restarts
-from llmtrain.launch.node_rendezvous import NodeRendezvous
+from llmtrain.launch.node_rendezvous import NodeRendezvous, TimeoutStore
 from llmtrain.launch.nodes import Nodes
-from llmtrain.launch.timeout_store import TimeoutStore
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.train.run_dir import RunDirectory
 from tests.end_to_end.runs import RECIPE, ROOT

@@ -19,8 +19,7 @@ from llmtrain.parallel.world import World
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.integrity import STATE_FILE, find_corruption, list_checkpoints, read_state
-from llmtrain.train.mirror import Mirror
-from llmtrain.train.remote import RemoteRun
+from llmtrain.train.mirror import Mirror, RemoteRun
 from llmtrain.train.run_dir import RunDirectory
 from tests.unit.test_checkpoint_files import flip, write
 

@@ -14,8 +14,7 @@ from llmtrain.config import EditPenaltySection
 from llmtrain.errors import CheckpointError
 from llmtrain.reshard import MeshChange, by_replica, require_equal, rules_of
 from llmtrain.sync.edit_penalty import EditPenalty, RunningMoments
-from llmtrain.sync.round_stats import RoundStats, average_stats
-from llmtrain.sync.sync_stats import SyncStats
+from llmtrain.sync.sync_stats import RoundStats, SyncStats, average_stats
 from llmtrain.train.checkpoint_reader import CheckpointReader
 from llmtrain.train.metrics import METRICS_RULES
 from llmtrain.train.state import TrainState

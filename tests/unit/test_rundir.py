@@ -11,7 +11,7 @@ import pytest
 
 from llmtrain.errors import RecipeError
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.train import folder_lock
+from llmtrain.train import run_dir
 from llmtrain.train.run_dir import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ def test_a_runs_tokenizer_is_copied_once_and_whole(tmp_path: Path):
 
 def test_two_processes_never_train_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The second one would delete the checkpoint that the first one is writing."""
-    monkeypatch.setattr(folder_lock, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(run_dir, "PATIENCE_SECONDS", 0.2)
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [f"run.out_dir={tmp_path}", "run.name=a"])
     first = RunDirectory(recipe)
     first.open()

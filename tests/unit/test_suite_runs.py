@@ -14,7 +14,7 @@ import pytest
 
 from llmtrain.errors import UserError
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.suites.check import check_suite, check_suite_data
+from llmtrain.suites.suite import check_suite, check_suite_data
 from llmtrain.train import background_eval
 from llmtrain.train.background_eval import BackgroundEval, last_log_line, start_in_background
 from llmtrain.train.run_dir import RunDirectory

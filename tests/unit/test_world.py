@@ -7,7 +7,7 @@ import pytest
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError
 from llmtrain.parallel.world import World, master_endpoint, node_name
-from llmtrain.plan.mesh_choice import choose_mesh
+from llmtrain.plan.mesh_plan import choose_mesh
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from llmtrain.config import PREFETCH, BlockingSection
 from llmtrain.reshard import require_equal
 from llmtrain.sync.block_sync import BlockSync, PendingReduction
 from llmtrain.sync.edit_penalty import EditPenalty, ReplicaWeights
-from llmtrain.sync.round_stats import RoundStats, average_stats
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
+from llmtrain.sync.sync_stats import RoundStats, average_stats
 
 
 class BlockingSchedule(Schedule):

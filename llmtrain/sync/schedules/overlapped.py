@@ -10,8 +10,8 @@ import torch
 from llmtrain.config import OverlappedSection
 from llmtrain.sync.block_sync import BlockSync, PendingReduction
 from llmtrain.sync.period import Period
-from llmtrain.sync.round_stats import RoundStats
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
+from llmtrain.sync.sync_stats import RoundStats
 
 
 class OverlappedSchedule(Schedule):

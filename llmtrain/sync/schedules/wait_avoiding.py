@@ -7,13 +7,12 @@ from typing import Any
 import torch
 
 from llmtrain.config import WaitAvoidingSection
-from llmtrain.parallel.comms import Comms
-from llmtrain.parallel.groups import make_replica_groups, shard_group
+from llmtrain.parallel.comms import Comms, make_replica_groups, shard_group
 from llmtrain.sync import butterfly
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.group_averager import GroupAverager, Message
-from llmtrain.sync.round_stats import RoundStats
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
+from llmtrain.sync.sync_stats import RoundStats
 
 
 class WaitAvoidingSchedule(Schedule):
