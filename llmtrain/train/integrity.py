@@ -16,7 +16,7 @@ from llmtrain.errors import CheckpointError
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.train.checkpoint_reader import is_bare_file_name
 
-FORMAT = 5
+FORMAT = 6
 STATE_FILE, CHECKSUM_KEY = "state.json", "sha256"
 NAME = re.compile(r"step-(\d{8})")
 Digest = tuple[int, str]
