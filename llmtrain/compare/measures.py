@@ -1,150 +1,251 @@
-"""What one trial reached and what it cost, from its metrics.jsonl and its hosts' counters."""
+"""What trials reached and what it cost: one row a trial, statistics over seeds, and where runs stand against the baseline."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from enum import StrEnum
 
-from llmtrain.compare.results import Trial
+import numpy as np
+import pandas as pd
+
+from llmtrain.compare.results import DONE, Trial
+from llmtrain.errors import ResultsError
+
+TrialKey = tuple[str, str, int]
+"""Condition, run and seed of a trial that the comparison means to make."""
+NOT_YET_RUN = "not yet run"
+"""The state of a planned trial that has left nothing."""
+RUN = ["condition", "run"]
+COSTS = ["seconds", "tokens", "bytes"]
+"""What was spent until a loss: training seconds, tokens of all replicas, bytes sent between replicas."""
+SPLIT = ["computing", "exposed", "waiting"]
+"""Where the training seconds went, mean over ranks: they add up to the total."""
+WIRE = ["wire_counted", "wire_others", "wire_sent", "wire_received", "wire_ratio"]
+"""Bytes over all hosts: counted for the method and for validation and metrics, at the interfaces; sent / counted."""
+MEASURES = ["final_loss", "bytes_sent", "training_seconds", "tokens_per_second", "measured", *SPLIT, *WIRE, *COSTS]
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+RATE = re.compile(r"(\d+(?:\.\d+)?)[ _-]?([kmg]bit)(?:/s|ps)?", re.IGNORECASE)
+RATES = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
+
+
+class Outcome(StrEnum):
+    """How soon a run got to the target, compared with the baseline. Ranges over seeds that overlap are no difference."""
+
+    BASELINE = "baseline"
+    FASTER = "faster"
+    SLOWER = "slower"
+    NO_DIFFERENCE = "no difference"
+    MIXED = "mixed"
+    """Sooner, but in fewer seeds; or later, but in more."""
+    NOT_REACHED = "not reached"
+    NOT_COMPARABLE = "not comparable"
+    NOT_FINISHED = "not finished"
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What had been spent at some moment of a run: training seconds, tokens of all replicas, bytes between replicas."""
+class Results:
+    """Everything that a report shows."""
 
-    seconds: float
-    tokens: float
-    bytes: float | None
-
-
-@dataclass(frozen=True)
-class ValidationPoint:
-    """A validation during training. `loss` in nats per token, None where it was not finite."""
-
-    loss: float | None
-    cost: Cost
-
-
-@dataclass(frozen=True)
-class TimeSplit:
-    """Where the training seconds went, mean over ranks: they add up to the whole."""
-
-    computing: float
-    exposed: float
-    waiting: float
+    trials: pd.DataFrame
+    """One row a trial, planned ones too: condition, run, seed, state, trial (a Trial or None) and MEASURES, which are NaN
+    where unknown and infinite where a loss was never reached. Conditions and runs are in their order."""
+    runs: pd.DataFrame
+    """One row a condition and run: each measure and two ratios in the columns of `over_seeds` (speed_up to the target,
+    own_speed_up to the loss that the run itself ended with), byte_share, outcome."""
+    targets: dict[str, float]
+    """The loss to reach under each condition; NaN where the baseline has no final loss."""
+    baseline: str
+    given_target: float | None
 
 
 @dataclass(frozen=True)
-class OnTheWire:
-    """Bytes over all hosts: what the run counted, and what left and reached the hosts' interfaces."""
+class Sweep:
+    """Conditions that differ in one number: infinite for a network that has none (`unlimited`), -infinite for a delay."""
 
-    counted: float
-    """For the method."""
-    others: float
-    """For validation, metrics and agreements."""
-    sent: float
-    received: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        """Sent by the interfaces / all that was counted; None where nothing was."""
-        counted = self.counted + self.others
-        return self.sent / counted if counted else None
+    label: str
+    numbers: dict[str, float]
+    is_rate: bool
 
 
-def validations(trial: Trial) -> list[ValidationPoint]:
-    """All validations, in order. Bytes are interpolated over steps between log lines."""
-    sent = [(0.0, 0.0), *((line["step"], line["comm/bytes_total"]) for line in _with(trial, "comm/bytes_total"))]
-    known = len(sent) > 1
-    return [
-        ValidationPoint(
-            loss=line["eval/loss"],
-            cost=Cost(line["seconds"], line["tokens"], _interpolate(sent, line["step"]) if known else None),
-        )
-        for line in trial.lines
-        if "eval/loss" in line
-    ]
+def validations(trial: Trial) -> pd.DataFrame:
+    """Return the validations in order: loss (NaN where it was not finite) and COSTS, bytes interpolated over steps."""
+    lines = [line for line in trial.lines if "eval/loss" in line]
+    points = pd.DataFrame(lines, columns=["step", "seconds", "tokens", "eval/loss"], dtype=float)
+    counted = [(line["step"], sent) for line in trial.lines if (sent := line.get("comm/bytes_total")) is not None]
+    points["bytes"] = np.interp(points["step"], *zip((0, 0), *counted, strict=True)) if counted else math.nan
+    return points.rename(columns={"eval/loss": "loss"})
 
 
-def cost_to_reach(trial: Trial, target: float) -> Cost | None:
-    """What it took until the validation loss was first at or below `target` (nats per token); None if it never was.
+def cost_to_reach(trial: Trial | None, target: float) -> pd.Series:
+    """Return COSTS until the validation loss was first at or below `target` (nats per token): infinite if it never was, NaN
+    for trials that are not measured.
 
-    Linear between the two validations around that moment. After a validation that was not finite there is nothing to
-    interpolate from, so the next one counts as it is.
+    They are linear between the two validations around that moment. After a validation that was not finite there is nothing
+    to interpolate from, so the next one counts as it is.
     """
-    before: ValidationPoint | None = None
-    for now in validations(trial):
-        if now.loss is not None and now.loss <= target:
-            if before is None or before.loss is None:
-                return now.cost
-            share = (before.loss - target) / (before.loss - now.loss)
-            return _between(before.cost, now.cost, share)
-        before = now
-    return None
+    if trial is None or not trial.is_measured or math.isnan(target):
+        return pd.Series(math.nan, COSTS)
+    points = validations(trial)
+    reached = points.index[points["loss"] <= target]
+    if reached.empty:
+        return pd.Series(math.inf, COSTS)
+    now = points.loc[reached[0]]
+    if reached[0] == 0 or math.isnan((before := points.loc[reached[0] - 1])["loss"]):
+        return now[COSTS]
+    share = (before["loss"] - target) / (before["loss"] - now["loss"])
+    return before[COSTS] + share * (now[COSTS] - before[COSTS])
 
 
-def final_loss(trial: Trial) -> float | None:
-    """Validation loss at the end; None where there was none or it was not finite."""
-    losses = [validation.loss for validation in validations(trial)]
-    return losses[-1] if losses else (trial.summary or {}).get("final_eval_loss")
+def measure(trial: Trial) -> dict[str, float | None]:
+    """Return what is known of a trial without a target. A stopped one has no end, a failed one nothing."""
+    found: dict[str, float | None] = {}
+    if trial.is_measured:
+        seconds, tokens = trial.lines[-1]["seconds"], trial.lines[-1]["tokens"]
+        found |= {"measured": 1.0, "tokens_per_second": tokens / seconds if seconds else None}
+        found |= _time_split(trial) | _on_the_wire(trial)
+    if trial.state == DONE:
+        losses = validations(trial)["loss"]
+        found["final_loss"] = losses.iloc[-1] if len(losses) else trial.summary.get("final_eval_loss")
+        found["bytes_sent"] = trial.last("comm/bytes_total").get("comm/bytes_total")
+        found["training_seconds"] = trial.lines[-1]["seconds"] if trial.lines else None
+    return found
 
 
-def training_seconds(trial: Trial) -> float | None:
-    """Until the last line; validation, checkpoints and start-up are not in it."""
-    return trial.lines[-1]["seconds"] if trial.lines else None
-
-
-def tokens_per_second(trial: Trial) -> float | None:
-    """Of all ranks together, over the whole training time."""
-    seconds = training_seconds(trial)
-    return trial.lines[-1]["tokens"] / seconds if seconds else None
-
-
-def bytes_sent(trial: Trial) -> float | None:
-    """Between replicas in the whole run, summed over ranks, as the run counted them."""
-    lines = _with(trial, "comm/bytes_total")
-    return lines[-1]["comm/bytes_total"] if lines else None
-
-
-def time_split(trial: Trial) -> TimeSplit | None:
-    """From the last line that has the times of synchronization; None without one."""
-    lines = [line for line in _with(trial, "comm/exposed_seconds") if line.get("comm/wait_seconds") is not None]
-    if not lines:
-        return None
-    last = lines[-1]
+def _time_split(trial: Trial) -> dict[str, float]:
+    last = trial.last("comm/wait_seconds")
+    if last.get("comm/exposed_seconds") is None:
+        return {}
     waiting = min(last["comm/wait_seconds"], last["comm/exposed_seconds"])
     exposed = last["comm/exposed_seconds"] - waiting
-    return TimeSplit(max(0.0, last["seconds"] - exposed - waiting), exposed, waiting)
+    return dict(zip(SPLIT, (max(0.0, last["seconds"] - exposed - waiting), exposed, waiting), strict=True))
 
 
-def on_the_wire(trial: Trial) -> OnTheWire | None:
-    """The interfaces' counters beside the run's own; None on loopback."""
-    counted = bytes_sent(trial)
-    if counted is None or not trial.hosts or any(host.sent is None for host in trial.hosts):
-        return None
-    received = [host.received for host in trial.hosts if host.received is not None]
-    whole = len(received) == len(trial.hosts)
-    lines = _with(trial, "comm/other_bytes_total")
-    others = lines[-1]["comm/other_bytes_total"] if lines else 0.0
-    return OnTheWire(counted, others, sum(host.sent or 0 for host in trial.hosts), sum(received) if whole else None)
+def _on_the_wire(trial: Trial) -> dict[str, float | None]:
+    """Return WIRE; nothing on loopback."""
+    counted = trial.last("comm/bytes_total").get("comm/bytes_total")
+    if counted is None or not trial.hosts or any(host.get("sent") is None for host in trial.hosts):
+        return {}
+    others = trial.last("comm/other_bytes_total").get("comm/other_bytes_total", 0.0)
+    sent, received = sum(host["sent"] for host in trial.hosts), [host.get("received") for host in trial.hosts]
+    ratio = sent / (counted + others) if counted + others else None
+    return dict(zip(WIRE, (counted, others, sent, None if None in received else sum(received), ratio), strict=True))
 
 
-def _with(trial: Trial, tag: str) -> list[dict[str, Any]]:
-    return [line for line in trial.lines if line.get(tag) is not None]
+def gather(
+    trials: Sequence[Trial], baseline: str | None = None, target: float | None = None, planned: Sequence[TrialKey] = ()
+) -> Results:
+    """Measure trials and set each run against the baseline.
+
+    `baseline` names a run; without it the first that averages gradients in every step is taken, else the first. `target`
+    is a validation loss in nats per token; without it, under each condition the median (of an even number of seeds the
+    higher middle) of the baseline's final losses. Raises ResultsError for a baseline that no trial has.
+    """
+    by_key = {(trial.condition, trial.run, trial.seed): trial for trial in trials}
+    keys = list(dict.fromkeys([*planned, *by_key]))
+    names = list(dict.fromkeys(run for _, run, _ in keys))
+    if baseline is None:
+        baseline = next((trial.run for trial in trials if trial.averages_every_step), names[0])
+    if baseline not in names:
+        raise ResultsError(f"no run is called {baseline!r}, the baseline; there are {', '.join(names)}")
+    conditions = list(dict.fromkeys(condition for condition, _, _ in keys))
+    if not planned and len(sweeps := find_sweeps(conditions)) == 1 and len(sweeps[0].numbers) == len(conditions):
+        conditions.sort(key=sweeps[0].numbers.__getitem__, reverse=sweeps[0].is_rate)  # from the best to the worst
+    keys.sort(key=lambda key: (conditions.index(key[0]), key[1] != baseline, names.index(key[1])))
+    table = pd.DataFrame(keys, columns=[*RUN, "seed"])
+    table["trial"] = [by_key.get(key) for key in keys]
+    table["state"] = [trial.state if trial else NOT_YET_RUN for trial in table["trial"]]
+    measured = [measure(trial) if trial else {} for trial in table["trial"]]
+    table[MEASURES] = pd.DataFrame(measured, table.index, MEASURES, dtype=float)
+    # The loss that at least half of a run's seeds end with, so that most of them reach it.
+    ends = table.groupby(RUN, sort=False)["final_loss"].quantile(0.5, interpolation="higher")
+    targets = {name: target if target is not None else ends.get((name, baseline), math.nan) for name in conditions}
+    places = zip(table["trial"], table["condition"].map(targets), strict=True)
+    table[COSTS] = pd.DataFrame([cost_to_reach(*place) for place in places], table.index)
+    return Results(table, _against_baseline(table, ends, baseline), targets, baseline, target)
 
 
-def _between(start: Cost, end: Cost, share: float) -> Cost:
-    return Cost(
-        start.seconds + share * (end.seconds - start.seconds),
-        start.tokens + share * (end.tokens - start.tokens),
-        None if start.bytes is None or end.bytes is None else start.bytes + share * (end.bytes - start.bytes),
-    )
+def over_seeds(table: pd.DataFrame, measures: Sequence[str] = MEASURES) -> pd.DataFrame:
+    """Return median, low and high over the seeds of each run, in how many of them it is finite, and of how many.
+
+    The median is infinite where most seeds never got there; low and high are of those that did.
+    """
+    groups = table.groupby(RUN, sort=False)[list(measures)]
+    finite = table.replace(math.inf, math.nan).groupby(RUN, sort=False)[list(measures)]
+    statistics = {"median": groups.median(), "low": finite.min(), "high": finite.max()}
+    statistics |= {"finite": finite.count(), "seeds": groups.count()}
+    return pd.concat(statistics, axis=1).swaplevel(axis=1)
 
 
-def _interpolate(points: list[tuple[float, float]], at: float) -> float:
-    """Value at `at`, linear between points in increasing order, and the last one's beyond it."""
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x0 <= at < x1:
-            return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
-    return points[-1][1]
+def find_sweeps(conditions: Sequence[str]) -> list[Sweep]:
+    """Return one for every two or more names that are alike but for one number.
+
+    `100mbit` and `1gbit` are alike, in Mbit/s. A single condition without any number belongs to all of them.
+    """
+    families: dict[str, dict[str, list[float]]] = {}
+    for name in conditions:
+        plain = RATE.sub(lambda found: f"{float(found[1]) * RATES[found[2].lower()]:g}mbit", name)
+        families.setdefault(NUMBER.sub("…", plain), {})[name] = [float(text) for text in NUMBER.findall(plain)]
+    bare = [name for name in conditions if not NUMBER.search(name)]
+    sweeps = []
+    for skeleton, members in families.items():
+        columns = [column for column in zip(*members.values(), strict=True) if len(set(column)) > 1]
+        if len(columns) == 1 and len(set(columns[0])) == len(members):
+            is_rate = "…mbit" in skeleton
+            common = dict.fromkeys(bare, math.inf if is_rate else -math.inf) if len(bare) == 1 else {}
+            numbers = common | dict(zip(members, columns[0], strict=True))
+            sweeps.append(Sweep("bandwidth between hosts (Mbit/s)" if is_rate else skeleton, numbers, is_rate))
+    return sweeps
+
+
+def _against_baseline(table: pd.DataFrame, ends: pd.Series, baseline: str) -> pd.DataFrame:
+    """Return Results.runs, by the loss that each run ends with."""
+    runs = over_seeds(table)
+    is_other = runs.index.get_level_values("run") != baseline
+    base = runs.xs(baseline, level="run").reindex(runs.index.get_level_values("condition")).set_axis(runs.index)
+    ours = _seconds_to(ends, table[[*RUN, "trial"]])
+    theirs = _seconds_to(ends, table.loc[table["run"] == baseline, ["condition", "trial"]]).reindex(runs.index)
+    speed_ups = {"speed_up": _speed_up(runs["seconds"], base["seconds"]), "own_speed_up": _speed_up(ours, theirs)}
+    runs = runs.join(pd.concat(speed_ups, axis=1)[is_other])
+    share = runs["bytes"]["median"] / base["bytes"]["median"]
+    runs["byte_share", ""] = share.where(is_other & np.isfinite(share) & np.isfinite(base["bytes"]["median"]))
+    pairs = zip(runs["seconds"].to_dict("records"), base["seconds"].to_dict("records"), strict=True)
+    runs["outcome", ""] = [_outcome(*pair) for pair in pairs]
+    runs.loc[runs["measured"]["finite"] == 0, ("outcome", "")] = Outcome.NOT_FINISHED
+    runs.loc[~is_other, ("outcome", "")] = Outcome.BASELINE
+    return runs
+
+
+def _seconds_to(ends: pd.Series, racers: pd.DataFrame) -> pd.DataFrame:
+    """Return the seconds of trials to the loss that a run of their condition ended with, over seeds."""
+    races = racers.merge(ends.reset_index())
+    races["seconds"] = [
+        cost_to_reach(*race)["seconds"] for race in zip(races["trial"], races["final_loss"], strict=True)
+    ]
+    return over_seeds(races, ["seconds"])["seconds"]
+
+
+def _speed_up(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
+    """Return the baseline's seconds / a run's: NaN where most seeds of either never got there, or were there before the first
+    step. Low and high are of the ends of their ranges, so that 1 lies between them just where the ranges overlap."""
+    ends = {"median": theirs["median"] / ours["median"], "low": theirs["low"] / ours["high"]}
+    ends["high"] = theirs["high"] / ours["low"]
+    seeds = np.maximum(ours["seeds"], theirs["seeds"])
+    speed_up = pd.DataFrame(ends | {"finite": seeds, "seeds": seeds})
+    return speed_up[np.isfinite(theirs["median"] + ours["median"]) & (ours["low"] > 0)].reindex(ours.index)
+
+
+def _outcome(ours: dict[str, float], theirs: dict[str, float]) -> Outcome:
+    """Compare ranges of the seeds that got there, and how many did: an advantage in one must not be a loss in the other."""
+    if ours["seeds"] and not ours["finite"]:
+        return Outcome.NOT_REACHED
+    if not ours["seeds"] or not theirs["finite"] > 0:
+        return Outcome.NOT_COMPARABLE
+    our_share, their_share = ours["finite"] / ours["seeds"], theirs["finite"] / theirs["seeds"]
+    if ours["high"] < theirs["low"]:
+        return Outcome.FASTER if our_share >= their_share and math.isfinite(ours["median"]) else Outcome.MIXED
+    if ours["low"] > theirs["high"]:
+        return Outcome.SLOWER if our_share <= their_share else Outcome.MIXED
+    return Outcome.NO_DIFFERENCE

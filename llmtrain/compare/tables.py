@@ -1,149 +1,156 @@
-"""The tables of a report."""
+"""Numbers, tables and the headline of a report, as text."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterable
+import re
+from collections import Counter
+from collections.abc import Callable
 
-from llmtrain.compare import formatting, measures
-from llmtrain.compare.aggregate import ConditionResult, Outcome, Results, RunResult, SpeedUp, Spread
-from llmtrain.compare.page import Table
-from llmtrain.compare.results import DONE, Trial
+import pandas as pd
+
+from llmtrain.compare.measures import Outcome, Results
+from llmtrain.compare.results import AS_RUN, DONE
 
 NOTHING = "–"
 
 
-def runs_table(condition: ConditionResult) -> Table:
-    """One row a run: how far it came and what it cost, medians with the lowest and highest seed."""
-    to = f"to loss {formatting.loss(condition.target)}" if condition.target is not None else "to the target"
-    columns = (
-        *("run", "trials", "final loss", f"time {to}", "speed-up", "speed-up to its own final loss", "tokens/s"),
-        *("sent in all", f"sent {to}", "of the baseline's bytes", f"tokens {to}", "training time"),
-    )
-    return Table(columns, tuple(_run_row(run) for run in condition.runs), words=2)
+def seconds(value: float) -> str:
+    """Format a duration: 4.23 -> "4.2 s", 41.2 -> "41 s", 130 -> "2.2 min", 8000 -> "2.2 h"."""
+    if value < 119.5:
+        return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
+    return f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
-def _run_row(run: RunResult) -> tuple[str, ...]:
-    return (
-        run.run,
-        trials_in_words(run),
-        _cell(run.final_loss, formatting.loss),
-        _to_target(run.seconds, formatting.seconds),
-        _speed_up(run),
-        _times(run.own_speed_up) if run.own_speed_up is not None else NOTHING,
-        _cell(run.rate, formatting.count),
-        _cell(run.at_the_end(measures.bytes_sent), formatting.size),
-        _to_target(run.bytes, formatting.size),
-        formatting.percent(run.byte_share) if run.byte_share is not None else NOTHING,
-        _to_target(run.tokens, formatting.count),
-        _cell(run.at_the_end(measures.training_seconds), formatting.seconds),
-    )
+def size(value: float) -> str:
+    """Format bytes: "3.24 GB"."""
+    return f"{_scaled(value)}B"
 
 
-def trials_in_words(run: RunResult) -> str:
-    """ "3 done", "2 done, 1 failed", "not yet run"."""
-    states = [trial.state for trial in run.trials]
-    ordered = sorted(dict.fromkeys(states), key=lambda state: state != DONE)
-    parts = [f"{states.count(state)} {state}" for state in ordered]
-    if run.not_yet_run:
-        parts.append(f"{run.not_yet_run} not yet run" if parts else "not yet run")
-    return ", ".join(parts)
+def count(value: float) -> str:
+    """Format tokens, or tokens per second: "1.23 M"."""
+    return _scaled(value).strip()
 
 
-def wire_table(results: Results) -> Table | None:
-    """Interface counters beside what the runs counted; None where no trial has counters."""
-    rows = []
-    for condition in results.conditions:
-        for run in condition.runs:
-            wires = [wire for trial in run.measured if (wire := measures.on_the_wire(trial)) is not None]
-            if not wires:
-                continue
-            received = [wire.received for wire in wires if wire.received is not None]
-            ratios = [wire.ratio for wire in wires if wire.ratio is not None]
-            rows.append(
-                (
-                    condition.name,
-                    run.run,
-                    str(len(wires)),
-                    formatting.size(statistics.median(wire.counted for wire in wires)),
-                    formatting.size(statistics.median(wire.others for wire in wires)),
-                    formatting.size(statistics.median(wire.sent for wire in wires)),
-                    formatting.size(statistics.median(received)) if received else NOTHING,
-                    _cell(Spread(tuple(ratios)), lambda ratio: f"{ratio:.3f}") if ratios else NOTHING,
-                )
-            )
-    counted = ("counted: method", "counted: validation, metrics")
-    columns = ("condition", "run", "trials", *counted, "sent by interfaces", "received by interfaces", "sent / counted")
-    return Table(columns, tuple(rows), words=2) if rows else None
+def loss(value: float) -> str:
+    """Format nats per token, to three decimals."""
+    return f"{value:.3f}"
 
 
-def recipes_table(results: Results) -> Table:
-    """From which recipe, with which overrides and seeds each run was made. Names and folders (`run.`) are left out."""
-    rows = []
-    for name in results.runs:
-        trials = [trial for trial in results.trials if trial.run == name]
-        by_making: dict[tuple[str, tuple[str, ...]], list[Trial]] = {}
-        for trial in trials:
-            told = tuple(override for override in trial.overrides if not override.startswith("run."))
-            by_making.setdefault((trial.recipe or "", told), []).append(trial)
-        for (recipe, overrides), made in by_making.items():
-            seeds = sorted({trial.seed for trial in made})
-            conditions = list(dict.fromkeys(trial.condition for trial in made))
-            what = " ".join(f"`{override}`" for override in overrides) or NOTHING
-            methods = ", ".join(dict.fromkeys(trial.method for trial in made if trial.method)) or NOTHING
-            rows.append(
-                (
-                    name,
-                    methods,
-                    ", ".join(conditions),
-                    _listed(seeds),
-                    f"`{recipe}`" if recipe else "`recipe.yaml` in its folder",
-                    what,
-                )
-            )
-    return Table(("run", "method", "conditions", "seeds", "recipe", "overrides"), tuple(rows), words=6)
+def ratio(value: float) -> str:
+    """Format a ratio near or far from one: 0.97, 5.2, 41."""
+    return f"{value:.2f}" if value < 2 else f"{value:.1f}" if value < 10 else f"{value:.0f}"
 
 
-def _listed(values: Iterable[object]) -> str:
-    return ", ".join(map(str, values))
+def percent(share: float) -> str:
+    """Format a share: 0.021 -> "2.1 %", 0.97 -> "97 %"."""
+    value = 100 * share
+    if 0 < value < 0.05:
+        return "less than 0.1 %"
+    return f"{value:.0f} %" if value >= 9.95 else f"{value:.1f} %"
 
 
-def _cell(spread: Spread | None, show: Callable[[float], str]) -> str:
-    """Median and, of more than one seed, lowest and highest."""
-    if spread is None:
+def _scaled(value: float) -> str:
+    """Return three digits and a prefix, after which a unit may follow: 3.2448e9 -> "3.24 G"."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.5 or prefix == "T":
+            break
+        value /= 1000
+    return f"{value:.0f} {prefix}" if abs(value) >= 99.95 else f"{value:.3g} {prefix}"
+
+
+def literal(text: str) -> str:
+    """Return Markdown that shows `text` as it is."""
+    return re.sub(r"([\\*`<\[\]])", r"\\\1", text)
+
+
+def cell(spread: dict[str, float], show: Callable[[float], str]) -> str:
+    """Return the median and, where seeds look different, the lowest and highest. Seeds that never got there are counted."""
+    if not spread["seeds"] > 0:
         return NOTHING
-    return f"{show(spread.median)}{_range(spread, show)}"
-
-
-def _range(spread: Spread, show: Callable[[float], str]) -> str:
-    """Nothing for one seed, and for seeds that look the same."""
-    low, high = show(spread.low), show(spread.high)
-    return f" ({low} to {high})" if low != high else ""
-
-
-def _to_target(spread: Spread | None, show: Callable[[float], str]) -> str:
-    """As a cell; seeds that never got there are counted, not averaged."""
-    if spread is None:
-        return NOTHING
-    there, whole = len(spread.finite), len(spread.values)
-    if there == whole:
-        return _cell(spread, show)
-    if there == 0:
+    if not spread["finite"]:
         return "not reached"
-    middle = show(spread.median) if math.isfinite(spread.median) else "not reached"
-    return f"{middle} ({show(spread.low)} to {show(spread.high)} in {there} of {whole})"
+    median = show(spread["median"]) if math.isfinite(spread["median"]) else "not reached"
+    low, high = show(spread["low"]), show(spread["high"])
+    if spread["finite"] < spread["seeds"]:
+        return f"{median} ({low} to {high} in {spread['finite']:.0f} of {spread['seeds']:.0f})"
+    return f"{median} ({low} to {high})" if low != high else median
 
 
-def _speed_up(run: RunResult) -> str:
-    if run.standing is Outcome.BASELINE:
-        return "baseline"
-    if run.speed_up is None:
-        return run.standing if run.standing in (Outcome.NO_DIFFERENCE, Outcome.MIXED) else NOTHING
-    but = f", {run.standing}" if run.standing in (Outcome.NO_DIFFERENCE, Outcome.MIXED) else ""
-    return f"{_times(run.speed_up)}{but}"
+def runs_table(results: Results, condition: str) -> pd.DataFrame:
+    """Return a row a run: how far it came and what it cost."""
+    runs = results.runs.loc[condition]
+    trials = results.trials[results.trials["condition"] == condition]
+    by_run = trials.groupby("run", sort=False)["state"]
+    unfinished = by_run.agg(lambda states: f"{Outcome.NOT_FINISHED} {(states != DONE).sum()} of {len(states)}")
+    target = results.targets[condition]
+    to = "to the target" if math.isnan(target) else f"to loss {loss(target)}"
+    columns = {
+        "trials": by_run.agg(lambda states: ", ".join(f"{n} {state}" for state, n in Counter(sorted(states)).items())),
+        "outcome": runs["outcome"].where(runs["outcome"] != Outcome.NOT_FINISHED, unfinished),
+        "final loss": _cells(runs["final_loss"], loss),
+        f"time {to}": _cells(runs["seconds"], seconds),
+        "speed-up": _cells(runs["speed_up"], ratio),
+        "speed-up to its own final loss": _cells(runs["own_speed_up"], ratio),
+        "tokens/s": _cells(runs["tokens_per_second"], count),
+        "sent in all": _cells(runs["bytes_sent"], size),
+        f"sent {to}": _cells(runs["bytes"], size),
+        "of the baseline's bytes": [NOTHING if math.isnan(share) else percent(share) for share in runs["byte_share"]],
+        f"tokens {to}": _cells(runs["tokens"], count),
+        "training time": _cells(runs["training_seconds"], seconds),
+    }
+    return pd.DataFrame(columns, runs.index).rename(index=literal).reset_index()
 
 
-def _times(speed: SpeedUp) -> str:
-    between = f" ({formatting.times(speed.low)} to {formatting.times(speed.high)})" if speed.is_range else ""
-    return f"{formatting.times(speed.median)} ×{between}"
+def wire_table(results: Results) -> pd.DataFrame:
+    """Return a row a run with interface counters: their medians beside what the runs counted."""
+    runs = results.runs[results.runs["wire_sent"]["seeds"] > 0]
+    counted = {"counted: method": "wire_counted", "counted: validation, metrics": "wire_others"}
+    columns = {"trials": runs["wire_sent"]["seeds"].astype(int)}
+    for title, name in (
+        counted | {"sent by interfaces": "wire_sent", "received by interfaces": "wire_received"}
+    ).items():
+        columns[title] = [NOTHING if math.isnan(median) else size(median) for median in runs[name]["median"]]
+    columns["sent / counted"] = _cells(runs["wire_ratio"], loss)
+    return pd.DataFrame(columns, runs.index).rename(index=literal).reset_index()
+
+
+def recipes_table(results: Results) -> pd.DataFrame:
+    """Return from which recipe, with which overrides and seeds runs were made, without names and folders (`run.`)."""
+    makings = []
+    for trial in results.trials["trial"].dropna():
+        recipe = f"`{trial.recipe}`" if trial.recipe else "`recipe.yaml` in its folder"
+        overrides = " ".join(f"`{one}`" for one in trial.overrides if not one.startswith("run.")) or NOTHING
+        makings.append((literal(trial.run), trial.method, literal(trial.condition), trial.seed, recipe, overrides))
+    table = pd.DataFrame(makings, columns=["run", "method", "conditions", "seeds", "recipe", "overrides"])
+    groups = table.groupby(["run", "recipe", "overrides"], sort=False)
+    listed = groups.agg(lambda values: ", ".join(map(str, dict.fromkeys(values.dropna()))) or NOTHING)
+    return listed.reset_index()[table.columns]
+
+
+def headline(results: Results) -> str:
+    """Return the largest speed-up in one sentence. Nothing is called faster whose range over seeds overlaps the baseline's."""
+    runs, baseline = results.runs, results.baseline
+    ranked = runs["speed_up"][runs["outcome"] == Outcome.FASTER].dropna().sort_values("median", ascending=False)
+    if ranked.empty:
+        silent = [Outcome.BASELINE, Outcome.NOT_FINISHED, Outcome.NOT_COMPARABLE]
+        if runs["outcome"].isin(silent).all():
+            return f"Nothing to compare: no other run than the baseline {baseline} has results, or the baseline has no loss to reach"
+        return f"No run was seen to be faster than the baseline {baseline}"
+    condition, name = ranked.index[0]
+    speed_up, best, base = ranked.iloc[0], *(runs.loc[(condition, run), "seconds"] for run in (name, baseline))
+    rivals = runs.loc[ranked.index[1:], "seconds"].query("condition == @condition and low <= @best['high']")
+    between = f"{ratio(speed_up['low'])} to {ratio(speed_up['high'])}, " if speed_up["seeds"] > 1 else ""
+    fewest = min(best["seeds"], base["seeds"])
+    seeds = f"{fewest:.0f} seeds" if fewest > 1 else "1 seed: chance is not excluded"
+    goal = f"{baseline}'s final loss" if results.given_target is None else "a validation loss of"
+    under = f" under {condition}" if condition != AS_RUN else ""
+    tied = f"; no difference to {', '.join(run for _, run in rivals.index)}" if len(rivals) else ""
+    return (
+        f"Fastest to {goal} {loss(results.targets[condition])}: {name}{under}, {ratio(speed_up['median'])} times as fast as {baseline} "
+        f"({between}{seeds}){tied}"
+    )
+
+
+def _cells(spreads: pd.DataFrame, show: Callable[[float], str]) -> list[str]:
+    return [cell(spread, show) for spread in spreads.to_dict("records")]

@@ -9,25 +9,22 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from llmtrain.compare.aggregate import gather
-from llmtrain.compare.plots import AXES, draw_loss, draw_throughput, styles
+from llmtrain.compare.measures import find_sweeps, gather
+from llmtrain.compare.plots import draw_loss, draw_throughput, styles
 from llmtrain.compare.results import load_trials
-from llmtrain.compare.sweep_axis import find_sweeps
 from tests.unit.written_trials import straight, validation, write_trial
-
-SECONDS = next(axis for axis in AXES if axis.name == "seconds")
 
 
 def throughput(folder: Path, planned: Sequence[tuple[str, str, int]] = ()) -> Axes | None:
     results = gather(load_trials([folder]), planned=planned)
-    (scale,) = find_sweeps([condition.name for condition in results.conditions])
-    figure = draw_throughput(results, scale, styles(results))
+    (sweep,) = find_sweeps(list(results.targets))
+    figure = draw_throughput(results, sweep, styles(results))
     return figure and figure.axes[0]
 
 
 def losses(folder: Path) -> Axes:
     results = gather(load_trials([folder]))
-    figure = draw_loss(results.conditions[0], SECONDS, styles(results))
+    figure = draw_loss(results, next(iter(results.targets)), "seconds", styles(results))
     assert figure is not None
     return figure.axes[0]
 

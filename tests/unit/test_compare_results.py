@@ -6,23 +6,22 @@ import json
 import math
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from llmtrain.compare.aggregate import Outcome, RunResult, gather
 from llmtrain.compare.measures import (
-    Cost,
-    OnTheWire,
-    TimeSplit,
-    bytes_sent,
+    COSTS,
+    SPLIT,
+    WIRE,
+    Outcome,
+    Results,
     cost_to_reach,
-    final_loss,
-    on_the_wire,
-    time_split,
-    tokens_per_second,
+    find_sweeps,
+    gather,
+    measure,
     validations,
 )
-from llmtrain.compare.results import Span, Trial, load_trials
-from llmtrain.compare.sweep_axis import find_sweeps
+from llmtrain.compare.results import Trial, load_trials
 from llmtrain.errors import ResultsError
 from tests.unit.written_trials import logged, straight, validation, write_run, write_trial
 
@@ -46,9 +45,22 @@ def one(folder: Path, lines: list[dict], **told) -> Trial:
     return only(folder)
 
 
-def results_of(folder: Path, **options) -> dict[str, RunResult]:
-    (condition,) = gather(load_trials([folder]), **options).conditions
-    return {run.run: run for run in condition.runs}
+def results_of(folder: Path, **options) -> Results:
+    return gather(load_trials([folder]), **options)
+
+
+def runs_of(folder: Path, **options) -> dict[str, pd.Series]:
+    """The row of each run under the only condition."""
+    runs = results_of(folder, **options).runs
+    return {run: runs.loc[("plain", run)] for run in runs.index.get_level_values("run")}
+
+
+def spread(row: pd.Series, measure: str) -> tuple[float, float, float]:
+    return tuple(row[measure][["median", "low", "high"]])
+
+
+def outcome(row: pd.Series) -> Outcome:
+    return row["outcome", ""]
 
 
 def test_a_trial_is_read_back(tmp_path: Path) -> None:
@@ -61,9 +73,9 @@ def test_a_trial_is_read_back(tmp_path: Path) -> None:
         "done",
         "diloco",
     )
-    assert trial.exit_codes == (0, None) and trial.overrides == ("a=1",) and trial.commit == "abc"
-    assert (trial.hosts[0].sent, trial.hosts[0].received, trial.wall_seconds) == (7, 5, 3.5)
-    assert len(trial.lines) == len(CURVE) and not trial.averages_every_step and trial.spans == {}
+    assert trial.exit_codes == [0, None] and trial.overrides == ["a=1"] and trial.commit == "abc"
+    assert (trial.hosts, trial.wall_seconds) == (hosts, 3.5)
+    assert len(trial.lines) == len(CURVE) and not trial.averages_every_step and trial.spans.empty
 
 
 @pytest.mark.parametrize(("stopped", "state"), [("done", "done"), ("signal", "stopped"), ("error", "failed")])
@@ -93,7 +105,7 @@ def test_a_trial_that_broke_before_its_recipe_stays_with_its_last_lines(tmp_path
     told = {"condition": "plain", "run": "edit", "seed": 1, "state": "failed", "last_lines": ["error: no such file"]}
     (path / "trial.json").write_text(json.dumps(told))
     trial = only(tmp_path)
-    assert (trial.state, trial.method, trial.lines, trial.last_lines) == ("failed", None, (), ("error: no such file",))
+    assert (trial.state, trial.method, trial.lines, trial.last_lines) == ("failed", None, (), ["error: no such file"])
 
 
 @pytest.mark.parametrize("line", ['{"step": 30, "tok', "30", '["step", "tokens", "seconds"]', '{"step": 30}'])
@@ -112,7 +124,7 @@ def test_spans_are_read_in_order(tmp_path: Path) -> None:
     (path / "trace").mkdir()
     text = "".join(json.dumps(span) + "\n" for span in spans)
     (path / "trace" / "rank-00002.jsonl").write_text(text + '{"kind": "st')
-    assert only(tmp_path).spans == {2: [Span("step", "", 4, 1.0, 2.0), Span("message", "m", 4, 2.0, 3.0, 9.0)]}
+    assert only(tmp_path).spans.values.tolist() == [[2, "step", 4, 1.0, 2.0], [2, "message", 4, 2.0, 3.0]]
 
 
 def test_a_folder_given_twice_counts_once(tmp_path: Path) -> None:
@@ -144,14 +156,14 @@ def test_two_trials_of_one_name_are_refused(tmp_path: Path) -> None:
         ("trial.json", b"[]", r"trial\.json holds no JSON object; delete its folder"),
         (
             "trial.json",
-            b'{"hosts": [{}]}',
-            r"seed-1 is not what a trial leaves behind \(KeyError\('name'\)\); delete it",
+            b'{"hosts": [7]}',
+            r"seed-1 is not what a trial leaves behind \(1 validation error .*\); delete it",
         ),
         ("recipe.yaml", b"run: [\nsync:", r"recipe\.yaml is damaged \(while parsing a flow .*\); delete its folder"),
         ("recipe.yaml", b"run: \xff", r"recipe\.yaml is damaged \(.*can't decode byte 0xff.*\); delete its folder"),
         ("recipe.yaml", b"sync: edit", r"seed-1 is not what a trial leaves behind"),
     ],
-    ids=["cut off", "binary", "a list", "a host without a name", "cut off recipe", "binary recipe", "no section"],
+    ids=["cut off", "binary", "a list", "a host that is none", "cut off recipe", "binary recipe", "no section"],
 )
 def test_a_damaged_trial_is_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (write_trial(tmp_path, "plain", "diloco", 1, CURVE) / name).write_bytes(content)
@@ -168,44 +180,43 @@ def test_a_recipe_that_holds_nothing_is_as_none(tmp_path: Path) -> None:
 def test_costs_are_interpolated_between_validations(tmp_path: Path) -> None:
     trial = one(tmp_path, CURVE)
     # From 6.0 after 20 s, 1000 tokens and 2200 bytes to 5.0 after 60 s, 2000 tokens and 4000 bytes: a quarter of the way.
-    assert cost_to_reach(trial, 5.75) == Cost(seconds=30.0, tokens=1250.0, bytes=2650.0)
-    assert cost_to_reach(trial, 5.0) == Cost(60.0, 2000.0, 4000.0)
-    assert cost_to_reach(trial, 9.0) == Cost(0.0, 0.0, 0.0)
-    assert cost_to_reach(trial, 4.99) is None
+    for loss, costs in {5.75: [30, 1250, 2650], 5.0: [60, 2000, 4000], 9.0: [0, 0, 0], 4.99: [math.inf] * 3}.items():
+        assert list(cost_to_reach(trial, loss)[COSTS]) == costs
 
 
 def test_bytes_are_interpolated_over_steps(tmp_path: Path) -> None:
     # Between 400 bytes at step 4 and 2200 at step 10; and between nothing at the start and 400 at step 4.
     lines = [logged(4, 8.0, 400.0), logged(10, 20.0, 2200.0), validation(7, 14.0, 6.0), validation(1, 2.0, 7.0)]
-    assert [validation.cost.bytes for validation in validations(one(tmp_path, lines))] == [1300.0, 100.0]
+    assert list(validations(one(tmp_path, lines))["bytes"]) == [1300.0, 100.0]
 
 
 def test_after_a_loss_that_was_not_finite_the_next_validation_counts_as_it_is(tmp_path: Path) -> None:
     lines = [validation(0, 0.0, 8.0), validation(10, 20.0, None), validation(20, 60.0, 5.0)]
-    assert cost_to_reach(one(tmp_path, lines), 5.75) == Cost(60.0, 2000.0, None)
+    assert cost_to_reach(one(tmp_path, lines), 5.75)[COSTS].fillna(-1).tolist() == [60.0, 2000.0, -1]
 
 
 def test_rates_ends_and_times(tmp_path: Path) -> None:
-    trial = one(tmp_path, CURVE)
-    assert tokens_per_second(trial) == 2000 / 60 and bytes_sent(trial) == 4000.0 and final_loss(trial) == 5.0
-    assert time_split(trial) == TimeSplit(computing=35.0, exposed=15.0, waiting=10.0)
-    broken = one(tmp_path / "broken", [*CURVE, validation(30, 70.0, None)])
-    assert final_loss(broken) is None
+    found = measure(one(tmp_path, CURVE))
+    assert (found["tokens_per_second"], found["bytes_sent"], found["final_loss"]) == (2000 / 60, 4000.0, 5.0)
+    assert [found[part] for part in SPLIT] == [35.0, 15.0, 10.0] and found["training_seconds"] == 60.0
+    broken = measure(one(tmp_path / "broken", [*CURVE, validation(30, 70.0, None)]))
+    assert math.isnan(broken["final_loss"])
 
 
 def test_a_trial_without_lines_has_no_measures(tmp_path: Path) -> None:
     trial = one(tmp_path, [])
-    measures = (tokens_per_second, bytes_sent, final_loss, time_split, on_the_wire)
-    assert [measure(trial) for measure in measures] == [None] * 5 and cost_to_reach(trial, 5.0) is None
+    assert not [value for value in measure(trial).values() if value is not None]
+    assert cost_to_reach(trial, 5.0).isna().all()
 
 
 def test_interface_counters_are_set_beside_what_was_counted(tmp_path: Path) -> None:
     hosts = [{"name": f"host{i}", "sent": 2100, "received": 2000 + i} for i in range(2)]
-    wire = on_the_wire(one(tmp_path, CURVE, hosts=hosts))
-    assert wire == OnTheWire(counted=4000.0, others=0.0, sent=4200, received=4001) and wire.ratio == 1.05
-    assert OnTheWire(counted=3000.0, others=1000.0, sent=4200, received=None).ratio == 1.05
+    found = measure(one(tmp_path, CURVE, hosts=hosts))
+    assert [found[name] for name in WIRE] == [4000.0, 0.0, 4200, 4001, 1.05]
+    others = [line | {"comm/other_bytes_total": 200.0} for line in CURVE if "comm/bytes_total" in line]
+    assert measure(one(tmp_path / "others", others, hosts=hosts))["wire_ratio"] == 1.0
     hosts[1]["sent"] = None
-    assert on_the_wire(one(tmp_path / "loopback", CURVE, hosts=hosts)) is None
+    assert not set(WIRE) & set(measure(one(tmp_path / "loopback", CURVE, hosts=hosts)))
 
 
 def write_runs(folder: Path, ends: dict[str, list[tuple[float, float]]], condition: str = "plain") -> None:
@@ -220,74 +231,83 @@ def test_speed_up_and_its_range(tmp_path: Path) -> None:
     # edit's curves fall by 4 in the seconds given, so they are there at their ends.
     ends = {"synchronous": [(100, 4.0), (90 * 5 / 4, 3.0), (80, 4.2)], "edit": [(20, 4.0), (25, 4.0), (18, 4.0)]}
     write_runs(tmp_path, ends)
-    runs = results_of(tmp_path)
-    base, edit = runs["synchronous"], runs["edit"]
-    assert base.target == 4.0 and base.standing is Outcome.BASELINE and base.speed_up is None
-    assert sorted(base.seconds.values) == [90.0, 100.0, math.inf] and base.seconds.median == 100.0
-    assert edit.seconds.values == (20.0, 25.0, 18.0) and edit.standing is Outcome.FASTER
-    speed = edit.speed_up
-    assert (speed.median, speed.low, speed.high) == (100 / 20, 90 / 25, 100 / 18) and speed.is_range
+    assert results_of(tmp_path).targets == {"plain": 4.0}
+    base, edit = runs_of(tmp_path).values()
+    assert outcome(base) == Outcome.BASELINE and math.isnan(base["speed_up", "median"])
+    assert spread(base, "seconds") == (100.0, 90.0, 100.0)
+    assert list(base["seconds"][["finite", "seeds"]]) == [2, 3]
+    assert spread(edit, "seconds") == (20.0, 18.0, 25.0) and outcome(edit) == Outcome.FASTER
+    assert spread(edit, "speed_up") == (100 / 20, 90 / 25, 100 / 18)
 
 
 def test_ranges_that_overlap_are_no_difference(tmp_path: Path) -> None:
     write_runs(tmp_path, {"synchronous": [(100, 4.0), (120, 4.0)], "edit": [(60, 4.0), (105, 4.0)]})
-    edit = results_of(tmp_path)["edit"]
-    assert edit.standing is Outcome.NO_DIFFERENCE
-    assert edit.speed_up.low < 1 < edit.speed_up.high
+    edit = runs_of(tmp_path)["edit"]
+    assert outcome(edit) == Outcome.NO_DIFFERENCE
+    assert edit["speed_up", "low"] < 1 < edit["speed_up", "high"]
 
 
 def test_slower_and_never(tmp_path: Path) -> None:
     write_runs(tmp_path, {"synchronous": [(100, 4.0)], "slow": [(200, 4.0)], "worse": [(50, 6.0)]})
-    runs = results_of(tmp_path)
-    assert runs["slow"].standing is Outcome.SLOWER and runs["slow"].speed_up.median == 0.5
-    assert not runs["slow"].speed_up.is_range
-    assert runs["worse"].standing is Outcome.NOT_REACHED and runs["worse"].speed_up is None
+    runs = runs_of(tmp_path)
+    assert outcome(runs["slow"]) == Outcome.SLOWER and spread(runs["slow"], "speed_up") == (0.5, 0.5, 0.5)
+    assert outcome(runs["worse"]) == Outcome.NOT_REACHED and math.isnan(runs["worse"]["speed_up", "median"])
     # The baseline was at 6.0 after 50 s, halfway from 8 to 4: as soon as the run that ends there.
-    assert runs["worse"].own_speed_up.median == 1.0
+    assert runs["worse"]["own_speed_up", "median"] == 1.0
 
 
 def test_what_most_seeds_do_not_reach_has_no_speed_up(tmp_path: Path) -> None:
     write_runs(tmp_path, {"synchronous": [(100, 4.0)] * 3, "edit": [(10, 4.0), (10, 5.0), (10, 5.0)]})
-    edit = results_of(tmp_path)["edit"]
-    assert edit.seconds.median == math.inf and edit.speed_up is None and edit.standing is Outcome.MIXED
+    edit = runs_of(tmp_path)["edit"]
+    assert edit["seconds", "median"] == math.inf and math.isnan(edit["speed_up", "median"])
+    assert outcome(edit) == Outcome.MIXED
 
 
 def test_of_two_seeds_the_target_is_the_one_that_both_reach(tmp_path: Path) -> None:
     write_runs(tmp_path, {"synchronous": [(100, 4.0), (100, 4.4)]})
-    base = results_of(tmp_path)["synchronous"]
-    assert base.target == 4.4 and sorted(base.seconds.values) == [pytest.approx(90.0), 100.0]
+    assert results_of(tmp_path).targets == {"plain": 4.4}
+    assert spread(runs_of(tmp_path)["synchronous"], "seconds") == pytest.approx((95.0, 90.0, 100.0))
 
 
 def test_share_of_bytes(tmp_path: Path) -> None:
     write_trial(tmp_path, "plain", "synchronous", 1, straight(100, 4.0, sent=5000.0))
     write_trial(tmp_path, "plain", "edit", 1, straight(50, 2.0, sent=300.0))
     # edit is at 4.0 after two thirds of its way, with 200 of its 300 bytes.
-    assert results_of(tmp_path)["edit"].byte_share == pytest.approx(200 / 5000)
+    runs = runs_of(tmp_path)
+    assert runs["edit"]["byte_share", ""] == pytest.approx(200 / 5000)
+    assert math.isnan(runs["synchronous"]["byte_share", ""])
 
 
 def test_failed_trials_count_in_nothing_and_stopped_ones_only_until_they_stopped(tmp_path: Path) -> None:
     write_runs(tmp_path, {"synchronous": [(100, 4.0)], "edit": [(20, 4.0)]})
     write_trial(tmp_path, "plain", "edit", 2, straight(1, 1.0), state="failed")
     write_trial(tmp_path, "plain", "edit", 3, straight(10, 4.0), state="stopped")
-    edit = results_of(tmp_path)["edit"]
-    assert edit.seconds.values == (20.0, 10.0) and edit.rate.values == (50.0, 100.0)
-    assert edit.final_loss.values == (4.0,)
+    edit = runs_of(tmp_path)["edit"]
+    assert spread(edit, "seconds") == (15.0, 10.0, 20.0) and spread(edit, "tokens_per_second") == (75.0, 50.0, 100.0)
+    assert spread(edit, "final_loss") == (4.0, 4.0, 4.0) and edit["final_loss", "seeds"] == 1
 
 
 def test_a_given_target_and_baseline(tmp_path: Path) -> None:
     write_runs(tmp_path, {"synchronous": [(100, 4.0)], "edit": [(20, 4.0)]})
-    runs = results_of(tmp_path, baseline="edit", target=6.0)
-    assert runs["edit"].standing is Outcome.BASELINE
-    assert runs["synchronous"].seconds.median == 50.0 and runs["synchronous"].speed_up.median == 0.2
+    runs = runs_of(tmp_path, baseline="edit", target=6.0)
+    assert list(runs) == ["edit", "synchronous"] and outcome(runs["edit"]) == Outcome.BASELINE
+    assert runs["synchronous"]["seconds", "median"] == 50.0 and runs["synchronous"]["speed_up", "median"] == 0.2
     with pytest.raises(ResultsError, match="no run is called 'diloco', the baseline; there are edit, synchronous"):
         results_of(tmp_path, baseline="diloco")
 
 
+def test_a_condition_without_the_baseline_compares_nothing(tmp_path: Path) -> None:
+    write_runs(tmp_path, {"synchronous": [(100, 4.0)], "edit": [(20, 4.0)]})
+    write_runs(tmp_path, {"edit": [(20, 4.0)], "worse": [(20, 7.0)]}, "thin")
+    outcomes = results_of(tmp_path, target=6.0).runs["outcome"]
+    assert outcomes["thin"].to_dict() == {"edit": Outcome.NOT_COMPARABLE, "worse": Outcome.NOT_REACHED}
+
+
 def test_the_baseline_is_the_synchronous_run_else_the_first(tmp_path: Path) -> None:
     write_runs(tmp_path, {"a": [(20, 4.0)], "b": [(20, 4.0)]})
-    assert gather(load_trials([tmp_path])).baseline == "a"
+    assert results_of(tmp_path).baseline == "a"
     write_trial(tmp_path, "plain", "c", 1, straight(1, 4.0), method="synchronous")
-    assert gather(load_trials([tmp_path])).baseline == "c"
+    assert results_of(tmp_path).baseline == "c"
 
 
 @pytest.mark.parametrize(
@@ -298,18 +318,21 @@ def test_without_a_plan_conditions_follow_their_number_from_best_to_worst(
 ) -> None:
     for condition in conditions:
         write_runs(tmp_path, {"edit": [(20, 4.0)]}, condition)
-    assert [condition.name for condition in gather(load_trials([tmp_path])).conditions] == conditions
+    assert list(results_of(tmp_path).targets) == conditions
 
 
 @pytest.mark.parametrize(
     ("names", "families"),
     [
-        (["100mbit", "1gbit", "unlimited"], [{"100mbit": 100.0, "1gbit": 1000.0, "unlimited": None}]),
+        (["100mbit", "1gbit", "unlimited"], [{"100mbit": 100.0, "1gbit": 1000.0, "unlimited": math.inf}]),
         (["30_Mbit", "2.5gbit/s"], [{"30_Mbit": 30.0, "2.5gbit/s": 2500.0}]),
         (["host3-lag-1", "host3-lag-2"], [{"host3-lag-1": 1.0, "host3-lag-2": 2.0}]),
         (
             ["nobody", "one_0.2s", "one_1s", "all_0.2s", "all_1s"],
-            [{"nobody": None, "one_0.2s": 0.2, "one_1s": 1.0}, {"nobody": None, "all_0.2s": 0.2, "all_1s": 1.0}],
+            [
+                {"nobody": -math.inf, "one_0.2s": 0.2, "one_1s": 1.0},
+                {"nobody": -math.inf, "all_0.2s": 0.2, "all_1s": 1.0},
+            ],
         ),
         (["fast", "slow", "100mbit", "10mbit"], [{"100mbit": 100.0, "10mbit": 10.0}]),
         (["host1-lag-1", "host2-lag-2"], []),
@@ -317,5 +340,5 @@ def test_without_a_plan_conditions_follow_their_number_from_best_to_worst(
         (["100mbit", "slow"], []),
     ],
 )
-def test_conditions_that_differ_in_one_number(names: list[str], families: list[dict[str, float | None]]) -> None:
+def test_conditions_that_differ_in_one_number(names: list[str], families: list[dict[str, float]]) -> None:
     assert [scale.numbers for scale in find_sweeps(names)] == families

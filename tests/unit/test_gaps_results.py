@@ -10,10 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmtrain.compare.aggregate import gather
-from llmtrain.compare.measures import on_the_wire
+from llmtrain.compare.measures import gather, measure
 from llmtrain.compare.results import load_trials
-from llmtrain.compare.verdict import verdict
+from llmtrain.compare.tables import headline
 from llmtrain.doctor import links, recipe_fit
 from llmtrain.doctor.finding import ok
 from llmtrain.doctor.links import links_between
@@ -74,7 +73,7 @@ def test_a_run_of_one_seed_is_pointed_out_beside_a_baseline_of_three(tmp_path: P
         for seed in (1, 2, 3):
             write_trial(tmp_path, condition, "synchronous", seed, straight(900.0, 4.0))
         write_trial(tmp_path, condition, "edit", 1, straight(100.0, 4.0))
-    assert "with one seed, which does not exclude chance" in verdict(gather(load_trials([tmp_path]))).sentence
+    assert "1 seed: chance is not excluded" in headline(gather(load_trials([tmp_path])))
 
 
 def test_the_slower_direction_of_a_link_is_what_it_is_worth() -> None:
@@ -98,8 +97,8 @@ def test_there_is_to_be_room_for_a_checkpoint_more_than_is_kept(tmp_path: Path, 
 def test_bytes_received_are_known_where_all_hosts_tell(tmp_path: Path) -> None:
     hosts = [{"name": "one", "sent": 50, "received": 40}, {"name": "two", "sent": 50, "received": None}]
     write_trial(tmp_path, "plain", "edit", 1, straight(100.0, 4.0), hosts=hosts)
-    wire = on_the_wire(load_trials([tmp_path])[0])
-    assert wire is not None and (wire.sent, wire.received) == (100, None)
+    found = measure(load_trials([tmp_path])[0])
+    assert (found["wire_sent"], found["wire_received"]) == (100, None)
 
 
 def test_a_span_comes_before_those_within_it(tmp_path: Path) -> None:
@@ -108,7 +107,7 @@ def test_a_span_comes_before_those_within_it(tmp_path: Path) -> None:
     spans = [{"kind": kind, "name": "", "step": 1, "start": begin, "end": end} for kind, begin, end in NESTED]
     (path / "trace").mkdir()
     (path / "trace" / "rank-00000.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
-    assert [span.kind for span in load_trials([tmp_path])[0].spans[0]] == ["step", "gradient"]
+    assert list(load_trials([tmp_path])[0].spans["kind"]) == ["step", "gradient"]
 
 
 def test_the_time_left_follows_from_the_steps_since_this_start(monkeypatch, capsys) -> None:
