@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -56,6 +56,30 @@ def explain(error: ValidationError, layers: Sequence[Overlay], data: dict[str, A
     if _takes_null(path, data):
         alternatives.append("null")
     return f"{label}: {key} is {format_value(first['input'])}, expected {' or '.join(dict.fromkeys(alternatives))}"
+
+
+def explain_in(root: type[Section], error: ValidationError) -> str:
+    """Return a message for the first problem of another file than a recipe, whose keys are those of `root`.
+
+    An unknown key takes precedence over other problems.
+    """
+    problems = error.errors(include_url=False)
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    path = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        return f"{path} is not given and has no default"
+    if first["type"] != "extra_forbidden":
+        return f"{path} is {format_value(first['input'])}; {first['msg'][0].lower()}{first['msg'][1:]}"
+    section, parents = root, iter(first["loc"][:-1])
+    for name in parents:
+        annotation = section.model_fields[name].annotation
+        section = next(_sections_in(annotation))
+        if get_origin(annotation) in (dict, list, tuple):
+            next(parents)  # a name or an index
+    near = closest(str(first["loc"][-1]), section.model_fields)
+    return f"{path} is not a key; " + (
+        f"did you mean {near}?" if near else f"keys are {', '.join(section.model_fields)}"
+    )
 
 
 def _key_path(loc: Sequence[str | int], data: Any) -> list[str]:

@@ -1,27 +1,13 @@
-"""A comparison file: which runs, under which conditions, with which seeds.
-
-name: sync_vs_async
-recipe: ../diloco_gpt_neo_8m.yaml            # of every run that names no other; paths are relative to this file
-overrides: [train.tokens=null, train.steps=300]   # for all runs
-hosts: {count: 4, cpus: 0.5}
-runs:
-  synchronous: {overrides: [sync.method=synchronous]}
-  diloco: {}
-conditions:
-  100mbit: {bandwidth_mbit: 100}
-  slow: {delays: {host: 3, seconds: 0.3}}
-seeds: [1, 2, 3]
-baseline: synchronous
-"""
+"""Comparison files: which runs are made, under which conditions, with which seeds (docs/compare.md)."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
 from omegaconf import OmegaConf
@@ -30,16 +16,15 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Validati
 
 from llmtrain.config import Section, TraceSection
 from llmtrain.errors import RecipeError
-from llmtrain.recipe_messages import closest, format_value
+from llmtrain.recipe_messages import explain_in
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 class HostsSection(Section):
-    """The virtual hosts. Each holds one replica."""
+    """Virtual hosts, each of which trains one replica."""
 
     count: PositiveInt = 4
-    """Hosts, and replicas."""
     processes: PositiveInt = 1
     """Ranks on a host: the replica's shards."""
     cpus: PositiveFloat | None = None
@@ -47,82 +32,66 @@ class HostsSection(Section):
 
 
 class HostSection(Section):
-    """One host that is unlike the others. What is not given is as for all."""
+    """Limits of one host that is unlike the others. A key that is not given is as for all hosts."""
 
     bandwidth_mbit: PositiveFloat | None = None
-    """Mbit/s of its network card, in each direction."""
     latency_ms: PositiveFloat | None = None
-    """Milliseconds that its messages take longer, one way."""
     cpus: PositiveFloat | None = None
-    """Cores' time that it may use."""
 
 
 class DelaySection(Section):
-    """A sleep in the forward pass of one host in every step, as in the experiments of EDiT and WAGMA."""
+    """Sleep in the forward pass of one host in every step, as in the experiments of EDiT and WAGMA."""
 
     host: Literal["random"] | NonNegativeInt
-    """The host, or `random`: in each step another one, drawn from the seed, the same for all methods."""
+    """`random`: in each step another one, drawn from the seed, the same for all methods."""
     seconds: PositiveFloat
-    """How long it sleeps."""
 
 
 class PauseSection(Section):
-    """A host stops (SIGSTOP) for a while."""
+    """Pause of a host (SIGSTOP) `at` seconds after training has begun."""
 
     host: NonNegativeInt
-    """Which one."""
     at: PositiveFloat
-    """Seconds after training has begun."""
     seconds: PositiveFloat
-    """For how long."""
 
 
 class KillSection(Section):
-    """A host dies (SIGKILL)."""
+    """Death of a host (SIGKILL) `at` seconds after training has begun."""
 
     host: NonNegativeInt
-    """Which one."""
     at: PositiveFloat
-    """Seconds after training has begun."""
 
 
 class GarbageSection(Section):
-    """A host trains on tokens drawn at random instead of its text for some steps."""
+    """Random tokens as a host's data in steps `first` to `last`."""
 
     host: NonNegativeInt
-    """Which one."""
     first: PositiveInt
-    """The first such step."""
     last: PositiveInt
-    """The last one."""
 
 
 class ConditionSection(Section):
-    """What the runs have to live with. Nothing given: a fast network and no faults."""
+    """Limits and faults that runs live with. The default is a fast network without faults."""
 
     bandwidth_mbit: PositiveFloat | None = None
     """Mbit/s of every host's network card, in each direction, headers included (TCP carries 4 % less); `null`: no limit."""
     latency_ms: PositiveFloat | None = None
     """Milliseconds that messages take, one way; needs a kernel with netem."""
     hosts: dict[int, HostSection] = Field(default_factory=dict)
-    """Hosts that are unlike the others, by number."""
     delays: DelaySection | None = None
-    """Sleeps in the forward pass."""
     pauses: list[PauseSection] = Field(default_factory=list)
-    """Hosts that stop for a while."""
     kills: list[KillSection] = Field(default_factory=list)
-    """Hosts that die; the run fails, and the report shows how."""
+    """Deaths, with which the run fails; the report shows how."""
     garbage: GarbageSection | None = None
-    """Nonsense as data."""
 
     def words(self) -> str:
-        """For people: `100 Mbit/s, host 3 sleeps 0.3 s in every step`."""
+        """Return a description for people, such as `100 Mbit/s, host 3 sleeps 0.3 s in every step`."""
         parts = [f"{self.bandwidth_mbit:g} Mbit/s" if self.bandwidth_mbit else "no limit on bandwidth"]
         if self.latency_ms:
             parts.append(f"{self.latency_ms:g} ms latency")
+        units = {"bandwidth_mbit": "Mbit/s", "latency_ms": "ms latency", "cpus": "CPUs"}
         for number, host in sorted(self.hosts.items()):
-            units = {"bandwidth_mbit": "Mbit/s", "latency_ms": "ms latency", "cpus": "CPUs"}
-            given = [f"{value:g} {units[key]}" for key, value in host.model_dump().items() if value is not None]
+            given = [f"{value:g} {units[key]}" for key, value in host if value is not None]
             parts.append(f"host {number}: {', '.join(given)}")
         if self.delays:
             who = "another host" if self.delays.host == "random" else f"host {self.delays.host}"
@@ -133,25 +102,23 @@ class ConditionSection(Section):
             parts.append(f"host {self.garbage.host} reads garbage in steps {self.garbage.first} to {self.garbage.last}")
         return ", ".join(parts)
 
-    def hosts_named(self) -> Iterator[int]:
-        """Every host number that occurs."""
-        yield from self.hosts
-        yield from (one.host for one in (*self.pauses, *self.kills, *([self.garbage] if self.garbage else [])))
-        if self.delays and self.delays.host != "random":
-            yield self.delays.host
+    def host_numbers(self) -> list[int]:
+        """Return every host number that occurs."""
+        faults = [fault for fault in (*self.pauses, *self.kills, self.garbage, self.delays) if fault is not None]
+        return [*self.hosts, *(fault.host for fault in faults if fault.host != "random")]
 
 
 class RestartSection(Section):
-    """The run stops with a checkpoint and continues from it on another number of hosts."""
+    """Stop with a checkpoint, from which the run continues on another number of hosts."""
 
     after_step: PositiveInt
-    """It is told to stop once it has logged this step; it does so a log interval or two later."""
+    """The run is told to stop once it has logged this step; it does so a log interval or two later."""
     replicas: PositiveInt
-    """Replicas from then on, one host each."""
+    """Replicas from then on, one per host."""
 
 
 class ComparedRunSection(Section):
-    """One run: a recipe and what is changed in it."""
+    """A recipe and what is changed in it."""
 
     recipe: str | None = None
     """A recipe, relative to the comparison file; `null`: the comparison's."""
@@ -160,7 +127,6 @@ class ComparedRunSection(Section):
     replicas: PositiveInt | None = None
     """Replicas that it begins with, on the first hosts; `null`: one on every host."""
     restarts: list[RestartSection] = Field(default_factory=list)
-    """Where it goes on with more or fewer of them."""
 
 
 class TargetSection(Section):
@@ -176,25 +142,20 @@ class Comparison(Section):
     name: Name
     """Directory below `out_dir`; the file's name when left out."""
     out_dir: str = "runs"
-    """Where the comparison's directory is made."""
     recipe: str | None = None
     """The recipe of runs that name none, relative to this file."""
     overrides: list[str] = Field(default_factory=list)
     """`key=value` for all runs."""
     hosts: HostsSection = Field(default_factory=HostsSection)
-    """The virtual cluster."""
     runs: Annotated[dict[Name, ComparedRunSection], Field(min_length=1)]
-    """By name."""
     conditions: Annotated[
         dict[Name, ConditionSection], Field(min_length=1, default_factory=lambda: {"plain": ConditionSection()})
     ]
-    """By name."""
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1, default_factory=lambda: [1234])]
     """`run.seed` of each repetition."""
     baseline: str | None = None
     """The run that others are measured against; `null`: the synchronous one, or the first."""
     target: TargetSection = Field(default_factory=TargetSection)
-    """The loss to reach."""
     trace: TraceSection | None = None
     """Steps of which timelines are drawn; `null`: none."""
     stop_after_minutes: PositiveFloat | None = None
@@ -202,8 +163,16 @@ class Comparison(Section):
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Part of a trial between two starts: `replicas` train until the run is stopped after step `until`, or is over."""
+
+    replicas: int
+    until: int | None
+
+
+@dataclass(frozen=True)
 class TrialSpec:
-    """One trial that the comparison asks for."""
+    """A run under a condition with a seed."""
 
     condition: str
     run: str
@@ -213,23 +182,16 @@ class TrialSpec:
     directory: Path
     stages: tuple[Stage, ...]
 
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of a trial between two starts: `replicas` train until the run is stopped after `until` (a step), or is over."""
-
-    replicas: int
-    until: int | None
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """What this stage changes in the trial's recipe."""
-        return (f"parallel.replicas={self.replicas}",)
+    def overrides_of(self, stage: Stage) -> tuple[str, ...]:
+        """Return all overrides of the recipe in a stage."""
+        return (*self.overrides, f"parallel.replicas={stage.replicas}")
 
 
 def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
-    """Read a comparison file; `overrides` (`key=value`) are laid over all its runs. Raises RecipeError, one line that
-    names file and key."""
+    """Return the comparison in a YAML file, with `overrides` (`key=value`) laid over all its runs.
+
+    Raises RecipeError, in one line that names file and key, if it is not a valid comparison.
+    """
     try:
         data = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError:
@@ -245,122 +207,66 @@ def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
     try:
         comparison = Comparison.model_validate_json(json.dumps(data))
     except ValidationError as error:
-        raise RecipeError(f"{path}: {_explain(error)}") from None
-    _check(comparison, path)
-    runs = {
-        name: run.model_copy(update={"overrides": [*run.overrides, *overrides]})
-        for name, run in comparison.runs.items()
-    }
+        raise RecipeError(f"{path}: {explain_in(Comparison, error)}") from None
+    if (problem := _problem(comparison)) is not None:
+        raise RecipeError(f"{path}: {problem}")
+    compared = comparison.runs.items()
+    runs = {name: run.model_copy(update={"overrides": [*run.overrides, *overrides]}) for name, run in compared}
     return comparison.model_copy(update={"runs": runs})
 
 
 def trials(comparison: Comparison, file: Path) -> list[TrialSpec]:
-    """All of them, in the order in which they are made: runs in turn under a condition, seed after seed."""
-    return [
-        _planned(comparison, file, condition, run, seed)
-        for seed in comparison.seeds
-        for condition in comparison.conditions
-        for run in comparison.runs
-    ]
+    """Return all trials in the order in which they are made: runs in turn under a condition, seed after seed."""
+    order = itertools.product(comparison.seeds, comparison.conditions, comparison.runs)
+    return [_trial(comparison, file, condition, run, seed) for seed, condition, run in order]
 
 
-def _planned(comparison: Comparison, file: Path, condition: str, run: str, seed: int) -> TrialSpec:
-    section, hosts = comparison.runs[run], comparison.hosts
+def _trial(comparison: Comparison, file: Path, condition: str, run: str, seed: int) -> TrialSpec:
+    section, trace = comparison.runs[run], comparison.trace
+    replicas = _replicas(section, comparison)
     folder = Path(comparison.out_dir) / comparison.name / condition / run
-    overrides = [
-        f"parallel.replicas={section.replicas or hosts.count}",
-        f"parallel.shards={hosts.processes}",
+    overrides = (
+        f"parallel.replicas={replicas[0]}",
+        f"parallel.shards={comparison.hosts.processes}",
         "eval.sample_prompt=null",
         *comparison.overrides,
         *section.overrides,
         f"run.out_dir={folder}",
         f"run.name=seed-{seed}",
         f"run.seed={seed}",
-    ]
-    if comparison.trace is not None:
-        overrides.append(f"log.trace={{first: {comparison.trace.first}, steps: {comparison.trace.steps}}}")
+        *([f"log.trace={{first: {trace.first}, steps: {trace.steps}}}"] if trace else []),
+    )
     recipe = file.parent / (section.recipe or comparison.recipe)
+    ends = [*(restart.after_step for restart in section.restarts), None]
     return TrialSpec(
-        condition, run, seed, recipe, tuple(overrides), folder / f"seed-{seed}", _stages(section, hosts.count)
+        condition, run, seed, recipe, overrides, folder / f"seed-{seed}", tuple(map(Stage, replicas, ends))
     )
 
 
-def _stages(run: ComparedRunSection, hosts: int) -> tuple[Stage, ...]:
-    replicas = [run.replicas or hosts, *(restart.replicas for restart in run.restarts)]
-    return tuple(
-        itertools.starmap(Stage, zip(replicas, [*(restart.after_step for restart in run.restarts), None], strict=True))
-    )
+def _replicas(run: ComparedRunSection, comparison: Comparison) -> list[int]:
+    """Return the replicas of each stage of a run."""
+    return [run.replicas or comparison.hosts.count, *(restart.replicas for restart in run.restarts)]
 
 
-def _check(comparison: Comparison, path: Path) -> None:
-    for name, run in comparison.runs.items():
+def _problem(comparison: Comparison) -> str | None:
+    """Return what is wrong with a comparison whose keys are all valid."""
+    count, runs = comparison.hosts.count, comparison.runs
+    for name, run in runs.items():
         if run.recipe is None and comparison.recipe is None:
-            raise RecipeError(f"{path}: runs.{name} has no recipe; give runs.{name}.recipe or recipe")
-        _check_stages(run, f"{path}: runs.{name}", comparison.hosts.count)
-    if comparison.baseline is not None and comparison.baseline not in comparison.runs:
-        raise RecipeError(
-            f"{path}: baseline is {comparison.baseline!r}, which is none of the runs {', '.join(comparison.runs)}"
-        )
-    restarted = next((name for name, run in comparison.runs.items() if run.restarts), None)
+            return f"runs.{name} has no recipe; give runs.{name}.recipe or recipe"
+        if (replicas := max(_replicas(run, comparison))) > count:
+            return f"runs.{name} has {replicas} replicas, one a host, but hosts.count is {count}"
+        steps = [restart.after_step for restart in run.restarts]
+        if steps != sorted(set(steps)):
+            return f"runs.{name}.restarts come after steps {steps}; give them in rising order"
+    if comparison.baseline is not None and comparison.baseline not in runs:
+        return f"baseline is {comparison.baseline!r}, which is none of the runs {', '.join(runs)}"
+    restarted = next((name for name, run in runs.items() if run.restarts), None)
     for name, condition in comparison.conditions.items():
         if restarted and (condition.pauses or condition.kills):
-            raise RecipeError(
-                f"{path}: runs.{restarted} has restarts, which conditions.{name} with its pauses or kills excludes"
-            )
-        for host in condition.hosts_named():
-            if host >= comparison.hosts.count:
-                raise RecipeError(
-                    f"{path}: conditions.{name} names host {host}, but hosts.count is {comparison.hosts.count}: they are 0 to "
-                    f"{comparison.hosts.count - 1}"
-                )
+            return f"runs.{restarted} has restarts, which conditions.{name} with its pauses or kills excludes"
+        if too_high := [number for number in condition.host_numbers() if number >= count]:
+            return f"conditions.{name} names host {too_high[0]}, but hosts.count is {count}: they are 0 to {count - 1}"
         if condition.garbage and condition.garbage.last < condition.garbage.first:
-            raise RecipeError(f"{path}: conditions.{name}.garbage ends before it begins; give last >= first")
-
-
-def _check_stages(run: ComparedRunSection, where: str, hosts: int) -> None:
-    for replicas in (run.replicas or hosts, *(restart.replicas for restart in run.restarts)):
-        if replicas > hosts:
-            raise RecipeError(f"{where} has {replicas} replicas, one a host, but hosts.count is {hosts}")
-    steps = [restart.after_step for restart in run.restarts]
-    if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
-        raise RecipeError(f"{where}.restarts come after steps {steps}; give them in rising order")
-
-
-def _explain(error: ValidationError) -> str:
-    """The first problem in one line."""
-    problems = error.errors(include_url=False)
-    first = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
-    *parents, key = first["loc"]
-    path = ".".join(map(str, first["loc"]))
-    if first["type"] == "extra_forbidden":
-        known = list(_section_of(parents).model_fields)
-        near = closest(str(key), known)
-        return f"{path} is not a key; " + (f"did you mean {near}?" if near else f"keys are {', '.join(known)}")
-    if first["type"] == "missing":
-        return f"{path} is not given and has no default"
-    return f"{path} is {format_value(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
-
-
-def _section_of(path: list[Any]) -> type[Section]:
-    """The class that is read at a location of the file."""
-    below = {
-        "hosts": HostsSection,
-        "runs": ComparedRunSection,
-        "conditions": ConditionSection,
-        "target": TargetSection,
-        "trace": TraceSection,
-    }
-    inner = {
-        "hosts": HostSection,
-        "delays": DelaySection,
-        "pauses": PauseSection,
-        "kills": KillSection,
-        "garbage": GarbageSection,
-    }
-    if not path:
-        return Comparison
-    if path[0] == "conditions" and len(path) > 2:
-        return inner.get(path[2], ConditionSection)
-    if path[0] == "runs" and len(path) > 2:
-        return RestartSection
-    return below.get(path[0], Comparison)
+            return f"conditions.{name}.garbage ends before it begins; give last >= first"
+    return None

@@ -11,7 +11,7 @@ from llmtrain.startup import imports_without_gc
 
 
 def main(faults: str, recipe: str, *overrides: str) -> int:
-    """Train; returns the exit code. torchrun says which host this is (GROUP_RANK)."""
+    """Train and return the exit code. torchrun sets the number of this host (GROUP_RANK)."""
     with imports_without_gc():
         from llmtrain.compare.faults import Faults, inject
         from llmtrain.parallel.world import World

@@ -1,4 +1,4 @@
-"""All trials of a comparison, one after another under their conditions; what is there already is not made again."""
+"""All trials of a comparison, one after another under their conditions. Trials that are over are not made again."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import shlex
 import signal
 import socket
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 from llmtrain.compare.cluster import Host, HostLimits, loopback_cluster, virtual_cluster, why_no_cluster
 from llmtrain.compare.comparison import Comparison, ConditionSection, HostSection, TrialSpec, load_comparison, trials
-from llmtrain.compare.progress import ComparisonProgress
 from llmtrain.compare.report import write_report
 from llmtrain.compare.results import load_trials
-from llmtrain.compare.trial import TrialRecord, record_of, run_trial
+from llmtrain.compare.trial import TrialRecord, TrialRun, record_of
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, UserError
 from llmtrain.launch.nodes import DEFAULT_PORT
@@ -27,11 +30,11 @@ from llmtrain.train.run_dir import lock_folder
 
 
 def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = True, retry: bool = False) -> int:
-    """Make all trials of a comparison file that are not there yet, and its report after each. Returns the exit code: 0,
-    1 if a trial failed, 3 if it was interrupted. `overrides` are for all runs. `shaping=False`: on loopback, without the
-    conditions' limits. `retry`: failed trials are made again.
+    """Make all trials of a comparison file that are not over yet, and its report after each.
 
-    Raises UserError before the first trial for a file, recipe or machine with which it can't be done.
+    Returns the exit code: 0, 1 if a trial failed, 3 after an interruption. `overrides` are for all runs. `shaping=False`
+    is for loopback, without the conditions' limits. With `retry`, failed trials are made again. Raises UserError before
+    the first trial for a file, recipe or machine with which it can't be done.
     """
     comparison = load_comparison(file, overrides)
     if shaping and (why := why_no_cluster()):
@@ -46,18 +49,17 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     progress = ComparisonProgress(len(planned))
     records: list[TrialRecord] = []
     try:
-        with _interruptions() as raise_again:
+        with _interruptions() as signals:
             for recipe in recipes:  # all data first: its preparation is no part of a trial
                 check_vocabulary(recipe, prepare_for(recipe, show_progress=True).vocab_size)
-            for (
-                condition
-            ) in comparison.conditions.values():  # limits that can't be had are refused before the first trial
+            for condition in comparison.conditions.values():  # a limit is refused before the first trial
                 with _cluster(comparison, condition, shaping):
                     pass
             for number, (one, recipe) in enumerate(zip(planned, recipes, strict=True)):
-                raise_again()
-                if _is_over(one, retry):
-                    progress.skip(one)
+                if signals:  # and Python has dropped the exception
+                    raise KeyboardInterrupt
+                if (record := record_of(one.directory)) and not (retry and record["state"] == "failed"):
+                    progress.skip()
                     continue
                 progress.begin(number, one, recipe.train.total_steps)
                 records.append(_make(one, comparison, recipe, shaping, progress))
@@ -71,24 +73,21 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
         progress.close()
         lock.release()
     progress.note(f"report: {_report(folder, comparison, planned, command)}")
-    failed = [one for one in planned if (record := record_of(one.directory)) and record["state"] == "failed"]
-    return FAILED if failed else DONE
+    return FAILED if any(record_of(one.directory)["state"] == "failed" for one in planned) else DONE
 
 
 def _checked(planned: TrialSpec, comparison: Comparison) -> Recipe:
-    """The recipe of a trial. Raises UserError, naming the run, for one that can't be trained."""
+    """Return the recipe of a trial. Raises UserError, naming the run, for one that can't be trained."""
     try:
         for stage in planned.stages:
-            recipe = load_recipe(planned.recipe, (*planned.overrides, *stage.overrides))
-            check(recipe, stage.replicas * comparison.hosts.processes)
-        recipe = load_recipe(planned.recipe, planned.overrides)
+            check(load_recipe(planned.recipe, planned.overrides_of(stage)), stage.replicas * comparison.hosts.processes)
+        return load_recipe(planned.recipe, planned.overrides)
     except UserError as error:
         raise type(error)(f"runs.{planned.run}: {error}") from None
-    return recipe
 
 
 def _open(folder: Path, comparison: Comparison) -> None:
-    """Make the comparison's directory, or see that it belongs to this comparison."""
+    """Write what was asked for into the comparison's folder. Raises RecipeError if the folder is another comparison's."""
     path, text = folder / "comparison.yaml", resolved_yaml(comparison)
     if path.exists() and path.read_text() != text:
         here, there = text.splitlines(), path.read_text().splitlines()
@@ -99,35 +98,24 @@ def _open(folder: Path, comparison: Comparison) -> None:
     path.write_text(text)
 
 
-def _is_over(planned: TrialSpec, retry: bool) -> bool:
-    record = record_of(planned.directory)
-    return record is not None and not (retry and record["state"] == "failed")
-
-
 def _make(
     planned: TrialSpec, comparison: Comparison, recipe: Recipe, shaping: bool, progress: ComparisonProgress
 ) -> TrialRecord:
     condition = comparison.conditions[planned.condition]
+    words = condition.words() if shaping else "on loopback, without limits"
     with _cluster(comparison, condition, shaping) as hosts:
         port = DEFAULT_PORT if shaping else _free_port()
-        words = condition.words() if shaping else "on loopback, without limits"
-        return run_trial(planned, comparison, recipe, hosts, port, words, progress.advance)
+        return TrialRun(planned, comparison, recipe, hosts, port, words, progress.advance).run()
 
 
 def _cluster(comparison: Comparison, condition: ConditionSection, shaping: bool) -> AbstractContextManager[list[Host]]:
-    count = comparison.hosts.count
+    count, limits = comparison.hosts.count, []
     if not shaping:
         return loopback_cluster(count)
-    return virtual_cluster([_limits(comparison, condition, number) for number in range(count)])
-
-
-def _limits(comparison: Comparison, condition: ConditionSection, number: int) -> HostLimits:
-    own = condition.hosts.get(number, HostSection())
-    return HostLimits(
-        bandwidth_mbit=own.bandwidth_mbit or condition.bandwidth_mbit,
-        latency_ms=own.latency_ms or condition.latency_ms,
-        cpus=own.cpus or comparison.hosts.cpus,
-    )
+    for own in (condition.hosts.get(number, HostSection()) for number in range(count)):
+        bandwidth, latency = own.bandwidth_mbit or condition.bandwidth_mbit, own.latency_ms or condition.latency_ms
+        limits.append(HostLimits(bandwidth, latency, own.cpus or comparison.hosts.cpus))
+    return virtual_cluster(limits)
 
 
 def _free_port() -> int:
@@ -137,7 +125,7 @@ def _free_port() -> int:
 
 
 def _seconds_left(planned: Sequence[TrialSpec], records: Sequence[TrialRecord]) -> float:
-    """An estimate: a trial takes what the same run took under the same condition, else the median of all so far."""
+    """Estimate the time of trials: that of the same run under the same condition, else the median of all so far."""
     median = statistics.median(record.wall_seconds for record in records)
     known = {(record.condition, record.run): record.wall_seconds for record in records}
     return sum(known.get((one.condition, one.run), median) for one in planned if record_of(one.directory) is None)
@@ -152,23 +140,70 @@ def _report(folder: Path, comparison: Comparison, planned: Sequence[TrialSpec], 
 
 
 @contextmanager
-def _interruptions() -> Iterator[Callable[[], None]]:
-    """SIGTERM is a Ctrl-C too: hosts are removed on the way out. Yields a function that raises KeyboardInterrupt again if
-    there was one, because Python drops it where a destructor or a callback of its imports is running."""
-    requested = False
+def _interruptions() -> Iterator[list[int]]:
+    """Make SIGTERM a Ctrl-C too, so that hosts are removed on the way out.
+
+    Yields a list of the signals that have arrived, because Python drops a KeyboardInterrupt where a destructor or a
+    callback of its imports is running.
+    """
+    signals: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal requested
-        requested = True
+        signals.append(number)
         raise KeyboardInterrupt
-
-    def raise_again() -> None:
-        if requested:
-            raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield raise_again
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class ComparisonProgress:
+    """Display of a comparison: a bar for all trials and one for the present one on a terminal, plain lines elsewhere."""
+
+    def __init__(self, total: int):
+        console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._total, self._bars = total, Progress(*columns, console=console, disable=not console.is_terminal)
+        self._all = self._bars.add_task("trials", total=total)
+        self._one = self._bars.add_task("steps", total=None)
+        self._bars.start()
+
+    def skip(self) -> None:
+        """Count a trial that was over before."""
+        self._bars.advance(self._all)
+
+    def begin(self, number: int, planned: TrialSpec, steps: int) -> None:
+        """Show the `number`-th trial (from 0)."""
+        self._name = f"{planned.condition} · {planned.run} · seed {planned.seed}"
+        self._bars.reset(self._one, description=self._name, total=steps)
+        if self._bars.disable:
+            self.note(f"trial {number + 1} of {self._total}: {self._name}")
+
+    def advance(self, step: int) -> None:
+        """Show that the present trial has reached a step."""
+        self._bars.update(self._one, completed=step)
+
+    def end(self, record: TrialRecord, seconds_left: float) -> None:
+        """Show how the present trial ended, and an estimate of the time for the others."""
+        self._bars.advance(self._all)
+        left = f"; about {_duration(seconds_left)} left" if seconds_left else ""
+        self.note(f"{self._name}: {record.state} in {_duration(record.wall_seconds)}{left}")
+        for line in record.last_lines[-3:]:
+            self.note(f"    {line}")
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._bars.console.print(text, markup=False)
+
+    def close(self) -> None:
+        """Remove the bars."""
+        self._bars.stop()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from llmtrain.config import SuiteSection
 from llmtrain.config.section import Count, Section
 from llmtrain.errors import SuiteError, UserError
-from llmtrain.recipe_messages import closest, format_value, one_of
+from llmtrain.recipe_messages import closest, explain_in, one_of
 from llmtrain.suites.local_tasks import data_file, local_tasks
 
 FILES = Path(__file__).resolve().parent / "files"
@@ -98,11 +98,11 @@ def load_suite(name: str, key: str = "--suite") -> tuple[str, Suite, list[Path]]
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SuiteError(f"{path}: can't be read as a suite: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
-        raise SuiteError(f"{path}: is not a mapping; a suite has {_keys(Suite)}")
+        raise SuiteError(f"{path}: is not a mapping; a suite has {', '.join(Suite.model_fields)}")
     try:
         suite = Suite.model_validate(data)
     except ValidationError as error:
-        raise SuiteError(f"{path}: {_explain(error)}") from None
+        raise SuiteError(f"{path}: {explain_in(Suite, error)}") from None
     if not (suite.tasks or suite.texts or suite.samples):
         raise SuiteError(f"{path}: has nothing to evaluate; give it tasks, texts or samples")
     names = [task.task for task in suite.tasks] + [text.name for text in suite.texts]
@@ -128,25 +128,6 @@ def _path_of(name: str, key: str) -> Path:
         hint = f"did you mean {near}?" if near else f"suites are {', '.join(known)}, or a YAML file"
         raise SuiteError(f"{key} {name}: there is no such suite; {hint}")
     return FILES / "suites" / f"{name}.yaml"
-
-
-def _explain(error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
-    parts = [str(part) for part in problem["loc"]]
-    key = ".".join(parts)
-    if problem["type"] == "extra_forbidden":
-        section: type[Section] = {"tasks": TaskSection, "texts": TextSection, "samples": SamplesSection}.get(
-            parts[0] if len(parts) > 1 else "", Suite
-        )
-        near = closest(parts[-1], section.model_fields)
-        return f"{key} is not a key; " + (f"did you mean {near}?" if near else f"there are {_keys(section)}")
-    if problem["type"] == "missing":
-        return f"{key} is not given and has no default"
-    return f"{key} is {format_value(problem['input'])}; {problem['msg'][0].lower()}{problem['msg'][1:]}"
-
-
-def _keys(section: type[Section]) -> str:
-    return ", ".join(section.model_fields)
 
 
 KEY = "eval.suite"

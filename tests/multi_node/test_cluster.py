@@ -21,11 +21,9 @@ from llmtrain.compare.cluster import (
     remove_leftovers,
     virtual_cluster,
 )
-from llmtrain.compare.cluster.cleanup import FOLDERS
-from llmtrain.compare.cluster.cpu_limits import controller
-from llmtrain.compare.cluster.names import cluster_of
-from llmtrain.compare.cluster.namespaces import FILES
-from llmtrain.compare.cluster.processes import marks
+from llmtrain.compare.cluster.hosts import FOLDERS, NAMESPACES
+from llmtrain.compare.cluster.limits import controller
+from llmtrain.compare.cluster.processes import cluster_of, marks
 from llmtrain.errors import ClusterError
 from tests.end_to_end.runs import ROOT
 from tests.multi_node.runs import needs_hosts
@@ -179,18 +177,21 @@ def test_all_processes_of_one_host_are_paused_resumed_and_killed(kind: str):
 
 
 def test_a_process_that_ends_between_two_looks_has_an_exit_status_too(monkeypatch):
-    def ends_now(pid: int) -> bool:
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        return True
-
-    monkeypatch.setattr(processes, "_send", lambda pid, number: None)
-    monkeypatch.setattr(processes, "_is_gone", ends_now)
+    look = processes.stat_of
     with loopback_cluster(1) as (host,):
         process = host.popen(["sleep", "600"])
+
+        def ends_now(pid: int) -> list[str]:
+            if pid == process.pid:
+                process.send_signal(signal.SIGKILL)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            return look(pid)
+
+        monkeypatch.setattr(processes, "send", lambda pid, number: None)
+        monkeypatch.setattr(processes, "stat_of", ends_now)
         host.kill()
-        assert process.returncode == -signal.SIGKILL
         monkeypatch.undo()
+        assert process.returncode == -signal.SIGKILL
 
 
 def test_a_process_is_found_also_while_it_becomes_another_program(tmp_path):
@@ -250,7 +251,9 @@ def start_parent(*arguments: str) -> tuple[subprocess.Popen, list[int]]:
 def traces(pid: int) -> list[str]:
     """What clusters of a process have on this machine: namespaces, folders, control groups."""
     found = controller()
-    places = [place for place in (FILES, FOLDERS, found.top if found else None) if place is not None and place.is_dir()]
+    places = [
+        place for place in (NAMESPACES, FOLDERS, found.top if found else None) if place is not None and place.is_dir()
+    ]
     names = [path for place in places for path in place.iterdir() if cluster_of(path.name)]
     return sorted(str(path) for path in names if path.name.split("-")[1] == str(pid))
 
@@ -302,7 +305,9 @@ def test_an_error_inside_leaves_nothing():
         folder = host.names.parent
         raise ZeroDivisionError
     assert process.returncode == -signal.SIGKILL
-    assert not folder.exists() and not (FILES / host.namespace).exists() and not (FILES / host.switch).exists()
+    assert (
+        not folder.exists() and not (NAMESPACES / host.namespace).exists() and not (NAMESPACES / host.switch).exists()
+    )
 
 
 @needs_hosts

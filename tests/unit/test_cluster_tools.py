@@ -15,20 +15,15 @@ import pytest
 from llmtrain.compare.cluster import (
     HostLimits,
     VirtualHost,
-    cleanup,
-    cpu_limits,
-    create,
-    namespaces,
+    hosts,
     processes,
     remove_leftovers,
-    system,
     virtual_cluster,
     why_no_cluster,
 )
-from llmtrain.compare.cluster.cleanup import remove_cluster
-from llmtrain.compare.cluster.processes import MARK, in_namespace, kill_all
-from llmtrain.compare.cluster.shaping import shape
-from llmtrain.compare.cluster.system import CommandError
+from llmtrain.compare.cluster.hosts import remove_cluster
+from llmtrain.compare.cluster.limits import shape
+from llmtrain.compare.cluster.processes import MARK, CommandError, in_namespace, signal_all
 from llmtrain.errors import ClusterError
 
 REFUSES = "echo 'Error: Specified qdisc kind' >&2; echo ' is unknown.' >&2; exit 2"
@@ -94,7 +89,7 @@ def test_hosts_need_a_kernel_that_makes_them(tmp_path: Path, script: Script, be:
 
 @pytest.mark.parametrize("count", [0, 255])
 def test_a_network_has_addresses_for_so_many_hosts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(create, "why_no_cluster", lambda: None)
+    monkeypatch.setattr(hosts, "why_no_cluster", lambda: None)
     with pytest.raises(ClusterError, match=f"^{count} hosts: expected 1 to 254$"):
         virtual_cluster([HostLimits()] * count).__enter__()
 
@@ -116,9 +111,9 @@ def test_a_limit_that_the_kernel_refuses_is_named(script: Script, limits: HostLi
 
 
 def test_a_program_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "COMMAND_SECONDS", 0.01)
+    monkeypatch.setattr(processes, "COMMAND_SECONDS", 0.01)
     with pytest.raises(CommandError, match=r"^sleep 60: did not end within 0 s$"):
-        system.run("sleep", "60")
+        processes.run("sleep", "60")
 
 
 def test_a_process_joins_the_control_group_of_its_host_before_its_namespace(tmp_path: Path, script: Script) -> None:
@@ -135,21 +130,29 @@ def test_a_process_joins_the_control_group_of_its_host_before_its_namespace(tmp_
 
 @pytest.mark.parametrize(("also", "is_gone"), [('rm "$FILES/$3"', True), ("true", False)])
 def test_a_namespace_that_another_process_has_removed_is_gone(
-    tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch, also: str, is_gone: bool
+    tmp_path: Path,
+    script: Script,
+    be: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    also: str,
+    is_gone: bool,
 ) -> None:
     files = tmp_path / "netns"
     files.mkdir()
     for name in (f"{DEAD}-host0", f"{DEAD}-switch", "others"):
         (files / name).touch()
     monkeypatch.setenv("FILES", str(files))
-    monkeypatch.setattr(namespaces, "FILES", files)
+    monkeypatch.setattr(hosts, "NAMESPACES", files)
+    monkeypatch.setattr(hosts, "FOLDERS", tmp_path / "folders")
+    monkeypatch.setattr(hosts, "controller", lambda: None)
+    be(0)
     script(f"{also}; echo 'Cannot remove namespace file' >&2; exit 1", "ip")
     if is_gone:
-        namespaces.remove(DEAD)
+        remove_cluster(DEAD)
         assert [file.name for file in files.iterdir()] == ["others"]
     else:
         with pytest.raises(CommandError, match=f"^ip netns delete {DEAD}-host0: Cannot remove namespace file$"):
-            namespaces.remove(DEAD)
+            remove_cluster(DEAD)
 
 
 def test_nothing_runs_in_a_namespace_that_is_gone(tmp_path: Path) -> None:
@@ -162,10 +165,10 @@ def test_processes_that_survive_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     clock, sent = iter([0.0, 9.9, 10.1]), []
     monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
     monkeypatch.setattr(processes, "stat_of", lambda pid: ["D"])
-    monkeypatch.setattr(processes, "_send", lambda pid, number: sent.append(number))
+    monkeypatch.setattr(processes, "send", lambda pid, number: sent.append(number))
     with pytest.raises(TimeoutError) as told:
-        kill_all(lambda: [7], "host0")
-    assert str(told.value) == "processes of host0 are there after SIGKILL, 10 s later: 7"
+        signal_all(signal.SIGKILL, lambda: [7], "host0")
+    assert str(told.value) == "processes of host0 have not obeyed SIGKILL, 10 s later: 7"
     assert set(sent) == {signal.SIGKILL}
 
 
@@ -175,9 +178,9 @@ def dead_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "run" / DEAD
     folder.mkdir(parents=True)
     (folder.parent / "others").mkdir()
-    monkeypatch.setattr(cleanup, "FOLDERS", folder.parent)
-    monkeypatch.setattr(namespaces, "FILES", tmp_path / "netns")
-    monkeypatch.setattr(cpu_limits, "MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr(hosts, "FOLDERS", folder.parent)
+    monkeypatch.setattr(hosts, "NAMESPACES", tmp_path / "netns")
+    monkeypatch.setattr(hosts, "controller", lambda: None)
     return folder
 
 
@@ -198,16 +201,16 @@ def test_folders_of_dead_clusters_are_found_by_root_alone(
 ) -> None:
     be(user)
     removed: list[str] = []
-    monkeypatch.setattr(cleanup, "marks", dict)
-    monkeypatch.setattr(cleanup, "remove_cluster", removed.append)
+    monkeypatch.setattr(hosts, "marks", dict)
+    monkeypatch.setattr(hosts, "remove_cluster", removed.append)
     remove_leftovers()
     assert removed == ([DEAD] if user == 0 else [])
 
 
 def test_a_process_on_its_way_out_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has left its network namespace, and so is no longer found, a moment before it has ended."""
-    states, seen, sent = iter([["R"], ["R"], None]), iter([[7]]), []
+    states, seen, sent = iter([["R"], ["R"], ["X"]]), iter([[7]]), []
     monkeypatch.setattr(processes, "stat_of", lambda pid: next(states))
-    monkeypatch.setattr(processes, "_send", lambda pid, number: sent.append((pid, number)))
-    kill_all(lambda: next(seen, []), "host0")
+    monkeypatch.setattr(processes, "send", lambda pid, number: sent.append((pid, number)))
+    signal_all(signal.SIGKILL, lambda: next(seen, []), "host0")
     assert sent == [(7, signal.SIGKILL)] and next(states, "seen") == "seen"

@@ -58,7 +58,7 @@ runs:
     (planned,) = trials(load_comparison(written(tmp_path, text)), tmp_path / "small.yaml")
     assert [(stage.replicas, stage.until) for stage in planned.stages] == [(2, 60), (4, 120), (1, None)]
     assert "parallel.replicas=2" in planned.overrides
-    assert planned.stages[1].overrides == ("parallel.replicas=4",)
+    assert planned.overrides_of(planned.stages[1]) == (*planned.overrides, "parallel.replicas=4")
 
 
 def test_runs_take_turns_under_a_condition_and_seeds_come_last(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_all_that_a_condition_may_hold_in_words(tmp_path: Path) -> None:
         ),
         (
             ("{bandwidth_mbit: 10,", "{bandwidth_mbit: -1,"),
-            "conditions.thin.hosts.1.bandwidth_mbit is -1: input should be",
+            "conditions.thin.hosts.1.bandwidth_mbit is -1; input should be",
         ),
         (("hosts: {1:", "hosts: {2:"), "conditions.thin names host 2, but hosts.count is 2: they are 0 to 1"),
         (("delays: {host: random", "delays: {host: 7"), "conditions.slow names host 7"),
@@ -128,6 +128,10 @@ def test_all_that_a_condition_may_hold_in_words(tmp_path: Path) -> None:
         (("host: random, ", ""), "conditions.slow.delays.host is not given and has no default"),
         (("seconds: 0.3", "second: 0.3"), "conditions.slow.delays.second is not a key; did you mean seconds?"),
         (("{host: 1, at: 5}", "{host: 1, after: 5}"), "conditions.slow.kills.0.after is not a key; keys are host, at"),
+        (
+            ("thin: {bandwidth_mbit: 100, hosts: {1: {bandwidth_mbit: 10,", "kills: {hosts: {1: {bandwith: 10,"),
+            "conditions.kills.hosts.1.bandwith is not a key; did you mean bandwidth_mbit?",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path: Path, change: tuple[str, str], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import signal
@@ -14,11 +15,10 @@ from typing import IO, Any
 import pytest
 import torch
 
-from llmtrain.compare import progress as compare_progress
 from llmtrain.compare import trial
 from llmtrain.compare.comparison import ConditionSection, load_comparison, trials
-from llmtrain.compare.fault_timeline import FaultTimeline
-from llmtrain.compare.faults import Faults
+from llmtrain.compare.faults import Faults, host_events
+from llmtrain.compare.runner import ComparisonProgress
 from llmtrain.config import EditPenaltySection
 from llmtrain.data.progress_bar import ProgressBar
 from llmtrain.sync.edit_penalty import EditPenalty
@@ -46,15 +46,12 @@ def test_hosts_stop_go_on_and_die_at_their_times() -> None:
     condition = ConditionSection.model_validate(
         {"pauses": [{"host": 0, "at": 4.0, "seconds": 3.0}], "kills": [{"host": 1, "at": 5.0}]}
     )
-    events = FaultTimeline(condition, [RecordingHost(number, done) for number in range(2)])
-    seen = []
-    for seconds in (3.9, 4.0, 6.9, 7.5, 9.0):
-        events.advance(seconds)
-        seen.append(list(done))
-        done.clear()
-    assert seen == [[], ["pause 0"], ["kill 1"], ["resume 0"], []]
-    events.end()
-    assert done == ["resume 0"], "a host that is paused when the trial ends goes on"
+    events = host_events(condition, [RecordingHost(number, done) for number in range(2)])
+    for _, happen in events:
+        happen()
+    times = [seconds for seconds, _ in events]
+    assert dict(zip(times, done, strict=True)) == {4.0: "pause 0", 5.0: "kill 1", 7.0: "resume 0"}
+    assert times == sorted(times)
 
 
 def test_without_faults_nobody_sleeps_or_reads_garbage() -> None:
@@ -89,13 +86,21 @@ class ScriptedHost:
     def __init__(self, number: int, *torchruns: Torchrun) -> None:
         self.name, self.torchruns = f"host{number}", torchruns
         self.commands: list[Sequence[str]] = []
+        self.done: list[str] = []
 
     def popen(self, command: Sequence[str], env: Mapping[str, str], stdout: IO[str], stderr: int) -> Torchrun:
         stdout.write(f"{self.name} waits\ntorch/distributed/elastic says more\n")
         self.commands.append(command)
         return self.torchruns[len(self.commands) - 1]
 
+    def pause(self) -> None:
+        self.done.append("pause")
+
+    def resume(self) -> None:
+        self.done.append("resume")
+
     def kill(self) -> None:
+        self.done.append("kill")
         for torchrun in self.torchruns[: len(self.commands)]:
             torchrun.returncode = torchrun.poll() if torchrun.poll() is not None else -signal.SIGKILL
 
@@ -113,14 +118,16 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., trial
     """
     file = tmp_path / "small.yaml"
     elastic = "{replicas: 1, restarts: [{after_step: 60, replicas: 2}]}"
-    file.write_text(
-        f"recipe: none.yaml\nout_dir: {tmp_path}\nhosts: {{count: 2}}\nruns: {{plain: , elastic: {elastic}}}"
-    )
-    comparison = load_comparison(file)
+    text = f"recipe: none.yaml\nout_dir: {tmp_path}\nhosts: {{count: 2}}\n"
     recipe = SimpleNamespace(run=SimpleNamespace(timeout_seconds=10.0))
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    def make(run: str, *hosts: ScriptedHost, look: Callable[[Path], None] = lambda folder: None) -> trial.TrialRecord:
+    def make(
+        run: str, *hosts: ScriptedHost, look: Callable[[Path], None] = lambda folder: None, faults: str = ""
+    ) -> trial.TrialRecord:
+        runs = {"plain": "", "elastic": elastic}
+        file.write_text(f"{text}runs: {{{run}: {runs[run]}}}\nconditions: {{only: {{{faults}}}}}")
+        comparison = load_comparison(file)
         (planned,) = [one for one in trials(comparison, file) if one.run == run]
         now = [0.0]
 
@@ -131,7 +138,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., trial
             look(planned.directory)
 
         monkeypatch.setattr(trial, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-        return trial.run_trial(planned, comparison, recipe, hosts, 29500, "as on paper", lambda step: None)
+        return trial.TrialRun(planned, comparison, recipe, hosts, 29500, "as on paper", lambda step: None).run()
 
     return make
 
@@ -182,6 +189,31 @@ def test_a_run_is_stopped_at_a_step_and_goes_on_with_more_hosts(made: Callable[.
     assert starts == ["parallel.replicas=1", "parallel.replicas=2"] and len(hosts[1].commands) == 1
 
 
+def test_hosts_stop_and_die_so_many_seconds_after_training_began(
+    made: Callable[..., trial.TrialRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "POLL_SECONDS", 0.25)
+    hosts, seen = [ScriptedHost(0, Torchrun(11.0)), ScriptedHost(1, Torchrun(math.inf))], []
+
+    def look(folder: Path) -> None:
+        seen.append([list(host.done) for host in hosts])
+        if len(seen) == 5:  # training begins when this line is seen, in the fifth nap
+            (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    faults = "pauses: [{host: 0, at: 4, seconds: 3}, {host: 0, at: 9, seconds: 30}], kills: [{host: 1, at: 5.1}]"
+    record = made("plain", *hosts, look=look, faults=faults)
+    changes = [(nap, done) for nap, (before, done) in enumerate(itertools.pairwise(seen), 2) if done != before]
+    assert [(nap - 1 - 5) * 0.25 for nap, _ in changes] == [4.0, 5.25, 7.0, 9.0]
+    assert [done for _, done in changes] == [
+        [["pause"], []],
+        [["pause"], ["kill"]],
+        [["pause", "resume"], ["kill"]],
+        [["pause", "resume", "pause"], ["kill"]],
+    ]
+    assert hosts[0].done[3:] == ["resume", "resume"], "a host that is paused when the trial ends goes on"
+    assert (record.state, record.exit_codes) == ("failed", [0, -signal.SIGKILL])
+
+
 @pytest.mark.parametrize("git", [None, subprocess.TimeoutExpired("git", 10)], ids=["no git", "slow git"])
 def test_a_trial_is_recorded_without_a_commit_too(
     made: Callable[..., trial.TrialRecord], monkeypatch: pytest.MonkeyPatch, git: Exception | None
@@ -211,7 +243,7 @@ def test_a_trial_is_recorded_without_a_commit_too(
 def test_the_step_of_a_run_is_that_of_its_last_whole_line(tmp_path: Path, metrics: str | None, step: int) -> None:
     if metrics is not None:
         (tmp_path / "metrics.jsonl").write_text(metrics)
-    assert trial.step_of(tmp_path) == step
+    assert trial.step_of(tmp_path / "metrics.jsonl") == step
 
 
 def test_a_penalty_may_leave_averages_unclipped() -> None:
@@ -246,10 +278,10 @@ def test_training_has_a_bar_on_a_terminal(terminal: None, capsys: pytest.Capture
 def test_a_comparison_has_a_bar_for_all_trials_and_one_for_this_one(
     terminal: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bars = compare_progress.ComparisonProgress(3)
+    bars = ComparisonProgress(3)
     planned = SimpleNamespace(condition="thin", run="diloco", seed=7)
     record = SimpleNamespace(state="failed", wall_seconds=75.0, last_lines=["the reason"])
-    bars.skip(planned)
+    bars.skip()
     bars.begin(1, planned, 60)
     bars.advance(30)
     bars.end(record, 3700.0)

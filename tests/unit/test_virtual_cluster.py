@@ -5,21 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from llmtrain.compare.cluster import HostLimits, cpu_limits
-from llmtrain.compare.cluster.cpu_limits import (
-    Controller,
-    controller,
-    controller_or_refuse,
-    mounted,
-    quota_and_period,
-)
-from llmtrain.compare.cluster.names import cluster_of, new_name, owner_lives, start_of
-from llmtrain.compare.cluster.shaping import burst_bytes, download, largest_packet, queue_bytes, upload
+from llmtrain.compare.cluster import HostLimits, hosts, limits, virtual_cluster
+from llmtrain.compare.cluster.limits import Controller, controller, disciplines, largest_packet
+from llmtrain.compare.cluster.processes import cluster_of, new_name, owner_lives, start_of
 from llmtrain.errors import ClusterError
 
 
@@ -56,8 +51,10 @@ def test_limits_are_positive_numbers(key: str, value: float):
 
 
 def test_a_bucket_holds_a_millisecond_and_a_queue_fifty_but_neither_is_tiny():
-    assert [burst_bytes(mbit) for mbit in (10, 30, 100, 1000, 10_000)] == [8192, 8192, 12_500, 125_000, 1_250_000]
-    assert [queue_bytes(mbit) for mbit in (10, 30, 100, 1000)] == [262_144, 262_144, 625_000, 6_250_000]
+    lines = [disciplines(HostLimits(bandwidth_mbit=mbit))[1][0].split() for mbit in (10, 30, 100, 1000, 10_000)]
+    sizes = [{name: int(words[words.index(name) + 1]) for name in ("burst", "limit")} for words in lines]
+    assert [size["burst"] for size in sizes] == [8192, 8192, 12_500, 125_000, 1_250_000]
+    assert [size["limit"] for size in sizes] == [262_144, 262_144, 625_000, 6_250_000, 62_500_000]
 
 
 def test_no_packet_is_larger_than_the_smallest_bucket_of_the_cluster():
@@ -71,38 +68,53 @@ def test_latency_is_behind_the_bucket_of_what_a_host_sends_and_nowhere_else():
         "root handle 1: tbf rate 30000000bit burst 8192 limit 262144",
     )
     netem = "handle 2: netem delay 2500us limit 100000"
-    assert [" ".join(line) for line in upload(both)] == [tbf, f"parent 1:1 {netem}"]
-    assert [" ".join(line) for line in download(both)] == [tbf]
-    assert [" ".join(line) for line in upload(HostLimits(latency_ms=2.5))] == [f"root {netem}"]
-    assert upload(HostLimits(cpus=1)) == download(HostLimits(latency_ms=2.5)) == []
+    assert disciplines(both) == ([tbf, f"parent 1:1 {netem}"], [tbf])
+    assert disciplines(HostLimits(latency_ms=2.5)) == ([f"root {netem}"], [])
+    assert disciplines(HostLimits(cpus=1)) == ([], [])
 
 
-def test_a_share_is_given_in_periods_as_short_as_the_kernel_lets_them_be():
-    assert quota_and_period(0.5) == (10_000, 20_000)
-    assert quota_and_period(2.5) == (50_000, 20_000)
-    assert quota_and_period(0.01) == (1_000, 100_000)
+@pytest.mark.parametrize(
+    ("cpus", "quota", "period"), [(0.5, 10_000, 20_000), (2.5, 50_000, 20_000), (0.01, 1_000, 100_000)]
+)
+def test_a_share_is_given_in_periods_as_short_as_the_kernel_lets_them_be(
+    tmp_path: Path, cpus: float, quota: int, period: int
+):
+    group = Controller(tmp_path, 1).make("llmtrain-1-2-3", "host0", cpus).parent
+    assert (group / "cpu.cfs_quota_us").read_text() == str(quota)
+    assert (group / "cpu.cfs_period_us").read_text() == str(period)
+
+
+def test_a_share_too_small_for_the_kernel_is_refused(tmp_path: Path):
     with pytest.raises(ClusterError, match=r"cpus=0\.0001 of a host: the kernel can't give less than 0\.001"):
-        quota_and_period(0.0001)
+        Controller(tmp_path, 1).make("llmtrain-1-2-3", "host0", 0.0001)
+    assert list(tmp_path.iterdir()) == []
 
 
-HYBRID = """\
-31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
-33 31 0:30 / /sys/fs/cgroup/cpuacct rw,relatime - cgroup cgroup rw,cpuacct
-34 31 0:31 / /sys/fs/cgroup/cpuset rw,relatime - cgroup cgroup rw,cpuset
-41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw
-"""
+Mount = Callable[[str, str, str], Path]
 
 
-def test_control_groups_of_either_version_are_found():
-    joint = "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,nosuid shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
-    unified = Controller(Path("/sys/fs/cgroup/unified"), 2)
-    assert list(mounted(HYBRID)) == [unified]
-    assert list(mounted(HYBRID + joint)) == [Controller(Path("/sys/fs/cgroup/cpu,cpuacct"), 1), unified]
-    alone = (
-        "35 24 0:30 / /sys/fs/cgroup rw,nosuid,nodev shared:4 - cgroup2 cgroup2 rw,nsdelegate,memory_recursiveprot\n"
-    )
-    assert list(mounted(alone)) == [Controller(Path("/sys/fs/cgroup"), 2)]
-    assert list(mounted("23 1 0:21 / /proc rw - proc proc rw\n")) == []
+@pytest.fixture
+def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mount:
+    """Mounts folders where nothing else is."""
+    mounts: list[SimpleNamespace] = []
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+
+    def add(name: str, fstype: str, opts: str) -> Path:
+        (tmp_path / name).mkdir()
+        mounts.append(SimpleNamespace(mountpoint=str(tmp_path / name), fstype=fstype, opts=opts))
+        return tmp_path / name
+
+    return add
+
+
+@pytest.fixture
+def hybrid(mount: Mount) -> Path:
+    """Groups of both versions, of which neither limits CPU time; returns the folder of version 2."""
+    mount("cgroup", "tmpfs", "rw,mode=755")
+    unified = mount("unified", "cgroup2", "rw,relatime")
+    mount("cpuacct", "cgroup", "rw,relatime,cpuacct")
+    mount("cpuset", "cgroup", "rw,relatime,cpuset")
+    return unified
 
 
 @pytest.mark.parametrize(("handed_down", "then"), [("memory pids\n", "+cpu"), ("cpu memory\n", "cpu memory\n")])
@@ -141,33 +153,45 @@ def test_version_1_has_a_file_for_the_period_and_one_for_the_quota(tmp_path: Pat
     ("controllers", "is_taken"), [("cpuset cpu io\n", True), ("cpuset io\n", False), (None, False)]
 )
 def test_a_tree_of_version_2_is_taken_if_it_limits_cpu_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, controllers: str | None, is_taken: bool
+    mount: Mount, hybrid: Path, controllers: str | None, is_taken: bool
 ) -> None:
-    (tmp_path / "mountinfo").write_text(f"35 24 0:30 / {tmp_path} rw shared:4 - cgroup2 cgroup2 rw\n")
-    monkeypatch.setattr(cpu_limits, "MOUNTS", tmp_path / "mountinfo")
+    other = mount("other", "cgroup2", "rw")
+    (other / "cgroup.controllers").write_text("io\n")
     if controllers is not None:
-        (tmp_path / "cgroup.controllers").write_text(controllers)
-    assert controller() == (Controller(tmp_path, 2) if is_taken else None)
+        (hybrid / "cgroup.controllers").write_text(controllers)
+    assert controller() == (Controller(hybrid, 2) if is_taken else None)
 
 
-def test_version_1_is_taken_where_both_are_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    joint = f"32 31 0:29 / {tmp_path} rw,nosuid shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
-    (tmp_path / "mountinfo").write_text(HYBRID + joint)
-    monkeypatch.setattr(cpu_limits, "MOUNTS", tmp_path / "mountinfo")
-    assert controller_or_refuse(0.5) == controller() == Controller(tmp_path, 1)
+def test_version_1_is_taken_where_both_are_mounted(mount: Mount, hybrid: Path) -> None:
+    (hybrid / "cgroup.controllers").write_text("cpu io\n")
+    joint = mount("cpu,cpuacct", "cgroup", "rw,nosuid,cpu,cpuacct")
+    assert controller() == Controller(joint, 1)
 
 
-@pytest.mark.parametrize("mounts", ["23 1 0:21 / /proc rw - proc proc rw\n", None], ids=["none mounted", "no /proc"])
+def test_this_machines_mounts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {(mount.mountpoint, mount.fstype) for mount in psutil.disk_partitions(all=True)}
+    assert any(fstype == "proc" for _, fstype in known)
+    found = controller()
+    assert found is None or (str(found.top), {1: "cgroup", 2: "cgroup2"}[found.version]) in known
+
+
+@pytest.mark.parametrize("has_proc", [True, False], ids=["none mounted", "no /proc"])
 def test_shares_are_refused_where_no_control_group_gives_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mounts: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hybrid: Path, has_proc: bool
 ) -> None:
-    monkeypatch.setattr(cpu_limits, "MOUNTS", tmp_path / "mountinfo")
-    if mounts is not None:
-        (tmp_path / "mountinfo").write_text(mounts)
+    def no_proc(all: bool) -> None:
+        raise FileNotFoundError("/proc/self/mounts")
+
+    if not has_proc:
+        monkeypatch.setattr(psutil, "disk_partitions", no_proc)
     assert controller() is None
+    monkeypatch.setattr(hosts, "why_no_cluster", lambda: None)
+    monkeypatch.setattr(hosts, "run", lambda *command: "")
+    monkeypatch.setattr(hosts, "FOLDERS", tmp_path / "folders")
+    monkeypatch.setattr(hosts, "NAMESPACES", tmp_path / "namespaces")
     message = r"^cpus=0\.5 of a host: no control group for CPU time is mounted here; leave cpus out$"
     with pytest.raises(ClusterError, match=message):
-        controller_or_refuse(0.5)
+        virtual_cluster([HostLimits(cpus=0.5)]).__enter__()
 
 
 @pytest.mark.parametrize("free_after", [1, 4.9])
@@ -199,5 +223,5 @@ def a_busy_group(top: Path, monkeypatch: pytest.MonkeyPatch, free_after: float) 
         if now[0] >= free_after:
             thing.unlink(missing_ok=True)
 
-    monkeypatch.setattr(cpu_limits, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     return now

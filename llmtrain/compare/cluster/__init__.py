@@ -7,23 +7,26 @@
         ...
         print(hosts[0].sent(), "bytes have left host0")
 
-Hosts are network namespaces, each joined by a veth pair to a bridge. The bridges have a namespace of their own, so
-the machine's network is not touched. This needs root and iproute2; `why_no_cluster` reports what is missing.
-`loopback_cluster` gives hosts with the same API on 127.0.0.1, without root and without limits.
+Hosts are network namespaces, each joined by a veth pair to a bridge. This needs root and iproute2; `why_no_cluster` reports
+what is missing. `loopback_cluster` gives hosts with the same API on 127.0.0.1, without root and without limits.
 
 At the end of the `with` block the cluster and all processes in it are removed. The next process that creates a
 cluster removes what a killed process left behind (`remove_leftovers`).
 """
 
-from llmtrain.compare.cluster.cleanup import remove_leftovers
-from llmtrain.compare.cluster.create import loopback_cluster, virtual_cluster, why_no_cluster
-from llmtrain.compare.cluster.hosts import Host, LoopbackHost, VirtualHost
+from llmtrain.compare.cluster.hosts import (
+    Host,
+    VirtualHost,
+    loopback_cluster,
+    remove_leftovers,
+    virtual_cluster,
+    why_no_cluster,
+)
 from llmtrain.compare.cluster.limits import HostLimits
 
 __all__ = [
     "Host",
     "HostLimits",
-    "LoopbackHost",
     "VirtualHost",
     "loopback_cluster",
     "remove_leftovers",

@@ -1,19 +1,49 @@
-"""Hosts of a cluster, which start, pause and kill their processes and count their network traffic."""
+"""Clusters of hosts, from their creation to their removal, also by another process than the one that created them.
+
+On network N the card of virtual host K is ethN, with address 10.77.N.(K+1), and its cable's other end is a port of the
+bridge netN. The bridges have a namespace of their own (`CLUSTER-switch`), so the machine's network is not touched.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmtrain.compare.cluster.namespaces import FILES, counters, port_of
-from llmtrain.compare.cluster.processes import MARK, continue_all, in_namespace, kill_all, marks, stop_all
-from llmtrain.compare.cluster.system import run
+from llmtrain.compare.cluster.limits import HostLimits, controller, largest_packet, shape
+from llmtrain.compare.cluster.processes import (
+    MARK,
+    PREFIX,
+    CommandError,
+    cluster_of,
+    in_namespace,
+    marks,
+    new_name,
+    owner_lives,
+    run,
+    send,
+    signal_all,
+)
+from llmtrain.errors import ClusterError
+
+NAMESPACES = Path("/run/netns")
+"""Folder in which iproute2 keeps a file for each namespace."""
+FOLDERS = Path("/run") / PREFIX
+"""Folder with a subfolder per virtual cluster. Owned by root, as clusters are, and empty after a reboot."""
+TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "mount": "mount"}
+"""Programs that virtual hosts need, and the Debian packages that contain them."""
+MOST_HOSTS = 254
+CONGESTION_CONTROL = "reno"
+"""TCP congestion control on all hosts, so that a comparison does not depend on the machine's default. bbr, for
+example, starts slowly and pauses now and then. Only reno is in every kernel and available to namespaces."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +80,29 @@ class Host(ABC):
 
     def pause(self) -> None:
         """Send SIGSTOP to all processes here and wait until they stop. Raises TimeoutError if one does not."""
-        stop_all(self.pids, self.name)
+        signal_all(signal.SIGSTOP, self.pids, self.name)
 
     def resume(self) -> None:
         """Send SIGCONT to all processes here."""
-        continue_all(self.pids)
+        for pid in self.pids():
+            send(pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """Send SIGKILL to all processes here and wait until they have ended. Raises TimeoutError if one does not."""
-        kill_all(self.pids, self.name)
+        signal_all(signal.SIGKILL, self.pids, self.name)
         for process in self._started:
             process.poll()  # one that ended after the last look is a zombie, whose Popen has no exit status yet
 
-    @abstractmethod
     def sent(self, network: int = 0) -> int | None:
-        """Return the bytes sent so far by the card on `network`, or None if unknown."""
+        """Return the bytes sent so far by the card on `network`, or None if hosts share one."""
+        return self._count("tx", network)
+
+    def received(self, network: int = 0) -> int | None:
+        """Return the bytes received so far by the card on `network`, or None if hosts share one."""
+        return self._count("rx", network)
 
     @abstractmethod
-    def received(self, network: int = 0) -> int | None:
-        """Return the bytes received so far by the card on `network`, or None if unknown."""
+    def _count(self, direction: str, network: int) -> int | None: ...
 
     @abstractmethod
     def _inside(self, command: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], Mapping[str, str]]:
@@ -91,20 +125,19 @@ class VirtualHost(Host):
     group: Path | None
     """File through which a process joins the host's control group; None if CPU time is not limited."""
 
-    def sent(self, network: int = 0) -> int:
-        return counters(self.namespace, f"eth{network}")[0]
-
-    def received(self, network: int = 0) -> int:
-        return counters(self.namespace, f"eth{network}")[1]
-
     def unplug(self, network: int = 0) -> None:
         """Disconnect ethN, as if its cable were unplugged."""
-        run("ip", "-n", self.switch, "link", "set", port_of(self.name, network), "down")
+        run("ip", "-n", self.switch, "link", "set", _port(self.name, network), "down")
+
+    def _count(self, direction: str, network: int) -> int:
+        [shown] = json.loads(run("ip", "-n", self.namespace, "-s", "-j", "link", "show", "dev", f"eth{network}"))
+        return shown["stats64"][direction]["bytes"]
 
     def _inside(self, command: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], Mapping[str, str]]:
         """Wrap `command` in prologues that each exec the next, so that Popen's process becomes the command itself."""
+        ip, unshare = (shutil.which(tool) or tool for tool in ("ip", "unshare"))  # whatever PATH the command gets
         name = 'mount --bind "$0" /etc/hosts && echo "$1" > /proc/sys/kernel/hostname && shift && exec "$@"'
-        enter = [_path("ip"), "netns", "exec", self.namespace, _path("unshare"), "--uts"]
+        enter = [ip, "netns", "exec", self.namespace, unshare, "--uts"]
         inside = [*enter, "sh", "-c", name, str(self.names), self.name, *command]
         if self.group is None:
             return inside, env
@@ -112,7 +145,7 @@ class VirtualHost(Host):
         return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.group), *inside], env
 
     def _found(self) -> list[int]:
-        return in_namespace(FILES / self.namespace)
+        return in_namespace(NAMESPACES / self.namespace)
 
 
 @dataclass(frozen=True)
@@ -121,11 +154,7 @@ class LoopbackHost(Host):
 
     mark: str
 
-    def sent(self, network: int = 0) -> None:
-        """Return None, because all hosts share one interface."""
-
-    def received(self, network: int = 0) -> None:
-        """Return None, because all hosts share one interface."""
+    def _count(self, direction: str, network: int) -> None: ...
 
     def _inside(self, command: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], Mapping[str, str]]:
         return command, {**env, MARK: self.mark}
@@ -134,6 +163,135 @@ class LoopbackHost(Host):
         return [pid for pid, mark in marks().items() if mark == self.mark]
 
 
-def _path(tool: str) -> str:
-    """Return the path of a tool, independently of the PATH that the command gets."""
-    return shutil.which(tool) or tool
+@contextmanager
+def virtual_cluster(limits: Sequence[HostLimits], networks: int = 1) -> Iterator[list[VirtualHost]]:
+    """Create a host for each of `limits`, on `networks` networks; on exit, remove the hosts with their processes.
+
+    Raises ClusterError, in one line, if a host or its limits are not available. Nothing is left behind then either.
+    """
+    if (why := why_no_cluster()) is not None:
+        raise ClusterError(f"hosts can't be made here: {why}")
+    if not 0 < len(limits) <= MOST_HOSTS:
+        raise ClusterError(f"{len(limits)} hosts: expected 1 to {MOST_HOSTS}")
+    with _new_cluster() as (cluster, hosts):
+        switch = f"{cluster}-switch"
+        run("ip", "netns", "add", switch)
+        for network in range(networks):
+            run("ip", "-n", switch, "link", "add", f"net{network}", "type", "bridge")
+            run("ip", "-n", switch, "link", "set", f"net{network}", "up")
+        for number in range(len(limits)):
+            hosts.append(_virtual_host(cluster, switch, number, limits, networks))
+        yield hosts
+
+
+@contextmanager
+def loopback_cluster(count: int) -> Iterator[list[LoopbackHost]]:
+    """Create `count` hosts that are all this machine, for callers without root. On exit, kill their processes."""
+    with _new_cluster() as (cluster, hosts):
+        names = [f"host{number}" for number in range(count)]
+        hosts += [LoopbackHost(name, ("127.0.0.1",), "lo", mark=f"{cluster}-{name}") for name in names]
+        yield hosts
+
+
+def why_no_cluster() -> str | None:
+    """Return the reason in a few words why virtual hosts can't be created here, or None if they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        packages = dict.fromkeys(TOOLS[tool] for tool in missing)
+        return f"{' and '.join(missing)} not installed (packages: {', '.join(packages)})"
+    trial = f"{new_name()}-trial"
+    try:
+        run("ip", "netns", "add", trial)
+        run("ip", "-n", trial, "link", "add", "net0", "type", "bridge")
+        run("ip", "-n", trial, "link", "add", "eth0", "type", "veth", "peer", "name", "port")
+    except CommandError as error:
+        return f"network namespaces, bridges or veth can't be made ({error})"
+    finally:
+        with suppress(CommandError):
+            run("ip", "netns", "delete", trial)
+    return None
+
+
+def remove_leftovers() -> None:
+    """Remove the clusters of processes that died, and kill the processes that still run in them.
+
+    Clusters of living processes are not touched. Without root, only this user's loopback clusters are removed.
+    """
+    names = list(marks().values())
+    if os.geteuid() == 0:
+        folders = [NAMESPACES, FOLDERS, *([found.top] if (found := controller()) else [])]
+        names += [path.name for folder in folders for path in folder.glob("*")]
+    for cluster in sorted({cluster for name in names if (cluster := cluster_of(name)) is not None}):
+        if not owner_lives(cluster):
+            remove_cluster(cluster)
+
+
+def remove_cluster(cluster: str) -> None:
+    """Remove a cluster and its processes. Raises TimeoutError, OSError or CommandError if something can't be removed."""
+    signal_all(signal.SIGKILL, lambda: [pid for pid, mark in marks().items() if cluster_of(mark) == cluster], cluster)
+    if os.geteuid() != 0:
+        return
+    namespaces = [file for file in sorted(NAMESPACES.glob("*")) if cluster_of(file.name) == cluster]
+    for file in namespaces:
+        signal_all(signal.SIGKILL, lambda file=file: in_namespace(file), file.name)
+    for file in namespaces:
+        try:
+            run("ip", "netns", "delete", file.name)
+        except CommandError:
+            if file.exists():  # else another process that starts now has done it
+                raise
+    if (found := controller()) is not None:
+        found.remove(cluster)
+    shutil.rmtree(FOLDERS / cluster, ignore_errors=True)
+
+
+@contextmanager
+def _new_cluster() -> Iterator[tuple[str, list[Host]]]:
+    """Yield a name and a list of hosts, which are killed and removed on exit."""
+    remove_leftovers()
+    cluster, hosts = new_name(), []
+    try:
+        yield cluster, hosts
+    finally:
+        for host in hosts:
+            host.kill()
+        remove_cluster(cluster)
+
+
+def _virtual_host(cluster: str, switch: str, number: int, limits: Sequence[HostLimits], networks: int) -> VirtualHost:
+    """Create a host and connect it to the bridges. `limits` are those of all hosts of the cluster."""
+    name, namespace, cpus = f"host{number}", f"{cluster}-host{number}", limits[number].cpus
+    addresses = tuple(f"10.77.{network}.{number + 1}" for network in range(networks))
+    run("ip", "netns", "add", namespace)
+    run("ip", "-n", namespace, "link", "set", "lo", "up")
+    choose = f"echo {CONGESTION_CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control"
+    run("ip", "netns", "exec", namespace, "sh", "-c", choose)
+    packet = str(largest_packet(limits))
+    for network, address in enumerate(addresses):
+        card, port = f"eth{network}", _port(name, network)
+        run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", card, "netns", namespace)
+        run("ip", "-n", namespace, "link", "set", card, "gso_max_size", packet)
+        run("ip", "-n", switch, "link", "set", port, "gso_max_size", packet)
+        shape(limits[number], (namespace, card), (switch, port))
+        run("ip", "-n", switch, "link", "set", port, "master", f"net{network}", "up")
+        run("ip", "-n", namespace, "addr", "add", f"{address}/24", "dev", card)
+        run("ip", "-n", namespace, "link", "set", card, "up")
+    names = FOLDERS / cluster / name
+    names.parent.mkdir(parents=True, exist_ok=True)
+    others = [f"10.77.0.{other + 1} host{other}\n" for other in range(len(limits)) if other != number]
+    names.write_text("".join(["127.0.0.1 localhost\n", f"127.0.1.1 {name}\n", *others]))
+    group = None
+    if cpus is not None:
+        if (found := controller()) is None:
+            raise ClusterError(
+                f"cpus={cpus:g} of a host: no control group for CPU time is mounted here; leave cpus out"
+            )
+        group = found.make(cluster, name, cpus)
+    return VirtualHost(name, addresses, "eth0", namespace=namespace, switch=switch, names=names, group=group)
+
+
+def _port(host: str, network: int) -> str:
+    """Return the name of the bridge's end of a host's cable."""
+    return f"{host}net{network}"

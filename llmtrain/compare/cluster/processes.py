@@ -1,114 +1,143 @@
-"""Functions that find the processes of a host, and stop, continue or kill all of them."""
+"""Processes of clusters: how they are found and signaled, and cluster names, which identify the creating process.
+
+A cluster is called `llmtrain-PID-START-NUMBER`: its creator's pid and start time, and a new number for each cluster. What
+belongs to a host, such as its namespace, is called `CLUSTER-hostK`. So leftovers of dead processes can be found.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
+import re
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
-from llmtrain.compare.cluster.names import stat_of
+import psutil
 
-SECONDS = 10.0
-"""Timeout for processes to obey a signal that can't be refused."""
+PREFIX = "llmtrain"
 MARK = "LLMTRAIN_VIRTUAL_HOST"
 """Environment variable that identifies the processes of a loopback host. They have nothing else in common, because
 torchrun gives each of its ranks its own session."""
-
+SECONDS = 10.0
+"""Timeout for processes to obey a signal that can't be refused."""
 EXEC_SECONDS = 1.0
 """Longest time that execve may take between two reads of an environment. A busy machine suspends processes in the middle of it."""
-START_TIME = 19
-"""Field of `stat_of`: when the process started. With the pid, it identifies a process."""
+COMMAND_SECONDS = 30.0
+"""Timeout of one `ip` or `tc` command on a busy machine."""
+ENDED = "ZX"
+"""States of a process that has ended: zombie, dead."""
+OBEYED = {signal.SIGKILL: ENDED, signal.SIGSTOP: f"TtD{ENDED}"}
+"""States of a process that has obeyed a signal.
 
-Find = Callable[[], Collection[int]]
-"""Function that looks up the pids of a group of processes, anew at each call."""
+A process that waits inside the kernel (D) counts as stopped, because it stops before it does anything else. After vfork it
+can be waiting for a child that is stopped itself.
+"""
+_numbers = itertools.count()
+_bare: set[tuple[int, int | None]] = set()
+"""(pid, start time) of processes found to have no environment, so that they are waited for only once."""
 
 
-def in_namespace(namespace: Path) -> list[int]:
-    """Return the processes in the network namespace with this file."""
+class CommandError(RuntimeError):
+    """Failure of a system program."""
+
+
+def run(*command: str) -> str:
+    """Run a system program and return its standard output.
+
+    Raises CommandError with its error output if it fails, and also if it does not end in time.
+    """
     try:
-        wanted = namespace.stat()
-    except FileNotFoundError:
-        return []
-    found = []
-    for pid in _all():
-        with contextlib.suppress(OSError):  # it has ended
-            own = os.stat(f"/proc/{pid}/ns/net")
-            if (own.st_dev, own.st_ino) == (wanted.st_dev, wanted.st_ino):
-                found.append(pid)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise CommandError(f"{' '.join(command)}: did not end within {COMMAND_SECONDS:.0f} s") from None
+    if done.returncode:
+        raise CommandError(f"{' '.join(command)}: {' '.join(done.stderr.split())}")
+    return done.stdout
+
+
+def new_name() -> str:
+    """Return a name for a cluster of this process."""
+    return f"{PREFIX}-{os.getpid()}-{start_of(os.getpid())}-{next(_numbers)}"
+
+
+def cluster_of(name: str) -> str | None:
+    """Return the cluster that `name` or `name-ANYTHING` belongs to, or None if it belongs to none."""
+    match = re.fullmatch(rf"({PREFIX}-\d+-\d+-\d+)(-.*)?", name)
+    return match[1] if match else None
+
+
+def owner_lives(cluster: str) -> bool:
+    """Return whether the process that created a cluster still runs, and not a later one with the same pid."""
+    _, pid, start, _ = cluster.split("-")
+    return start_of(int(pid)) == int(start)
+
+
+def start_of(pid: int) -> int | None:
+    """Return a process's start time in the kernel's clock ticks since boot, or None if it has ended."""
+    fields = stat_of(pid)
+    return None if fields[0] in ENDED else int(fields[19])
+
+
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on (field 3 of proc(5)); only X without such a process."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ["X"]
+    return line.rpartition(")")[2].split()  # the name before it may hold anything
+
+
+def in_namespace(file: Path) -> list[int]:
+    """Return the processes in the network namespace with this file."""
+    found: list[int] = []
+    with suppress(FileNotFoundError):
+        wanted = file.stat()
+        for pid in psutil.pids():
+            with suppress(OSError):  # it has ended
+                if os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), wanted):
+                    found.append(pid)
     return found
 
 
 def marks() -> dict[int, str]:
     """Return {pid: mark} for the processes with a mark in an environment that this user may read."""
     found = {}
-    start = f"{MARK}=".encode()
-    for pid in _all():
-        with contextlib.suppress(OSError):
-            for variable in _environment(pid).split(b"\0"):
-                if variable.startswith(start):
-                    found[pid] = variable.removeprefix(start).decode(errors="replace")
+    for pid in psutil.pids():
+        with suppress(OSError):
+            if match := re.search(rb"(?:^|\0)%s=([^\0]*)" % MARK.encode(), _environment(pid)):
+                found[pid] = match[1].decode(errors="replace")
     return found
 
 
-def kill_all(find: Find, whose: str) -> None:
-    """Send SIGKILL until all processes have ended, also those that `find` no longer returns while they exit.
+def signal_all(number: signal.Signals, find: Callable[[], Collection[int]], whose: str) -> None:
+    """Send SIGKILL or SIGSTOP until all processes have obeyed. Raises TimeoutError after SECONDS.
 
-    Raises TimeoutError after SECONDS.
+    `find` looks up the pids anew at each call. Those that start during the call are included, and so are those that `find`
+    no longer returns while they exit.
     """
-    _signal_until(signal.SIGKILL, find, _is_gone, f"processes of {whose} are there after SIGKILL")
-
-
-def stop_all(find: Find, whose: str) -> None:
-    """Send SIGSTOP until all remaining processes are stopped, including those that start during the call.
-
-    Raises TimeoutError after SECONDS.
-    """
-    _signal_until(signal.SIGSTOP, find, _is_stopped, f"processes of {whose} run after SIGSTOP")
-
-
-def continue_all(find: Find) -> None:
-    """Send SIGCONT to all processes that `find` returns."""
-    for pid in find():
-        _send(pid, signal.SIGCONT)
-
-
-def _signal_until(number: signal.Signals, find: Find, is_done: Callable[[int], bool], failure: str) -> None:
     deadline = time.monotonic() + SECONDS
-    signalled: set[int] = set()
+    signaled: set[int] = set()
     while True:
-        found = {pid for pid in find() if pid not in signalled or not is_done(pid)}
-        left = found | {pid for pid in signalled if not is_done(pid)}
+        found = set(find())
+        left = {pid for pid in found | signaled if pid not in signaled or stat_of(pid)[0] not in OBEYED[number]}
         if not left:
             return
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{failure}, {SECONDS:.0f} s later: {', '.join(map(str, sorted(left)))}")
-        for pid in found:  # only: the number of one that has ended may be another's now
-            _send(pid, number)
-        signalled |= found
+            pids = ", ".join(map(str, sorted(left)))
+            raise TimeoutError(f"processes of {whose} have not obeyed {number.name}, {SECONDS:.0f} s later: {pids}")
+        for pid in left & found:  # only: the number of one that has ended may be another's now
+            send(pid, number)
+        signaled |= found
         time.sleep(0.01)
 
 
-def _is_gone(pid: int) -> bool:
-    """Return whether a process has ended; a zombie counts as ended."""
-    fields = stat_of(pid)
-    return fields is None or fields[0] in "ZX"
-
-
-def _is_stopped(pid: int) -> bool:
-    """Return whether a process that received SIGSTOP has stopped or ended.
-
-    A process that waits inside the kernel (D) counts as stopped, because it stops before it does anything else.
-    After vfork it can be waiting for a child that is stopped itself.
-    """
-    fields = stat_of(pid)
-    return fields is None or fields[0] in "TtDZX"
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process, unless it has ended."""
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
@@ -121,17 +150,9 @@ def _environment(pid: int) -> bytes:
     deadline = time.monotonic() + EXEC_SECONDS
     while not (environment := Path(f"/proc/{pid}/environ").read_bytes()):
         os.readlink(f"/proc/{pid}/exe")  # raises where there is no program
-        process = (pid, (stat_of(pid) or [""] * (START_TIME + 1))[START_TIME])
+        process = (pid, start_of(pid))
         if process in _bare or time.monotonic() > deadline:
             _bare.add(process)
             break
         time.sleep(0.0002)
     return environment
-
-
-_bare: set[tuple[int, str]] = set()
-"""Processes found to have no environment, so that they are waited for only once."""
-
-
-def _all() -> Iterator[int]:
-    return (int(name) for name in os.listdir("/proc") if name.isdigit())
