@@ -11,13 +11,11 @@ from enum import StrEnum
 import numpy as np
 import pandas as pd
 
-from llmtrain.compare.results import DONE, Trial
+from llmtrain.compare.results import DONE, NOT_YET_RUN, Trial
 from llmtrain.errors import ResultsError
 
 TrialKey = tuple[str, str, int]
 """Condition, run and seed of a trial that the comparison means to make."""
-NOT_YET_RUN = "not yet run"
-"""The state of a planned trial that has left nothing."""
 RUN = ["condition", "run"]
 COSTS = ["seconds", "tokens", "bytes"]
 """What was spent until a loss: training seconds, tokens of all replicas, bytes sent between replicas."""
@@ -28,18 +26,18 @@ WIRE = ["wire_counted", "wire_others", "wire_sent", "wire_received", "wire_ratio
 MEASURES = ["final_loss", "bytes_sent", "training_seconds", "tokens_per_second", "measured", *SPLIT, *WIRE, *COSTS]
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 RATE = re.compile(r"(\d+(?:\.\d+)?)[ _-]?([kmg]bit)(?:/s|ps)?", re.IGNORECASE)
-RATES = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
+MEGABITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 
 class Outcome(StrEnum):
-    """How soon a run got to the target, compared with the baseline. Ranges over seeds that overlap are no difference."""
+    """How soon a run got to the target, compared with the baseline. Ranges over seeds that overlap are no difference; mixed is
+    sooner, but in fewer seeds, or later, but in more."""
 
     BASELINE = "baseline"
     FASTER = "faster"
     SLOWER = "slower"
     NO_DIFFERENCE = "no difference"
     MIXED = "mixed"
-    """Sooner, but in fewer seeds; or later, but in more."""
     NOT_REACHED = "not reached"
     NOT_COMPARABLE = "not comparable"
     NOT_FINISHED = "not finished"
@@ -186,7 +184,7 @@ def find_sweeps(conditions: Sequence[str]) -> list[Sweep]:
     """
     families: dict[str, dict[str, list[float]]] = {}
     for name in conditions:
-        plain = RATE.sub(lambda found: f"{float(found[1]) * RATES[found[2].lower()]:g}mbit", name)
+        plain = RATE.sub(lambda found: f"{float(found[1]) * MEGABITS[found[2].lower()]:g}mbit", name)
         families.setdefault(NUMBER.sub("…", plain), {})[name] = [float(text) for text in NUMBER.findall(plain)]
     bare = [name for name in conditions if not NUMBER.search(name)]
     sweeps = []
@@ -220,9 +218,9 @@ def _against_baseline(table: pd.DataFrame, ends: pd.Series, baseline: str) -> pd
 
 def _seconds_to(ends: pd.Series, racers: pd.DataFrame) -> pd.DataFrame:
     """Return the seconds of trials to the loss that a run of their condition ended with, over seeds."""
-    races = racers.merge(ends.reset_index())
+    races = racers.merge(ends.reset_index())  # on the condition, and on the run if racers have one
     races["seconds"] = [
-        cost_to_reach(*race)["seconds"] for race in zip(races["trial"], races["final_loss"], strict=True)
+        cost_to_reach(*race)["seconds"] for race in races[["trial", "final_loss"]].itertuples(index=False)
     ]
     return over_seeds(races, ["seconds"])["seconds"]
 
@@ -230,10 +228,9 @@ def _seconds_to(ends: pd.Series, racers: pd.DataFrame) -> pd.DataFrame:
 def _speed_up(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
     """Return the baseline's seconds / a run's: NaN where most seeds of either never got there, or were there before the first
     step. Low and high are of the ends of their ranges, so that 1 lies between them just where the ranges overlap."""
-    ends = {"median": theirs["median"] / ours["median"], "low": theirs["low"] / ours["high"]}
-    ends["high"] = theirs["high"] / ours["low"]
-    seeds = np.maximum(ours["seeds"], theirs["seeds"])
-    speed_up = pd.DataFrame(ends | {"finite": seeds, "seeds": seeds})
+    speed_up = pd.DataFrame({"median": theirs["median"] / ours["median"], "low": theirs["low"] / ours["high"]})
+    speed_up["high"] = theirs["high"] / ours["low"]
+    speed_up["seeds"] = speed_up["finite"] = np.maximum(ours["seeds"], theirs["seeds"])
     return speed_up[np.isfinite(theirs["median"] + ours["median"]) & (ours["low"] > 0)].reindex(ours.index)
 
 

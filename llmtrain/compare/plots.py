@@ -15,10 +15,7 @@ from llmtrain.compare import tables
 from llmtrain.compare.measures import SPLIT, Results, Sweep, validations
 from llmtrain.compare.results import DONE
 
-COLORS = (
-    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8b4513"),
-    *("#7f3fbf", "#c4102f", "#4d6a6d", "#8fae1b"),
-)
+COLORS = ["0072b2", "d55e00", "009e73", "cc79a7", "e69f00", "56b4e9", "8b4513", "7f3fbf", "c4102f", "4d6a6d", "8fae1b"]
 LINES = ("-", "--", "-.", ":")
 MARKERS = "osD^vP*X<>hp"
 SPLIT_COLORS = ("#9ecae1", "#f28e2b", "#c4302b")
@@ -37,14 +34,13 @@ def styles(results: Results) -> Styles:
     made = {results.baseline: {"color": "black", "linestyle": "-", "marker": "o"}}
     for number, run in enumerate(run for run in results.trials["run"].unique() if run != results.baseline):
         line, marker = LINES[number // 4 % len(LINES)], MARKERS[(number + 1) % len(MARKERS)]
-        made[run] = {"color": COLORS[number % len(COLORS)], "linestyle": line, "marker": marker}
+        made[run] = {"color": f"#{COLORS[number % len(COLORS)]}", "linestyle": line, "marker": marker}
     return made
 
 
 def draw_loss(results: Results, condition: str, cost: str, styles: Styles) -> Figure | None:
     """Draw validation loss against a cost: each seed thin, their median thick. None where nobody has a point of it."""
     figure, axes = _figure(4.6)
-    target = results.targets[condition]
     trials = results.trials[results.trials["condition"] == condition].dropna(subset="trial")
     drawn = {}
     for run, rows in trials.groupby("run", sort=False):
@@ -65,11 +61,11 @@ def draw_loss(results: Results, condition: str, cost: str, styles: Styles) -> Fi
     low = min(lowest for _, lowest in drawn.values())
     # From the lowest loss to where most runs were after a quarter of their validations: ends are what one compares.
     high = pd.Series([thick["loss"].iloc[len(thick) // 4] for thick, _ in drawn.values()]).median()
-    if not math.isnan(target):
+    if not math.isnan(target := results.targets[condition]):
         low, high = min(low, target), max(high, target)
         axes.axhline(target, color="0.45", linewidth=1, linestyle=(0, (6, 3)))
-        at = axes.get_yaxis_transform()
-        axes.text(0.01, target, f"target {tables.loss(target)}", transform=at, va="top", fontsize=8.5, color="0.35")
+        label, at = f"target {tables.loss(target)}", axes.get_yaxis_transform()
+        axes.annotate(label, (0.01, target), (0, -2), at, "offset points", va="top", fontsize=8.5, color="0.35")
     if high > low:
         axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
     ends = [end for thick, _ in drawn.values() if (end := thick[cost].iloc[-1]) > 0]

@@ -90,7 +90,7 @@ def html_body(markdown: str, folder: Path) -> str:
 
 
 def _pictures(results: Results, folder: Path) -> dict[str, str]:
-    """Write plots/. Return Markdown with the pictures, by section; those of a condition are in one paragraph."""
+    """Write plots/. Return Markdown with the pictures, by section; those of a paragraph stand side by side."""
 
     def image(figure: Figure | None, name: str, caption: str) -> str:
         if figure is None:
@@ -99,18 +99,16 @@ def _pictures(results: Results, folder: Path) -> dict[str, str]:
         figure.savefig(folder / path, dpi=DPI, metadata={"Software": None})
         return f"![{tables.literal(caption)}]({path})\n"
 
-    styles, paragraphs = plots.styles(results), {"losses": [], "times": [], "timelines": []}
+    styles, losses, times, timelines = plots.styles(results), [], "", []
     for sweep in find_sweeps(list(results.targets)):
         figure = plots.draw_throughput(results, sweep, styles)
-        paragraphs["losses"].append(image(figure, f"throughput-{sweep.label}", f"Tokens per second: {sweep.label}"))
+        losses.append(image(figure, f"throughput-{sweep.label}", f"Tokens per second: {sweep.label}"))
     for name in results.targets:
-        row = ""
+        losses.append("")
         for cost, label in plots.AXES.items():
             figure = plots.draw_loss(results, name, cost, styles)
-            row += image(figure, f"loss_{cost}-{name}", f"{name}: validation loss against {label}")
-        paragraphs["losses"].append(row)
-        figure = plots.draw_time(results, name)
-        paragraphs["times"].append(image(figure, f"time-{name}", f"{name}: where the training time went"))
+            losses[-1] += image(figure, f"loss_{cost}-{name}", f"{name}: validation loss against {label}")
+        times += image(plots.draw_time(results, name), f"time-{name}", f"{name}: where the training time went")
         figure = draw_timelines(results, name)
-        paragraphs["timelines"].append(image(figure, f"timeline-{name}", f"{name}: what each rank did in a few rounds"))
-    return {section: "\n".join(images).strip() for section, images in paragraphs.items()}
+        timelines.append(image(figure, f"timeline-{name}", f"{name}: what each rank did in a few rounds"))
+    return {"losses": "\n".join(losses).strip(), "times": times, "timelines": "\n".join(timelines).strip()}

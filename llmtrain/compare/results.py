@@ -17,8 +17,8 @@ from llmtrain.errors import ResultsError
 
 AS_RUN = "as run"
 """The condition of runs that no comparison started: whatever their cluster was like."""
-DONE, FAILED, STOPPED, UNFINISHED = "done", "failed", "stopped", "unfinished"
-"""States of a trial; unfinished is a run directory that nobody closed: still running, or killed."""
+DONE, FAILED, STOPPED, UNFINISHED, NOT_YET_RUN = "done", "failed", "stopped", "unfinished", "not yet run"
+"""States of a trial; unfinished is a run directory that nobody closed (still running, or killed), not yet run a plan."""
 
 STATE_OF_SUMMARY = {"done": DONE, "signal": STOPPED, "error": FAILED}
 ALWAYS_THERE = {"step", "tokens", "seconds"}
@@ -106,10 +106,9 @@ def _run_directories(top: Path) -> Iterator[Path]:
 
 def _load(path: Path) -> Trial:
     record, summary = _json(path / "trial.json"), _json(path / "summary.json")
-    recipe = _read(path / "recipe.yaml", yaml.safe_load)
-    recipe = recipe if isinstance(recipe, dict) else {}  # plain mappings, as it may be another version's
+    recipe = _read(path / "recipe.yaml", yaml.safe_load)  # plain mappings, as it may be another version's
     try:
-        sync, run = recipe.get("sync") or {}, recipe.get("run") or {}
+        sync, run = ((isinstance(recipe, dict) and recipe.get(section)) or {} for section in ("sync", "run"))
         found = {
             "run": path.resolve().name,
             "seed": run.get("seed", 0),

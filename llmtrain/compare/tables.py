@@ -80,8 +80,7 @@ def cell(spread: dict[str, float], show: Callable[[float], str]) -> str:
 def runs_table(results: Results, condition: str) -> pd.DataFrame:
     """Return a row a run: how far it came and what it cost."""
     runs = results.runs.loc[condition]
-    trials = results.trials[results.trials["condition"] == condition]
-    by_run = trials.groupby("run", sort=False)["state"]
+    by_run = results.trials[results.trials["condition"] == condition].groupby("run", sort=False)["state"]
     unfinished = by_run.agg(lambda states: f"{Outcome.NOT_FINISHED} {(states != DONE).sum()} of {len(states)}")
     target = results.targets[condition]
     to = "to the target" if math.isnan(target) else f"to loss {loss(target)}"
@@ -146,10 +145,8 @@ def headline(results: Results) -> str:
     goal = f"{baseline}'s final loss" if results.given_target is None else "a validation loss of"
     under = f" under {condition}" if condition != AS_RUN else ""
     tied = f"; no difference to {', '.join(run for _, run in rivals.index)}" if len(rivals) else ""
-    return (
-        f"Fastest to {goal} {loss(results.targets[condition])}: {name}{under}, {ratio(speed_up['median'])} times as fast as {baseline} "
-        f"({between}{seeds}){tied}"
-    )
+    times = f"{ratio(speed_up['median'])} times as fast as {baseline}"
+    return f"Fastest to {goal} {loss(results.targets[condition])}: {name}{under}, {times} ({between}{seeds}){tied}"
 
 
 def _cells(spreads: pd.DataFrame, show: Callable[[float], str]) -> list[str]:

@@ -95,15 +95,15 @@ def _draw_run(axes: Axes, name: str, spans: pd.DataFrame, length: float) -> None
     for position, rank in enumerate(shown):
         for kind, (color, _) in KINDS.items():
             own = seen[(seen["rank"] == rank) & (seen["kind"] == kind)]
-            box, alpha = ((0.18, 0.18), 0.6) if kind == "message" else ((-0.4, 0.52), 1)
+            top, height, alpha = (0.18, 0.18, 0.6) if kind == "message" else (-0.4, 0.52, 1)
             bars = list(zip(own["start"] - begin, own["end"] - own["start"], strict=True))
-            axes.broken_barh(bars, (position + box[0], box[1]), facecolors=color, alpha=alpha, linewidth=0, zorder=2)
+            axes.broken_barh(bars, (position + top, height), facecolors=color, alpha=alpha, linewidth=0, zorder=2)
             if kind == "step":
                 starts = own["start"] - begin
                 axes.vlines(starts, position - 0.4, position + 0.12, colors="black", linewidth=0.6, zorder=3)
     left_out = f" ({len(shown)} of {len(ranks)} ranks)" if len(shown) < len(ranks) else ""
     axes.set_title(f"{name}{left_out}", loc="left", fontsize=10)
-    axes.set(xlim=(0, length), ylim=(len(shown) - 0.5, -0.5), yticks=range(len(shown)))
-    axes.set_yticklabels([f"rank {rank}" for rank in shown], fontsize=8)
+    axes.set(xlim=(0, length), ylim=(len(shown) - 0.5, -0.5))
+    axes.set_yticks(range(len(shown)), [f"rank {rank}" for rank in shown], fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)
