@@ -88,9 +88,9 @@ class Suite(Section):
 
 
 def load_suite(name: str, key: str = "--suite") -> tuple[str, Suite, list[Path]]:
-    """(its name, the suite, folders of its task files) of a name in files/suites, or of a YAML file.
+    """Return (its name, the suite, folders of its task files), given a name in files/suites or a YAML file.
 
-    `key` is what the user gave the name with. Raises SuiteError, one line, for anything else.
+    `key` is the recipe key or option that gave the name. Raises SuiteError, one line, for anything else.
     """
     path = _path_of(name, key)
     try:
@@ -113,7 +113,7 @@ def load_suite(name: str, key: str = "--suite") -> tuple[str, Suite, list[Path]]
 
 
 def suite_names() -> list[str]:
-    """The suites of the repository."""
+    """Return the names of the suites that come with the package."""
     return sorted(path.stem for path in (FILES / "suites").glob("*.yaml"))
 
 
