@@ -37,40 +37,50 @@ local_sgd         4x1  zero1  layerwise      bf16  llama    fp32  nothing    not
 local_sgd         1x3  zero3  delayed        fp32  llama    fp32  nothing    optimizer  adamw  1
 local_sgd         3x1  fsdp2  overlapped     int4  gpt_neo  fp64  all        nothing    adamw  1
 local_sgd         3x1  zero2  delayed        fp32  llama    bf16  selective  nothing    adamw  2
+local_sgd         2x2  fsdp2  wait_avoiding  bf16  gpt_neo  fp64  selective  nothing    sgd    2
 post_local_sgd    2x2  zero1  blocking       int4  gpt_neo  fp32  nothing    optimizer  sgd    2
 post_local_sgd    4x1  zero3  delayed        bf16  llama    fp32  all        nothing    adamw  1
 post_local_sgd    1x3  zero2  overlapped     int8  tied     bf16  selective  nothing    adamw  1
 post_local_sgd    3x1  fsdp2  layerwise      fp32  llama    fp64  nothing    anchors    sgd    1
+post_local_sgd    4x1  zero3  wait_avoiding  int8  llama    bf16  nothing    anchors    adamw  1
 qsr               2x2  zero1  overlapped     fp32  llama    bf16  selective  nothing    adamw  1
 qsr               4x1  zero2  layerwise      int8  gpt_neo  fp32  all        optimizer  adamw  1
 qsr               1x3  fsdp2  blocking       bf16  llama    fp64  nothing    anchors    adamw  1
 qsr               3x1  zero3  delayed        int4  tied     fp32  nothing    nothing    sgd    2
+qsr               1x3  zero3  wait_avoiding  fp32  llama    fp32  nothing    nothing    adamw  1
 slowmo            2x2  fsdp2  delayed        int8  tied     bf16  nothing    nothing    adamw  1
 slowmo            4x1  zero3  overlapped     bf16  llama    fp32  all        nothing    adamw  1
 slowmo            1x3  zero1  blocking       int4  llama    fp32  nothing    optimizer  adamw  1
 slowmo            3x1  fsdp2  delayed        fp32  gpt_neo  fp64  nothing    anchors    adamw  2
 slowmo            3x1  zero2  layerwise      fp32  llama    fp32  selective  nothing    sgd    1
+slowmo            2x2  fsdp2  wait_avoiding  fp32  llama    fp32  nothing    nothing    adamw  1
 diloco            2x2  fsdp2  delayed        bf16  gpt_neo  fp64  all        nothing    adamw  1
 diloco            4x1  zero2  overlapped     fp32  llama    fp32  nothing    nothing    adamw  1
 diloco            1x3  zero1  blocking       int4  llama    bf16  nothing    anchors    sgd    2
 diloco            3x1  zero3  layerwise      int8  tied     fp32  selective  optimizer  adamw  1
+diloco            2x2  fsdp2  wait_avoiding  fp32  llama    fp32  nothing    nothing    adamw  1
 streaming_diloco  2x2  zero3  blocking       fp32  tied     fp32  all        anchors    sgd    2
 streaming_diloco  4x1  fsdp2  delayed        int8  llama    fp64  selective  nothing    adamw  1
 streaming_diloco  1x3  zero2  overlapped     int4  llama    fp32  nothing    optimizer  adamw  1
 streaming_diloco  3x1  zero1  layerwise      bf16  gpt_neo  bf16  nothing    nothing    adamw  1
+streaming_diloco  4x1  fsdp2  wait_avoiding  fp32  llama    fp32  nothing    nothing    adamw  1
 co2               2x2  zero3  overlapped     bf16  gpt_neo  fp32  nothing    optimizer  adamw  1
 co2               4x1  fsdp2  delayed        fp32  tied     fp32  selective  nothing    adamw  1
 co2               1x3  zero1  layerwise      fp32  llama    fp32  nothing    anchors    sgd    2
 co2               1x3  zero2  blocking       int8  llama    bf16  all        nothing    adamw  1
 co2               3x1  fsdp2  overlapped     int4  llama    fp64  nothing    nothing    sgd    2
+co2               4x1  fsdp2  wait_avoiding  fp32  llama    fp32  nothing    nothing    adamw  1
 palsgd            2x2  zero1  delayed        int8  tied     fp32  nothing    nothing    sgd    1
 palsgd            4x1  zero2  blocking       fp32  llama    bf16  nothing    optimizer  adamw  2
 palsgd            1x3  zero3  overlapped     int4  llama    fp32  all        anchors    sgd    1
 palsgd            3x1  fsdp2  layerwise      bf16  gpt_neo  fp64  selective  nothing    adamw  1
+palsgd            2x2  fsdp2  wait_avoiding  fp32  llama    fp32  nothing    nothing    adamw  1
 wagma             2x2  zero1  wait_avoiding  fp32  llama    fp32  all        optimizer  adamw  1
 wagma             4x1  zero2  wait_avoiding  int4  tied     fp32  nothing    nothing    adamw  1
-wagma             1x3  fsdp2  wait_avoiding  bf16  gpt_neo  fp64  selective  nothing    sgd    2
-wagma             1x3  zero3  wait_avoiding  int8  llama    bf16  nothing    anchors    adamw  1
+wagma             1x3  fsdp2  overlapped     bf16  gpt_neo  fp64  selective  nothing    sgd    2
+wagma             3x1  zero3  delayed        int8  llama    bf16  nothing    anchors    adamw  1
+wagma             2x2  fsdp2  blocking       fp32  llama    fp32  nothing    nothing    adamw  1
+wagma             2x2  fsdp2  layerwise      fp32  llama    fp32  nothing    nothing    adamw  1
 edit              2x2  zero2  layerwise      int4  gpt_neo  fp32  selective  nothing    sgd    1
 edit              4x1  zero1  blocking       int8  llama    bf16  nothing    anchors    adamw  1
 edit              1x3  zero3  blocking       fp32  llama    fp32  nothing    optimizer  adamw  1
@@ -127,7 +137,7 @@ def _sync_of(row: Mapping[str, str], lr: float) -> dict[str, Any]:
     if METHODS[method].PRESET.get("pull") is not None:
         sync |= {"pull": {"probability": 0.3, "strength": 0.5, "batch": "keep"}}
     if METHODS[method].PRESET["reduction"] != "mean":
-        sync |= {"reduction": PENALTY}
+        sync |= {"reduction": {"kind": "edit_penalty", **PENALTY}}
     can_feed_back = method != "synchronous" and row["schedule"] != "wait_avoiding"
     wire = {"kind": row["wire"], "error_feedback": row["wire"] == "int4" and can_feed_back}
     wire["gradients"] = method == "synchronous" and row["wire"] != "fp32"

@@ -74,7 +74,7 @@ def test_a_run_is_that_of_plain_replicas_and_goes_on_from_a_checkpoint(
     for whole, _ in ranks:
         assert whole.losses == ranks[0][0].losses
     assert_replicas_are_equal(case, [whole for whole, _ in ranks])
-    if row["method"] == "wagma" and case.replicas > 1:  # whose groups are a matter of time
+    if row["schedule"] == "wait_avoiding" and case.replicas > 1:  # whose groups are a matter of time
         assert ranks[0][0].losses[-1] < ranks[0][0].losses[0]
         assert_replicas_are_equal(case, [resumed for _, resumed in ranks])
         return

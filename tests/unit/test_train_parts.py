@@ -282,7 +282,10 @@ def test_a_run_without_validation_has_a_plot_of_its_training_loss(tmp_path: Path
 @pytest.mark.parametrize("is_synchronous", [True, False])
 def test_a_roll_back_leaves_a_synchronous_phase_alone(is_synchronous: bool):
     returned = []
-    block_sync = SimpleNamespace(reset_to_anchor=lambda: returned.append("to the anchor"))
-    method = SimpleNamespace(engine=SimpleNamespace(average_gradients=is_synchronous), block_sync=block_sync)
-    Method.roll_back(method)
+    block_sync = SimpleNamespace(reset_to_anchor=lambda: returned.append("to the anchor"), ensure_anchor=lambda: None)
+    schedule = SimpleNamespace(block_sync=block_sync, begin_step=lambda: None, before_block=lambda index: None)
+    period = SimpleNamespace(is_synchronous=lambda step: is_synchronous)
+    method = Method(SimpleNamespace(register_block_hook=lambda hook: None), period, schedule, None)
+    method.begin_step(1, 0.1)
+    method.roll_back()
     assert bool(returned) != is_synchronous
