@@ -137,7 +137,7 @@ def keep_runs(runs: Mapping[str, Path], folder: Path) -> None:
     """Write runs.tar.xz: what the numbers of runs can be checked against, in a folder per run."""
 
     def without_origin(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-        return entry.replace(mtime=0, mode=0o644, uid=0, gid=0, uname="", gname="")
+        return entry.replace(mtime=0, mode=0o644, uid=0, gid=0, uname="", gname="", deep=False)
 
     with tarfile.open(folder / "runs.tar.xz", "w:xz", preset=9) as archive:
         for name, run in runs.items():
