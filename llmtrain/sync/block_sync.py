@@ -115,7 +115,8 @@ class BlockSync:
             self.write_parameters(index, self.anchors.load_anchor(index))
 
     def sync_all_blocks(self, since: RoundStats) -> None:
-        """Synchronize all blocks now, with equal weights. Afterwards all replicas are equal. Requires anchors."""
+        """Synchronize all blocks now, with equal weights, where a schedule's own order does not apply: at the end of a run,
+        and in the wait-avoiding schedule's averages over all replicas. Afterwards all replicas are equal. Requires anchors."""
         in_flight = [self.start_reduce(index) for index in self.blocks[: PREFETCH + 1]]
         for index in self.anchors.iter_prefetched(self.blocks, momentum=True):
             mean = in_flight[index].wait()

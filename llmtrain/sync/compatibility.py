@@ -7,16 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import UnionType
+from typing import get_args
 
-from llmtrain.config import PullSection, SyncSection
+from llmtrain.config import AnyOuter, AnyPeriod, AnyReduction, AnySchedule, PullSection, SyncSection, WireSection
+
+
+def _kinds_in(sections: UnionType) -> tuple[str, ...]:
+    return tuple(section.model_fields["kind"].default for section in get_args(sections))
+
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "period": ("steps", "qsr", "seconds", "every_step"),
-    "reduction": ("mean", "edit_penalty"),
-    "outer": ("average", "sgd", "nesterov", "momentum"),
-    "schedule": ("blocking", "layerwise", "overlapped", "delayed", "wait_avoiding"),
+    "period": _kinds_in(AnyPeriod),
+    "reduction": _kinds_in(AnyReduction),
+    "outer": _kinds_in(AnyOuter),
+    "schedule": _kinds_in(AnySchedule),
     "pull": ("none", "pull"),
-    "wire": ("fp32", "bf16", "int8", "int4"),
+    "wire": get_args(WireSection.model_fields["kind"].annotation),
     "error_feedback": ("off", "on"),
 }
 """The kinds of each choice."""

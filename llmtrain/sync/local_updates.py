@@ -15,6 +15,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Block, Replica
+from llmtrain.sync.anchors import INTEGERS
 from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.sync.compatibility import find_conflict
 from llmtrain.sync.methods import METHODS
@@ -25,19 +26,31 @@ ENDLESS = 2**62
 
 
 class ModuleReplica(Replica):
-    """A module and its ranks' shards. Each layer is a block; what is in no layer is the first block."""
+    """A module and its ranks' shards. Each layer is a block; what is in no layer is the first block. Layers without trainable
+    parameters are left out."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module]):
-        self.model = model
         seen: set[nn.Parameter] = set()
-        units = [_take(layer, seen) for layer in layers]
-        rest = _take(model, seen)
+        of_layers = [(f"layer {i}", layer, _take(layer, seen)) for i, layer in enumerate(layers)]
+        units = [unit for unit in [("rest", model, _take(model, seen)), *of_layers] if unit[2]]
+        if not units:
+            raise RecipeError("the module has no trainable parameters, so there is nothing to synchronize")
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.blocks = [
             Block(name, [_local(parameter) for parameter in unit], [names[parameter] for parameter in unit])
-            for name, unit in zip(["rest", *(f"layer {i}" for i in range(len(layers)))], [rest, *units], strict=True)
+            for name, _, unit in units
         ]
-        self._modules = [model, *layers]
+        self._modules = [module for _, module, _ in units]
+
+    def fingerprint(self) -> torch.Tensor:
+        """Return a sum of the bits of this rank's shards, by block: [blocks], int64, on the CPU."""
+        sums = [
+            sum(
+                shard.contiguous().view(INTEGERS[shard.element_size()]).sum(dtype=torch.int64) for shard in block.shards
+            )
+            for block in self.blocks
+        ]
+        return torch.stack(sums).cpu()
 
     def register_block_hook(self, hook: Callable[[int], None]) -> None:
         def before(index: int) -> Callable[[nn.Module, Any], None]:
@@ -53,9 +66,9 @@ class ModuleReplica(Replica):
 class LocalUpdates:
     """Local-update synchronization of a module between replicas, driven by its optimizer's steps.
 
-    Construct it on every rank when all replicas hold the same parameters, before the first step; then train as before, and
-    call `finish` at the end. Every optimizer step counts as one step. In synchronous steps, gradients are averaged over the
-    replicas just before the optimizer uses them.
+    Construct it on every rank before the first step, with the same parameters on all replicas, which that step checks; then
+    train as before, and call `finish` at the end. Every optimizer step counts as one step. In synchronous steps, gradients
+    are averaged over the replicas just before the optimizer uses them.
     """
 
     def __init__(
@@ -77,7 +90,7 @@ class LocalUpdates:
 
         `replicas` has the ranks that hold the same shard, one per replica (default: all ranks, of unsharded replicas).
         `shards` has the ranks of this replica, if FSDP2 has sharded the module. `layers` are synchronized one by one (default:
-        the elements of the longest ModuleList). `lr` is needed by choices that follow the learning rate, `store` by the
+        the elements of the longest ModuleList, or of a Sequential). `lr` is needed by choices that follow the learning rate, `store` by the
         wait-avoiding schedule. Raises RecipeError for choices that do not go together or not with such a loop.
         """
         self.sync = _section(method, choices)
@@ -86,6 +99,7 @@ class LocalUpdates:
         _check(self.sync, sharded, shards, lr, store)
         self.replica = ModuleReplica(model, _layers_of(model) if layers is None else layers)
         device = self.replica.blocks[0].shards[0].device
+        self.sync.schedule.check(self.sync.period, len(self.replica.blocks))
         self._replicas = Comms(dist.group.WORLD if replicas is None else replicas, device, "replica")
         rates = lr or LRSchedule(optimizer.param_groups[0]["lr"], ENDLESS, ScheduleSection(kind="constant"))
         self._gradient_wire = build_wire(self.sync.wire.kind) if self.sync.wire.gradients else None
@@ -145,9 +159,11 @@ class LocalUpdates:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         self.step += 1
+        if self.step == 1:
+            _check_equal_start(self._replicas, self.replica)
         with torch.no_grad():
-            self._method.begin_step(self.step, optimizer.param_groups[0]["lr"])
-            if self.replica.average_gradients:
+            plan = self._method.begin_step(self.step, optimizer.param_groups[0]["lr"])
+            if plan.phase != "local":
                 self._average_gradients(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
@@ -161,9 +177,22 @@ class LocalUpdates:
             gradient.copy_(self._replicas.all_reduce(mean, "averaging gradients", self._gradient_wire).wait())
 
 
+def _check_equal_start(replicas: Comms, replica: ModuleReplica) -> None:
+    """Raise RecipeError, on every rank, if replicas hold different parameters. A collective of the replica group."""
+    sums = replicas.all_gather(replica.fingerprint().to(replicas.device), "comparing the replicas' parameters")
+    differ = (sums != sums[0]).any(0).nonzero().flatten().tolist()
+    if differ:
+        raise RecipeError(
+            f"replicas differ in {replica.blocks[differ[0]].name} before the first step; give them the same seed, or load the same "
+            "weights"
+        )
+
+
 def _section(method: str, choices: dict[str, Any]) -> SyncSection:
     if method not in METHODS:
         raise RecipeError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
+    if "verify_every" in choices:
+        raise RecipeError("verify_every is done at log lines of llmtrain's own loop; leave it out")
     preset: dict[str, Any] = dict(METHODS[method].PRESET)
     for key, value in choices.items():
         below = preset.get(key)
@@ -177,7 +206,6 @@ def _section(method: str, choices: dict[str, Any]) -> SyncSection:
         raise RecipeError(f"method {method}: {' '.join(str(error).split())}") from None
     if (reason := find_conflict(section)) is not None:
         raise RecipeError(reason)
-    section.schedule.check(section.period, blocks=None)
     return section
 
 
@@ -212,7 +240,7 @@ def _check(
 
 
 def _layers_of(model: nn.Module) -> Sequence[nn.Module]:
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     return max(lists, key=len, default=nn.ModuleList())
 
 

@@ -20,7 +20,8 @@ class StepPlan:
     lr: float
     """Inner learning rate."""
     phase: Literal["synchronous", "local"] = "local"
-    """Whether gradients are averaged over replicas in this step, or each replica trains alone."""
+    """Whether gradients are averaged over replicas in this step, or each replica trains alone. The period decides it, and
+    `Method.begin_step` sets `average_gradients` of the engine by it."""
     computes_gradient: bool = True
     """False if the method has already moved the parameters, which replaces the gradient step."""
     takes_batch: bool = True

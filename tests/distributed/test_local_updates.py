@@ -18,6 +18,7 @@ from llmtrain.config import ScheduleSection
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.sync import LocalUpdates
+from llmtrain.sync.local_updates import ModuleReplica, _layers_of
 from llmtrain.sync.methods import METHODS
 from tests.distributed.pool import RankPool
 
@@ -154,6 +155,8 @@ WRONG = [
     ("wagma", {}, "sync.schedule=wait_avoiding needs store"),
     ("edit", {"schedule": "delayed"}, "sync.reduction=edit_penalty does not go with sync.schedule=delayed"),
     ("streaming_diloco", {"period": {"every": 3}}, "sync.schedule.steps is 5, but sync.period.every is 3"),
+    ("streaming_diloco", {}, "sync.schedule.fragments is 4, but the model has 3 blocks"),
+    ("diloco", {"verify_every": 3}, "verify_every is done at log lines of llmtrain's own loop"),
 ]
 
 
@@ -161,6 +164,41 @@ def test_what_such_a_loop_cannot_do_is_refused_in_one_line(ranks: RankPool) -> N
     for method, choices, message in WRONG:
         [said] = ranks.run(refused, method, choices, world_size=1)
         assert re.search(message, said) and "\n" not in said, (method, said)
+
+
+def unequal_start() -> str:
+    model = Layered()
+    with torch.no_grad():
+        model.layers[1].weight += dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    updates = LocalUpdates(model, optimizer)
+    backward(model, 1)
+    try:
+        optimizer.step()
+    except RecipeError as error:
+        return str(error)
+    finally:
+        updates.close()
+    return ""
+
+
+def test_replicas_that_start_apart_are_refused_on_all_ranks(ranks: RankPool) -> None:
+    first, second = ranks.run(unequal_start, world_size=2)
+    assert first == second and first.startswith(
+        "replicas differ in layer 1 before the first step; give them the same seed"
+    )
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    return [block.name for block in ModuleReplica(model, _layers_of(model)).blocks]
+
+
+def test_layers_are_blocks_and_those_without_parameters_are_left_out() -> None:
+    assert blocks_of(Layered()) == ["rest", "layer 0", "layer 1"]
+    assert blocks_of(nn.Sequential(nn.Embedding(3, 4), nn.ReLU(), nn.Linear(4, 2))) == ["layer 0", "layer 2"]
+    frozen = Layered().requires_grad_(False)
+    with pytest.raises(RecipeError, match=r"^the module has no trainable parameters"):
+        blocks_of(frozen)
 
 
 def with_learning_rate() -> int:
