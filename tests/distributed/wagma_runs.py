@@ -169,12 +169,21 @@ def train(case: Case, replica: Comms, shard: Comms, store: dist.Store | None, wa
         else:
             saved = save(engine, method)
     if cut is not None:
+        _meet(case, store)
         with _built(case, replica, shard, store, waking, answer) as (engine, method):
             load(engine, method, saved)
             _advance(case, engine, method, range(cut + 1, total + 1), answer)
             _finish(engine, method, answer)
     answer.bytes_sent = replica.traffic.bytes
     return answer
+
+
+def _meet(case: Case, store: dist.Store | None) -> None:
+    """Wait until all ranks have closed their methods. Without this, a rank that is already resumed can start an iteration
+    that the old thread of another rank still waits for."""
+    if store is not None:
+        store.add("closed", 1)
+        until(lambda: store.add("closed", 0) == case.scenario.replicas * case.scenario.shard, "all ranks have closed")
 
 
 @contextmanager
@@ -233,6 +242,8 @@ def run(case: Case) -> tuple[History, list[Answer]]:
         return train(case, replica, shard, store, partial(Planned, case, replica.rank, shard.rank, threads))
 
     answers = threads.run(train_rank)
+    if scenario.resume_after is not None:  # close() does not wait for its thread
+        until(lambda: set(threading.enumerate()) <= before, "the threads of closed methods have ended")
     assert set(threading.enumerate()) <= before, "a thread outlived finish()"
     return history(case, answers), answers
 
