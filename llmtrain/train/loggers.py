@@ -91,7 +91,10 @@ class WandbLogger(Logger):
         self._run.log({"tokens": tokens, "seconds": seconds, **tags}, step=step)
 
     def close(self) -> None:
+        import wandb
+
         self._run.finish()
+        wandb.teardown()  # waits for wandb's own process, which may still write the file when finish() returns
 
 
 def open_loggers(recipe: Recipe, directory: RunDirectory, resumed_step: int) -> Sequence[Logger]:
