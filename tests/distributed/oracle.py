@@ -21,6 +21,7 @@ from llmtrain.config import (
     EditPenaltySection,
     MomentumSection,
     NesterovSection,
+    OuterSection,
     SgdSection,
     SyncSection,
 )
@@ -246,27 +247,34 @@ class Oracle:
     # --- how applied
 
     def unit(self, lrs: list[list[float]]) -> float:
-        """g of a round with these learning rates, by replica."""
-        normalize = getattr(self.sync.outer, "normalize", "none")
-        if normalize == "none":
-            return 1.0
-        nonzero = [[lr for lr in one if lr != 0] for one in lrs]
-        of_replica = {"lr": [one[-1] if one else 0.0 for one in nonzero], "lr_sum": [sum(one) for one in lrs]}
-        return float(np.mean(of_replica[normalize])) or 1.0
+        return unit_of(self.sync.outer, lrs)
 
     def outer_step(self, block: int, mean: np.ndarray, g: float) -> None:
         """Move the block's anchor by D = `mean`, of a round whose unit is `g`."""
-        outer, before = self.sync.outer, self.momentum[block]
-        if isinstance(outer, NesterovSection):
-            after = outer.momentum * before + mean / g
-            displacement = outer.lr * (mean + outer.momentum * g * after)
-        elif isinstance(outer, MomentumSection):
-            after = outer.momentum * before + mean / g
-            if outer.clip is not None:
-                after = np.minimum(np.maximum(after, -outer.clip), outer.clip)
-            displacement = outer.lr * g * after
-        else:
-            after = before
-            displacement = (outer.lr if isinstance(outer, SgdSection) else 1.0) * mean
-        self.momentum[block] = after
+        self.momentum[block], displacement = displacement_of(self.sync.outer, self.momentum[block], mean, g)
         self.anchor[block] = self.anchor[block] - displacement
+
+
+def unit_of(outer: OuterSection, lrs: list[list[float]]) -> float:
+    """g of a round with these learning rates, by replica."""
+    normalize = getattr(outer, "normalize", "none")
+    if normalize == "none":
+        return 1.0
+    nonzero = [[lr for lr in one if lr != 0] for one in lrs]
+    of_replica = {"lr": [one[-1] if one else 0.0 for one in nonzero], "lr_sum": [sum(one) for one in lrs]}
+    return float(np.mean(of_replica[normalize])) or 1.0
+
+
+def displacement_of(
+    outer: OuterSection, before: np.ndarray, mean: np.ndarray, g: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(next momentum, what the anchor moves by), given the momentum before and D = `mean` of a round whose unit is `g`."""
+    if isinstance(outer, NesterovSection):
+        after = outer.momentum * before + mean / g
+        return after, outer.lr * (mean + outer.momentum * g * after)
+    if isinstance(outer, MomentumSection):
+        after = outer.momentum * before + mean / g
+        if outer.clip is not None:
+            after = np.minimum(np.maximum(after, -outer.clip), outer.clip)
+        return after, outer.lr * g * after
+    return before, (outer.lr if isinstance(outer, SgdSection) else 1.0) * mean

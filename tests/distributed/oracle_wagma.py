@@ -1,4 +1,5 @@
-"""WAGMA in NumPy float64, on the models W' themselves as the paper writes it: no anchors, no threads, no shards.
+"""WAGMA in NumPy float64, on the models W' themselves as the paper writes it: no threads, no shards. Beyond the paper, what all
+replicas average may go through an outer step.
 
 Who is late, and with how old a model, is given; nothing here is taken from `llmtrain`. wagma_runs.py makes it come true there.
 """
@@ -10,7 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from llmtrain.config import AverageSection, OuterSection
 from tests.distributed.fake_engine import Scenario
+from tests.distributed.oracle import displacement_of, unit_of
 
 Blocks = list[np.ndarray]
 """By block: [replicas, elements]."""
@@ -23,9 +26,21 @@ PATIENCE = 20.0
 class WagmaOracle:
     """Replicas that start equal. `step` for every iteration (from 0), `finish` at the end; `theta` is what they hold."""
 
-    def __init__(self, start: list[np.ndarray], replicas: int, size: int, late: Lateness, globals_: Collection[int]):
+    def __init__(
+        self,
+        start: list[np.ndarray],
+        replicas: int,
+        size: int,
+        late: Lateness,
+        globals_: Collection[int],
+        outer: OuterSection | None = None,
+    ):
         """`start` by block: [elements]. After an iteration in `globals_` all replicas average."""
         self.replicas, self.size, self.late, self.globals = replicas, size, late, globals_
+        self.outer = outer or AverageSection()
+        self.momentum = [np.zeros_like(block) for block in start]
+        self.lrs: list[float] = []
+        """Of the round so far."""
         self.theta: Blocks = [np.repeat(block[None], replicas, axis=0) for block in start]
         self.finished: dict[int, Blocks] = {-1: self.theta}
         """Iteration -> W' of all replicas; of a global one, the average."""
@@ -35,8 +50,9 @@ class WagmaOracle:
         self.farthest = 0.0
         """Largest element of any replica's distance from the last global average."""
 
-    def step(self, updates: Callable[[Blocks], Blocks]) -> None:
+    def step(self, updates: Callable[[Blocks], Blocks], lr: float = 1.0) -> None:
         """Local steps of all replicas (`updates` of the models they stand at), then the averages."""
+        self.lrs.append(lr)
         self.theta = [theta + update for theta, update in zip(self.theta, updates(self.theta), strict=True)]
         self.finished[self.iteration] = self.theta
         common = self.finished[self.last_global]
@@ -54,7 +70,12 @@ class WagmaOracle:
             self._average_all()
 
     def _average_all(self) -> None:
-        self.theta = [np.repeat(theta.mean(0)[None], self.replicas, axis=0) for theta in self.theta]
+        unit, common = unit_of(self.outer, [self.lrs]), []
+        for block, (theta, before) in enumerate(zip(self.theta, self.finished[self.last_global], strict=True)):
+            anchor, momentum = before[0], self.momentum[block]
+            self.momentum[block], moved = displacement_of(self.outer, momentum, anchor - theta.mean(0), unit)
+            common.append(np.repeat((anchor - moved)[None], self.replicas, axis=0))
+        self.theta, self.lrs = common, []
         self.last_global = self.iteration
         self.finished[self.iteration] = self.theta
         self.count += 1
@@ -173,6 +194,7 @@ def replay(case: Case) -> tuple[History, WagmaOracle]:
         scenario.sync.schedule.group_size,
         case.late,
         ends_of_rounds(scenario),
+        scenario.sync.outer,
     )
     states = []
     for step in range(1, scenario.steps + 1):
@@ -186,7 +208,7 @@ def replay(case: Case) -> tuple[History, WagmaOracle]:
             oracle.theta = [t + u for t, u in zip(oracle.theta, updates(oracle.theta, means), strict=True)]
             oracle.finished[-1] = oracle.theta
         else:
-            oracle.step(updates)
+            oracle.step(updates, lr)
         states.append([theta.copy() for theta in oracle.theta])
     oracle.finish()
     return History(states, oracle.theta, oracle.count), oracle

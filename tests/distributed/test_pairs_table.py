@@ -12,6 +12,12 @@ HALVES = (("method", "mesh", "schedule", "wire"), ("engine", "precision", "offlo
 """One rule is about choices of both halves, pulls under stage 3 of ZeRO, and it forbids no pair; none is about others."""
 
 
+def is_covered_by_oracle(method: str, schedule: str) -> bool:
+    """Methods under the wait-avoiding schedule differ in their outer step and their period alone, but for pulls:
+    test_wagma.py compares all of these with the oracle. WAGMA under another schedule is Local SGD, which has rows."""
+    return (schedule == "wait_avoiding") == (method not in ("wagma", "palsgd"))
+
+
 @cache
 def half_is_allowed(half: tuple[str, ...], levels: tuple[str, ...]) -> bool:
     return not is_refused({**PLAIN, **dict(zip(half, levels, strict=True))})
@@ -37,6 +43,8 @@ def test_all_levels_that_go_together_meet() -> None:
     for first, second in combinations(FACTORS, 2):
         there = {(row[first], row[second]) for row in ROWS}
         for levels in product(FACTORS[first], FACTORS[second]):
+            if (first, second) == ("method", "schedule") and is_covered_by_oracle(*levels):
+                continue
             if levels not in there and can_meet(dict(zip((first, second), levels, strict=True))):
                 missing.append((first, second, levels))
     assert missing == []

@@ -36,6 +36,22 @@ def test_every_step(plan: dict, replicas: int, shard: int) -> None:
     check(Case(Scenario(wagma(), replicas, shard, steps=12), plan))
 
 
+OUTERS = {
+    "sgd": {"kind": "sgd", "lr": 0.7},
+    "diloco": {"kind": "nesterov", "lr": 0.7, "momentum": 0.9},
+    "nesterov-lr-sum": {"kind": "nesterov", "lr": 0.4, "momentum": 0.9, "normalize": "lr_sum"},
+    "slowmo": {"kind": "momentum", "momentum": 0.5, "normalize": "lr"},
+    "co2": {"kind": "momentum", "momentum": 0.5, "clip": 0.01},
+}
+
+
+@pytest.mark.parametrize("outer", OUTERS.values(), ids=OUTERS.keys())
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+def test_outer_steps_of_other_methods(outer: dict, replicas: int, shard: int) -> None:
+    late = {(i, replica): behind for (i, replica), behind in PLANS["iterations-behind"].items() if replica < replicas}
+    check(Case(Scenario(wagma(outer=outer), replicas, shard, steps=16), late))
+
+
 @pytest.mark.parametrize(("size", "seed"), [(2, 0), (2, 1), (4, 2)])
 def test_any_plan(size: int, seed: int) -> None:
     """Random lateness; replica `seed` is always on time."""
