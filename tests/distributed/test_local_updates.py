@@ -229,7 +229,7 @@ def run_plain() -> list[torch.Tensor]:
 
 
 def run_fsdp2() -> list[torch.Tensor]:
-    return parameters_of(fsdp2_loop.main(steps=16))
+    return parameters_of(fsdp2_loop.main(steps=8))
 
 
 def run_trainer(folder: str) -> list[torch.Tensor]:
