@@ -50,7 +50,7 @@ def launch(context: typer.Context, recipe: RecipeFile) -> None:
     """Start torchrun on this machine with the right number of processes (what launch/train.sh does).
 
     One process a GPU, or as many as the recipe's mesh asks for on a CPU. NPROC_PER_NODE, NNODES, NODE_RANK,
-    MASTER_ADDR and MASTER_PORT are used where they are set, or found from Slurm when srun starts it once a node.
+    MASTER_ADDR and MASTER_PORT are used where they are set, or found from Slurm when srun starts it once per node.
     """
     from llmtrain.launch import launch_torchrun
 
@@ -247,7 +247,7 @@ def recipe_show(
             min=1e-6, help="What a rank really does in training, in 10^12 operations a second; else tried here."
         ),
     ] = None,
-    mbit: Annotated[float, typer.Option(min=1e-6, help="Megabits a second from one replica to another.")] = 1000.0,
+    mbit: Annotated[float, typer.Option(min=1e-6, help="Megabits per second from one replica to another.")] = 1000.0,
 ) -> None:
     """The resolved recipe, its model's size, and what it needs in memory and time."""
     with imports_without_gc():

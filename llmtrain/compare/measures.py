@@ -1,4 +1,4 @@
-"""What trials reached and what it cost: one row a trial, statistics over seeds, and where runs stand against the baseline."""
+"""Results and costs of trials: one row per trial, statistics over seeds, and a comparison with the baseline."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TrialKey = tuple[str, str, int]
 """Condition, run and seed of a trial that the comparison means to make."""
 RUN = ["condition", "run"]
 COSTS = ["seconds", "tokens", "bytes"]
-"""What was spent until a loss: training seconds, tokens of all replicas, bytes sent between replicas."""
+"""Costs until a loss is reached: training seconds, tokens of all replicas, bytes sent between replicas."""
 SPLIT = ["computing", "exposed", "waiting"]
-"""Where the training seconds went, mean over ranks: they add up to the total."""
+"""Parts of the training seconds, as means over ranks. Their sum is the total."""
 WIRE = ["wire_counted", "wire_others", "wire_sent", "wire_received", "wire_ratio"]
 """Bytes over all hosts: counted for the method and for validation and metrics, at the interfaces; sent / counted."""
 MEASURES = ["final_loss", "bytes_sent", "training_seconds", "tokens_per_second", "measured", *SPLIT, *WIRE, *COSTS]
@@ -30,8 +30,8 @@ MEGABITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 
 class Outcome(StrEnum):
-    """How soon a run got to the target, compared with the baseline. Ranges over seeds that overlap are no difference; mixed is
-    sooner, but in fewer seeds, or later, but in more."""
+    """Verdict on how soon a run reached the target, compared with the baseline. If the ranges over seeds overlap, there is no
+    difference. A run is mixed if it was sooner but in fewer seeds, or later but in more."""
 
     BASELINE = "baseline"
     FASTER = "faster"
@@ -45,16 +45,16 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that a report shows."""
+    """Content of a report."""
 
     trials: pd.DataFrame
-    """One row a trial, planned ones too: condition, run, seed, state, trial (a Trial or None) and MEASURES, which are NaN
-    where unknown and infinite where a loss was never reached. Conditions and runs are in their order."""
+    """One row per trial, including planned ones: condition, run, seed, state, trial (a Trial or None) and MEASURES. A measure
+    is NaN if unknown, and infinite if its loss was never reached. Conditions and runs are in the order of the comparison."""
     runs: pd.DataFrame
-    """One row a condition and run: each measure and two ratios in the columns of `over_seeds` (speed_up to the target,
-    own_speed_up to the loss that the run itself ended with), byte_share, outcome."""
+    """One row per condition and run: every measure and two ratios with the columns of `over_seeds` (speed_up to the target,
+    own_speed_up to the final loss of the run itself), byte_share, and outcome."""
     targets: dict[str, float]
-    """The loss to reach under each condition; NaN where the baseline has no final loss."""
+    """Target loss per condition; NaN if the baseline has no final loss."""
     baseline: str
     given_target: float | None
 

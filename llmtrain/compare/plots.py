@@ -22,11 +22,11 @@ SPLIT_COLORS = ("#9ecae1", "#f28e2b", "#c4302b")
 SPLIT_LABELS = ("computing", "communication that was not hidden", "waiting for the slowest")
 AXES = {"tokens": "tokens of all replicas", "seconds": "training time (s)", "bytes": "bytes sent between replicas"}
 WIDTH = 5.2
-"""Inches: a picture is as legible in a phone's width as in a third of a desk's."""
+"""Inches. A picture of this width is legible on a phone."""
 LARGE_RATIO = 8.0
-"""Runs whose costs differ by more are drawn over a logarithmic axis."""
+"""Ratio of the costs of runs above which their axis is logarithmic."""
 Styles = dict[str, dict[str, Any]]
-"""How each run is drawn, in every picture the same."""
+"""Line style of each run, the same in every picture."""
 
 
 def styles(results: Results) -> Styles:

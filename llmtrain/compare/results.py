@@ -26,7 +26,7 @@ SPAN = ["kind", "step", "start", "end"]
 
 
 class Trial(BaseModel, frozen=True):
-    """One run under one condition with one seed: trial.json, as far as a report needs it, and the files beside it."""
+    """Result of one run under one condition with one seed, read from trial.json and the run directory."""
 
     path: Path
     condition: str = AS_RUN
@@ -36,7 +36,7 @@ class Trial(BaseModel, frozen=True):
     method: str | None
     """None where the run broke before it wrote its recipe."""
     averages_every_step: bool
-    """Whether this is synchronous data parallelism: what other runs are measured against, unless the user chose."""
+    """True for synchronous data parallelism, the default baseline."""
     lines: tuple[dict[str, Any], ...]
     """metrics.jsonl; null is a value that was not finite."""
     summary: dict[str, Any]
@@ -53,7 +53,7 @@ class Trial(BaseModel, frozen=True):
 
     @property
     def is_measured(self) -> bool:
-        """Whether its rates count, and what it reached: those of failed trials do not."""
+        """Return whether its rates and losses count. Those of failed trials do not."""
         return self.state in (DONE, STOPPED) and bool(self.lines)
 
     def last(self, tag: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Trial(BaseModel, frozen=True):
 
     @cached_property
     def spans(self) -> pd.DataFrame:
-        """What ranks did in the traced steps, in order of time: rank, kind, step, start and end (Unix seconds)."""
+        """Return the trace spans of all ranks in order of time: rank, kind, step, start and end (Unix seconds)."""
         files = {int(path.stem.removeprefix("rank-")): path for path in (self.path / "trace").glob("rank-*.jsonl")}
         spans = [{**span, "rank": rank} for rank, path in files.items() for span in _json_lines(path, {*SPAN})]
         return pd.DataFrame(spans, columns=["rank", *SPAN]).sort_values(["rank", "start"], ignore_index=True)
@@ -124,7 +124,7 @@ def _load(path: Path) -> Trial:
 
 
 def _json_lines(path: Path, needed: set[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects that have what is needed, in a file of one a line. A line that a killed writer cut off is skipped."""
+    """Yield the objects of a JSON-lines file that have all needed keys. A line that a killed writer cut off is skipped."""
     for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
             value = json.loads(text)

@@ -1,4 +1,4 @@
-"""What every rank did in a few rounds, from trace spans: where it computed, waited, and what was in flight meanwhile."""
+"""Timelines of all ranks over a few rounds, from trace spans: computing, waiting, and messages in flight."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from llmtrain.compare.measures import Results
 
 WIDTH = 12.0
 MAX_RANKS = 8
-"""Rows of one run; more are not legible."""
+"""Maximum number of ranks in a picture, so that it stays legible."""
 ROUNDS = 2
-"""Whole rounds in a window, so that three synchronizations are in it."""
+"""Number of whole rounds per window, which therefore shows three synchronizations."""
 LONGEST = 3.0
-"""A window is at most so many times the one that the median run asks for."""
+"""Maximum length of a window, as a multiple of the length that the median run needs."""
 NOTICEABLE = 0.01
-"""Of a step: a shorter standstill only found that there was nothing to wait for."""
+"""Fraction of a step below which an exposed wait does not count as the start of a synchronization."""
 MARGIN = 0.12
 """Fraction of the window that lies before its first synchronization."""
 

@@ -1,4 +1,4 @@
-"""One trial: a recipe trained on the hosts of a cluster under a condition, and the record that is left of it."""
+"""Execution of one trial: a recipe trained on the hosts of a cluster under a condition, and its record."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TrialRecord:
     hosts: list[dict[str, Any]]
     """Name, address, and bytes sent and received by the network card of each."""
     last_lines: list[str]
-    """What the host that failed first wrote last."""
+    """Last lines of output of the host that failed first."""
 
     def write(self, directory: Path) -> None:
         """Write trial.json."""

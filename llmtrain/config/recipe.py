@@ -1,4 +1,4 @@
-"""A whole recipe: every section but `sync`, which has a file of its own."""
+"""All sections of a recipe except `sync`, which is in sync.py."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from llmtrain.config.sync import SyncSection
 
 
 class RunSection(Section):
-    """The name of a run and what all its randomness comes from."""
+    """Identity of a run: its name, its directory and its seed."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Directory of the run below `out_dir`; the recipe's file name when left out."""
+    """Name of the run's directory below `out_dir`. The default is the file name of the recipe."""
     out_dir: str = "runs"
-    """Where run directories are made."""
+    """Parent folder of run directories."""
     seed: NonNegativeInt = 1234
-    """The one seed. Initialization, data order and every random choice derive from it by name."""
+    """Seed of initialization, data order and every other random choice."""
     timeout_seconds: PositiveFloat = 600
-    """How long a collective may wait for a peer before the run fails. Longer than the slowest replica takes for a round more
-    than the fastest."""
+    """Maximum wait of a collective for its peers, after which the run fails. It must exceed the lead of the fastest replica over
+    the slowest at the end of a round."""
     restarts: NonNegativeInt = 2
-    """How often `launch/train.sh` starts the ranks again, on all nodes, from the last checkpoint, after one has failed."""
+    """Maximum number of restarts after a rank has failed. A restart is of all ranks on all nodes, from the last checkpoint."""
     on_replica_loss: Literal["stop", "continue"] = "stop"
-    """When a whole node is gone: `stop` ends the run on the others; `continue` restarts it on those that are left, with fewer
-    replicas. Needs node 0, and a `global_batch` that the replicas left can share."""
+    """Reaction to the loss of a node: `stop` ends the run on the other nodes; `continue` restarts it on them with fewer replicas,
+    which needs node 0 and a `global_batch` that the remaining replicas can share."""
 
 
 class ModelSection(Section):
-    """The decoder-only transformers model to train, from random initialization."""
+    """Causal language model of transformers, trained from random initialization."""
 
     type: str = "llama"
     """`model_type` of a transformers causal language model (`llama`, `gpt_neo`, ...)."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of that model's transformers config (`hidden_size`, `num_hidden_layers`, ...), by transformers 5's names:
-    the base of rotary positions is `rope_parameters: {rope_type: default, rope_theta: 10000.0}`."""
+    """Arguments of the model's transformers config (`hidden_size`, `num_hidden_layers`, ...), with the names of transformers 5.
+    The base of rotary positions is `rope_parameters: {rope_type: default, rope_theta: 10000.0}`."""
     from_config: str | None = None
-    """Name or folder of a transformers config to start from; `config` then changes single values. Weights are not loaded."""
+    """Name or folder of a transformers config, of which `config` overrides single values. No weights are loaded."""
 
 
 class DataSection(Section):
-    """The text, its tokenizer, and where token shards are kept."""
+    """Training and validation text, its tokenizer, and the folder of its token shards."""
 
     source: str = "stdlib"
     """`stdlib`, a `.txt`/`.jsonl`/`.parquet` file, a folder of those, or `hf:OWNER/NAME` on the Hugging Face hub."""
@@ -54,45 +54,45 @@ class DataSection(Section):
     text_key: str = "text"
     """Column or JSON key that holds the text."""
     separator: str | None = "<|endoftext|>"
-    """What separates documents in a `.txt` file; `null`: each file is one document."""
+    """Separator of the documents in a `.txt` file; `null`: each file is one document."""
     tokenizer: str = "gpt2"
     """A tokenizer's name on the hub, a folder or `tokenizer.json`, or `train:SIZE` (sentencepiece BPE trained on the source)."""
     validation: str | None = None
-    """Another source for validation (a file or folder, or a split name of the hub data set); `null`: held-out documents."""
+    """Source of the validation text: a file, a folder, or a split of the hub data set; `null`: held-out documents."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    """Share of documents held out when `validation` is not given."""
+    """Fraction of the documents that is held out if `validation` is `null`."""
     max_tokens: Count | None = None
-    """Stop preparing after so many training tokens; `null`: files whole, of a hub data set as much as the run reads."""
+    """Maximum number of training tokens to prepare; `null`: whole files, and of a hub data set as much as the run reads."""
     cache_dir: str = "data"
-    """Where token shards are kept; prepared once, found again by source and tokenizer."""
+    """Folder of the token shards. They are prepared once per source and tokenizer."""
 
 
 class TrainSection(Section):
     """Length of training, and batch sizes.
 
-    global_batch (sequences) = micro_batch x accumulation x replicas x shards. It is what *all* replicas together
-    consume in one step, so runs of every method have seen the same tokens after the same number of steps.
-    The accumulation follows from the other four numbers.
+    global_batch = micro_batch x accumulation x replicas x shards, in sequences. All replicas together consume one global
+    batch per step, so runs of every method have seen the same tokens after the same number of steps. The number of
+    accumulated micro-batches follows from the other four numbers.
     """
 
     steps: Count | None = None
-    """Optimizer steps. Give this or `tokens`."""
+    """Number of optimizer steps. Exactly one of `steps` and `tokens` is given."""
     tokens: Count | None = None
-    """Training tokens of all replicas; rounded down to whole steps. Give this or `steps`."""
+    """Training tokens of all replicas, rounded down to whole steps."""
     sequence_length: PositiveInt = 512
-    """Tokens that one sequence predicts."""
+    """Tokens that a sequence predicts."""
     global_batch: PositiveInt = 32
-    """Sequences per step, of all replicas together."""
+    """Sequences per step, over all replicas."""
     micro_batch: PositiveInt = 8
-    """Sequences per forward pass on one rank."""
+    """Sequences per forward pass of a rank."""
     document_mask: bool = False
-    """A token sees no other document than its own, and positions begin anew in each; otherwise all that is before it in its
-    sequence. With an attention of transformers a mask of sequence_length squared is made for every sequence."""
+    """Restrict attention to the token's own document, and restart positions in every document. With an attention of
+    transformers, each sequence needs a mask of sequence_length squared."""
     deterministic: bool = False
-    """Use only deterministic kernels (always so on the CPU); slower on GPUs."""
+    """Use only deterministic kernels, which are slower on GPUs. On CPUs all kernels are deterministic."""
     gc_every: PositiveInt | None = 50
-    """Steps between garbage collections, the same on every rank, so that no rank waits for another's; `null`: whenever Python
-    likes."""
+    """Steps between garbage collections, which run on all ranks at the same step, so that ranks do not wait for each other in
+    turn; `null`: Python decides."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -104,10 +104,10 @@ class TrainSection(Section):
 
 
 class OptimSection(Section):
-    """The inner optimizer, AdamW or SGD, and gradient clipping."""
+    """Inner optimizer and gradient clipping."""
 
     kind: Literal["adamw", "sgd"] = "adamw"
-    """Inner optimizer; `sgd` is plain (no momentum), for checks against theory."""
+    """Inner optimizer. `sgd` has no momentum and serves checks against theory."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
@@ -115,78 +115,80 @@ class OptimSection(Section):
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled weight decay on matrices; vectors (norms, biases) have none."""
+    """Decoupled weight decay of matrices. Vectors (norms, biases) are not decayed."""
     clip_norm: PositiveFloat | None = 1.0
-    """Largest gradient norm, over the whole model of one replica; `null`: no clipping."""
+    """Maximum gradient norm, over the whole model of a replica; `null`: no clipping."""
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """A gradient that is not finite: `stop` ends the run; `skip` leaves that step of the replica out and counts it, which waits
-    for the device in every step; `rollback` also takes the replica back to its anchor, the parameters of the last
-    synchronization. FSDP2 only."""
+    """Reaction to a non-finite gradient: `stop` ends the run; `skip` skips and counts that step of the replica, at the price of
+    one device synchronization per step; `rollback` also resets the replica to its anchor, the parameters of the last
+    synchronization. `skip` and `rollback` need FSDP2."""
 
 
 class ScheduleSection(Section):
-    """Learning rate over steps: linear warm-up, then the given shape."""
+    """Learning-rate schedule: linear warm-up, then the given shape."""
 
     kind: Literal["cosine", "linear", "constant", "step"] = "cosine"
-    """Shape after the warm-up; `step` stays at the peak and is multiplied by `decay_factor` at each of `decay_at`."""
+    """Shape after the warm-up. `step` multiplies the peak by `decay_factor` at each point of `decay_at`."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up from 0."""
     final_ratio: Fraction = 0.1
-    """Learning rate of the last step over the peak's (cosine and linear)."""
+    """Final learning rate, as a fraction of the peak (cosine and linear)."""
     decay_at: tuple[Fraction, ...] = (0.5, 0.75)
-    """Shares of the run's steps after which the learning rate drops (step)."""
+    """Fractions of the run after which the learning rate drops (step)."""
     decay_factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """What it is multiplied by (step)."""
+    """Factor of each drop (step)."""
 
 
 class CpuMeshSection(Section):
-    """A mesh for machines without a GPU, where no device says how many processes to start."""
+    """Mesh on machines without a GPU, where the number of devices cannot set the number of ranks."""
 
     replicas: PositiveInt
-    """Whole copies of the model."""
+    """Number of replicas."""
     shards: PositiveInt
-    """Processes that hold one copy together."""
+    """Number of ranks per replica."""
 
 
 class ParallelSection(Section):
-    """The mesh: `replicas` copies of the model, each held by `shards` ranks."""
+    """Mesh of ranks: `replicas` copies of the model, each sharded over `shards` ranks."""
 
     engine: Literal["fsdp2", "zero"] = "fsdp2"
-    """What runs one replica: torch's FSDP2, or DeepSpeed ZeRO."""
+    """Engine inside a replica: torch's FSDP2, or DeepSpeed ZeRO."""
     zero_stage: Literal[1, 2, 3] = 3
-    """ZeRO shards the optimizer state in stage 1, also gradients in 2, also weights in 3.
-    Layer-wise synchronization is layer by layer in 3; in 1 and 2 all layers synchronize at the start of the step."""
+    """ZeRO stage: 1 shards the optimizer state, 2 also the gradients, 3 also the parameters. Layer-wise synchronization overlaps
+    with the forward pass in stage 3; in stages 1 and 2 all blocks synchronize at the start of the step."""
     zero_offload: bool = False
-    """ZeRO: masters and optimizer state in CPU memory, where the optimizer runs."""
+    """Keep ZeRO's master parameters and optimizer state in CPU memory, and run the optimizer there."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
-    """Laid over the DeepSpeed configuration that the other keys make, for what they do not know."""
+    """Overrides of the DeepSpeed configuration that the other keys generate."""
     replicas: PositiveInt | Literal["auto"] = "auto"
-    """Whole copies of the model; slow network between them. `auto`: one a node; on one node, as many as fit in memory."""
+    """Copies of the model, with the slow network between them. `auto`: one per node; on a single node, as many as fit in memory."""
     shards: PositiveInt | Literal["auto"] = "auto"
-    """Ranks that hold one copy together; fast network between them. `auto`: the ranks of a node."""
+    """Ranks per replica, with the fast network between them. `auto`: all ranks of a node."""
     on_cpu: CpuMeshSection | None = None
-    """What `auto` means on machines without a GPU, where launch/train.sh starts so many processes; with any other number
-    of processes the mesh is ours."""
+    """Values of `auto` on machines without a GPU. launch/train.sh starts as many ranks; with any other number of ranks this key
+    has no effect."""
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
-    """What forward and backward compute in; masters and optimizer stay fp32 (fp64: everything, for verification)."""
+    """Precision of forward and backward passes. Master parameters and optimizer state are fp32; `fp64` is everything in fp64, for
+    verification."""
     compile: bool = False
-    """torch.compile every layer on its own, what the loss does to logits, and the rounding of messages."""
+    """Apply torch.compile to each layer, to the loss after the logits, and to the rounding of messages."""
     activation_checkpointing: bool | Literal["selective"] = False
-    """Recompute every layer in backward instead of keeping its activations; `selective`: keep the results of matrix products
-    and attention, which are expensive, and recompute the rest."""
+    """Recompute each layer in the backward pass instead of keeping its activations; `selective`: keep the results of matrix
+    products and attention, and recompute the rest."""
     loss_chunk: PositiveInt = 1024
-    """Positions whose logits exist at once; bounds the memory of tokens x vocabulary."""
+    """Positions per chunk of the loss. Limits the memory of logits to loss_chunk x vocabulary."""
     loss_kernel: Literal["torch", "liger"] = "torch"
-    """What computes head and loss: torch, or on GPUs liger-kernel, if it is installed; its chunks are its own."""
+    """Kernel of head and loss: `torch`, or on GPUs `liger`, if liger-kernel is installed. `liger` chooses its own chunks."""
     replica_backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """What carries traffic between replicas; `auto`: nccl on GPUs, gloo on CPUs."""
+    """Backend of the messages between replicas; `auto`: nccl on GPUs, gloo on CPUs."""
     replica_network: str | None = None
-    """Network interface (`eth0`) of traffic between replicas; of `eth0,ens5` the first that a host has. `null`: what
-    GLOO_SOCKET_IFNAME says, else the one that reaches the other hosts; on GPUs, nccl's own choice."""
+    """Network interface of the messages between replicas (`eth0`); from a list (`eth0,ens5`) each host takes the first that it
+    has. `null`: GLOO_SOCKET_IFNAME, or else the interface that reaches the other hosts; on GPUs, nccl's own choice."""
     shard_network: str | None = None
-    """The same for traffic within a replica. nccl has one choice for a process: between replicas if it carries that traffic."""
+    """Network interface of the messages within a replica. nccl has one setting per process: `replica_network` wins if nccl also
+    carries the messages between replicas."""
     shard_across_nodes: bool = False
-    """Allow replicas that span nodes; with `shards: auto` as many nodes as a replica needs to fit in memory."""
+    """Allow replicas to span nodes. With `shards: auto`, a replica spans as many nodes as it needs to fit in memory."""
 
     @property
     def given_on_cpu(self) -> list[int]:
@@ -197,45 +199,45 @@ class ParallelSection(Section):
 
 
 class CheckpointSection(Section):
-    """When the complete state is written, and how much of it stays."""
+    """Checkpoints of the complete state: their interval and retention."""
 
     every: PositiveInt | None = 1000
-    """Steps between checkpoints; `null`: only the last one."""
+    """Steps between checkpoints; `null`: only after the last step."""
     keep: PositiveInt = 3
-    """How many of the newest checkpoints stay."""
+    """Number of the newest checkpoints to keep."""
     keep_every: PositiveInt | None = None
-    """Checkpoints at multiples of so many steps stay for good."""
+    """Also keep every checkpoint whose step is a multiple of this number."""
     background: bool = True
-    """Training goes on while a copy of the state in the host's memory is written; `false`: it stands still, and needs no
-    memory for the copy beyond that of one tensor."""
+    """Write checkpoints from a copy in host memory while training continues; `false`: training waits, and the copy is never
+    larger than one tensor."""
     mirror: str | None = None
-    """Folder or URL that fsspec knows (`s3://bucket/runs`): complete checkpoints are copied there beside training, and fetched
-    where they are newer than the run directory's."""
+    """Folder or fsspec URL (`s3://bucket/runs`) to which complete checkpoints are copied while training continues. A run that
+    resumes fetches them if they are newer than those in its run directory."""
 
     def expired(self, steps: Iterable[int]) -> list[int]:
-        """Of the steps of complete checkpoints, those whose checkpoints need not stay."""
+        """Return those of the given checkpoint steps whose checkpoints are to be deleted."""
         older = sorted(steps)[: -self.keep]
         return [step for step in older if self.keep_every is None or step % self.keep_every]
 
 
 class TraceSection(Section):
-    """Steps of which every rank writes down what it did when (trace/rank-*.jsonl), for timelines of `compare`."""
+    """Steps whose timeline every rank records (trace/rank-*.jsonl), for the reports of `compare`."""
 
     first: PositiveInt = 1
-    """The first such step."""
+    """First recorded step."""
     steps: PositiveInt = 50
-    """How many."""
+    """Number of recorded steps."""
 
 
 class ProfileSection(Section):
-    """Steps that torch.profiler records (profile/rank-*.json.gz, Chrome traces)."""
+    """Steps that torch.profiler records, as Chrome traces (profile/rank-*.json.gz)."""
 
     first: Annotated[int, Field(ge=3)] = 10
-    """The first such step; the one before it warms the profiler up."""
+    """First recorded step. The step before it warms up the profiler."""
     steps: PositiveInt = 3
-    """Number of steps. A trace has some megabytes per step."""
+    """Number of recorded steps. A trace takes several megabytes per step."""
     ranks: tuple[NonNegativeInt, ...] = (0,)
-    """The ranks that record."""
+    """Ranks that record."""
 
     @property
     def last(self) -> int:
@@ -244,70 +246,70 @@ class ProfileSection(Section):
 
 
 class WandbSection(Section):
-    """Weights & Biases, beside metrics.jsonl. Needs the package wandb."""
+    """Logging to Weights & Biases, in addition to metrics.jsonl. Needs the package wandb."""
 
     project: str
-    """The project that the run appears in, by its `run.name`."""
+    """Project of the run, in which its name is `run.name`."""
     entity: str | None = None
-    """User or team; `null`: wandb's own default."""
+    """User or team; `null`: the default of wandb."""
     mode: Literal["online", "offline"] = "online"
-    """`offline` keeps everything in the run directory, for `wandb sync` later."""
+    """`offline` writes to the run directory only, for a later `wandb sync`."""
 
 
 class LogSection(Section):
-    """Reports of a run while it trains."""
+    """Metrics, traces and profiles of a run."""
 
     every: PositiveInt = 10
     """Steps between lines of metrics."""
     tensorboard: bool = True
-    """Also write TensorBoard events."""
+    """Also write the metrics as TensorBoard events."""
     wandb: WandbSection | None = None
-    """Also send every line to Weights & Biases, `{project, entity, mode}`; `null`: no."""
+    """Also send the metrics to Weights & Biases, `{project, entity, mode}`; `null`: do not."""
     trace: TraceSection | None = None
-    """Record a timeline of some steps; `null`: none."""
+    """Record the timeline of some steps, `{first, steps}`; `null`: none."""
     profile: ProfileSection | None = None
     """Record some steps with torch.profiler, `{first, steps, ranks}`; `null`: none."""
 
 
 class SuiteSection(Section):
-    """A suite of benchmarks on checkpoints, by a process beside training, which never waits for it (eval/README.md). The
-    weights that it reads stay in export/, 4 bytes a parameter each time."""
+    """Suite of benchmarks that a separate process runs on checkpoints. Training never waits for it (eval/README.md). Each
+    evaluation leaves an export in export/, 4 bytes per parameter."""
 
     name: str
-    """One of the package's suites (`small`, `offline`, `edit_paper`, `tinystories`) or a YAML file."""
+    """A suite of the package (`small`, `offline`, `edit_paper`, `tinystories`) or a YAML file."""
     every: PositiveInt = 1
-    """After every so-many-th checkpoint; after the last one in any case."""
+    """Checkpoints between evaluations. The last checkpoint is always evaluated."""
     limit: Count | None = 200
-    """Only so many documents of each task; `null`: what the suite says."""
+    """Maximum number of documents per task; `null`: the limit of the suite."""
     data_dir: str | None = None
-    """Folder of the local data that suites like `offline` read."""
+    """Folder of local data, for suites like `offline` that read it."""
     device: str = "cpu"
-    """What it computes on; a GPU's memory would be taken from training."""
+    """Device of the evaluation. On a GPU it shares memory with training."""
     threads: PositiveInt = 4
-    """CPU threads it may use, at the lowest priority."""
+    """Number of CPU threads, at the lowest priority."""
     wait_seconds: PositiveFloat = 1800
-    """How long the end of the run waits for the last evaluation, before stopping it."""
+    """Maximum wait for the last evaluation at the end of the run, after which it is stopped."""
 
 
 class EvalSection(Section):
-    """Validation of the replicas' mean, on a copy: measuring never changes the run."""
+    """Validation of the mean of the replicas. It works on a copy and never changes the run."""
 
     every: PositiveInt | None = 1000
     """Steps between validations; `null`: only after the last step."""
     tokens: Count = 1_000_000
-    """Validation tokens, always the same ones; fewer if there are fewer."""
+    """Number of validation tokens, at most those of the source. Every validation uses the same ones."""
     sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")], str] = Field(default_factory=dict)
-    """Other texts to validate on, by name: files or folders (`{news: news.txt}`), read as `data.validation` is."""
+    """Additional validation texts by name, each a file or folder (`{news: news.txt}`), read like `data.validation`."""
     suite: SuiteSection | None = None
-    """Benchmarks on checkpoints while training goes on; `null`: none."""
+    """Benchmarks on checkpoints while training continues; `null`: none."""
     sample_prompt: str | None = None
-    """After training, let the model continue this text (`samples.txt`); `""`: from nothing; `null`: no sample."""
+    """Prompt that the model continues after training (`samples.txt`); `""`: an empty prompt; `null`: no sample."""
     sample_tokens: PositiveInt = 120
-    """Length of that sample."""
+    """Length of the sample, in tokens."""
 
 
 class Recipe(Section):
-    """A whole run."""
+    """A complete recipe."""
 
     run: RunSection
     model: ModelSection = Field(default_factory=ModelSection)

@@ -1,4 +1,4 @@
-"""What every section of a recipe is made of."""
+"""Base class and value types of recipe sections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _count(value: Any) -> Any:
-    """`100e9` is a float to YAML and a count to everybody else."""
+    """Convert a whole float to an int, because YAML reads `100e9` as a float."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -19,12 +19,12 @@ Count = Annotated[PositiveInt, BeforeValidator(_count)]
 
 
 def kind(value: Any) -> Any:
-    """`layerwise` is short for `{kind: layerwise}`."""
+    """Expand the short form `layerwise` to `{kind: layerwise}`."""
     return {"kind": value} if isinstance(value, str) else value
 
 
 class Section(BaseModel):
-    """Unknown keys are refused; values don't change once read."""
+    """An immutable group of keys that refuses unknown ones."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False

@@ -1,9 +1,10 @@
-"""The `sync` section: the independent choices that a method of synchronization is made of.
+"""The `sync` section: the independent choices that make up a synchronization method.
 
-when (`period`) x what (`reduction`) x how applied (`outer`) x how run (`schedule`) x `pull` x `wire`.
+A method is one choice per axis: `period` (when replicas synchronize), `reduction` (how their pseudo-gradients are
+combined), `outer` (how the result is applied), `schedule` (how the messages overlap with training), `pull` and `wire`.
 
-Each kind of a choice is a class here, which knows its consequences: what must be kept and checked, what is in flight. Its
-implementation is in `llmtrain/sync`.
+Each choice is a class in this file. It knows its consequences: the state it needs, the parameters it keeps in flight, and
+the combinations it refuses. `llmtrain/sync` holds the implementations.
 """
 
 from __future__ import annotations
@@ -22,75 +23,75 @@ PREFETCH = 2
 
 
 class PeriodSection(Section):
-    """When replicas synchronize."""
+    """Base of the periods, which decide when replicas synchronize."""
 
     averages_gradients: ClassVar[bool] = False
-    """Whether every step is synchronous: there are no local steps and no rounds."""
+    """True if every step averages gradients, so that there are no local steps and no rounds."""
     is_timed: ClassVar[bool] = False
-    """Whether rounds are spans of time, in which replicas do different numbers of steps."""
+    """True if a round lasts a fixed time, in which replicas take different numbers of steps."""
     follows_lr: ClassVar[bool] = False
-    """Whether the length of a round depends on the learning rate."""
+    """True if the length of a round depends on the learning rate."""
     shortest_round: ClassVar[str | None] = None
-    """Key of the fewest local steps in a round; None if no key says it."""
+    """Key that holds the minimum number of local steps per round, or None."""
 
 
 class EveryStepsSection(PeriodSection):
-    """A round is `every` local steps."""
+    """A fixed number of local steps per round."""
 
     kind: Literal["steps"] = "steps"
-    """`steps`: a round is a fixed number of local steps."""
+    """`steps`: a round has a fixed number of local steps."""
     every: PositiveInt = 128
-    """Local steps H in a round."""
+    """Local steps H per round."""
     shortest_round: ClassVar[str | None] = "every"
 
 
 class QsrSection(PeriodSection):
-    """QSR: rounds of max(base, floor((alpha / lr)^2)) local steps, longer as the learning rate falls."""
+    """QSR's period: max(base, floor((alpha / lr)^2)) local steps per round, more as the learning rate falls."""
 
     kind: Literal["qsr"] = "qsr"
-    """`qsr`: the length follows from the learning rate at the round's start."""
+    """`qsr`: the learning rate at the start of a round sets its length."""
     base: PositiveInt = 4
-    """Local steps at least; those of every round until the learning rate has fallen below alpha / sqrt(base)."""
+    """Minimum local steps per round. All rounds have this length until the learning rate falls below alpha / sqrt(base)."""
     alpha: PositiveFloat
-    """Growth, in units of the learning rate: with `optim.lr` x sqrt(base), rounds grow from the peak on."""
+    """Growth rate, in units of the learning rate. With `optim.lr` x sqrt(base), rounds grow as soon as the learning rate decays."""
     shortest_round: ClassVar[str | None] = "base"
     follows_lr: ClassVar[bool] = True
 
 
 class EverySecondsSection(PeriodSection):
-    """A-EDiT: each replica trains until its time is up, so fast ones do more local steps than slow ones."""
+    """A-EDiT's period: a fixed time per round, in which fast replicas take more local steps than slow ones."""
 
     kind: Literal["seconds"] = "seconds"
-    """`seconds`: a round is a span of time; replicas do different numbers of local steps in it."""
+    """`seconds`: a round lasts a fixed time; replicas take different numbers of local steps."""
     every: PositiveFloat = 600
-    """Seconds from one meeting of the replicas to the next; the last one is shortened to end the run on its tokens."""
+    """Seconds per round. The last round is shortened so that the run ends on its token count."""
     min_steps: NonNegativeInt = 100
-    """Local steps of all replicas together that a round needs; with fewer, the meeting passes without a synchronization."""
+    """Minimum local steps per round, summed over replicas. A round with fewer ends without a synchronization."""
     is_timed: ClassVar[bool] = True
 
 
 class EveryStepSection(PeriodSection):
-    """Gradients are averaged over the replicas in every step: synchronous data parallelism."""
+    """Synchronous data parallelism: every step averages gradients over the replicas."""
 
     kind: Literal["every_step"] = "every_step"
-    """`every_step`: no local steps at all."""
+    """`every_step`: there are no local steps."""
     averages_gradients: ClassVar[bool] = True
 
 
 class OuterSection(Section):
-    """How the reduced pseudo-gradient is applied to the anchor."""
+    """Base of the outer optimizers, which apply the reduced pseudo-gradient to the anchor."""
 
     needs_anchor: ClassVar[bool] = True
-    """Whether replicas keep the parameters of the last synchronization."""
+    """True if replicas keep an anchor: the parameters of the last synchronization, 4 bytes per parameter."""
     has_momentum: ClassVar[bool] = False
-    """Whether a momentum of the size of the parameters is kept."""
+    """True if replicas keep an outer momentum, 4 bytes per parameter."""
 
 
 class AverageSection(OuterSection):
-    """The next anchor is the replicas' mean."""
+    """Plain parameter averaging: the next anchor is the mean of the replicas."""
 
     kind: Literal["average"] = "average"
-    """`average`: anchor <- anchor - D, the reduced pseudo-gradient."""
+    """`average`: anchor <- anchor - D, where D is the reduced pseudo-gradient."""
     needs_anchor: ClassVar[bool] = False
 
 
@@ -113,8 +114,8 @@ class NesterovSection(OuterSection):
     momentum: DecayRate = 0.9
     """Outer momentum."""
     normalize: Normalize = "none"
-    """Keep b in units of the inner learning rate, so that it fits rounds of any length: D and b are divided by the
-    round's last learning rate (`lr`) or the sum of its learning rates (`lr_sum`), the step multiplied by it."""
+    """Normalize b by the inner learning rate, so that it fits rounds of any length. D and b are divided by the last
+    learning rate of the round (`lr`) or by the sum of its learning rates (`lr_sum`), and the outer step is multiplied by it."""
     has_momentum: ClassVar[bool] = True
 
 
@@ -128,53 +129,54 @@ class MomentumSection(OuterSection):
     momentum: DecayRate = 0.5
     """Outer (slow) momentum."""
     clip: PositiveFloat | None = None
-    """CO2's momentum clipping: every element of b is kept within [-clip, clip]; `null`: off."""
+    """CO2's momentum clipping: limits every element of b to [-clip, clip]; `null`: off."""
     normalize: Normalize = "none"
-    """As for `nesterov`; SlowMo is `lr`."""
+    """As for `nesterov`. SlowMo uses `lr`."""
     has_momentum: ClassVar[bool] = True
 
 
 class ReductionSection(Section):
-    """How the replicas' pseudo-gradients become one."""
+    """Base of the reductions, which combine the replicas' pseudo-gradients into one."""
 
     needs_anchor: ClassVar[bool] = False
-    """Whether replicas keep the parameters of the last synchronization."""
+    """True if replicas keep an anchor: the parameters of the last synchronization, 4 bytes per parameter."""
 
 
 class MeanSection(ReductionSection):
-    """All replicas count alike."""
+    """Unweighted mean over the replicas."""
 
     kind: Literal["mean"] = "mean"
-    """`mean`: the plain mean."""
+    """`mean`: the unweighted mean."""
 
 
 class EditPenaltySection(ReductionSection):
-    """EDiT's pseudo-gradient penalty; each part can be switched off with `null`."""
+    """EDiT's pseudo-gradient penalty, of which `null` switches off each part."""
 
     kind: Literal["edit_penalty"] = "edit_penalty"
-    """`edit_penalty`: a weighted mean, without anomalous replicas, and clipped."""
+    """`edit_penalty`: a clipped, weighted mean that excludes anomalous replicas."""
     z: PositiveFloat | None = 3.0
-    """Anomaly elimination: a norm more than z deviations above its running mean is left out; `null`: off."""
+    """Anomaly elimination: excludes a pseudo-gradient whose norm is more than z standard deviations above its running mean;
+    `null`: off."""
     ema: Annotated[float, Field(gt=0, lt=1)] = 0.02
-    """Weight of the newest norm in the running mean and variance (which are bias-corrected)."""
+    """Weight of the newest norm in the running mean and variance, which are bias-corrected."""
     min_rounds: Annotated[int, Field(ge=2)] = 10
-    """Rounds of a replica's block before the test may flag it. A non-finite norm is always flagged."""
+    """Rounds before a block of a replica can be excluded. A non-finite norm is always excluded."""
     temperature: PositiveFloat | None = 1.0
-    """Weighted averaging: weights softmax(-norm / temperature); `null`: equal weights."""
+    """Weighted averaging: the weights are softmax(-norm / temperature); `null`: equal weights."""
     clip: PositiveFloat | None = 10.0
-    """Clipping: largest norm of a block's averaged pseudo-gradient; `null`: off."""
+    """Clipping: maximum norm of the averaged pseudo-gradient of a block; `null`: off."""
     step_weight: Fraction = 0.0
-    """r: weights are (1 - r) x the above + r x a replica's share of the round's local steps, for rounds of seconds."""
+    """r, for timed rounds: the weight of a replica is (1 - r) x the weight above + r x its share of the round's local steps."""
     needs_anchor: ClassVar[bool] = True
 
 
 class SyncScheduleSection(Section):
-    """How a synchronization runs."""
+    """Base of the schedules, which decide how the messages of a synchronization overlap with training."""
 
     needs_anchor: ClassVar[bool] = True
-    """Whether replicas keep the parameters of the last synchronization."""
+    """True if replicas keep an anchor: the parameters of the last synchronization, 4 bytes per parameter."""
     syncs_in_forward: ClassVar[bool] = False
-    """Whether blocks synchronize inside the forward pass, so that it changes parameters."""
+    """True if blocks synchronize inside the forward pass, which then changes parameters."""
 
     @property
     def blocks_in_flight(self) -> int:
@@ -199,7 +201,7 @@ class SyncScheduleSection(Section):
 
 
 class BlockingSection(SyncScheduleSection):
-    """Synchronize all blocks at the end of the round's last step."""
+    """Synchronization of all blocks at the end of the last step of a round."""
 
     kind: Literal["blocking"] = "blocking"
     """`blocking`: training waits while all blocks synchronize."""
@@ -207,12 +209,12 @@ class BlockingSection(SyncScheduleSection):
 
 
 class LayerwiseSection(SyncScheduleSection):
-    """Synchronize each block just before the next forward pass gathers it."""
+    """Synchronization of each block just before the next forward pass gathers it (EDiT)."""
 
     kind: Literal["layerwise"] = "layerwise"
-    """`layerwise`: block by block inside the next forward pass."""
+    """`layerwise`: blocks synchronize one by one inside the next forward pass."""
     prefetch: NonNegativeInt = 2
-    """Number of following blocks whose reductions are in flight while a block computes."""
+    """Number of following blocks whose reductions are in flight while one block computes."""
     needs_anchor: ClassVar[bool] = False
     syncs_in_forward: ClassVar[bool] = True
 
@@ -222,18 +224,18 @@ class LayerwiseSection(SyncScheduleSection):
 
 
 class OverlappedSection(SyncScheduleSection):
-    """Streaming DiLoCo: fragments of the model synchronize in turn, each while training goes on."""
+    """Streaming DiLoCo's schedule: fragments of the model synchronize in turn, each while training continues."""
 
     kind: Literal["overlapped"] = "overlapped"
-    """`overlapped`: a fragment's reduction has `steps` local steps to arrive."""
+    """`overlapped`: the reduction of a fragment overlaps with `steps` local steps."""
     steps: NonNegativeInt = 5
-    """Local steps between sending a fragment and using its mean; at most a round's."""
+    """Local steps between sending a fragment and applying its mean, at most a whole round."""
     fragments: PositiveInt = 4
-    """Parts that the blocks are dealt to; a round synchronizes each once, evenly spread."""
+    """Number of fragments. A round synchronizes each of them once, at even intervals."""
     fragment_layout: Literal["strided", "sequential"] = "strided"
-    """`strided`: block i belongs to fragment i mod fragments; `sequential`: neighbors belong together."""
+    """`strided`: block i belongs to fragment i mod fragments; `sequential`: a fragment is a run of adjacent blocks."""
     alpha: Fraction = 0.5
-    """alpha: a replica goes on with alpha x its own parameters + (1 - alpha) x the next anchor."""
+    """alpha: a replica continues from alpha x its own parameters + (1 - alpha) x the next anchor."""
 
     def blocks_of_fragments(self, blocks: int) -> list[list[int]]:
         """Return the blocks of each fragment, in forward order."""
@@ -265,13 +267,13 @@ class OverlappedSection(SyncScheduleSection):
 
 
 class DelayedSection(SyncScheduleSection):
-    """CO2: the reduction of a round has the whole next round to arrive; every round starts from the newest anchor."""
+    """CO2's schedule: the reduction of a round overlaps with the whole next round. Every round starts from the newest anchor."""
 
     kind: Literal["delayed"] = "delayed"
-    """`delayed`: means are used a round late."""
+    """`delayed`: the mean of a round is applied one round later."""
     gap_penalty: bool = True
-    """Divide a late mean by the staleness gap: its round's summed learning rates over those of the round that has
-    just ended, at least 1."""
+    """Divide a delayed mean by the staleness gap: the sum of the learning rates of its round, divided by that of the round
+    that has just ended, at least 1."""
 
     def hidden_steps(self, round_length: float) -> float:
         return round_length
@@ -281,14 +283,15 @@ class DelayedSection(SyncScheduleSection):
 
 
 class WaitAvoidingSection(SyncScheduleSection):
-    """WAGMA: after every step an average within a group, whose members change like a butterfly's wires and which no replica
-    waits for; a late replica's last model is taken, and it merges the result. After every period an average over all
-    replicas. Needs a power of two of replicas."""
+    """WAGMA's schedule: an average within a group after every step, and over all replicas after every period.
+
+    Groups change from step to step in a butterfly pattern. No replica waits for its group: the last model of a late replica
+    takes part in its place, and the replica merges the result when it arrives. Needs a power of two of replicas."""
 
     kind: Literal["wait_avoiding"] = "wait_avoiding"
-    """`wait_avoiding`: a thread answers for a replica that is late."""
+    """`wait_avoiding`: a thread takes part in group averages for a replica that is late."""
     group_size: PositiveInt | Literal["auto"] = "auto"
-    """Replicas in a group, a power of two; `auto`: the square root of their number, rounded up to a power of two."""
+    """Replicas per group, a power of two; `auto`: the square root of the number of replicas, rounded up to a power of two."""
 
     def hidden_steps(self, round_length: float) -> float:
         return round_length
@@ -310,30 +313,31 @@ class WaitAvoidingSection(SyncScheduleSection):
 
 
 class PullSection(Section):
-    """PALSGD's pseudo-synchronization: some steps, drawn by each replica for itself, pull its parameters towards the
-    anchor and compute no gradient."""
+    """PALSGD's pseudo-synchronization: random local steps that pull the parameters towards the anchor instead of computing a
+    gradient. Each replica draws them independently."""
 
     probability: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """p: share of local steps that pull. The others run at the learning rate / (1 - p)."""
+    """p: probability that a local step is a pull. The other steps use the learning rate / (1 - p)."""
     strength: Annotated[float, Field(ge=0)] = 1.0
-    """eta: a pull is theta <- theta - (lr x eta / p)(theta - anchor); lr x eta / p is at most 1. 0 skips steps only."""
+    """eta: a pull is theta <- theta - (lr x eta / p)(theta - anchor), with lr x eta / p limited to 1. With 0 a pull only skips
+    the gradient."""
     batch: Literal["keep", "drop"] = "keep"
-    """What a pull does with its batch: leave it for the next gradient step, or pass over it as the published code does."""
+    """Batch of a pull: `keep` leaves it to the next gradient step; `drop` skips it, as the published code does."""
 
 
 class WireSection(Section):
-    """What averages travel in. Blocks of 128 values share a scale; sums are taken in fp32."""
+    """Format of the messages between replicas. Blocks of 128 values share a scale; sums are taken in fp32."""
 
     kind: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
-    """`fp32` is master precision, unrounded; the others round twice: what a replica sends, and the mean."""
+    """`fp32` rounds nothing; the others round twice: what a replica sends, and the mean."""
     error_feedback: bool = False
-    """Error feedback: what a rank's rounding left out is added to its next message. Costs 4 bytes a parameter."""
+    """Add the rounding error of a message to the next one. Costs 4 bytes per parameter."""
     gradients: bool = False
-    """Also round the gradients that synchronous steps average; without, they travel in fp32."""
+    """Also round the gradients that synchronous steps average. They are sent in fp32 otherwise."""
 
     @property
     def needs_anchor(self) -> bool:
-        """Return whether messages are rounded, which parameters are too large for: pseudo-gradients are sent instead."""
+        """Return whether messages are rounded. Rounded messages are pseudo-gradients, which are small, and not parameters."""
         return self.kind != "fp32"
 
 
@@ -349,32 +353,34 @@ Wire = Annotated[WireSection, BeforeValidator(kind)]
 
 
 class SyncSection(Section):
-    """Synchronization between replicas. `method` is a preset; each other key has the method's own default (table below)."""
+    """Synchronization between replicas. `method` is a preset: it sets the default of every other key (table below)."""
 
     method: str = "edit"
-    """The published method whose choices are the defaults of the keys below."""
+    """Published method whose choices are the defaults of the keys below."""
     warmup_steps: NonNegativeInt = 0
-    """Synchronous steps (gradients averaged over replicas) before local training begins."""
+    """Synchronous steps, which average gradients over replicas, before local training begins."""
     warmup_until_lr: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Stay synchronous, beyond `warmup_steps`, until the learning rate has fallen to this share of its peak."""
+    """Also stay synchronous until the learning rate has fallen to this fraction of its peak; `null`: only `warmup_steps`."""
     period: Period = Field(default_factory=EveryStepsSection)
-    """When: `{kind: steps, every: H}`, `{kind: qsr, base, alpha}`, `{kind: seconds, every, min_steps}` or `every_step`."""
+    """When replicas synchronize: `{kind: steps, every: H}`, `{kind: qsr, base, alpha}`, `{kind: seconds, every, min_steps}`
+    or `every_step`."""
     reduction: Reduction = Field(default_factory=MeanSection)
-    """What: `mean`, or EDiT's `{kind: edit_penalty, z, ema, min_rounds, temperature, clip, step_weight}`."""
+    """How pseudo-gradients are combined: `mean`, or EDiT's `{kind: edit_penalty, z, ema, min_rounds, temperature, clip,
+    step_weight}`."""
     outer: Outer = Field(default_factory=AverageSection)
     """Outer step: `average`, `{kind: sgd, lr}`, or `nesterov` or `momentum` with `{lr, momentum, normalize}`."""
     schedule: Schedule = Field(default_factory=BlockingSection)
-    """Schedule: `blocking`, `layerwise`, `{kind: overlapped, steps, fragments, alpha}`, `delayed` or
+    """How messages overlap with training: `blocking`, `layerwise`, `{kind: overlapped, steps, fragments, alpha}`, `delayed` or
     `{kind: wait_avoiding, group_size}`."""
     pull: PullSection | None = None
     """PALSGD's local pull towards the anchor, `{probability, strength, batch}`, or `null`."""
     wire: Wire = Field(default_factory=WireSection)
-    """What averages travel in: `fp32`, `bf16`, `int8` or `int4`; `{kind: int4, error_feedback: true}` carries errors over."""
+    """Message format: `fp32`, `bf16`, `int8`, `int4`, or with error feedback `{kind: int4, error_feedback: true}`."""
     offload: bool = False
-    """Keep anchor and outer momentum in CPU memory between synchronizations; pinned, where torch rounds a block's bytes up to a
-    power of two."""
+    """Keep anchor and outer momentum in CPU memory between synchronizations. On GPUs the memory is pinned, for which torch
+    rounds the bytes of a block up to a power of two."""
     verify_every: PositiveInt | None = 10
-    """Synchronizations after which the next log line compares the replicas' anchors, by a sum of their bits; `null`: never."""
+    """Synchronizations between checks that all replicas hold the same anchor, by a checksum; `null`: never."""
 
     @property
     def needs_anchor(self) -> bool:

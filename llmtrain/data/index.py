@@ -130,7 +130,7 @@ class SplitIndex(BaseModel, extra="forbid", frozen=True):
     text_bytes: int
     """UTF-8 bytes of the documents; nats per token x tokens / text_bytes / ln 2 = bits per byte."""
     exhausted: bool
-    """Whether the source ended before the requested number of tokens was reached."""
+    """True if the source ended before the requested number of tokens was reached."""
     shards: tuple[Shard, ...]
 
 

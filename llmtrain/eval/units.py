@@ -70,7 +70,7 @@ class EvalUnit:
     run: Callable[[LazyModels], Entry | None]
     """Function that evaluates the unit; returns None on all but the main process."""
     by_all: bool = False
-    """Whether all processes share the work if a launcher started several; if not, only the main process works."""
+    """True if all processes of a launcher share the work, False if only the main process works."""
 
 
 def pieces_of(options: Options) -> list[EvalUnit]:

@@ -17,7 +17,7 @@ class NodeExit:
     code: int
     """Exit code of the ranks; the highest if they differ."""
     by_signal: bool = False
-    """Whether a signal asked this node to stop."""
+    """True once a signal has asked this node to stop."""
 
 
 @dataclass(frozen=True)

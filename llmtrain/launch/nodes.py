@@ -57,8 +57,8 @@ class Nodes:
             return cls()
         if tasks != nodes:
             raise RecipeError(
-                f"srun started launch/train.sh {tasks} times on {nodes} nodes; it is once a node (--ntasks-per-node=1), "
-                "or once a rank without it: srun python -m llmtrain train RECIPE"
+                f"srun started launch/train.sh {tasks} times on {nodes} nodes; start it once per node (--ntasks-per-node=1), "
+                "or once per rank without it: srun python -m llmtrain train RECIPE"
             )
         address, port = master_endpoint()
         return cls(nodes, number("SLURM_NODEID", 0), address, int(port))

@@ -47,7 +47,7 @@ class Replica(ABC):
     blocks: list[Block]
     """All blocks, in forward order."""
     average_gradients: bool = True
-    """Whether gradients are also averaged over the replicas (the synchronous phase). FSDP2 overlaps this with
+    """True in the synchronous phase, in which gradients are also averaged over the replicas. FSDP2 overlaps this with
     backward; ZeRO averages in `step`."""
 
     @abstractmethod
@@ -64,7 +64,7 @@ class Engine(Replica):
     """Base class of engines: forward, backward and inner optimizer of one replica, over the ranks of a shard group."""
 
     skipped: bool = False
-    """Whether the last step was left out because its gradient was not finite. Equal on all ranks of a replica."""
+    """True if the last step was skipped because its gradient was not finite. Equal on all ranks of a replica."""
     gradient_wait_seconds: float = 0.0
     """Total time that steps have waited for gradients to be averaged over the replicas."""
 

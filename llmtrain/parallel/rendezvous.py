@@ -26,8 +26,8 @@ from llmtrain.parallel.network import GLOO, Networks, address_of, address_toward
 from llmtrain.parallel.world import World, master_endpoint, node_name
 
 GRACE_SECONDS = 3.0
-"""How much longer the other ranks wait than rank 0, which tells them which ranks are missing. Rank 0 stays for the
-same time, so that they can read its answer."""
+"""Additional wait of all ranks but rank 0, which tells them which ranks are missing. Rank 0 stays for the same time, so
+that they can read its answer."""
 
 
 @dataclass(frozen=True)

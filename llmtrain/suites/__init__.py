@@ -1,1 +1,1 @@
-"""What can be evaluated: suites of tasks and texts, the task files that read local data, and what either needs."""
+"""Evaluation suites: their tasks and texts, the task files for local data, and the requirements of both."""

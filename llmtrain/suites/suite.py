@@ -27,11 +27,11 @@ class TaskSection(Section):
     """A task, group or tag of lm-evaluation-harness, or of the task files in files/tasks."""
 
     task: Name
-    """Its name, e.g. hellaswag."""
+    """Name of the task, for example hellaswag."""
     few_shot: FewShot | None = None
-    """Examples before each question; null: what the task itself says, else none."""
+    """Number of examples before each question; null: that of the task itself, or none."""
     limit: Count | None = None
-    """Only the first documents (of each task, where it is a group); null: all."""
+    """Maximum number of documents, per task of a group; null: all."""
     show: tuple[str, ...] = ("acc",)
     """Metrics in the table and the curves; the JSON has all of them."""
 
@@ -40,17 +40,17 @@ class TextSection(Section):
     """A text file on which the loss is measured."""
 
     name: Name
-    """What the table calls it."""
+    """Name in the table."""
     file: str
-    """Below --data-dir."""
+    """Path below --data-dir."""
     separator: NotEmpty = "<|endoftext|>"
-    """What lies between two documents."""
+    """Separator of the documents."""
     every: Count = 1
-    """Only every so-many-th document, beginning with the first."""
+    """Interval between the documents that are read, beginning with the first."""
     limit: Count | None = None
-    """At most so many documents; null: all."""
+    """Maximum number of documents; null: all."""
     window: Annotated[int, Field(ge=2)] | None = None
-    """Tokens that the model sees at once; null: what its configuration allows, at most 2048."""
+    """Context length in tokens; null: the maximum of the model, at most 2048."""
     show: tuple[str, ...] = ("loss", "perplexity", "bits_per_byte")
     """Metrics in the table and the curves."""
 
@@ -59,32 +59,32 @@ class SamplesSection(Section):
     """Texts that the model continues."""
 
     prompts: Annotated[tuple[str, ...], Field(min_length=1)]
-    """What to continue."""
+    """Texts to continue."""
     tokens: Count = 120
-    """At most so many new tokens each."""
+    """Maximum number of new tokens per prompt."""
     temperature: Annotated[float, Field(gt=0)] = 0.7
-    """Of the draw."""
+    """Sampling temperature."""
     top_k: Count = 40
-    """Only the likeliest tokens are drawn."""
+    """Number of most likely tokens to sample from."""
     seed: int = 0
-    """Of the draw."""
+    """Seed of the sampling."""
 
 
 class Suite(Section):
     """A list of evaluations that belong together."""
 
     about: str = ""
-    """One line on what it is for."""
+    """Purpose of the suite, in one line."""
     batch_size: Count | Literal["auto"] = 16
-    """Sequences at once; auto: lm-evaluation-harness tries how many fit into memory."""
+    """Sequences per forward pass; auto: lm-evaluation-harness finds how many fit into memory."""
     task_folders: tuple[str, ...] = ()
-    """More folders with task files, relative to the suite's file."""
+    """Additional folders of task files, relative to the file of the suite."""
     tasks: tuple[TaskSection, ...] = ()
-    """Run by lm-evaluation-harness."""
+    """Tasks for lm-evaluation-harness."""
     texts: tuple[TextSection, ...] = ()
-    """Losses on text files."""
+    """Text files whose loss is measured."""
     samples: SamplesSection | None = None
-    """Texts for people to read."""
+    """Continuations for people to read."""
 
 
 def load_suite(name: str, key: str = "--suite") -> tuple[str, Suite, list[Path]]:

@@ -20,12 +20,12 @@ class StepPlan:
     lr: float
     """Inner learning rate."""
     phase: Literal["synchronous", "local"] = "local"
-    """Whether gradients are averaged over replicas in this step, or each replica trains alone. The period decides it, and
+    """True if this step averages gradients over replicas, False if each replica trains alone. The period decides it, and
     `Method.begin_step` sets `average_gradients` of the engine by it."""
     computes_gradient: bool = True
     """False if the method has already moved the parameters, which replaces the gradient step."""
     takes_batch: bool = True
-    """Whether the step consumes a batch."""
+    """True if the step consumes a batch."""
 
 
 class Method:

@@ -86,7 +86,7 @@ class Metrics:
         self.first_eval: Validation | None = None
         self.last_eval: Validation | None = None
         self.stop_agreed = False
-        """Whether all ranks know that a stop was requested."""
+        """True once all ranks know that a stop was requested."""
         self._gather = AsyncMetricGather(mesh)
         self._displayed: GatheredMetrics | None = None
         self._verified = 0  # synchronizations at the last comparison of anchors

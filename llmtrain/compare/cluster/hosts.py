@@ -121,7 +121,7 @@ class VirtualHost(Host):
     switch: str
     """Namespace of the bridges that it is connected to."""
     names: Path
-    """Its /etc/hosts. Its own name resolves to loopback, as on many real machines, other hosts to their addresses."""
+    """The host's /etc/hosts. Its own name resolves to loopback, as on many real machines, the other names to their addresses."""
     group: Path | None
     """File through which a process joins the host's control group; None if CPU time is not limited."""
 

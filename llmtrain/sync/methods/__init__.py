@@ -1,6 +1,6 @@
-"""The published methods by name: each module's docstring is the method, its PRESET the choices it makes.
+"""Published methods by name. The docstring of each module defines the method, and its PRESET holds the choices.
 
-A preset is what a recipe's `sync` section is laid over; nothing else in the package knows a method's name.
+A recipe's `sync` section overrides the preset of its method. No other part of the package knows the name of a method.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""A-EDiT (Cheng et al., arXiv 2412.07210, ICLR 2025): EDiT with rounds of seconds, so that nobody waits for a slow replica.
+"""A-EDiT (Cheng et al., arXiv 2412.07210, ICLR 2025): EDiT with timed rounds, in which fast replicas do not wait for slow ones.
 
-Rule      each replica trains until T seconds have passed since the last meeting, on a clock its ranks share, then meets the
-          others, who are at most one step behind; then EDiT's synchronization. Learning rates follow a replica's own
-          steps; the run ends when all replicas together have trained on its tokens.
-Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica, one block at a time, plus one scalar a
-          block; inside a replica one number a step.
-Memory    anchor and outer momentum: 8 bytes a parameter, sharded like the parameters; on the CPU with `offload`.
-Values    T = 600 s and at least 100 steps of all replicas are the published code's; the rest is EDiT's.
-Departs   as EDiT; also, time is kept in float64 (the published code's float32 ticks every 128 s), weights by steps count
-          the round's steps (there, all since the start), and the last rounds are shortened to end on the run's tokens.
+Rule      each replica trains until T seconds have passed since the last synchronization, on a clock that its ranks share.
+          It then waits for the other replicas, each of which finishes at most one step, and all run EDiT's
+          synchronization. Learning rates follow the steps of the replica itself. The run ends when all replicas together
+          have trained on its tokens.
+Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica, one block at a time, plus one scalar per
+          block; within a replica one number per step.
+Memory    anchor and outer momentum: 8 bytes per parameter, sharded like the parameters; in CPU memory with `sync.offload`.
+Defaults  T = 600 s and at least 100 steps over all replicas, from the published code; all others are EDiT's.
+Differs   like EDiT. In addition, time is kept in float64 (the published code's float32 ticks every 128 s), weights by steps
+          count the steps of the round (there, all steps since the start), and the last rounds are shortened so that the
+          run ends on its tokens.
 """
 
 PAPER = "arXiv 2412.07210"

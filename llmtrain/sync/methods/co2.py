@@ -1,16 +1,16 @@
-"""CO2 (Sun et al., arXiv 2401.16265, ICLR 2024): Local SGD whose reductions have a whole round to arrive.
+"""CO2 (Sun et al., arXiv 2401.16265, ICLR 2024): Local SGD whose reductions overlap with a whole round.
 
-Rule      at the end of round k, replica n sends D_k,n = anchor_k - theta_n, and takes the mean that was sent a round
-          before: m <- beta m + D_(k-1) / L, every element of m kept within [-phi, phi]; anchor_(k+1) <- anchor_k - lr m;
-          theta_n <- anchor_(k+1). L >= 1 is the staleness gap: round k-1's summed learning rates over round k's.
-          The run's last mean is applied at its end.
+Rule      at the end of round k, replica n sends D_k,n = anchor_k - theta_n and receives the mean D_(k-1) of the round
+          before: m <- beta m + D_(k-1) / L, with every element of m limited to [-phi, phi]; anchor_(k+1) <- anchor_k - lr m;
+          theta_n <- anchor_(k+1). L >= 1 is the staleness gap: the sum of the learning rates of round k-1
+          over that of round k. The last mean is applied at the end of the run.
 Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica, hidden behind the next round.
-Memory    anchor, momentum and the mean under way: 12 bytes a parameter, sharded like the parameters (the paper's CO2*).
-Values    H = 48, beta = 0.5, lr = 1 and phi = 1 are the published code's defaults. In units of parameters phi = 1 is
-          wide: to clip in earnest, choose it near the largest movement of a parameter in a round.
-Departs   the paper's exact L was not available to us: ours follows from the learning rates and is 1 while they are
-          constant. The published code computes the clipped momentum and drops it, and averages parameters while they are
-          being changed; here clipping clips, and what is sent is a copy.
+Memory    anchor, momentum and the mean in flight: 12 bytes per parameter, sharded like the parameters (the paper's CO2*).
+Defaults  H = 48, beta = 0.5, lr = 1 and phi = 1 are the published code's. In units of parameters, phi = 1 rarely
+          clips: a useful phi is near the largest change of a parameter per round.
+Differs   the paper's exact L was not available to us: ours follows from the learning rates and is 1 while they are
+          constant. The published code computes the clipped momentum but does not use it, and averages parameters while
+          training changes them; here clipping takes effect, and messages are copies.
 """
 
 PAPER = "arXiv 2401.16265"

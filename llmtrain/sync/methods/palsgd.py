@@ -1,15 +1,15 @@
-"""PALSGD (Naganuma et al., arXiv 2504.18454, TMLR 2025): DiLoCo whose replicas skip some gradients and pull instead.
+"""PALSGD (Naganuma et al., arXiv 2504.18454, TMLR 2025): DiLoCo with random steps that pull towards the anchor and compute no gradient.
 
-Rule      each replica draws in every local step: with probability p no gradient, but
-          theta_n <- theta_n - (lr eta / p)(theta_n - anchor); otherwise an inner step at learning rate lr / (1 - p).
-          After H steps DiLoCo's outer step. In expectation a step is lr times (inner step + eta (theta_n - anchor)).
+Rule      in every local step each replica draws independently: with probability p it computes no gradient, but
+          theta_n <- theta_n - (lr eta / p)(theta_n - anchor); otherwise it takes an inner step at learning rate lr / (1 - p).
+          After H steps follows DiLoCo's outer step. The expectation of a step is lr times (inner step + eta (theta_n - anchor)).
 Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica; pulls send nothing.
-Memory    anchor and outer momentum: 8 bytes a parameter, sharded like the parameters; on the CPU with `offload`.
-Values    p = 0.2, eta = 1, H = 32 after 32 synchronous steps, momentum 0.9: the published example's; the paper's own are not
-          known to us. Outer lr 0.7 is DiLoCo's: the example's 0.1 goes with its 16 outer steps a round.
-Departs   all tensors are pulled (the published code pulls the first one only), replicas draw independently (there, all
-          alike), there is one outer step a round (there, one a micro-batch), a pull keeps its batch for the next gradient
-          (there, it is lost: `sync.pull.batch=drop`), and the synchronous phase does not average optimizer states.
+Memory    anchor and outer momentum: 8 bytes per parameter, sharded like the parameters; in CPU memory with `sync.offload`.
+Defaults  p = 0.2, eta = 1, H = 32 after 32 synchronous steps, momentum 0.9: from the published example; the paper's own are not
+          known to us. Outer lr 0.7 is DiLoCo's: the example combines 0.1 with 16 outer steps per round.
+Differs   all tensors are pulled (the published code pulls the first one only), replicas draw independently (there, all
+          alike), there is one outer step per round (there, one per micro-batch), a pull keeps its batch for the next
+          gradient (there, it is lost: `sync.pull.batch=drop`), and the synchronous phase does not average optimizer states.
 """
 
 PAPER = "arXiv 2504.18454"

@@ -1,12 +1,12 @@
-"""Post-local SGD (Lin et al., arXiv 1808.07217, ICLR 2020): synchronous at first, Local SGD once the learning rate falls.
+"""Post-local SGD (Lin et al., arXiv 1808.07217, ICLR 2020): synchronous at first, and Local SGD once the learning rate falls.
 
-Rule      gradients are averaged in every step until the learning rate has first dropped; from then on replicas train
-          alone and theta <- (1/N) sum_n theta_n after every H local steps. Inner optimizer states stay with their replica.
+Rule      gradients are averaged in every step until the learning rate first drops; from then on replicas train alone,
+          and theta <- (1/N) sum_n theta_n after every H local steps. Each replica keeps its inner optimizer state.
 Traffic   per synchronous step and per round, 2 (N-1)/N x 4 bytes x parameters from each replica.
 Memory    nothing beyond the inner optimizer.
-Values    H = 16 is the published example's (CIFAR-10, local from the first decay on). With schedules that fall
-          smoothly, "the first decay" is chosen as half the peak; `sync.warmup_steps` names a step instead.
-Departs   the paper's inner optimizer is SGD with momentum; here it is the recipe's.
+Defaults  H = 16 is the published example's (CIFAR-10, local from the first decay on). For smooth schedules
+          we take half of the peak as "the first decay"; `sync.warmup_steps` gives a step instead.
+Differs   the paper's inner optimizer is SGD with momentum; here it is the recipe's.
 """
 
 PAPER = "arXiv 1808.07217"

@@ -81,7 +81,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class ScheduleParts:
-    """What a schedule is built from. Each takes the parts that it needs."""
+    """Parts from which schedules are built. Each schedule takes those that it needs."""
 
     block_sync: BlockSync
     period: Period

@@ -25,7 +25,7 @@ class BlockingSchedule(Schedule):
     """
 
     computes_while_armed = False
-    """Whether training continues between blocks, so that a synchronization's end need not wait for the device."""
+    """True if training continues between blocks, so that the end of a synchronization need not wait for the device."""
 
     def __init__(self, block_sync: BlockSync, penalty: EditPenalty | None, prefetch: int = PREFETCH):
         super().__init__(block_sync)
