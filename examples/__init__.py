@@ -1,1 +1,1 @@
-"""Training loops that are not ours, with llmtrain's synchronization: docs/library.md."""
+"""Examples of llmtrain's synchronization in other training loops; see docs/library.md."""

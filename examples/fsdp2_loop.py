@@ -1,4 +1,4 @@
-"""EDiT between replicas that FSDP2 shards: two replicas of two ranks each.
+"""EDiT between replicas that are sharded with FSDP2: two replicas of two ranks each.
 
 torchrun --nproc-per-node 4 examples/fsdp2_loop.py
 """
@@ -18,7 +18,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "n
 
 
 def main(steps: int = 40, replicas: int = 2) -> nn.Module:
-    """Train a shard of a replica on this process. Returns the model."""
+    """Train this process's shard of a replica, and return the model."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -33,7 +33,7 @@ def main(steps: int = 40, replicas: int = 2) -> nn.Module:
     updates = LocalUpdates(model, optimizer, "edit", **groups, **choices)
 
     text = torch.tensor(list(Path(__file__).read_bytes()), device=device)
-    torch.manual_seed(1 + dist.get_rank())  # other samples on every rank
+    torch.manual_seed(1 + dist.get_rank())  # different samples on every rank
     for step in range(1, steps + 1):
         starts = torch.randint(len(text) - 32, (8, 1), device=device)
         sequences = text[starts + torch.arange(32, device=device)]

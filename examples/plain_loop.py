@@ -13,7 +13,7 @@ from llmtrain.sync import LocalUpdates
 
 
 def main(steps: int = 60) -> nn.Module:
-    """Train a replica on this process. Returns the model."""
+    """Train a replica in this process, and return the model."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(0)  # the same start on every replica
@@ -22,7 +22,7 @@ def main(steps: int = 60) -> nn.Module:
     updates = LocalUpdates(model, optimizer, "diloco", period={"every": 20}, warmup_steps=5)
 
     text = torch.tensor(list(Path(__file__).read_bytes()))
-    torch.manual_seed(1 + dist.get_rank())  # other samples on every replica
+    torch.manual_seed(1 + dist.get_rank())  # different samples on every replica
     for step in range(1, steps + 1):
         starts = torch.randint(len(text) - 8, (32,)).unsqueeze(1) + torch.arange(8)
         loss = nn.functional.cross_entropy(model(text[starts]), text[starts[:, -1] + 1])

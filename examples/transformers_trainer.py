@@ -1,4 +1,4 @@
-"""Streaming DiLoCo under transformers' Trainer: every process is a replica, which its Trainer takes for the only one.
+"""Streaming DiLoCo with transformers' Trainer: every process is a replica, and its Trainer sees no other process.
 
 torchrun --nproc-per-node 2 examples/transformers_trainer.py
 """
@@ -18,7 +18,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "n
 
 
 class LocalUpdatesCallback(TrainerCallback):
-    """`LocalUpdates` from the first step of a Trainer to its last."""
+    """Callback that runs `LocalUpdates` from the first step of a Trainer to the last."""
 
     def __init__(self, **choices: Any):
         self.choices = choices
@@ -31,7 +31,7 @@ class LocalUpdatesCallback(TrainerCallback):
 
 
 def main(output_dir: str = "runs/trainer", steps: int = 40) -> nn.Module:
-    """Train a replica on this process. Returns the model."""
+    """Train a replica in this process, and return the model."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     for name in (

@@ -1,12 +1,12 @@
-"""Fused attention for models that transformers trains without it, or only with a wait for the device.
+"""Fused attention for models that transformers trains without it, or only with the host waiting for the device.
 
 GPT-Neo's attention is implemented here, because transformers computes it only with full [T, T] weights in fp32. In
-its local layers every query sees the last `window_size` keys. They are computed in chunks of a window: the queries
-of a chunk see the keys of that chunk and of the previous one, so time and memory grow with T x window.
+its local layers, every query sees the last `window_size` keys. Attention is computed in chunks of a window: the
+queries of a chunk see the keys of that chunk and of the previous one, so time and memory grow with T x window.
 
 Llama's attention is transformers' own, registered under a name for which transformers builds no mask. To build a
-mask, transformers inspects the positions for packed documents, and the host waits for the device in every forward
-pass.
+mask, transformers inspects the positions for packed documents, which makes the host wait for the device in every
+forward pass.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def fuse_attention(causal_lm: PreTrainedModel, separates_documents: bool) -> Non
 
 
 def prepared_mask(family: str, input_ids: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the `attention_mask` for input_ids [B, T]. The `documents` [B, T], if given, are kept apart.
+    """Return the `attention_mask` for input_ids [B, T]. With `documents` [B, T], no token sees another document.
 
     transformers passes a four-dimensional mask to its layers unchanged. With None it builds the mask it needs.
     """
@@ -103,8 +103,8 @@ def attend(
 ) -> torch.Tensor:
     """Return causal attention [B, H, T, head size] with unscaled dot products.
 
-    A query sees itself and all earlier keys, or only the w - 1 before it with a `window` of w. With `documents` [B,
-    T], it sees only keys with its own document number.
+    A query sees itself and all earlier keys. With a `window` of w, it sees only itself and the w - 1 keys before it.
+    With `documents` [B, T], it sees only keys with its own document number.
     """
     length = q.shape[2]
     if window is not None and window < length:
@@ -117,7 +117,7 @@ def attend(
 
 
 def causal_in_documents(documents: torch.Tensor) -> torch.Tensor:
-    """Return which keys a query sees [B, 1, T, T]: itself and earlier keys with its number in `documents` [B, T]."""
+    """Return the mask [B, 1, T, T]: a query sees itself and earlier keys with its number in `documents` [B, T]."""
     place = torch.arange(documents.shape[1], device=documents.device)
     sees = (place[:, None] >= place) & (documents[:, :, None] == documents[:, None, :])
     return sees[:, None]
@@ -126,7 +126,7 @@ def causal_in_documents(documents: torch.Tensor) -> torch.Tensor:
 def _attend_in_chunks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, documents: torch.Tensor | None, dropout: float
 ) -> torch.Tensor:
-    """Attend in chunks in place of rows: queries [B chunks, H, w, head size], and twice as many keys."""
+    """Return `attend`, computed on chunks instead of rows: queries [B chunks, H, w, head size], twice as many keys."""
     batch, length = q.shape[0], q.shape[2]
     chunks = -(-length // window)
     missing = chunks * window - length
@@ -137,7 +137,7 @@ def _attend_in_chunks(
 
     row, key = torch.arange(window, device=q.device)[:, None], torch.arange(2 * window, device=q.device)
     sees = (row < key) & (key <= row + window)
-    # Keys before the first token, and after the last, are padding; rows of padding see themselves.
+    # Keys before the first token and after the last one are padding. Rows of padding see themselves.
     is_there = torch.arange(chunks, device=q.device)[:, None, None] * window + key >= window
     sees = (sees & is_there).expand(batch, -1, -1, -1)
     if documents is not None:

@@ -1,4 +1,4 @@
-"""The commands. Each reads a recipe and calls one function; imports are inside, so that `--help` is quick."""
+"""Command-line interface. Imports are inside the commands, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def train(
     recipe: RecipeFile,
     local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
 ) -> None:
-    """Train a recipe as this rank, or continue it: python -m llmtrain train recipes/quickstart.yaml optim.lr=1e-3
+    """Train a recipe as one rank, or resume it: python -m llmtrain train recipes/quickstart.yaml optim.lr=1e-3
 
-    Ranks come from the environment (torchrun, srun, DeepSpeed); without one, this is the only process.
+    The rank is read from the environment (torchrun, srun, DeepSpeed). If it has none, this is the only process.
     """
     with imports_without_gc():
         from llmtrain.parallel.world import World
@@ -49,8 +49,8 @@ def train(
 def launch(context: typer.Context, recipe: RecipeFile) -> None:
     """Start torchrun on this machine with the right number of processes (what launch/train.sh does).
 
-    One process a GPU, or as many as the recipe's mesh asks for on a CPU. NPROC_PER_NODE, NNODES, NODE_RANK,
-    MASTER_ADDR and MASTER_PORT are used where they are set, or found from Slurm when srun starts it once per node.
+    Starts one process per GPU, or on a CPU as many as the recipe's mesh asks for. NPROC_PER_NODE, NNODES, NODE_RANK,
+    MASTER_ADDR and MASTER_PORT are used if they are set, or derived from Slurm if srun starts this once per node.
     """
     from llmtrain.launch import launch_torchrun
 
@@ -59,7 +59,7 @@ def launch(context: typer.Context, recipe: RecipeFile) -> None:
 
 @app.command(context_settings=OVERRIDES)
 def prepare(context: typer.Context, recipe: RecipeFile) -> None:
-    """Turn a recipe's text into token shards; training does it too, if they are not there yet."""
+    """Tokenize a recipe's text into token shards. Training does so itself if they do not exist yet."""
     with imports_without_gc():
         from llmtrain.recipe_check import check
         from llmtrain.recipe_loader import load_recipe
@@ -81,10 +81,10 @@ def doctor(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for other ranks, each time.")] = 60.0,
     local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
 ) -> None:
-    """Look for what could keep a run from working: python -m llmtrain doctor recipes/quickstart.yaml
+    """Look for problems that could make a run fail: python -m llmtrain doctor recipes/quickstart.yaml
 
-    Started on many ranks (torchrun ... -m llmtrain doctor RECIPE), it also tries the network between them. Exit code 1
-    if there is a problem.
+    Started on several ranks (torchrun ... -m llmtrain doctor RECIPE), it also tests the network between them. The exit
+    code is 1 if there is a problem.
     """
     with imports_without_gc():
         from llmtrain.doctor.run_checks import run_checks
@@ -116,8 +116,8 @@ def compare(
 ) -> None:
     """Train several recipes under the same conditions, one after another, and report which reached which loss first.
 
-    python -m llmtrain compare recipes/compare/sync_vs_async.yaml makes hosts on this machine (network namespaces, with
-    the bandwidth, the slow hosts and the faults that the file lists) and continues where it was interrupted.
+    python -m llmtrain compare recipes/compare/sync_vs_async.yaml creates virtual hosts on this machine (network
+    namespaces, with the bandwidths, slow hosts and faults that the file lists). Run again, it continues where it stopped.
     """
     if report_only:
         from llmtrain.compare.report import write_report
@@ -152,8 +152,8 @@ def export(
 ) -> None:
     """Turn a checkpoint into a folder that transformers loads: python -m llmtrain export runs/quickstart
 
-    One process, no GPU, whatever mesh and engine the run had. The logits of the exported model are compared with the
-    training model's; exit code 1 and no folder if they differ.
+    Needs one process and no GPU, whatever mesh and engine the run had. The logits of the exported model are compared
+    with the training model's. If they differ, the exit code is 1 and no folder is written.
     """
     with imports_without_gc():
         from llmtrain.export.export import Request, describe
@@ -175,9 +175,9 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Draw among so many of the likeliest tokens; 0: among all.")] = 40,
     seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
 ) -> None:
-    """Let a trained model write: python -m llmtrain generate runs/quickstart --prompt "def "
+    """Generate text with a trained model: python -m llmtrain generate runs/quickstart --prompt "def "
 
-    A run's checkpoint is exported first, unless it is already (RUN/export).
+    A run's checkpoint is first exported to RUN/export, unless that has already been done.
     """
     with imports_without_gc():
         from llmtrain.export.generate import Sampling
@@ -201,7 +201,7 @@ def evaluate_command(
 ) -> None:
     """Evaluate checkpoints on a suite of tasks: python -m llmtrain eval runs/edit_1b --suite edit_paper
 
-    Results go to RUN/eval/SUITE.json. What is finished is kept: an interrupted evaluation continues.
+    Results go to RUN/eval/SUITE.json. Finished parts are kept, so an interrupted evaluation continues.
     """
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
@@ -228,7 +228,7 @@ def recipe_check(
     recipe: RecipeFile,
     processes: Annotated[int | None, typer.Option(help="Also check the mesh against so many processes.")] = None,
 ) -> None:
-    """Say whether a recipe can be trained."""
+    """Check whether a recipe can be trained."""
     from llmtrain.recipe_check import check
     from llmtrain.recipe_loader import load_recipe
 
@@ -249,7 +249,7 @@ def recipe_show(
     ] = None,
     mbit: Annotated[float, typer.Option(min=1e-6, help="Megabits per second from one replica to another.")] = 1000.0,
 ) -> None:
-    """The resolved recipe, its model's size, and what it needs in memory and time."""
+    """Show the resolved recipe, its model's size, and the memory and time that it needs."""
     with imports_without_gc():
         from rich.console import Console
 
@@ -263,12 +263,12 @@ def recipe_show(
 
 @recipe_app.command("schema")
 def recipe_schema() -> None:
-    """The JSON schema of recipes, for editors."""
+    """Print the JSON schema of recipes, for editors."""
     from llmtrain.config import Recipe
 
     typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and leave with its exit code: 0 done, 1 failed, 2 bad recipe or usage, 3 stopped early."""
+    """Run a command and exit with its code: 0 done, 1 failed, 2 bad recipe or usage, 3 stopped early."""
     exit_with_status(lambda: app(arguments))

@@ -1,7 +1,7 @@
 """Errors that a user can act on.
 
 Each message is one line: what was given, what was expected, what to change. Any other exception (a failed assert, an
-error in a library) means a defect or a broken machine, and keeps its traceback.
+error in a library) indicates a defect or a broken machine and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DataError(UserError):
 
 
 class ModelError(UserError):
-    """A model configuration that can't be built, initialized or cut into blocks."""
+    """A model configuration that can't be built, initialized or split into blocks."""
 
 
 class CheckpointError(UserError):
@@ -74,10 +74,10 @@ def exit_with_status(command: Callable[[], object]) -> None:
 def _leave(code: int) -> NoReturn:
     """Exit with `code`, without the interpreter's shutdown if CUDA is initialized.
 
-    The GPU may hold work that waits for other ranks. A normal shutdown waits for that work, and the launcher, which
-    would stop the other ranks, waits for the interpreter.
+    A normal shutdown could hang: it waits for the work on the GPU, which may wait for other ranks. The launcher stops
+    those only after this process has exited.
     """
-    torch = sys.modules.get("torch")  # imported by whatever needed it; not for its sake
+    torch = sys.modules.get("torch")  # never imported just for this check
     if torch is not None and torch.cuda.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()

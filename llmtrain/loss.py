@@ -32,7 +32,7 @@ def _loss_and_gradient(
     loss = (log_total - logits.gather(1, target)[:, 0]).masked_fill(~counts, 0).sum()
     if not needs_grad:
         return loss, None
-    # Softmax, in the logits' own memory, of rows that count; of the others 0. What is taken from the target's is so, too.
+    # Softmax in the logits' own memory. Rows that do not count are 0, and 0 is subtracted at their targets.
     softmax = logits.sub_(log_total.masked_fill(~counts, torch.inf)[:, None]).exp_()
     softmax.scatter_add_(1, target, -counts.to(wide)[:, None])
     return loss, softmax.to(narrow)
@@ -40,7 +40,7 @@ def _loss_and_gradient(
 
 @cache
 def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    return torch.compile(_loss_and_gradient, dynamic=False)  # a whole chunk, and what is left over
+    return torch.compile(_loss_and_gradient, dynamic=False)  # two shapes: a full chunk and the remainder
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -68,7 +68,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_weight += grad.T @ h
                 if bias is not None:
                     grad_bias += grad.sum(0)
-            del grad  # as large as logits, which would be beside it in the next chunk
+            del grad  # as large as the next chunk's logits, with which it would coexist
         if needs_grad:
             ctx.save_for_backward(
                 grad_hidden, grad_weight.to(weight.dtype), None if bias is None else grad_bias.to(bias.dtype)
@@ -77,7 +77,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
-        # In place: most of a step's memory is in use now. A second backward pass would be told so.
+        # In place, because most of a step's memory is in use now. torch raises in a second backward pass.
         scaled = (None if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in ctx.saved_tensors)
         return *scaled, None, None, None
 
@@ -106,8 +106,8 @@ def liger_cross_entropy(
 ) -> torch.Tensor:
     """Return the loss of `summed_cross_entropy`, computed by liger-kernel's Triton kernels.
 
-    They (https://github.com/linkedin/Liger-Kernel) choose their own chunks and read one number per call from the
-    device. Gradients are summed in at least fp32, as in `summed_cross_entropy`.
+    The kernels (https://github.com/linkedin/Liger-Kernel) choose their own chunks and read one number per call from
+    the device. Gradients are summed in at least fp32, as in `summed_cross_entropy`.
     """
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 

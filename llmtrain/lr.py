@@ -26,7 +26,7 @@ class LRSchedule:
 
     @property
     def warmup_steps(self) -> int:
-        """Return the number of steps of the linear warm-up; the last of them has the peak."""
+        """Return the number of steps of the linear warm-up; the last one has the peak."""
         return self.schedule.warmup_steps
 
     def first_step_below(self, share: float) -> int:
@@ -38,8 +38,8 @@ class LRSchedule:
         return next((step for step in steps if self.at(step) <= share * self.peak), self.total_steps + 1)
 
     def at(self, step: int) -> float:
-        """Return the learning rate of step `step`, from 1. Beyond `total_steps`, where A-EDiT's fast replicas train, it is
-        that of the last step."""
+        """Return the learning rate of step `step`, from 1. Beyond `total_steps`, where A-EDiT's fast replicas train,
+        it is that of the last step."""
         schedule, step = self.schedule, min(step, self.total_steps)
         if step <= schedule.warmup_steps:
             return self.peak * step / schedule.warmup_steps

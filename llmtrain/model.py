@@ -70,7 +70,7 @@ class LanguageModel(nn.Module):
         documents = None if self._separator is None else document_ids(input_ids, self._separator)
         return self.causal_lm.base_model(
             input_ids=input_ids,
-            position_ids=None if documents is None else position_ids(documents),  # transformers' masks follow from them
+            position_ids=None if documents is None else position_ids(documents),  # transformers builds masks from them
             attention_mask=prepared_mask(self.causal_lm.config.model_type, input_ids, documents),
             use_cache=False,
         ).last_hidden_state
@@ -134,7 +134,7 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
 def blocks_of(model: LanguageModel) -> list[ModelBlock]:
     """Return the blocks: embedding, each layer, and final norm with head.
 
-    A tied head joins the embedding's block with the final norm, because it shares the embedding's weight. Raises
+    A tied head and the final norm are in the embedding's block, because the head shares the embedding's weight. Raises
     ModelError if the list of layers is not found.
     """
     base = model.causal_lm.base_model
@@ -182,7 +182,7 @@ def initialize(model: LanguageModel, block: ModelBlock, seed: int, device: torch
         if id(owner) not in inside or not parameter.is_meta:
             continue
         if id(parameter) not in done:
-            # The label is part of the seed: another spelling would be another model.
+            # The label is part of the seed: another spelling would give another model.
             generator = torch.Generator().manual_seed(derive_seed(seed, "initialisation", name))
             value = _initial_value(owner, key, parameter.shape, std, generator, name)
             done[id(parameter)] = nn.Parameter(

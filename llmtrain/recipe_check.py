@@ -1,4 +1,4 @@
-"""Checks of combinations of recipe keys. Those that can't run are refused with the reason.
+"""Checks of combinations of recipe keys. Combinations that can't run are refused, with the reason.
 
 `check` needs no process group, no data and no GPU, so `recipe check` gives the same result on a laptop and a
 cluster.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SIZES = {"hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "window_size", "head_dim"} | {
     f"num_{part}" for part in ("layers", "hidden_layers", "heads", "attention_heads", "key_value_heads")
 }
-"""Keys of transformers' configs for which a zero is accepted and fails later."""
+"""Keys for which transformers' configs accept a zero that fails only later."""
 
 DEEPSPEED_EQUIVALENTS = {
     "zero_optimization.stage": "parallel.zero_stage",
@@ -43,7 +43,7 @@ DEEPSPEED_EQUIVALENTS = {
     "train_micro_batch_size_per_gpu": "train.micro_batch",
     "gradient_accumulation_steps": "train.global_batch",
 }
-"""Keys of DeepSpeed's configuration, and the recipe keys that replace them."""
+"""Recipe keys that replace keys of DeepSpeed's configuration, by DeepSpeed's key."""
 
 
 def check(recipe: Recipe, world_size: int | None) -> None:

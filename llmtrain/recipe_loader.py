@@ -1,11 +1,11 @@
 """Recipe loading: base files and overrides, merged over the method's preset and validated against the schema.
 
-Later layers win: preset < base files in their order < the file itself < the command line. Mappings merge key by key;
-a `sync.period`, `sync.outer` or similar value of another kind is replaced as a unit. If a layer names another method
-than the layers below it, their group, outer step, penalty, schedule and pull no longer apply (they were chosen for
-the old method). The period, the warm-up and the wire stay, so that methods are compared at the same round length.
-There are two exceptions: a period of another kind than the new method's is dropped, and so is `warmup_steps` if that
-method synchronizes every step. There is no interpolation, and the environment is not read.
+Later layers win: preset < base files in their order < the file itself < the command line. Mappings merge key by key,
+but a value with a `kind` (`sync.period`, `sync.outer`, ...) is replaced completely by one of another kind. If a layer
+names another method than the layers below it, their `reduction`, `outer`, `schedule` and `pull` are dropped, because
+they were chosen for the old method. Period, warm-up and wire stay, so that methods are compared at the same round
+length. There are two exceptions: a period of another kind than the new method's is dropped, and so is `warmup_steps`
+if that method synchronizes every step. There is no interpolation, and the environment is not read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if isinstance(run, dict) and type(run["name"]) in (int, float):  # a run may be called 2024
         run["name"] = str(run["name"])
     try:
-        # Through JSON, because strict validation of JSON takes lists for tuples but no text for numbers.
+        # Through JSON, because strict validation of JSON accepts lists for tuples, but still no text for numbers.
         return Recipe.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise RecipeError(explain(error, layers, data)) from None
@@ -55,7 +55,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     """Return `a.b=c`, `--a.b=c` and `--a.b c` as a nested mapping, with values read as YAML. Later arguments win.
 
-    Raises RecipeError for an argument of another form.
+    Raises RecipeError for an argument of another form or a value that is not YAML.
     """
     merged: dict[str, Any] = {}
     rest = iter(arguments)
@@ -78,7 +78,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 def resolved_yaml(recipe: Recipe) -> str:
     """Return every key of the recipe with its value, as YAML that `load_recipe` reads back to the same recipe."""
-    # OmegaConf's dumper, since it quotes what its loader would take for a number (a run called "3e-4").
+    # OmegaConf's dumper, because it quotes text that its loader would read as a number (a run called "3e-4").
     return OmegaConf.to_yaml(OmegaConf.create(recipe.model_dump(mode="json")))
 
 
@@ -134,14 +134,14 @@ def _read(path: Path, named_by: Path | None) -> dict[str, Any]:
 
 
 def _normalize(data: dict[Any, Any], label: str) -> dict[str, Any]:
-    """Return `data` with empty sections as {} and a bare word for a tagged value as its `kind`.
+    """Return `data` with {} for empty sections and `{kind: word}` for a bare word in a key of UNION_KEYS.
 
-    Raises RecipeError for `${`.
+    Raises RecipeError for a value with `${`.
     """
     for key, value in _leaves(data).items():
         if isinstance(value, str) and "${" in value:
             raise RecipeError(f"{label}: {key} is {value!r}, but recipes have no interpolation; write the value itself")
-    data = json.loads(json.dumps(data, default=str))  # keys that YAML takes for numbers or truth values become text
+    data = json.loads(json.dumps(data, default=str))  # makes text of keys that YAML reads as numbers or booleans
     data = {key: {} if value is None and key != "base" else value for key, value in data.items()}
     if isinstance(data.get("sync"), dict):
         data["sync"] = {
@@ -152,7 +152,7 @@ def _normalize(data: dict[Any, Any], label: str) -> dict[str, Any]:
 
 
 def _on_preset(layers: list[Overlay]) -> list[Overlay]:
-    """Put the method's preset below the layers and remove from them what was chosen for another method."""
+    """Return the layers above the preset of their method, without the keys that were chosen for another method."""
     method, kept = SyncSection.model_fields["method"].default, []
     for layer in layers:
         sync = layer.data.get("sync")
@@ -170,7 +170,7 @@ def _on_preset(layers: list[Overlay]) -> list[Overlay]:
 
 
 def _for_method(data: dict[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what remains of a layer below the one that names another method, whose preset this is."""
+    """Return a layer without the keys that no longer apply when a layer above names the method with this preset."""
     sync = data.get("sync")
     if not isinstance(sync, dict):
         return data
@@ -178,14 +178,15 @@ def _for_method(data: dict[str, Any], preset: Mapping[str, Any]) -> dict[str, An
     kind = preset["period"]["kind"]
     period = sync.get("period")
     if isinstance(period, dict) and period.get("kind", "steps") != kind:
-        dropped.add("period")  # one kind of period has no length to hand to another
+        dropped.add("period")  # its length means nothing to a period of another kind
     if kind == "every_step":
         dropped.add("warmup_steps")
     return data | {"sync": {key: value for key, value in sync.items() if key not in dropped}}
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any], tagged: Sequence[str] = ()) -> dict[str, Any]:
-    """Return `over` merged over `under`. Mappings merge; all else is replaced, also tagged values of another kind."""
+    """Return `over` merged over `under`. Mappings merge key by key; other values are replaced. A mapping in one of the
+    `tagged` keys is also replaced if its `kind` differs."""
     merged = dict(under)
     for key, value in over.items():
         below = merged.get(key)

@@ -16,7 +16,7 @@ from llmtrain.config import Recipe, Section
 
 @dataclass(frozen=True)
 class Overlay:
-    """Keys from one place; `label` names the place in messages."""
+    """Recipe keys from one source, such as a file; `label` names the source in messages."""
 
     label: str
     data: dict[str, Any]
@@ -59,7 +59,7 @@ def explain(error: ValidationError, layers: Sequence[Overlay], data: dict[str, A
 
 
 def explain_in(root: type[Section], error: ValidationError) -> str:
-    """Return a message for the first problem of another file than a recipe, whose keys are those of `root`.
+    """Return a message for the first problem of a file that is not a recipe and has the keys of `root`.
 
     An unknown key takes precedence over other problems.
     """
@@ -133,7 +133,7 @@ def _takes_null(path: Sequence[str], data: dict[str, Any]) -> bool:
 
 
 def _section(path: Sequence[str], data: dict[str, Any]) -> type[Section]:
-    """Return the class that a mapping in the recipe is read into; of several kinds, the one that `data` names."""
+    """Return the section class of the mapping at `path`; if there are several kinds, that of the kind in `data`."""
     section: type[Section] = Recipe
     for name in path:
         data = data[name]

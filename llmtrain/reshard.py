@@ -1,8 +1,8 @@
-"""Resharding of plain values: the state of a checkpoint's ranks becomes that of another mesh, by rules that fields declare.
-docs/resume.md has the rules as a table.
+"""Resharding of plain values: rules, declared by dataclass fields, that turn the state of a checkpoint's ranks into
+that of another mesh. docs/resume.md lists them in a table.
 
-If only the shards change, training continues as before: per-rank counts are redistributed within each replica. If the number
-of replicas changes, all new replicas start from the mean of the old ones. Shared state is kept.
+If only the shards change, training continues as before, with per-rank counts redistributed within each replica. If the
+number of replicas changes, all new replicas start from the mean of the old ones. Shared state is kept.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MeshChange:
 
     @property
     def recipients(self) -> tuple[int, int]:
-        """Return (number of ranks that share the values of this rank's sources, index of this rank among them)."""
+        """Return (number of ranks with the same sources as this rank, index of this rank among them)."""
         if not self.replicas_changed:
             return self.shards, self.shard
         return self.replicas * self.shards, self.replica * self.shards + self.shard
@@ -83,11 +83,11 @@ class MeshChange:
 Rule = Callable[[MeshChange, list], Any]
 """Function from the values of a rank's source ranks to the rank's own value."""
 Rules = Mapping[str, "Rule | Rules"]
-"""A rule for each name of a state, nested as the state is."""
+"""Rules by name, nested like the state that they reshard."""
 
 
 def resharded(default: T, by: Rule) -> T:
-    """Declare a dataclass field that checkpoints store, and the rule by which it is resharded."""
+    """Declare a dataclass field that checkpoints store and that is resharded by this rule."""
     return field(default=default, metadata={"reshard": by})
 
 
@@ -113,31 +113,31 @@ def own_step(change: MeshChange, values: list) -> int:
 
 
 def mean(change: MeshChange, values: list) -> float:
-    """Return the mean, which log lines show. Equal values are returned unchanged."""
+    """Return the mean, for values whose mean is logged. Equal values are returned unchanged."""
     return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
 
 
 def largest(change: MeshChange, values: list) -> float:
-    """Return the largest value, which log lines show."""
+    """Return the largest value, for values whose maximum is logged."""
     return max(values)
 
 
 def split_evenly(change: MeshChange, values: list) -> float:
-    """Return this rank's equal part of the sum, which log lines show. Integers stay integers."""
+    """Return this rank's equal part of the sum, for values whose sum is logged. Integers stay integers."""
     count, index = change.recipients
     total = sum(values)
     return total // count + (index < total % count) if isinstance(total, int) else total / count
 
 
 def mean_over_replicas(change: MeshChange, values: list) -> float:
-    """Return a replica's equal part of the sum over replicas, which log lines show. Every rank of a replica
-    holds its replica's count."""
+    """Return this replica's equal part of the sum over replicas, for values whose sum over replicas is logged. Every
+    rank has the count of its replica."""
     return sum(values) / change.old_shards / (change.replicas if change.replicas_changed else 1)
 
 
 def sum_over_shards(change: MeshChange, values: list) -> float:
-    """Return this rank's equal part of its replica's number, of which log lines show the mean over replicas. Every rank
-    holds its shard's part."""
+    """Return this rank's equal part of its replica's number, for numbers whose mean over replicas is logged. Every rank
+    has the part of its shard."""
     return sum(values) / len(change.source_replicas) / change.shards
 
 

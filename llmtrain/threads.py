@@ -1,4 +1,4 @@
-"""Setup of background threads with the GPU of the thread that starts them."""
+"""Background threads that use the GPU of the thread that starts them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def with_current_device(work: Callable[[], None]) -> Callable[[], None]:
-    """Return `work` for another thread, bound to the current GPU.
+    """Return `work` bound to the current GPU, for execution in another thread.
 
-    A new thread uses GPU 0, where the first CUDA call would take some hundred megabytes for every local rank.
+    A new thread defaults to GPU 0, where its first CUDA call would take several hundred megabytes for each local rank.
     """
     if not torch.cuda.is_available():
         return work

@@ -1,6 +1,6 @@
-"""Time spans on this rank for timelines: its work in certain steps, and the messages in flight during them.
+"""Time spans on this rank, for timelines: its work in certain steps, and the messages in flight during them.
 
-`open_trace` starts a recording, of which a process has at most one. Without one, the other functions record nothing.
+`open_trace` starts a recording. A process has at most one; without one, the other functions record nothing.
 A span is a line of JSON: kind, name, step, start and end (Unix seconds), and bytes for messages. Kinds: `step` (a
 full step), `data`, `gradient` (forward, backward and the optimizer), `exposed` (training stands still for
 synchronization), `wait` (part of it, for the slowest replica), `delay` (injected) and `message` (between replicas,
@@ -52,7 +52,7 @@ _recording: Recording | None = None
 
 @contextmanager
 def open_trace(path: Path, first: int, last: int) -> Iterator[None]:
-    """Record steps `first` to `last` to `path` within this context."""
+    """Record the spans of steps `first` to `last` in the file `path`, within this context."""
     global _recording
     _recording = Recording(path, first, last)
     try:
@@ -84,9 +84,9 @@ def span(kind: Kind, name: str = "") -> Iterator[None]:
 
 
 def message(name: str, sent: float) -> Callable[[], None] | None:
-    """Start a message of `sent` bytes and return a function to call when it has arrived, from any thread.
+    """Start the span of a message of `sent` bytes, and return a function that ends it when the message has arrived.
 
-    Returns None if nothing is recorded.
+    Any thread may call the function. Returns None if nothing is recorded.
     """
     recording = _recording
     if recording is None or not recording.is_on:

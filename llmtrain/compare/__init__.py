@@ -1,1 +1,1 @@
-"""Methods side by side under the same conditions: a virtual cluster, faults, a list of runs, and the report about them."""
+"""Comparison of methods under the same conditions: a virtual cluster, faults, a list of runs, and a report on them."""

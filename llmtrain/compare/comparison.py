@@ -1,4 +1,4 @@
-"""Comparison files: which runs are made, under which conditions, with which seeds (docs/compare.md)."""
+"""Comparison files: the runs to make, their conditions and their seeds (docs/compare.md)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class HostsSection(Section):
 
     count: PositiveInt = 4
     processes: PositiveInt = 1
-    """Ranks on a host: the replica's shards."""
+    """Ranks per host: the replica's shards."""
     cpus: PositiveFloat | None = None
-    """Cores' time that a host may use, so that hosts are equally fast whatever the others do; `null`: no limit."""
+    """CPU time of each host in cores, so that its speed does not depend on the other hosts; `null`: no limit."""
 
 
 class HostSection(Section):
-    """Limits of one host that is unlike the others. A key that is not given is as for all hosts."""
+    """Limits of one host that differs from the others. A missing key takes the value for all hosts."""
 
     bandwidth_mbit: PositiveFloat | None = None
     latency_ms: PositiveFloat | None = None
@@ -40,15 +40,15 @@ class HostSection(Section):
 
 
 class DelaySection(Section):
-    """Sleep in the forward pass of one host in every step, as in the experiments of EDiT and WAGMA."""
+    """Sleep in the forward pass of one host in each step, as in the experiments of EDiT and WAGMA."""
 
     host: Literal["random"] | NonNegativeInt
-    """`random`: in each step another one, drawn from the seed, the same for all methods."""
+    """`random`: a new draw from the seed in each step, the same for all methods."""
     seconds: PositiveFloat
 
 
 class PauseSection(Section):
-    """Pause of a host (SIGSTOP) `at` seconds after training has begun."""
+    """Pause of a host (SIGSTOP) `at` seconds after training began."""
 
     host: NonNegativeInt
     at: PositiveFloat
@@ -56,7 +56,7 @@ class PauseSection(Section):
 
 
 class KillSection(Section):
-    """Death of a host (SIGKILL) `at` seconds after training has begun."""
+    """Death of a host (SIGKILL) `at` seconds after training began."""
 
     host: NonNegativeInt
     at: PositiveFloat
@@ -71,21 +71,21 @@ class GarbageSection(Section):
 
 
 class ConditionSection(Section):
-    """Limits and faults that runs live with. The default is a fast network without faults."""
+    """Limits and faults under which runs are made. The default is a fast network without faults."""
 
     bandwidth_mbit: PositiveFloat | None = None
-    """Mbit/s of every host's network card, in each direction, headers included (TCP carries 4 % less); `null`: no limit."""
+    """Mbit/s of each host's network card per direction, including headers (TCP carries 4 % less); `null`: no limit."""
     latency_ms: PositiveFloat | None = None
-    """Milliseconds that messages take, one way; needs a kernel with netem."""
+    """One-way latency of messages in milliseconds; needs a kernel with netem."""
     hosts: dict[int, HostSection] = Field(default_factory=dict)
     delays: DelaySection | None = None
     pauses: list[PauseSection] = Field(default_factory=list)
     kills: list[KillSection] = Field(default_factory=list)
-    """Deaths, with which the run fails; the report shows how."""
+    """Deaths of hosts. The run then fails, and the report shows how."""
     garbage: GarbageSection | None = None
 
     def words(self) -> str:
-        """Return a description for people, such as `100 Mbit/s, host 3 sleeps 0.3 s in every step`."""
+        """Return a readable description, such as `100 Mbit/s, host 3 sleeps 0.3 s in every step`."""
         parts = [f"{self.bandwidth_mbit:g} Mbit/s" if self.bandwidth_mbit else "no limit on bandwidth"]
         if self.latency_ms:
             parts.append(f"{self.latency_ms:g} ms latency")
@@ -103,49 +103,49 @@ class ConditionSection(Section):
         return ", ".join(parts)
 
     def host_numbers(self) -> list[int]:
-        """Return every host number that occurs."""
+        """Return all host numbers that the condition names."""
         faults = [fault for fault in (*self.pauses, *self.kills, self.garbage, self.delays) if fault is not None]
         return [*self.hosts, *(fault.host for fault in faults if fault.host != "random")]
 
 
 class RestartSection(Section):
-    """Stop with a checkpoint, from which the run continues on another number of hosts."""
+    """Stop with a checkpoint, from which the run continues on a different number of hosts."""
 
     after_step: PositiveInt
-    """The run is told to stop once it has logged this step; it does so a log interval or two later."""
+    """Logged step after which the run is asked to stop. It stops one or two log intervals later."""
     replicas: PositiveInt
-    """Replicas from then on, one per host."""
+    """Replicas after the restart, one per host."""
 
 
 class ComparedRunSection(Section):
-    """A recipe and what is changed in it."""
+    """A recipe and the changes to it."""
 
     recipe: str | None = None
-    """A recipe, relative to the comparison file; `null`: the comparison's."""
+    """Recipe file, relative to the comparison file; `null`: the comparison's recipe."""
     overrides: list[str] = Field(default_factory=list)
-    """`key=value`, laid over the recipe and the comparison's own overrides."""
+    """`key=value` strings, laid over the recipe and the comparison's own overrides."""
     replicas: PositiveInt | None = None
-    """Replicas that it begins with, on the first hosts; `null`: one on every host."""
+    """Replicas at the start, on the first hosts; `null`: one on every host."""
     restarts: list[RestartSection] = Field(default_factory=list)
 
 
 class TargetSection(Section):
-    """The validation loss that runs race to."""
+    """Validation loss that the runs race to."""
 
     loss: PositiveFloat | None = None
-    """`null`: what the baseline ends with under the same condition."""
+    """Nats per token; `null`: the baseline's final loss under the same condition."""
 
 
 class Comparison(Section):
-    """Runs, conditions and seeds. Every run is made under every condition with every seed."""
+    """Runs, conditions and seeds. Each run is made under each condition with each seed."""
 
     name: Name
-    """Directory below `out_dir`; the file's name when left out."""
+    """Directory below `out_dir`; defaults to the file's name."""
     out_dir: str = "runs"
     recipe: str | None = None
-    """The recipe of runs that name none, relative to this file."""
+    """Recipe of the runs that name none, relative to this file."""
     overrides: list[str] = Field(default_factory=list)
-    """`key=value` for all runs."""
+    """`key=value` strings for all runs."""
     hosts: HostsSection = Field(default_factory=HostsSection)
     runs: Annotated[dict[Name, ComparedRunSection], Field(min_length=1)]
     conditions: Annotated[
@@ -154,17 +154,17 @@ class Comparison(Section):
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1, default_factory=lambda: [1234])]
     """`run.seed` of each repetition."""
     baseline: str | None = None
-    """The run that others are measured against; `null`: the synchronous one, or the first."""
+    """Run that the others are compared with; `null`: the synchronous one, or else the first."""
     target: TargetSection = Field(default_factory=TargetSection)
     trace: TraceSection | None = None
-    """Steps of which timelines are drawn; `null`: none."""
+    """Steps whose timelines are drawn; `null`: none."""
     stop_after_minutes: PositiveFloat | None = None
-    """A trial that takes longer is stopped, keeps what it has measured, and is shown as stopped; `null`: never."""
+    """Time limit. A longer trial is stopped, keeps its measurements and is shown as stopped; `null`: no limit."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Part of a trial between two starts: `replicas` train until the run is stopped after step `until`, or is over."""
+    """Part of a trial between two starts: `replicas` train until stopped after step `until`, or (None) to the end."""
 
     replicas: int
     until: int | None
@@ -172,7 +172,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """A run under a condition with a seed."""
+    """A planned trial: a run under a condition with a seed."""
 
     condition: str
     run: str
@@ -183,14 +183,14 @@ class TrialSpec:
     stages: tuple[Stage, ...]
 
     def overrides_of(self, stage: Stage) -> tuple[str, ...]:
-        """Return all overrides of the recipe in a stage."""
+        """Return all overrides of the recipe for a stage."""
         return (*self.overrides, f"parallel.replicas={stage.replicas}")
 
 
 def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
     """Return the comparison in a YAML file, with `overrides` (`key=value`) laid over all its runs.
 
-    Raises RecipeError, in one line that names file and key, if it is not a valid comparison.
+    Raises RecipeError, whose one line names the file and the key, if it is not a valid comparison.
     """
     try:
         data = OmegaConf.to_container(OmegaConf.load(path))
@@ -201,7 +201,7 @@ def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: expected keys such as `runs:` and `conditions:`")
     data = {"name": path.stem} | data
-    for key in ("runs", "conditions"):  # an entry without keys is one with all defaults
+    for key in ("runs", "conditions"):  # an entry without keys takes all defaults
         if isinstance(data.get(key), dict):
             data[key] = {str(name): value or {} for name, value in data[key].items()}
     try:
@@ -216,7 +216,7 @@ def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
 
 
 def trials(comparison: Comparison, file: Path) -> list[TrialSpec]:
-    """Return all trials in the order in which they are made: runs in turn under a condition, seed after seed."""
+    """Return all trials in the order in which they run: by seed, then by condition, then by run."""
     order = itertools.product(comparison.seeds, comparison.conditions, comparison.runs)
     return [_trial(comparison, file, condition, run, seed) for seed, condition, run in order]
 
@@ -244,12 +244,12 @@ def _trial(comparison: Comparison, file: Path, condition: str, run: str, seed: i
 
 
 def _replicas(run: ComparedRunSection, comparison: Comparison) -> list[int]:
-    """Return the replicas of each stage of a run."""
+    """Return the number of replicas in each stage of a run."""
     return [run.replicas or comparison.hosts.count, *(restart.replicas for restart in run.restarts)]
 
 
 def _problem(comparison: Comparison) -> str | None:
-    """Return what is wrong with a comparison whose keys are all valid."""
+    """Return the first problem of a comparison whose keys are all valid, or None."""
     count, runs = comparison.hosts.count, comparison.runs
     for name, run in runs.items():
         if run.recipe is None and comparison.recipe is None:

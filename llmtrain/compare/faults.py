@@ -1,6 +1,6 @@
 """Faults of a condition: sleeps and garbage inside the ranks, and pauses and deaths of hosts.
 
-What happens inside a rank is a function of seed, step and host alone, so it is the same for every method.
+The faults inside a rank depend only on the seed, the step and the hosts, so they are the same for every method.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llmtrain.train.trainer import Trainer
 
 
 class Faults(Section):
-    """Faults inside the ranks of `hosts` hosts; they travel to the ranks as JSON."""
+    """Faults inside the ranks of `hosts` hosts, passed to the ranks as JSON."""
 
     seed: int
     hosts: int
@@ -29,7 +29,7 @@ class Faults(Section):
     garbage: GarbageSection | None = None
 
     def delay(self, host: int, step: int) -> float:
-        """Return the seconds that a host sleeps in its `step`-th step (from 1)."""
+        """Return the seconds that `host` sleeps in its `step`-th step (from 1)."""
         if self.delays is None:
             return 0.0
         victim = self.delays.host
@@ -38,20 +38,20 @@ class Faults(Section):
         return self.delays.seconds if host == victim else 0.0
 
     def reads_garbage(self, host: int, step: int) -> bool:
-        """Return whether the host's data is nonsense in its `step`-th step."""
+        """Return whether the data of `host` is garbage in its `step`-th step."""
         section = self.garbage
         return section is not None and host == section.host and section.first <= step <= section.last
 
 
 def inject(faults: Faults, host: int) -> Callable[[Trainer], None]:
-    """Return a function that changes a trainer on that host so that the faults happen."""
+    """Return a function that adds the faults of `host` to a trainer."""
 
     def change(trainer: Trainer) -> None:
         slept_in = trainer.state.step
 
         def sleep(block: int) -> None:
             nonlocal slept_in
-            if block == 0 and trainer.state.step != slept_in:  # once a step, whatever the micro-batches
+            if block == 0 and trainer.state.step != slept_in:  # once per step, however many micro-batches it has
                 slept_in = trainer.state.step
                 if seconds := faults.delay(host, slept_in):
                     with span("delay"):
@@ -68,16 +68,16 @@ def inject(faults: Faults, host: int) -> Callable[[Trainer], None]:
 
 
 class GarbageLoader:
-    """Loader wrapper that replaces tokens at random while `is_on()`. The other loader's batches are used up all the same."""
+    """Loader wrapper that returns random tokens while `is_on()`. The wrapped loader's batches are consumed anyway."""
 
     def __init__(self, loader: PrefetchLoader, is_on: Callable[[], bool], seed: int):
         self._loader, self._is_on = loader, is_on
         self._drawn = torch.Generator().manual_seed(seed)
 
     def next(self) -> list[torch.Tensor]:
-        """Return the batch of a step: tokens [micro_batch, sequence_length + 1] of each micro-batch.
+        """Return the tokens [micro_batch, sequence_length + 1] of each micro-batch of a step.
 
-        Garbage is drawn up to the largest token that occurs, which is near the vocabulary's end.
+        Garbage is drawn up to the largest token in the micro-batch, which is near the vocabulary's end.
         """
         batches = self._loader.next()
         if not self._is_on():
@@ -91,7 +91,7 @@ class GarbageLoader:
 
 
 def host_events(condition: ConditionSection, hosts: Sequence[Host]) -> list[tuple[float, Callable[[], None]]]:
-    """Return (seconds after training has begun, what happens then) for pauses and deaths, in the order of their times."""
+    """Return (seconds after training began, action) for each pause, its end and each death, in order of time."""
     pauses = [(pause.at, hosts[pause.host].pause) for pause in condition.pauses]
     resumes = [(pause.at + pause.seconds, hosts[pause.host].resume) for pause in condition.pauses]
     kills = [(kill.at, hosts[kill.host].kill) for kill in condition.kills]

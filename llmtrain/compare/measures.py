@@ -15,14 +15,14 @@ from llmtrain.compare.results import DONE, NOT_YET_RUN, Trial
 from llmtrain.errors import ResultsError
 
 TrialKey = tuple[str, str, int]
-"""Condition, run and seed of a trial that the comparison means to make."""
+"""Condition, run and seed of a trial that the comparison plans."""
 RUN = ["condition", "run"]
 COSTS = ["seconds", "tokens", "bytes"]
 """Costs until a loss is reached: training seconds, tokens of all replicas, bytes sent between replicas."""
 SPLIT = ["computing", "exposed", "waiting"]
 """Parts of the training seconds, as means over ranks. Their sum is the total."""
 WIRE = ["wire_counted", "wire_others", "wire_sent", "wire_received", "wire_ratio"]
-"""Bytes over all hosts: counted for the method and for validation and metrics, at the interfaces; sent / counted."""
+"""Bytes of all hosts: counted for the method; for validation and metrics; at the interfaces; sent / counted."""
 MEASURES = ["final_loss", "bytes_sent", "training_seconds", "tokens_per_second", "measured", *SPLIT, *WIRE, *COSTS]
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 RATE = re.compile(r"(\d+(?:\.\d+)?)[ _-]?([kmg]bit)(?:/s|ps)?", re.IGNORECASE)
@@ -30,8 +30,8 @@ MEGABITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 
 class Outcome(StrEnum):
-    """Verdict on how soon a run reached the target, compared with the baseline. If the ranges over seeds overlap, there is no
-    difference. A run is mixed if it was sooner but in fewer seeds, or later but in more."""
+    """Verdict on when a run reached the target, compared with the baseline. If the ranges over seeds overlap, there is
+    no difference. A run is mixed if it was sooner, but in fewer seeds or in at most half, or later, but in more."""
 
     BASELINE = "baseline"
     FASTER = "faster"
@@ -45,14 +45,14 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Results:
-    """Content of a report."""
+    """Measures of all trials, from which a report is written."""
 
     trials: pd.DataFrame
-    """One row per trial, including planned ones: condition, run, seed, state, trial (a Trial or None) and MEASURES. A measure
-    is NaN if unknown, and infinite if its loss was never reached. Conditions and runs are in the order of the comparison."""
+    """One row per trial, also planned ones: condition, run, seed, state, trial (a Trial or None), MEASURES. A measure
+    is NaN if unknown, and infinite if its loss was never reached. Conditions and runs keep the comparison's order."""
     runs: pd.DataFrame
-    """One row per condition and run: every measure and two ratios with the columns of `over_seeds` (speed_up to the target,
-    own_speed_up to the final loss of the run itself), byte_share, and outcome."""
+    """One row per condition and run: every measure and two ratios with the columns of `over_seeds` (speed_up to the
+    target, own_speed_up to the run's own final loss), byte_share, and outcome."""
     targets: dict[str, float]
     """Target loss per condition; NaN if the baseline has no final loss."""
     baseline: str
@@ -61,7 +61,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Conditions that differ in one number: infinite for a network that has none (`unlimited`), -infinite for a delay."""
+    """Conditions that differ in one number. One without it (`unlimited`) is infinite for rates, else -infinite."""
 
     label: str
     numbers: dict[str, float]
@@ -69,7 +69,7 @@ class Sweep:
 
 
 def validations(trial: Trial) -> pd.DataFrame:
-    """Return the validations in order: loss (NaN where it was not finite) and COSTS, bytes interpolated over steps."""
+    """Return the validations in order: step, loss (NaN if not finite) and COSTS. Bytes are interpolated over steps."""
     lines = [line for line in trial.lines if "eval/loss" in line]
     points = pd.DataFrame(lines, columns=["step", "seconds", "tokens", "eval/loss"], dtype=float)
     counted = [(line["step"], sent) for line in trial.lines if (sent := line.get("comm/bytes_total")) is not None]
@@ -78,11 +78,11 @@ def validations(trial: Trial) -> pd.DataFrame:
 
 
 def cost_to_reach(trial: Trial | None, target: float) -> pd.Series:
-    """Return COSTS until the validation loss was first at or below `target` (nats per token): infinite if it never was, NaN
-    for trials that are not measured.
+    """Return COSTS until the validation loss was first at or below `target` (nats per token): infinite if it never was,
+    NaN if the trial is not measured or the target is NaN.
 
-    They are linear between the two validations around that moment. After a validation that was not finite there is nothing
-    to interpolate from, so the next one counts as it is.
+    Costs are interpolated linearly between the two validations around that moment. If the earlier loss was not finite,
+    the costs of the later validation are returned as they are.
     """
     if trial is None or not trial.is_measured or math.isnan(target):
         return pd.Series(math.nan, COSTS)
@@ -98,7 +98,7 @@ def cost_to_reach(trial: Trial | None, target: float) -> pd.Series:
 
 
 def measure(trial: Trial) -> dict[str, float | None]:
-    """Return what is known of a trial without a target. A stopped one has no end, a failed one nothing."""
+    """Return the measures that need no target. A stopped trial has no final ones, a failed trial none at all."""
     found: dict[str, float | None] = {}
     if trial.is_measured:
         seconds, tokens = trial.lines[-1]["seconds"], trial.lines[-1]["tokens"]
@@ -122,7 +122,7 @@ def _time_split(trial: Trial) -> dict[str, float]:
 
 
 def _on_the_wire(trial: Trial) -> dict[str, float | None]:
-    """Return WIRE; nothing on loopback."""
+    """Return WIRE, or nothing without byte counts, as on loopback."""
     counted = trial.last("comm/bytes_total").get("comm/bytes_total")
     if counted is None or not trial.hosts or any(host.get("sent") is None for host in trial.hosts):
         return {}
@@ -137,9 +137,9 @@ def gather(
 ) -> Results:
     """Measure trials and set each run against the baseline.
 
-    `baseline` names a run; without it the first that averages gradients in every step is taken, else the first. `target`
-    is a validation loss in nats per token; without it, under each condition the median (of an even number of seeds the
-    higher middle) of the baseline's final losses. Raises ResultsError for a baseline that no trial has.
+    `baseline` names a run; by default, the first that averages gradients in every step, else the first. `target` is a
+    validation loss in nats per token; by default, under each condition, the upper median over seeds of the baseline's
+    final losses. Raises ResultsError for a baseline that no trial has.
     """
     by_key = {(trial.condition, trial.run, trial.seed): trial for trial in trials}
     keys = list(dict.fromkeys([*planned, *by_key]))
@@ -157,7 +157,7 @@ def gather(
     table["state"] = [trial.state if trial else NOT_YET_RUN for trial in table["trial"]]
     measured = [measure(trial) if trial else {} for trial in table["trial"]]
     table[MEASURES] = pd.DataFrame(measured, table.index, MEASURES, dtype=float)
-    # The loss that at least half of a run's seeds end with, so that most of them reach it.
+    # At least half of a run's seeds end at or below this loss, so that most of them reach it.
     ends = table.groupby(RUN, sort=False)["final_loss"].quantile(0.5, interpolation="higher")
     targets = {name: target if target is not None else ends.get((name, baseline), math.nan) for name in conditions}
     places = zip(table["trial"], table["condition"].map(targets), strict=True)
@@ -166,9 +166,9 @@ def gather(
 
 
 def over_seeds(table: pd.DataFrame, measures: Sequence[str] = MEASURES) -> pd.DataFrame:
-    """Return median, low and high over the seeds of each run, in how many of them it is finite, and of how many.
+    """Return, for each run, median, low and high over its seeds, the number of finite values and the number of seeds.
 
-    The median is infinite where most seeds never got there; low and high are of those that did.
+    The median is infinite if at least half of the seeds never reached the loss; low and high leave those seeds out.
     """
     groups = table.groupby(RUN, sort=False)[list(measures)]
     finite = table.replace(math.inf, math.nan).groupby(RUN, sort=False)[list(measures)]
@@ -178,9 +178,9 @@ def over_seeds(table: pd.DataFrame, measures: Sequence[str] = MEASURES) -> pd.Da
 
 
 def find_sweeps(conditions: Sequence[str]) -> list[Sweep]:
-    """Return one for every two or more names that are alike but for one number.
+    """Return a sweep for each group of two or more names that differ only in one number.
 
-    `100mbit` and `1gbit` are alike, in Mbit/s. A single condition without any number belongs to all of them.
+    `100mbit` and `1gbit` do, in Mbit/s. A condition without any number, if it is the only one, belongs to all sweeps.
     """
     families: dict[str, dict[str, list[float]]] = {}
     for name in conditions:
@@ -199,7 +199,7 @@ def find_sweeps(conditions: Sequence[str]) -> list[Sweep]:
 
 
 def _against_baseline(table: pd.DataFrame, ends: pd.Series, baseline: str) -> pd.DataFrame:
-    """Return Results.runs, by the loss that each run ends with."""
+    """Return Results.runs; `ends` are the final losses of the runs."""
     runs = over_seeds(table)
     is_other = runs.index.get_level_values("run") != baseline
     base = runs.xs(baseline, level="run").reindex(runs.index.get_level_values("condition")).set_axis(runs.index)
@@ -217,8 +217,8 @@ def _against_baseline(table: pd.DataFrame, ends: pd.Series, baseline: str) -> pd
 
 
 def _seconds_to(ends: pd.Series, racers: pd.DataFrame) -> pd.DataFrame:
-    """Return the seconds of trials to the loss that a run of their condition ended with, over seeds."""
-    races = racers.merge(ends.reset_index())  # on the condition, and on the run if racers have one
+    """Return statistics over seeds of the seconds to the loss that a run ended with under the same condition."""
+    races = racers.merge(ends.reset_index())  # on the condition, and on the run if racers have that column
     races["seconds"] = [
         cost_to_reach(*race)["seconds"] for race in races[["trial", "final_loss"]].itertuples(index=False)
     ]
@@ -226,8 +226,8 @@ def _seconds_to(ends: pd.Series, racers: pd.DataFrame) -> pd.DataFrame:
 
 
 def _speed_up(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
-    """Return the baseline's seconds / a run's: NaN where most seeds of either never got there, or were there before the first
-    step. Low and high are of the ends of their ranges, so that 1 lies between them just where the ranges overlap."""
+    """Return the baseline's seconds / a run's: NaN if at least half of the seeds of either never reached the loss, or a
+    seed of the run had it before the first step. 1 is between low and high if and only if the seeds' ranges overlap."""
     speed_up = pd.DataFrame({"median": theirs["median"] / ours["median"], "low": theirs["low"] / ours["high"]})
     speed_up["high"] = theirs["high"] / ours["low"]
     speed_up["seeds"] = speed_up["finite"] = np.maximum(ours["seeds"], theirs["seeds"])
@@ -235,7 +235,7 @@ def _speed_up(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _outcome(ours: dict[str, float], theirs: dict[str, float]) -> Outcome:
-    """Compare ranges of the seeds that got there, and how many did: an advantage in one must not be a loss in the other."""
+    """Compare ranges of the seeds that reached the target, and how many did. MIXED if these contradict each other."""
     if ours["seeds"] and not ours["finite"]:
         return Outcome.NOT_REACHED
     if not ours["seeds"] or not theirs["finite"] > 0:

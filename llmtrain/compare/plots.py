@@ -1,4 +1,4 @@
-"""Pictures of a comparison: losses against what they cost, where the time went, throughput over conditions."""
+"""Plots of a comparison: loss against its costs, the parts of the training time, throughput over conditions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ AXES = {"tokens": "tokens of all replicas", "seconds": "training time (s)", "byt
 WIDTH = 5.2
 """Inches. A picture of this width is legible on a phone."""
 LARGE_RATIO = 8.0
-"""Ratio of the costs of runs above which their axis is logarithmic."""
+"""Ratio of the largest to the smallest value above which an axis is logarithmic."""
 Styles = dict[str, dict[str, Any]]
 """Line style of each run, the same in every picture."""
 
 
 def styles(results: Results) -> Styles:
-    """Return black for the baseline; eleven others have a color of their own, and every one a marker and a dash."""
+    """Return black for the baseline, and a color (the first eleven differ), marker and dash for each other run."""
     made = {results.baseline: {"color": "black", "linestyle": "-", "marker": "o"}}
     for number, run in enumerate(run for run in results.trials["run"].unique() if run != results.baseline):
         line, marker = LINES[number // 4 % len(LINES)], MARKERS[(number + 1) % len(MARKERS)]
@@ -39,7 +39,7 @@ def styles(results: Results) -> Styles:
 
 
 def draw_loss(results: Results, condition: str, cost: str, styles: Styles) -> Figure | None:
-    """Draw validation loss against a cost: each seed thin, their median thick. None where nobody has a point of it."""
+    """Draw validation loss against a cost: a thin line per seed, a thick one for the median. None without points."""
     figure, axes = _figure(4.6)
     trials = results.trials[results.trials["condition"] == condition].dropna(subset="trial")
     drawn = {}
@@ -59,7 +59,7 @@ def draw_loss(results: Results, condition: str, cost: str, styles: Styles) -> Fi
     if not drawn:
         return None
     low = min(lowest for _, lowest in drawn.values())
-    # From the lowest loss to where most runs were after a quarter of their validations: ends are what one compares.
+    # From the lowest loss to the median after a quarter of the validations, because readers compare the ends.
     high = pd.Series([thick["loss"].iloc[len(thick) // 4] for thick, _ in drawn.values()]).median()
     if not math.isnan(target := results.targets[condition]):
         low, high = min(low, target), max(high, target)
@@ -79,7 +79,7 @@ def draw_loss(results: Results, condition: str, cost: str, styles: Styles) -> Fi
 
 
 def draw_time(results: Results, condition: str) -> Figure | None:
-    """Draw bars of the training time of each run: computing, exposed communication, waiting; medians over seeds."""
+    """Draw the median training time over seeds of each run as bars of computing, exposed communication and waiting."""
     parts = results.runs.loc[condition].xs("median", axis=1, level=1)[SPLIT].dropna()
     if parts.empty:
         return None
@@ -100,11 +100,11 @@ def draw_time(results: Results, condition: str) -> Figure | None:
 
 
 def draw_throughput(results: Results, sweep: Sweep, styles: Styles) -> Figure | None:
-    """Draw tokens per second of each run over the number in which the conditions differ; bars span the seeds."""
+    """Draw tokens per second of each run over the number in which the conditions differ. Error bars span the seeds."""
     rates = results.runs["tokens_per_second"].dropna().reset_index()
     numbers = sorted(filter(math.isfinite, sweep.numbers.values()))
     is_log = numbers[0] > 0 and numbers[-1] / numbers[0] > LARGE_RATIO
-    # A condition without a number stands beyond the end where its network or delay belongs.
+    # A condition without a number is drawn beyond the end of the axis where its network or delay belongs.
     below, above = 0.0, 2 * numbers[-1] - numbers[-2]
     if is_log:
         below, above = numbers[0] ** 2 / numbers[1], numbers[-1] ** 2 / numbers[-2]
@@ -140,7 +140,7 @@ def _figure(height: float) -> tuple[Figure, Axes]:
 
 
 def _curve(trial: Any, cost: str) -> pd.DataFrame:
-    """Return points with a finite loss; those at no bytes have no place on a logarithmic axis."""
+    """Return the points with a finite loss, without those at 0 bytes, which a logarithmic axis can't show."""
     points = validations(trial)[[cost, "loss"]].dropna()
     return points[points[cost] > 0].reset_index(drop=True) if cost == "bytes" else points.reset_index(drop=True)
 

@@ -1,5 +1,5 @@
-"""Entry point of a rank of a trial: `python -m llmtrain.compare.rank FAULTS RECIPE KEY=VALUE...` trains as `llmtrain train` does, with
-faults (JSON of `Faults`)."""
+"""Entry point of a rank of a trial: `python -m llmtrain.compare.rank FAULTS RECIPE KEY=VALUE...` trains as
+`llmtrain train` does, with faults (JSON of `Faults`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""report.md, report.html (one file) and plots/*.png of a comparison."""
+"""Report of a comparison: report.md, report.html (one file) and plots/*.png."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def write_report(
     planned: Sequence[TrialKey] = (),
     command: str | None = None,
 ) -> Path:
-    """Write report.md, report.html and plots/ into `folder`, in the place of older ones. Return report.html's path.
+    """Write report.md, report.html and plots/ into `folder`, replacing older ones. Return report.html's path.
 
-    `baseline` names a run (without it, the synchronous one, else the first), `target` is a validation loss in nats per
-    token (without it, the baseline's final one under the same condition). `planned` says which trials there are to be, and
-    the order of conditions and runs; those without a trial yet are shown as not yet run. `command` is what made the trials.
-    Raises ResultsError for a baseline that does not exist.
+    `baseline` names a run (by default, the synchronous one, else the first). `target` is a validation loss in nats per
+    token (by default, the baseline's final loss under the same condition). `planned` lists the planned trials in the
+    order of conditions and runs; those that have not run yet are shown as such. `command` is the command that made the
+    trials. Raises ResultsError for a baseline that does not exist.
     """
     results = gather(trials, baseline, target, planned)
     (folder / "plots").mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def write_report(
 
 
 def html_body(markdown: str, folder: Path) -> str:
-    """Return a report in HTML: its pictures, paths relative to `folder`, are inside, its tables scroll."""
+    """Return a report in HTML with scrolling tables and embedded pictures, whose paths are relative to `folder`."""
 
     def figure(found: re.Match[str]) -> str:
         path, kind, caption = found.groups()
@@ -83,14 +83,14 @@ def html_body(markdown: str, folder: Path) -> str:
 
     html = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
     html = html.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
-    median_over_range = r'\1<span class="main">\2</span><span class="range">\3</span>'  # the latter may be empty
+    median_over_range = r'\1<span class="main">\2</span><span class="range">\3</span>'  # the range may be empty
     html = re.sub(r'(<td style="text-align:right">)(.*?)(?: \((.*)\))?(?=</td>)', median_over_range, html)
     html = re.sub(r"<p>(<img .*?)</p>", r'<div class="pictures">\1</div>', html, flags=re.DOTALL)
     return re.sub(r'<img src="(plots/(\w+).*?)" alt="(.*?)" />', figure, html)
 
 
 def _pictures(results: Results, folder: Path) -> dict[str, str]:
-    """Write plots/. Return Markdown with the pictures, by section; those of a paragraph stand side by side."""
+    """Write plots/ and return the pictures' Markdown by section. Those in one paragraph are shown side by side."""
 
     def image(figure: Figure | None, name: str, caption: str) -> str:
         if figure is None:

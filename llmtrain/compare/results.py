@@ -1,4 +1,4 @@
-"""Trials read back from their run directories, failed ones too."""
+"""Trials read back from their run directories, including failed ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pydantic import BaseModel
 from llmtrain.errors import ResultsError
 
 AS_RUN = "as run"
-"""The condition of runs that no comparison started: whatever their cluster was like."""
+"""Condition of runs that no comparison started, whatever cluster they ran on."""
 DONE, FAILED, STOPPED, UNFINISHED, NOT_YET_RUN = "done", "failed", "stopped", "unfinished", "not yet run"
-"""States of a trial; unfinished is a run directory that nobody closed (still running, or killed), not yet run a plan."""
+"""States of a trial. Unfinished: its run directory was never closed (still running or killed). Not yet run: planned."""
 
 STATE_OF_SUMMARY = {"done": DONE, "signal": STOPPED, "error": FAILED}
 ALWAYS_THERE = {"step", "tokens", "seconds"}
@@ -34,15 +34,15 @@ class Trial(BaseModel, frozen=True):
     seed: int
     state: str
     method: str | None
-    """None where the run broke before it wrote its recipe."""
+    """None if the run failed before it wrote its recipe."""
     averages_every_step: bool
     """True for synchronous data parallelism, the default baseline."""
     lines: tuple[dict[str, Any], ...]
-    """metrics.jsonl; null is a value that was not finite."""
+    """Lines of metrics.jsonl; null stands for a value that was not finite."""
     summary: dict[str, Any]
     exit_codes: list[int | None] = []
     hosts: list[dict[str, Any]] = []
-    """Counters of each host's interface over the trial, in bytes: `sent`, `received`; null where not read (loopback)."""
+    """Bytes that each host's interface counted during the trial: `sent`, `received`; null if not read (loopback)."""
     condition_in_words: str | None = None
     recipe: str | None = None
     overrides: list[str] = []
@@ -53,11 +53,11 @@ class Trial(BaseModel, frozen=True):
 
     @property
     def is_measured(self) -> bool:
-        """Return whether its rates and losses count. Those of failed trials do not."""
+        """Return whether the trial's rates and losses count. Those of failed trials do not."""
         return self.state in (DONE, STOPPED) and bool(self.lines)
 
     def last(self, tag: str) -> dict[str, Any]:
-        """Return the last line of metrics that has a value of `tag`, empty if there is none."""
+        """Return the last line of metrics that has a value for `tag`, or an empty dict if there is none."""
         return next((line for line in reversed(self.lines) if line.get(tag) is not None), {})
 
     @cached_property
@@ -71,9 +71,9 @@ class Trial(BaseModel, frozen=True):
 def load_trials(directories: Sequence[Path]) -> list[Trial]:
     """Return every trial in or below `directories`, in order of their paths.
 
-    A trial is a folder with trial.json, or any run directory of llmtrain (metrics.jsonl beside recipe.yaml). A trial of a
-    comparison that has no trial.json has not ended and is left out. Raises ResultsError where a directory holds none,
-    and where two of them have the same condition, run and seed.
+    A trial is a folder with trial.json, or any run directory of llmtrain (metrics.jsonl and recipe.yaml). A trial of a
+    comparison that has no trial.json has not ended and is left out. Raises ResultsError if a directory contains no
+    trial, or if two trials have the same condition, run and seed.
     """
     found: dict[Path, Trial] = {}
     for directory in directories:
@@ -106,7 +106,7 @@ def _run_directories(top: Path) -> Iterator[Path]:
 
 def _load(path: Path) -> Trial:
     record, summary = _json(path / "trial.json"), _json(path / "summary.json")
-    recipe = _read(path / "recipe.yaml", yaml.safe_load)  # plain mappings, as it may be another version's
+    recipe = _read(path / "recipe.yaml", yaml.safe_load)  # plain mappings, because another version may have written it
     try:
         sync, run = ((isinstance(recipe, dict) and recipe.get(section)) or {} for section in ("sync", "run"))
         found = {
@@ -124,7 +124,7 @@ def _load(path: Path) -> Trial:
 
 
 def _json_lines(path: Path, needed: set[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file that have all needed keys. A line that a killed writer cut off is skipped."""
+    """Yield the objects of a JSON-lines file that have all needed keys. Skips a line that a killed writer cut off."""
     for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
             value = json.loads(text)
@@ -142,9 +142,9 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, parse: Callable[[str], Any]) -> Any:
-    """Return the content of a file, None without it. Raises ResultsError for one that is damaged."""
+    """Return the parsed content of a file, or None if it does not exist. Raises ResultsError if it is damaged."""
     try:
         return parse(path.read_text()) if path.exists() else None
-    except (ValueError, yaml.YAMLError) as error:  # of JSON or YAML, or no text
+    except (ValueError, yaml.YAMLError) as error:  # invalid JSON or YAML, or not text
         reason = str(error).splitlines()[0]
         raise ResultsError(f"{path} is damaged ({reason}); delete its folder to run that trial again") from error

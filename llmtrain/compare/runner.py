@@ -1,4 +1,4 @@
-"""All trials of a comparison, one after another under their conditions. Trials that are over are not made again."""
+"""Execution of a comparison's trials, one after another under their conditions. Ended trials are not repeated."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from llmtrain.train.run_dir import lock_folder
 
 
 def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = True, retry: bool = False) -> int:
-    """Make all trials of a comparison file that are not over yet, and its report after each.
+    """Run all trials of a comparison file that have not ended yet, and write its report after each.
 
-    Returns the exit code: 0, 1 if a trial failed, 3 after an interruption. `overrides` are for all runs. `shaping=False`
-    is for loopback, without the conditions' limits. With `retry`, failed trials are made again. Raises UserError before
-    the first trial for a file, recipe or machine with which it can't be done.
+    Returns the exit code: 0, 1 if a trial failed, 3 after an interruption. `overrides` apply to all runs. With
+    `shaping=False`, hosts are on loopback, without the conditions' limits. With `retry`, failed trials are repeated.
+    Raises UserError before the first trial if the file, a recipe or the machine does not allow it.
     """
     comparison = load_comparison(file, overrides)
     if shaping and (why := why_no_cluster()):
@@ -50,13 +50,13 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     records: list[TrialRecord] = []
     try:
         with _interruptions() as signals:
-            for recipe in recipes:  # all data first: its preparation is no part of a trial
+            for recipe in recipes:  # all data first, because preparing it is not part of a trial
                 check_vocabulary(recipe, prepare_for(recipe, show_progress=True).vocab_size)
-            for condition in comparison.conditions.values():  # a limit is refused before the first trial
+            for condition in comparison.conditions.values():  # refuse a limit before the first trial
                 with _cluster(comparison, condition, shaping):
                     pass
             for number, (one, recipe) in enumerate(zip(planned, recipes, strict=True)):
-                if signals:  # and Python has dropped the exception
+                if signals:  # Python has dropped the exception
                     raise KeyboardInterrupt
                 if (record := record_of(one.directory)) and not (retry and record["state"] == "failed"):
                     progress.skip()
@@ -77,7 +77,7 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
 
 
 def _checked(planned: TrialSpec, comparison: Comparison) -> Recipe:
-    """Return the recipe of a trial. Raises UserError, naming the run, for one that can't be trained."""
+    """Return the recipe of a trial. Raises UserError, which names the run, if it can't be trained."""
     try:
         for stage in planned.stages:
             check(load_recipe(planned.recipe, planned.overrides_of(stage)), stage.replicas * comparison.hosts.processes)
@@ -87,7 +87,7 @@ def _checked(planned: TrialSpec, comparison: Comparison) -> Recipe:
 
 
 def _open(folder: Path, comparison: Comparison) -> None:
-    """Write what was asked for into the comparison's folder. Raises RecipeError if the folder is another comparison's."""
+    """Write the comparison into its folder. Raises RecipeError if the folder belongs to a different comparison."""
     path, text = folder / "comparison.yaml", resolved_yaml(comparison)
     if path.exists() and path.read_text() != text:
         here, there = text.splitlines(), path.read_text().splitlines()
@@ -125,7 +125,7 @@ def _free_port() -> int:
 
 
 def _seconds_left(planned: Sequence[TrialSpec], records: Sequence[TrialRecord]) -> float:
-    """Estimate the time of trials: that of the same run under the same condition, else the median of all so far."""
+    """Estimate the seconds of the missing trials: as the same run under the same condition, else the median so far."""
     median = statistics.median(record.wall_seconds for record in records)
     known = {(record.condition, record.run): record.wall_seconds for record in records}
     return sum(known.get((one.condition, one.run), median) for one in planned if record_of(one.directory) is None)
@@ -141,10 +141,10 @@ def _report(folder: Path, comparison: Comparison, planned: Sequence[TrialSpec], 
 
 @contextmanager
 def _interruptions() -> Iterator[list[int]]:
-    """Make SIGTERM a Ctrl-C too, so that hosts are removed on the way out.
+    """Raise KeyboardInterrupt on SIGTERM as on Ctrl-C, so that hosts are removed on exit.
 
-    Yields a list of the signals that have arrived, because Python drops a KeyboardInterrupt where a destructor or a
-    callback of its imports is running.
+    Yields a list of the signals that have arrived, because Python drops a KeyboardInterrupt that is raised in a
+    destructor or in a callback of its imports.
     """
     signals: list[int] = []
 
@@ -161,7 +161,7 @@ def _interruptions() -> Iterator[list[int]]:
 
 
 class ComparisonProgress:
-    """Display of a comparison: a bar for all trials and one for the present one on a terminal, plain lines elsewhere."""
+    """Progress display: on a terminal, a bar for all trials and one for the current trial; elsewhere, plain lines."""
 
     def __init__(self, total: int):
         console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -172,22 +172,22 @@ class ComparisonProgress:
         self._bars.start()
 
     def skip(self) -> None:
-        """Count a trial that was over before."""
+        """Count a trial that had ended before."""
         self._bars.advance(self._all)
 
     def begin(self, number: int, planned: TrialSpec, steps: int) -> None:
-        """Show the `number`-th trial (from 0)."""
+        """Show the `number`-th trial (from 0) as the current one."""
         self._name = f"{planned.condition} · {planned.run} · seed {planned.seed}"
         self._bars.reset(self._one, description=self._name, total=steps)
         if self._bars.disable:
             self.note(f"trial {number + 1} of {self._total}: {self._name}")
 
     def advance(self, step: int) -> None:
-        """Show that the present trial has reached a step."""
+        """Show that the current trial has reached a step."""
         self._bars.update(self._one, completed=step)
 
     def end(self, record: TrialRecord, seconds_left: float) -> None:
-        """Show how the present trial ended, and an estimate of the time for the others."""
+        """Show how the current trial ended, and the estimated time for the remaining ones."""
         self._bars.advance(self._all)
         left = f"; about {_duration(seconds_left)} left" if seconds_left else ""
         self.note(f"{self._name}: {record.state} in {_duration(record.wall_seconds)}{left}")
@@ -199,7 +199,7 @@ class ComparisonProgress:
         self._bars.console.print(text, markup=False)
 
     def close(self) -> None:
-        """Remove the bars."""
+        """Stop updating the bars."""
         self._bars.stop()
 
 

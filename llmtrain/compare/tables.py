@@ -38,7 +38,7 @@ def loss(value: float) -> str:
 
 
 def ratio(value: float) -> str:
-    """Format a ratio near or far from one: 0.97, 5.2, 41."""
+    """Format a ratio, with fewer digits the larger it is: 0.97, 5.2, 41."""
     return f"{value:.2f}" if value < 2 else f"{value:.1f}" if value < 10 else f"{value:.0f}"
 
 
@@ -51,7 +51,7 @@ def percent(share: float) -> str:
 
 
 def _scaled(value: float) -> str:
-    """Return three digits and a prefix, after which a unit may follow: 3.2448e9 -> "3.24 G"."""
+    """Return three digits and an SI prefix, to which a unit may be appended: 3.2448e9 -> "3.24 G"."""
     for prefix in ("", "k", "M", "G", "T"):
         if abs(value) < 999.5 or prefix == "T":
             break
@@ -65,7 +65,7 @@ def literal(text: str) -> str:
 
 
 def cell(spread: dict[str, float], show: Callable[[float], str]) -> str:
-    """Return the median and, where seeds look different, the lowest and highest. Seeds that never got there are counted."""
+    """Return the median, and the range if its ends look different. If not all seeds got there, add how many did."""
     if not spread["seeds"] > 0:
         return NOTHING
     if not spread["finite"]:
@@ -78,7 +78,7 @@ def cell(spread: dict[str, float], show: Callable[[float], str]) -> str:
 
 
 def runs_table(results: Results, condition: str) -> pd.DataFrame:
-    """Return a row a run: how far it came and what it cost."""
+    """Return one row per run with its outcome and its costs."""
     runs = results.runs.loc[condition]
     by_run = results.trials[results.trials["condition"] == condition].groupby("run", sort=False)["state"]
     unfinished = by_run.agg(lambda states: f"{Outcome.NOT_FINISHED} {(states != DONE).sum()} of {len(states)}")
@@ -102,7 +102,7 @@ def runs_table(results: Results, condition: str) -> pd.DataFrame:
 
 
 def wire_table(results: Results) -> pd.DataFrame:
-    """Return a row a run with interface counters: their medians beside what the runs counted."""
+    """Return one row per condition and run with interface counters: medians of these and of the bytes counted."""
     runs = results.runs[results.runs["wire_sent"]["seeds"] > 0]
     counted = {"counted: method": "wire_counted", "counted: validation, metrics": "wire_others"}
     columns = {"trials": runs["wire_sent"]["seeds"].astype(int)}
@@ -115,7 +115,7 @@ def wire_table(results: Results) -> pd.DataFrame:
 
 
 def recipes_table(results: Results) -> pd.DataFrame:
-    """Return from which recipe, with which overrides and seeds runs were made, without names and folders (`run.`)."""
+    """Return the recipe, overrides and seeds of each run. Names and folders (`run.`) are left out of the overrides."""
     makings = []
     for trial in results.trials["trial"].dropna():
         recipe = f"`{trial.recipe}`" if trial.recipe else "`recipe.yaml` in its folder"
@@ -128,7 +128,7 @@ def recipes_table(results: Results) -> pd.DataFrame:
 
 
 def headline(results: Results) -> str:
-    """Return the largest speed-up in one sentence. Nothing is called faster whose range over seeds overlaps the baseline's."""
+    """Return the largest speed-up as a sentence. No run is called faster if its range overlaps the baseline's."""
     runs, baseline = results.runs, results.baseline
     ranked = runs["speed_up"][runs["outcome"] == Outcome.FASTER].dropna().sort_values("median", ascending=False)
     if ranked.empty:

@@ -16,7 +16,7 @@ WIDTH = 12.0
 MAX_RANKS = 8
 """Maximum number of ranks in a picture, so that it stays legible."""
 ROUNDS = 2
-"""Number of whole rounds per window, which therefore shows three synchronizations."""
+"""Number of complete rounds per window, which therefore shows three synchronizations."""
 LONGEST = 3.0
 """Maximum length of a window, as a multiple of the length that the median run needs."""
 NOTICEABLE = 0.01
@@ -33,11 +33,11 @@ KINDS = {
     "wait": ("#c4302b", "waiting for the slowest"),
     "message": ("#1b7837", "message in flight in the background"),
 }
-"""Inner ones after outer ones: they are drawn over them."""
+"""Color and label by kind of span. Inner spans come after the outer ones, because they are drawn over them."""
 
 
 def draw_timelines(results: Results, condition: str) -> Figure | None:
-    """Draw the first traced seed of each run, one above the other over the same number of seconds; None without any."""
+    """Draw the first traced seed of each run, one above the other over the same number of seconds. None without any."""
     trials = results.trials[results.trials["condition"] == condition].dropna(subset="trial")
     traced: dict[str, pd.DataFrame] = {}
     for run, trial in zip(trials["run"], trials["trial"], strict=True):
@@ -60,8 +60,8 @@ def draw_timelines(results: Results, condition: str) -> Figure | None:
 
 
 def synchronizations(spans: pd.DataFrame) -> list[float]:
-    """Return when synchronizations began on the first traced rank (Unix seconds): one a step in which a message started, or,
-    in runs without messages in the background, in which training stood still for a noticeable while."""
+    """Return when synchronizations began on the first traced rank (Unix seconds), at most one per step. One begins with
+    the step's first message or, in runs without background messages, with its first noticeable exposed wait."""
     first = spans[spans["rank"] == spans["rank"].min()]
     lengths = first["end"] - first["start"]
     begun = first[first["kind"] == "message"]
@@ -73,7 +73,7 @@ def synchronizations(spans: pd.DataFrame) -> list[float]:
 
 
 def window_seconds(traces: Sequence[pd.DataFrame]) -> float:
-    """Return one length for all: the longest that a run needs for its rounds, unless that dwarfs the others."""
+    """Return one length for all runs: the longest that a run needs for ROUNDS, but at most LONGEST times the median."""
     needed = []
     for spans in traces:
         starts, total = synchronizations(spans), spans["end"].max() - spans["start"].min()
@@ -82,7 +82,7 @@ def window_seconds(traces: Sequence[pd.DataFrame]) -> float:
 
 
 def window_start(spans: pd.DataFrame, length: float) -> float:
-    """Return a moment just before the first synchronization with a full window after it, else the last `length` seconds."""
+    """Return a time just before the first synchronization with a full window, else `length` seconds before the end."""
     begin, end = spans["start"].min(), spans["end"].max()
     candidates = (start - MARGIN * length for start in synchronizations(spans))
     return next((at for at in candidates if at >= begin and at + length <= end), max(begin, end - length))

@@ -25,49 +25,49 @@ from llmtrain.errors import DONE
 
 POLL_SECONDS = 0.2
 START_SECONDS = 300.0
-"""Time for ranks to reach their first step, beyond the recipe's own timeout."""
+"""Seconds for ranks to log their first line, in addition to the recipe's own timeout."""
 LAST_LINES = 20
 GOES_ON = "goes on"
-"""State of a run that stopped where its next stage takes over."""
+"""State of a run that stopped so that its next stage can continue it."""
 
 
 @dataclass
 class TrialRecord:
-    """Content of trial.json, which marks a trial as over."""
+    """Content of trial.json, whose existence means that the trial has ended."""
 
     condition: str
     run: str
     seed: int
     state: str
-    """`done`, `failed`, or `stopped` when its time was up."""
+    """`done`, `failed`, or `stopped` if it reached the time limit."""
     exit_codes: list[int | None]
-    """Exit codes of each host's torchrun; None: killed."""
+    """Exit code of each host's torchrun; negative if a signal killed it."""
     wall_seconds: float
     recipe: str
     overrides: list[str]
     condition_in_words: str
     commit: str | None
     hosts: list[dict[str, Any]]
-    """Name, address, and bytes sent and received by the network card of each."""
+    """Name and address of each host, and the bytes sent and received by its network card."""
     last_lines: list[str]
-    """Last lines of output of the host that failed first."""
+    """Last output lines of the host that failed first."""
 
     def write(self, directory: Path) -> None:
-        """Write trial.json."""
+        """Write trial.json into `directory`, completely or not at all."""
         partial = directory / "trial.json.partial"
         partial.write_text(json.dumps(asdict(self), indent=2) + "\n")
         partial.rename(directory / "trial.json")
 
 
 def record_of(directory: Path) -> dict[str, Any] | None:
-    """Return a trial's record, or None if it is not over."""
+    """Return a trial's record, or None if the trial has not ended."""
     path = directory / "trial.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 @dataclass(frozen=True)
 class TrialRun:
-    """A trial on the hosts of a cluster. `on_progress` is called with the run's step now and then."""
+    """A trial on the hosts of a cluster. `on_progress` is called regularly with the run's step."""
 
     planned: TrialSpec
     comparison: Comparison
@@ -78,15 +78,15 @@ class TrialRun:
     on_progress: Callable[[int], None]
 
     def run(self) -> TrialRecord:
-        """Train until all hosts have ended. Raises nothing for a run that fails: that is in the record."""
+        """Train until all hosts have ended, and return the record. A failing run raises nothing; the record says so."""
         planned = self.planned
-        shutil.rmtree(planned.directory, ignore_errors=True)  # what an interrupted trial left: times not comparable
+        shutil.rmtree(planned.directory, ignore_errors=True)  # left by an interrupted trial; times not comparable
         planned.directory.mkdir(parents=True)
         before = [_counters(host) for host in self.hosts]
         started = time.monotonic()
         for stage in planned.stages:
             state, exit_codes, last_lines = self._run_stage(stage)
-            if state != GOES_ON:  # the last stage's never does
+            if state != GOES_ON:  # the last stage never returns it
                 break
         return TrialRecord(
             condition=planned.condition,
@@ -104,9 +104,9 @@ class TrialRun:
         )
 
     def _run_stage(self, stage: Stage) -> tuple[str, list[int | None], list[str]]:
-        """Train on the first hosts, with an end for those that hang. Return (state, exit codes, last lines).
+        """Train on the first hosts, and kill those that hang. Return (state, exit codes, last lines).
 
-        Hosts have `patience` seconds until the first step, and as long to end after the first failure or the request to stop.
+        Hosts have `patience` seconds to log a first line, and to end after the first failure or the request to stop.
         """
         hosts, directory = self.hosts[: stage.replicas], self.planned.directory
         metrics, summary = directory / "metrics.jsonl", directory / "summary.json"
@@ -151,7 +151,7 @@ class TrialRun:
         return "done", codes, []
 
     def _start(self, host: Host, number: int, stage: Stage, faults: Faults) -> subprocess.Popen:
-        """Start torchrun on one host. Its ranks have one CPU thread each, and no GPU: hosts would all share the same one."""
+        """Start torchrun on a host: one CPU thread per rank, and no GPU, because hosts would all share the same one."""
         ranks = self.comparison.hosts.processes
         nodes = ["--nnodes", stage.replicas, "--node-rank", number, "--nproc-per-node", ranks]
         master = ["--master-addr", self.hosts[0].address, "--master-port", self.port]
@@ -170,12 +170,12 @@ class TrialRun:
 
 
 def _size(path: Path) -> int:
-    """Return a file's size in bytes; 0 where there is none."""
+    """Return a file's size in bytes, or 0 if it does not exist."""
     return path.stat().st_size if path.exists() else 0
 
 
 def step_of(metrics: Path) -> int:
-    """Return the step of the last whole line of metrics.jsonl; 0 before there is one."""
+    """Return the step of the last complete line of metrics.jsonl, or 0 if it has none."""
     if metrics.exists():
         with metrics.open("rb") as file:
             file.seek(max(0, metrics.stat().st_size - 8192))
@@ -195,14 +195,14 @@ def _counters(host: Host, before: Mapping[str, Any] | None = None) -> dict[str, 
 
 
 def _last_lines(log: Path) -> list[str]:
-    """Return what the ranks wrote last, without torchrun's account of it."""
+    """Return the last lines that the ranks wrote, without torchrun's report on the failure."""
     lines = log.read_text(errors="replace").splitlines()
     own = list(itertools.takewhile(lambda line: "torch/distributed/elastic" not in line, lines))
     return (own or lines)[-LAST_LINES:]
 
 
 def _commit() -> str | None:
-    """Return the commit of the code that runs, or None where it is not a git checkout."""
+    """Return the commit of the code that runs, or None if it is not in a git checkout."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)

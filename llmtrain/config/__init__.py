@@ -1,7 +1,7 @@
-"""The recipe as typed sections: every key, its default, its unit, and what is allowed.
+"""Typed sections of a recipe: every key with its default, its unit and its allowed values.
 
-This package is only the schema; `llmtrain/recipe_loader.py` reads files and overrides into it. `docs/recipes.md` and the JSON
-schema are generated from here.
+This package is only the schema; `llmtrain/recipe_loader.py` reads files and overrides into it. `docs/recipes.md` and
+the JSON schema are generated from it.
 """
 
 from llmtrain.config.recipe import (

@@ -12,19 +12,19 @@ from llmtrain.config.sync import SyncSection
 
 
 class RunSection(Section):
-    """Identity of a run: its name, its directory and its seed."""
+    """Name, directory and seed of a run, and its reaction to failures."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the run's directory below `out_dir`. The default is the file name of the recipe."""
     out_dir: str = "runs"
     """Parent folder of run directories."""
     seed: NonNegativeInt = 1234
-    """Seed of initialization, data order and every other random choice."""
+    """The one seed. Initialization, data order and every other random choice derive theirs from it by name."""
     timeout_seconds: PositiveFloat = 600
     """Maximum wait of a collective for its peers, after which the run fails. It must exceed the lead of the fastest replica over
     the slowest at the end of a round."""
     restarts: NonNegativeInt = 2
-    """Maximum number of restarts after a rank has failed. A restart is of all ranks on all nodes, from the last checkpoint."""
+    """Maximum number of restarts by `launch/train.sh` after a rank fails: of all ranks on all nodes, from the last checkpoint."""
     on_replica_loss: Literal["stop", "continue"] = "stop"
     """Reaction to the loss of a node: `stop` ends the run on the other nodes; `continue` restarts it on them with fewer replicas,
     which needs node 0 and a `global_batch` that the remaining replicas can share."""
@@ -86,8 +86,8 @@ class TrainSection(Section):
     micro_batch: PositiveInt = 8
     """Sequences per forward pass of a rank."""
     document_mask: bool = False
-    """Restrict attention to the token's own document, and restart positions in every document. With an attention of
-    transformers, each sequence needs a mask of sequence_length squared."""
+    """Restrict attention to the token's own document, and restart positions in every document; `false`: a token attends to all
+    before it in its sequence. With an attention of transformers, each sequence needs a mask of sequence_length squared."""
     deterministic: bool = False
     """Use only deterministic kernels, which are slower on GPUs. On CPUs all kernels are deterministic."""
     gc_every: PositiveInt | None = 50
@@ -128,7 +128,7 @@ class ScheduleSection(Section):
     """Learning-rate schedule: linear warm-up, then the given shape."""
 
     kind: Literal["cosine", "linear", "constant", "step"] = "cosine"
-    """Shape after the warm-up. `step` multiplies the peak by `decay_factor` at each point of `decay_at`."""
+    """Shape after the warm-up. With `step`, the peak is multiplied by `decay_factor` once for each passed point of `decay_at`."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up from 0."""
     final_ratio: Fraction = 0.1
@@ -159,7 +159,7 @@ class ParallelSection(Section):
     zero_offload: bool = False
     """Keep ZeRO's master parameters and optimizer state in CPU memory, and run the optimizer there."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
-    """Overrides of the DeepSpeed configuration that the other keys generate."""
+    """DeepSpeed configuration, merged over the generated one, for options that no other key sets."""
     replicas: PositiveInt | Literal["auto"] = "auto"
     """Copies of the model, with the slow network between them. `auto`: one per node; on a single node, as many as fit in memory."""
     shards: PositiveInt | Literal["auto"] = "auto"
@@ -171,10 +171,10 @@ class ParallelSection(Section):
     """Precision of forward and backward passes. Master parameters and optimizer state are fp32; `fp64` is everything in fp64, for
     verification."""
     compile: bool = False
-    """Apply torch.compile to each layer, to the loss after the logits, and to the rounding of messages."""
+    """Apply torch.compile to each layer on its own, to the loss's work on logits, and to the rounding of messages."""
     activation_checkpointing: bool | Literal["selective"] = False
     """Recompute each layer in the backward pass instead of keeping its activations; `selective`: keep the results of matrix
-    products and attention, and recompute the rest."""
+    products and attention, which are expensive, and recompute the rest."""
     loss_chunk: PositiveInt = 1024
     """Positions per chunk of the loss. Limits the memory of logits to loss_chunk x vocabulary."""
     loss_kernel: Literal["torch", "liger"] = "torch"

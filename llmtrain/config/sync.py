@@ -3,8 +3,8 @@
 A method is one choice per axis: `period` (when replicas synchronize), `reduction` (how their pseudo-gradients are
 combined), `outer` (how the result is applied), `schedule` (how the messages overlap with training), `pull` and `wire`.
 
-Each choice is a class in this file. It knows its consequences: the state it needs, the parameters it keeps in flight, and
-the combinations it refuses. `llmtrain/sync` holds the implementations.
+Each kind of a choice is a class in this file. It knows its consequences: the state that it keeps, the parameters in
+flight, and the checks that it needs. Its implementation is in `llmtrain/sync`.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class EverySecondsSection(PeriodSection):
     kind: Literal["seconds"] = "seconds"
     """`seconds`: a round lasts a fixed time; replicas take different numbers of local steps."""
     every: PositiveFloat = 600
-    """Seconds per round. The last round is shortened so that the run ends on its token count."""
+    """Seconds from one exchange of step counts to the next. The last spans are shortened so that the run ends on its tokens."""
     min_steps: NonNegativeInt = 100
-    """Minimum local steps per round, summed over replicas. A round with fewer ends without a synchronization."""
+    """Minimum local steps per round, summed over replicas. While a round has fewer, an exchange does not end it."""
     is_timed: ClassVar[bool] = True
 
 
@@ -82,9 +82,9 @@ class OuterSection(Section):
     """Base of the outer optimizers, which apply the reduced pseudo-gradient to the anchor."""
 
     needs_anchor: ClassVar[bool] = True
-    """True if replicas keep an anchor: the parameters of the last synchronization, 4 bytes per parameter."""
+    """True if this choice needs an anchor: the parameters of the last synchronization."""
     has_momentum: ClassVar[bool] = False
-    """True if replicas keep an outer momentum, 4 bytes per parameter."""
+    """True if replicas keep an outer momentum of the size of the parameters."""
 
 
 class AverageSection(OuterSection):
@@ -139,7 +139,7 @@ class ReductionSection(Section):
     """Base of the reductions, which combine the replicas' pseudo-gradients into one."""
 
     needs_anchor: ClassVar[bool] = False
-    """True if replicas keep an anchor: the parameters of the last synchronization, 4 bytes per parameter."""
+    """True if this choice needs an anchor: the parameters of the last synchronization."""
 
 
 class MeanSection(ReductionSection):
@@ -150,7 +150,7 @@ class MeanSection(ReductionSection):
 
 
 class EditPenaltySection(ReductionSection):
-    """EDiT's pseudo-gradient penalty, of which `null` switches off each part."""
+    """EDiT's pseudo-gradient penalty. Each part can be switched off with `null`."""
 
     kind: Literal["edit_penalty"] = "edit_penalty"
     """`edit_penalty`: a clipped, weighted mean that excludes anomalous replicas."""
@@ -174,7 +174,7 @@ class SyncScheduleSection(Section):
     """Base of the schedules, which decide how the messages of a synchronization overlap with training."""
 
     needs_anchor: ClassVar[bool] = True
-    """True if replicas keep an anchor: the parameters of the last synchronization, 4 bytes per parameter."""
+    """True if this choice needs an anchor: the parameters of the last synchronization."""
     syncs_in_forward: ClassVar[bool] = False
     """True if blocks synchronize inside the forward pass, which then changes parameters."""
 
@@ -188,16 +188,16 @@ class SyncScheduleSection(Section):
         return 0.0
 
     def parameters_in_flight(self, block_parameters: Sequence[int]) -> int:
-        """Return the number of parameters whose mean is in flight during local steps, given that of each block."""
+        """Return the number of parameters whose mean is in flight during local steps, given the number per block."""
         return 0
 
     def resolve_group_size(self, replicas: int) -> int | None:
-        """Return the number of replicas that average together in every step; None if there are no groups. Raises
+        """Return the number of replicas that average together in every step, or None if there are no groups. Raises
         RecipeError if groups can't be formed."""
         return None
 
     def check(self, period: PeriodSection, blocks: int | None) -> None:
-        """Raise RecipeError if the schedule can't run with this period, or on a model of so many blocks, if known."""
+        """Raise RecipeError if the schedule can't run with this period, or on a model of `blocks` blocks, if known."""
 
 
 class BlockingSection(SyncScheduleSection):
@@ -319,8 +319,8 @@ class PullSection(Section):
     probability: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """p: probability that a local step is a pull. The other steps use the learning rate / (1 - p)."""
     strength: Annotated[float, Field(ge=0)] = 1.0
-    """eta: a pull is theta <- theta - (lr x eta / p)(theta - anchor), with lr x eta / p limited to 1. With 0 a pull only skips
-    the gradient."""
+    """eta: a pull is theta <- theta - (lr x eta / p)(theta - anchor), where lr x eta / p is at most 1. With 0, a
+    pull only skips the gradient."""
     batch: Literal["keep", "drop"] = "keep"
     """Batch of a pull: `keep` leaves it to the next gradient step; `drop` skips it, as the published code does."""
 
@@ -329,9 +329,9 @@ class WireSection(Section):
     """Format of the messages between replicas. Blocks of 128 values share a scale; sums are taken in fp32."""
 
     kind: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
-    """`fp32` rounds nothing; the others round twice: what a replica sends, and the mean."""
+    """`fp32` is master precision, unrounded; the others round twice: what a replica sends, and the mean."""
     error_feedback: bool = False
-    """Add the rounding error of a message to the next one. Costs 4 bytes per parameter."""
+    """Error feedback: add a rank's rounding errors to its next message. Costs 4 bytes per parameter."""
     gradients: bool = False
     """Also round the gradients that synchronous steps average. They are sent in fp32 otherwise."""
 
@@ -353,7 +353,7 @@ Wire = Annotated[WireSection, BeforeValidator(kind)]
 
 
 class SyncSection(Section):
-    """Synchronization between replicas. `method` is a preset: it sets the default of every other key (table below)."""
+    """Synchronization between replicas. `method` is a preset, which sets defaults of the other keys (table below)."""
 
     method: str = "edit"
     """Published method whose choices are the defaults of the keys below."""
@@ -380,7 +380,7 @@ class SyncSection(Section):
     """Keep anchor and outer momentum in CPU memory between synchronizations. On GPUs the memory is pinned, for which torch
     rounds the bytes of a block up to a power of two."""
     verify_every: PositiveInt | None = 10
-    """Synchronizations between checks that all replicas hold the same anchor, by a checksum; `null`: never."""
+    """Synchronizations after which the next log line compares the replicas' anchors by a sum of their bits; `null`: never."""
 
     @property
     def needs_anchor(self) -> bool:

@@ -41,8 +41,7 @@ class Shard(BaseModel, extra="forbid", frozen=True):
 
 
 class ShardWriter:
-    """Writer that appends tokens to `<split>-00000.npy`, `<split>-00001.npy`, ... and keeps none in memory between
-    calls."""
+    """Writer of the shards `<split>-00000.npy`, `<split>-00001.npy`, ... Keeps no tokens in memory between calls."""
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype, shard_tokens: int = SHARD_TOKENS) -> None:
         self.directory, self.split, self.dtype, self.shard_tokens = directory, split, dtype, shard_tokens
@@ -78,7 +77,7 @@ class ShardWriter:
         self._file, self._tokens, self._crc32 = None, 0, 0
 
     def _write_header(self) -> None:
-        # numpy pads headers so that the first axis can grow in place: the second header is as long as the first
+        # numpy pads headers so that the first axis can grow in place; hence the second header is as long as the first
         header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self._tokens,)}
         np.lib.format.write_array_header_1_0(self._file, header)
 
@@ -125,7 +124,7 @@ class SplitIndex(BaseModel, extra="forbid", frozen=True):
     """Index entry of one split."""
 
     tokens: int
-    """Includes one eos token per document."""
+    """Number of tokens, including one eos token per document."""
     documents: int
     text_bytes: int
     """UTF-8 bytes of the documents; nats per token x tokens / text_bytes / ln 2 = bits per byte."""

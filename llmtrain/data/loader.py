@@ -2,8 +2,8 @@
 
 Sample i is the window of sequence_length + 1 tokens that starts at token i x sequence_length. Its first
 sequence_length tokens are the inputs, its last sequence_length tokens the labels. Documents are packed: a window
-may hold the end of one and the start of the next, separated by eos. Nothing is padded, and tokens that do not fill
-a last window are dropped.
+may contain the end of one and the start of the next, separated by eos. Nothing is padded, and tokens that do not
+fill the last window are dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llmtrain.reshard import Rule, by_replica
 
 
 class SampleCursor:
-    """Cursor over the endless list of samples. The next entries are those of `left`, then all from `position` on."""
+    """Cursor over the endless list of samples. The unread entries are those of `left`, then all from `position` on."""
 
     def __init__(self, position: int = 0, left: Sequence[range] = ()):
         self.position, self.left = position, list(left)
@@ -37,7 +37,7 @@ class SampleCursor:
         return min([self.position, *(part.start for part in self.left)])
 
     def peek(self, first: int, count: int) -> list[range]:
-        """Return the `count` unread entries that follow the next `first` ones, in order, as ranges."""
+        """Return the `count` unread entries after the next `first` ones as ranges, in order."""
         found = []
         for upcoming in (*self.left, range(self.position, self.position + first + count)):
             here = upcoming[first : first + count]
@@ -67,8 +67,8 @@ class SampleCursor:
 
 def merge_cursors(states: Sequence[dict[str, Any]], global_batch: int) -> dict[str, Any]:
     """Return the state from which every replica of a continued run starts, given the state of each earlier replica.
-    Each entry that no replica has read occurs in it exactly once. `global_batch` is the number of entries that all
-    replicas read per step, in equal parts."""
+    Each entry that no replica has read occurs exactly once in it. `global_batch` is the number of entries that all
+    replicas together read per step, in equal parts."""
     replicas = [SampleCursor() for _ in states]
     for replica, state in zip(replicas, states, strict=True):
         replica.load_state_dict(state)
@@ -102,8 +102,8 @@ class Loader:
 
     The permutations of all epochs, one after the other, form one endless list of samples that is the same on every
     rank and for every mesh. A step takes the next global_batch entries. Replica r reads the r-th equal part of
-    them, and shard rank s the s-th equal part of that. After a change of replicas, the entries that the earlier
-    ones left unread come first (`cursor.merge_cursors`).
+    them, and shard rank s the s-th equal part of that. After the number of replicas changes, the entries that the
+    earlier replicas left unread come first (`merge_cursors`).
     """
 
     def __init__(
@@ -119,16 +119,16 @@ class Loader:
         shard: int,
         seed: int,
     ) -> None:
-        """Set the shape of the batches, counted in sequences; `micro_batch` is per rank. Raises DataError if there
-        is less data than one global batch."""
+        """Set the shape of the batches, counted in sequences; `micro_batch` is per rank. Raises DataError if the data
+        is smaller than one global batch."""
         assert global_batch % (micro_batch * replicas * shard) == 0, (global_batch, micro_batch, replicas, shard)
         assert 0 <= replica < replicas and 0 <= shard_rank < shard, (replica, replicas, shard_rank, shard)
         self.tokens, self.sequence_length, self.seed = tokens, sequence_length, seed
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.num_samples = max(len(tokens) - 1, 0) // sequence_length
         self.cursor = SampleCursor()
-        """Entries that no replica has taken yet, provided that all have taken as many steps as this one. The
-        loader's only state."""
+        """Cursor at the entries that no replica has read, provided that all replicas have taken as many steps as
+        this one. The loader's only state."""
         if self.num_samples < global_batch:
             raise DataError(
                 f"training data: {len(tokens)} tokens there, {global_batch * sequence_length + 1} needed for one step "
@@ -170,7 +170,7 @@ class Loader:
         return self.cursor.state_dict()
 
     def reshard_rule(self) -> Rule:
-        """Return the rule by which `state_dict` is resharded: each sample that some replica has left is read once."""
+        """Return the rule by which `state_dict` is resharded: each sample that no replica has read is read once."""
         return by_replica(partial(merge_cursors, global_batch=self.global_batch))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -183,9 +183,9 @@ def eval_batches(
     """Return an iterator over this rank's validation batches: (input_ids, labels), each int64
     [micro_batch, sequence_length].
 
-    The first max_tokens // sequence_length windows are dealt out in turn: at least one, at most all. Every rank
-    yields equally many batches of the same shape. Labels of missing rows are IGNORE_INDEX. Raises DataError if the
-    data has no complete window.
+    The first max_tokens // sequence_length windows (at least one, at most all) are assigned to the ranks in turn.
+    Every rank yields the same number of batches, all of the same shape. Labels of rows without a window are
+    IGNORE_INDEX. Raises DataError if the data has no complete window.
     """
     there = max(len(tokens) - 1, 0) // sequence_length
     if not there:

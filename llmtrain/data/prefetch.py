@@ -1,5 +1,5 @@
-"""Read-ahead of training batches by one step, in a thread, so that training does not wait for a disk that is slow
-at times."""
+"""Read-ahead of training batches by one step in a background thread, so that training does not wait for a disk that
+is slow at times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Read = list[torch.Tensor] | BaseException
 class PrefetchLoader:
     """Loader wrapper that reads one step ahead. Its state excludes the batches read ahead.
 
-    With `pin`, batches are in pinned memory, from which a GPU copies them while it computes.
+    With `pin`, batches are in pinned memory, so that a GPU can copy them while it computes.
     """
 
     def __init__(self, loader: Loader, timeout_seconds: float, pin: bool = False):
@@ -35,7 +35,7 @@ class PrefetchLoader:
         self._read: SimpleQueue[Read] = SimpleQueue()
         self._is_coming = False
         self._state = loader.state_dict()
-        # A daemon: a disk that hangs must not keep a run that has given up on it from ending.
+        # A daemon thread, because a hung disk must not keep the process alive after the run has given up on it.
         threading.Thread(target=with_current_device(self._worker), name="reads ahead", daemon=True).start()
         atexit.register(self._drain)
 
@@ -89,8 +89,8 @@ class PrefetchLoader:
         return batches
 
     def _worker(self) -> None:
-        """Serve read requests until the process exits. It never ends earlier, because a thread that ends during
-        interpreter shutdown would drop tensors and crash the interpreter."""
+        """Serve read requests until the process exits. The thread never ends earlier, because one that ends during
+        interpreter shutdown would free tensors and crash the interpreter."""
         while True:
             self._orders.get()
             try:

@@ -1,8 +1,8 @@
-"""Preparation of token shards on disk from text: done once, cached, safe against interruption and concurrent
+"""Preparation of token shards on disk from text: done once, cached, and safe against interruption and concurrent
 processes.
 
-A folder of `data.cache_dir` appears complete or not at all. Its files are written under a lock into a temporary
-folder next to it and flushed to disk, then the folder is renamed. Every document is tokenized without special
+A folder of `data.cache_dir` appears complete or not at all. Its files are written under a lock to a temporary
+folder next to it and flushed to disk, and then the folder is renamed. Every document is tokenized without special
 tokens and followed by eos.
 """
 
@@ -69,20 +69,20 @@ def prepare(
 ) -> TokenDataset:
     """Return the token shards of `data`, from the cache or newly prepared.
 
-    `train_tokens` and `eval_tokens` are what a run reads. The training split of files is tokenized completely, so
-    that a short run still sees all kinds of documents; of a hub dataset, only what the run reads is tokenized.
-    `data.max_tokens`, if given, sets the number of training tokens in both cases. The validation split is tokenized
-    only as far as the run reads it. A cached folder is reused if it has enough tokens or its source had no more;
-    otherwise a larger one replaces it. If several processes start together, one prepares and the others wait for it
-    up to `lock_timeout` seconds. Raises DataError.
+    `train_tokens` and `eval_tokens` are the tokens that a run reads. The training split of a local source is
+    tokenized completely, so that a short run still sees all kinds of documents; that of a hub dataset is tokenized
+    only as far as the run reads it. `data.max_tokens`, if given, sets the number of training tokens in both cases.
+    The validation split is tokenized only as far as the run reads it. A cached folder is reused if it has enough
+    tokens or its source had no more; otherwise a larger one replaces it. If several processes start together, one
+    prepares and the others wait for it for up to `lock_timeout` seconds. Raises DataError.
     """
-    # one more than is read: the last token is only a label
+    # one more than the run reads, because the last token is only a label
     whole = train_tokens + 1 if data.source.startswith(HUB) else sys.maxsize
     needed: dict[Split, int] = {"train": data.max_tokens or whole, "validation": eval_tokens + 1}
     directory = cache_path(data)
     try:
         cached = open_dataset(directory, needed)
-    except DataError:  # absent, or being replaced right now; looked at again with the lock held
+    except DataError:  # absent, or being replaced; checked again under the lock
         cached = None
     if cached is not None and _is_sufficient(cached, needed):
         return cached
@@ -158,7 +158,7 @@ def _replace(
     show_progress: bool,
 ) -> None:
     """Write the folder, or replace it with a larger one. The caller must hold the lock."""
-    for leftover in directory.parent.glob(f"{directory.name}.*-tmp"):  # of a process that was killed
+    for leftover in directory.parent.glob(f"{directory.name}.*-tmp"):  # left by a process that was killed
         shutil.rmtree(leftover)
     new, retired = (directory.with_name(f"{directory.name}.{word}-tmp") for word in ("new", "old"))
     new.mkdir()
@@ -180,7 +180,7 @@ def _write(new: Path, data: DataSection, needed: Mapping[Split, int], show_progr
     tokenizer = load_tokenizer(data, new / TOKENIZER)
     size = vocab_size(tokenizer)
     dtype = np.dtype("<u2" if size <= 1 << 16 else "<u4")
-    # validation first: it is soon there, and soon known when it is missing
+    # validation first, because it is prepared quickly and its absence should be reported early
     splits = {
         split: _write_split(new, data, split, needed[split], tokenizer, dtype, show_progress)
         for split in reversed(SPLITS)
@@ -214,12 +214,12 @@ def _write_split(
     count, exhausted = 0, True
     with ProgressBar(f"{split} tokens", needed, show_progress) as progress, ThreadPoolExecutor(1) as pool:
         writing: Future | None = None
-        # a split that needs little must not wait for a whole batch from a stream that is mostly the other split
+        # a split that needs little must not wait for a full batch from a stream that is mostly the other split
         for texts in _batches(documents(data, split), min(BATCH_CHARACTERS, 6 * needed)):
             encoded = _tokenize(tokenizer, texts)
             if writing is not None:
                 writing.result()
-            # one thread's work, while all cores tokenize the next batch
+            # one thread writes while all cores tokenize the next batch
             writing = pool.submit(_append, writer, encoded, tokenizer.eos_token_id)
             count += len(texts)
             tokens = sum(len(piece) + is_last for piece, is_last in encoded)
@@ -259,7 +259,7 @@ def _batches(texts: Iterable[str], size: int) -> Iterator[list[str]]:
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[tuple[Encoded, bool]]:
     """Return the token ids of the texts' pieces, in order, and whether each piece ends its text."""
-    # tokenizers spreads a batch over the cores; saying so also silences its warning in processes that fork later
+    # tokenizers spreads a batch over the cores; setting this also silences its warning in processes that fork later
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     pieces = [
         (text[start : start + PIECE_CHARACTERS], start + PIECE_CHARACTERS >= len(text))
@@ -276,7 +276,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> Sequence[E
     if backend is None:
         options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
         return tokenizer(pieces, verbose=False, **options)["input_ids"]
-    # The same without what transformers adds in one thread: offsets and their conversion, a third of the time on two cores.
+    # Same ids without transformers' single-threaded work on offsets, which takes a third of the time on two cores.
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()

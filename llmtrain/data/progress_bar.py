@@ -10,7 +10,7 @@ PLAIN_SECONDS = 10.0
 
 
 class ProgressBar:
-    """Counter of one split's text bytes and tokens. Displays progress toward the tokens needed."""
+    """Counter of one split's text bytes and tokens, with a display of its progress toward the tokens needed."""
 
     def __init__(self, label: str, needed: int, show: bool) -> None:
         from rich.console import Console
@@ -18,7 +18,7 @@ class ProgressBar:
 
         self.label, self.text_bytes, self.tokens = label, 0, 0
         self._console = Console(stderr=True, quiet=not show)
-        # where it is not a terminal rich's bar shows nothing, so lines are printed
+        # rich's bar shows nothing unless the console is a terminal; lines are printed instead
         columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
         self._task = self._bar.add_task(label, total=needed)

@@ -30,8 +30,7 @@ NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_
 
 
 def documents(data: DataSection, split: Split) -> Iterator[str]:
-    """Yield every document of a split, in a fixed order. Raises DataError during iteration if the source has an
-    error.
+    """Yield every document of a split, in a fixed order. Raises DataError during iteration if the source is unusable.
 
     Without `data.validation`, a hash of each document's text decides whether it is held out for validation. The
     splits are therefore disjoint in any order, and equal texts are always in the same split.
@@ -219,8 +218,7 @@ def _read_hub(data: DataSection, split: str, key: str) -> Iterator[str]:
 
 
 def _stream_errors_as_data_errors(rows: Iterable[dict[str, Any]], source: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows. Any exception of the streaming libraries, such as a broken connection, is raised as
-    DataError."""
+    """Yield the rows. Raises DataError for any exception of the streaming libraries, such as a broken connection."""
     iterator = iter(rows)
     while True:
         try:
@@ -246,7 +244,7 @@ def _text(row: dict[str, Any], text_key: str, where: Path | str) -> Iterator[str
     if text is not None and not isinstance(text, str):
         raise DataError(f"{where}: data.text_key={text_key} holds {type(text).__name__}, expected text")
     if text and not text.isspace():
-        # JSON can spell half a surrogate pair, which is no character and can't be encoded
+        # JSON can contain half a surrogate pair, which is not a character and can't be encoded
         yield text.encode("utf-8", "replace").decode()
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TRAIN = "train:"
 EOS = "<|endoftext|>"
 KNOWN_EOS = (EOS, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-"""Usual names of the special token that ends a text. Searched if a local tokenizer does not name its eos token."""
+"""Usual names of the special token that ends a text, tried in order if a local tokenizer does not name its own."""
 SAMPLE_BYTES = 10_000_000
 """Maximum bytes of text that a tokenizer is trained on."""
 SAMPLE_FROM_BYTES = 20 * SAMPLE_BYTES
@@ -85,7 +85,7 @@ def _load_hub(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True)  # downloaded before: no network needed
+        return AutoTokenizer.from_pretrained(name, local_files_only=True)  # already downloaded: needs no network
     except (OSError, ValueError):
         require(name, "model", key="data.tokenizer", instead="a folder that has its tokenizer.json, or train:SIZE")
     try:
@@ -95,8 +95,7 @@ def _load_hub(name: str) -> PreTrainedTokenizerBase:
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerBase:
-    """Train a sentencepiece BPE of `size` pieces and return it as a fast tokenizer that reproduces any text
-    exactly.
+    """Train a sentencepiece BPE of `size` pieces; return it as a fast tokenizer that reproduces any text exactly.
 
     Nothing is normalized: whitespace is kept, and characters without a piece are encoded as bytes.
     """
@@ -125,14 +124,14 @@ def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerBase:
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = first_line(error).rpartition("] ")[2]  # after the place in its source and the failed condition
+        reason = first_line(error).rpartition("] ")[2]  # after sentencepiece's source location and failed condition
         raise DataError(f"data.tokenizer: {TRAIN}{size}: can't be trained on this source: {reason}") from None
     return fast_tokenizer(sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()))
 
 
 def fast_tokenizer(pieces: SentencePieceProcessor) -> PreTrainedTokenizerBase:
-    """Return the same BPE as a fast tokenizer without sentencepiece's escape character for spaces, so that text
-    containing that character is also reproduced exactly."""
+    """Return the BPE `pieces` as a fast tokenizer without sentencepiece's escape character for spaces, so that text
+    that contains this character is also reproduced exactly."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -140,7 +139,7 @@ def fast_tokenizer(pieces: SentencePieceProcessor) -> PreTrainedTokenizerBase:
     vocab = {pieces.id_to_piece(i).replace("\u2581", " "): i for i in ids}
     special = [piece for piece, i in vocab.items() if pieces.is_control(i) or pieces.is_unknown(i) or pieces.is_byte(i)]
     ordinary = vocab.keys() - set(special)
-    # sentencepiece joins the pair whose union has the best score, and ids are in the order of scores
+    # sentencepiece merges the pair whose union has the best score, and ids are in the order of scores
     merges = [
         (piece[:cut], piece[cut:])
         for piece in vocab
@@ -149,7 +148,7 @@ def fast_tokenizer(pieces: SentencePieceProcessor) -> PreTrainedTokenizerBase:
         if piece[:cut] in ordinary and piece[cut:] in ordinary
     ]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
-    # No piece goes on after a word with a space, so cutting there first changes nothing and is faster
+    # No piece continues past a word with a space, so splitting there first is faster and changes nothing
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" *[^ ]+| +"), behavior="isolated")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(

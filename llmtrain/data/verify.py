@@ -1,7 +1,7 @@
 """Checks of token shards: all nodes have the same tokens, and none is damaged.
 
 Sizes and headers are checked whenever a folder is opened. Checksums are compared once after each start, in a
-background thread, because they need every byte. The ranks of a node share the shards. A damaged shard ends the run.
+background thread, because they need every byte. The ranks of a node divide the shards. A damaged shard ends the run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ChecksumScan:
             (text, shard) for text in texts for split in text.index.splits.values() for shard in split.shards
         ]
         self._shards = self._shards[share::of]
-        # A daemon: a run that ends does not wait for it.
+        # A daemon thread, so that a run that ends does not wait for it.
         self._thread = threading.Thread(target=self._run, name="reads token shards", daemon=True)
         self._thread.start()
 
@@ -51,7 +51,7 @@ class ChecksumScan:
 
 
 def find_damage(prepared: TokenDataset, shard: Shard) -> str | None:
-    """Return in one line how a shard differs from what was prepared, or None if it does not."""
+    """Return a one-line description of a shard's damage, or None if it is as prepared."""
     path, host = prepared.directory / shard.name, socket.gethostname()
     remedy = f"delete {prepared.directory} and start the same command again: it prepares the same tokens"
     try:
@@ -68,7 +68,7 @@ def _is_replaced(prepared: TokenDataset) -> bool:
     for _ in range(2):
         with suppress(OSError, ValueError):
             return Index.model_validate_json((prepared.directory / INDEX).read_bytes()) != prepared.index
-        time.sleep(1.0)  # between the two renames there is none
+        time.sleep(1.0)  # there is no folder between the two renames of `prepare`
     return False
 
 
@@ -81,7 +81,7 @@ def verify(prepared: TokenDataset) -> None:
 
 
 def _crc32(path: Path, skip: int) -> int:
-    """Return the CRC-32 of the bytes after the first `skip`. The file is read, not memory-mapped, because a read
+    """Return the CRC-32 of the bytes after the first `skip`. The file is read instead of memory-mapped, because a read
     that waits for the disk does not block other threads."""
     crc32, buffer = 0, memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -97,8 +97,8 @@ STRETCHES, LENGTH = 64, 1024
 
 def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
     """Raise DataError on every rank if hosts would read different tokens or a rank cannot read its own. Tokens
-    differ if the hub dataset, a local file or Python's standard library is not the same on all hosts. A collective
-    of all ranks."""
+    differ if the hub dataset, a local file or Python's standard library is not the same on all hosts. This is a
+    collective of all ranks."""
     if mesh.world.size == 1:
         return
     mine = socket.gethostname(), *_described(texts)
@@ -117,7 +117,7 @@ def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
 
 
 def _described(texts: Mapping[str, TokenDataset]) -> tuple[dict[str, str], str | None]:
-    """Return the digest of each text, or no digests and the reason why a text could not be read."""
+    """Return (digest of each text, None), or (no digests, the error) if a text could not be read."""
     try:
         return {name: token_digest(text) for name, text in texts.items()}, None
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Benchmark of the mesh's collectives on both axes, with the time that a synchronization would take."""
+"""Benchmark of the mesh's collectives on both axes, with an estimate of the time per synchronization."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG_ENOUGH = 0.3
 def bench_collectives(mesh: Mesh, bytes_a_round: float | None) -> list[Finding]:
     """Return findings from all-reduces over the replica axis and the shard axis. A collective of all ranks.
 
-    `bytes_a_round` is what each rank sends in a synchronization, or None if unknown. Raises TrainingError if a
+    `bytes_a_round` is the bytes that each rank sends per synchronization, or None if unknown. Raises TrainingError if a
     collective fails or takes longer than the mesh's timeout.
     """
     findings = []
@@ -49,9 +49,9 @@ def bench_collectives(mesh: Mesh, bytes_a_round: float | None) -> list[Finding]:
 def _all_reduce(comms: Comms, mesh: Mesh) -> tuple[float, float]:
     """Return (seconds of the slowest rank, bytes each rank sends) of the first all-reduce that counts."""
     values = SMALLEST
-    _timed(comms, mesh, values)  # makes the connections
+    _timed(comms, mesh, values)  # opens the connections
     while True:
-        # The same on all ranks, and so is the decision to go on.
+        # The same on all ranks, and so is the decision to continue.
         seconds = _timed(comms, mesh, values)
         if seconds >= LONG_ENOUGH or values >= LARGEST:
             return seconds, 2 * (comms.size - 1) / comms.size * 4 * values

@@ -23,7 +23,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """An observation, and advice on what to do about it (empty if there is none)."""
+    """An observation and advice on how to act on it (empty if there is none)."""
 
     level: Level
     what: str
@@ -52,7 +52,7 @@ def has_problem(sections: Mapping[str, Sequence[Finding]]) -> bool:
 
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 LOG_WIDTH = 140
-"""Columns if the output is not a terminal."""
+"""Width in columns if the output is not a terminal."""
 
 
 def console() -> Console:

@@ -1,4 +1,4 @@
-"""Network interfaces of this host: their addresses and speeds, and the one that other hosts connect to."""
+"""Network interfaces of this host: their addresses and speeds, and the one to which other hosts connect."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def carries(networks: Networks) -> list[Finding]:
 def listens_at(networks: Networks, towards_rank_0: str | None) -> tuple[str, str]:
     """Return (interface, address) for traffic between replicas.
 
-    Without a known interface that has an address, they are "?" and the address towards rank 0.
+    If no interface with an address is known, they are "?" and the address toward rank 0 (or 127.0.0.1).
     """
     name = networks.replica or _from_environment()
     address = name and address_of(name)
@@ -100,7 +100,7 @@ def _from_environment() -> str | None:
 def _matches_nccl(given: str, names: set[str]) -> bool:
     """Return whether NCCL's rule selects any of `names`.
 
-    `given` holds prefixes. A leading `=` makes them full names; a leading `^` selects all interfaces but these.
+    `given` lists prefixes. A leading `=` makes them full names; a leading `^` selects all interfaces but these.
     """
     excluded, whole = given.startswith("^"), given.lstrip("^").startswith("=")
     wanted = tuple(given.lstrip("^=").split(","))
@@ -115,5 +115,5 @@ def _speed(name: str) -> int | None:
 def _read(name: str, what: str) -> str:
     try:
         return (SYSTEM / name / what).read_text().strip()
-    except OSError:  # a virtual card has no speed and refuses to be read; other systems than Linux have no such files
+    except OSError:  # a virtual card has no speed and refuses the read; systems other than Linux have no such files
         return ""

@@ -103,7 +103,7 @@ def measure(here: int, there: int, mine: str, server: tuple[str, int], secret: b
                 milliseconds=1000 * median(seconds for seconds, _ in pings),
                 sent=_rate(lambda size: _upload(connection, size)),
                 received=_rate(lambda size: _download(connection, size)),
-                skew=min(pings)[1],  # the quickest round trip says most of the clocks
+                skew=min(pings)[1],  # the shortest round trip gives the best estimate of the skew
             )
     except OSError as error:
         reason = (
@@ -154,7 +154,7 @@ def measure_all(
 
 
 def _ping(connection: socket.socket) -> tuple[float, float]:
-    """Return (round-trip seconds, seconds by which the other clock was ahead of this one at half of that time)."""
+    """Return (round-trip seconds, seconds by which the other clock was ahead of this one halfway through)."""
     began, clock = time.perf_counter(), time.time()
     other = _upload(connection, 0)
     seconds = time.perf_counter() - began
@@ -174,7 +174,7 @@ def _rate(transfer: Callable[[int], Any]) -> float:
 
 
 def _upload(connection: socket.socket, size: int) -> float:
-    """Send `size` zero bytes and return the other host's clock at the time it had received them all."""
+    """Send `size` zero bytes and return the other host's clock when it had received them all."""
     connection.sendall(struct.pack("!cQ", b"u", size))
     _send_zeros(connection, size)
     return struct.unpack("!d", _receive(connection, 8))[0]
@@ -210,7 +210,7 @@ def _parts(connection: socket.socket, size: int) -> Iterator[bytes]:
 
 
 SHOWN = 15
-"""Number of links that are listed; if there are more, only the slowest are."""
+"""Maximum number of links that are listed; if there are more, only the slowest are."""
 SLOW = 0.5
 """Fraction of the median rate. A slower link gives a warning, because every synchronization waits for it."""
 SKEW_SECONDS = 1.0

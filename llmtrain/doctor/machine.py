@@ -92,7 +92,7 @@ def open_files() -> Finding:
 def disk(key: str, folder: str, needed: int | None) -> Finding:
     """Return a finding on the free space for a recipe's `folder`, which need not exist yet.
 
-    `needed` is what the run writes in bytes, or None if unknown. A read-only folder is a problem, and too little
+    `needed` is the number of bytes the run writes, or None if unknown. A read-only folder is a problem, and too little
     space a warning.
     """
     there = Path(folder).expanduser().absolute()

@@ -1,4 +1,4 @@
-"""Placement of the ranks: how each rank describes itself, and whether the ranks agree where they must."""
+"""Placement of the ranks: each rank's description of itself, and whether the ranks agree where they must."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MUST_AGREE = ("llmtrain", "torch", "recipe")
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """A rank as it describes itself."""
+    """Description that a rank gives of itself."""
 
     rank: int
     node: str
     host: str
     interface: str
     address: str
-    """Address at which other hosts connect to it."""
+    """Address to which other hosts connect."""
     device: str
     versions: dict[str, str]
 

@@ -30,7 +30,7 @@ class Plan:
 def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[list[Finding], Plan | None]:
     """Return findings and the plan, which is None if the recipe cannot run on these ranks.
 
-    `nodes` holds the node name of each rank, `memory` the bytes that each rank may use.
+    `nodes` lists the node name of each rank, `memory` the bytes that each rank may use.
     """
     on_gpu = torch.cuda.is_available()
     try:
@@ -78,6 +78,6 @@ def _checkpoint_bytes(memory: Memory, processes: int) -> int:
 
 
 def _room(recipe: Recipe, checkpoint: int | None) -> list[Finding]:
-    # One more than is kept: the oldest goes when the newest is complete.
+    # One more than `keep`, because the oldest is deleted only when the newest is complete.
     runs = None if checkpoint is None else (recipe.checkpoint.keep + 1) * checkpoint
     return [disk("run.out_dir", recipe.run.out_dir, runs), disk("data.cache_dir", recipe.data.cache_dir, None)]

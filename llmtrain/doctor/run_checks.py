@@ -78,7 +78,7 @@ class ClusterCheck:
 
     def _links(self, hosts: Sequence[NodeRanks]) -> list[Link]:
         leaders = [host.leader.rank for host in hosts]
-        # Made by rank 0, so that nobody else on the network can use the servers.
+        # Rank 0's; without it, no other process on the network can use the servers.
         secret = bytes.fromhex(self._gather("secret", secrets.token_hex(SECRET_BYTES))[0])
 
         def exchange(name: str, value: Any) -> list[Any]:
@@ -114,8 +114,8 @@ Sections = dict[str, list[Finding]]
 def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> int:
     """Run all checks, print the report on rank 0, and return the exit code: 1 if there is a problem.
 
-    Every wait for other ranks ends after `timeout_seconds`. If ranks do not meet or a check across ranks fails, the
-    error is a problem in rank 0's report and a TrainingError on the other ranks.
+    Every wait for other ranks ends within `timeout_seconds` plus GRACE_SECONDS. If ranks do not meet or a check across
+    ranks fails, the error is a problem in rank 0's report and a TrainingError on the other ranks.
     """
     parallel = recipe.parallel if recipe else ParallelSection()
     found = cards()
@@ -147,7 +147,7 @@ def _given_networks(parallel: ParallelSection) -> list[Finding]:
 
 
 def _alone(recipe: Recipe) -> list[Finding]:
-    """Return findings on the recipe on this machine alone, as launch/train.sh would start it."""
+    """Return findings on the recipe as launch/train.sh would start it on this machine alone."""
     processes = processes_per_node(recipe.parallel, 1)
     each = memory_of_rank(World(0, processes, 0, processes))
     findings, _ = fit(recipe, [node_name()] * processes, [each] * processes)

@@ -24,7 +24,7 @@ class Entry(BaseModel):
     scores: dict[str, dict[str, int | float | None]] = {}
     """{name: {metric: value, metric_stderr: standard error or None, n: number of documents}}."""
     about: dict[str, dict[str, Any]] = {}
-    """{name: {version, few_shot, members, chance}}; `chance` is absent if the task has no chance level."""
+    """{name: {version, few_shot (text: window), members, chance}}; `chance` is absent if there is no chance level."""
     shown: list[str] = []
     """Names to show in the table; a group is shown instead of its members."""
     answers: dict[str, dict[str, list[Any]]] = {}

@@ -98,7 +98,7 @@ def check_folder(folder: Path) -> None:
                 "give a run, or what `python -m llmtrain export` made"
             )
     if any(folder.glob("pytorch_model*.bin")):
-        return  # nothing tells whether such a file is whole but loading it
+        return  # only loading such a file shows whether it is complete
     index = folder / "model.safetensors.index.json"
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else None
@@ -140,7 +140,7 @@ def _of_run(run: Path, label: str, step: int | None) -> Checkpoint:
     there = dict(list_checkpoints(run / "checkpoints"))
     if step is None:
         step = max([*there, *exports], default=None)
-    if step in exports and step not in there:  # training keeps few checkpoints, their exports stay
+    if step in exports and step not in there:  # training deletes old checkpoints but not their exports
         return Checkpoint(label, exports[step], run, step, _tokens(run, step))
     from llmtrain.export.export import exported
     from llmtrain.export.source import find_source
@@ -156,7 +156,7 @@ def _exports(run: Path) -> dict[int, Path]:
 
 
 def _tokens(run: Path, step: int) -> int | None:
-    """Return the training tokens after `step` from the run's metrics, or None if they are not recorded."""
+    """Return the number of training tokens up to `step` from the run's metrics, or None if it is not recorded."""
     try:
         lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
     except (OSError, ValueError):

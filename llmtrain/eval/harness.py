@@ -32,7 +32,7 @@ def quiet() -> Iterator[None]:
 
     stdout is reserved for results.
     """
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's: a pool of processes for a thousand resamples
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # else lm-eval starts a process pool for 1,000 resamples
     loggers = [logging.getLogger(name) for name in ("lm_eval", "transformers", "datasets")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -65,7 +65,7 @@ def check_tasks(names: Sequence[str], local: Sequence[str], folders: tuple[Path,
     """
     harness_version()
     if set(names) <= set(local):
-        return  # to list lm-eval's own thousands takes many seconds
+        return  # listing lm-eval's own thousands of tasks takes many seconds
     known = task_manager(folders, data_dir, True).all_tasks
     unknown = next((name for name in names if name not in known), None)
     if unknown:

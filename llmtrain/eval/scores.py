@@ -12,7 +12,7 @@ import numpy as np
 ACCURACIES = ("acc", "acc_norm", "acc_bytes")
 """Metrics that have a chance level."""
 STANDARD_ERRORS = 2.0
-"""A score within this many standard errors of the chance level is near chance."""
+"""Largest distance from the chance level, in standard errors, that counts as near chance."""
 
 Verdict = Literal["near chance", "below chance", ""]
 

@@ -63,9 +63,9 @@ def load(folder: Path, device: str | None) -> Loaded:
 
 
 def documents(text: str, separator: str, every: int, limit: int | None) -> list[str]:
-    """Split a text into documents, without surrounding white space and without empty ones.
+    """Return every `every`-th document of a text, at most `limit` in all.
 
-    Returns every `every`-th document, at most `limit` in all.
+    Surrounding whitespace is stripped, and empty documents are not counted.
     """
     found = [piece.strip() for piece in text.split(separator)]
     return [piece for piece in found if piece][::every][:limit]
@@ -116,7 +116,7 @@ def losses(texts: Sequence[str], loaded: Loaded, window: int, batch_size: int) -
     encoded = loaded.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     stream = torch.tensor([token for ids in encoded for token in (loaded.first_token, *ids)])
     lengths = torch.tensor([len(ids) + 1 for ids in encoded])
-    owner = torch.repeat_interleave(torch.arange(len(encoded)), lengths)[:-1]  # of the input: who is being read
+    owner = torch.repeat_interleave(torch.arange(len(encoded)), lengths)[:-1]  # document of each input token
     inputs, targets = stream[:-1], stream[1:]
     whole = len(inputs) // window * window
     rows = max(1, min(batch_size, LOGITS_AT_ONCE // (window * loaded.model.config.vocab_size)))

@@ -1,4 +1,4 @@
-"""Evaluation units of a suite, which are run and cached one by one."""
+"""Evaluation units of a suite, which are run and cached one at a time."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 COUNTS = ("n", "tokens", "bytes")
-"""Keys that count what was evaluated and are not scores."""
+"""Keys of results that are counts, not scores."""
 
 
 @dataclass(frozen=True)

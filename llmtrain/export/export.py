@@ -101,7 +101,7 @@ def _write(source: Source, request: Request, folder: Path) -> Manifest:
     weights.check_model(model)
     dtype, size = DTYPES[request.dtype], request.max_shard_size or MAX_SHARD_SIZE
     write_weights(weights, folder, dtype, size)
-    of_training = model_config(source.recipe.model, vocab_size(tokenizer))  # `write_configs` changes the other
+    of_training = model_config(source.recipe.model, vocab_size(tokenizer))  # `write_configs` changes `config`
     write_configs(config, type(model.causal_lm).__name__, tokenizer.eos_token_id, folder, dtype)
     copy_tokenizer(source.tokenizer_folder, folder)
     check_tokenizer(tokenizer, folder)

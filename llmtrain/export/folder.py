@@ -39,7 +39,7 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
     parameters: int
     parity: Parity
     files: dict[str, int]
-    """Bytes of every file except this one and the model card, which is rewritten when there are new results."""
+    """Bytes of every file except this one and the model card, which every export command rewrites."""
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -95,7 +95,7 @@ def replacing(final: Path) -> Iterator[Path]:
     if final.exists() and not (final.is_dir() and ((final / MANIFEST).is_file() or not any(final.iterdir()))):
         raise UserError(f"{final} exists and is not an exported model; choose another folder with --out")
     temporary, retired = (final.with_name(f".{final.name}.{word}") for word in ("tmp", "old"))
-    for leftover in (temporary, retired):  # of a process that was killed
+    for leftover in (temporary, retired):  # left by a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir()
     try:
@@ -127,7 +127,7 @@ def write_weights(weights: ChosenWeights, folder: Path, dtype: torch.dtype, max_
         raise UserError(f"--max-shard-size is {max_shard_size!r}; expected a size such as 500MB or 5GB") from None
     for name, members in plan.filename_to_tensors.items():
         save_file({key: weights.read(key).to(dtype) for key in members}, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors keeps its files to the user
+        (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read its files
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -149,6 +149,6 @@ def write_configs(
 
 
 def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
-    """Copy the training's tokenizer files unchanged."""
+    """Copy the training tokenizer's files unchanged."""
     for file in sorted(tokenizer.iterdir()):
         shutil.copyfile(file, folder / file.name)

@@ -20,7 +20,7 @@ class Sampling:
     tokens: int = 120
     """Maximum number of new tokens; fewer if the text ends or the model's positions run out."""
     temperature: float = 0.7
-    """0: greedy decoding."""
+    """Sampling temperature; 0: greedy decoding."""
     top_k: int = 40
     """Number of most likely tokens to sample from; 0: all tokens."""
     seed: int = 0

@@ -80,7 +80,7 @@ def check_logits(config: PretrainedConfig, weights: ChosenWeights, folder: Path,
     with torch.no_grad():
         difference = (exported(tokens, use_cache=False).logits - expected).abs().max().item()
     parity = Parity(difference, expected.abs().max().item(), rounding)
-    if not parity.difference <= TOLERANCE * parity.scale:  # also where either is not a number
+    if not parity.difference <= TOLERANCE * parity.scale:  # also if either is NaN
         raise TrainingError(
             f"the exported model is not the trained one: {parity.describe()}; nothing was kept, please report this model's config"
         )

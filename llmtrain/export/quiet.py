@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Disable transformers' progress bars, and restore their setting afterwards."""
+    """Disable transformers' progress bars, and restore their setting afterward."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

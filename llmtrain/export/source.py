@@ -37,7 +37,7 @@ class Source:
 
     @cached_property
     def digest(self) -> str:
-        """Return a digest unique to this checkpoint; training the run anew changes the digest of every step."""
+        """Return a digest unique to this checkpoint. Training the run again changes the digest of every step."""
         return hashlib.sha256((self.checkpoint / "state.json").read_bytes()).hexdigest()
 
     @property
@@ -47,7 +47,7 @@ class Source:
 
     @cached_property
     def tokenizer_folder(self) -> Path:
-        """Return the run's copy of its tokenizer or, if the run has none, the one in the data cache.
+        """Return the folder of the run's copy of its tokenizer or, if the run has none, the one in the data cache.
 
         Raises DataError if neither exists.
         """

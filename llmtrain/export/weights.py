@@ -32,7 +32,7 @@ class FullTensorReader(CheckpointReader):
         _check_files(path, metadata)
 
     def shapes(self, prefix: str) -> dict[str, torch.Size]:
-        """Return the shapes of the tensors whose names begin with `prefix`, by the rest of their names."""
+        """Return the shapes of the tensors whose names begin with `prefix`, keyed by the rest of the name."""
         return {
             name.removeprefix(prefix): entry.size for name, entry in self._entries.items() if name.startswith(prefix)
         }
@@ -67,7 +67,7 @@ def _check_files(path: Path, metadata: Metadata) -> None:
 PREFIX = "causal_lm."
 """Prefix of transformers' parameter names in llmtrain checkpoints."""
 PART = 1 << 22
-"""Elements added per operation, because torch makes an fp64 copy of what it adds."""
+"""Elements added per operation. Limits memory, because torch makes an fp64 copy of the elements that it adds."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class WeightSource:
         return self.kind if self.replica is None else f"{self.kind}:{self.replica}"
 
     def describe(self, replicas: int) -> str:
-        """Describe the choice in words, for a run with N replicas."""
+        """Return the choice in words, for a run with `replicas` replicas."""
         if self.kind == "anchor":
             return "the anchor (the last synchronization's result)"
         if self.kind == "replica":

@@ -17,7 +17,7 @@ class NodeExit:
     code: int
     """Exit code of the ranks; the highest if they differ."""
     by_signal: bool = False
-    """True once a signal has asked this node to stop."""
+    """True if a signal asked this node to stop."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ def train_with_restarts(
 ) -> int:
     """Run up to 1 + `restarts` attempts and return the exit code of this node's ranks in the last one.
 
-    If only other nodes failed in the last attempt, returns FAILED. Neither a signal nor BAD_USAGE is followed by a
-    restart. Raises TrainingError if a node is lost and `allow_node_loss` is false, or if the other nodes have given
-    up this one.
+    If only other nodes failed in the last attempt, returns FAILED. An attempt that ended by a signal or with BAD_USAGE
+    is not retried. Raises TrainingError if a node is lost and `allow_node_loss` is false, or if the other nodes have
+    given up on this one.
     """
     members = list(range(nodes.count))
     number = 0

@@ -18,20 +18,20 @@ from llmtrain.train.run import run_training
 def become_a_program() -> None:
     """Give this process its own session, signal handlers, name, output and threads, as a separately started program
     has."""
-    os.setsid()  # a Ctrl-C in the terminal reaches ranks through torchrun alone
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores these
+    os.setsid()  # a Ctrl-C in the terminal reaches ranks only through torchrun
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores these signals
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     Path("/proc/self/comm").write_text(f"llmtrain-{os.environ['RANK']}")  # for ps and top
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through=True)  # as python -u
+        stream.reconfigure(write_through=True)  # like python -u
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # a list is one number per nesting level
     threading.Thread(target=_stop_without_launcher, daemon=True, name="watches the launcher").start()
 
 
 def _stop_without_launcher() -> None:
-    """Wait until the launcher is gone, then ask this process to stop with a checkpoint. Nothing else would, because
-    its parent is the rank server, which lives as long as any rank."""
+    """Wait until the launcher is gone, then ask this process to stop with a checkpoint. Nothing else would, because the
+    process's parent is the rank server, which lives as long as any rank."""
     multiprocessing.parent_process().join()
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -27,7 +27,7 @@ from llmtrain.launch.nodes import Nodes
 
 
 class TimeoutStore:
-    """Wrapper of some store operations. Each raises DistNetworkError if there is no answer within `seconds`."""
+    """Wrapper of some store operations. Each raises DistNetworkError if the store does not answer within `seconds`."""
 
     def __init__(self, store: Store, seconds: float):
         self._store, self._seconds = store, seconds
@@ -56,7 +56,7 @@ class TimeoutStore:
             except Exception as error:
                 answer.append(error)
 
-        # A thread for each question: one that hangs in the client can't be taken back.
+        # One thread per request, because a request that hangs in the client can't be canceled.
         asking = threading.Thread(target=ask, daemon=True, name="asks the store")
         asking.start()
         asking.join(self._seconds)
@@ -75,12 +75,12 @@ ENDING_SECONDS = 24 * 3600.0
 BEAT_SECONDS, SILENCE_SECONDS = 2.0, 20.0
 """Seconds between a launcher's heartbeats, and seconds without one after which the launcher counts as lost."""
 PATIENCE_SECONDS = 10.0
-"""Seconds before a wait is announced, and maximum seconds that node 0 stays so that other nodes can read from its
+"""Seconds before a wait is reported, and maximum seconds that node 0 stays so that other nodes can read from its
 store."""
 
 
 class NodeRendezvous:
-    """Connection of this launcher to those of the other nodes. Without a store the node is alone and never waits."""
+    """This launcher's connection to the other nodes' launchers. Without a store, the node is alone and never waits."""
 
     def __init__(self, nodes: Nodes, store: TimeoutStore | None):
         self.nodes = nodes
@@ -92,7 +92,7 @@ class NodeRendezvous:
         """Run `first()` on node 0 and, if it returns "", `others()` on all other nodes at once. Return the result
         of `first()` when all are done.
 
-        An error is raised on the node where it occurs, and as TrainingError that names this node on the others.
+        An error is raised on the node where it occurs. The other nodes raise a TrainingError that names it.
         """
         if self._store is None:
             return first()
@@ -113,7 +113,7 @@ class NodeRendezvous:
         """Publish how this node's ranks ended in an attempt, and return the exits of all nodes, by number, once all
         have ended.
 
-        If `allow_node_loss`, nodes whose launchers are lost are left out. Otherwise a lost node raises
+        If `allow_node_loss`, nodes whose launchers are lost are left out. Otherwise a lost node causes a
         TrainingError on all nodes.
         """
         if self._store is None:
@@ -167,9 +167,9 @@ class NodeRendezvous:
             return False
 
     def heartbeat(self, over: threading.Event) -> None:
-        """Send heartbeats of this launcher until `over` is set."""
+        """Send this launcher's heartbeats until `over` is set."""
         while not over.wait(BEAT_SECONDS):
-            with suppress(DistError):  # node 0 may be gone for good, or out of reach for a while
+            with suppress(DistError):  # node 0 may be gone, or unreachable for a while
                 self._store.add(f"beat {self.nodes.rank}", 1)
 
     def _gone(self, key: str) -> list[int]:
@@ -188,8 +188,8 @@ class NodeRendezvous:
         return []
 
     def claim(self) -> None:
-        """Claim this node's number. Raises RecipeError if a running launcher has it, TrainingError if a lost one
-        had it."""
+        """Claim this node's number. Raises RecipeError if a running launcher has claimed it, TrainingError if a lost
+        launcher had."""
         rank = self.nodes.rank
         if self._store.add(f"claims {rank}", 1) == 1:
             return
@@ -224,7 +224,7 @@ class NodeRendezvous:
             if not self._has("failure"):
                 self._store.set("failure", f"node {self.nodes.rank} on {self._host} failed: {message}")
             self._linger_until_acked("failure")
-        except DistError:  # node 0 is gone: there is nobody to tell
+        except DistError:  # node 0 is gone, so no node can read the message
             return
 
     def _linger_until_acked(self, what: str) -> None:

@@ -4,7 +4,7 @@ import signal
 
 from llmtrain.startup import imports_without_gc
 
-# A scheduler signals every process of a job. Ranks and the launcher answer; this process must outlive them.
+# A scheduler signals every process of a job. Ranks and the launcher handle it; this process must outlive them.
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, signal.SIG_IGN)
 

@@ -14,8 +14,8 @@ def processes_per_node(parallel: ParallelSection, nodes: int) -> int:
 
 
 def local_world_size(parallel: ParallelSection, nodes: int) -> int:
-    """Return one rank per GPU, or fewer if the recipe's mesh is smaller. Without a GPU, return what the mesh or
-    `on_cpu` asks for, at least 1."""
+    """Return this node's number of ranks: one per GPU, or fewer if the recipe's mesh is smaller. Without a GPU, it is
+    the number that the mesh or `on_cpu` asks for, at least 1."""
     import torch
 
     gpus = torch.cuda.device_count()

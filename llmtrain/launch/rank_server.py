@@ -22,7 +22,7 @@ import psutil
 PRELOAD = "llmtrain.launch.preload"
 FORKED_RANK = Path(__file__).with_name("forked_rank.py")
 PROBE_SECONDS = 60.0
-"""Seconds for the server's imports, after which ranks are spawned instead."""
+"""Maximum seconds to wait for the server's imports. After that, ranks are spawned instead."""
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def rank_server() -> Iterator[None]:
     """Run the server, which imports in the background, and kill it on exit. Usable once per process."""
     resource_tracker.ensure_running()
     before = set(psutil.Process().children())
-    # Libraries that read this make their threads when they are imported. A rank sets its own number (forked_rank).
+    # Libraries that read this create their threads on import. A rank sets its own number (forked_rank).
     with patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
         multiprocessing.set_forkserver_preload([PRELOAD])
         forkserver.ensure_running()
@@ -43,7 +43,7 @@ def rank_server() -> Iterator[None]:
 
 
 def rank_program() -> list[str]:
-    """Return torchrun's arguments that start a rank, before RECIPE and overrides. Without a GPU, waits for the
+    """Return torchrun's arguments that start a rank; RECIPE and overrides follow them. Without a GPU, waits for the
     server's imports."""
     return (
         ["--start-method", "forkserver", "--run-path", str(FORKED_RANK)] if _can_fork() else ["-m", "llmtrain", "train"]

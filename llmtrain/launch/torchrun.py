@@ -1,4 +1,4 @@
-"""Launcher that runs torchrun on this node for a recipe and returns an exit code for how its ranks ended.
+"""Launcher that runs torchrun on this node for a recipe and reports by its exit code how the ranks ended.
 
 Rendezvous is static: node numbers are given, so ranks, and with them replicas and shards, are on the same nodes
 after every start. The c10d rendezvous would also let nodes leave and join, but that needs ranks that can join a
@@ -42,8 +42,8 @@ SUMMARY_SECONDS = 30.0
 
 
 class StopRequested(BaseException):
-    """Request to stop, received as a signal while no ranks were training. Not an Exception, so that no handler on
-    the way swallows it."""
+    """Request to stop, received as a signal while no ranks were training. Not an Exception, so that no
+    `except Exception` swallows it."""
 
     def __init__(self, number: signal.Signals, when: str):
         super().__init__(f"stopped by {number.name} {when}; start the same command again")
@@ -52,7 +52,7 @@ class StopRequested(BaseException):
 def launch_torchrun(recipe_path: Path, overrides: Sequence[str]) -> int:
     """Check the recipe, meet the launchers of other nodes, prepare the data, and run `llmtrain train` in as many
     processes as the recipe needs. Return their exit code, or STOPPED_EARLY if a signal arrives before training
-    begins.
+    begins or between two attempts.
 
     Raises UserError before any rank is started, TrainingError if the nodes do not meet or one is lost.
     """
@@ -93,7 +93,7 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
         return ""
 
     with rendezvous_nodes(nodes, recipe.run.timeout_seconds) as rendezvous:
-        # One node first: where the cache is shared, the others then find it full, whatever its locks are worth.
+        # One node first: if the cache is shared, the others then find it filled, even if file locks do not work there.
         complete = rendezvous.main_first(ready, lambda: prepare_for(recipe, show_progress=True))
         if complete:
             print(complete, flush=True)
@@ -102,7 +102,7 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
         program = rank_program()
 
         def run(attempt: Attempt) -> NodeExit:
-            # Fewer nodes than the recipe was written for have as many replicas as fit on them.
+            # With fewer nodes than at the start, use as many replicas as fit on them.
             fewer = ["parallel.replicas=auto"] if attempt.nodes.count < nodes.count else []
             check(load_recipe(recipe_path, [*overrides, *fewer]), attempt.nodes.count * per_node)
             with (
@@ -122,7 +122,7 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
 
 
 def _check_memory(recipe: Recipe, nodes: Nodes, per_node: int) -> None:
-    """Raise RecipeError if the ranks, all on nodes like this one, do not have enough memory. Needs no data."""
+    """Raise RecipeError if the ranks do not have enough memory, assuming nodes like this one. Needs no data."""
     import torch
 
     from llmtrain.parallel.world import World
@@ -156,7 +156,7 @@ def torchrun_arguments(recipe: Recipe, attempt: Attempt, per_node: int) -> list[
     nodes = attempt.nodes
     options = ["--nnodes", str(nodes.count), "--nproc-per-node", str(per_node), "--signals-to-handle", SIGNALS]
     options += ["--master-addr", nodes.address, "--master-port", str(nodes.port), "--node-rank", str(nodes.rank)]
-    options += ["--rdzv-id", f"attempt {attempt.number}"]  # a store in this process can be that of the attempts before
+    options += ["--rdzv-id", f"attempt {attempt.number}"]  # the store can be that of earlier attempts
     return [*options, "--rdzv-conf", f"timeout={math.ceil(recipe.run.timeout_seconds)}"]
 
 
@@ -168,7 +168,7 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     command = parse_args([*arguments])
     cores = (os.cpu_count() or 1) // int(command.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
-    # After a signal torchrun kills ranks that are still there after 30 s, which a step and a checkpoint can take.
+    # By default, torchrun kills ranks 30 s after a signal. A step and a checkpoint can take that long.
     grace = math.ceil(directory.recipe.run.timeout_seconds)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace))
     opened_before = _opened_at(directory)
@@ -176,9 +176,9 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     try:
         run(command)
     except ChildFailedError as error:
-        # Ranks that were ended because another had failed have negative codes.
+        # Ranks that were stopped because another rank failed have negative codes.
         return NodeExit(max(FAILED, *(failure.exitcode for failure in error.failures.values())))
-    except SignalException as error:  # passed on to the ranks, which have ended since
+    except SignalException as error:  # forwarded to the ranks, which have since ended
         if _opened_at(directory) == opened_before:
             raise StopRequested(error.sigval, "before training began") from None
         return NodeExit(
@@ -188,7 +188,7 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Keep the line that names the failed rank, without its stack trace, which is only that of torchrun's own wait."""
+    """Drop the stack trace from the line that names the failed rank, because it shows only torchrun's own wait."""
     record.exc_info = None
     return True
 

@@ -1,7 +1,7 @@
-"""Watchdog that kills ranks which cannot end by themselves.
+"""Watchdog that kills ranks that cannot end by themselves.
 
 It kills frozen ranks after other ranks of this node have ended, and all remaining ranks after another node's have
-failed. torchrun would allow the former 30 seconds, and does not know about the latter.
+failed. torchrun would give the former 30 seconds and does not know about the latter.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import psutil
 
 POLL_SECONDS = 0.5
 PATIENCE_SECONDS = 3.0
-"""Seconds for ranks to end by themselves once others have."""
+"""Seconds that ranks have to end by themselves after others have ended or failed."""
 
 
 @contextmanager
 def kill_hung_ranks(failed_elsewhere: Callable[[], bool]) -> Iterator[None]:
-    """Watch the processes that this one starts within the `with` block, and kill hung ranks. `failed_elsewhere()`
-    returns whether ranks of another node have failed; a thread calls it."""
+    """Watch the processes that this one starts within the `with` block, and kill hung ranks. A thread calls
+    `failed_elsewhere()`, which returns whether ranks of another node have failed."""
     over, others = threading.Event(), set(psutil.Process().children())
     watch = threading.Thread(target=_watch, args=(over, others, failed_elsewhere), daemon=True, name="ends hung ranks")
     watch.start()

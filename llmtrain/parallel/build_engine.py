@@ -22,8 +22,8 @@ def build_engine(
 ) -> Engine:
     """Build the engine for one replica of `model`, which is on the meta device. A collective of all ranks.
 
-    `gradient_wire` rounds averaged gradients. `changes_in_forward` announces hooks that change blocks during
-    forward. Raises RecipeError when a required library is missing.
+    `gradient_wire` is the format to which averaged gradients are rounded. `changes_in_forward` means that hooks change
+    blocks during forward. Raises RecipeError if a required library is missing.
     """
     if parallel.engine == "fsdp2":
         return Fsdp2Engine(model, mesh, parallel, optim, seed, gradient_wire)

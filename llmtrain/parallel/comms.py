@@ -1,5 +1,6 @@
 """Collectives along one axis of the mesh. Every collective that llmtrain starts itself goes through `Comms`, so
-bytes and seconds are counted in one place. Those of FSDP2, DeepSpeed and DTensor are not counted.
+bytes and seconds are counted in one place. Collectives of objects, and those of FSDP2, DeepSpeed and DTensor, are not
+counted.
 
 Byte counts are what one of n ranks sends with the ring algorithm: 2 (n-1)/n of the tensor in an all-reduce, and
 (n-1) times its own tensor in an all-gather. With a wire format, an all-reduce has two exchanges, and each sends
@@ -29,18 +30,17 @@ T = TypeVar("T")
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Return whether a collective failed because a peer is gone or too late, rather than from a fault in the
-    program."""
+    """Return whether a collective failed because a peer died or was too late, rather than because of a bug."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent over one axis so far, and seconds that it has waited."""
+    """Running totals of the bytes that this rank has sent over one axis and the seconds that it has waited."""
 
     bytes: float = resharded(0.0, by=split_evenly)
     seconds: float = resharded(0.0, by=mean)
-    """Time that the calling thread has waited for collectives to complete."""
+    """Seconds that calling threads have waited for collectives to complete."""
 
     def load(self, bytes: float, seconds: float) -> None:
         """Continue from the counts of a checkpoint."""
@@ -63,8 +63,8 @@ class PendingCollective:
         collectives."""
 
     def wait(self) -> torch.Tensor:
-        """Wait for the result and return it. Raises TrainingError, which names the axis and this rank, when a
-        peer is gone or too late."""
+        """Wait for the result and return it. Raises TrainingError, which names the axis and this rank, if a peer died
+        or was too late."""
         self._finish()
         return self.result
 
@@ -81,9 +81,9 @@ class PendingCollective:
 
 
 class QuantizedAllReduce(PendingCollective):
-    """A sum in two exchanges of rounded values. In the first, each rank receives its chunk of every rank's message
-    and sums these chunks. In the second, each rank sends its rounded sum to all ranks. All ranks end with the same
-    bits, because they decode the same messages."""
+    """All-reduce (sum) of rounded values in two exchanges. In the first, each rank receives its chunk of every rank's
+    message and sums these chunks. In the second, each rank sends its rounded sum to all ranks. All ranks end with the
+    same bits, because they decode the same messages."""
 
     def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: WireFormat):
         super().__init__(comms, what, None, tensor)
@@ -93,8 +93,8 @@ class QuantizedAllReduce(PendingCollective):
         self._message.view(-1)[: tensor.numel()] = tensor.reshape(-1)
         self._sent = wire.encode(self._message).to(comms.device)
         self._received = torch.empty_like(self._sent)
-        self._total: torch.Tensor | None = None  # my chunk of the sum
-        self._mine: torch.Tensor | None = None  # the same, as I sent it
+        self._total: torch.Tensor | None = None  # this rank's chunk of the sum
+        self._mine: torch.Tensor | None = None  # the same chunk, encoded as sent
         self._gathered: list[torch.Tensor] = []
         sent = (comms.size - 1) * self._sent.shape[1]
         self._work = comms.begin(what, sent, dist.all_to_all_single, self._received, self._sent)
@@ -124,8 +124,8 @@ class QuantizedAllReduce(PendingCollective):
         return self.result
 
     def quantization_error(self) -> torch.Tensor:
-        """Return this rank's rounding error as a flat tensor, after `wait`. Added to this rank's next message, it
-        makes up for the error in the next sum."""
+        """Return this rank's rounding error as a flat tensor. Call after `wait`. Adding the error to this rank's next
+        message makes up for it in the next sum."""
         lost = self._message - self._decoded(self._sent)
         lost[self._comms.rank] += (self._total - self._decoded(self._mine)).view(-1)
         return lost.view(-1)[: self.result.numel()]
@@ -137,9 +137,9 @@ class QuantizedAllReduce(PendingCollective):
 class Comms:
     """Communicator for the ranks along one axis of the mesh. With `group=None` or a single rank, it sends nothing.
 
-    `axis` is the axis's name in messages ("replica", "shard"). `device` is where the backend sends tensors best;
-    with gloo it is always the CPU, because gloo gathers on the CPU only. `interface` is the network interface for
-    groups along this axis, or None to leave the choice to the backend.
+    `axis` is the axis's name in messages ("replica", "shard"). `device` is the device from which the backend
+    sends tensors best. With gloo it is always the CPU, because gloo gathers on the CPU only. `interface` is the network
+    interface for groups along this axis, or None to leave the choice to the backend.
     """
 
     def __init__(
@@ -159,8 +159,8 @@ class Comms:
     def all_reduce(
         self, tensor: torch.Tensor, what: str = "all-reduce", wire: WireFormat | None = None
     ) -> PendingCollective:
-        """Start summing `tensor` in place over the axis. Do not touch it before `wait`. `wire` rounds the values on
-        their way."""
+        """Start summing `tensor` in place over the axis. Do not touch it before `wait`. `wire` is the format
+        to which values are rounded in transit."""
         if self.size == 1 or tensor.numel() == 0:
             return PendingCollective(self, what, None, tensor)
         if wire is not None:
@@ -216,12 +216,12 @@ class Comms:
         return work
 
     def among(self, lists: Sequence[Sequence[int]], rank: int, axis: str, timeout_seconds: float) -> Comms:
-        """Create a gloo group over CPU tensors for each list of ranks, and return the one with `rank`, this rank.
+        """Create a gloo group over CPU tensors for each list of ranks, and return that of `rank`, which is this rank.
 
-        A list of one rank yields a Comms that sends nothing. A collective of all ranks.
+        If its list has no other rank, the returned Comms sends nothing. A collective of all ranks.
         """
         mine = None
-        for ranks in lists:  # every rank takes part in making every group
+        for ranks in lists:  # every rank must take part in creating every group
             if len(ranks) > 1:
                 group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_seconds))
                 mine = group if rank in ranks else mine
@@ -239,7 +239,7 @@ class Comms:
 def make_replica_groups(
     replica: Comms, shard: Comms, partition: Sequence[Sequence[int]], timeout_seconds: float
 ) -> Comms:
-    """Create groups of replicas, and return this rank's, along its shard. A collective of all ranks.
+    """Create one process group per group of replicas and shard, and return this rank's. A collective of all ranks.
 
     `partition` lists disjoint groups of replica numbers that together cover all replicas.
     """
@@ -249,7 +249,7 @@ def make_replica_groups(
 
 
 def shard_group(replica: Comms, shard: Comms, timeout_seconds: float) -> Comms:
-    """Create a second group of each replica's ranks, on the CPU, and return this rank's. A collective of all ranks."""
+    """Create a second group per replica, over CPU tensors, and return this rank's. A collective of all ranks."""
     lists = [[r * shard.size + s for s in range(shard.size)] for r in range(replica.size)]
     with using_interface(shard.interface):
         return shard.among(lists, replica.rank * shard.size + shard.rank, "shard", timeout_seconds)

@@ -19,7 +19,7 @@ MicroBatch = torch.Tensor
 
 @dataclass
 class Block:
-    """A unit of the model that is gathered and synchronized on its own. `shards` are this rank's master tensors, in
+    """Unit of the model that is gathered and synchronized on its own. `shards` are this rank's master tensors, in
     a fixed order. A synchronization changes them in place and then calls `Engine.parameters_changed`."""
 
     name: str
@@ -30,11 +30,11 @@ class Block:
 
 
 def gradient_norm(gradients: Sequence[torch.Tensor], shard: Comms) -> torch.Tensor:
-    """Return the L2 norm of a replica's gradients, of which `gradients` are this rank's parts. It stays on the
-    device, in their dtype. A collective of the shard group.
+    """Return the L2 norm of a replica's gradients from this rank's parts of them, on their device and in their dtype.
+    A collective of the shard group.
 
-    The sum is in float64 and rounded once: all replicas must clip by the same number, and different
-    GPUs sum in different orders.
+    The sum is in float64 and rounded once, because all replicas must clip by the same norm and different GPUs sum in
+    different orders.
     """
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
     squares = shard.all_reduce(torch.stack(norms).square().sum(), "summing gradient norms")
@@ -42,13 +42,13 @@ def gradient_norm(gradients: Sequence[torch.Tensor], shard: Comms) -> torch.Tens
 
 
 class Replica(ABC):
-    """One replica as synchronization sees it: parameters in blocks, which it may read and change between steps."""
+    """One replica as synchronization sees it: parameter blocks, read and changed between steps or in block hooks."""
 
     blocks: list[Block]
     """All blocks, in forward order."""
     average_gradients: bool = True
-    """True in the synchronous phase, in which gradients are also averaged over the replicas. FSDP2 overlaps this with
-    backward; ZeRO averages in `step`."""
+    """True in the synchronous phase, in which gradients are also averaged over the replicas. FSDP2 overlaps the
+    averaging with backward; ZeRO averages in `step`."""
 
     @abstractmethod
     def register_block_hook(self, hook: Callable[[int], None]) -> None:
@@ -66,7 +66,7 @@ class Engine(Replica):
     skipped: bool = False
     """True if the last step was skipped because its gradient was not finite. Equal on all ranks of a replica."""
     gradient_wait_seconds: float = 0.0
-    """Total time that steps have waited for gradients to be averaged over the replicas."""
+    """Total seconds that steps have waited for gradients to be averaged over the replicas."""
 
     @contextmanager
     def time_gradient_wait(self) -> Iterator[None]:
@@ -103,13 +103,13 @@ class Engine(Replica):
 
     @abstractmethod
     def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a flat tensor, shaped like `block.shards` end to end (such as an anchor), as DTensors by parameter
-        name. They are sharded by rows, whatever the engine's own layout is. A collective of the shard group."""
+        """Return a flat tensor (such as an anchor), laid out like `block.shards` end to end, as DTensors by parameter
+        name. They are sharded by rows, whatever the engine's own layout. A collective of the shard group."""
 
     @abstractmethod
     def from_dtensors(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the flat tensor of DTensors that have the layout of `to_dtensors`, for example after loading them.
-        A collective of the shard group."""
+        """Return DTensors in the layout of `to_dtensors`, such as loaded ones, as this rank's flat tensor. A collective
+        of the shard group."""
 
     @abstractmethod
     def full_weights(self) -> dict[str, torch.Tensor]:

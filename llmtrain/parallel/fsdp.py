@@ -26,7 +26,7 @@ from llmtrain.parallel.wrapping import COMPUTE, build_optimizer, decay_groups, n
 
 
 class Fsdp2Engine(Engine):
-    """Engine for one replica under FSDP2. It builds at most one block at a time unsharded. See
+    """Engine for one replica under FSDP2. Blocks are built one at a time, so at most one is unsharded then. See
     `Engine` for the methods."""
 
     def __init__(
@@ -51,12 +51,12 @@ class Fsdp2Engine(Engine):
             initialize(model, block, seed, mesh.device, master)
             unit = block.modules if len(block.modules) > 1 else block.modules[0]
             fully_shard(unit, mesh=mesh.devices["shard"], mp_policy=policy)
-            # Registered after FSDP's own hook and prepended: runs first, on sharded parameters.
+            # Registered after FSDP's own hook and prepended, so it runs first, on sharded parameters.
             block.modules[0].register_forward_pre_hook(self._run_hooks(index), prepend=True)
         fully_shard(model, mesh=mesh.devices["shard"], mp_policy=policy)
         self._units: list[FSDPModule] = [block.modules[0] for block in model_blocks]
         for unit in self._units:
-            if mesh.shard.size > 1:  # one rank alone would divide by it, in a pass of its own
+            if mesh.shard.size > 1:  # a single rank would divide by it in a separate pass
                 unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_all_reduce_hook(self._average_over_replicas)
@@ -72,7 +72,7 @@ class Fsdp2Engine(Engine):
         tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches) * self.mesh.shard.size
         total = torch.zeros((), device=self.mesh.device)
         for number, batch in enumerate(micro_batches, start=1):
-            # Gradients of earlier micro-batches stay whole on this rank; only the last one is reduced.
+            # Gradients accumulate unsharded on this rank; only the last micro-batch reduces them.
             self.model.set_requires_gradient_sync(number == len(micro_batches))
             batch = batch.to(self.mesh.device, non_blocking=True)
             self._in_forward = True
@@ -100,10 +100,10 @@ class Fsdp2Engine(Engine):
 
     def parameters_changed(self, block: Block) -> None:
         unit = self._units[self.blocks.index(block)]
-        unit.reshard()  # whatever was gathered before the change is stale
+        unit.reshard()  # parameters gathered before the change are stale
         if self._in_forward and self.mesh.device.type == "cuda":
-            # FSDP's gather streams waited for this stream at the root's forward only, before the change; a gather
-            # from the current stream sees it, and FSDP then finds the block gathered.
+            # FSDP's all-gather streams waited for the current stream only at the root's forward, before the change. An
+            # all-gather on the current stream sees the change, and FSDP then finds the block already gathered.
             unit.unshard(async_op=True)
 
     @contextmanager
@@ -159,7 +159,7 @@ class Fsdp2Engine(Engine):
     def full_weights(self) -> dict[str, torch.Tensor]:
         weights = {}
         for name, parameter in self.model.causal_lm.named_parameters():
-            whole = parameter.full_tensor()  # one at a time, so that the others' ranks never hold two
+            whole = parameter.full_tensor()  # one at a time, so that the other ranks never have two in memory
             if self.mesh.shard.rank == 0:
                 weights[name] = whole.cpu()
         return weights
@@ -175,8 +175,8 @@ class Fsdp2Engine(Engine):
         return run
 
     def _average_over_replicas(self, gradient: torch.Tensor) -> None:
-        """Start averaging a block's reduce-scattered gradients over the replicas. FSDP calls this with tensors that
-        alias the gradients that `step` reads."""
+        """Start averaging a block's reduce-scattered gradients over the replicas. The tensor that FSDP passes aliases
+        the gradients that `step` reads."""
         if self.average_gradients and self.mesh.replicas > 1:
             pending = self.mesh.replica.all_reduce(gradient, "averaging gradients", self._gradient_wire)
             self._averaging.append(pending)

@@ -36,9 +36,9 @@ class Mesh:
     shard: Comms
     """The ranks of this replica, on the fast network."""
     all_ranks: Comms
-    """All ranks, over CPU tensors. They carry metrics and agreement, never weights."""
+    """All ranks, over CPU tensors. This group carries metrics and agreement, never weights."""
     checkpoint_group: Comms
-    """All ranks once more, for background threads that write checkpoints."""
+    """Second group of all ranks, for background threads that write checkpoints."""
     store: dist.Store | None = None
     """The job's key-value store; None for a single process."""
 
@@ -95,8 +95,8 @@ def open_mesh(
 ) -> Iterator[Mesh]:
     """Build the mesh for the enclosed code, and destroy its process groups on exit, except after an error on GPUs.
 
-    `peers` is the result of `rendezvous`; without it, the ranks meet here. Every collective fails after
-    `timeout_seconds`. Raises TrainingError when the ranks do not reach one another.
+    `peers` is the result of `rendezvous`; without it, this function calls `rendezvous`. Every collective
+    fails after `timeout_seconds`. Raises TrainingError if the ranks do not reach one another.
     """
     timeout = timedelta(seconds=timeout_seconds)
     peers = peers or rendezvous(world, ParallelSection(), lambda: 0.0, timeout_seconds)
@@ -105,7 +105,7 @@ def open_mesh(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         peers.recipe_networks.set_nccl_interface(replicas > 1 and replica_backend != "gloo")
-    with using_interface(peers.networks.replica):  # also what libraries make beside our groups
+    with using_interface(peers.networks.replica):  # groups that libraries create use it too
         _join(world, peers, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
         try:
             yield build_mesh(world, device, replicas, shard, replica_backend, timeout, peers.store, peers.networks)
@@ -133,7 +133,7 @@ def build_mesh(
     with using_interface(networks.shard):
         shards = _my_group(world, [[r * shard + s for s in range(shard)] for r in range(replicas)], None, timeout)
     with using_interface(networks.replica):
-        # Groups of their own, so that traffic between replicas has its own backend and never queues behind FSDP's.
+        # Separate groups, so that traffic between replicas has its own backend and never queues behind FSDP's.
         across = [[r * shard + s for r in range(replicas)] for s in range(shard)]
         replica = _my_group(world, across, backend, timeout) if replicas > 1 else None
         all_ranks, checkpoint_group = (

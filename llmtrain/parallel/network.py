@@ -2,7 +2,7 @@
 
 gloo reads GLOO_SOCKET_IFNAME when a group is created and keeps that interface, so every group can have its own.
 NCCL, by its source (bootstrap.cc), reads NCCL_SOCKET_IFNAME once per process, so all its groups share one choice.
-NCCL's behavior has not been tried on GPUs.
+NCCL's behavior has not been tested on GPUs.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Networks:
         )
 
     def with_default_route(self, peer: str) -> Networks:
-        """Return a copy in which missing interfaces are the one that reaches `peer`, an address or a host name.
+        """Return a copy in which each missing interface is the one that reaches `peer`, an address or a host name.
 
-        gloo itself would take the interface to which this host's own name resolves, which is often loopback. With
-        GLOO_SOCKET_IFNAME set, missing interfaces stay None.
+        gloo itself would use the interface to which this host's own name resolves, which is often loopback. If
+        GLOO_SOCKET_IFNAME is set, missing interfaces stay None.
         """
         default = None if os.environ.get(GLOO) else interface_of(address_towards(peer))
         return Networks(self.replica or default, self.shard or default)
 
     def set_nccl_interface(self, replicas_use_nccl: bool) -> None:
-        """Set NCCL_SOCKET_IFNAME to NCCL's one interface if a name is given. Otherwise NCCL decides.
+        """Set NCCL_SOCKET_IFNAME to the one interface for NCCL, if one is given. Otherwise NCCL decides.
 
-        The interface between replicas comes first if replicas use NCCL, because a replica within a node needs no
+        If replicas use NCCL, the interface between replicas takes precedence, because a replica within a node needs no
         network.
         """
         name = (self.replica if replicas_use_nccl else None) or self.shard
@@ -99,7 +99,7 @@ def interface_of(address: str | None) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address leads no further than this host."""
+    """Return whether an address reaches only this host."""
     return ipaddress.ip_address(address).is_loopback
 
 

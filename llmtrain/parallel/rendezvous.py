@@ -1,5 +1,5 @@
-"""Rendezvous of ranks: a store that all ranks reach, a roll call that names the missing ranks, and a check that ranks reach
-each other.
+"""Rendezvous of ranks: a store that all ranks reach, a roll call that names the missing ranks, and a check that ranks
+reach each other.
 
 Every wait ends within `run.timeout_seconds` plus GRACE_SECONDS, and every present rank reports the same missing
 ranks.
@@ -26,8 +26,8 @@ from llmtrain.parallel.network import GLOO, Networks, address_of, address_toward
 from llmtrain.parallel.world import World, master_endpoint, node_name
 
 GRACE_SECONDS = 3.0
-"""Additional wait of all ranks but rank 0, which tells them which ranks are missing. Rank 0 stays for the same time, so
-that they can read its answer."""
+"""Seconds that all ranks but rank 0 wait beyond the timeout, for rank 0 to name the missing ranks. Rank 0 stays for the
+same time, so that they can read its answer."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Result of a rendezvous: the store, what each rank reported, and this host's interfaces."""
+    """Result of a rendezvous: the store, each rank's information, and this host's interfaces."""
 
     store: dist.Store | None
     """The job's key-value store; None for a single process."""
     ranks: Sequence[RankInfo]
     """Information on each rank, by rank."""
     networks: Networks
-    """Interfaces of this host: the recipe's, or else the one that leads to the other hosts."""
+    """Interfaces of this host: the recipe's, or else the one that reaches the other hosts."""
     recipe_networks: Networks = field(default_factory=Networks)
     """Interfaces that the recipe itself names."""
 
@@ -70,8 +70,8 @@ def rendezvous(
 ) -> Rendezvous:
     """Meet the other ranks. `memory()` returns the bytes that this rank may use.
 
-    Raises TrainingError that names the missing ranks, or the ranks without a usable GPU where others have one.
-    Raises RecipeError on every rank if one of them cannot run the recipe.
+    Raises a TrainingError that names the missing ranks, or the ranks without a usable GPU if others have one.
+    Raises RecipeError on every rank if any rank cannot run the recipe.
     """
     host, given, available, refusal = socket.gethostname(), Networks(), 0.0, None
     try:
@@ -84,7 +84,7 @@ def rendezvous(
         return Rendezvous(None, [RankInfo(node_name(), host, None, available)], given, given)
     deadline = time.monotonic() + timeout_seconds
     address, port = master_endpoint()
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # found from Slurm's, perhaps: libraries ask for it too
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # possibly derived from Slurm's; libraries read them too
     store = _open_store(world, address, port, timeout_seconds)
     mine = RankInfo(node_name(), host, address_towards(address), available, refusal, torch.cuda.is_available())
     told = gather_over_store(store, world, "at the start", asdict(mine), deadline - time.monotonic())
@@ -103,8 +103,8 @@ def rendezvous(
 def gather_over_store(store: dist.Store, world: World, when: str, mine: Any, timeout_seconds: float) -> list[Any]:
     """Return every rank's `mine` (JSON), by rank.
 
-    `when` names this roll call in the store and in messages. Raises TrainingError on every present
-    rank, naming the missing ones.
+    `when` names this roll call in the store and in messages. Raises TrainingError on every present rank, naming the
+    missing ones, or on this rank if it loses the store.
     """
     started = time.monotonic()
     key, where = f"llmtrain/{when}", ":".join(master_endpoint())
@@ -168,7 +168,7 @@ def _check_devices(ranks: Sequence[RankInfo]) -> None:
     without = [rank for rank, rank_info in enumerate(ranks) if not rank_info.on_gpu]
     if 0 < len(without) < len(ranks):
         hosts = ", ".join(sorted({ranks[rank].host for rank in without}))
-        raise TrainingError(  # and not a wrong recipe: the next attempt may find it again
+        raise TrainingError(  # not RecipeError: the next attempt may find the GPU
             f"{format_ranks(without)} on {hosts} found no usable GPU, the others did; see `nvidia-smi` and `python -m llmtrain "
             "doctor` there, or set CUDA_VISIBLE_DEVICES= everywhere to train on CPUs"
         )
@@ -188,7 +188,7 @@ def _open_store(world: World, address: str, port: str, timeout_seconds: float) -
             wait_for_workers=False,
             multi_tenant=True,
         )
-        # Where a launcher starts ranks again its store may be the one of the attempt before.
+        # A launcher that restarts its ranks may still have the store of the previous attempt.
         return dist.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), store)
     except (dist.DistError, ValueError) as error:
         did = "open the store" if leads else "reach rank 0, where ranks meet,"
@@ -200,7 +200,7 @@ def _open_store(world: World, address: str, port: str, timeout_seconds: float) -
 
 
 def _wait(store: dist.Store, keys: list[str], seconds: float) -> None:
-    """Wait until the keys exist or the time is over. The caller looks up which of them exist."""
+    """Wait until the keys exist or `seconds` have passed. The caller checks which of them exist."""
     try:
         store.wait(keys, timedelta(seconds=max(seconds, 1e-3)))
     except dist.DistStoreError:
@@ -216,7 +216,7 @@ def _one_line(error: Exception) -> str:
 
 
 PATIENCE_SECONDS = 10.0
-"""Time limit for one connection."""
+"""Maximum seconds for one connection attempt."""
 Endpoint = tuple[str, str, int]
 """Interface, its IPv4 address, and the port on which the rank listens."""
 
@@ -224,7 +224,7 @@ Endpoint = tuple[str, str, int]
 def check_connectivity(peers: Rendezvous, world: World, replicas: int, shard: int, timeout_seconds: float) -> None:
     """Raise TrainingError on every rank if any rank is gone or does not reach a peer on another node.
 
-    Each rank tries its peers along both axes of the mesh, over interfaces that have an address.
+    Each rank connects to its peers along both axes of the mesh, over interfaces that have an address.
     """
     if peers.store is None:
         return
@@ -259,8 +259,8 @@ def _endpoints(networks: Networks) -> dict[str, str | None]:
 
 
 def _listen(interface: str | None, peers: int, stack: ExitStack) -> Endpoint | None:
-    """Listen on the interface until `stack` closes. The kernel's queue alone accepts the connections. Return None if
-    the interface has no address or the axis has a single rank."""
+    """Listen on the interface until `stack` closes. Connections complete in the kernel's queue and are never accepted.
+    Return None if the interface has no address or the axis has a single rank."""
     address = interface and address_of(interface)
     if not address or peers == 1:
         return None

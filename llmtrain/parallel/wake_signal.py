@@ -14,7 +14,7 @@ PATIENCE = timedelta(days=1)
 
 class WakeSignal:
     """Wake-up signal of the replicas. One thread announces and another waits, each over its own connection to the
-    store. Announcing an iteration twice has no further effect, so several replicas may be first."""
+    store. Announcing an iteration twice has no further effect, so several replicas may announce the same one."""
 
     def __init__(self, store: dist.Store):
         self._announcing, self._waiting = store, store.clone()
@@ -24,16 +24,16 @@ class WakeSignal:
         self._announcing.set(_key(iteration), b"go")
 
     def wait(self, iteration: int) -> bool:
-        """Wait for that iteration. Return True when it has started, False if there will be no such iteration."""
+        """Wait until iteration `iteration` has started and return True, or return False once `end` rules it out."""
         self._waiting.wait([_key(iteration)], PATIENCE)
         return self._waiting.get(_key(iteration)) == b"go"
 
     def end(self, iteration: int) -> None:
-        """Announce that there will be no iteration `iteration`, so that threads waiting for it return."""
+        """Announce that iteration `iteration` will never start, so that threads waiting for it return."""
         self._announcing.set(_key(iteration), b"end")
 
     def forget(self, iterations: Iterable[int]) -> None:
-        """Delete the keys of iterations for which no thread will wait any more."""
+        """Delete the keys of iterations that no thread will wait for any longer."""
         for iteration in iterations:
             self._announcing.delete_key(_key(iteration))
 

@@ -16,11 +16,11 @@ class WireFormat:
     """Encoder and decoder of one wire format: bf16, int8 or int4.
 
     bf16 takes 2 bytes per value. int8 and int4 send x as round(x / s), where s = max |x| of x's group / 127 or 7. A
-    value is then off by at most s / 2 (slightly more where s is subnormal, below 1e-38). It takes 1 or 1/2 byte,
-    plus 4/128 byte for its share of s.
+    value is then off by at most s / 2 (slightly more if s is subnormal, below 1e-38). It takes 1 or 1/2 byte, plus
+    4/128 byte for its share of s.
 
-    Non-finite values stay non-finite, in int8 and int4 together with their group. A broken replica is therefore
-    never rounded to a healthy one.
+    Non-finite values stay non-finite; in int8 and int4, they make their entire group non-finite. Rounding therefore
+    never makes a broken replica look healthy.
     """
 
     def __init__(self, kind: str, compiled: bool = False):
@@ -43,14 +43,14 @@ class WireFormat:
         if self.kind == "bf16":
             return values.to(torch.bfloat16).view(torch.uint8)
         blocks = values.view(len(values), -1, SCALE_GROUP_SIZE)
-        # Without a tensor of absolute values, and of zeros without the sign that one of -0.0 would give the scale.
+        # Avoids a tensor of absolute values. The final abs_ drops the sign that -0.0 would give a zero scale.
         largest = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True)).abs_()
         scales = (largest / self._levels).to(torch.float32)
         quotients = blocks / torch.where(scales > 0, scales, 1.0)
-        # A code that is not a number becomes any number; the block's scale, which is none either, breaks all of it.
+        # NaN becomes an arbitrary code, but the block's scale is non-finite too and makes all its values non-finite.
         codes = quotients.round_().clamp_(-self._levels, self._levels).to(torch.int8).view(len(values), -1)
         if self.kind == "int4":
-            pairs = (codes + 8).view(torch.int16)  # two codes in a number: neighbors need no strided slices
+            pairs = (codes + 8).view(torch.int16)  # two codes per int16, so no strided slices are needed
             codes = (pairs | (pairs >> 4)).to(torch.uint8)  # its low byte
         return torch.cat([codes.view(torch.uint8), scales.view(len(values), -1).view(torch.uint8)], dim=1)
 
@@ -69,6 +69,6 @@ class WireFormat:
         return values.mul_(scales.contiguous().view(torch.float32).view(rows, blocks, 1)).view(rows, -1)
 
     def padded_chunk(self, numel: int, ranks: int) -> int:
-        """Return the number of values in each rank's chunk of a message of `numel` values, in complete groups.
-        The last groups are padded."""
+        """Return the number of values in each rank's chunk of a message of `numel` values, a multiple of
+        SCALE_GROUP_SIZE. The last groups are padded."""
         return math.ceil(numel / ranks / SCALE_GROUP_SIZE) * SCALE_GROUP_SIZE

@@ -1,7 +1,7 @@
 """This process's rank among the others, and the endpoint where they meet.
 
-Ranks come from torchrun's and DeepSpeed's environment variables, then from Slurm's. Without these,
-the process is the only one.
+Ranks come from torchrun's and DeepSpeed's environment variables, or else from Slurm's. Without either, this process is
+the only one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "CROSS_RANK")
 
 @dataclass(frozen=True)
 class World:
-    """Ranks as the launcher gave them. `local_rank` and `local_size` count this node's ranks only."""
+    """Rank and number of ranks, from the launcher. `local_rank` and `local_size` count this node's ranks only."""
 
     rank: int
     size: int
@@ -30,7 +30,7 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """Read the launcher's variables. Raises RecipeError when they contradict one another."""
+        """Read the launcher's variables. Raises RecipeError if they contradict one another."""
         env = os.environ
         if "RANK" in env and "WORLD_SIZE" in env:
             names, defaults = TORCH, {"LOCAL_RANK": env["RANK"], "LOCAL_WORLD_SIZE": env["WORLD_SIZE"]}
@@ -63,7 +63,7 @@ def node_name() -> str:
 
 def master_endpoint() -> tuple[str, str]:
     """Return rank 0's (address, port): MASTER_ADDR and MASTER_PORT, or the first host of the Slurm job and a port
-    derived from the job's number. Raises RecipeError when neither is available."""
+    derived from the job's number. Raises RecipeError if neither is available."""
     env = os.environ
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if address is None and "SLURM_JOB_NODELIST" in env:

@@ -23,22 +23,22 @@ ATTENTION = "_scaled_dot_product"
 
 
 def named_parameters_of(model: LanguageModel, block: ModelBlock) -> list[tuple[str, nn.Parameter]]:
-    """Return a block's parameters with their full names in the model, shared ones once."""
+    """Return a block's parameters with their full names in the model, listing shared ones once."""
     inside = {id(module) for top in block.modules for module in top.modules()}
     owners = {id(p) for m in model.modules() if id(m) in inside for p in m.parameters(recurse=False)}
     return [(name, p) for name, p in model.named_parameters() if id(p) in owners]
 
 
 def wrap_layers(blocks: Sequence[ModelBlock], parallel: ParallelSection) -> None:
-    """Checkpoint, then compile, the forward of every layer, and choose the head's loss. Hooks stay outside both, so
-    they run once per forward."""
+    """Apply activation checkpointing, then torch.compile, to every layer's forward if the recipe asks for them, and
+    choose the head's loss. Hooks stay outside both, so they run once per forward."""
     for layer in (m for block in blocks if block.name.startswith("layer") for m in block.modules):
         forward = layer.forward
         if parallel.activation_checkpointing:
             forward = _checkpointed(forward, selective=parallel.activation_checkpointing == "selective")
         if parallel.compile:
             forward = torch.compile(forward)
-        if forward != layer.forward:  # a bound method is a new object each time
+        if forward != layer.forward:  # not `is not`: each access makes a new bound method
             layer.forward = forward
     for head in (m for block in blocks for m in block.modules if isinstance(m, LossHead)):
         head.choose(parallel.loss_kernel, parallel.compile)
@@ -60,7 +60,7 @@ def _checkpoint_policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> C
 
 
 def build_optimizer(groups: list[dict], optim: OptimSection) -> torch.optim.Optimizer:
-    """Build fused AdamW or plain SGD over parameter groups that have their weight decay."""
+    """Build fused AdamW or plain SGD over parameter groups that already have their weight decay."""
     if optim.kind == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)

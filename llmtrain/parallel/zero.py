@@ -32,8 +32,8 @@ from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.parallel.wrapping import COMPUTE, build_optimizer, decay_groups, named_parameters_of, wrap_layers
 from llmtrain.parallel.zero_layout import FlatGroup, deepspeed_config
 
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # else it guesses, aloud
-# Of torch's own renaming; DeepSpeed calls both in every step.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # else it guesses and logs that
+# torch warns that it renamed these functions; DeepSpeed calls both in every step.
 warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor)", FutureWarning)
 try:
     import deepspeed
@@ -43,9 +43,9 @@ except ImportError as error:
         f"parallel.engine=zero needs DeepSpeed, which can't be imported ({error}); pip install deepspeed"
     ) from error
 
-# Reductions through shared memory, which only inference uses. They would be compiled at a machine's first start, and a
-# start that is killed meanwhile leaves a lock for which all later ones wait without end. On GPUs there is no such operation,
-# and to ask would be to try all compilers.
+# Disable shared-memory reductions, which only inference uses. DeepSpeed would compile them at the first start on a
+# machine, and a start that is killed during compilation leaves a lock that blocks all later starts forever. On GPUs
+# this operation does not exist, and reading the table would try all compilers.
 if os.environ["DS_ACCELERATOR"] == "cpu":
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -53,9 +53,9 @@ if os.environ["DS_ACCELERATOR"] == "cpu":
 class ZeroEngine(Engine):
     """Engine for one replica under DeepSpeed ZeRO. See `Engine` for the methods.
 
-    In stage 3, the compute weights follow a change block by block. In stages 1 and 2, every rank computes with
-    full weights that are gathered all at once. There, the hooks of all blocks run at the start of a step,
-    before its first forward.
+    In stage 3, the compute weights follow a change block by block. In stages 1 and 2, every rank computes with full
+    weights that are gathered all at once, so the hooks of all blocks run at the start of a step, before its first
+    forward.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class ZeroEngine(Engine):
         self._clip_norm, self._gradient_wire = optim.clip_norm, gradient_wire
         self._hooks: list[Callable[[int], None]] = []
         self._in_forward = False
-        self._masters_changed = False  # masters were changed, and what is computed with may not have followed
-        # DeepSpeed insists, and takes it for the GPU's number; srun sets none, and with a GPU for each task that is 0.
+        self._masters_changed = False  # masters were changed; the compute weights may be stale
+        # DeepSpeed requires LOCAL_RANK and uses it as the GPU's index. srun sets none; with one GPU per task it is 0.
         number = mesh.world.local_rank if mesh.device.index is None else mesh.device.index
         os.environ["LOCAL_RANK"] = str(number)
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        with redirect_stdout(io.StringIO()):  # every rank says what it has compiled
+        with redirect_stdout(io.StringIO()):  # every rank prints what it has compiled
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         config = deepspeed_config(parallel, changes_in_forward)
         model_blocks = blocks_of(model)
@@ -110,7 +110,7 @@ class ZeroEngine(Engine):
             all_names = [name for group in layout for name in group.names]
             self.blocks.append(Block(block.name, [master.detach() for master in mine], all_names))
         for index, block in enumerate(model_blocks):
-            if self.stage == 3:  # prepended: runs before DeepSpeed's own hook gathers
+            if self.stage == 3:  # prepended, to run before DeepSpeed's hook gathers
                 block.modules[0].register_forward_pre_hook(self._run_hooks(index), prepend=True)
         self._clear_padding()
         if optim.kind == "adamw":
@@ -134,7 +134,7 @@ class ZeroEngine(Engine):
             self._in_forward = True
             loss = self._engine(batch[:, :-1], batch[:, 1:])
             self._in_forward = False
-            # DeepSpeed averages over the shard group, and all its ranks have as many tokens.
+            # DeepSpeed averages over the shard group, whose ranks all have the same number of tokens.
             self._engine.backward(loss / tokens, scale_wrt_gas=False)
             total = total + loss.detach()
         return total
@@ -182,7 +182,7 @@ class ZeroEngine(Engine):
             for group, master in zip(layout, masters, strict=True):
                 state |= {f"weights.{name}": value for name, value in self._sharded(group, master).items()}
                 for key, value in self.optimizer.state.get(master, {}).items():
-                    is_count = value.ndim == 0  # of steps: one tensor for all parameters
+                    is_count = value.ndim == 0  # the step count: one tensor for all parameters
                     named = {n: value.clone() for n in group.names} if is_count else self._sharded(group, value)
                     state |= {f"optimizer.{name}.{key}": part for name, part in named.items()}
         return state
@@ -232,8 +232,8 @@ class ZeroEngine(Engine):
         optim: OptimSection,
         seed: int,
     ) -> list[list[dict]]:
-        """Initialize the weights and return the optimizer's groups by block. In stage 3 a rank never holds more than
-        one full block in addition to its shards."""
+        """Initialize the weights and return the optimizer's groups by block. In stage 3, a rank never has more than one
+        full block in memory in addition to its shards."""
         grouped = []
         for block in blocks:
             initialize(self.model, block, seed, self.mesh.device, COMPUTE[parallel.precision])
@@ -247,7 +247,7 @@ class ZeroEngine(Engine):
                     config_dict_or_path=config,
                     dtype=COMPUTE[parallel.precision],
                 )
-        for buffer in self.model.buffers() if self.stage == 3 else ():  # which DeepSpeed moves in the other stages only
+        for buffer in self.model.buffers() if self.stage == 3 else ():  # DeepSpeed moves them only in the other stages
             buffer.data = buffer.data.to(self.mesh.device)
         return grouped
 
@@ -302,11 +302,11 @@ class ZeroEngine(Engine):
             hook(index)
 
     def _refresh_compute_weights(self) -> None:
-        """Make the compute weights follow changed masters."""
+        """Bring the compute weights up to date with changed masters."""
         if self._masters_changed and self.stage < 3:
             self._engine.optimizer.update_lp_params()
         elif self._masters_changed and self.mesh.device.type == "cuda":
-            # DeepSpeed gathers on a stream of its own, which would not wait for what this one is still to copy.
+            # DeepSpeed gathers on its own stream, which would not wait for copies pending on this one.
             torch.cuda.current_stream().synchronize()
         self._masters_changed = False
 

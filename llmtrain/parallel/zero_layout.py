@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, its layout of parameters in flat tensors, and the conversion to full parameters and back."""
+"""DeepSpeed's configuration, its layout of parameters in flat tensors, and conversion to and from full parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmtrain.config import ParallelSection
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """Group of parameters of which every rank of a shard group holds a part: one flat tensor of `size` elements.
+    """Group of parameters, divided among the ranks of a shard group: one flat tensor of `size` elements per rank.
 
     ZeRO-3 (`by_parameter`) cuts each parameter into `ranks` equal parts, and a rank's tensor is its parts end to
     end. ZeRO-1 and 2 put the parameters end to end and cut the result. Padding fills the last part.
@@ -45,7 +45,7 @@ class FlatGroup:
         }
 
     def part(self, full: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor:
-        """Return a rank's tensor [size] of full parameters, with zeros as padding."""
+        """Return a rank's tensor [size], cut from full parameters and padded with zeros."""
         flats = [full[name].reshape(-1) for name in self.names]
         if not self.by_parameter:
             flat = torch.cat(flats)
@@ -68,7 +68,7 @@ class FlatGroup:
             start += width
 
     def _widths(self) -> list[int]:
-        """Return how many elements each parameter has in a rank's tensor that is cut by parameter."""
+        """Return the number of elements of each parameter in a rank's tensor that is cut by parameter."""
         return [math.ceil(math.prod(shape) / self.ranks) for shape in self.shapes]
 
 
@@ -77,8 +77,8 @@ def _padded(flat: torch.Tensor, size: int) -> torch.Tensor:
 
 
 BUCKET = 50_000_000
-"""Number of gradient values that are reduced together. DeepSpeed allocates buffers for them in advance, by
-default for ten times as many."""
+"""Number of gradient values that are reduced together. DeepSpeed allocates buffers for them in advance; its default is
+ten times larger."""
 
 
 def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dict[str, Any]:
@@ -92,14 +92,14 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dic
     if parallel.zero_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if parallel.zero_stage == 3:
-        # A parameter that stays gathered over a synchronization would be computed with as it was before.
+        # A parameter that stays gathered across a synchronization would be used with its old values.
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-        zero |= {"sub_group_size": 2**62}  # so that each parameter group stays one flat tensor
-        # DeepSpeed's own linear layer adds the bias in place, to what selective checkpointing keeps: it would be added twice.
+        zero |= {"sub_group_size": 2**62}  # keeps each parameter group in one flat tensor
+        # DeepSpeed's own linear layer adds the bias in place, so twice to a result that selective checkpointing keeps.
         zero |= {"memory_efficient_linear": False}
         if changes_in_forward:
             zero |= {"stage3_prefetch_bucket_size": 0}
-    # In stage 1 with bf16, fp32 here would switch DeepSpeed to an optimizer of another make, without shards of gradients.
+    # In stage 1 with bf16, fp32 here would make DeepSpeed use another optimizer, which does not shard gradients.
     accumulates_in = "bf16" if (parallel.zero_stage, parallel.precision) == (1, "bf16") else "fp32"
     own = {
         "train_micro_batch_size_per_gpu": 1,

@@ -1,1 +1,1 @@
-"""Estimates of what a recipe needs, made before it runs: mesh, memory, traffic and time."""
+"""Estimates of a recipe's mesh, memory, traffic and time before it runs."""

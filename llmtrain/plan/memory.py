@@ -2,8 +2,8 @@
 
 No weights are allocated: the model is built on the meta device and counted. The estimate is arithmetic on those
 counts, for the moments of a step at which memory use peaks. It leaves out the device's context, the
-communication library's buffers, allocator fragmentation and what torch.compile saves. It is good for choosing a
-mesh, but it is no promise.
+communication library's buffers, allocator fragmentation and the savings of torch.compile. It is accurate enough to
+choose a mesh, but does not guarantee that a run fits.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from llmtrain.parallel.zero_layout import BUCKET
 BYTES = {"bf16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}
 """Bytes per master value and per value in compute precision, by precision."""
 KNOWN_VOCABULARIES = {"gpt2": 50257, "openai-community/gpt2": 50257}
-"""Vocabulary sizes of tokenizers on the hub, which is not queried."""
+"""Vocabulary sizes of tokenizers on the hub, which estimates do not query."""
 SAVED_PER_LINEAR = {
     "fused": {"bf16": 1.2, "fp32": 1.1, "fp64": 1.1},
     FUSED_FAMILY: {"bf16": 1.65, "fp32": 1.65, "fp64": 1.65},
     "not fused": {"bf16": 1.75, "fp32": 1.6, "fp64": 1.6},
 }
-"""Bytes that a layer keeps for backward per byte of its linear layers' inputs and outputs, by kind of attention and
+"""Bytes that a layer saves for backward per byte of its linear layers' inputs and outputs, by kind of attention and
 precision.
 
 Counted with `torch.autograd.graph.saved_tensors_hooks`. Llama: 1.20 in bf16 and 1.09 to 1.10 in fp32, slightly more
@@ -42,10 +42,10 @@ with grouped heads (1.23, 1.13). GPT-Neo: 1.56 in global and 1.70 in local layer
 attention, whose weights are not included: 1.69 to 1.74 in bf16 and 1.57 to 1.59 in fp32.
 """
 SAVED_PER_ATTENTION_WEIGHT = {"bf16": 6, "fp32": 4, "fp64": 8}
-"""Bytes per weight of an attention that is not fused, counted on transformers' GPT-Neo in bf16 and fp32."""
+"""Bytes saved per attention weight without fused attention, counted on transformers' GPT-Neo in bf16 and fp32."""
 IN_BACKWARD = 1.25
-"""Ratio of a layer's saved activations plus the activation gradients of its backward pass to its saved activations
-alone."""
+"""Peak activation memory of a layer's backward pass (saved activations plus activation gradients), relative to its
+saved activations."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class ModelSize:
     attention: str
     """Key of SAVED_PER_LINEAR for this model's attention."""
     unfused_heads: int
-    """Attention heads whose full [T, T] weights are kept. 0 with fused attention, which most models have."""
+    """Attention heads whose full [T, T] weights are saved for backward; 0 with fused attention, as in most models."""
     flops_per_token: float
     """FLOPs of forward and backward at the recipe's sequence length; see `model.flops_per_token`."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Estimated bytes of one rank by part, each at its largest; see `estimate` for the formulas."""
+    """Estimated bytes per part on one rank, each at its own peak; see `estimate` for the formulas."""
 
     weights: int
     gradients: int
@@ -86,8 +86,8 @@ class Memory:
     loss: int
     messages: int
     non_coincident: int
-    """Correction, negative, for parts that are never at their largest at the same time. With it, the parts
-    on the GPU sum to the peak."""
+    """Negative correction that makes the parts on the GPU sum to its peak, because the parts do not all peak at the
+    same time."""
     host: int
     """Bytes kept in (pinned) CPU memory: offloaded anchors, and with ZeRO's offload masters, moments
     and a copy of the gradients."""
@@ -103,9 +103,9 @@ class Memory:
 
 
 def size_of(recipe: Recipe, vocab_size: int | None = None) -> ModelSize:
-    """Count the recipe's model. `vocab_size` is the tokenizer's, if it is known.
+    """Return the size of the recipe's model. `vocab_size` is the tokenizer's, if it is known.
 
-    Raises ModelError if neither the recipe nor its tokenizer's name tells the vocabulary size.
+    Raises ModelError if the vocabulary size is not given and cannot be determined without a download.
     """
     config = model_config(recipe.model, vocab_size or _vocabulary(recipe))
     model = build(config, recipe.parallel.loss_chunk)
@@ -130,23 +130,23 @@ def size_of(recipe: Recipe, vocab_size: int | None = None) -> ModelSize:
 
 
 def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memory:
-    """Estimate the bytes on each rank of a `replicas` x `shard` mesh of GPUs, M = shard.
+    """Estimate the bytes on each rank of a `replicas` x `shard` mesh of GPUs.
 
-    The model has P parameters. A master takes w bytes (4; 8 in fp64), and a value in compute precision takes c bytes
-    (2, 4 or 8). A forward pass has t = micro_batch x sequence_length tokens.
+    M is `shard`, and P the number of parameters. A master value takes w bytes (4; 8 in fp64), and a value in compute
+    precision c bytes (2, 4 or 8). A forward pass has t = micro_batch x sequence_length tokens.
 
-    weights      w P / M. ZeRO adds a copy in c: c P / M in stage 3, c P in 1 and 2.
-    gradients    w P / M, but w P when a step accumulates over micro-batches, because only the last one is reduced.
-                 ZeRO: w P / M, and in stage 1 c P more.
+    weights      w P / M. ZeRO adds a copy in c: c P / M in stage 3, c P in stages 1 and 2.
+    gradients    w P / M, but w P if a step accumulates over micro-batches, because only the last one is reduced.
+                 ZeRO: w P / M, plus c P in stage 1.
     optimizer    AdamW: 2 w P / M. SGD: 0. With `zero_offload`, optimizer state, masters and a copy of the gradients
                  in w count as `host`.
-    anchors      w P / M for the anchor, and as much for outer momentum. Plain averages that are waited for and sent
-                 unrounded need no anchor. With `sync.offload` anchors count as `host`.
+    anchors      w P / M for the anchor, and as much for outer momentum. A plain average needs no anchor if replicas
+                 wait for it and send it unrounded. With `sync.offload` anchors count as `host`.
     gathered     FSDP2: the two largest blocks in c, and in backward the largest one's gradient in c and, until it is
-                 reduced, in w. ZeRO-3: the two largest blocks in c, in backward the largest one's gradient in c, and in
-                 both a bucket of BUCKET gradient values in at least fp32. ZeRO-1 and 2: no blocks, but in backward two
+                 reduced, in w. ZeRO-3: the two largest blocks in c, a bucket of BUCKET gradient values in at least
+                 fp32, and in backward the largest block's gradient in c. ZeRO-1 and 2: no blocks, but in backward two
                  buckets in c.
-    activations  A layer keeps l = s c t F. F is the sum of its linear layers' inputs and outputs, and s is
+    activations  A layer saves l = s c t F. F is the sum of its linear layers' inputs and outputs, and s is
                  SAVED_PER_LINEAR. Unfused attention adds SAVED_PER_ATTENTION_WEIGHT bytes for each of heads x t x
                  sequence_length weights. The total is layers x l, plus l / 4 for gradients. With checkpointing it is
                  c t hidden per layer, plus 5 l / 4. With `selective` it is c t (O + 2 hidden) per layer, where O is the
@@ -155,10 +155,10 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
                  logits and of the head in c. In addition, the head's full gradient in at least fp32 and the gradient
                  of its inputs in c.
     messages     During a synchronization, shards of the largest block in w: prefetch + 1 in flight and 2 in use. With
-                 offloaded anchors, also prefetch + 2 anchors and 2 momenta. Means in flight during local steps (one
-                 fragment's or all) and carried-over rounding errors add w / M per value, and stay.
+                 offloaded anchors, also prefetch + 2 anchors and 2 momenta. Means in flight during local steps (of one
+                 fragment or of all blocks) and rounding errors for error feedback add w / M per value, and stay.
 
-    These parts are not all at their largest at once. In addition to what stays (weights, optimizer, anchors, means
+    These parts do not all peak at the same time. In addition to the parts that stay (weights, optimizer, anchors, means
     in flight and rounding errors), memory holds at most
 
     at the end of forward      activations of all layers, the loss, gathered blocks; gradients of earlier micro-batches
@@ -166,13 +166,13 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     when backward ends         one layer's activations, gathered blocks, their gradients; all other gradients
     during a synchronization   messages; if layer by layer in forward, also activations and gathered blocks
 
-    `non_coincident` is the largest of these minus the sum of all parts that do not stay. ZeRO-3 holds room
-    for gradients at all times.
+    `non_coincident` is the largest of these minus the sum of all parts that do not stay. ZeRO-3 keeps its gradient
+    memory allocated at all times.
 
     Compared with torch's allocator on a CPU (one rank, Llama with and without checkpointing or accumulation,
     GPT-Neo, DiLoCo, EDiT, ZeRO 1 to 3), the estimate was off by -1 to +9 %, but by -12 % for ZeRO-3 with full
-    checkpointing. Models that keep more between their linear layers need more: Qwen3, which normalizes queries and
-    keys, 8 %; GPT-2 with its dropout twice as much.
+    checkpointing. Models that save more between their linear layers need more: Qwen3, which normalizes queries and
+    keys, 8 % more; GPT-2, because of its dropout, twice as much.
     """
     master, compute = BYTES[recipe.parallel.precision]
     train, sync = recipe.train, recipe.sync
@@ -221,7 +221,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
 
 
 def _messages(recipe: Recipe, size: ModelSize, shard: int, has_anchors: bool) -> tuple[int, int]:
-    """Return the bytes of messages as (while replicas synchronize, from one synchronization to the next)."""
+    """Return the bytes of messages as (only during a synchronization, also between synchronizations)."""
     master, _ = BYTES[recipe.parallel.precision]
     sync, largest = recipe.sync, max(size.block_parameters)
     if sync.period.averages_gradients:
@@ -236,7 +236,7 @@ def _messages(recipe: Recipe, size: ModelSize, shard: int, has_anchors: bool) ->
 
 
 def _kept_by_layer(recipe: Recipe, size: ModelSize) -> int:
-    """Return the bytes that a layer keeps for backward."""
+    """Return the bytes that a layer saves for backward."""
     precision, train = recipe.parallel.precision, recipe.train
     _, compute = BYTES[precision]
     tokens = train.micro_batch * train.sequence_length
@@ -256,7 +256,7 @@ def _loss(recipe: Recipe, size: ModelSize, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class _EngineMemory:
-    """Bytes that an engine keeps; see `estimate`."""
+    """Estimated bytes of an engine; see `estimate` for the formulas."""
 
     weights: int
     gradients: int

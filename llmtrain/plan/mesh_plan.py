@@ -1,4 +1,4 @@
-"""The mesh of a run and a check that it fits in the available memory, before any data is read."""
+"""Choice of a run's mesh, and a check that it fits in memory, before any data is read."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def choose_mesh(
 ) -> tuple[int, int, str]:
     """Return (replicas, shard, reason in a few words) for ranks on these `nodes`, one node name per rank.
 
-    The recipe's numbers win. Without GPUs, `parallel.on_cpu` counts too, if its product is the number of ranks.
-    Otherwise a node is a shard group, because the network inside a node is the fast one. With
-    `parallel.shard_across_nodes`, a shard group is as many nodes as a replica needs to fit in memory. A single node
-    is split into as many replicas as fit in memory. `fits(shard)` tells whether a replica sharded over `shard` ranks
-    fits. `check_mesh` has made sure that given numbers divide the number of ranks.
+    Numbers given in the recipe take precedence. Without GPUs, so does `parallel.on_cpu` if its product is the number of
+    ranks. Otherwise a node is a shard group, because the network inside a node is the fast one. With
+    `parallel.shard_across_nodes`, a shard group spans as many nodes as a replica needs to fit in memory. A single node
+    is split into as many replicas as fit in memory. `fits(shard)` returns whether a replica sharded over `shard` ranks
+    fits. `check_mesh` has already verified that given numbers divide the number of ranks.
 
     Raises RecipeError if a replica would span nodes without `parallel.shard_across_nodes`, or if the choice is open
     and the nodes have different numbers of ranks.
@@ -33,8 +33,7 @@ def choose_mesh(
 
 
 def given_shard(parallel: ParallelSection, world: int, on_gpu: bool) -> tuple[int, str] | None:
-    """Return (shard, reason) of the mesh that the recipe gives for `world` ranks, or None if it leaves the choice
-    open."""
+    """Return (shard, reason) if the recipe determines the mesh of `world` ranks, or None if it leaves it open."""
     replicas, shard, on_cpu = parallel.replicas, parallel.shards, parallel.given_on_cpu
     if "auto" not in (replicas, shard):
         return shard, "as the recipe says"
@@ -104,19 +103,19 @@ def _divisors(number: int) -> list[int]:
 
 
 MEMORY_HEADROOM = 0.8
-"""Share of a device's memory that an automatically chosen mesh may be estimated to need. The rest covers what the
-estimate leaves out, and its error on GPUs, because it was compared with measurements on CPUs only."""
+"""Fraction of a device's memory within which the estimate for an automatically chosen mesh should stay. The rest covers
+what the estimate leaves out, and its error on GPUs, which is unknown because it was measured on CPUs only."""
 ASSUMED_VOCABULARY = 32_000
-"""Vocabulary size assumed for a tokenizer that is not downloaded yet. Few tokenizers have fewer tokens, so a recipe
-is hardly ever refused by mistake."""
+"""Vocabulary size assumed for a tokenizer that is not downloaded yet. Few tokenizers are smaller, so a recipe is hardly
+ever refused by mistake."""
 
 
 def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_gpu: bool) -> tuple[int, int, str]:
     """Return (replicas, shard, reason in a few words) for ranks on these `nodes`.
 
-    `memory` is the bytes that each rank may use. Raises RecipeError for a mesh that `choose_mesh` refuses, or that
-    needs more memory than the smallest rank has. A mesh that the recipe gives is refused only if weights, gradients,
-    optimizer and anchors alone are too large.
+    `memory` lists the bytes that each rank may use. Raises RecipeError for a mesh that `choose_mesh` refuses, or that
+    needs more memory than the rank with the least memory has. A mesh given in the recipe is refused only if weights,
+    gradients, optimizer and anchors alone are too large.
     """
     size, least = _size(recipe), min(memory)
 
@@ -136,7 +135,7 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
 def _size(recipe: Recipe) -> ModelSize:
     try:
         return size_of(recipe)
-    except ModelError:  # the tokenizer is to be downloaded; anything else is raised once more
+    except ModelError:  # the tokenizer is not downloaded yet; other causes raise again below
         return size_of(recipe, ASSUMED_VOCABULARY)
 
 

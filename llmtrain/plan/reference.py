@@ -1,6 +1,6 @@
 """Tables of recipe keys and methods for the documentation, generated from the code by `make docs`.
 
-The output is all of docs/recipes.md, README's table of methods, and the tables of conflicting choices in
+The output is all of docs/recipes.md, the table of methods in README.md, and the tables of conflicting choices in
 docs/methods.md.
 """
 
@@ -26,27 +26,29 @@ INTRODUCTION = """\
 
 <!-- Written by `make docs` from llmtrain/config; change it there. -->
 
-A recipe is a YAML file that describes a whole run, in sections of keys. Each key has a default; a recipe says what differs.
+A recipe is a YAML file that describes a complete run, in sections of keys. Each key has a default, and a recipe gives only the
+keys that differ.
 
-    python -m llmtrain recipe check RECIPE        # can it be trained? (--processes N: on so many ranks?)
+    python -m llmtrain recipe check RECIPE        # can it be trained? (--processes N: on N ranks?)
     python -m llmtrain recipe show RECIPE         # every key's value, the model's size, memory on each GPU, time
     python -m llmtrain recipe schema              # JSON schema, for editors
 
-**Base files.** `base: FILE` or `base: [FILE, ...]` at the top names recipes (relative to this one) that it is laid over;
-they may have base files themselves.
+**Base files.** `base: FILE` or `base: [FILE, ...]` at the top names recipes, relative to this one, whose values this one
+overrides. They may have base files themselves.
 
-**Overrides.** Every command that takes a recipe takes keys after it, in three forms that mean the same; values are YAML:
+**Overrides.** Every command that takes a recipe takes keys after it, in three equivalent forms. Values are YAML:
 
     python -m llmtrain train recipes/quickstart.yaml optim.lr=1e-3 --run.name=mine --sync.period.every 32
 
-**Precedence.** Later wins: the method's preset, base files in their order, the file itself, the command line. Mappings merge
-key by key; a `sync.period`, `group`, `outer`, `schedule` or `wire` of another kind replaces the whole. Where a layer names
-another method than the layers below it, their `group`, `outer`, `penalty`, `schedule` and `pull` no longer apply (they were
-the old method's choices); the period, the warm-up and the wire stay, so that methods are compared at the same round
-length, except where the two methods' periods are of different kinds. There is no interpolation (`${...}`), and the environment is not read.
+**Precedence.** Later wins: the method's preset, base files in their order, the file itself, the command line. Mappings merge key
+by key, but a `sync.period`, `reduction`, `outer`, `schedule` or `wire` of another kind replaces the old one completely. If a layer
+names another method than the layers below it, their `reduction`, `outer`, `schedule` and `pull` no longer apply, because they were
+chosen for the old method. Their period, warm-up and wire stay, so that methods are compared at the same round length. There are two
+exceptions: a period of another kind than the new method's is dropped, and so is `warmup_steps` if the new method synchronizes every
+step. There is no interpolation (`${...}`), and the environment is not read.
 
-**What is refused.** An unknown key (the message names the nearest one), a value of another type, and combinations that
-can't run, each with the reason, before anything starts.
+**What is refused.** An unknown key (the message names the nearest one), a value of another type, and combinations that can't run.
+Each is refused with the reason, before anything starts.
 """
 PRESETS = """\
 What each method chooses. A recipe that gives part of a mapping keeps the preset's other values, unless it names another
@@ -88,7 +90,7 @@ def _keys(section: dict[str, Any], schema: dict[str, Any], from_preset: Sequence
 
 
 def _below(key: str, value: dict[str, Any], schema: dict[str, Any]) -> list[str]:
-    """Return headings and tables for the mappings that a key can hold, one per kind if it has kinds."""
+    """Return a heading and a table for each mapping that a key allows: one per kind if it has kinds."""
     parts = []
     for mapping in (_resolve(option, schema) for option in _options(value) if "$ref" in option):
         kind = mapping["properties"].get("kind", {}).get("const")
@@ -99,7 +101,7 @@ def _below(key: str, value: dict[str, Any], schema: dict[str, Any]) -> list[str]
 
 
 def methods_table() -> str:
-    """Return README's table of what each method is and chooses."""
+    """Return README's table of the methods and their choices."""
     rows = []
     for name, method in METHODS.items():
         idea = method.__doc__.split("\n")[0].partition(": ")[2].rstrip(".")
@@ -177,7 +179,7 @@ def _presets() -> str:
 
 
 def _allowed(value: dict[str, Any], schema: dict[str, Any]) -> str:
-    """Return the values that a key may hold, in a few words."""
+    """Return a short description of the values that a key allows."""
     return " or ".join(_one_allowed(option, schema) for option in _options(value))
 
 

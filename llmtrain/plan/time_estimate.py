@@ -1,4 +1,4 @@
-"""Estimate of how long a run takes and how long it waits for the network, by arithmetic on two rates."""
+"""Estimate of a run's duration and of its waits for the network, from the rates of a rank and of the network."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from llmtrain.plan.traffic import gradient_bytes, per_average, rounds_of
 from llmtrain.sync.period import warmup_of
 
 TRAINING_EFFICIENCY = 0.5
-"""Share of a machine's rate in large matrix products that training reaches. `benchmarks/throughput.py` measured 0.42
-with 6 M and 0.55 with 33 M parameters, on two cores in fp32. It was not measured on GPUs."""
+"""Fraction of a machine's rate in large matrix products that training reaches. `benchmarks/throughput.py` measured 0.42
+with 6 M and 0.55 with 33 M parameters, on two cores in fp32. GPUs were not measured."""
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the matrices whose product is timed, by device type."""
 TURNS = 5
@@ -31,9 +31,9 @@ class HardwareRates:
     """Rates of a rank and of the network between replicas."""
 
     flops: float
-    """Floating-point operations per second of one rank in training."""
+    """Floating-point operations per second that one rank achieves in training."""
     mbit: float
-    """Megabits per second from one replica to another, all its ranks together."""
+    """Megabits per second from one replica to another, summed over its ranks."""
 
 
 @dataclass(frozen=True)
@@ -41,28 +41,28 @@ class TimeEstimate:
     """Estimated times in seconds; see `estimate_time`."""
 
     step: float
-    """Computing one step."""
+    """Computation of one step."""
     message: float
-    """Sending a synchronization's bytes."""
+    """Transfer of the bytes of one synchronization."""
     waiting: float
-    """Waiting for the network per step, on average."""
+    """Average wait for the network per step."""
     run: float
-    """The whole run."""
+    """Duration of the run."""
 
     @property
     def computing(self) -> float:
-        """Return the share of the time that is not spent waiting for the network."""
+        """Return the fraction of the time that is not spent waiting for the network."""
         return self.step / (self.step + self.waiting)
 
 
 def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, rates: HardwareRates) -> TimeEstimate:
     """Estimate the times on a `replicas` x `shard` mesh.
 
-    A step computes 3 forward passes, which are 6 operations per parameter and token plus attention (see
-    `model.flops_per_token`). With full activation checkpointing it computes 4. Ranks never wait within a replica. A
-    message takes its bytes over `mbit`. The local steps that run during a synchronization hide it: none when
-    blocking or layer by layer, `steps` per fragment when overlapped, a round when delayed or wait-avoiding. Latency,
-    slow hosts, validation and checkpoints are left out.
+    A step computes as much as 3 forward passes, which is 6 operations per parameter and token plus attention (see
+    `model.flops_per_token`), or as 4 with full activation checkpointing. A message takes its bytes divided by `mbit`.
+    Local steps that run during a synchronization hide it: none if it is blocking or layer-wise, `steps` per fragment if
+    overlapped, a round if delayed or wait-avoiding. Waits within a replica, latency, slow hosts, validation and
+    checkpoints are left out.
     """
     train, sync, steps = recipe.train, recipe.sync, recipe.train.total_steps
     again = 4 / 3 if recipe.parallel.activation_checkpointing is True else 1.0
@@ -87,10 +87,10 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
 
 
 def rate_here(recipe: Recipe) -> float:
-    """Return the operations per second that a rank on this machine should reach in training.
+    """Return the operations per second that a rank on this machine should achieve in training.
 
-    This is the device's rate in matrix products, timed now, times TRAINING_EFFICIENCY. The ranks that the recipe
-    starts on a CPU share its cores.
+    Times matrix products on the device and multiplies their rate by TRAINING_EFFICIENCY. On a CPU, the rate is divided
+    by the number of ranks that the recipe starts there, because they share its cores.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = MATMUL_SIZE[device]

@@ -17,7 +17,7 @@ TYPICAL_REPLICAS = 8
 
 
 def bytes_per_value(recipe: Recipe, kind: str) -> float:
-    """Return the bytes per value on a wire of `kind`, its share of a scale included. "fp32" stands for master
+    """Return the bytes per value in the wire format `kind`, including its share of a scale. "fp32" stands for master
     precision."""
     return (
         BYTES[recipe.parallel.precision][0]
@@ -27,9 +27,9 @@ def bytes_per_value(recipe: Recipe, kind: str) -> float:
 
 
 def per_average(recipe: Recipe, size: ModelSize, replicas: int, kind: str) -> float:
-    """Return the bytes that one replica, all its ranks together, sends to average the model over N replicas.
+    """Return the bytes that all ranks of one replica together send to average the model over N replicas.
 
-    This is 2 (N-1)/N x bytes per value x parameters.
+    They are 2 (N-1)/N x bytes per value x parameters.
     """
     return 2 * (replicas - 1) / replicas * bytes_per_value(recipe, kind) * size.parameters
 
@@ -46,7 +46,7 @@ class Rounds:
     bytes: float
     """Bytes per round."""
     bytes_in_group: float = 0.0
-    """Bytes of one step's average in a group; 0 without groups."""
+    """Bytes of the group average in one step; 0 without groups."""
 
 
 def gradient_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> float:
@@ -56,7 +56,7 @@ def gradient_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> float:
 
 
 def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
-    """Return the rounds of a recipe whose period is in steps, more than one."""
+    """Return the rounds of a recipe whose period counts local steps, so neither `every_step` nor `seconds`."""
     sync, steps = recipe.sync, recipe.train.total_steps
     rates = LRSchedule.of(recipe)
     warmup = warmup_of(sync, rates)
@@ -72,7 +72,7 @@ def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
 
 
 def traffic(recipe: Recipe, size: ModelSize) -> str:
-    """Return the bytes per round and per step, as one or two lines of text."""
+    """Return one or two lines of text with the bytes per round and per step."""
     replicas = TYPICAL_REPLICAS if recipe.parallel.replicas == "auto" else recipe.parallel.replicas
     if replicas == 1:
         return "none between replicas: there is one"

@@ -1,1 +1,1 @@
-"""Evaluation suites: their tasks and texts, the task files for local data, and the requirements of both."""
+"""Evaluation suites: their tasks and texts, the task files for local data, and checks of what they require."""

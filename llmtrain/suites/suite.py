@@ -1,4 +1,4 @@
-"""Suites: which tasks, texts and prompts an evaluation runs, read from files/suites/*.yaml."""
+"""Suites of tasks, texts and prompts for an evaluation, read from files/suites/*.yaml or a user's YAML file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TaskSection(Section):
     task: Name
     """Name of the task, for example hellaswag."""
     few_shot: FewShot | None = None
-    """Number of examples before each question; null: that of the task itself, or none."""
+    """Number of examples before each question; null: the number that the task sets, or none."""
     limit: Count | None = None
     """Maximum number of documents, per task of a group; null: all."""
     show: tuple[str, ...] = ("acc",)
@@ -44,7 +44,7 @@ class TextSection(Section):
     file: str
     """Path below --data-dir."""
     separator: NotEmpty = "<|endoftext|>"
-    """Separator of the documents."""
+    """Separator between documents."""
     every: Count = 1
     """Interval between the documents that are read, beginning with the first."""
     limit: Count | None = None
@@ -76,7 +76,7 @@ class Suite(Section):
     about: str = ""
     """Purpose of the suite, in one line."""
     batch_size: Count | Literal["auto"] = 16
-    """Sequences per forward pass; auto: lm-evaluation-harness finds how many fit into memory."""
+    """Sequences per forward pass; auto: lm-evaluation-harness determines how many fit into memory."""
     task_folders: tuple[str, ...] = ()
     """Additional folders of task files, relative to the file of the suite."""
     tasks: tuple[TaskSection, ...] = ()
@@ -84,13 +84,13 @@ class Suite(Section):
     texts: tuple[TextSection, ...] = ()
     """Text files whose loss is measured."""
     samples: SamplesSection | None = None
-    """Continuations for people to read."""
+    """Prompts to continue, for people to read."""
 
 
 def load_suite(name: str, key: str = "--suite") -> tuple[str, Suite, list[Path]]:
-    """Return (its name, the suite, folders of its task files), given a name in files/suites or a YAML file.
+    """Return (name, suite, folders of its task files) for a suite's name in files/suites or its YAML file.
 
-    `key` is the recipe key or option that gave the name. Raises SuiteError, one line, for anything else.
+    `key` is the recipe key or option that gave the name. Raises SuiteError, with a one-line message, for anything else.
     """
     path = _path_of(name, key)
     try:
@@ -145,7 +145,7 @@ def harness_version() -> str:
 
 
 def check_suite(section: SuiteSection | None) -> None:
-    """Raise UserError if a recipe's suite is invalid or lacks a data folder. Reads no data, so a laptop can
+    """Raise UserError if a recipe's suite is invalid or lacks a data folder. Reads no data, so that a laptop can
     check a cluster's recipe. Names of lm-evaluation-harness's own tasks are not checked, because listing them
     takes many seconds."""
     if section is not None:

@@ -13,7 +13,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Anchors:
-    """Anchors (the parameters after the last synchronization) and outer momenta, sharded like the parameters.
+    """Anchors (the parameters agreed on at the last synchronization) and outer momenta, sharded like the parameters.
 
     With `copies`, they are kept in pinned CPU memory. `load` then returns copies on the device, which stay there
     until `release`; `prefetch` starts copying them earlier. `write_back` copies changed values to the CPU.
@@ -24,7 +24,7 @@ class Anchors:
         self.anchor: list[torch.Tensor] = []
         self.momentum: list[torch.Tensor] = []
         self._offload = copies
-        self._device_copies: dict[tuple[int, bool], DeviceCopy] = {}  # by (block, is it momentum?)
+        self._device_copies: dict[tuple[int, bool], DeviceCopy] = {}  # by (block, is_momentum)
 
     def snapshot(self) -> None:
         """Make the current parameters the anchor and set the momentum to zero."""
@@ -72,8 +72,8 @@ class Anchors:
         return self._on_device(index, self.anchor, False)
 
     def write_back(self, index: int, anchor: torch.Tensor, momentum: torch.Tensor | None) -> None:
-        """Start copying the tensors from `load`, changed by the outer step, to the CPU. Without offload, do nothing,
-        because they were changed in place."""
+        """Start copying the tensors from `load`, which the outer step has changed, to the CPU. Without offload,
+        do nothing, because they were changed in place."""
         if self._offload is not None:
             self._offload.write_back(self.anchor[index], anchor)
             if momentum is not None:
@@ -86,7 +86,7 @@ class Anchors:
 
     def fingerprint(self) -> int:
         """Return a sum over the bits of all anchors and momenta, below 2^53. It is equal on ranks that hold the same
-        shard of the same values. In elements of at most 4 bytes, one changed bit changes it."""
+        shard of the same values. One changed bit changes it if elements have at most 4 bytes."""
         self._wait()
         total = 0
         for number, flat in enumerate([*self.anchor, *self.momentum], 1):

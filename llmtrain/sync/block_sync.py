@@ -21,21 +21,21 @@ class PendingReduction:
         self._pending, self._error = pending, error
 
     def start_second_phase(self) -> None:
-        """Start the second exchange, if the wire format has one. All replicas call it between the same collectives."""
+        """Start the second exchange, if any. All replicas must call this between the same two collectives."""
         self._pending.start_second_phase()
 
     def wait(self) -> torch.Tensor:
-        """Wait for the mean and return it. The rounding error of this rank's message is kept for its next one."""
+        """Wait for the mean and return it. The rounding error of this rank's message is kept for its next message."""
         mean = self._pending.wait()
         if self._error is not None and isinstance(self._pending, QuantizedAllReduce):
-            # A broken replica's NaN is in this mean; it must not come back with the next one.
+            # A broken replica's NaN is in this mean; it must not enter the next message.
             self._error += self._pending.quantization_error().nan_to_num_(0.0, 0.0, 0.0)
             self._error = None
         return mean
 
 
 class BlockSync:
-    """The parts of a synchronization, block by block. Without `anchors`, the parameters themselves are averaged,
+    """Parts of a synchronization, block by block. Without `anchors`, the parameters themselves are averaged,
     which needs no extra memory. With `error_feedback`, a message's rounding errors are added to the next message."""
 
     def __init__(
@@ -68,7 +68,7 @@ class BlockSync:
             self.errors = [torch.zeros_like(flatten(block)) for block in self.engine.blocks]
 
     def wait_for_device(self) -> None:
-        """Wait for the work on the current CUDA stream, so that a time the host reads next also holds for the GPU."""
+        """Wait for the work on the current CUDA stream, so that a time read next on the host includes it."""
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
 
@@ -81,7 +81,7 @@ class BlockSync:
         """Start the weighted sum (default: the mean) of the replicas' payloads for a block."""
         weight = 1 / self.replica.size if weight is None else weight
         message = self.payload(index)
-        # A replica that does not count sends zeros, not 0 x its pseudo-gradient: that may hold NaN.
+        # A replica of weight 0 sends zeros, not 0 x its pseudo-gradient, which may contain NaN.
         message = message.zero_() if weight == 0 else message.mul_(weight)
         if self.errors and weight > 0:
             message += self.errors[index]
@@ -95,7 +95,7 @@ class BlockSync:
         return PendingReduction(PendingCollective(self.replica, "", None, mean.to(device)))
 
     def outer_step(self, index: int, mean: torch.Tensor, since: RoundStats) -> torch.Tensor:
-        """Return the next anchor, after an outer step with the mean pseudo-gradient over the local steps `since`."""
+        """Take the outer step with the mean pseudo-gradient of the local steps `since`, and return the next anchor."""
         anchor, momentum = self.anchors.load(index)
         self.outer.step(anchor, mean, momentum, since)
         self.anchors.write_back(index, anchor, momentum)
@@ -115,8 +115,8 @@ class BlockSync:
             self.write_parameters(index, self.anchors.load_anchor(index))
 
     def sync_all_blocks(self, since: RoundStats) -> None:
-        """Synchronize all blocks now, with equal weights, where a schedule's own order does not apply: at the end of a run,
-        and in the wait-avoiding schedule's averages over all replicas. Afterwards all replicas are equal. Requires anchors."""
+        """Synchronize all blocks now, with equal weights, outside a schedule's own order: at the end of a run, and in
+        the wait-avoiding schedule's averages over all replicas. Afterwards all replicas are equal. Requires anchors."""
         in_flight = [self.start_reduce(index) for index in self.blocks[: PREFETCH + 1]]
         for index in self.anchors.iter_prefetched(self.blocks, momentum=True):
             mean = in_flight[index].wait()

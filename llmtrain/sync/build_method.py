@@ -60,7 +60,7 @@ def build_method(
     block_sync = BlockSync(engine, replica, shard, outer, anchors, wire, sync.wire.error_feedback)
     warmup = warmup_of(sync, rates)
     if isinstance(sync.period, EverySecondsSection):
-        # Every step asks for the time: by way of a GPU, the host would wait for all that it has to do.
+        # Every step exchanges the time. Over a GPU's backend, the host would wait for all queued device work.
         ranks = shard if shard.device.type == "cpu" else shard_group(replica, shard, timeout_seconds)
         period: Period = TimedPeriod(sync.period, warmup, rates.total_steps, replica, ranks, clock)
     else:

@@ -1,4 +1,4 @@
-"""WAGMA's groups of S among P replicas, which average together and change like a butterfly's wires (arXiv 2005.00124).
+"""WAGMA's groups of S among P replicas, which average together and change in a butterfly pattern (arXiv 2005.00124).
 
 The formula is from the paper's text, because the printed algorithm and the published code skip bits.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 
 def groups_at(iteration: int, size: int, replicas: int) -> list[list[int]]:
-    """Return the groups of `size` replicas that average in this iteration (from 0), each in ascending order. They repeat after
-    log2 P iterations at the latest. Another pattern of groups (pairs, a ring) is another such function."""
+    """Return the groups of `size` replicas that average in this iteration (from 0), each in ascending order. They
+    repeat after at most log2 P iterations. Another pattern of groups (pairs, a ring) needs another such function."""
     return partition(varying_bits(iteration, size, replicas), replicas)
 
 

@@ -26,7 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "wire": get_args(WireSection.model_fields["kind"].annotation),
     "error_feedback": ("off", "on"),
 }
-"""The kinds of each choice."""
+"""All kinds of each choice."""
 
 
 def kinds_of(sync: SyncSection) -> dict[str, str]:
@@ -40,7 +40,7 @@ def kinds_of(sync: SyncSection) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Rule:
-    """A kind of one choice, which excludes kinds of other choices."""
+    """Rule by which a kind of one choice excludes kinds of other choices."""
 
     choice: str
     kind: str
@@ -90,7 +90,7 @@ RULES = (
 
 
 def find_conflict(sync: SyncSection) -> str | None:
-    """Return, in one line, why these choices cannot be combined and what can; None if they can."""
+    """Return one line that says why these choices cannot be combined and which can; None if they can."""
     kinds = kinds_of(sync)
     for rule in RULES:
         if (other := rule.excluded(kinds)) is not None:

@@ -1,6 +1,6 @@
 """EDiT's pseudo-gradient penalty: which replicas count in a block's mean, and how much (arXiv 2412.07210).
 
-Everything is computed from the [replicas, blocks] matrix of norms that all ranks have gathered. All ranks take the
+Everything is computed from the [replicas, blocks] matrix of norms that all ranks have gathered. All ranks make the
 same decision, because the computation is in float64 with operations that round alike on every machine.
 """
 
@@ -47,14 +47,14 @@ class RunningMoments:
         self.count = torch.where(include, count, self.count)
 
     def merge(self, rows: int) -> RunningMoments:
-        """Return moments of `rows` equal rows: those of all values of each column, every value with the weight it has.
+        """Return `rows` equal rows of moments: those of all values in a column, each with its present weight.
 
         With w_i = 1 - (1 - ema)^count_i:
         mean = sum w_i mean_i / sum w_i; variance = sum w_i (variance_i + (mean_i - mean)^2) / sum w_i.
-        The count, by which later values are weighted, is the mean of the counts, rounded.
+        The count, which determines the weights of later values, is the mean of the counts, rounded.
         """
         weight = 1 - (1 - self.ema) ** self.count.double()
-        weight = weight / weight.sum(0).clamp(min=1e-300)  # without any value the moments stay zero
+        weight = weight / weight.sum(0).clamp(min=1e-300)  # without values, the moments stay zero
         mean = (weight * self.mean).sum(0)
         pooled = RunningMoments((rows, len(mean)), self.ema)
         pooled.count[:] = self.count.double().mean(0).round().long()
@@ -73,7 +73,7 @@ class RunningMoments:
 
 @dataclass(frozen=True)
 class ReplicaWeights:
-    """Weights and anomalies found from one round's norms."""
+    """Weights and anomalies computed from one round's norms."""
 
     weights: torch.Tensor
     """[replicas, blocks], float64. A block's column sums to 1, or to 0 if all its replicas are anomalous."""
@@ -90,7 +90,7 @@ class EditPenalty:
 
     def weigh(self, norms: torch.Tensor, steps: torch.Tensor) -> ReplicaWeights:
         """Return the weights for these norms [replicas, blocks] (float64), and add the norms that are not anomalous
-        to the statistics. `steps` [replicas] holds each replica's local steps in the round."""
+        to the statistics. `steps` [replicas] has each replica's local steps in the round."""
         anomalous = ~norms.isfinite()
         if self.section.z is not None:
             tested = self.norms.count >= self.section.min_rounds
@@ -124,8 +124,8 @@ class EditPenalty:
         self.norms.load_state_dict(state)
 
     def resharded(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the statistics for a run that resumes with other replicas. Each replica starts with the merged
-        statistics of all old replicas."""
+        """Return the statistics for a run that resumes with a different number of replicas. Each replica starts with
+        the merged statistics of all old replicas."""
         replicas, blocks = self.norms.count.shape
         began = RunningMoments((len(state["count"]), blocks), self.section.ema)
         began.load_state_dict(state)

@@ -25,8 +25,8 @@ class GroupAverager:
     """Background thread that sums messages over `group_of(iteration)`.
 
     The thread skips iterations for which `is_global` is true. In these, all replicas wait for each other, and
-    afterwards no replica contributes an older message. In a replica with several ranks, the first one chooses the
-    version that all of them contribute, over `shard`.
+    afterwards no replica contributes an older message. In a replica with several ranks, the first rank chooses
+    the version that all of them contribute, and sends it over `shard`.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class GroupAverager:
         self._changed = threading.Condition()
         self._posted: dict[int, Message] = {}
         self._sums: dict[int, tuple[Message, int]] = {}
-        self._done = -1  # the last iteration carried out, or passed over as global
-        self._last_global = -1  # the last global one: older messages are relative to another anchor
+        self._done = -1  # the last iteration run, or skipped as global
+        self._last_global = -1  # the last global iteration: older messages are relative to another anchor
         self._forgotten = 0
         self._closing = False
         self._error: BaseException | None = None

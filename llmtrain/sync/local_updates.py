@@ -1,4 +1,4 @@
-"""Synchronization in a training loop of your own: `LocalUpdates` acts around the optimizer's steps. docs/library.md shows how."""
+"""Synchronization in your own training loop: `LocalUpdates` hooks into the optimizer's steps (docs/library.md)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from llmtrain.sync.methods import METHODS
 from llmtrain.sync.sync_stats import SyncStats
 
 ENDLESS = 2**62
-"""Total steps of a loop whose length is not known."""
+"""Total steps of a loop of unknown length."""
 
 
 class ModuleReplica(Replica):
-    """A module and its ranks' shards. Each layer is a block; what is in no layer is the first block. Layers without trainable
-    parameters are left out."""
+    """A module as a replica, with this rank's shards. Each layer is a block. The parameters outside the layers form the
+    first block. Layers without trainable parameters are left out."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module]):
         seen: set[nn.Parameter] = set()
@@ -60,15 +60,15 @@ class ModuleReplica(Replica):
             module.register_forward_pre_hook(before(index), prepend=True)
 
     def parameters_changed(self, block: Block) -> None:
-        """Do nothing: shards are the module's own storage, which FSDP2 gathers anew in the next forward."""
+        """Do nothing: shards are the module's own storage, which FSDP2 gathers again in the next forward."""
 
 
 class LocalUpdates:
     """Local-update synchronization of a module between replicas, driven by its optimizer's steps.
 
-    Construct it on every rank before the first step, with the same parameters on all replicas, which that step checks; then
-    train as before, and call `finish` at the end. Every optimizer step counts as one step. In synchronous steps, gradients
-    are averaged over the replicas just before the optimizer uses them.
+    Construct it on every rank before the first step, train as before, and call `finish` at the end. All replicas must
+    start with the same parameters, which the first step checks. Every optimizer step counts as one step. In synchronous
+    steps, gradients are averaged over the replicas just before the optimizer uses them.
     """
 
     def __init__(
@@ -88,10 +88,11 @@ class LocalUpdates:
         """Set up `method` with its preset, changed by `choices`: keys of a recipe's `sync` section, such as
         `period={"every": 50}` or `wire="int8"`.
 
-        `replicas` has the ranks that hold the same shard, one per replica (default: all ranks, of unsharded replicas).
-        `shards` has the ranks of this replica, if FSDP2 has sharded the module. `layers` are synchronized one by one (default:
-        the elements of the longest ModuleList, or of a Sequential). `lr` is needed by choices that follow the learning rate, `store` by the
-        wait-avoiding schedule. Raises RecipeError for choices that do not go together or not with such a loop.
+        `replicas` has the ranks with the same shard, one per replica (default: all ranks, for unsharded replicas).
+        `shards` has the ranks of this replica, if FSDP2 has sharded the module. `layers` are synchronized one by one
+        (default: the elements of the longest ModuleList or Sequential). Choices that follow the learning rate need
+        `lr`. The wait-avoiding schedule needs `store`. Raises RecipeError for choices that cannot be combined, that
+        such a loop cannot support, or that lack an argument.
         """
         self.sync = _section(method, choices)
         parameters = list(model.parameters())
@@ -121,14 +122,13 @@ class LocalUpdates:
         ]
 
     def finish(self) -> None:
-        """Synchronize what the last, possibly shorter, round left, and leave the optimizer alone from now on. Afterwards all
-        replicas are equal."""
+        """Complete a last, shorter round and remove the optimizer's hooks. Afterwards all replicas are equal."""
         with torch.no_grad():
             self._method.finish()
         self.close()
 
     def close(self) -> None:
-        """Stop background work, without a synchronization. Also for use after a failure."""
+        """Remove the optimizer's hooks and stop background work without synchronizing. Also for use after a failure."""
         for handle in self._handles:
             handle.remove()
         self._method.close()
@@ -148,12 +148,12 @@ class LocalUpdates:
         return self._method.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: plain values, and tensors shaped like its shards. Waits for messages in flight."""
+        """Return this rank's state: plain values, and flat tensors by block. Waits for messages in flight."""
         tensors = {**self._method.shared_state(), **self._method.per_replica_state()}
         return {"step": self.step, "method": self._method.state_dict(), "tensors": tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned on this rank, between steps. The module and its optimizer restore their own."""
+        """Restore a `state_dict` of this rank between steps. The module's and the optimizer's states are not in it."""
         self.step = state["step"]
         self._method.load_state_dict(state["method"], state["tensors"])
 
@@ -216,7 +216,7 @@ def _check(
     lr: LRSchedule | None,
     store: dist.Store | None,
 ) -> None:
-    """Raise RecipeError for choices that need more than hooks around an optimizer's steps."""
+    """Raise RecipeError for choices that hooks around an optimizer's steps cannot support, or that lack an argument."""
     if sync.pull is not None or sync.period.is_timed:
         what = (
             "sync.pull decides before a step whether there is a gradient"
@@ -245,7 +245,7 @@ def _layers_of(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def _take(module: nn.Module, seen: set[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters of a module that are in no block yet. Shared ones are taken once."""
+    """Return a module's trainable parameters that are not in `seen`, and add them to it. Shared ones are taken once."""
     taken = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter not in seen]
     seen.update(taken)
     return taken

@@ -20,10 +20,10 @@ class StepPlan:
     lr: float
     """Inner learning rate."""
     phase: Literal["synchronous", "local"] = "local"
-    """True if this step averages gradients over replicas, False if each replica trains alone. The period decides it, and
-    `Method.begin_step` sets `average_gradients` of the engine by it."""
+    """Kind of step: a synchronous one averages gradients over replicas; in a local one, each replica trains alone. The
+    period decides, and `Method.begin_step` sets the engine's `average_gradients` accordingly."""
     computes_gradient: bool = True
-    """False if the method has already moved the parameters, which replaces the gradient step."""
+    """True if the step computes a gradient; False if the method has already moved the parameters instead."""
     takes_batch: bool = True
     """True if the step consumes a batch."""
 
@@ -65,8 +65,8 @@ class Method:
             self.schedule.end_step(step, self._lr, self.period.ends_round(step))
 
     def agreed_step(self, step: int) -> int | None:
-        """Return the step of the whole run after this replica's step `step`, or None if only this replica knows
-        where it is. All ranks get a number at the same moments, and the same number."""
+        """Return the global step after this replica's step `step`, or None if only this replica knows how far it is.
+        All ranks get a number at the same moments, and it is the same number."""
         return self.period.global_step(step)
 
     def finish(self) -> None:
@@ -87,8 +87,8 @@ class Method:
         return self.block_sync.report
 
     def fingerprint(self) -> int:
-        """Return the fingerprint of this rank's anchors (see `Anchors.fingerprint`), which should be equal on all
-        replicas; 0 without anchors."""
+        """Return the fingerprint of this rank's anchors and momenta (see `Anchors.fingerprint`), which should be equal
+        on all replicas; 0 without anchors."""
         anchors = self.block_sync.anchors
         return anchors.fingerprint() if anchors is not None else 0
 

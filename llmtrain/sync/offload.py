@@ -64,8 +64,8 @@ class StreamOffload:
 class StreamedCopy:
     """A copy made by a side stream, in memory allocated by that stream.
 
-    It has `release` instead of `record_stream`, so that the side stream can reuse the memory at once for its next
-    copy, which waits on the device. With `record_stream` it would find none free, because the host runs many blocks
+    `release` replaces `record_stream`: the side stream can reuse the memory at once for its next copy, because that
+    copy waits on the device. With `record_stream` no memory would be free yet, because the host runs many blocks
     ahead.
     """
 

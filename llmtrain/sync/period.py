@@ -35,7 +35,7 @@ class Period(ABC):
         """Return the position of this local step in its round, from 1; 0 in a synchronous phase."""
 
     def global_step(self, step: int) -> int | None:
-        """Return the step of the whole run after this replica's step `step`; None if not all ranks know it."""
+        """Return the global step after this replica's step `step`; None if not all ranks know it."""
         return step
 
     def state_dict(self) -> dict[str, Any]:
@@ -46,8 +46,8 @@ class Period(ABC):
         """Load what `state_dict` returned."""
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return each replica's state for a run that resumes with other replicas. `states` has one state per old
-        replica."""
+        """Return each replica's state for a run that resumes with a different number of replicas. `states` has one
+        state per old replica."""
         return require_equal(states)
 
 
@@ -88,15 +88,15 @@ class FixedPeriod(Period):
 
 class QsrPeriod(Period):
     """The quadratic synchronization rule (arXiv 2310.14423): rounds of max(base, floor((alpha / lr)^2)) local steps.
-    lr is that of the round's first step, or the peak while the learning rate warms up. The last round is cut so that
-    the run ends synchronized."""
+    lr is that of the round's first step, or the peak while the learning rate warms up. The last round is shortened
+    so that the run ends synchronized."""
 
     def __init__(self, base: int, alpha: float, warmup: int, rates: LRSchedule):
         self.warmup, self._ends = warmup, [warmup]
         while self._ends[-1] < rates.total_steps:
             lr = rates.at(max(self._ends[-1] + 1, rates.warmup_steps))
             longest = rates.total_steps - self._ends[-1]
-            # The margin keeps (2 x lr / lr)^2 from being 3.99...; a learning rate of 0 never synchronizes but at the end.
+            # The margin keeps (2 x lr / lr)^2 from being 3.99...; a rate of 0 synchronizes only at the run's end.
             length = max(base, math.floor((alpha / lr) ** 2 * (1 + 1e-12))) if lr > 0 else longest
             self._ends.append(self._ends[-1] + min(length, longest))
 

@@ -11,8 +11,8 @@ from llmtrain.sync.block_sync import BlockSync
 
 
 class Pull:
-    """Random pulls toward the anchor. A draw depends on replica and step: independent between replicas, equal on the
-    ranks of a replica."""
+    """Random pulls toward the anchor. A draw depends on the replica and the step. Draws are independent between
+    replicas and equal on the ranks of a replica."""
 
     def __init__(self, section: PullSection, block_sync: BlockSync, seed: int):
         self.section, self.block_sync, self.seed = section, block_sync, seed
@@ -23,7 +23,7 @@ class Pull:
         return random.Random(name).random() < self.section.probability
 
     def gradient_lr(self, lr: float) -> float:
-        """Return lr / (1 - p), the learning rate of a gradient step, so that the expected movement is that of lr."""
+        """Return lr / (1 - p), the learning rate of a gradient step. The expected movement is then that of lr."""
         return lr / (1 - self.section.probability)
 
     def pull_to_anchor(self, lr: float) -> None:

@@ -28,9 +28,9 @@ class SyncStats:
     late: int = resharded(0, by=mean_over_replicas)
     """Group averages that this replica was late for."""
     seconds: float = resharded(0.0, by=mean)
-    """Time between the start and the end of each round, summed, including forward passes in between."""
+    """Time from the start to the end of each synchronization, summed, including forward passes in between."""
     exposed_seconds: float = resharded(0.0, by=mean)
-    """Time that training stood still for synchronization: waiting, messages and arithmetic."""
+    """Time in which training stood still for synchronization: waiting, messages and arithmetic."""
     wait_seconds: float = resharded(0.0, by=mean)
     """Part of `exposed_seconds` spent waiting for the slowest replica to arrive."""
     weights_max: float = resharded(0.0, by=first)
@@ -38,13 +38,13 @@ class SyncStats:
     slowest_replica: int = resharded(0, by=first)
     """Replica that computed longest in the last round."""
     mean_squared: torch.Tensor | float = resharded(0.0, by=sum_over_shards)
-    """Last round: this rank's part of ||D||^2, where D is the reduced pseudo-gradient before clipping."""
+    """Last round (or fragment): this rank's part of ||D||^2, where D is the reduced pseudo-gradient before clipping."""
     spread_squared: torch.Tensor | float = resharded(0.0, by=sum_over_shards)
     """Last round: this rank's part of ||D_n - mean||^2, the squared distance of its replica from the mean."""
 
     @contextmanager
     def time_exposed(self) -> Iterator[None]:
-        """Count the enclosed code as time that training stands still for synchronization."""
+        """Count the enclosed code as time in which training stands still for synchronization."""
         started = time.monotonic()
         with span("exposed"):
             yield

@@ -21,7 +21,7 @@ class TimedPeriod(Period):
 
     A replica's first shard rank reads the clock for all its ranks. A replica whose time is up waits for the others,
     which are at most one step behind. Then all replicas exchange their step counts. The next exchange comes earlier
-    if, at this pace, the run's steps would be done before it.
+    if, at this pace, the run would complete its steps before it.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class TimedPeriod(Period):
         self.replica, self.shard, self.clock = replica, shard, clock
         self._round_started: float | None = None  # when this round began, on this rank's clock
         self._length = section.every
-        self._last_exchange_step = 0  # this replica's step at the last meeting
-        self._summed_steps = 0  # all replicas' steps then, and at the last synchronization
-        self._summed_steps_at_sync = 0
+        self._last_exchange_step = 0  # this replica's step at the last exchange
+        self._summed_steps = 0  # sum over replicas at the last exchange
+        self._summed_steps_at_sync = 0  # the same at the last synchronization
         self._last_length = 0
 
     def is_synchronous(self, step: int) -> bool:
@@ -71,8 +71,8 @@ class TimedPeriod(Period):
             setattr(self, f"_{name}", state[name])
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return each replica's state for a run that resumes with other replicas. Each starts at the old replicas'
-        mean step, rounded down. The sum of all replicas' steps since the last synchronization is kept."""
+        """Return each replica's state for a run that resumes with a different number of replicas. Each starts at the
+        old replicas' mean step, rounded down. The sum of all replicas' steps since the last synchronization is kept."""
         first = states[0]
         if first["elapsed"] is None:
             return require_equal(states)

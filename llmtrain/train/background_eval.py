@@ -27,18 +27,18 @@ from llmtrain.train.signals import StopRequest
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")
-"""Names and name prefixes of environment variables by which launchers mark a process as one rank of many. An
+"""Names and name prefixes of the environment variables with which launchers mark a process as one rank of many. An
 evaluation must not inherit them."""
 GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 LOOK_EVERY_SECONDS = 0.2
 
 Start = Callable[[Sequence[str], Mapping[str, str], Path], subprocess.Popen]
-"""(command, environment, log file) -> process. Raises OSError."""
+"""Function that starts a process: (command, environment, log file) -> process. Raises OSError."""
 
 
 def start_in_background(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen:
-    """Start a process of the lowest priority in a session of its own, so that Ctrl-C reaches only the run.
+    """Start a process at the lowest priority and in its own session, so that Ctrl-C reaches only the run.
     Raises OSError."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
@@ -55,11 +55,11 @@ def start_in_background(command: Sequence[str], environment: Mapping[str, str], 
 
 
 class BackgroundEval:
-    """Background evaluations of one run. Does nothing if `section` is None: without `eval.suite`, and on
-    every rank but the main rank.
+    """Background evaluations of one run. Does nothing if `section` is None, that is, without `eval.suite`
+    and on every rank except the main rank.
 
-    Use it as a context manager. On exit after the run's last checkpoint, it waits for the evaluation of that
-    checkpoint. On any earlier exit (a stop, an error), it ends the running evaluation.
+    Use it as a context manager. After the run's last checkpoint, the exit waits for the evaluation of that
+    checkpoint. Any other exit (a stop, an error) terminates the running evaluation.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class BackgroundEval:
         self._process: subprocess.Popen | None = None
         self._thread: threading.Thread | None = None
         self._is_over = False
-        """If set, no evaluation may start, and an evaluation that ends is not reported as a failure."""
+        """True once no evaluation may start. An evaluation that ends after that is not reported as a failure."""
 
     def after_checkpoint(self, step: int) -> None:
-        """Evaluate the checkpoint of `step`, which is complete on disk, if an evaluation is due. Returns at once."""
+        """Queue the checkpoint of `step`, which is complete on disk, if an evaluation is due. Returns immediately."""
         if not self._is_due(step):
             return
         with self._lock:
@@ -100,7 +100,7 @@ class BackgroundEval:
         self._say(step, f"waits for the evaluation of step {running}{instead}")
 
     def pinned_steps(self) -> set[int]:
-        """Return the steps of checkpoints that must not be deleted yet. Callable from any thread."""
+        """Return the steps of the checkpoints that must not be deleted yet. Thread-safe."""
         with self._lock:
             return {step for step in (self._running, self._waiting) if step is not None}
 
@@ -180,7 +180,7 @@ class BackgroundEval:
             self.console.print(f"all checkpoints: {shlex.join(self._command('--over-time'))}")
 
     def _end(self) -> None:
-        """End the running evaluation. Its finished parts stay in the evaluation cache."""
+        """Terminate the running evaluation. Its finished parts stay in the evaluation cache."""
         with self._lock:
             self._is_over = True
             step, process, thread = self._running, self._process, self._thread
@@ -203,7 +203,7 @@ class BackgroundEval:
         found = {key: value for key, value in os.environ.items() if key not in NAMES and not key.startswith(PREFIXES)}
         found["OMP_NUM_THREADS"] = str(self.section.threads)
         if self.section.device == "cpu":
-            found["CUDA_VISIBLE_DEVICES"] = ""  # libraries would take some of a GPU's memory nevertheless
+            found["CUDA_VISIBLE_DEVICES"] = ""  # otherwise libraries would still take some of a GPU's memory
         return found
 
     def _say(self, step: int, text: str) -> None:
@@ -216,7 +216,7 @@ class BackgroundEval:
 
 
 def last_log_line(log: Path) -> str:
-    """Return the line of a log that best explains a failure: the last `error:` line, otherwise the last line
+    """Return the line of a log that best explains a failure: the last `error:` line, or else the last line
     that is not a progress bar."""
     try:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]

@@ -5,7 +5,7 @@ complete.
     checkpoints/latest           name of the newest checkpoint, written last
 
 Per-replica tensors (weights, optimizer moments, rounding errors) are stored under `replica<r>.`. Shared tensors
-(anchor, outer momentum, means in flight) are stored once. Another mesh may load them; see `reshard`.
+(anchor, outer momentum, means in flight) are stored once. A checkpoint can be loaded on another mesh; see `reshard`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from llmtrain.train.run_dir import check_same_recipe
 
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
-"""Function applied to each tensor of the state before it is written: the identity, or a copy that training does
-not modify."""
+"""Function applied to each tensor of the state before it is written: the identity, or a copy to memory that training
+does not modify."""
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint's content other than tensors."""
+    """Content of a loaded checkpoint, without the tensors."""
 
     step: int
     progress: dict[str, Any]
-    """This rank's plain values, as stored by `Checkpointer.save` and adapted to this mesh."""
+    """This rank's plain values, as stored by `Checkpointer.save` and resharded to this mesh."""
     how: str
-    """Console text on how the state was adapted to this mesh; empty if it was not."""
+    """Console text that describes how the state was resharded; empty if it was not."""
 
 
 class Checkpointer:
@@ -69,15 +69,15 @@ class Checkpointer:
         self.directory, self.mesh, self.engine, self.method = directory, mesh, engine, method
         self.section, self.timeout_seconds, self.recipe, self.note = section, timeout_seconds, recipe, note
         self.seconds = 0.0
-        """Seconds that training has stood still for checkpoints."""
+        """Seconds for which training has stood still for checkpoints."""
         self.on_saved: list[Callable[[int], None]] = []
-        """Functions to call with the step of each checkpoint that has become complete."""
+        """Functions called with the step of each completed checkpoint."""
         self.pinned_by: list[Callable[[], Collection[int]]] = []
-        """Functions that return the steps of checkpoints which are still being read and must be kept."""
+        """Functions that return the steps of checkpoints that must be kept, because they are still being read."""
         self._writing: CheckpointWriter | None = None
 
     def save(self, step: int, progress: Callable[[], dict[str, Any]]) -> None:
-        """Start writing the state after `step`. All ranks call it at the same step. Returns when the state has been
+        """Start writing the state after `step`. All ranks call it at the same step. Returns once the state has been
         copied to memory that training does not modify, or, if `checkpoint.background` is off, when the checkpoint is
         complete. `progress` returns this rank's plain values. It is called after messages in flight have arrived, so
         that their bytes are counted.
@@ -91,7 +91,7 @@ class Checkpointer:
         keep = _stage_to_cpu if self.section.background else _no_copy
         tensors = self._of_engine(keep)
         for prefix, kind, flats in self._named_state(shared, own):
-            # What rests on the CPU passes the device a block at a time; kept there, all of it would be there at once.
+            # Blocks kept on the CPU pass through the device one at a time. Without staging, all would be on it at once.
             rest = any(flat is not None and flat.device != self.mesh.device for flat in flats)
             tensors |= self._of_method(prefix, kind, flats, _stage_to_cpu if rest else keep)
         tensors |= {f"rank{self.mesh.world.rank}.{name}": keep(state) for name, state in self._generators().items()}
@@ -114,7 +114,7 @@ class Checkpointer:
         self.seconds += time.monotonic() - started
 
     def poll(self) -> None:
-        """Report the last checkpoint, once, if it has become complete: through `note` and to the functions in `on_saved`."""
+        """Report the last checkpoint, once, when it is complete: through `note` and to the functions in `on_saved`."""
         writing = self._writing
         if writing is None or not writing.is_done or writing.error is not None:
             return
@@ -131,13 +131,13 @@ class Checkpointer:
     def load(self, path: Path, rules: Rules, seed: int) -> LoadedCheckpoint:
         """Restore the state in `path`, written on any mesh. A collective of all ranks.
 
-        `rules` say how the values stored by `save` are resharded. Ranks without a predecessor in the old mesh
-        derive their random numbers from `seed`. Raises CheckpointError, on every rank, if the checkpoint is damaged or can't be continued
-        on this mesh. Raises RecipeError if it belongs to another recipe.
+        `rules` determine how the values stored by `save` are resharded. Ranks without a predecessor in the old mesh
+        derive their random numbers from `seed`. Raises CheckpointError, on every rank, if the checkpoint is damaged
+        or can't be continued on this mesh. Raises RecipeError if it belongs to another recipe.
         """
         state = read_state(path)
         if self.recipe is not None and "recipe" in state:
-            # It may have been copied into the folder of a run of another name.
+            # The checkpoint may have been copied into the folder of a run with another name.
             check_same_recipe(Recipe.model_validate(state["recipe"]), self.recipe, str(path), ignored=["run.name"])
         here = (self.mesh.replicas, self.mesh.shard.size, self.mesh.replica.rank, self.mesh.shard.rank)
         change = MeshChange(*state["mesh"], *here, global_step=state["step"])
@@ -154,7 +154,7 @@ class Checkpointer:
         return LoadedCheckpoint(state["step"], progress, change.describe())
 
     def _read_engine(self, path: Path, change: MeshChange, generators: dict[str, torch.Tensor]) -> None:
-        """Load weights, optimizer moments and generator states. The tensors read into are freed on return,
+        """Load weights, optimizer moments and generator states. The buffers for reading are freed on return,
         because under ZeRO they are a second copy of the state."""
         tensors = self._of_engine(_no_copy)
         self._raise_on_all(lambda: self._read(path, change, tensors, generators))
@@ -212,8 +212,8 @@ class Checkpointer:
         return {f"replica{replica}.{name}": keep(tensor) for name, tensor in self.engine.state_dict().items()}
 
     def _of_method(self, prefix: str, kind: str, flats: BlockTensors, keep: Stage) -> dict[str, torch.Tensor]:
-        """Return one kind of the method's tensors. A block that rests on the CPU occupies the device only until
-        it is copied."""
+        """Return one kind of the method's tensors. A block kept on the CPU occupies the device only until it
+        is copied."""
         return {
             f"{prefix}{kind}.{name}": keep(tensor)
             for block, flat in zip(self.engine.blocks, flats, strict=False)

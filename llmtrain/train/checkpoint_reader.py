@@ -1,5 +1,5 @@
-"""Checkpoint reader: each rank reads its own part of every tensor, written on any mesh, without collectives. Metadata, which
-is pickled, may hold known classes only."""
+"""Checkpoint reader: each rank reads its part of every tensor, without collectives. Any mesh may have written the
+checkpoint. Its pickled metadata may contain only known classes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ CLASSES = {
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
 }
-"""Classes that metadata of tensors needs, besides torch's dtypes. `BytesStorageMetadata` is left out, because
-torch unpickles the bytes that it describes."""
+"""Classes that the metadata of tensors needs, in addition to torch's dtypes. `BytesStorageMetadata` is excluded,
+because torch unpickles the bytes that it describes."""
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
-    """Return a checkpoint's metadata. Raises UnpicklingError if it does not describe tensors in files of its
-    own folder. Damage raises pickle's own errors."""
+    """Return a checkpoint's metadata. Raises UnpicklingError unless it describes tensors in files of its own
+    folder. Damaged metadata raises pickle's own errors."""
     with (checkpoint / FILE).open("rb") as file:
         metadata = _Unpickler(file).load()
     if not isinstance(metadata, Metadata):
@@ -68,7 +68,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class CheckpointReader:
-    """A checkpoint's tensors by name. Each rank reads only the rows that it needs, without waiting for other
+    """Reader of a checkpoint's tensors by name. Each rank reads only the rows that it needs, without waiting for other
     ranks."""
 
     def __init__(self, path: Path):
@@ -76,7 +76,7 @@ class CheckpointReader:
         self.path = path
         try:
             self._reader = _Reader(path)
-        except Exception as error:  # pickle reports damage in many ways
+        except Exception as error:  # pickle raises many kinds of errors for damage
             raise self._damaged(error) from error
         self.names: Collection[str] = self._reader.read_metadata().state_dict_metadata.keys()
 
@@ -84,7 +84,7 @@ class CheckpointReader:
         """Fill each tensor with the stored tensor of the same name."""
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*single process", UserWarning)  # which is what is wanted
+                warnings.filterwarnings("ignore", ".*single process", UserWarning)  # which is intended
                 dcp.load(dict(into), storage_reader=self._reader, no_dist=True)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
@@ -94,7 +94,7 @@ class CheckpointReader:
         """Fill `into` with `factor` x the mean of the stored tensors, which are read one at a time. The sum is
         in float64 and rounded once, so that the mean of equal tensors equals them bit for bit.
 
-        Raises CheckpointError if a tensor holds a non-finite value, because the mean would pass it on to all
+        Raises CheckpointError if a tensor contains a non-finite value, because the mean would pass it on to all
         replicas.
         """
         target = _local(into)

@@ -1,4 +1,4 @@
-"""Checkpoint writer: in a background thread, write the files, their digests and state.json, then rename the
+"""Checkpoint writer: a background thread that writes the files, their digests and state.json, then renames the
 folder."""
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from llmtrain.parallel.comms import Comms
 from llmtrain.threads import with_current_device
 from llmtrain.train.integrity import STATE_FILE, digests, dump_state
 
-warnings.filterwarnings("ignore", ".*the intent is to save in a single process", UserWarning)  # which is what is wanted
+warnings.filterwarnings("ignore", ".*the intent is to save in a single process", UserWarning)  # which is intended
 
 
 class CheckpointWriter:
-    """Writer of one checkpoint. Every rank creates one, over `comms`, which nothing else uses until the writer
-    is done.
+    """Writer of one checkpoint. Every rank creates one, over `comms`, which nothing else may use until the
+    writer is done.
 
     `tensors` must not change until then. `state` is the content of state.json except for `files` and `ranks`;
     each rank contributes its `progress` to `ranks`. `on_complete` is called on the main rank.
@@ -45,13 +45,13 @@ class CheckpointWriter:
         self.final, self.temporary, self._tensors, self._comms = final, final.with_suffix(".tmp"), tensors, comms
         self._state, self._progress, self._on_complete = state, json.dumps(progress), on_complete
         self.seconds = 0.0
-        """Duration of the write, set when it is done."""
+        """Seconds that writing took, set when it is done."""
         self.error: str | None = None
-        # A daemon: a disk that hangs must not keep a run that has given up on it from ending.
+        # A daemon, because a hanging disk must not keep the process alive after the run has given up on it.
         self._thread = threading.Thread(target=with_current_device(self._run), name=f"writes {final.name}", daemon=True)
 
     def start(self, in_thread: bool) -> None:
-        """Start writing in the background, or write before returning if not `in_thread`."""
+        """Start writing in the background. If not `in_thread`, write before returning."""
         if in_thread:
             self._thread.start()
         else:
@@ -86,18 +86,18 @@ class CheckpointWriter:
         began = time.monotonic()
         try:
             where = {"process_group": self._comms.group, "no_dist": self._comms.size == 1}
-            # 0 copies ahead: what rests on the CPU already needs none, and torch would wait for the GPU's stream, and so for
-            # all that training has queued on it, once a tensor.
+            # No copies ahead: tensors on the CPU need none, and for each tensor torch would wait for the GPU's stream,
+            # and so for all work that training has queued on it.
             writer = dcp.FileSystemWriter(self.temporary, per_thread_copy_ahead=0)
             dcp.save(self._tensors, storage_writer=writer, **where)
-            self._tensors = {}  # memory for the next one
+            self._tensors = {}  # frees memory for the next checkpoint
             self._commit()
         except CheckpointException as error:  # a BaseException
             self.error = one_line(next(iter(error.failures.values()))[0])
         except Exception as error:
             self.error = one_line(error)
         if self.error is not None and self._comms.rank == 0:
-            shutil.rmtree(self.temporary, ignore_errors=True)  # so that a full disk has room again
+            shutil.rmtree(self.temporary, ignore_errors=True)  # frees space if the disk is full
         self.seconds = time.monotonic() - began
 
     def _commit(self) -> None:
@@ -114,8 +114,8 @@ class CheckpointWriter:
             raise OSError(problem)
 
     def _publish(self, of_ranks: list[tuple[str, dict | str]]) -> str | None:
-        """Write state.json and rename the folder. Return an error in one line, so that all ranks can raise it,
-        or None."""
+        """Write state.json and rename the folder. Return None, or an error in one line that all ranks can
+        raise."""
         if problem := next((found for _, found in of_ranks if isinstance(found, str)), None):
             return problem
         self._state["ranks"] = [json.loads(progress) for progress, _ in of_ranks]
@@ -145,13 +145,13 @@ def atomic_write(path: Path, text: str) -> None:
     temporary.rename(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the renames, too
+        os.fsync(folder)  # makes the renames durable, too
     finally:
         os.close(folder)
 
 
 def _catch_os_error(work: Callable[[], Any]) -> Any:
-    """Return the result of `work`, or an OSError as one line to send to other ranks."""
+    """Return the result of `work`, or its OSError in one line that can be sent to other ranks."""
     try:
         return work()
     except OSError as error:

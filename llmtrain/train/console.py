@@ -21,7 +21,7 @@ def format_si(number: float) -> str:
 
 
 class Console:
-    """Progress display of one run; silent if not `enabled`, as on every rank but the main rank."""
+    """Progress display of one run; silent if not `enabled`, as on every rank except the main rank."""
 
     def __init__(self, enabled: bool):
         self.out = RichConsole(file=sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True)
@@ -30,7 +30,7 @@ class Console:
         self._has_begun = False
 
     def start(self, step: int, total: int) -> None:
-        """Start the display for training that starts, or continues, after `step`."""
+        """Start the display of a run that starts or continues after `step`."""
         self._total, self._first, self._started = total, step, time.monotonic()
         if self._enabled and self.out.is_terminal:
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -39,7 +39,7 @@ class Console:
             self._bar.start()
 
     def advance(self, step: int) -> None:
-        """Show that `step` is done."""
+        """Move the progress bar to `step`. The first call prints the seconds since the command was started."""
         if not self._has_begun:
             self._has_begun = True
             self.print(f"first step {seconds_since_command():.1f} s after the command was started")

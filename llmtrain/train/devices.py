@@ -26,8 +26,8 @@ PEAK_BF16 = {
     "L4": 121e12,
     "A10": 125e12,
 }
-"""Peak FLOP/s by device name. The first entry that matches whole words of the name counts, so an A10G is not an
-A10. Sparse figures, twice as high, are not used."""
+"""Peak FLOP/s by device name. The first entry that matches whole words of the name applies, so an A10G is not an
+A10. The figures for sparse matrices, which are twice as high, are not used."""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -39,14 +39,14 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the total bytes of the GPU's memory, or of the machine's memory for a CPU."""
+    """Return the total memory in bytes: the GPU's, or the machine's for a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def memory_of_rank(world: World) -> float:
-    """Return the bytes that this rank may use: all of its GPU's memory, or its share of the machine's memory.
+    """Return the bytes of memory that this rank may use: all of its GPU's, or its share of the machine's.
     Raises RecipeError if there are fewer GPUs than ranks."""
     device = local_device(world)
     return memory_bytes(device) / (1 if device.type == "cuda" else world.local_size)

@@ -1,5 +1,5 @@
-"""Instruments around the training loop: garbage collection at fixed steps, torch.profiler, and what is written when a device
-runs out of memory."""
+"""Instrumentation of the training loop: garbage collection at fixed steps, torch.profiler, and the files written when a
+device runs out of memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from llmtrain.config import ProfileSection
 from llmtrain.errors import TrainingError
 
 AfterStep = Callable[[int], None]
-"""Function to call with the number of each step, after it."""
+"""Function called after each step with the number of the step."""
 
 
 @contextmanager
 def collect_garbage_every(steps: int | None) -> Iterator[AfterStep]:
-    """Replace Python's own garbage collections within this context by one in every step that is a multiple of `steps`.
-    None keeps Python's own.
+    """Replace Python's own garbage collection within this context with one after every step that is a multiple of
+    `steps`. None keeps Python's own.
 
-    Python collects after a number of allocations, which differs between ranks, and a rank that pauses makes all others wait.
+    Python collects after a number of allocations. Ranks reach it at different steps, and all ranks wait for each pause.
     """
     if steps is None or not gc.isenabled():
         yield lambda step: None
@@ -47,8 +47,8 @@ def profile_steps(
 ) -> Iterator[AfterStep]:
     """Record the steps of `section` with torch.profiler, and write them to `folder` as a Chrome trace of this rank.
 
-    The step before the first one warms the profiler up. Of a run that continues within these steps, the rest is recorded.
-    A trace that cannot be written is reported through `note`, and training goes on.
+    The step before the first one warms up the profiler. A run that resumes within these steps records the rest of them.
+    A trace that cannot be written is reported through `note`, and training continues.
     """
     if section is None or rank not in section.ranks:
         yield lambda step: None
@@ -82,8 +82,8 @@ def profile_steps(
 
 @contextmanager
 def explain_out_of_memory(rank: int, device: torch.device, folder: Path) -> Iterator[None]:
-    """Turn torch's error when a device is out of memory into a TrainingError of one line, and write what was allocated to
-    `folder`: a summary, and a snapshot for https://pytorch.org/memory_viz."""
+    """Convert torch's out-of-memory error into a one-line TrainingError. Write to `folder` what was allocated:
+    a summary, and a snapshot for https://pytorch.org/memory_viz."""
     try:
         yield
     except torch.OutOfMemoryError as error:

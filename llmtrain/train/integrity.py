@@ -1,5 +1,5 @@
-"""Checkpoint integrity: find the checkpoints on disk and verify their files by the names, sizes and digests in
-state.json. The digest is XXH3, which keeps up with disks."""
+"""Checkpoint integrity: finding the checkpoints on disk and verifying their files by the names, sizes and digests in
+state.json. The digest is XXH3, which is fast enough to keep up with disks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def dump_state(state: dict[str, Any]) -> str:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's state.json. Raises CheckpointError if it is damaged or of another format."""
+    """Return a checkpoint's state.json. Raises CheckpointError if it is damaged or has another format."""
     where = path / STATE_FILE
     try:
         state = json.loads(where.read_text())
@@ -99,12 +99,12 @@ def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
 
 
 def latest_valid(candidates: Sequence[Path], mesh: Mesh, note: Callable[[str], None]) -> Path | None:
-    """Return the newest valid checkpoint of `candidates` (oldest first; the main rank's list counts), or None
-    if the list is empty. A collective of all ranks, which share the reading. `note` receives a line for each
-    checkpoint passed over.
+    """Return the newest valid checkpoint of `candidates` (oldest first; only the main rank's list is used), or
+    None if the list is empty. A collective of all ranks, each of which reads its share of the files. `note` receives
+    a line for each checkpoint that is rejected.
 
     Raises CheckpointError, on every rank, if all candidates are damaged, because a run never starts from
-    scratch by itself.
+    scratch on its own.
     """
     paths = mesh.broadcast_from_main(lambda: [str(path) for path in candidates])
     problem = ""

@@ -1,5 +1,5 @@
-"""Destinations of log lines: metrics.jsonl always, TensorBoard and Weights & Biases if the recipe wants them. A new one
-subclasses `Logger`."""
+"""Destinations of log lines: metrics.jsonl always, TensorBoard and Weights & Biases if the recipe enables them. A new
+destination subclasses `Logger`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmtrain.train.run_dir import RunDirectory
 
 
 class Logger(ABC):
-    """Destination of log lines on the main rank. Its methods raise OSError if the disk refuses to write."""
+    """Destination of log lines on the main rank. Its methods raise OSError if writing fails."""
 
     @abstractmethod
     def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
@@ -29,11 +29,11 @@ class Logger(ABC):
 
 
 class JsonlLogger(Logger):
-    """metrics.jsonl, one JSON object per line; values that are not finite are null."""
+    """Logger to metrics.jsonl, one JSON object per line. Values that are not finite are written as null."""
 
     def __init__(self, path: Path, resumed_step: int):
         """Open the file and drop the lines after `resumed_step`, which will be logged again."""
-        # Without a checkpoint everything is done again, also the validation before the first step.
+        # Without a checkpoint, everything is run again, including the validation before the first step.
         kept = [line for line in read_lines(path) if line["step"] <= resumed_step] if resumed_step else []
         atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", buffering=1)
@@ -47,7 +47,7 @@ class JsonlLogger(Logger):
 
 
 class TensorBoardLogger(Logger):
-    """TensorBoard event files."""
+    """Logger to TensorBoard event files."""
 
     def __init__(self, folder: Path, resumed_step: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -63,7 +63,7 @@ class TensorBoardLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """A run on Weights & Biases, or with `mode: offline` a folder for `wandb sync`. A resumed run keeps its id."""
+    """Logger to Weights & Biases, or with `mode: offline` to a folder for `wandb sync`. A resumed run keeps its id."""
 
     def __init__(self, recipe: Recipe, directory: RunDirectory, resumed_step: int):
         import wandb
@@ -98,7 +98,7 @@ class WandbLogger(Logger):
 
 
 def open_loggers(recipe: Recipe, directory: RunDirectory, resumed_step: int) -> Sequence[Logger]:
-    """Open the loggers of a run that continues after `resumed_step`; 0 for a new run. Raises OSError."""
+    """Open the loggers of a run that continues after `resumed_step` (0 for a new run). Raises OSError."""
     loggers: list[Logger] = [JsonlLogger(directory.metrics, resumed_step)]
     if recipe.log.tensorboard:
         loggers.append(TensorBoardLogger(directory.tensorboard, resumed_step))

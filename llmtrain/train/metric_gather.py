@@ -1,7 +1,7 @@
 """Numbers that every rank measures between two log lines, gathered without a barrier and reduced to tags.
 
-Each rank submits a row of numbers. The gather runs in the background and is read when it is complete, at the latest before the
-next log line. So a replica waits for another, in order to log, only when it is a complete line ahead.
+Each rank submits a row of numbers. The gather runs in the background and is read once it is complete, at the latest
+before the next log line. To log, a replica therefore waits for another one only if it is a complete line ahead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SKIPS_IN_A_ROW = 10
 
 @dataclass
 class RankMetrics:
-    """One rank's numbers: sums since its last log line, or totals since the start of the run."""
+    """Numbers of one rank: sums since its last log line, or totals since the start of the run."""
 
     steps: float
     loss_sum: float
@@ -109,7 +109,7 @@ class AsyncMetricGather:
 
     def wait_all(self, only_if_done: bool = False) -> GatheredMetrics | None:
         """Return the line in flight, or None if there is none. Waits for the slowest rank's row; with
-        `only_if_done`, returns None instead."""
+        `only_if_done`, returns None instead of waiting."""
         if self._pending is None or (only_if_done and not self._pending[-1].is_done):
             return None
         *known, pending = self._pending
@@ -128,7 +128,7 @@ class MetricReducer:
     def tags(self, line: GatheredMetrics) -> dict[str, float]:
         """Return the tags of one line and count its loss spike, if any."""
         loss_sums, tokens = line.column("loss_sum"), line.column("predicted_tokens")
-        loss = float(loss_sums.sum() / tokens.sum())  # NaN, written as null, where nobody computed a gradient
+        loss = float(loss_sums.sum() / tokens.sum())  # NaN, written as null, if no rank computed a gradient
         seconds, steps = float(line.column("step_seconds").max()), line.column("steps")
         rate = float(tokens.sum()) / seconds if seconds > 0 else math.nan
         mean, spread = (
@@ -162,9 +162,9 @@ class MetricReducer:
         return tags
 
     def check(self, line: GatheredMetrics) -> None:
-        """Raise TrainingError, on every rank alike, if training is no longer meaningful: a loss or gradient
-        norm is not finite, a replica skips every step, or anchors differ."""
-        # Steps that optim.nonfinite leaves out are in neither sum.
+        """Raise TrainingError, on every rank, if training is no longer meaningful: a loss or gradient
+        norm is not finite, a replica has skipped its last `SKIPS_IN_A_ROW` steps, or anchors differ."""
+        # Neither sum includes the steps skipped by optim.nonfinite.
         for what, column in (("loss", "loss_sum"), ("norm of the gradient", "grad_norm")):
             values = line.column(column)
             if not values.isfinite().all():

@@ -55,7 +55,7 @@ METRICS_RULES: Rules = {
     "traffic": rules_of(Traffic),
     "other_traffic": rules_of(Traffic),
 }
-"""Rules of `Metrics.state_dict`."""
+"""Resharding rules for `Metrics.state_dict`."""
 
 
 class Metrics:
@@ -79,9 +79,9 @@ class Metrics:
         self.directory, self.stop, self.io_errors = directory, stop, io_errors
         self.interval = IntervalMetrics()
         self.train_seconds = 0.0
-        """Training time so far: steps, outstanding device work and waits for other ranks."""
+        """Training time so far in seconds: steps, outstanding device work and waits for other ranks."""
         self.tokens = 0
-        """Training tokens of all replicas at the last count over all ranks."""
+        """Training tokens of all replicas, as last counted over all ranks."""
         self.last_line: dict[str, float] = {}
         self.first_eval: Validation | None = None
         self.last_eval: Validation | None = None
@@ -117,7 +117,7 @@ class Metrics:
         self.train_seconds += time.monotonic() - started
 
     def time_data(self, read: Callable[[], T]) -> T:
-        """Return the result of `read`, and count its time as waiting for data."""
+        """Return the result of `read`, and count its duration as time spent waiting for data."""
         started = time.monotonic()
         with span("data"):
             batch = read()
@@ -132,8 +132,8 @@ class Metrics:
         grad_norm: torch.Tensor,
         skipped: bool,
     ) -> None:
-        """Count one gradient: its tokens on this rank, their summed loss and the replica's gradient norm. Of a gradient that
-        was skipped, only the tokens count."""
+        """Count one gradient: its tokens on this rank, their summed loss and the replica's gradient norm. Of a skipped
+        gradient, only the tokens count."""
         tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches)
         state.count_gradient(tokens, skipped)
         if skipped:
@@ -144,7 +144,7 @@ class Metrics:
         self.interval.predicted_tokens += tokens
 
     def count_step(self, state: TrainState) -> None:
-        """Count a step and move the progress bar."""
+        """Count a step and advance the progress bar."""
         self.interval.steps += 1
         self.console.advance(state.global_step)
 
@@ -194,8 +194,8 @@ class Metrics:
         self.interval = IntervalMetrics()
 
     def wait(self) -> None:
-        """Wait for the pending log line and act on it. All ranks do so at the same step, on the same numbers, so no replica is
-        ever more than two lines ahead of another.
+        """Wait for the pending log line and act on it. All ranks do so at the same step and with the same numbers, so
+        no replica is ever more than two lines ahead of another.
 
         Raises TrainingError, on every rank, for numbers that are not finite, anchors that differ and failed writes.
         """
@@ -206,17 +206,17 @@ class Metrics:
             self.reducer.check(line)
             self.stop_agreed |= line.stop_requested
             if line.checkpoint_failed:
-                self.checkpointer.wait()  # raises, on all ranks, if a checkpoint is what failed
+                self.checkpointer.wait()  # raises, on all ranks, if the checkpoint failed
                 self.io_errors.check()
 
     def poll(self) -> None:
-        """Display the pending log line as soon as it is ready. Decisions are made in `wait`."""
+        """Report the pending log line or checkpoint as soon as it is ready. Decisions are made in `wait`."""
         self.checkpointer.poll()
         if self.mesh.is_main and self._displayed is None:
             self._displayed = self._display(self._gather.wait_all(only_if_done=True))
 
     def log_validation(self, state: TrainState, found: Sequence[tuple[ValidationSet, Validation]]) -> None:
-        """Log the results of one validation. A collective of all ranks, because it counts the tokens of all replicas."""
+        """Log the results of a validation. A collective of all ranks, because it counts the tokens of all replicas."""
         self.count_tokens(state)
         self.last_eval = found[0][1]
         self.first_eval = self.first_eval or self.last_eval
@@ -228,8 +228,8 @@ class Metrics:
         self._log(state.global_step, self.tokens, self.train_seconds, tags)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the last checkpoint is complete; a run writes one at a time. Raises TrainingError, on every rank, if it or
-        the metrics could not be written."""
+        """Wait until the last checkpoint is complete; a run writes one at a time. Raises TrainingError, on every rank,
+        if the checkpoint or the metrics could not be written."""
         self.checkpointer.wait()
         self.checkpointer.poll()
         self.io_errors.check()
@@ -269,11 +269,11 @@ class Metrics:
 
     @property
     def exposed_seconds(self) -> float:
-        """Return the seconds that training stood still for traffic between replicas: synchronizations and averaged gradients."""
+        """Return the exposed seconds, in which training stood still for synchronizations or averaged gradients."""
         return self.method.report().exposed_seconds + self.engine.gradient_wait_seconds
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint stores, by the names of `METRICS_RULES`."""
+        """Return the values that a checkpoint stores, by their names in `METRICS_RULES`."""
         interval = {"loss": float(self.interval.loss), "grad_norm": float(self.interval.grad_norm)}
         return {
             "interval": {**vars(self.interval), **interval},
@@ -287,8 +287,8 @@ class Metrics:
         }
 
     def load_state_dict(self, state: dict[str, Any], train: TrainState) -> None:
-        """Restore what `state_dict` returned. Other entries of `state` are ignored. A collective of all ranks."""
-        self.count_tokens(train)  # before traffic is restored, of which this is no part
+        """Restore the values of `state_dict`. Other entries of `state` are ignored. A collective of all ranks."""
+        self.count_tokens(train)  # before traffic is restored, so that this message is not counted
         self.interval = IntervalMetrics(**state["interval"])
         self.train_seconds, self.last_line = state["train_seconds"], state["last_line"]
         self.engine.gradient_wait_seconds = state["gradient_wait_seconds"]

@@ -42,7 +42,7 @@ LOCAL = (None, "file", "local")
 
 
 class RemoteRun:
-    """A run's mirror at a URL: empty, or holding earlier copies."""
+    """Mirror of a run at a URL, either empty or with earlier copies."""
 
     def __init__(self, url: str):
         """Open the file system. Raises ImportError if the protocol's package is not installed, ValueError if
@@ -55,7 +55,7 @@ class RemoteRun:
         self._files, self._root = url_to_fs(url, **options)
 
     def check_owner(self, recipe: Recipe) -> None:
-        """Write the recipe to the mirror. Raises RecipeError if the mirror holds another recipe."""
+        """Write the recipe to the mirror. Raises RecipeError if the mirror contains another recipe."""
         there = f"{self._root}/recipe.yaml"
         with tempfile.TemporaryDirectory() as folder:
             here = Path(folder) / "recipe.yaml"
@@ -84,7 +84,7 @@ class RemoteRun:
         return files
 
     def download_metrics(self, here: Path) -> None:
-        """Replace the metrics file `here` by the mirror's copy, if it exists."""
+        """Replace the metrics file `here` with the mirror's copy, if one exists."""
         there, half_copied = f"{self._root}/metrics.jsonl", here.with_suffix(".tmp")
         if self._files.exists(there):
             self._files.get_file(there, str(half_copied))
@@ -141,7 +141,7 @@ class Mirror:
     calls. The main rank does the work."""
 
     def __init__(self, recipe: Recipe, directory: RunDirectory, note: Callable[[str], None], is_main: bool):
-        """Report every copy and every fetch, with any failure, through `note`."""
+        """Report copies, fetches and their failures through `note`."""
         base = recipe.checkpoint.mirror
         self.url = None if base is None else f"{base.rstrip('/')}/{recipe.run.name}"
         self.recipe, self.directory, self.note, self.is_main = recipe, directory, note, is_main
@@ -161,8 +161,8 @@ class Mirror:
     # ---- at the start, on all ranks
 
     def open(self, mesh: Mesh) -> None:
-        """Write the recipe to the mirror. Raises RecipeError, on every rank, if that fails or the mirror holds
-        another recipe."""
+        """Write the recipe to the mirror. Raises RecipeError, on every rank, if that fails or the mirror
+        contains another recipe."""
         if self.url is not None:
             self._on_main(mesh, self._open)
 
@@ -197,14 +197,14 @@ class Mirror:
         return None
 
     def upload_if_newer(self, checkpoint: Path | None) -> None:
-        """Copy the checkpoint that the run continues from, if it is newer than all in the mirror."""
+        """Copy the checkpoint that the run continues from, if it is newer than every checkpoint in the mirror."""
         if checkpoint is not None and (self.newest is None or step_of(checkpoint) > self.newest):
             self.upload_async(step_of(checkpoint))
 
-    # ---- beside training
+    # ---- during training
 
     def upload_async(self, step: int) -> None:
-        """Copy the checkpoint of `step`, which is complete on disk, after the copy in flight. Returns at once."""
+        """Queue the checkpoint of `step`, which is complete on disk, behind the copy in flight. Returns immediately."""
         if self.url is None or not self.is_main:
             return
         with self._lock:
@@ -219,7 +219,7 @@ class Mirror:
             self.note(f"step {left_out} is not copied to {self.url}: step {running} still is, and step {step} is next")
 
     def pinned_steps(self) -> set[int]:
-        """Return the steps of checkpoints that must not be deleted from disk yet. Callable from any thread."""
+        """Return the steps of the checkpoints that must not be deleted from disk yet. Thread-safe."""
         with self._lock:
             return {step for step in (self._running, self._waiting) if step is not None}
 
@@ -245,7 +245,7 @@ class Mirror:
                 self.newest = step
                 self.note(f"copied to {self._remote.url_of(step)} (in {time.monotonic() - began:.1f} s)")
                 self._remote.retain(step, self.recipe.checkpoint)
-            except Exception as error:  # every file system has its own
+            except Exception as error:  # every file system has its own exceptions
                 self._problem = f"step {step} could not be copied to {self.url}: {one_line(error)}"
                 self.note(f"{self._problem}; training goes on, and the next checkpoint is tried again")
             with self._lock:
@@ -267,15 +267,15 @@ class Mirror:
     # ---- on the main rank
 
     def _on_main(self, mesh: Mesh, work: Callable[[], Any]) -> Any:
-        """Return the result of the main rank's `work` on every rank, however long bytes keep arriving. File
-        system errors become a RecipeError on every rank."""
+        """Return the result of the main rank's `work` on every rank, however long it takes, as long as
+        bytes keep arriving. File system errors become a RecipeError on every rank."""
 
         def attempt() -> Any:
             try:
                 return work()
             except UserError:
                 raise
-            except Exception as error:  # every file system has its own
+            except Exception as error:  # every file system has its own exceptions
                 raise RecipeError(
                     f"checkpoint.mirror: {self.url}: {one_line(error)}; expected a folder or URL to read and write with fsspec"
                 ) from error
@@ -294,7 +294,7 @@ class Mirror:
     def _keep(self, step: int) -> None:
         final = self.directory.checkpoints / folder_name(step)
         self._remote.download_metrics(self.directory.metrics)
-        shutil.rmtree(final, ignore_errors=True)  # a damaged one
+        shutil.rmtree(final, ignore_errors=True)  # a damaged checkpoint
         self._temporary.rename(final)
         atomic_write(final.parent / "latest", final.name + "\n")
 

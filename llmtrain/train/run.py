@@ -96,7 +96,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
         except (RuntimeError, DataError) as error:
             trainer.method.close()
             if mesh.is_main:
-                with suppress(OSError):  # the disk may be what ended the run
+                with suppress(OSError):  # the disk may have ended the run
                     directory.write_summary(_summary(trainer, mirror, "error"))
             if isinstance(error, TrainingError | DataError) or not is_lost_peer(error):
                 raise
@@ -152,7 +152,7 @@ def _make_ready(directory: RunDirectory, prepared: TokenDataset) -> None:
 
 
 def _newest_anywhere(directory: RunDirectory, mirror: Mirror, mesh: Mesh, console: Console) -> Path | None:
-    """Return the newest valid checkpoint, fetched if it is in the mirror, or None if there is none. A
+    """Return the newest valid checkpoint, fetched if it is in the mirror, or None if none exists. A
     collective of all ranks."""
     here, problem = None, None
     try:
@@ -292,7 +292,7 @@ def _print_report(directory: RunDirectory, mesh: Mesh, prepared: TokenDataset, t
     if recipe.eval.sample_prompt is not None:
         text = write_sample(recipe, trainer.engine, mesh, model_config(recipe.model, prepared.vocab_size), prepared)
         if mesh.is_main:
-            with suppress(OSError):  # it is shown anyway
+            with suppress(OSError):  # the text is printed anyway
                 directory.samples.write_text(text + "\n")
             console.print(f"\nThe model writes ({directory.samples}):\n\n{text}\n")
     if mesh.is_main:

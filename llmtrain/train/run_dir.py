@@ -42,8 +42,8 @@ RESUMABLE_KEYS = (
     "parallel.zero_offload",
     "parallel.deepspeed",
 )
-"""Keys that may differ when a run is continued. They change nothing about the training itself beyond the order
-of additions, except for the number of replicas, which has its own rules (`reshard`)."""
+"""Keys that may differ when a run is continued. They change nothing in training but the order of additions, except
+for the number of replicas, which has its own rules (`reshard`)."""
 
 
 class RunDirectory:
@@ -90,7 +90,7 @@ class RunDirectory:
 
     @property
     def out_of_memory(self) -> Path:
-        """Return the folder of what was allocated when a device ran out of memory."""
+        """Return the folder for the memory summaries and snapshots of devices that ran out of memory."""
         return self.path / "out_of_memory"
 
     def completed_message(self) -> str:
@@ -114,14 +114,14 @@ class RunDirectory:
         only. Raises RecipeError if the directory can't be written or another process trains in it."""
         with self._os_errors_as_recipe_errors():
             self._lock = self._lock or lock_folder(self.path, "choose another run.name")
-        for half_written in self.checkpoints.glob("*.tmp"):  # first of all: they may be what fills the disk
+        for half_written in self.checkpoints.glob("*.tmp"):  # first, because they may be filling the disk
             shutil.rmtree(half_written, ignore_errors=True)
         with self._os_errors_as_recipe_errors():
             atomic_write(self.path / "recipe.yaml", resolved_yaml(self.recipe))
             (self.path / "summary.json").unlink(missing_ok=True)
 
     def copy_tokenizer(self, folder: Path) -> None:
-        """Copy the tokenizer in `folder` once, so that the run can be exported without its data. Main rank
+        """Copy the tokenizer from `folder`, unless a copy exists, so that export does not need the data. Main rank
         only. Raises RecipeError if the copy can't be written."""
         if self.tokenizer.exists():
             return
@@ -136,7 +136,7 @@ class RunDirectory:
         try:
             yield
         except OSError as error:
-            # copytree gathers (from, to, why)
+            # copytree collects (source, target, reason)
             reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
             raise RecipeError(
                 f"run.out_dir: {self.path} can't be written ({reason}); make room, or choose another folder"

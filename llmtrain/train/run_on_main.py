@@ -11,14 +11,14 @@ from llmtrain.errors import UserError
 from llmtrain.parallel.mesh import Mesh
 
 LOOK_SECONDS = 2.0
-"""Interval in seconds at which the main rank tells the others that it is still working."""
+"""Seconds between the messages in which the main rank reports that it is still working."""
 
 
 def run_on_main(
     mesh: Mesh, what: str, work: Callable[[], Any], timeout_seconds: float, progress: Callable[[], int] = lambda: 0
 ) -> Any:
-    """Return the result of the main rank's `work()` on every rank. A UserError in `work` is raised on every
-    rank. So is a UserError that names `what`, once `progress()` has not changed for `timeout_seconds`."""
+    """Run `work` on the main rank and return its result on every rank. Raises, on every rank, a UserError of `work`, or
+    one that names `what` once `progress()` has not changed for `timeout_seconds`."""
     task = _MainRankTask(what, work, timeout_seconds, progress) if mesh.is_main else None
     while (answer := mesh.broadcast_from_main(lambda: task.look())) is None:
         pass
@@ -31,7 +31,7 @@ class _MainRankTask:
         self._answer: tuple[Any] | None = None
         self._error: BaseException | None = None
         self._so_far, self._moved = progress(), time.monotonic()
-        # A daemon: what hangs must not keep a run that has given up on it from ending.
+        # A daemon, because hanging work must not keep the process alive after the run has given up on it.
         self._thread = threading.Thread(target=self._run, name=what, daemon=True)
         self._thread.start()
 

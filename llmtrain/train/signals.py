@@ -1,4 +1,4 @@
-"""Stop requests from the operating system. A handler only sets a flag; the trainer agrees on it with all ranks.
+"""Stop requests from the operating system. The handler only sets a flag, which `Metrics.log` shares with all ranks.
 
 A different signal is not a second request, because Slurm sends SIGUSR1 ahead of SIGTERM, and the checkpoint
 that the first signal started should be completed.
@@ -18,12 +18,12 @@ from llmtrain.errors import FAILED
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 2.0
-"""Interval within which equal signals are one request, because a terminal and the launcher both pass on one
-Ctrl-C."""
+"""Interval within which equal signals count as one request, because the terminal and the launcher both forward a
+single Ctrl-C."""
 
 
 class StopRequest:
-    """Stop flag of this process. The same signal again, later, ends the process at once."""
+    """Stop flag of this process. The same signal after `SAME_REQUEST_SECONDS` ends the process at once."""
 
     def __init__(self) -> None:
         self.requested = False

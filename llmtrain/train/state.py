@@ -15,11 +15,11 @@ class TrainState:
     total_steps: int
     """Steps of the run."""
     step: int = resharded(0, by=own_step)
-    """Steps of this replica. A fast replica of A-EDiT does more than `total_steps`."""
+    """Steps of this replica. With A-EDiT, a fast replica runs more than `total_steps`."""
     global_step: int = 0
     """Step of the run that all ranks agree on. Equal to `step`, except in rounds of seconds."""
     previous_global_step: int = 0
-    """Global step at the agreement before."""
+    """Global step at the previous agreement."""
     gradients: float = resharded(0, by=mean)
     """Steps of this replica that computed a gradient."""
     skipped: float = resharded(0, by=mean_over_replicas)
@@ -43,8 +43,8 @@ class TrainState:
         return self.previous_global_step == 0
 
     def advance(self, global_step: int | None) -> bool:
-        """Record the global step after a step of this replica. Return whether all ranks agree on it now: only then may they
-        issue other collectives. None means that they do not."""
+        """Record the global step after a step of this replica; None if the ranks do not agree on it. Return whether
+        they do: only then may they issue other collectives."""
         if global_step is None:
             return False
         self.previous_global_step, self.global_step = self.global_step, global_step
@@ -65,7 +65,7 @@ class TrainState:
             self.gradients += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stored fields."""
+        """Return the fields that checkpoints store."""
         return {name: getattr(self, name) for name in rules_of(type(self))}
 
     def load_state_dict(self, state: dict[str, Any], global_step: int) -> None:

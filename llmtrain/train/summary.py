@@ -1,4 +1,4 @@
-"""Output of a finished run: a plot of the losses, a text sample from the model, and a report in three lines."""
+"""Output of a finished run: a plot of the losses, a text sample from the model, and a three-line report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def draw_losses(metrics: Path, target: Path, title: str) -> None:
 
 
 def write_sample(recipe: Recipe, engine: Engine, mesh: Mesh, model_config: Any, prepared: TokenDataset) -> str | None:
-    """Let the model continue `eval.sample_prompt`. Returns the text on the main rank, None elsewhere. A
+    """Generate a continuation of `eval.sample_prompt`. Returns the text on the main rank, None elsewhere. A
     collective of each shard group."""
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""The training loop. Start with `Trainer.fit`, then `Trainer.train_step`."""
+"""The training loop. Read `Trainer.fit` first, then `Trainer.train_step`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmtrain.train.validation import Validator
 
 
 class Trainer:
-    """One run on one rank. The engine runs its replica, the method synchronizes replicas; all ranks make the same calls."""
+    """One run on one rank. Its engine runs a replica, a method synchronizes replicas. All ranks make the same calls."""
 
     def __init__(
         self,
@@ -34,10 +34,10 @@ class Trainer:
         self.recipe, self.engine, self.method, self.loader = recipe, engine, method, loader
         self.metrics, self.validator, self.checkpointer = metrics, validator, checkpointer
         self.lr, self.state = LRSchedule.of(recipe), TrainState(recipe.train.total_steps)
-        self.after_step: list[Callable[[int], None]] = []  # called with the number of each step, after it
+        self.after_step: list[Callable[[int], None]] = []  # called after each step with its number
 
     def fit(self, resume_from: Path | None = None) -> str:
-        """Train to the end and return "done", or until a stop is requested and return "signal". Both end with a checkpoint."""
+        """Train to the end ("done") or to a requested stop ("signal"), save a checkpoint, and return which it was."""
         state, recipe = self.state, self.recipe
         if resume_from is not None:
             self.load(resume_from)
@@ -63,7 +63,7 @@ class Trainer:
         return "done" if state.is_done else "signal"
 
     def train_step(self) -> None:
-        """Do one step of this replica: data, gradient, inner update, and the synchronization that is due."""
+        """Run one step of this replica: data, gradient, inner update and, if due, synchronization."""
         state, metrics = self.state, self.metrics
         state.step += 1
         with metrics.training_time(), step_span(state.step):
@@ -88,7 +88,7 @@ class Trainer:
             self.metrics.log_validation(self.state, self.validator.run(self.method.is_synchronized))
 
     def finish(self) -> None:
-        """Synchronize what the last, possibly shorter, round left; afterwards all replicas are equal."""
+        """Synchronize the last, possibly shorter, round, then log and validate. Afterwards all replicas are equal."""
         if self.metrics.has_unlogged_steps:  # else the run was resumed at its end
             with self.metrics.training_time():
                 self.method.finish()
@@ -96,7 +96,7 @@ class Trainer:
         self.validate()
 
     def save(self) -> None:
-        """Start writing a checkpoint. Waits for the pending log line first: a state known to be bad is never kept."""
+        """Start writing a checkpoint. Waits for the pending log line first, so no state known to be bad is kept."""
         if self.state.global_step != self.state.last_saved:
             self.metrics.wait()
             self.metrics.wait_for_checkpoint()

@@ -1,4 +1,4 @@
-"""Validation loss of the replicas' mean, on a fixed token set. Measuring never changes the run."""
+"""Validation loss of the replicas' mean, on a fixed token set. Validation never changes the run."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Validation:
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """A text that a run is validated on. The run's own text has an empty name."""
+    """Text on which a run is validated. The run's own text has an empty name."""
 
     name: str
     batches: Callable[[], Batches]
-    """Function that returns this rank's part, from the start each time."""
+    """Function that returns this rank's part, starting over at each call."""
     bytes_per_token: float
     """UTF-8 bytes of the text divided by its tokens."""
 
@@ -51,9 +51,9 @@ class ValidationSet:
 
 @contextmanager
 def mean_of_replicas(engine: Engine, mesh: Mesh) -> Iterator[None]:
-    """Let the engine compute with the mean of all replicas' parameters. On exit, this replica's own parameters
+    """Set the engine's parameters to the mean over replicas within this context. On exit, this replica's own parameters
     are restored bit for bit."""
-    # A Comms of its own: what measuring sends is not the method's traffic; it counts with metrics and the like.
+    # A separate Comms, because validation is not the method's traffic. Its bytes count with those of metrics.
     replica = Comms(mesh.replica.group, mesh.device, "replica")
     own = [flatten(block).cpu() for block in engine.blocks]
     for block in engine.blocks:
@@ -89,8 +89,8 @@ class Validator:
         self.engine, self.mesh, self.sets = engine, mesh, sets
 
     def run(self, is_synchronized: bool) -> list[tuple[ValidationSet, Validation]]:
-        """Return the loss on each text. A collective of all ranks. Parameters are averaged first unless the replicas are
-        equal anyway (`is_synchronized`)."""
+        """Return the loss on each text. A collective of all ranks. Averages the parameters first, unless the replicas
+        are equal anyway (`is_synchronized`)."""
         are_equal = is_synchronized or self.mesh.replicas == 1
         with nullcontext() if are_equal else mean_of_replicas(self.engine, self.mesh):
             return [(text, validate(self.engine, self.mesh, text.batches)) for text in self.sets]

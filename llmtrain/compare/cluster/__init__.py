@@ -7,8 +7,8 @@
         ...
         print(hosts[0].sent(), "bytes have left host0")
 
-Hosts are network namespaces, each joined by a veth pair to a bridge. This needs root and iproute2; `why_no_cluster` reports
-what is missing. `loopback_cluster` gives hosts with the same API on 127.0.0.1, without root and without limits.
+Hosts are network namespaces, each joined by a veth pair to a bridge. This needs root and iproute2; `why_no_cluster`
+reports what is missing. `loopback_cluster` gives hosts with the same API on 127.0.0.1, without root and without limits.
 
 At the end of the `with` block the cluster and all processes in it are removed. The next process that creates a
 cluster removes what a killed process left behind (`remove_leftovers`).

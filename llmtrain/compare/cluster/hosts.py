@@ -1,4 +1,4 @@
-"""Clusters of hosts, from their creation to their removal, also by another process than the one that created them.
+"""Clusters of hosts: their creation, and their removal, also by a process other than the creator.
 
 On network N the card of virtual host K is ethN, with address 10.77.N.(K+1), and its cable's other end is a port of the
 bridge netN. The bridges have a namespace of their own (`CLUSTER-switch`), so the machine's network is not touched.
@@ -48,7 +48,7 @@ example, starts slowly and pauses now and then. Only reno is in every kernel and
 
 @dataclass(frozen=True)
 class Host(ABC):
-    """A host of a cluster."""
+    """Host of a cluster: starts and signals its processes, and counts the bytes on its network cards."""
 
     name: str
     """`host0`, `host1`, ..."""
@@ -74,24 +74,24 @@ class Host(ABC):
         return process
 
     def pids(self) -> list[int]:
-        """Return all processes on this host: those started by `popen`, and all of their descendants."""
+        """Return the pids of all processes on this host: those started by `popen`, and all of their descendants."""
         started = {process.pid for process in self._started if process.poll() is None}
         return sorted(started | set(self._found()))
 
     def pause(self) -> None:
-        """Send SIGSTOP to all processes here and wait until they stop. Raises TimeoutError if one does not."""
+        """Send SIGSTOP to all processes on this host and wait until they stop. Raises TimeoutError if one does not."""
         signal_all(signal.SIGSTOP, self.pids, self.name)
 
     def resume(self) -> None:
-        """Send SIGCONT to all processes here."""
+        """Send SIGCONT to all processes on this host."""
         for pid in self.pids():
             send(pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Send SIGKILL to all processes here and wait until they have ended. Raises TimeoutError if one does not."""
+        """Send SIGKILL to all processes on this host and wait until they end. Raises TimeoutError if one does not."""
         signal_all(signal.SIGKILL, self.pids, self.name)
         for process in self._started:
-            process.poll()  # one that ended after the last look is a zombie, whose Popen has no exit status yet
+            process.poll()  # a process that ended after the last poll is a zombie, and its Popen has no exit status yet
 
     def sent(self, network: int = 0) -> int | None:
         """Return the bytes sent so far by the card on `network`, or None if hosts share one."""
@@ -115,13 +115,13 @@ class Host(ABC):
 
 @dataclass(frozen=True)
 class VirtualHost(Host):
-    """A network namespace, whose processes see only their own network cards and their own host name."""
+    """A network namespace whose processes see only their own network cards and their own host name."""
 
     namespace: str
     switch: str
     """Namespace of the bridges that it is connected to."""
     names: Path
-    """The host's /etc/hosts. Its own name resolves to loopback, as on many real machines, the other names to their addresses."""
+    """The host's /etc/hosts. Its own name resolves to loopback, as on many real machines; other names to addresses."""
     group: Path | None
     """File through which a process joins the host's control group; None if CPU time is not limited."""
 
@@ -135,13 +135,13 @@ class VirtualHost(Host):
 
     def _inside(self, command: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], Mapping[str, str]]:
         """Wrap `command` in prologues that each exec the next, so that Popen's process becomes the command itself."""
-        ip, unshare = (shutil.which(tool) or tool for tool in ("ip", "unshare"))  # whatever PATH the command gets
+        ip, unshare = (shutil.which(tool) or tool for tool in ("ip", "unshare"))  # `env` may have another PATH
         name = 'mount --bind "$0" /etc/hosts && echo "$1" > /proc/sys/kernel/hostname && shift && exec "$@"'
         enter = [ip, "netns", "exec", self.namespace, unshare, "--uts"]
         inside = [*enter, "sh", "-c", name, str(self.names), self.name, *command]
         if self.group is None:
             return inside, env
-        # First of all: `ip netns exec` hides the file behind a /sys of the namespace's own.
+        # Join the group first, because `ip netns exec` hides the file behind the namespace's own /sys.
         return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.group), *inside], env
 
     def _found(self) -> list[int]:
@@ -167,7 +167,7 @@ class LoopbackHost(Host):
 def virtual_cluster(limits: Sequence[HostLimits], networks: int = 1) -> Iterator[list[VirtualHost]]:
     """Create a host for each of `limits`, on `networks` networks; on exit, remove the hosts with their processes.
 
-    Raises ClusterError, in one line, if a host or its limits are not available. Nothing is left behind then either.
+    Raises ClusterError, in one line, if a host or its limits are not available. Nothing is left behind in that case.
     """
     if (why := why_no_cluster()) is not None:
         raise ClusterError(f"hosts can't be made here: {why}")
@@ -194,7 +194,7 @@ def loopback_cluster(count: int) -> Iterator[list[LoopbackHost]]:
 
 
 def why_no_cluster() -> str | None:
-    """Return the reason in a few words why virtual hosts can't be created here, or None if they can."""
+    """Return a short reason why virtual hosts can't be created here, or None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -215,9 +215,9 @@ def why_no_cluster() -> str | None:
 
 
 def remove_leftovers() -> None:
-    """Remove the clusters of processes that died, and kill the processes that still run in them.
+    """Remove the clusters whose creators died, and kill the processes that still run in them.
 
-    Clusters of living processes are not touched. Without root, only this user's loopback clusters are removed.
+    Clusters whose creators live are not touched. Without root, only this user's loopback clusters are removed.
     """
     names = list(marks().values())
     if os.geteuid() == 0:
@@ -229,7 +229,7 @@ def remove_leftovers() -> None:
 
 
 def remove_cluster(cluster: str) -> None:
-    """Remove a cluster and its processes. Raises TimeoutError, OSError or CommandError if something can't be removed."""
+    """Remove a cluster and its processes. Raises TimeoutError, OSError or CommandError if that fails."""
     signal_all(signal.SIGKILL, lambda: [pid for pid, mark in marks().items() if cluster_of(mark) == cluster], cluster)
     if os.geteuid() != 0:
         return
@@ -240,7 +240,7 @@ def remove_cluster(cluster: str) -> None:
         try:
             run("ip", "netns", "delete", file.name)
         except CommandError:
-            if file.exists():  # else another process that starts now has done it
+            if file.exists():  # otherwise another process that is starting has deleted it
                 raise
     if (found := controller()) is not None:
         found.remove(cluster)
@@ -249,7 +249,7 @@ def remove_cluster(cluster: str) -> None:
 
 @contextmanager
 def _new_cluster() -> Iterator[tuple[str, list[Host]]]:
-    """Yield a name and a list of hosts, which are killed and removed on exit."""
+    """Yield a name and an empty list. On exit, kill and remove the hosts in it."""
     remove_leftovers()
     cluster, hosts = new_name(), []
     try:

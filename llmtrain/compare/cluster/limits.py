@@ -1,7 +1,7 @@
 """Limits of a host: bandwidth and latency by the kernel's traffic control, CPU time by control groups.
 
-Each end of a host's veth pair has a token bucket (tbf). The host's end shapes what it sends, the bridge's end what
-it receives. Control groups have version 1 (`cpu` has its own mount) or 2 (one tree for all controllers).
+Each end of a host's veth pair has a token bucket (tbf), the host's end for sent packets, the bridge's end for received
+ones. Control groups have version 1 (`cpu` has its own mount) or 2 (one tree for all controllers).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from llmtrain.compare.cluster.processes import CommandError, run, signal_all
 from llmtrain.errors import ClusterError
 
 BURST_SECONDS = 0.001
-"""Bucket size in seconds at full bandwidth. After a silence, that much of a message passes unshaped. A smaller
+"""Bucket size in seconds at full bandwidth. After a pause, that much of a message passes unshaped. A smaller
 bucket loses bandwidth whenever the kernel is late on a busy machine."""
 SMALLEST_BURST = 8_192
 QUEUE_SECONDS = 0.05
 """Packets that would wait longer than this are dropped, as by a switch with a full buffer."""
 SMALLEST_QUEUE = 262_144
-"""Room for a few large packets from several senders."""
+"""Bytes, for a few large packets from several senders."""
 LARGEST_PACKET = 65_536
 """Maximum bytes that TCP hands to a card with segmentation offload, which veth claims to have."""
 PACKETS_IN_BUCKET = 1.6
@@ -50,7 +50,7 @@ class HostLimits:
     bandwidth_mbit: float | None = None
     """Mbit/s of each network card in each direction, including headers (TCP carries 4.3 % less, as on real cards)."""
     latency_ms: float | None = None
-    """Milliseconds by which everything it sends is delayed. Needs netem in the kernel."""
+    """Milliseconds by which each sent packet is delayed. Needs netem in the kernel."""
     cpus: float | None = None
     """Cores' worth of CPU time for all its processes together; 0.5 is half a core."""
 
@@ -67,12 +67,12 @@ def burst_bytes(mbit: float) -> int:
 
 
 def largest_packet(limits: Sequence[HostLimits]) -> int:
-    """Return the maximum bytes that TCP may hand over at once on any card of a cluster.
+    """Return the maximum bytes that TCP may pass to a card at once, for all cards of a cluster.
 
-    They are limited to what fits well into the smallest bucket. A larger packet would be segmented before a bucket, which
-    takes scarce CPU time. Counters would then include the headers of each piece: 7 % with the acknowledgments. Unsegmented,
-    they include one header for many pieces, and messages can be compared with counters. The buckets charge for all headers
-    in either case.
+    A packet of that size fits well into the smallest bucket. A larger packet would be segmented before a bucket, which
+    takes scarce CPU time. Counters would then include the headers of each piece: 7 % with the acknowledgments. For an
+    unsegmented packet they include one header for many pieces, so messages can be compared with counters. The buckets
+    charge for all headers in either case.
     """
     bursts = [burst_bytes(own.bandwidth_mbit) for own in limits if own.bandwidth_mbit is not None]
     return min([LARGEST_PACKET, *(math.floor(burst / PACKETS_IN_BUCKET) for burst in bursts)])
@@ -96,7 +96,7 @@ def shape(limits: HostLimits, host: tuple[str, str], port: tuple[str, str]) -> N
 
 
 def disciplines(limits: HostLimits) -> tuple[list[str], list[str]]:
-    """Return the arguments of each `tc qdisc add dev CARD` for what a host sends, and for what it receives.
+    """Return the arguments of each `tc qdisc add dev CARD` for a host's sent packets, and for its received ones.
 
     The sender adds the latency.
     """

@@ -1,7 +1,7 @@
-"""Processes of clusters: how they are found and signaled, and cluster names, which identify the creating process.
+"""Processes of clusters: finding and signaling them, and cluster names, which identify the creating process.
 
-A cluster is called `llmtrain-PID-START-NUMBER`: its creator's pid and start time, and a new number for each cluster. What
-belongs to a host, such as its namespace, is called `CLUSTER-hostK`. So leftovers of dead processes can be found.
+A cluster is called `llmtrain-PID-START-NUMBER`: its creator's pid and start time, and a new number for each cluster. A
+host's resources, such as its namespace, are called `CLUSTER-hostK`. Leftovers of dead processes can thus be found.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ torchrun gives each of its ranks its own session."""
 SECONDS = 10.0
 """Timeout for processes to obey a signal that can't be refused."""
 EXEC_SECONDS = 1.0
-"""Longest time that execve may take between two reads of an environment. A busy machine suspends processes in the middle of it."""
+"""Maximum seconds that execve may leave an environment empty. A busy machine suspends processes in the middle of it."""
 COMMAND_SECONDS = 30.0
 """Timeout of one `ip` or `tc` command on a busy machine."""
 ENDED = "ZX"
@@ -33,8 +33,8 @@ ENDED = "ZX"
 OBEYED = {signal.SIGKILL: ENDED, signal.SIGSTOP: f"TtD{ENDED}"}
 """States of a process that has obeyed a signal.
 
-A process that waits inside the kernel (D) counts as stopped, because it stops before it does anything else. After vfork it
-can be waiting for a child that is stopped itself.
+A process that waits inside the kernel (D) counts as stopped, because it stops before it does anything else. After vfork
+it can be waiting for a child that is stopped itself.
 """
 _numbers = itertools.count()
 _bare: set[tuple[int, int | None]] = set()
@@ -71,7 +71,7 @@ def cluster_of(name: str) -> str | None:
 
 
 def owner_lives(cluster: str) -> bool:
-    """Return whether the process that created a cluster still runs, and not a later one with the same pid."""
+    """Return whether the process that created a cluster still runs. A later process with its pid does not count."""
     _, pid, start, _ = cluster.split("-")
     return start_of(int(pid)) == int(start)
 
@@ -83,12 +83,12 @@ def start_of(pid: int) -> int | None:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on (field 3 of proc(5)); only X without such a process."""
+    """Return the fields of /proc/PID/stat from the state on (field 3 of proc(5)), or only X if it does not exist."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ["X"]
-    return line.rpartition(")")[2].split()  # the name before it may hold anything
+    return line.rpartition(")")[2].split()  # the name before it may contain anything
 
 
 def in_namespace(file: Path) -> list[int]:
@@ -116,8 +116,8 @@ def marks() -> dict[int, str]:
 def signal_all(number: signal.Signals, find: Callable[[], Collection[int]], whose: str) -> None:
     """Send SIGKILL or SIGSTOP until all processes have obeyed. Raises TimeoutError after SECONDS.
 
-    `find` looks up the pids anew at each call. Those that start during the call are included, and so are those that `find`
-    no longer returns while they exit.
+    `find` looks up the pids anew at each call. Those that start during the call are included, and so are those that
+    `find` no longer returns while they exit.
     """
     deadline = time.monotonic() + SECONDS
     signaled: set[int] = set()
@@ -129,7 +129,7 @@ def signal_all(number: signal.Signals, find: Callable[[], Collection[int]], whos
         if time.monotonic() > deadline:
             pids = ", ".join(map(str, sorted(left)))
             raise TimeoutError(f"processes of {whose} have not obeyed {number.name}, {SECONDS:.0f} s later: {pids}")
-        for pid in left & found:  # only: the number of one that has ended may be another's now
+        for pid in left & found:  # only these: the pid of an ended process may be another's now
             send(pid, number)
         signaled |= found
         time.sleep(0.01)
@@ -142,14 +142,14 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def _environment(pid: int) -> bytes:
-    """Return the environment that a process was started with.
+    """Return the environment with which a process was started.
 
-    A process appears to have no environment in the middle of execve. Kernel threads and zombies have no program, and never
-    have one. Raises OSError if the process has ended or belongs to another user.
+    A process appears to have no environment in the middle of execve. Kernel threads and zombies have no program, and
+    never have an environment. Raises OSError if the process has ended or belongs to another user.
     """
     deadline = time.monotonic() + EXEC_SECONDS
     while not (environment := Path(f"/proc/{pid}/environ").read_bytes()):
-        os.readlink(f"/proc/{pid}/exe")  # raises where there is no program
+        os.readlink(f"/proc/{pid}/exe")  # raises if it has no program
         process = (pid, start_of(pid))
         if process in _bare or time.monotonic() > deadline:
             _bare.add(process)

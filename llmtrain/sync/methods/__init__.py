@@ -1,6 +1,6 @@
 """Published methods by name. The docstring of each module defines the method, and its PRESET holds the choices.
 
-A recipe's `sync` section overrides the preset of its method. No other part of the package knows the name of a method.
+A recipe's `sync` section overrides the preset of its method. No other part of the package branches on the name of a method.
 """
 
 from __future__ import annotations

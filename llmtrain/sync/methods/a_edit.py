@@ -1,7 +1,7 @@
 """A-EDiT (Cheng et al., arXiv 2412.07210, ICLR 2025): EDiT with timed rounds, in which fast replicas do not wait for slow ones.
 
-Rule      each replica trains until T seconds have passed since the last synchronization, on a clock that its ranks share.
-          It then waits for the other replicas, each of which finishes at most one step, and all run EDiT's
+Rule      each replica trains until T seconds have passed since the last exchange of step counts, on a clock that its ranks
+          share. It then waits for the other replicas, which are at most one step behind, and all run EDiT's
           synchronization. Learning rates follow the steps of the replica itself. The run ends when all replicas together
           have trained on its tokens.
 Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica, one block at a time, plus one scalar per

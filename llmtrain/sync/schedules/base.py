@@ -19,11 +19,11 @@ from llmtrain.sync.edit_penalty import EditPenalty
 from llmtrain.sync.period import Period
 
 BlockTensors = list[torch.Tensor | None]
-"""A flat tensor for each block; None for a block that has none."""
+"""A flat tensor per block; None for a block that has none."""
 
 
 class Schedule(ABC):
-    """The order in which synchronizations are carried out. `begin_step` and `end_step` are called in local steps
+    """Order in which a synchronization is carried out. `begin_step` and `end_step` are called in local steps
     only; the period's decision is passed in."""
 
     staleness = 0
@@ -36,14 +36,14 @@ class Schedule(ABC):
         """Prepare a local step."""
 
     def before_block(self, index: int) -> None:
-        """Run in every training forward, before block `index` is gathered."""
+        """Carry out the work that is due before block `index` is gathered. Called in every training forward."""
 
     @abstractmethod
     def end_step(self, step: int, lr: float, ends_round: bool) -> None:
         """Complete local step `step`, whose learning rate was `lr`."""
 
     def flush(self) -> None:
-        """Carry out work that waits for the next forward, because the parameters will change without one."""
+        """Carry out the work left to the next forward. Called before the parameters change without a forward."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -74,8 +74,8 @@ class Schedule(ABC):
         """Load what `state_dict` returned. `tensors` holds the shared and per-replica state by name."""
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return each replica's plain values for a run that resumes with other replicas. `states` has one state per
-        old replica."""
+        """Return each replica's plain values for a run that resumes with a different number of replicas. `states` has
+        one state per old replica."""
         return require_equal(states)
 
 
@@ -96,6 +96,6 @@ class ScheduleParts:
 
 @singledispatch
 def build_schedule(section: SyncScheduleSection, parts: ScheduleParts) -> Schedule:
-    """Return the schedule that a recipe's `sync.schedule` describes. Each is registered for its section. A collective of
-    all ranks."""
+    """Return the schedule that a recipe's `sync.schedule` describes. Each is registered for its section.
+    A collective of all ranks."""
     raise NotImplementedError(f"no schedule is registered for {type(section).__name__}")

@@ -58,7 +58,7 @@ class BlockingSchedule(Schedule):
         """Carry out the part of the armed synchronization that is due before block `index` is used again."""
         assert index == self._next_block, f"block {index} was reached before block {self._next_block}"
         if index == 0:
-            self.block_sync.wait_for_device()  # local steps are no part of it; it would be waited for in `_open`
+            self.block_sync.wait_for_device()  # for the local steps: `_open` would count them as exposed
         with self.block_sync.report.time_exposed():
             if index == 0:
                 self._open()
@@ -144,12 +144,12 @@ class BlockingSchedule(Schedule):
         self._mean = self._mean + squared
         if self.penalty is not None and self.penalty.section.clip is not None:
             whole = block_sync.shard.all_reduce(squared, "norm of a pseudo-gradient").wait()
-            # All replicas must find the same factor, and other GPUs sum in another order: in fp64, rounded at the end.
+            # All replicas must find the same factor, but GPUs sum in different orders: hence fp64, rounded at the end.
             mean *= self.penalty.clip_factor(whole).to(mean.dtype)
         block_sync.write_parameters(index, block_sync.outer_step(index, mean, self._agreed_round))
 
     def _prefetch_anchors(self, index: int) -> None:
-        """Fetch offloaded anchors one block before they are sent, momentum one block before it is used."""
+        """Prefetch offloaded anchors one block before they are sent, and momentum one block before it is used."""
         anchors = self.block_sync.anchors
         if anchors is not None:
             for near in self.block_sync.blocks[index : index + self.prefetch + 2]:
@@ -160,9 +160,9 @@ class BlockingSchedule(Schedule):
             self.block_sync.anchors.release(index)
 
     def _close(self) -> None:
-        """Count the round, after its last block."""
+        """Count the round and disarm the synchronization, after the last block."""
         if not self.computes_while_armed:
-            self.block_sync.wait_for_device()  # training stands still until then
+            self.block_sync.wait_for_device()  # training stands still until the device is done
         self._closed_at = time.monotonic()
         report = self.block_sync.report
         report.count += 1
@@ -192,5 +192,5 @@ class BlockingSchedule(Schedule):
 
 @build_schedule.register
 def build_blocking(section: BlockingSection, parts: ScheduleParts) -> BlockingSchedule:
-    """Return a blocking schedule."""
+    """Return a blocking schedule with the default prefetch."""
     return BlockingSchedule(parts.block_sync, parts.penalty)

@@ -14,7 +14,7 @@ from llmtrain.sync.sync_stats import RoundStats
 
 class DelayedSchedule(Schedule):
     """Delayed synchronization. At a round's end, a replica sends its pseudo-gradient and takes the outer step with
-    the mean sent a round before. It starts the next round from that anchor."""
+    the mean of the round before. It starts the next round from the new anchor."""
 
     def __init__(self, block_sync: BlockSync, section: DelayedSection):
         super().__init__(block_sync)
@@ -43,7 +43,7 @@ class DelayedSchedule(Schedule):
         return self._round.steps == 0 and self._in_flight is None
 
     def shared_state(self) -> dict[str, BlockTensors]:
-        """Return the means in flight, which a resumed run uses like an uninterrupted one."""
+        """Return the means in flight, which a resumed run uses as an uninterrupted run would."""
         return {"arriving": means(self._pending)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -56,19 +56,19 @@ class DelayedSchedule(Schedule):
         self._pending = [self.block_sync.completed(i, mean) for i, mean in enumerate(arriving)]
 
     def _end_round(self) -> None:
-        means(self._pending)  # before the next messages, which carry over what rounding left out of these
+        means(self._pending)  # before the next messages, which include the rounding errors of these
         visited, done = self.block_sync.anchors.iter_prefetched(self.block_sync.blocks), self._round
         sent = [self.block_sync.start_reduce(index) for index in visited]
         self.staleness = int(done.steps)
         if self._in_flight is not None:
             self._apply(self._pending, self._in_flight, self._staleness_penalty(self._in_flight, done))
         else:
-            self.block_sync.reset_to_anchor()  # nothing has arrived yet
+            self.block_sync.reset_to_anchor()  # no mean has arrived yet
         self._pending, self._in_flight = sent, done
         self._round = RoundStats()
 
     def _staleness_penalty(self, sent: RoundStats, now: RoundStats) -> float:
-        """Return the divisor of a late mean: its round's summed learning rates over those of the present round, at
+        """Return the divisor of a late mean: its round's summed learning rates over those of the current round, at
         least 1. Without the gap penalty it is 1."""
         return max(1.0, sent.lr_sum / now.lr_sum) if self.section.gap_penalty and now.lr_sum > 0 else 1.0
 
@@ -85,7 +85,7 @@ class DelayedSchedule(Schedule):
 
 @build_schedule.register
 def build_delayed(section: DelayedSection, parts: ScheduleParts) -> DelayedSchedule:
-    """Return a delayed schedule."""
+    """Return a delayed schedule, with the gap penalty if the section has it."""
     return DelayedSchedule(parts.block_sync, section)
 
 

@@ -24,7 +24,7 @@ class OverlappedSchedule(Schedule):
         self.period, self.section, self.staleness = period, section, section.steps
         self.fragments = section.blocks_of_fragments(len(block_sync.blocks))
         self._local_stats = [RoundStats()] * len(self.fragments)  # local steps since each fragment's last turn
-        self._in_flight: list[RoundStats | None] = [None] * len(self.fragments)  # those of the message in flight
+        self._in_flight: list[RoundStats | None] = [None] * len(self.fragments)  # local steps in the message in flight
         self._pending: dict[int, PendingReduction] = {}  # by block
         self._is_mixed = False
 
@@ -34,7 +34,7 @@ class OverlappedSchedule(Schedule):
             for fragment in range(len(self.fragments)):
                 self._advance(fragment)
             for fragment in self._fragments_due(step):
-                if self._in_flight[fragment] is not None:  # a short last round: its turn comes before its mean was used
+                if self._in_flight[fragment] is not None:  # in a short last round: its mean has not been used yet
                     self._apply(fragment)
                 self._send(fragment)
 
@@ -55,7 +55,7 @@ class OverlappedSchedule(Schedule):
         return idle and not self._is_mixed and not any(since.steps for since in self._local_stats)
 
     def shared_state(self) -> dict[str, BlockTensors]:
-        """Return the means in flight, which a resumed run uses like an uninterrupted one."""
+        """Return the means in flight, which a resumed run uses as an uninterrupted run would."""
         means: BlockTensors = [None] * len(self.block_sync.blocks)
         for index in sorted(self._pending):
             means[index] = self._pending[index].wait()
@@ -115,5 +115,5 @@ class OverlappedSchedule(Schedule):
 
 @build_schedule.register
 def build_overlapped(section: OverlappedSection, parts: ScheduleParts) -> OverlappedSchedule:
-    """Return an overlapped schedule."""
+    """Return an overlapped schedule, in which the period sets the fragments' turns."""
     return OverlappedSchedule(parts.block_sync, parts.period, section)

@@ -25,8 +25,8 @@ class WaitAvoidingSchedule(Schedule):
     """
 
     def __init__(self, block_sync: BlockSync, worker: GroupAverager | None, size: int):
-        """Create the schedule. `worker` counts iterations from 0 in the first local step and is None for a single
-        replica; `size` is S."""
+        """Create the schedule. `worker` is None for a single replica. Iterations count from 0 at the first local step.
+        `size` is S."""
         super().__init__(block_sync)
         self.worker, self.size = worker, size
         self._round = RoundStats()
@@ -36,8 +36,8 @@ class WaitAvoidingSchedule(Schedule):
 
     def begin_step(self) -> None:
         """Start the thread before the first local step, so that other replicas need not wait for the end of this
-        replica's step. Until then its newest message is the one from a checkpoint, or its current pseudo-gradient.
-        The latter is zero except in a round that a single replica began, because a single replica has no thread."""
+        replica's step. Until then, its newest message is the one from a checkpoint or its current pseudo-gradient.
+        The latter is zero, except in a round begun with a single replica, which has no thread."""
         if self.worker is not None and not self.worker.is_running:
             newest, message = self._resumed or (self._iteration - 1, self._message())
             self.worker.start(self._iteration, newest, message)
@@ -112,7 +112,7 @@ class WaitAvoidingSchedule(Schedule):
             return
         self.worker.publish(self._iteration, self._at_anchor())
         if self.block_sync.replica.rank == 0 and self.block_sync.shard.rank == 0:
-            # All replicas have arrived here, so every iteration before is carried out everywhere.
+            # All replicas have arrived here, so all of them have run every earlier iteration.
             self.worker.prune(self._iteration)
 
     def _newest(self) -> tuple[int, Message] | None:
@@ -149,11 +149,11 @@ def build_wait_avoiding(section: WaitAvoidingSection, parts: ScheduleParts) -> W
         return comms[str(butterfly.groups_at(iteration, size, replica.size))]
 
     def is_global(iteration: int) -> bool:
-        # Beyond the run's end nothing is global: whoever looks for the next group average finds one.
+        # No iteration beyond the run's end is global, so a search for the next group average always ends.
         step = parts.first_local_step + iteration
         return step <= parts.total_steps and parts.period.ends_round(step)
 
-    for iteration in range(replica.size.bit_length()):  # all that there are; they repeat
+    for iteration in range(replica.size.bit_length()):  # covers all groups, because they repeat
         groups = butterfly.groups_at(iteration, size, replica.size)
         if str(groups) not in comms:
             comms[str(groups)] = make_replica_groups(replica, shard, groups, timeout)

@@ -9,13 +9,13 @@ from datasets import Dataset
 
 
 def clean(text: str) -> str:
-    """Without the marks that the WikiHow part has."""
+    """Return `text` without the markup of the WikiHow part."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
 def process_docs(dataset: Dataset) -> Dataset:
-    """Columns query, choices and gold from the original ones."""
+    """Return `dataset` with the columns query, choices and gold, made from the original ones."""
 
     def process(row: dict[str, Any]) -> dict[str, Any]:
         context = row["ctx_a"] + " " + row["ctx_b"].capitalize()
