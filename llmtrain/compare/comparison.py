@@ -94,7 +94,7 @@ class ConditionSection(Section):
             given = [f"{value:g} {units[key]}" for key, value in host if value is not None]
             parts.append(f"host {number}: {', '.join(given)}")
         if self.delays:
-            who = "another host" if self.delays.host == "random" else f"host {self.delays.host}"
+            who = "a random host" if self.delays.host == "random" else f"host {self.delays.host}"
             parts.append(f"{who} sleeps {self.delays.seconds:g} s in every step")
         parts += [f"host {p.host} stops for {p.seconds:g} s after {p.at:g} s" for p in self.pauses]
         parts += [f"host {k.host} dies after {k.at:g} s" for k in self.kills]

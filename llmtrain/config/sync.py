@@ -9,6 +9,7 @@ flight, and the checks that it needs. Its implementation is in `llmtrain/sync`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
@@ -33,6 +34,11 @@ class PeriodSection(Section):
     """True if the length of a round depends on the learning rate."""
     shortest_round: ClassVar[str | None] = None
     """Key that holds the minimum number of local steps per round, or None."""
+
+    @property
+    def min_length(self) -> int | None:
+        """Return the minimum number of local steps per round, or None if no key sets it."""
+        return getattr(self, self.shortest_round) if self.shortest_round else None
 
 
 class EveryStepsSection(PeriodSection):
@@ -187,7 +193,7 @@ class SyncScheduleSection(Section):
         """Return the number of local steps that run while a round's messages are in flight."""
         return 0.0
 
-    def parameters_in_flight(self, block_parameters: Sequence[int]) -> int:
+    def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
         """Return the number of parameters whose mean is in flight during local steps, given the number per block."""
         return 0
 
@@ -247,17 +253,18 @@ class OverlappedSection(SyncScheduleSection):
     def hidden_steps(self, round_length: float) -> float:
         return min(round_length, self.fragments * self.steps)
 
-    def parameters_in_flight(self, block_parameters: Sequence[int]) -> int:
-        """Return the parameters of the largest fragment."""
+    def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
+        """Return the parameters of the largest fragments that are in flight at once: one is sent every H / P steps."""
         fragments = self.blocks_of_fragments(len(block_parameters))
-        return max(sum(block_parameters[index] for index in fragment) for fragment in fragments)
+        sizes = sorted((sum(block_parameters[index] for index in fragment) for fragment in fragments), reverse=True)
+        return sum(sizes[: max(1, math.ceil(self.steps * self.fragments / (period.min_length or 1)))])
 
     def check(self, period: PeriodSection, blocks: int | None) -> None:
-        key = period.shortest_round
-        if key is not None and self.steps > (shortest := getattr(period, key)):
+        shortest = period.min_length
+        if shortest is not None and self.steps > shortest:
             raise RecipeError(
-                f"sync.schedule.steps is {self.steps}, but sync.period.{key} is {shortest}: a fragment's mean would arrive "
-                f"after its next turn; give at most {shortest}"
+                f"sync.schedule.steps is {self.steps}, but sync.period.{period.shortest_round} is {shortest}: a fragment's mean would "
+                f"arrive after its next turn; give at most {shortest}"
             )
         if blocks is not None and self.fragments > blocks:
             raise RecipeError(
@@ -278,7 +285,7 @@ class DelayedSection(SyncScheduleSection):
     def hidden_steps(self, round_length: float) -> float:
         return round_length
 
-    def parameters_in_flight(self, block_parameters: Sequence[int]) -> int:
+    def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
         return sum(block_parameters)
 
 
@@ -292,9 +299,6 @@ class WaitAvoidingSection(SyncScheduleSection):
     """`wait_avoiding`: a thread takes part in group averages for a replica that is late."""
     group_size: PositiveInt | Literal["auto"] = "auto"
     """Replicas per group, a power of two; `auto`: the square root of the number of replicas, rounded up to a power of two."""
-
-    def hidden_steps(self, round_length: float) -> float:
-        return round_length
 
     def resolve_group_size(self, replicas: int) -> int:
         if replicas & (replicas - 1):

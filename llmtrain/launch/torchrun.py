@@ -168,7 +168,8 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     command = parse_args([*arguments])
     cores = (os.cpu_count() or 1) // int(command.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
-    # By default, torchrun kills ranks 30 s after a signal. A step and a checkpoint can take that long.
+    # By default, torchrun kills ranks 30 s after it has passed a signal on, and a step and a checkpoint can take longer. This
+    # does not apply to ranks that it stops because another one has failed: they always have 30 s.
     grace = math.ceil(directory.recipe.run.timeout_seconds)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace))
     opened_before = _opened_at(directory)

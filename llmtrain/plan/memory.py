@@ -230,7 +230,7 @@ def _messages(recipe: Recipe, size: ModelSize, shard: int, has_anchors: bool) ->
     blocks = min(in_flight, len(size.block_parameters)) + 2
     if sync.offload and has_anchors:
         blocks += min(in_flight + 1, len(size.block_parameters)) + 2
-    stay = master * -(-sync.schedule.parameters_in_flight(size.block_parameters) // shard)
+    stay = master * -(-sync.schedule.parameters_in_flight(size.block_parameters, sync.period) // shard)
     errors = master * -(-size.parameters // shard) if sync.wire.error_feedback else 0
     return blocks * master * -(-largest // shard), stay + errors
 

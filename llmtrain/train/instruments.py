@@ -47,7 +47,8 @@ def profile_steps(
 ) -> Iterator[AfterStep]:
     """Record the steps of `section` with torch.profiler, and write them to `folder` as a Chrome trace of this rank.
 
-    The step before the first one warms up the profiler. A run that resumes within these steps records the rest of them.
+    The step before the first one warms up the profiler. A run that resumes within these steps warms up again and records
+    the steps that are left.
     A trace that cannot be written is reported through `note`, and training continues.
     """
     if section is None or rank not in section.ranks:

@@ -39,7 +39,7 @@ class IntervalMetrics:
     grad_norm: torch.Tensor | float = resharded(0.0, by=mean)
     steps: int = resharded(0, by=mean)
     gradients: int = resharded(0, by=mean)
-    """Steps that computed a gradient."""
+    """Inner steps: neither pulls nor steps skipped for a non-finite gradient."""
     predicted_tokens: int = resharded(0, by=split_evenly)
     step_seconds: float = resharded(0.0, by=largest)
     data_seconds: float = resharded(0.0, by=largest)

@@ -48,7 +48,8 @@ for the number of replicas, which has its own rules (`reshard`)."""
 
 class RunDirectory:
     """Run directory `runs/<name>/`: recipe.yaml, tokenizer/, metrics.jsonl, tensorboard/, wandb/, trace/, profile/,
-    out_of_memory/, checkpoints/, summary.json, loss.png, samples.txt."""
+    out_of_memory/, checkpoints/, export/, eval/, summary.json, loss.png, samples.txt, and the files .lock and
+    wandb_id.txt."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe

@@ -21,7 +21,7 @@ class TrainState:
     previous_global_step: int = 0
     """Global step at the previous agreement."""
     gradients: float = resharded(0, by=mean)
-    """Steps of this replica that computed a gradient."""
+    """Steps of this replica that took an inner step: neither pulls nor steps skipped for a non-finite gradient."""
     skipped: float = resharded(0, by=mean_over_replicas)
     """Steps of this replica skipped because the gradient was not finite (`optim.nonfinite`)."""
     skipped_in_a_row: int = 0

@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant(
         "fsdp: gathered parameters stay after a change",
         "llmtrain/parallel/fsdp.py",
-        "unit.reshard()  # whatever was gathered before the change is stale",
+        "unit.reshard()  # parameters gathered before the change are stale",
         "pass",
         (
             "tests/distributed/test_engine.py",

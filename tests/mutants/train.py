@@ -132,8 +132,8 @@ MUTANTS = [
     Mutant(
         "writing: a failed write leaves its files",
         "llmtrain/train/checkpoint_writer.py",
-        "shutil.rmtree(self.temporary, ignore_errors=True)  # so that",
-        "pass  # so that",
+        "shutil.rmtree(self.temporary, ignore_errors=True)  # frees",
+        "pass  # frees",
         ("tests/distributed/test_bad_disks.py",),
     ),
     Mutant(

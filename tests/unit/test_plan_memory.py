@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from llmtrain.config import Recipe
+from llmtrain.config import EveryStepsSection, OverlappedSection, Recipe
 from llmtrain.errors import ModelError
 from llmtrain.plan.memory import SAVED_PER_LINEAR, ModelSize, estimate, size_of
 from llmtrain.recipe_loader import load_recipe
@@ -250,3 +250,10 @@ def test_a_7b_model_takes_no_memory_to_plan(tmp_path) -> None:
     config = "{hidden_size: 4096, intermediate_size: 11008, num_hidden_layers: 32, num_attention_heads: 32}"
     size: ModelSize = size_of(make(tmp_path, "data.tokenizer=train:32000", model=f"{{type: llama, config: {config}}}"))
     assert size.parameters == 6_738_415_616  # Llama-2-7B's published count
+
+
+@pytest.mark.parametrize(("steps", "fragments_at_once"), [(0, 1), (25, 1), (26, 2), (75, 3), (100, 4)])
+def test_fragments_that_are_in_flight_at_once_are_all_counted(steps: int, fragments_at_once: int) -> None:
+    """A round of 100 steps sends one of 4 fragments every 25 steps; the largest has 3 blocks of 10."""
+    section, period = OverlappedSection(steps=steps, fragments=4), EveryStepsSection(every=100)
+    assert section.parameters_in_flight([10] * 9, period) == 30 + 20 * (fragments_at_once - 1)

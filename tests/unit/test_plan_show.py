@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,13 @@ def test_what_a_schedule_hides() -> None:
 
 def test_a_rate_is_found_here() -> None:
     assert 1e8 < rate_here(load_recipe(QUICKSTART, [])) < 1e16
+
+
+@pytest.mark.parametrize(("schedule", "is_hidden"), [("blocking", 0), ("delayed", 1), ("wait_avoiding", 0)])
+def test_what_hides_a_message(schedule: str, is_hidden: int) -> None:
+    """Steps are long enough here. A replica waits for the sum over its group at the end of the very step."""
+    recipe = load_recipe(QUICKSTART, ["sync.method=wagma", f"sync.schedule={schedule}", "sync.warmup_steps=0"])
+    found = estimate_time(recipe, size_of(recipe), 4, 1, replace(RATES, mbit=1e5))
+    every = recipe.sync.period.every
+    assert 0 < found.message < every * found.step
+    assert found.waiting == pytest.approx((1 - is_hidden) * found.message / every)

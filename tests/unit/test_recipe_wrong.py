@@ -98,7 +98,7 @@ WRONG_OVERRIDES = [
     ("eval.suite.name=none.yaml", ["eval.suite.name none.yaml: there is no such file", "or tinystories"]),
     ("eval.suite.name=offline", ["task offline_lambada_openai", "give the folder", "with eval.suite.data_dir"]),
     ("eval.suite=small", ['eval.suite is "small"', "a mapping of keys or null"]),
-    ("eval.suite={every: 2}", ["eval.suite.name is not given", "one of the package's suites"]),
+    ("eval.suite={every: 2}", ["eval.suite.name is not given", "a suite of the package"]),
     ("eval.suite={name: small, evry: 2}", ["eval.suite.evry is not a key", "did you mean eval.suite.every?"]),
     ("eval.tokens=10", ["eval.tokens is 10", "train.sequence_length = 128", "give at least that many"]),
     ("sync.warmup_steps=200", ["sync.warmup_steps is 200", "none of 200 steps", "sync.method=synchronous"]),
