@@ -199,7 +199,7 @@ def measure(sync: SyncSection, scenario: Scenario, replica: Comms, store: dist.S
     after a first one. All replicas call it."""
     import torch
 
-    from llmtrain.config import ScheduleSection
+    from llmtrain.config import LRScheduleSection
     from llmtrain.lr import LRSchedule
     from llmtrain.parallel.comms import Comms
     from llmtrain.sync.build_method import build_method
@@ -207,7 +207,7 @@ def measure(sync: SyncSection, scenario: Scenario, replica: Comms, store: dist.S
     def worth(step: int) -> float:
         return scenario.steps_worth(replica.rank, step, replica.size)
 
-    endless = LRSchedule(1e-3, 10**9, ScheduleSection(kind="constant"))
+    endless = LRSchedule(1e-3, 10**9, LRScheduleSection(kind="constant"))
     engine = StandIn(replica, settings.values, lambda step: settings.step_seconds * worth(step))
     seconds = TIMEOUT.total_seconds()
     shard = Comms(None, axis="shard")

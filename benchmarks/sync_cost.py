@@ -166,7 +166,7 @@ def sync_turn(trainer: Trainer, every: int, rounds: int, mesh: Mesh) -> Turn:
 
 
 def _counters(trainer: Trainer) -> tuple[float, ...]:
-    report, traffic = trainer.method.report(), trainer.metrics.mesh.replica.traffic
+    report, traffic = trainer.method.report(), trainer.metrics.mesh.replica_comms.traffic
     return trainer.metrics.exposed_seconds, report.wait_seconds, traffic.seconds, traffic.bytes
 
 
@@ -175,10 +175,10 @@ def _alone(mesh: Mesh, sent: float) -> float:
     import torch
 
     share = 2 * (mesh.replicas - 1) / mesh.replicas
-    values = torch.ones(max(1, round(sent / share / 4)), device=mesh.replica.device)
+    values = torch.ones(max(1, round(sent / share / 4)), device=mesh.replica_comms.device)
     mesh.all_ranks.all_reduce(torch.zeros(1)).wait()
     started = time.perf_counter()
-    mesh.replica.all_reduce(values).wait()
+    mesh.replica_comms.all_reduce(values).wait()
     if values.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - started

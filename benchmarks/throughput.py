@@ -191,8 +191,8 @@ def step_of(
         micro_batch=recipe.train.micro_batch,
         replica=0,
         replicas=1,
-        shard_rank=mesh.shard.rank,
-        shard=mesh.shard.size,
+        shard_rank=mesh.shard_comms.rank,
+        shard=mesh.shard_comms.size,
         seed=recipe.run.seed,
     )
     batches = PrefetchLoader(

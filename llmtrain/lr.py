@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from llmtrain.config import Recipe, ScheduleSection
+from llmtrain.config import LRScheduleSection, Recipe
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class LRSchedule:
 
     peak: float
     total_steps: int
-    schedule: ScheduleSection
+    schedule: LRScheduleSection
 
     @classmethod
     def of(cls, recipe: Recipe) -> LRSchedule:

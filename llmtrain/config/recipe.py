@@ -124,7 +124,7 @@ class OptimSection(Section):
     synchronization. `skip` and `rollback` need FSDP2."""
 
 
-class ScheduleSection(Section):
+class LRScheduleSection(Section):
     """Learning-rate schedule: linear warm-up, then the given shape."""
 
     kind: Literal["cosine", "linear", "constant", "step"] = "cosine"
@@ -316,7 +316,7 @@ class Recipe(Section):
     data: DataSection = Field(default_factory=DataSection)
     train: TrainSection = Field(default_factory=TrainSection)
     optim: OptimSection = Field(default_factory=OptimSection)
-    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    schedule: LRScheduleSection = Field(default_factory=LRScheduleSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     sync: SyncSection = Field(default_factory=SyncSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)

@@ -349,11 +349,8 @@ AnyPeriod = EveryStepsSection | QsrSection | EverySecondsSection | EveryStepSect
 AnyReduction = MeanSection | EditPenaltySection
 AnyOuter = AverageSection | SgdSection | NesterovSection | MomentumSection
 AnySchedule = BlockingSection | LayerwiseSection | OverlappedSection | DelayedSection | WaitAvoidingSection
-Period = Annotated[AnyPeriod, Field(discriminator="kind"), BeforeValidator(kind)]
-Reduction = Annotated[AnyReduction, Field(discriminator="kind"), BeforeValidator(kind)]
-Outer = Annotated[AnyOuter, Field(discriminator="kind"), BeforeValidator(kind)]
-Schedule = Annotated[AnySchedule, Field(discriminator="kind"), BeforeValidator(kind)]
-Wire = Annotated[WireSection, BeforeValidator(kind)]
+CHOICE = (Field(discriminator="kind"), BeforeValidator(kind))
+"""Validation of a union of sections: `kind` selects the section, and a string is short for it."""
 
 
 class SyncSection(Section):
@@ -365,20 +362,20 @@ class SyncSection(Section):
     """Synchronous steps, which average gradients over replicas, before local training begins."""
     warmup_until_lr: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Also stay synchronous until the learning rate has fallen to this fraction of its peak; `null`: only `warmup_steps`."""
-    period: Period = Field(default_factory=EveryStepsSection)
+    period: Annotated[AnyPeriod, *CHOICE] = Field(default_factory=EveryStepsSection)
     """When replicas synchronize: `{kind: steps, every: H}`, `{kind: qsr, base, alpha}`, `{kind: seconds, every, min_steps}`
     or `every_step`."""
-    reduction: Reduction = Field(default_factory=MeanSection)
+    reduction: Annotated[AnyReduction, *CHOICE] = Field(default_factory=MeanSection)
     """How pseudo-gradients are combined: `mean`, or EDiT's `{kind: edit_penalty, z, ema, min_rounds, temperature, clip,
     step_weight}`."""
-    outer: Outer = Field(default_factory=AverageSection)
+    outer: Annotated[AnyOuter, *CHOICE] = Field(default_factory=AverageSection)
     """Outer step: `average`, `{kind: sgd, lr}`, or `nesterov` or `momentum` with `{lr, momentum, normalize}`."""
-    schedule: Schedule = Field(default_factory=BlockingSection)
+    schedule: Annotated[AnySchedule, *CHOICE] = Field(default_factory=BlockingSection)
     """How messages overlap with training: `blocking`, `layerwise`, `{kind: overlapped, steps, fragments, alpha}`, `delayed` or
     `{kind: wait_avoiding, group_size}`."""
     pull: PullSection | None = None
     """PALSGD's local pull towards the anchor, `{probability, strength, batch}`, or `null`."""
-    wire: Wire = Field(default_factory=WireSection)
+    wire: Annotated[WireSection, BeforeValidator(kind)] = Field(default_factory=WireSection)
     """Message format: `fp32`, `bf16`, `int8`, `int4`, or with error feedback `{kind: int4, error_feedback: true}`."""
     offload: bool = False
     """Keep anchor and outer momentum in CPU memory between synchronizations. On GPUs the memory is pinned, for which torch

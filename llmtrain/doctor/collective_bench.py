@@ -24,7 +24,7 @@ def bench_collectives(mesh: Mesh, bytes_a_round: float | None) -> list[Finding]:
     collective fails or takes longer than the mesh's timeout.
     """
     findings = []
-    for comms, who in ((mesh.replica, "between replicas"), (mesh.shard, "inside a replica")):
+    for comms, who in ((mesh.replica_comms, "between replicas"), (mesh.shard_comms, "inside a replica")):
         if comms.size == 1:
             findings.append(ok(f"{comms.axis} axis: one rank, nothing to send {who}"))
             continue
@@ -36,7 +36,7 @@ def bench_collectives(mesh: Mesh, bytes_a_round: float | None) -> list[Finding]:
                 f"{seconds:.3f} s, {decimal(int(rate))}/s"
             )
         )
-        if comms is mesh.replica and bytes_a_round is not None:
+        if comms is mesh.replica_comms and bytes_a_round is not None:
             findings.append(
                 ok(
                     f"a synchronization of this model: {decimal(int(bytes_a_round))} from each rank, about "

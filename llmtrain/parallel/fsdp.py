@@ -56,7 +56,7 @@ class Fsdp2Engine(Engine):
         fully_shard(model, mesh=mesh.devices["shard"], mp_policy=policy)
         self._units: list[FSDPModule] = [block.modules[0] for block in model_blocks]
         for unit in self._units:
-            if mesh.shard.size > 1:  # a single rank would divide by it in a separate pass
+            if mesh.shard_comms.size > 1:  # a single rank would divide by it in a separate pass
                 unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_all_reduce_hook(self._average_over_replicas)
@@ -69,7 +69,7 @@ class Fsdp2Engine(Engine):
         self._hooks.append(hook)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches) * self.mesh.shard.size
+        tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches) * self.mesh.shard_comms.size
         total = torch.zeros((), device=self.mesh.device)
         for number, batch in enumerate(micro_batches, start=1):
             # Gradients accumulate unsharded on this rank; only the last micro-batch reduces them.
@@ -85,7 +85,7 @@ class Fsdp2Engine(Engine):
     def step(self, lr: float) -> torch.Tensor:
         self._finish_averaging()
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = gradient_norm([p.grad.to_local() for p in parameters], self.mesh.shard)
+        norm = gradient_norm([p.grad.to_local() for p in parameters], self.mesh.shard_comms)
         self.skipped = self._skips_nonfinite and not bool(norm.isfinite())
         if self.skipped:
             self.optimizer.zero_grad(set_to_none=True)
@@ -160,7 +160,7 @@ class Fsdp2Engine(Engine):
         weights = {}
         for name, parameter in self.model.causal_lm.named_parameters():
             whole = parameter.full_tensor()  # one at a time, so that the other ranks never have two in memory
-            if self.mesh.shard.rank == 0:
+            if self.mesh.shard_comms.rank == 0:
                 weights[name] = whole.cpu()
         return weights
 
@@ -178,7 +178,7 @@ class Fsdp2Engine(Engine):
         """Start averaging a block's reduce-scattered gradients over the replicas. The tensor that FSDP passes aliases
         the gradients that `step` reads."""
         if self.average_gradients and self.mesh.replicas > 1:
-            pending = self.mesh.replica.all_reduce(gradient, "averaging gradients", self._gradient_wire)
+            pending = self.mesh.replica_comms.all_reduce(gradient, "averaging gradients", self._gradient_wire)
             self._averaging.append(pending)
 
     def _finish_averaging(self) -> None:
@@ -188,7 +188,7 @@ class Fsdp2Engine(Engine):
             for pending in self._averaging:
                 pending.start_second_phase()
             for pending in self._averaging:
-                pending.wait().div_(self.mesh.replica.size)
+                pending.wait().div_(self.mesh.replica_comms.size)
             self._averaging.clear()
 
     def _shards_of(self, block: ModelBlock) -> Block:

@@ -31,9 +31,9 @@ class Mesh:
     device: torch.device
     devices: DeviceMesh
     """The ranks of this replica as a one-dimensional DeviceMesh, `shard`, for DTensor and FSDP."""
-    replica: Comms
+    replica_comms: Comms
     """The ranks that hold the same shard, one per replica, on the slow network."""
-    shard: Comms
+    shard_comms: Comms
     """The ranks of this replica, on the fast network."""
     all_ranks: Comms
     """All ranks, over CPU tensors. This group carries metrics and agreement, never weights."""
@@ -44,7 +44,7 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        return self.replica.size
+        return self.replica_comms.size
 
     @property
     def is_main(self) -> bool:
@@ -143,8 +143,8 @@ def build_mesh(
         world=world,
         device=device,
         devices=DeviceMesh.from_group(shards, device.type, mesh_dim_names=("shard",)),
-        replica=Comms(replica, device, "replica", networks.replica),
-        shard=Comms(shards if shard > 1 else None, device, "shard", networks.shard),
+        replica_comms=Comms(replica, device, "replica", networks.replica),
+        shard_comms=Comms(shards if shard > 1 else None, device, "shard", networks.shard),
         all_ranks=Comms(all_ranks, axis="world", interface=networks.replica),
         checkpoint_group=Comms(checkpoint_group, axis="world", interface=networks.replica),
         store=store,

@@ -99,7 +99,7 @@ class ZeroEngine(Engine):
                 FlatGroup(
                     [names[id(p)] for p in group],
                     [_shape(p) for p in group],
-                    mesh.shard.size,
+                    mesh.shard_comms.size,
                     master.numel(),
                     by_parameter=self.stage == 3,
                 )
@@ -145,7 +145,7 @@ class ZeroEngine(Engine):
         if self.average_gradients and self.mesh.replicas > 1:
             self._average_over_replicas(groups)
         gradients = [gradient for group in groups for gradient in group]
-        norm = gradient_norm(gradients, self.mesh.shard)
+        norm = gradient_norm(gradients, self.mesh.shard_comms)
         if self._clip_norm is not None:
             factor = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
             for gradient in gradients:
@@ -218,7 +218,7 @@ class ZeroEngine(Engine):
         for block, layout in zip(self.blocks, self._layout, strict=True):
             for group, master in zip(layout, block.shards, strict=True):
                 whole = group.full_tensors(self._gathered(master))
-                if self.mesh.shard.rank == 0:
+                if self.mesh.shard_comms.rank == 0:
                     weights |= {name.removeprefix("causal_lm."): value.cpu() for name, value in whole.items()}
         return weights
 
@@ -263,7 +263,7 @@ class ZeroEngine(Engine):
         tensors including padding."""
         for block, layout in zip(self.blocks, self._layout, strict=True):
             for group, master in zip(layout, block.shards, strict=True):
-                for padding in group.padding(self.mesh.shard.rank):
+                for padding in group.padding(self.mesh.shard_comms.rank):
                     master[padding] = 0
             self.parameters_changed(block)
 
@@ -285,8 +285,8 @@ class ZeroEngine(Engine):
         with self.time_gradient_wait():
             for gradients in groups:
                 flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).float()
-                self.mesh.replica.all_reduce(flat, "averaging gradients", self._gradient_wire).wait()
-                parts = flat.div_(self.mesh.replica.size).split([gradient.numel() for gradient in gradients])
+                self.mesh.replica_comms.all_reduce(flat, "averaging gradients", self._gradient_wire).wait()
+                parts = flat.div_(self.mesh.replica_comms.size).split([gradient.numel() for gradient in gradients])
                 for gradient, part in zip(gradients, parts, strict=True):
                     gradient.copy_(part.view(gradient.shape))
 
@@ -312,10 +312,12 @@ class ZeroEngine(Engine):
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
         """Return all ranks' parts of a group: [ranks, size]."""
-        return self.mesh.shard.all_gather(part.detach().to(self.mesh.device), "gathering a block for a checkpoint")
+        return self.mesh.shard_comms.all_gather(
+            part.detach().to(self.mesh.device), "gathering a block for a checkpoint"
+        )
 
     def _sharded(self, group: FlatGroup, part: torch.Tensor) -> dict[str, torch.Tensor]:
-        ranks, rank, mesh = self.mesh.shard.size, self.mesh.shard.rank, self.mesh.devices["shard"]
+        ranks, rank, mesh = self.mesh.shard_comms.size, self.mesh.shard_comms.rank, self.mesh.devices["shard"]
         named = {}
         for name, whole in group.full_tensors(self._gathered(part)).items():
             chunks = whole.chunk(ranks)
@@ -329,7 +331,7 @@ class ZeroEngine(Engine):
         """Return this rank's flat tensor of a group, from DTensors. `key` is a format string that turns a
         parameter's name into a key of `named`."""
         whole = {name: named[key.format(name)].full_tensor() for name in group.names}
-        return group.part(whole, self.mesh.shard.rank)
+        return group.part(whole, self.mesh.shard_comms.rank)
 
 
 class _ShardAxis:

@@ -40,15 +40,15 @@ class BlockSync:
 
     def __init__(
         self,
-        engine: Replica,
-        replica: Comms,
-        shard: Comms,
+        replica: Replica,
+        replica_comms: Comms,
+        shard_comms: Comms,
         outer: Outer,
         anchors: Anchors | None,
         wire: WireFormat | None,
         error_feedback: bool,
     ):
-        self.engine, self.replica, self.shard = engine, replica, shard
+        self.replica, self.replica_comms, self.shard_comms = replica, replica_comms, shard_comms
         self.outer, self.anchors, self.wire, self.error_feedback = outer, anchors, wire, error_feedback
         self.errors: list[torch.Tensor] = []
         """By block: the rounding error to add to this rank's next message. Empty without error feedback."""
@@ -57,7 +57,7 @@ class BlockSync:
     @property
     def blocks(self) -> range:
         """Return the indices of all blocks, in forward order."""
-        return range(len(self.engine.blocks))
+        return range(len(self.replica.blocks))
 
     def ensure_anchor(self) -> None:
         """Take the first anchor and allocate the error buffers, if the method keeps them and they do not exist yet.
@@ -65,7 +65,7 @@ class BlockSync:
         if self.anchors is not None and not self.anchors.is_set:
             self.anchors.snapshot()
         if self.error_feedback and not self.errors:
-            self.errors = [torch.zeros_like(flatten(block)) for block in self.engine.blocks]
+            self.errors = [torch.zeros_like(flatten(block)) for block in self.replica.blocks]
 
     def wait_for_device(self) -> None:
         """Wait for the work on the current CUDA stream, so that a time read next on the host includes it."""
@@ -74,25 +74,25 @@ class BlockSync:
 
     def payload(self, index: int) -> torch.Tensor:
         """Return what this replica sends for a block: its pseudo-gradient, or its parameters if no anchor is kept."""
-        parameters = flatten(self.engine.blocks[index])
+        parameters = flatten(self.replica.blocks[index])
         return parameters if self.anchors is None else self.anchors.load_anchor(index) - parameters
 
     def start_reduce(self, index: int, weight: float | None = None) -> PendingReduction:
         """Start the weighted sum (default: the mean) of the replicas' payloads for a block."""
-        weight = 1 / self.replica.size if weight is None else weight
+        weight = 1 / self.replica_comms.size if weight is None else weight
         message = self.payload(index)
         # A replica of weight 0 sends zeros, not 0 x its pseudo-gradient, which may contain NaN.
         message = message.zero_() if weight == 0 else message.mul_(weight)
         if self.errors and weight > 0:
             message += self.errors[index]
             self.errors[index].zero_()
-        pending = self.replica.all_reduce(message, f"synchronizing {self.engine.blocks[index].name}", self.wire)
+        pending = self.replica_comms.all_reduce(message, f"synchronizing {self.replica.blocks[index].name}", self.wire)
         return PendingReduction(pending, self.errors[index] if self.errors else None)
 
     def completed(self, index: int, mean: torch.Tensor) -> PendingReduction:
         """Return a reduction that is already complete, with a mean loaded from a checkpoint."""
-        device = self.engine.blocks[index].shards[0].device
-        return PendingReduction(PendingCollective(self.replica, "", None, mean.to(device)))
+        device = self.replica.blocks[index].shards[0].device
+        return PendingReduction(PendingCollective(self.replica_comms, "", None, mean.to(device)))
 
     def outer_step(self, index: int, mean: torch.Tensor, since: RoundStats) -> torch.Tensor:
         """Take the outer step with the mean pseudo-gradient of the local steps `since`, and return the next anchor."""
@@ -103,11 +103,11 @@ class BlockSync:
 
     def write_parameters(self, index: int, parameters: torch.Tensor, alpha: float = 0.0) -> None:
         """Set the block's parameters to alpha x their own values + (1 - alpha) x the given ones."""
-        block = self.engine.blocks[index]
+        block = self.replica.blocks[index]
         if alpha:
             parameters = torch.lerp(parameters, flatten(block), alpha)
         unflatten_into(parameters, block)
-        self.engine.parameters_changed(block)
+        self.replica.parameters_changed(block)
 
     def reset_to_anchor(self) -> None:
         """Set the parameters to those of the last synchronization. Requires anchors."""

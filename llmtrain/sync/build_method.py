@@ -33,9 +33,9 @@ def build_wire(kind: str, compiled: bool = False) -> WireFormat | None:
 
 def build_method(
     sync: SyncSection,
-    engine: Replica,
-    replica: Comms,
-    shard: Comms,
+    replica: Replica,
+    replica_comms: Comms,
+    shard_comms: Comms,
     rates: LRSchedule,
     *,
     seed: int,
@@ -48,28 +48,29 @@ def build_method(
 ) -> Method:
     """Build a method. A collective of all ranks.
 
-    `replica` and `shard` are the two axes of the mesh (rank = replica x shards + shard). `rates` are the run's
+    `replica_comms` and `shard_comms` are the two axes of the mesh (rank = replica x shards + shard). `rates` are the run's
     learning rates. `compiled` rounds messages with compiled code. `store` is the job's key-value store, which the
     wait-avoiding schedule needs. `clock` times rounds of seconds. `wake_signal` makes a wake signal from the store.
     `offload_of` returns the anchor offload for a device, or None.
     """
     outer = build_outer(sync.outer)
-    copies = offload_of(engine.blocks[0].shards[0].device) if sync.offload else None
-    anchors = Anchors(engine.blocks, sync.outer.has_momentum, copies) if sync.needs_anchor else None
+    copies = offload_of(replica.blocks[0].shards[0].device) if sync.offload else None
+    anchors = Anchors(replica.blocks, sync.outer.has_momentum, copies) if sync.needs_anchor else None
     wire = build_wire(sync.wire.kind, compiled)
-    block_sync = BlockSync(engine, replica, shard, outer, anchors, wire, sync.wire.error_feedback)
+    block_sync = BlockSync(replica, replica_comms, shard_comms, outer, anchors, wire, sync.wire.error_feedback)
     warmup = warmup_of(sync, rates)
     if isinstance(sync.period, EverySecondsSection):
         # Every step exchanges the time. Over a GPU's backend, the host would wait for all queued device work.
-        ranks = shard if shard.device.type == "cpu" else shard_group(replica, shard, timeout_seconds)
-        period: Period = TimedPeriod(sync.period, warmup, rates.total_steps, replica, ranks, clock)
+        on_cpu = shard_comms.device.type == "cpu"
+        ranks = shard_comms if on_cpu else shard_group(replica_comms, shard_comms, timeout_seconds)
+        period: Period = TimedPeriod(sync.period, warmup, rates.total_steps, replica_comms, ranks, clock)
     else:
         period = build_period(sync.period, warmup, rates)
     pull = Pull(sync.pull, block_sync, seed) if sync.pull is not None else None
     penalty = None
     if isinstance(sync.reduction, EditPenaltySection):
-        penalty = EditPenalty(sync.reduction, replica.size, len(engine.blocks))
+        penalty = EditPenalty(sync.reduction, replica_comms.size, len(replica.blocks))
     parts = ScheduleParts(
         block_sync, period, penalty, warmup + 1, rates.total_steps, store, wake_signal, timeout_seconds
     )
-    return Method(engine, period, build_schedule(sync.schedule, parts), pull)
+    return Method(replica, period, build_schedule(sync.schedule, parts), pull)

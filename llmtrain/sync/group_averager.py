@@ -26,19 +26,19 @@ class GroupAverager:
 
     The thread skips iterations for which `is_global` is true. In these, all replicas wait for each other, and
     afterwards no replica contributes an older message. In a replica with several ranks, the first rank chooses
-    the version that all of them contribute, and sends it over `shard`.
+    the version that all of them contribute, and sends it over `shard_comms`.
     """
 
     def __init__(
         self,
         group_of: Callable[[int], Comms],
         is_global: Callable[[int], bool],
-        shard: Comms,
+        shard_comms: Comms,
         wake_signal: WakeSignal,
         wire: WireFormat | None,
         timeout_seconds: float,
     ):
-        self.group_of, self.is_global, self.shard = group_of, is_global, shard
+        self.group_of, self.is_global, self.shard_comms = group_of, is_global, shard_comms
         self.wake_signal, self.wire, self.timeout_seconds = wake_signal, wire, timeout_seconds
         self.traffic = Traffic()
         self._changed = threading.Condition()
@@ -68,7 +68,7 @@ class GroupAverager:
             self._posted[iteration] = message
             is_late = self._done >= iteration
             self._changed.notify_all()
-        if self.shard.rank == 0 and not is_late and not self.is_global(iteration):
+        if self.shard_comms.rank == 0 and not is_late and not self.is_global(iteration):
             self.wake_signal.announce(iteration)
 
     def collect(self, iteration: int) -> tuple[Message, int]:
@@ -132,7 +132,7 @@ class GroupAverager:
                 f"this replica's average of iteration {self._last_global}",
             )
             version = torch.tensor(max(self._posted))
-        version = int(self.shard.all_gather(version, "choosing a version")[0])
+        version = int(self.shard_comms.all_gather(version, "choosing a version")[0])
         with self._changed:
             self._wait(lambda: version in self._posted, f"this rank's model of iteration {version}")
             if self._closing:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from llmtrain.config import ScheduleSection, SyncSection
+from llmtrain.config import LRScheduleSection, SyncSection
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
@@ -102,7 +102,7 @@ class LocalUpdates:
         device = self.replica.blocks[0].shards[0].device
         self.sync.schedule.check(self.sync.period, len(self.replica.blocks))
         self._replicas = Comms(dist.group.WORLD if replicas is None else replicas, device, "replica")
-        rates = lr or LRSchedule(optimizer.param_groups[0]["lr"], ENDLESS, ScheduleSection(kind="constant"))
+        rates = lr or LRSchedule(optimizer.param_groups[0]["lr"], ENDLESS, LRScheduleSection(kind="constant"))
         self._gradient_wire = build_wire(self.sync.wire.kind) if self.sync.wire.gradients else None
         self._method = build_method(
             self.sync,

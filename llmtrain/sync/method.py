@@ -32,16 +32,16 @@ class Method:
     """A synchronization method. The trainer calls `begin_step`, follows the returned plan and calls `end_step`. It
     calls `finish` at the end of the run."""
 
-    def __init__(self, engine: Replica, period: Period, schedule: Schedule, pull: Pull | None):
-        self.engine, self.period, self.schedule, self.pull = engine, period, schedule, pull
+    def __init__(self, replica: Replica, period: Period, schedule: Schedule, pull: Pull | None):
+        self.replica, self.period, self.schedule, self.pull = replica, period, schedule, pull
         self.block_sync = schedule.block_sync
         self._lr, self._phase = 0.0, "synchronous"
-        engine.register_block_hook(schedule.before_block)
+        replica.register_block_hook(schedule.before_block)
 
     def begin_step(self, step: int, lr: float) -> StepPlan:
         """Prepare step `step` (of this replica, from 1), whose scheduled learning rate is `lr`, and return its plan."""
         self._lr, self._phase = lr, "synchronous" if self.period.is_synchronous(step) else "local"
-        self.engine.average_gradients = self._phase != "local"
+        self.replica.average_gradients = self._phase != "local"
         if self._phase != "local":
             return StepPlan(lr, self._phase)
         self.block_sync.ensure_anchor()
@@ -118,7 +118,7 @@ class Method:
             self.block_sync.anchors.load_state_dict(tensors)
         self.block_sync.errors = [
             error.to(block.shards[0].device, copy=True)
-            for error, block in zip(tensors["error"], self.engine.blocks, strict=False)
+            for error, block in zip(tensors["error"], self.replica.blocks, strict=False)
         ]
         self.block_sync.report.load_state_dict(state["report"])
         self.period.load_state_dict(state["period"])

@@ -19,7 +19,7 @@ class Pull:
 
     def should_pull(self, step: int) -> bool:
         """Return whether this replica pulls in local step `step`; true with probability p."""
-        name = derive_seed(self.seed, "pull", self.block_sync.replica.rank, step)
+        name = derive_seed(self.seed, "pull", self.block_sync.replica_comms.rank, step)
         return random.Random(name).random() < self.section.probability
 
     def gradient_lr(self, lr: float) -> float:
@@ -31,6 +31,6 @@ class Pull:
         kappa = lr * self.section.strength / self.section.probability
         if kappa == 0:
             return
-        blocks, anchors = self.block_sync.engine.blocks, self.block_sync.anchors
+        blocks, anchors = self.block_sync.replica.blocks, self.block_sync.anchors
         for index in anchors.iter_prefetched(self.block_sync.blocks):
             self.block_sync.write_parameters(index, flatten(blocks[index]).lerp_(anchors.load_anchor(index), kappa))

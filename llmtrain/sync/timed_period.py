@@ -25,10 +25,16 @@ class TimedPeriod(Period):
     """
 
     def __init__(
-        self, section: EverySecondsSection, warmup: int, total_steps: int, replica: Comms, shard: Comms, clock: Clock
+        self,
+        section: EverySecondsSection,
+        warmup: int,
+        total_steps: int,
+        replica_comms: Comms,
+        shard_comms: Comms,
+        clock: Clock,
     ):
         self.section, self.warmup, self.total_steps = section, warmup, total_steps
-        self.replica, self.shard, self.clock = replica, shard, clock
+        self.replica_comms, self.shard_comms, self.clock = replica_comms, shard_comms, clock
         self._round_started: float | None = None  # when this round began, on this rank's clock
         self._length = section.every
         self._last_exchange_step = 0  # this replica's step at the last exchange
@@ -40,7 +46,7 @@ class TimedPeriod(Period):
         if step > self.warmup and self._round_started is None:
             self._round_started = self.clock()
             self._last_exchange_step = step - 1
-            self._summed_steps = self._summed_steps_at_sync = self.replica.size * (step - 1)
+            self._summed_steps = self._summed_steps_at_sync = self.replica_comms.size * (step - 1)
         return step <= self.warmup
 
     def ends_round(self, step: int) -> bool:
@@ -58,7 +64,7 @@ class TimedPeriod(Period):
     def global_step(self, step: int) -> int | None:
         if step <= self.warmup:
             return step
-        return self._summed_steps // self.replica.size if self._last_exchange_step == step else None
+        return self._summed_steps // self.replica_comms.size if self._last_exchange_step == step else None
 
     def state_dict(self) -> dict[str, Any]:
         since = self.clock() - self._round_started if self._round_started is not None else None
@@ -77,7 +83,7 @@ class TimedPeriod(Period):
         if first["elapsed"] is None:
             return require_equal(states)
         step = first["summed_steps"] // len(states)
-        there, since = self.replica.size * step, first["summed_steps"] - first["summed_steps_at_sync"]
+        there, since = self.replica_comms.size * step, first["summed_steps"] - first["summed_steps_at_sync"]
         return first | {
             "elapsed": max(state["elapsed"] for state in states),
             "last_exchange_step": step,
@@ -87,16 +93,16 @@ class TimedPeriod(Period):
         }
 
     def _elapsed(self) -> float:
-        mine = torch.tensor(self.clock() - self._round_started, dtype=torch.float64, device=self.shard.device)
-        return float(self.shard.all_gather(mine, "reading the replica's clock")[0])
+        mine = torch.tensor(self.clock() - self._round_started, dtype=torch.float64, device=self.shard_comms.device)
+        return float(self.shard_comms.all_gather(mine, "reading the replica's clock")[0])
 
     def _exchange_progress(self, step: int, elapsed: float) -> bool:
         """Exchange step counts and set the next round's length. Return whether the replicas have taken enough steps
         to synchronize. Waits for all replicas."""
-        mine = torch.tensor([step, elapsed], dtype=torch.float64, device=self.replica.device)
-        steps, seconds = self.replica.all_gather(mine, "meeting the other replicas").cpu().unbind(1)
+        mine = torch.tensor([step, elapsed], dtype=torch.float64, device=self.replica_comms.device)
+        steps, seconds = self.replica_comms.all_gather(mine, "meeting the other replicas").cpu().unbind(1)
         total = int(steps.sum())
-        done, left = total - self._summed_steps, self.replica.size * self.total_steps - total
+        done, left = total - self._summed_steps, self.replica_comms.size * self.total_steps - total
         self._last_length, self._last_exchange_step, self._summed_steps = step - self._last_exchange_step, step, total
         self._length = min(self.section.every, float(seconds.max()) * max(0, left) / done)
         self._round_started = self.clock()

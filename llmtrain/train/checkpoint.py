@@ -95,7 +95,7 @@ class Checkpointer:
             rest = any(flat is not None and flat.device != self.mesh.device for flat in flats)
             tensors |= self._of_method(prefix, kind, flats, _stage_to_cpu if rest else keep)
         tensors |= {f"rank{self.mesh.world.rank}.{name}": keep(state) for name, state in self._generators().items()}
-        state = {"format": FORMAT, "step": step, "mesh": [self.mesh.replicas, self.mesh.shard.size]}
+        state = {"format": FORMAT, "step": step, "mesh": [self.mesh.replicas, self.mesh.shard_comms.size]}
         state |= {"shared": _present_blocks(shared), "own": _present_blocks(own)}
         if self.recipe is not None:
             state["recipe"] = self.recipe.model_dump(mode="json")
@@ -139,7 +139,12 @@ class Checkpointer:
         if self.recipe is not None and "recipe" in state:
             # The checkpoint may have been copied into the folder of a run with another name.
             check_same_recipe(Recipe.model_validate(state["recipe"]), self.recipe, str(path), ignored=["run.name"])
-        here = (self.mesh.replicas, self.mesh.shard.size, self.mesh.replica.rank, self.mesh.shard.rank)
+        here = (
+            self.mesh.replicas,
+            self.mesh.shard_comms.size,
+            self.mesh.replica_comms.rank,
+            self.mesh.shard_comms.rank,
+        )
         change = MeshChange(*state["mesh"], *here, global_step=state["step"])
         progress = change.apply({**rules, "method": self.method.reshard_rules()}, state["ranks"])
         method = progress.pop("method")
@@ -158,7 +163,7 @@ class Checkpointer:
         because under ZeRO they are a second copy of the state."""
         tensors = self._of_engine(_no_copy)
         self._raise_on_all(lambda: self._read(path, change, tensors, generators))
-        prefix = f"replica{self.mesh.replica.rank}."
+        prefix = f"replica{self.mesh.replica_comms.rank}."
         self.engine.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
 
     def _read(
@@ -166,7 +171,7 @@ class Checkpointer:
     ) -> None:
         """Fill the tensors in place. Not a collective."""
         stored = CheckpointReader(path)
-        own = f"replica{self.mesh.replica.rank}."
+        own = f"replica{self.mesh.replica_comms.rank}."
         if change.replicas_changed:
             for name, tensor in tensors.items():
                 if name.startswith(own):
@@ -208,7 +213,7 @@ class Checkpointer:
 
     def _of_engine(self, keep: Stage) -> dict[str, torch.Tensor]:
         """Return this replica's weights and optimizer moments."""
-        replica = self.mesh.replica.rank
+        replica = self.mesh.replica_comms.rank
         return {f"replica{replica}.{name}": keep(tensor) for name, tensor in self.engine.state_dict().items()}
 
     def _of_method(self, prefix: str, kind: str, flats: BlockTensors, keep: Stage) -> dict[str, torch.Tensor]:
@@ -230,7 +235,9 @@ class Checkpointer:
 
     def _seeded_generators(self, seed: int, step: int) -> dict[str, torch.Tensor]:
         """Seed the generators for a rank that did not exist before `step`, and return their states."""
-        torch.manual_seed(derive_seed(seed, "rank", self.mesh.replica.rank, self.mesh.shard.rank, "since", step))
+        torch.manual_seed(
+            derive_seed(seed, "rank", self.mesh.replica_comms.rank, self.mesh.shard_comms.rank, "since", step)
+        )
         return self._generators()
 
     def _set_generators(self, states: dict[str, torch.Tensor]) -> None:
@@ -240,7 +247,7 @@ class Checkpointer:
 
     def _named_state(self, shared: dict[str, T], own: dict[str, T]) -> Iterator[tuple[str, str, T]]:
         """Yield (prefix in the checkpoint, kind, value) for every kind of the method's tensors."""
-        for prefix, kinds in (("", shared), (f"replica{self.mesh.replica.rank}.sync.", own)):
+        for prefix, kinds in (("", shared), (f"replica{self.mesh.replica_comms.rank}.sync.", own)):
             yield from ((prefix, kind, given) for kind, given in kinds.items())
 
     def _prune(self, newest: int) -> None:

@@ -151,8 +151,8 @@ class MetricReducer:
             "comm/wait_seconds": float(line.column("wait_seconds").mean()),
             "sync/pseudo_grad_norm": math.sqrt(mean),
             "sync/divergence": math.sqrt(spread),
-            "sync/late": float(line.column("late_total").sum()) / self.mesh.shard.size,
-            "health/skipped_steps": float(line.column("skipped_total").sum()) / self.mesh.shard.size,
+            "sync/late": float(line.column("late_total").sum()) / self.mesh.shard_comms.size,
+            "health/skipped_steps": float(line.column("skipped_total").sum()) / self.mesh.shard_comms.size,
             "health/loss_spikes": float(self._count_spike(loss)),
             "health/nonfinite": float((~loss_sums.isfinite()).sum()),
             **{tag: value for tag, value in line.common.items() if "/" in tag},
@@ -170,7 +170,7 @@ class MetricReducer:
             if not values.isfinite().all():
                 rank = int((~values.isfinite()).nonzero()[0])
                 raise TrainingError(
-                    f"the {what} is {values[rank].item()} on rank {rank} (replica {rank // self.mesh.shard.size}) at step "
+                    f"the {what} is {values[rank].item()} on rank {rank} (replica {rank // self.mesh.shard_comms.size}) at step "
                     f"{line.step} or in the {line.column('steps')[rank]:.0f} steps before it; start again to continue from the last "
                     "checkpoint, with a smaller optim.lr under another run.name if it comes back"
                 )
@@ -179,11 +179,11 @@ class MetricReducer:
         if skipped.max() >= SKIPS_IN_A_ROW:
             rank = int(skipped.argmax())
             raise TrainingError(
-                f"replica {rank // self.mesh.shard.size} left out its last {skipped[rank]:.0f} steps up to step {line.step}: no gradient "
-                "was finite (optim.nonfinite); start again to continue from the last checkpoint, with a smaller optim.lr under "
+                f"replica {rank // self.mesh.shard_comms.size} left out its last {skipped[rank]:.0f} steps up to step {line.step}: no "
+                "gradient was finite (optim.nonfinite); start again to continue from the last checkpoint, with a smaller optim.lr under "
                 "another run.name if it comes back"
             )
-        fingerprints = line.column("fingerprint").reshape(self.mesh.replicas, self.mesh.shard.size)
+        fingerprints = line.column("fingerprint").reshape(self.mesh.replicas, self.mesh.shard_comms.size)
         usual = fingerprints.mode(dim=0).values
         others = (fingerprints != usual).any(dim=1).nonzero().flatten().tolist()
         if others:

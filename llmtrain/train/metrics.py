@@ -179,9 +179,9 @@ class Metrics:
             step_seconds=interval.step_seconds,
             data_seconds=interval.data_seconds,
             peak_memory=peak_memory_bytes(self.mesh.device),
-            bytes_total=self.mesh.replica.traffic.bytes,
+            bytes_total=self.mesh.replica_comms.traffic.bytes,
             other_bytes_total=self.mesh.all_ranks.traffic.bytes,
-            comm_seconds=self.mesh.replica.traffic.seconds,
+            comm_seconds=self.mesh.replica_comms.traffic.seconds,
             exposed_seconds=self.exposed_seconds,
             wait_seconds=report.wait_seconds,
             mean_squared=float(report.mean_squared),
@@ -245,7 +245,7 @@ class Metrics:
         return {
             "method": self.recipe.sync.method,
             "replicas": self.mesh.replicas,
-            "shards": self.mesh.shard.size,
+            "shards": self.mesh.shard_comms.size,
             "steps": state.global_step,
             "gradient_steps": self.last_line.get("train/gradient_steps"),
             "tokens": self.tokens,
@@ -282,7 +282,7 @@ class Metrics:
             "first_eval": asdict(self.first_eval),
             "last_eval": asdict(self.last_eval),
             "last_line": self.last_line,
-            "traffic": asdict(self.mesh.replica.traffic),
+            "traffic": asdict(self.mesh.replica_comms.traffic),
             "other_traffic": asdict(self.mesh.all_ranks.traffic),
         }
 
@@ -293,7 +293,7 @@ class Metrics:
         self.train_seconds, self.last_line = state["train_seconds"], state["last_line"]
         self.engine.gradient_wait_seconds = state["gradient_wait_seconds"]
         self.first_eval, self.last_eval = Validation(**state["first_eval"]), Validation(**state["last_eval"])
-        self.mesh.replica.traffic.load(**state["traffic"])
+        self.mesh.replica_comms.traffic.load(**state["traffic"])
         self.mesh.all_ranks.traffic.load(**state["other_traffic"])
 
     def _fingerprint(self, count: int) -> int:

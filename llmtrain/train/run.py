@@ -102,7 +102,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
                 raise
             reason = " ".join(str(error).splitlines()[0].split())
             raise TrainingError(
-                f"rank {world.rank} (replica {mesh.replica.rank}, shard {mesh.shard.rank}) lost a peer in step "
+                f"rank {world.rank} (replica {mesh.replica_comms.rank}, shard {mesh.shard_comms.rank}) lost a peer in step "
                 f"{trainer.state.step}: {reason}; start the same command again to continue from the last checkpoint"
             ) from error
         if ended != "done":
@@ -230,8 +230,8 @@ def build_trainer(
     method = build_method(
         recipe.sync,
         engine,
-        mesh.replica,
-        mesh.shard,
+        mesh.replica_comms,
+        mesh.shard_comms,
         LRSchedule.of(recipe),
         seed=recipe.run.seed,
         compiled=compiled,
@@ -243,15 +243,17 @@ def build_trainer(
         sequence_length=recipe.train.sequence_length,
         global_batch=recipe.train.global_batch,
         micro_batch=recipe.train.micro_batch,
-        replica=mesh.replica.rank,
+        replica=mesh.replica_comms.rank,
         replicas=mesh.replicas,
-        shard_rank=mesh.shard.rank,
-        shard=mesh.shard.size,
+        shard_rank=mesh.shard_comms.rank,
+        shard=mesh.shard_comms.size,
         seed=recipe.run.seed,
     )
     peak = peak_flops(mesh.device)
     total = recipe.train.total_steps
-    console.print(f"mesh: {mesh.replicas} replicas x {mesh.shard.size} shards on {mesh.device.type} ({mesh_reason})")
+    console.print(
+        f"mesh: {mesh.replicas} replicas x {mesh.shard_comms.size} shards on {mesh.device.type} ({mesh_reason})"
+    )
     epochs = total * recipe.train.global_batch / loader.num_samples
     console.print(
         f"model: {format_si(parameters)} parameters in {len(engine.blocks)} blocks · {total} steps of "

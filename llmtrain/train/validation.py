@@ -54,7 +54,7 @@ def mean_of_replicas(engine: Engine, mesh: Mesh) -> Iterator[None]:
     """Set the engine's parameters to the mean over replicas within this context. On exit, this replica's own parameters
     are restored bit for bit."""
     # A separate Comms, because validation is not the method's traffic. Its bytes count with those of metrics.
-    replica = Comms(mesh.replica.group, mesh.device, "replica")
+    replica = Comms(mesh.replica_comms.group, mesh.device, "replica")
     own = [flatten(block).cpu() for block in engine.blocks]
     for block in engine.blocks:
         mean = replica.all_reduce(flatten(block) / replica.size, f"averaging {block.name} for validation").wait()

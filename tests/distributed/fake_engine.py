@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from llmtrain.config import ScheduleSection, SyncSection
+from llmtrain.config import LRScheduleSection, SyncSection
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Block
@@ -71,7 +71,7 @@ class Scenario:
     """(step, replica, block) -> factor on that update."""
     pull: float = 0.1
     """Updates also pull towards zero, so that they depend on what the last synchronization left."""
-    schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(kind="constant"))
+    schedule: LRScheduleSection = field(default_factory=lambda: LRScheduleSection(kind="constant"))
     """Of the learning rate; its peak is 1."""
     step_seconds: tuple[float, ...] = ()
     """How long each replica's steps take; 1 if empty. Binary fractions keep sums of them exact."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmtrain.config import Recipe, ScheduleSection
+from llmtrain.config import LRScheduleSection, Recipe
 from llmtrain.errors import RecipeError
 from llmtrain.recipe_check import check
 from llmtrain.sync.methods import METHODS
@@ -168,7 +168,7 @@ def case_of(row: Mapping[str, str]) -> Case:
         MODELS[row["model"]],
         section,
         keys["optim"],
-        ScheduleSection(**keys["schedule"]),
+        LRScheduleSection(**keys["schedule"]),
         steps=STEPS,
         global_batch=BATCH,
         micro_batch=2 if row["forwards"] == "2" else BATCH,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain.config import ModelSection, OptimSection, ParallelSection, ScheduleSection, SyncSection
+from llmtrain.config import LRScheduleSection, ModelSection, OptimSection, ParallelSection, SyncSection
 from llmtrain.lr import LRSchedule
 from llmtrain.model import build, model_config
 from llmtrain.parallel.build_engine import build_engine
@@ -53,7 +53,7 @@ class Case:
     model: ModelSection = LLAMA
     parallel: dict[str, Any] = field(default_factory=lambda: {"precision": "fp32"})
     optim: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
-    schedule: ScheduleSection = field(default_factory=lambda: ScheduleSection(kind="constant"))
+    schedule: LRScheduleSection = field(default_factory=lambda: LRScheduleSection(kind="constant"))
     steps: int = 6
     global_batch: int = 8
     micro_batch: int = 2
@@ -100,8 +100,8 @@ def build_case(case: Case, mesh: Mesh, clock: Callable[[], float] = time.monoton
     method = build_method(
         case.sync,
         engine,
-        mesh.replica,
-        mesh.shard,
+        mesh.replica_comms,
+        mesh.shard_comms,
         case.rates,
         seed=SEED,
         compiled=parallel.compile,
@@ -122,7 +122,7 @@ def global_batch(case: Case, step: int) -> torch.Tensor:
 def micro_batches(case: Case, mesh: Mesh, step: int) -> list[torch.Tensor]:
     """This rank's part of a global batch."""
     parts = case.replicas * case.shard
-    part = mesh.shard.rank if case.same_data else mesh.world.rank
+    part = mesh.shard_comms.rank if case.same_data else mesh.world.rank
     mine = global_batch(case, step).chunk(case.shard if case.same_data else parts)[part]
     return list(mine.split(case.micro_batch))
 

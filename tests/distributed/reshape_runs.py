@@ -138,7 +138,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
             return following()
 
         trainer.loader.next = counted
-        trainer.method.period.clock = lambda: steps * part.seconds[mesh.replica.rank]
+        trainer.method.period.clock = lambda: steps * part.seconds[mesh.replica_comms.rank]
     return trainer
 
 

@@ -38,7 +38,7 @@ def make_nan(trainer: Trainer, steps: Sequence[int]) -> None:
     forward = model.forward
 
     def wrapped(*batch: torch.Tensor) -> torch.Tensor:
-        is_sick = trainer.metrics.mesh.replica.rank == SICK and trainer.state.step in steps
+        is_sick = trainer.metrics.mesh.replica_comms.rank == SICK and trainer.state.step in steps
         return forward(*batch) * (math.nan if is_sick else 1)
 
     model.forward = wrapped
@@ -91,7 +91,7 @@ def change_a_bit(recipe: Recipe) -> str:
 
     def wrapped(step: int) -> None:
         end_step(step)
-        if step == 5 and trainer.metrics.mesh.replica.rank == SICK:
+        if step == 5 and trainer.metrics.mesh.replica_comms.rank == SICK:
             anchor = trainer.method.block_sync.anchors.anchor[0]
             anchor[0] = math.nextafter(anchor[0].item(), math.inf)
 

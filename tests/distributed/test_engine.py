@@ -141,11 +141,11 @@ def validate_between_rounds(changes: dict[str, Any]) -> tuple[list[bool], list[f
     run = Run(Case(choices("local_sgd", **changes), 2, 2), mesh)
     run.train(2)
     before = [flatten(block) for block in run.engine.blocks]
-    sent = mesh.replica.traffic.bytes
+    sent = mesh.replica_comms.traffic.bytes
     with mean_of_replicas(run.engine, mesh):
         losses = [validate(run.engine, mesh, lambda: [BATCH]).loss]
     unchanged = [torch.equal(flatten(block), old) for block, old in zip(run.engine.blocks, before, strict=True)]
-    assert mesh.replica.traffic.bytes == sent, "measuring must not count as the method's traffic"
+    assert mesh.replica_comms.traffic.bytes == sent, "measuring must not count as the method's traffic"
     run.method.finish()
     for batch in (BATCH, NOTHING if mesh.world.rank else BATCH):
         losses.append(validate(run.engine, mesh, lambda batch=batch: [batch]).loss)

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from llmtrain.config import ScheduleSection
+from llmtrain.config import LRScheduleSection
 from llmtrain.parallel.comms import Comms
 from tests.distributed.fake_engine import Answer, Scenario, choices, edit, replay, trace_of, train
 from tests.distributed.pool import RankPool
 from tests.distributed.trace import Trace, assert_same_run
 
-FALLING = ScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
+FALLING = LRScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
 PENALTY = {"z": 1.5, "temperature": 0.3, "clip": 0.5}
 SECONDS = {"kind": "seconds", "every": 3.0, "min_steps": 0}
 STREAMING = {"kind": "overlapped", "steps": 2, "fragments": 3, "alpha": 0.5}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from examples import fsdp2_loop, plain_loop, transformers_trainer
-from llmtrain.config import ScheduleSection
+from llmtrain.config import LRScheduleSection
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.sync import LocalUpdates
@@ -203,7 +203,7 @@ def test_layers_are_blocks_and_those_without_parameters_are_left_out() -> None:
 
 def with_learning_rate() -> int:
     model = Layered()
-    rates = LRSchedule(LR, STEPS, ScheduleSection(kind="cosine"))
+    rates = LRSchedule(LR, STEPS, LRScheduleSection(kind="cosine"))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     updates = LocalUpdates(model, optimizer, "qsr", lr=rates, period={"base": 2, "alpha": LR * 2**0.5})
     for step in range(1, STEPS + 1):

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmtrain.config import ScheduleSection
+from llmtrain.config import LRScheduleSection
 from tests.distributed.fake_engine import SHAPES, Scenario, choices, edit, replay
 from tests.distributed.threads import simulate
 from tests.distributed.trace import Trace, assert_same_bits, assert_same_run
 
 MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1")]
-FALLING = ScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
+FALLING = LRScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
 STREAMING = {"kind": "overlapped", "steps": 2, "fragments": 3, "alpha": 0.5}
 MOMENTUM = {"kind": "momentum", "lr": 0.8, "momentum": 0.6}
 PULL = {"probability": 0.4, "strength": 0.3}
@@ -49,7 +49,7 @@ def test_qsr_at_a_constant_learning_rate_is_a_fixed_period(
     """(alpha / lr)^2 = 3.24 gives rounds of 3, in every run the same bits as a period of 3."""
     periods = {"kind": "steps", "every": 3}, {"kind": "qsr", "base": 1, "alpha": 1.8}
     fixed, following = (choices(method, **{"warmup_steps": 1, **changes, "period": period}) for period in periods)
-    constant = ScheduleSection(kind="constant")
+    constant = LRScheduleSection(kind="constant")
     assert_same_bits(*both(following, fixed, replicas, shard, steps=13, schedule=constant))
 
 
@@ -95,7 +95,7 @@ def test_co2_of_a_single_round_is_diloco(outer: dict, replicas: int, shard: int)
 def test_co2_at_a_constant_learning_rate_has_no_gap(replicas: int, shard: int) -> None:
     """With whole rounds only: a shorter last one is a gap."""
     syncs = (choices("co2", every=4, schedule={"kind": "delayed", "gap_penalty": gap}) for gap in (True, False))
-    assert_same_bits(*both(*syncs, replicas, shard, steps=16, schedule=ScheduleSection(kind="constant")))
+    assert_same_bits(*both(*syncs, replicas, shard, steps=16, schedule=LRScheduleSection(kind="constant")))
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
@@ -128,10 +128,10 @@ def test_units_do_not_matter_while_they_stay(method: str, normalize: str) -> Non
     """At a constant learning rate and equal rounds only the momentum's scale differs."""
     changes = {"schedule": {"kind": "delayed"}} if method == "co2" else {}
     syncs = [choices(method, every=3, outer={**MOMENTUM, "normalize": unit}, **changes) for unit in (normalize, "none")]
-    assert_same_run(*both(*syncs, steps=15, schedule=ScheduleSection(kind="constant")))
+    assert_same_run(*both(*syncs, steps=15, schedule=LRScheduleSection(kind="constant")))
     nesterov = {"kind": "nesterov", "lr": 0.6, "momentum": 0.8}
     syncs = [choices("edit", every=3, outer={**nesterov, "normalize": unit}) for unit in (normalize, "none")]
-    assert_same_run(*both(*syncs, steps=15, schedule=ScheduleSection(kind="constant")))
+    assert_same_run(*both(*syncs, steps=15, schedule=LRScheduleSection(kind="constant")))
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
@@ -230,7 +230,7 @@ def test_rounding_moves_edit_by_less_than_its_bound(kind: str, levels: int, repl
     its own; the outer step multiplies that by lr (1 + mu)."""
     outer = {"kind": "nesterov", "lr": 0.8, "momentum": 0.85}
     exact, rounded = (edit(every=4, outer=outer, penalty={"temperature": 0.3}, wire=wire) for wire in ("fp32", kind))
-    expected, got = both(exact, rounded, replicas, shard, steps=4, schedule=ScheduleSection(kind="constant"))
+    expected, got = both(exact, rounded, replicas, shard, steps=4, schedule=LRScheduleSection(kind="constant"))
     scenario = Scenario(exact, replicas, shard, steps=4)
     for block in range(len(SHAPES)):
         before = expected.forwards[3][block]
@@ -282,7 +282,7 @@ def test_feedback_loses_no_more_than_the_last_message_did(method: str, changes: 
     so all errors together are at most 8 (d + e) / 14 <= 8 d / 9. Without feedback, roundings of 40 rounds add up."""
     wires = ({"kind": "int4", "error_feedback": error_feedback} for error_feedback in (True, False))
     fed, plain = (choices(method, every=1, outer={"kind": "average"}, wire=wire, **changes) for wire in wires)
-    constant = ScheduleSection(kind="constant")
+    constant = LRScheduleSection(kind="constant")
     for got, has_feedback in zip(both(fed, plain, steps=40, schedule=constant), (True, False), strict=True):
         scenario, missing = Scenario(fed, 4, 1), []
         for block in range(len(SHAPES)):

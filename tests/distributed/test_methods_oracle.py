@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.config import ScheduleSection
+from llmtrain.config import LRScheduleSection
 from tests.distributed.fake_engine import Scenario, choices, edit, replay
 from tests.distributed.threads import simulate
 from tests.distributed.trace import Trace, assert_same_run
@@ -15,10 +15,10 @@ MESHES = [
     pytest.param(2, 2, id="2x2"),
     pytest.param(4, 1, id="4x1"),
 ]
-CONSTANT = ScheduleSection(kind="constant")
-FALLING = ScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
-TO_ZERO = ScheduleSection(kind="linear", final_ratio=0.0)
-DROPS = ScheduleSection(kind="step", decay_at=(0.3, 0.7), decay_factor=0.3)
+CONSTANT = LRScheduleSection(kind="constant")
+FALLING = LRScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
+TO_ZERO = LRScheduleSection(kind="linear", final_ratio=0.0)
+DROPS = LRScheduleSection(kind="step", decay_at=(0.3, 0.7), decay_factor=0.3)
 QSR = {"kind": "qsr", "base": 2, "alpha": 1.5}
 
 
@@ -252,7 +252,7 @@ WARMUPS = {
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize(("schedule", "changes", "last"), WARMUPS.values(), ids=WARMUPS.keys())
 def test_synchronous_until_the_learning_rate_falls(
-    schedule: ScheduleSection, changes: dict, last: int, replicas: int, shard: int
+    schedule: LRScheduleSection, changes: dict, last: int, replicas: int, shard: int
 ) -> None:
     """A low learning rate in its own warm-up does not count."""
     syncs = [choices("post_local_sgd", every=3, **changes), choices("co2", every=3, **changes)]

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from llmtrain.config import ScheduleSection
+from llmtrain.config import LRScheduleSection
 from tests.distributed.fake_engine import Scenario, choices, edit, replay
 from tests.distributed.threads import simulate
 from tests.distributed.trace import assert_same_bits, assert_same_run
 
-FALLING = ScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
+FALLING = LRScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
 STEPS, WARMUP = 18, 2
 QSR = {"kind": "qsr", "base": 2, "alpha": 1.5}
 PULL = {"probability": 0.4, "strength": 0.3}

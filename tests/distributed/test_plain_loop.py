@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from llmtrain.config import ScheduleSection
+from llmtrain.config import LRScheduleSection
 from tests.distributed.pairs_reference import Replicas
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import Case, global_batch, train
@@ -16,7 +16,7 @@ CASE = Case(
     shard=2,
     parallel={"precision": "fp64"},
     optim={"lr": 3e-2, "clip_norm": 0.6},
-    schedule=ScheduleSection(kind="cosine", warmup_steps=2),
+    schedule=LRScheduleSection(kind="cosine", warmup_steps=2),
 )
 
 

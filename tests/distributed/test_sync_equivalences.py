@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.config import ScheduleSection
+from llmtrain.config import LRScheduleSection
 from llmtrain.parallel.comms import Comms, PendingCollective
 from llmtrain.sync.build_method import build_method
 from tests.distributed.fake_engine import SHAPES, FakeEngine, Scenario, choices, edit, train
@@ -213,7 +213,7 @@ def test_qsr_at_a_constant_learning_rate_is_a_fixed_period(method: str, replicas
 def test_qsr_synchronizes_more_rarely_as_the_learning_rate_falls() -> None:
     """Half the learning rate, four times the round; the last one is cut by the run's end."""
     sync = choices("qsr", period={"kind": "qsr", "base": 1, "alpha": 1.0})
-    falling = ScheduleSection(kind="linear", final_ratio=0.0)  # 1, 15/16, 14/16, ... of the peak in 16 steps
+    falling = LRScheduleSection(kind="linear", final_ratio=0.0)  # 1, 15/16, 14/16, ... of the peak in 16 steps
     got = simulate(Scenario(sync, 4, 1, steps=16, schedule=falling))
     expected, end = 0, 0
     while end < 16:

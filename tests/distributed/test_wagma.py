@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmtrain.config import ScheduleSection
+from llmtrain.config import LRScheduleSection
 from llmtrain.parallel.comms import Comms
 from tests.distributed.fake_engine import SHAPES, Scenario, assemble, choices
 from tests.distributed.oracle_wagma import Case, History, ends_of_rounds, replay
@@ -96,7 +96,7 @@ def test_short_rounds(every: int) -> None:
 def test_rounds_that_grow() -> None:
     """QSR's: some of one step, and the last one cut by the run's end."""
     sync = wagma(None, period={"kind": "qsr", "base": 1, "alpha": 1.0})
-    falling = ScheduleSection(kind="linear", final_ratio=0.1)
+    falling = LRScheduleSection(kind="linear", final_ratio=0.1)
     case = Case(Scenario(sync, 4, 1, steps=20, schedule=falling), {(13, 2): 1, (14, 2): 2, (17, 0): 1})
     ends = ends_of_rounds(case.scenario)
     assert ends[:2] == [0, 1]

@@ -15,7 +15,7 @@ def main(timeout: str, replica_network: str | None = None) -> int:
     try:
         meeting = rendezvous(world, ParallelSection(replica_network=replica_network), lambda: 0.0, float(timeout))
         with open_mesh(world, world.size, 1, "auto", float(timeout), meeting) as mesh:
-            print(f"replica {mesh.replica.rank} of {mesh.replicas} over {mesh.replica.interface}")
+            print(f"replica {mesh.replica_comms.rank} of {mesh.replicas} over {mesh.replica_comms.interface}")
     except (TrainingError, UserError) as error:
         print(f"error: {error}")
         return BAD_USAGE if isinstance(error, UserError) else FAILED

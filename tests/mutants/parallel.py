@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant(
         "fsdp: gradients summed over replicas, not averaged",
         "llmtrain/parallel/fsdp.py",
-        "pending.wait().div_(self.mesh.replica.size)",
+        "pending.wait().div_(self.mesh.replica_comms.size)",
         "pending.wait()",
         (
             "tests/distributed/test_engine.py",
@@ -76,7 +76,7 @@ MUTANTS = [
     Mutant(
         "fsdp: loss divided by the tokens of one shard",
         "llmtrain/parallel/fsdp.py",
-        "for batch in micro_batches) * self.mesh.shard.size",
+        "for batch in micro_batches) * self.mesh.shard_comms.size",
         "for batch in micro_batches)",
         (
             "tests/distributed/test_engine.py",
@@ -147,7 +147,7 @@ MUTANTS = [
     Mutant(
         "zero: gradients summed over replicas",
         "llmtrain/parallel/zero.py",
-        "flat.div_(self.mesh.replica.size).split",
+        "flat.div_(self.mesh.replica_comms.size).split",
         "flat.split",
         (
             "tests/distributed/test_zero.py",

@@ -127,7 +127,7 @@ MUTANTS = [
     Mutant(
         "pull: all replicas draw the same numbers",
         "llmtrain/sync/pull.py",
-        'derive_seed(self.seed, "pull", self.block_sync.replica.rank, step)',
+        'derive_seed(self.seed, "pull", self.block_sync.replica_comms.rank, step)',
         'derive_seed(self.seed, "pull", 0, step)',
         SCENARIOS,
     ),
@@ -148,22 +148,22 @@ MUTANTS = [
     Mutant(
         "blocking: norms of the local shard alone",
         "llmtrain/sync/schedules/blocking.py",
-        'self.block_sync.shard.all_reduce(torch.stack(squares), "norms of pseudo-gradients").wait().sqrt().cpu()',
+        'shard_comms.all_reduce(torch.stack(squares), "norms of pseudo-gradients").wait().sqrt().cpu()',
         "torch.stack(squares).sqrt().cpu()",
         SCENARIOS,
     ),
     Mutant(
         "blocking: clipped by the local shard's norm",
         "llmtrain/sync/schedules/blocking.py",
-        'whole = block_sync.shard.all_reduce(squared, "norm of a pseudo-gradient").wait()',
+        'whole = block_sync.shard_comms.all_reduce(squared, "norm of a pseudo-gradient").wait()',
         "whole = squared",
         SCENARIOS,
     ),
     Mutant(
         "blocking: weights of the replicas reversed",
         "llmtrain/sync/schedules/blocking.py",
-        "self._replica_weights.weights[replica.rank, index]",
-        "self._replica_weights.weights[replica.size - 1 - replica.rank, index]",
+        "self._replica_weights.weights[replica_comms.rank, index]",
+        "self._replica_weights.weights[replica_comms.size - 1 - replica_comms.rank, index]",
         SCENARIOS,
     ),
     Mutant(
@@ -372,7 +372,7 @@ MUTANTS = [
     Mutant(
         "timed: each rank reads its own clock",
         "llmtrain/sync/timed_period.py",
-        'float(self.shard.all_gather(mine, "reading the replica\'s clock")[0])',
+        'float(self.shard_comms.all_gather(mine, "reading the replica\'s clock")[0])',
         "float(mine)",
         SCENARIOS,
     ),

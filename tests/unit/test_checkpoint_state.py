@@ -23,8 +23,8 @@ ALONE = SimpleNamespace(rank=0, size=1)
 MESH = SimpleNamespace(
     world=World(0, 1, 0, 1),
     replicas=1,
-    replica=ALONE,
-    shard=ALONE,
+    replica_comms=ALONE,
+    shard_comms=ALONE,
     device=torch.device("cpu"),
     checkpoint_group=Comms(None),
     all_ranks=Comms(None),

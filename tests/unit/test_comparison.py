@@ -78,7 +78,7 @@ def test_conditions_in_words(tmp_path: Path) -> None:
     conditions = load_comparison(written(tmp_path, SMALL)).conditions
     assert conditions["thin"].words() == "100 Mbit/s, host 1: 10 Mbit/s, 0.5 CPUs"
     assert conditions["slow"].words() == (
-        "no limit on bandwidth, another host sleeps 0.3 s in every step, host 1 dies after 5 s"
+        "no limit on bandwidth, a random host sleeps 0.3 s in every step, host 1 dies after 5 s"
     )
 
 

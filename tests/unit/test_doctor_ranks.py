@@ -198,7 +198,7 @@ def mesh_of(replicas: int, shard: int, seconds: tuple[float, ...]) -> tuple[Simp
     calls: list[str] = []
     all_ranks = Axis("all", replicas * shard, calls, seconds)
     return SimpleNamespace(
-        replica=Axis("replica", replicas, calls), shard=Axis("shard", shard, calls), all_ranks=all_ranks
+        replica_comms=Axis("replica", replicas, calls), shard_comms=Axis("shard", shard, calls), all_ranks=all_ranks
     ), calls
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmtrain.config import EverySecondsSection, EveryStepSection, EveryStepsSection, QsrSection, ScheduleSection
+from llmtrain.config import EverySecondsSection, EveryStepSection, EveryStepsSection, LRScheduleSection, QsrSection
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
 from llmtrain.sync.period import Period, QsrPeriod, build_period
@@ -57,7 +57,7 @@ def test_rounds_of_the_published_schedules(schedule, shape, base, alpha, expecte
 
 
 def test_at_a_constant_learning_rate_rounds_have_one_length():
-    rates = LRSchedule(3e-3, 100, ScheduleSection(kind="constant", warmup_steps=10))
+    rates = LRSchedule(3e-3, 100, LRScheduleSection(kind="constant", warmup_steps=10))
     constant = build_period(QsrSection(base=1, alpha=9e-3), 10, rates)
     fixed = build_period(EveryStepsSection(every=9), 10, rates)
     for step in range(1, 101):
@@ -68,7 +68,7 @@ def test_at_a_constant_learning_rate_rounds_have_one_length():
 
 def test_rounds_do_not_depend_on_where_a_run_was_resumed():
     """Decisions are functions of the step: asking in any order, of a new object, gives the same."""
-    rates = LRSchedule(1e-3, 500, ScheduleSection(kind="cosine", warmup_steps=20, final_ratio=0.01))
+    rates = LRSchedule(1e-3, 500, LRScheduleSection(kind="cosine", warmup_steps=20, final_ratio=0.01))
     first, again = (QsrPeriod(2, 3e-3, 30, rates) for _ in range(2))
     assert [first.ends_round(s) for s in range(1, 501)] == [again.ends_round(s) for s in range(500, 0, -1)][::-1]
     lengths = rounds(first, 500)
@@ -79,19 +79,19 @@ def test_rounds_do_not_depend_on_where_a_run_was_resumed():
 
 
 def test_a_learning_rate_that_ends_at_zero_is_no_division_by_zero():
-    rates = LRSchedule(1e-3, 50, ScheduleSection(kind="linear", final_ratio=0.0))
+    rates = LRSchedule(1e-3, 50, LRScheduleSection(kind="linear", final_ratio=0.0))
     assert sum(rounds(QsrPeriod(1, 1e-3, 0, rates), 50)) == 50
 
 
 def test_every_step_has_no_rounds():
-    period = build_period(EveryStepSection(), 0, LRSchedule(1.0, 10, ScheduleSection()))
+    period = build_period(EveryStepSection(), 0, LRSchedule(1.0, 10, LRScheduleSection()))
     assert all(
         period.is_synchronous(s) and not period.ends_round(s) and period.round_length(s) == 0 for s in range(1, 11)
     )
 
 
 def test_a_step_has_a_place_in_its_round_and_none_in_a_synchronous_phase():
-    rates = LRSchedule(1e-3, 12, ScheduleSection(kind="constant"))
+    rates = LRSchedule(1e-3, 12, LRScheduleSection(kind="constant"))
     places = {
         "always": (build_period(EveryStepSection(), 3, rates), [0] * 12),
         "fixed": (build_period(EveryStepsSection(every=4), 3, rates), [0] * 3 + [1, 2, 3, 4, 1, 2, 3, 4, 1]),

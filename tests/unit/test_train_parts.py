@@ -14,7 +14,7 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 
-from llmtrain.config import ScheduleSection
+from llmtrain.config import LRScheduleSection
 from llmtrain.errors import FAILED, CheckpointError, TrainingError
 from llmtrain.lr import LRSchedule
 from llmtrain.sync.method import Method
@@ -30,7 +30,7 @@ from llmtrain.train.summary import draw_losses
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
 def test_learning_rate_warms_up_and_ends_where_it_should(kind):
-    schedule = ScheduleSection(kind=kind, warmup_steps=10, final_ratio=0.1)
+    schedule = LRScheduleSection(kind=kind, warmup_steps=10, final_ratio=0.1)
     rates = [LRSchedule(2.0, 110, schedule).at(step) for step in range(1, 111)]
     assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
     assert rates[-1] == pytest.approx(2.0 if kind == "constant" else 0.2)
@@ -40,11 +40,11 @@ def test_learning_rate_warms_up_and_ends_where_it_should(kind):
 
 
 def test_learning_rate_without_warm_up_starts_at_the_peak():
-    assert LRSchedule(3.0, 10**6, ScheduleSection(kind="cosine")).at(1) == pytest.approx(3.0)
+    assert LRSchedule(3.0, 10**6, LRScheduleSection(kind="cosine")).at(1) == pytest.approx(3.0)
 
 
 def test_a_step_schedule_drops_after_its_shares_of_the_run():
-    schedule = ScheduleSection(kind="step", warmup_steps=2, decay_at=(0.5, 0.75), decay_factor=0.1)
+    schedule = LRScheduleSection(kind="step", warmup_steps=2, decay_at=(0.5, 0.75), decay_factor=0.1)
     rates = [LRSchedule(2.0, 8, schedule).at(step) for step in range(1, 9)]
     assert rates == pytest.approx([1.0, 2.0, 2.0, 2.0, 0.2, 0.2, 0.02, 0.02])
 
@@ -74,7 +74,7 @@ def test_signals_together_are_one_and_a_later_one_of_the_same_kind_ends_at_once(
     assert capfd.readouterr().err == "a second SIGTERM: stopped at once; the last whole checkpoint stays\n"
 
 
-MESH = SimpleNamespace(replicas=2, shard=SimpleNamespace(size=2), world=SimpleNamespace(size=4))
+MESH = SimpleNamespace(replicas=2, shard_comms=SimpleNamespace(size=2), world=SimpleNamespace(size=4))
 
 
 def line(step: int = 10, **changed: list[float]) -> GatheredMetrics:
@@ -200,7 +200,7 @@ def test_replicas_whose_anchors_differ_are_named():
     summarizer.check(line(fingerprint=[5.0, 7.0, 5.0, 7.0]))  # of shards 0 and 1: each has its own
     with pytest.raises(TrainingError, match="the anchors of the 2 replicas differ, found at step 10"):
         summarizer.check(line(fingerprint=[5.0, 7.0, 5.0, 8.0]))
-    four = MetricReducer(SimpleNamespace(replicas=4, shard=SimpleNamespace(size=1)), 1.0, None)
+    four = MetricReducer(SimpleNamespace(replicas=4, shard_comms=SimpleNamespace(size=1)), 1.0, None)
     with pytest.raises(TrainingError, match="the anchor of replica 2 is not that of the others"):
         four.check(line(fingerprint=[5.0, 5.0, 6.0, 5.0]))
 

@@ -103,7 +103,7 @@ class BlockingSchedule(Schedule):
 
     def _open(self) -> None:
         """Wait for the other replicas. With a penalty, weigh each replica in each block by all replicas' norms."""
-        replica, report = self.block_sync.replica, self.block_sync.report
+        replica_comms, report = self.block_sync.replica_comms, self.block_sync.report
         self._opened_at = time.monotonic()
         done = self._round
         row = torch.tensor(
@@ -112,14 +112,16 @@ class BlockingSchedule(Schedule):
         if self.penalty is not None:
             row = torch.cat([row, self._norms()])
         with report.time_waiting():
-            gathered = replica.all_gather(row.to(replica.device), "meeting for a synchronization").cpu()
+            gathered = replica_comms.all_gather(row.to(replica_comms.device), "meeting for a synchronization").cpu()
         report.slowest_replica = int(gathered[:, 0].argmax())
         self._agreed_round = RoundStats(*gathered[:, 1:4].mean(0).tolist())
         if self.penalty is not None:
             self._replica_weights = self.penalty.weigh(gathered[:, 4:], gathered[:, 1])
             report.anomalies += int(self._replica_weights.anomalous.sum())
             report.rollbacks += int(self._replica_weights.anomalous.all(0).sum())
-        report.weights_max = float(self._replica_weights.weights.max()) if self._replica_weights else 1 / replica.size
+        report.weights_max = (
+            float(self._replica_weights.weights.max()) if self._replica_weights else 1 / replica_comms.size
+        )
         self._spread = self._mean = 0.0
 
     def _sync_block(self, index: int) -> None:
@@ -143,7 +145,7 @@ class BlockingSchedule(Schedule):
         squared = torch.linalg.vector_norm(mean, dtype=torch.float64).square()
         self._mean = self._mean + squared
         if self.penalty is not None and self.penalty.section.clip is not None:
-            whole = block_sync.shard.all_reduce(squared, "norm of a pseudo-gradient").wait()
+            whole = block_sync.shard_comms.all_reduce(squared, "norm of a pseudo-gradient").wait()
             # All replicas must find the same factor, but GPUs sum in different orders: hence fp64, rounded at the end.
             mean *= self.penalty.clip_factor(whole).to(mean.dtype)
         block_sync.write_parameters(index, block_sync.outer_step(index, mean, self._agreed_round))
@@ -172,19 +174,18 @@ class BlockingSchedule(Schedule):
 
     def _weight(self, index: int) -> float:
         """Return this replica's weight in the block's mean."""
-        replica = self.block_sync.replica
-        return (
-            1 / replica.size
-            if self._replica_weights is None
-            else float(self._replica_weights.weights[replica.rank, index])
-        )
+        replica_comms = self.block_sync.replica_comms
+        if self._replica_weights is None:
+            return 1 / replica_comms.size
+        return float(self._replica_weights.weights[replica_comms.rank, index])
 
     def _norms(self) -> torch.Tensor:
         """Return this replica's pseudo-gradient norm of every block, over all its shards: [blocks], float64. A
         collective of the shard group."""
         visited = self.block_sync.anchors.iter_prefetched(self.block_sync.blocks)
         squares = [self.block_sync.payload(index).double().square().sum() for index in visited]
-        return self.block_sync.shard.all_reduce(torch.stack(squares), "norms of pseudo-gradients").wait().sqrt().cpu()
+        shard_comms = self.block_sync.shard_comms
+        return shard_comms.all_reduce(torch.stack(squares), "norms of pseudo-gradients").wait().sqrt().cpu()
 
     def _rolls_back(self, index: int) -> bool:
         return self._replica_weights is not None and bool(self._replica_weights.anomalous[:, index].all())

@@ -79,7 +79,7 @@ class DelayedSchedule(Schedule):
         for index in block_sync.anchors.iter_prefetched(block_sync.blocks, momentum=True):
             mean_squared = mean_squared + arrived[index].square().sum()
             block_sync.write_parameters(index, block_sync.outer_step(index, arrived[index].div_(gap), since))
-        report.mean_squared, report.weights_max = mean_squared, 1 / block_sync.replica.size
+        report.mean_squared, report.weights_max = mean_squared, 1 / block_sync.replica_comms.size
         report.count += 1
 
 

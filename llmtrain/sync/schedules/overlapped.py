@@ -109,7 +109,7 @@ class OverlappedSchedule(Schedule):
         self._in_flight[fragment] = None
         self._is_mixed |= self.section.alpha > 0
         report.mean_squared = mean_squared
-        report.weights_max = 1 / block_sync.replica.size
+        report.weights_max = 1 / block_sync.replica_comms.size
         report.count += fragment == len(self.fragments) - 1
 
 

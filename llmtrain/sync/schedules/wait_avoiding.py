@@ -71,7 +71,7 @@ class WaitAvoidingSchedule(Schedule):
     def per_replica_state(self) -> dict[str, BlockTensors]:
         """Return the newest message, because a late replica contributes it again."""
         newest = self._newest()
-        device = self.block_sync.engine.blocks[0].shards[0].device
+        device = self.block_sync.replica.blocks[0].shards[0].device
         return {"posted": [part.to(device) for part in newest[1]] if newest is not None else []}
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class WaitAvoidingSchedule(Schedule):
         if self.worker is None:
             return
         self.worker.publish(self._iteration, self._at_anchor())
-        if self.block_sync.replica.rank == 0 and self.block_sync.shard.rank == 0:
+        if self.block_sync.replica_comms.rank == 0 and self.block_sync.shard_comms.rank == 0:
             # All replicas have arrived here, so all of them have run every earlier iteration.
             self.worker.prune(self._iteration)
 
@@ -130,7 +130,7 @@ class WaitAvoidingSchedule(Schedule):
 
     def _count_bytes(self) -> None:
         sent = self.worker.traffic.bytes  # only the thread adds to it
-        self.block_sync.replica.traffic.bytes += sent - self._counted_bytes
+        self.block_sync.replica_comms.traffic.bytes += sent - self._counted_bytes
         self._counted_bytes = sent
 
 
@@ -138,7 +138,7 @@ class WaitAvoidingSchedule(Schedule):
 def build_wait_avoiding(section: WaitAvoidingSection, parts: ScheduleParts) -> WaitAvoidingSchedule:
     """Return a wait-avoiding schedule with its thread and process groups; a single replica needs neither."""
     block_sync, timeout = parts.block_sync, parts.timeout_seconds
-    replica, shard = block_sync.replica, block_sync.shard
+    replica, shard = block_sync.replica_comms, block_sync.shard_comms
     if replica.size == 1:
         return WaitAvoidingSchedule(block_sync, None, 1)
     assert parts.store is not None, "waking the others needs the job's store"
@@ -160,7 +160,7 @@ def build_wait_avoiding(section: WaitAvoidingSection, parts: ScheduleParts) -> W
     worker = GroupAverager(
         group_of=group_of,
         is_global=is_global,
-        shard=shard_group(replica, shard, timeout),
+        shard_comms=shard_group(replica, shard, timeout),
         wake_signal=parts.wake_signal(parts.store),
         wire=block_sync.wire,
         timeout_seconds=timeout,
