@@ -179,3 +179,21 @@ def case_of(row: Mapping[str, str]) -> Case:
 def resumed_after(row: Mapping[str, str]) -> int:
     """A step in the second round; layer-wise, the last of the first, which the next forward pass is to synchronize."""
     return 3 if row["schedule"] == "layerwise" else 4
+
+
+def _resumed_rows() -> list[dict[str, str]]:
+    """Few rows in which each method, and each engine with each level of every other choice, goes on from a checkpoint. That methods
+    do so with each other choice is the business of threads (test_methods_resume.py)."""
+
+    def met(row: Mapping[str, str]) -> set[tuple[str, ...]]:
+        by_engine = {(row["engine"], name, row[name]) for name in FACTORS if name not in ("engine", "method")}
+        return by_engine | {(row["method"],)}
+
+    missing, chosen = set().union(*map(met, ROWS)), []
+    while missing:
+        chosen.append(max(ROWS, key=lambda row: len(met(row) & missing)))
+        missing -= met(chosen[-1])
+    return chosen
+
+
+RESUMED = _resumed_rows()

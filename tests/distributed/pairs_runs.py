@@ -33,6 +33,15 @@ def held_back() -> Iterator[Callable[[], None]]:
         yield write
 
 
+def train(case: Case) -> tuple[Outcome, None]:
+    """The run alone."""
+    whole = Run(case, mesh_of(case.replicas, case.shard))
+    whole.train(case.steps)
+    outcome = whole.finish()
+    whole.method.close()
+    return outcome, None
+
+
 def train_and_resume(case: Case, after: int, folder: Path) -> tuple[Outcome, Outcome]:
     """The run, and all of it that comes after step `after` by an engine and a method that have loaded its checkpoint."""
     mesh = mesh_of(case.replicas, case.shard)

@@ -32,8 +32,8 @@ STEP = {"edit-armed": 10}
 """Where the checkpoint is, if not in a round: two synchronous steps come first, then rounds of four."""
 
 
-FAST = ["diloco-feedback", "edit-armed", "co2", "palsgd", "wagma"]
-"""Those that have something that the others have not: rounding errors, a penalty, means under way, random pulls, groups."""
+FAST = ["diloco-feedback", "edit-armed", "co2", "wagma"]
+"""Those that have something that the others have not: rounding errors, a penalty, means under way, groups."""
 
 
 @pytest.fixture(scope="module")
