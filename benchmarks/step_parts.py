@@ -23,7 +23,7 @@ from titan import is_installed
 GROUPS = {
     "optimizer": r"_fused_(adamw|sgd)_|Optimizer\.|_foreach_(norm|mul_|add_|lerp|addc|sqrt|div)|clip_grad|linalg_vector_norm",
     "communication": r"c10d::|nccl|gloo|fsdp::|FSDP::|chunk_cat|record_param_comms",
-    "attention": r"scaled_dot_product|flex_attention|flash|efficient_attention",
+    "attention": r"scaled_dot_product|flex_attention|flash|efficient_attention|cudnn_attention",
     "matrix products": r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$|mkl::|mkldnn::.*linear",
     "compiled": r"fused|triton|Torch-Compiled|CompiledF",
     "copies": r"aten::(copy_|cat|_to_copy|contiguous|clone|split_with_sizes_copy|stack|index_select|embedding)|Memcpy",

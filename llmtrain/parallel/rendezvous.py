@@ -174,6 +174,16 @@ def _check_devices(ranks: Sequence[RankInfo]) -> None:
         )
 
 
+def _attempt(world: World) -> str:
+    """Return a prefix of the store's keys that separates this start of the ranks from earlier ones.
+
+    A launcher that restarts its ranks may keep the store. torchrun counts restarts after a failure, but not those after
+    a node has left or joined, which change the number of ranks.
+    """
+    run, restarts = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
+    return f"{run}/{restarts}/{world.size}"
+
+
 def _open_store(world: World, address: str, port: str, timeout_seconds: float) -> dist.Store:
     """Return the job's store, hosted by torchrun's agent if there is one and by rank 0 otherwise. Rank 0 does not
     wait for the others to connect."""
@@ -188,8 +198,7 @@ def _open_store(world: World, address: str, port: str, timeout_seconds: float) -
             wait_for_workers=False,
             multi_tenant=True,
         )
-        # A launcher that restarts its ranks may still have the store of the previous attempt.
-        return dist.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), store)
+        return dist.PrefixStore(_attempt(world), store)
     except (dist.DistError, ValueError) as error:
         did = "open the store" if leads else "reach rank 0, where ranks meet,"
         raise TrainingError(

@@ -177,6 +177,13 @@ def test_rows_of_rounding_compare_with_plain_turn_by_turn() -> None:
     assert len(plain) == len(compiled) == len(rounding.COLUMNS)
 
 
+@pytest.mark.parametrize(
+    "name", ["aten::scaled_dot_product_attention", "aten::_flash_attention_backward", "aten::_cudnn_attention_forward"]
+)
+def test_kernels_of_attention_are_attention(name: str) -> None:
+    assert step_parts.group_of(name) == "attention"
+
+
 def test_rows_of_a_steps_parts_end_with_the_whole_and_the_ideal() -> None:
     loop = {
         **step_parts.parts_of([("aten::mm", 0.5), ("aten::copy_", 0.25)], wall=1.0),

@@ -68,6 +68,30 @@ def test_a_single_process_hears_at_once_why_it_can_not_train(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("meeting_point")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_torchrun_starts_again_meet_anew_in_the_same_store(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """With as many ranks it counts the restart, with more or fewer it does not."""
+
+    def meet(world: World) -> Rendezvous:
+        return rendezvous(world, ParallelSection(), lambda: 1.0, 0.2 if again else 20)
+
+    again = False
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+    assert errors_of(2, meet) == [None] * 2
+    again = True
+    if ranks == 2:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(TrainingError, match="^ranks? 1"):
+        meet(World(0, ranks, 0, 1))
+    del store
+
+
+@pytest.mark.usefixtures("meeting_point")
 def test_ranks_that_lose_the_store_in_a_roll_call_say_where_it_was() -> None:
     class Lost:
         def set(self, key: str, value: str) -> None:
