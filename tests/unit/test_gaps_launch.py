@@ -86,7 +86,7 @@ def test_ranks_that_torchrun_starts_again_meet_anew_in_the_same_store(
     again = True
     if ranks == 2:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(TrainingError, match="^ranks? 1"):
+    with pytest.raises(TrainingError, match=r"^ranks? 1"):
         meet(World(0, ranks, 0, 1))
     del store
 
