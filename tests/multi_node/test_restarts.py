@@ -54,7 +54,10 @@ def test_a_frozen_rank_ends_the_run_on_all_hosts_and_leaves_no_process(runs: Run
         assert all(host.pids() == [] for host in hosts)
     assert [code for code, _ in ended] == [1, 1], ended
     (said,) = errors(ended[0][1])
-    assert "failed on rank 0 (" in said and " on host0: " in said and "took longer than run.timeout_seconds" in said
+    in_a_collective = (
+        "failed on rank 0 (" in said and " on host0: " in said and "took longer than run.timeout_seconds" in said
+    )
+    assert in_a_collective or "step-00000006 was not written within" in said  # frozen when its part was to be confirmed
 
 
 @pytest.mark.deep
