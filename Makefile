@@ -2,10 +2,11 @@
 # make test         sets up, then runs the fast tests, which guard correctness: ten minutes on two cores
 # make test-deep    full matrices, real schedulers, true timeouts, emulated GPUs: about an hour
 # make test-gpu     the tests that need a GPU, which the above skip
+# make gpu-kit      collects what a GPU machine without a network lacks (benchmarks/GPU_DAY.md)
 # make mutants      breaks the code on purpose, one line at a time, and sees that tests fail; ARGS="--area sync" for a part
 # make coverage     branches of llmtrain/ that make test reaches, by package; coverage-deep after it adds the deep tests
 # make chaos        100 SIGKILLs at random moments of real runs, and what became of them; about an hour
-# make lint         ruff, as CI does
+# make lint         ruff and hadolint, as CI does
 # make clean        removes what the above made here (not runs/)
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-deep test-gpu chaos mutants coverage coverage-deep lint format docs clean
+.PHONY: quickstart test test-deep test-gpu gpu-kit chaos mutants coverage coverage-deep lint format docs clean
 
 quickstart: $(READY)
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m llmtrain launch recipes/quickstart.yaml $(ARGS)
@@ -30,6 +31,9 @@ test-deep: $(TOOLS)
 
 test-gpu: $(TOOLS)
 	$(BIN)/python -m pytest --gpu $(ARGS)
+
+gpu-kit: $(READY)
+	$(BIN)/python benchmarks/gpu_pack.py $(ARGS)
 
 chaos: $(TOOLS)
 	$(BIN)/python -m pytest tests/chaos -m chaos -s $(ARGS)
@@ -54,13 +58,14 @@ coverage-deep: $(TOOLS)
 lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/hadolint Dockerfile
 
 format: $(TOOLS)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 docs: $(READY)
-	$(BIN)/python -c 'from llmtrain.plan.reference import main; main()'
+	$(BIN)/python -m docs.reference
 
 $(READY): requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -15,9 +15,11 @@ import shutil
 import statistics
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from loops import is_asked
 from table import RESULTS, ROOT, Row, markdown, metrics_of, parser, show, write_page
 
 RECIPE = "recipes/edit_gpt_neo_125m.yaml"
@@ -89,6 +91,13 @@ def run_once(background: bool, replicas: int, extra: Sequence[str], into: Measur
     return run
 
 
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """Return what the checkpoints of one run took, for a row of `gpu_day.py`."""
+    measured = Measured()
+    run_once(task["background"], 1, task["override"], measured)
+    return asdict(measured)
+
+
 def spread(values: Sequence[float]) -> str:
     """Median (lowest to highest)."""
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
@@ -126,5 +135,5 @@ def main() -> None:
         write_page(RESULTS / "checkpoints", "What a checkpoint costs", [markdown(COLUMNS, rows), NOTES.format(**about)])
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not is_asked(measure):
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from table import ROOT
 
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
     import torch
 
     from llmtrain.config import Recipe
-    from llmtrain.data.index import TokenDataset
+    from llmtrain.data.dataset import TokenDataset
     from llmtrain.parallel.mesh import Mesh
     from llmtrain.train.trainer import Trainer
 
 T = TypeVar("T")
-RECIPE = "recipes/quickstart.yaml"
+RECIPE = "recipes/edit_llama_stdlib.yaml"
 MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
 """4.2 M parameters with the recipe's vocabulary."""
 ENDLESS = ("train.steps=1_000_000", "sync.warmup_steps=0", "optim.lr=1.0e-4")
@@ -48,22 +49,62 @@ def on_gpu() -> bool:
 # ---- processes
 
 
-def ask(script: str, ranks: int, task: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Any:
-    """What the main one of `ranks` new processes of a benchmark answers to a task (JSON); all of them get it. They share
-    this machine's cores. SystemExit if one fails."""
+class RowFailed(SystemExit):
+    """A measurement that gave no answer, and the reason; it ends a script that does not catch it."""
+
+    def __init__(self, what: str, reason: str):
+        super().__init__(f"{what} {reason}")
+        self.reason = reason
+
+
+def ask(
+    script: str,
+    ranks: int,
+    task: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    patience: float = PATIENCE_SECONDS,
+    output: IO[str] | None = None,
+) -> Any:
+    """Return the answer of the main one of `ranks` new processes of a benchmark to a task (JSON). All of them get it, and share
+    this machine's cores. Their output goes to `output`. Raises RowFailed if one fails, or after `patience` seconds."""
     command = [sys.executable, script]
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command = [sys.executable, *launcher, script]
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    measuring = f"{Path(script).name}: measuring {dict(task)}"
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        ours = {"PYTHONPATH": str(ROOT), TASK: json.dumps(dict(task)), ANSWER: str(answer)}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        ours = {"PYTHONPATH": path, TASK: json.dumps(dict(task)), ANSWER: str(answer)}
         variables = {"OMP_NUM_THREADS": threads, **os.environ, **ours, **(environment or {})}
-        ended = subprocess.run(command, cwd=ROOT, env=variables, timeout=PATIENCE_SECONDS)
-        if ended.returncode or not answer.exists():
-            raise SystemExit(f"{Path(script).name}: measuring {dict(task)} failed; its output is above")
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT if output else None
+        )
+        try:
+            code = process.wait(patience)
+        except subprocess.TimeoutExpired:
+            raise RowFailed(measuring, f"took longer than {patience:.0f} s") from None
+        finally:
+            end_with_children(process)
+        if code or not answer.exists():
+            raise RowFailed(measuring, f"failed with exit code {code}; see its output")
         return json.loads(answer.read_text())
+
+
+def end_with_children(process: subprocess.Popen) -> None:
+    """Kill a process and all that it has started, unless it has ended."""
+    if process.poll() is not None:
+        return
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.kill()  # first, so that it starts nothing again
+        for child in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.wait()
 
 
 def is_asked(measure: Callable[[dict[str, Any]], Any]) -> bool:
@@ -96,7 +137,7 @@ def build(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, scratch: str, name
     """A trainer whose `train_step` can be called. Several on one mesh need different names."""
     import torch.distributed as dist
 
-    from llmtrain.train.console import Console
+    from llmtrain.train.loggers import Console
     from llmtrain.train.run import build_trainer
     from llmtrain.train.run_dir import RunDirectory
     from llmtrain.train.signals import StopRequest
@@ -110,9 +151,15 @@ def build(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, scratch: str, name
 
 
 def bare_loop(
-    recipe: Recipe, mesh: Mesh, vocab_size: int, batches: Callable[[], Sequence[torch.Tensor]]
+    recipe: Recipe,
+    mesh: Mesh,
+    vocab_size: int,
+    batches: Callable[[], Sequence[torch.Tensor]],
+    in_float8: bool = False,
+    resharded: bool = True,
 ) -> Callable[[], None]:
-    """One step of plain FSDP2 training, as one would write it by hand."""
+    """Return one step of plain FSDP2 training, as one would write it by hand. `in_float8`: the layers' matrix products, scaled
+    by rows (torchao). Unless `resharded`, parameters stay gathered between forward and backward."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -122,21 +169,43 @@ def bare_loop(
     model = models.build(models.model_config(recipe.model, vocab_size), recipe.parallel.loss_chunk)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.parallel.precision]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if in_float8:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(
+            model,
+            config=Float8LinearConfig.from_recipe_name("rowwise"),
+            module_filter_fn=lambda module, name: "layers" in name,
+        )
     blocks = models.blocks_of(model)
     wrap_layers(blocks, recipe.parallel)
+    kept = {} if resharded else {"reshard_after_forward": False}
     for block in blocks:
         models.initialize(model, block, 0, mesh.device, torch.float32)
-        fully_shard(
-            block.modules if len(block.modules) > 1 else block.modules[0], mesh=mesh.devices["shard"], mp_policy=policy
-        )
+        unit = block.modules if len(block.modules) > 1 else block.modules[0]
+        fully_shard(unit, mesh=mesh.devices["shard"], mp_policy=policy, **kept)
     fully_shard(model, mesh=mesh.devices["shard"], mp_policy=policy)
+
+    def mean_loss(batch: torch.Tensor) -> torch.Tensor:
+        return model(batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
+
+    return plain_step(model, mean_loss, batches, mesh.device)
+
+
+def plain_step(
+    model: torch.nn.Module,
+    mean_loss: Callable[[torch.Tensor], torch.Tensor],
+    batches: Callable[[], Sequence[torch.Tensor]],
+    device: torch.device,
+) -> Callable[[], None]:
+    """Return one step of a sharded model: backward of each batch's mean loss, clipping, AdamW."""
+    import torch
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
 
     def step() -> None:
         for batch in batches():
-            batch = batch.to(mesh.device, non_blocking=True)
-            loss = model(batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()
-            loss.backward()
+            mean_loss(batch.to(device, non_blocking=True)).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norm.full_tensor()
         optimizer.step()

@@ -12,11 +12,11 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from loops import on_gpu, quartiles, take_turns
+from loops import is_asked, on_gpu, quartiles, take_turns
 from peaks import allocator_peak
 from table import RESULTS, Row, markdown, parser, show, write_page
 
@@ -63,13 +63,13 @@ def losses(chunk: int) -> dict[str, Callable[..., torch.Tensor]]:
     return found
 
 
-def rows_of(case: tuple[str, int, int, int], chunk: int, turns: int, times: int) -> list[Row]:
-    """The lines of one case."""
+def measure(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return each loss's seconds by turn, its first time's seconds, and its peak in bytes, for one case."""
     import torch
 
     from llmtrain.parallel.wrapping import COMPUTE
 
-    precision, tokens, width, vocabulary = case
+    precision, tokens, width, vocabulary = task["case"]
     device, dtype = "cuda" if on_gpu() else "cpu", COMPUTE[precision]
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
@@ -83,25 +83,32 @@ def rows_of(case: tuple[str, int, int, int], chunk: int, turns: int, times: int)
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    measured = losses(chunk)
+    measured = losses(task["chunk"])
     first = {name: once(loss) for name, loss in measured.items()}
     peaks = {name: _peak(partial(once, loss)) for name, loss in measured.items()}
     work = {
-        name: lambda loss=loss: statistics.median(once(loss) for _ in range(times)) for name, loss in measured.items()
+        name: lambda loss=loss: statistics.median(once(loss) for _ in range(task["times"]))
+        for name, loss in measured.items()
     }
-    seconds = take_turns(work, turns)
+    seconds = take_turns(work, task["turns"])
+    return {name: {"seconds": seconds[name], "first": first[name], "peak": peaks[name]} for name in measured}
+
+
+def rows_of(case: tuple[str, int, int, int], found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """Return the lines of one case."""
+    precision, tokens, width, vocabulary = case
     rows = []
-    for name, mine in seconds.items():
-        low, middle, high = quartiles([1e3 * one for one in mine])
-        ratio = statistics.median(a / b for a, b in zip(mine, seconds[ALL_AT_ONCE], strict=True))
+    for name, one in found.items():
+        low, middle, high = quartiles([1e3 * seconds for seconds in one["seconds"]])
+        ratio = statistics.median(a / b for a, b in zip(one["seconds"], found[ALL_AT_ONCE]["seconds"], strict=True))
         sizes = (f"{tokens:,}", f"{width:,}", f"{vocabulary:,}")
         compared = "" if name == ALL_AT_ONCE else f"{ratio:.2f}"
         cells = (
             f"{middle:.1f}",
             f"{low:.1f} to {high:.1f}",
             compared,
-            f"{peaks[name] / 1e6:,.0f}",
-            f"{first[name]:.1f}",
+            f"{one['peak'] / 1e6:,.0f}",
+            f"{one['first']:.1f}",
         )
         rows.append((name, precision, *sizes, *cells))
     return rows
@@ -127,7 +134,8 @@ def main() -> None:
     options = arguments.parse_args()
     rows: list[Row] = []
     for case in CASES_ON_GPU if on_gpu() else CASES:
-        rows += rows_of(case, options.chunk, options.turns, options.times)
+        common = {"chunk": options.chunk, "turns": options.turns, "times": options.times}
+        rows += rows_of(case, measure({"case": case, **common}))
     where = "a GPU" if on_gpu() else "a CPU"
     title = f"Head and loss on {where}, chunks of {options.chunk}, {options.turns} turns of {options.times} times"
     show(title, COLUMNS, rows, words=WORDS)
@@ -135,5 +143,5 @@ def main() -> None:
         write_page(RESULTS / "loss", "What the loss costs", [f"{title}.", markdown(COLUMNS, rows, words=WORDS), NOTES])
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not is_asked(measure):
     main()

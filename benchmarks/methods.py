@@ -60,8 +60,9 @@ rate x sqrt({SHORTEST})), WAGMA averages globally every {GLOBAL_EVERY} steps, an
 learning rate has fallen to half its peak. PALSGD's steps that pull read nothing; it makes as many more. The rounds of
 A-EDiT are of seconds, so its steps, and with them its loss, differ from run to run and from machine to machine.
 
-One seed, and nothing was tuned for any method: values are the papers' or their code's, for runs a thousand times as
-long. Losses that lie as close together as those of two seeds say nothing. Steps and gradient computations are a
+One seed, and nothing was tuned for any method: values are the presets', most of them the papers' or their code's for
+runs a thousand times as long; PALSGD's outer learning rate, all inner learning rates and rounds of {EVERY} steps are
+neither. Losses that lie as close together as those of two seeds say nothing. Steps and gradient computations are a
 replica's, means over the replicas; bytes are sums over all ranks. No times: other work went on beside some of the runs,
 and on one machine's loopback they would say nothing about a slow network."""
 

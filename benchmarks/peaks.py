@@ -33,6 +33,13 @@ def forget_peak() -> None:
         FORGET.write_text("5")
 
 
+def reserved() -> int | None:
+    """Return the most bytes that torch has taken from the GPU, handed out or not. None before a GPU was used."""
+    import torch
+
+    return torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else None
+
+
 def allocator_peak(work: Callable[[], object]) -> int:
     """The most bytes that torch's CPU allocator had handed out at a time during `work`, of what it handed out in it."""
     from torch.profiler import ProfilerActivity, profile

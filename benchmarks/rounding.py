@@ -12,9 +12,9 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from loops import on_gpu, quartiles, take_turns
+from loops import is_asked, on_gpu, quartiles, take_turns
 from table import RESULTS, Row, markdown, parser, show, write_page
 
 if TYPE_CHECKING:
@@ -82,6 +82,21 @@ def rows_of(kind: str, seconds: dict[str, list[float]], compiling: float) -> lis
     return rows
 
 
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """Return one format's seconds by turn, as `plain encode` and so on, and the seconds that compiling took."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    values = torch.randn(ROWS, task["values"] // ROWS, device="cuda" if on_gpu() else "cpu")
+    plain, _ = coded(task["kind"], False, values)
+    compiled, first = coded(task["kind"], True, values)
+    both = {f"plain {name}": work for name, work in plain.items()}
+    both |= {f"compiled {name}": work for name, work in compiled.items()}
+    timed = {name: partial(seconds_of, work, task["times"]) for name, work in both.items()}
+    return {"seconds": take_turns(timed, task["turns"]), "compiling": first}
+
+
 def main() -> None:
     """Measure format after format, print, write."""
     arguments = parser(__doc__)
@@ -89,25 +104,17 @@ def main() -> None:
     arguments.add_argument("--turns", type=int, default=9)
     arguments.add_argument("--times", type=int, default=9, help="in a turn")
     options = arguments.parse_args()
-    import torch
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    values = torch.randn(ROWS, options.values // ROWS, device="cuda" if on_gpu() else "cpu")
     rows: list[Row] = []
     for kind in KINDS:
-        plain, _ = coded(kind, False, values)
-        compiled, first = coded(kind, True, values)
-        both = {f"plain {name}": work for name, work in plain.items()}
-        both |= {f"compiled {name}": work for name, work in compiled.items()}
-        timed = {name: partial(seconds_of, work, options.times) for name, work in both.items()}
-        rows += rows_of(kind, take_turns(timed, options.turns), first)
-    title = f"Rounding {values.numel():,} fp32 values, {options.turns} turns of {options.times} times"
+        task = {"values": options.values, "turns": options.turns, "times": options.times}
+        found = measure({"kind": kind, **task})
+        rows += rows_of(kind, found["seconds"], found["compiling"])
+    title = f"Rounding {options.values:,} fp32 values, {options.turns} turns of {options.times} times"
     show(title, COLUMNS, rows, words=2)
     if options.write:
         notes = "Medians over the turns. *Of plain*: the median ratio within a turn. The bits are the same (tests/unit/test_wire.py)."
         write_page(RESULTS / "rounding", "What rounding costs", [f"{title}.", markdown(COLUMNS, rows, words=2), notes])
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not is_asked(measure):
     main()

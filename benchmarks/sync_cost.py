@@ -2,6 +2,7 @@
 
     python benchmarks/sync_cost.py                              # 2 replicas of one process each; ten minutes on two cores
     python benchmarks/sync_cost.py --methods edit diloco --wires fp32 int8 --shard 4    # eight GPUs
+    python benchmarks/sync_cost.py --replicas 1 --wires fp32 --size 1B --offload        # one GPU: arithmetic and copies
 
 For each method a new set of processes trains a small Llama: local steps, and rounds with every wire, in turns. What a
 round takes beyond its local steps, as measured in the same turn, is the added time; an all-reduce that sends as many bytes
@@ -17,8 +18,23 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from loops import ENDLESS, MODEL, NEVER, RECIPE, ask, build, is_asked, on_gpu, opened, quartiles, take_turns, timed
+from loops import (
+    ENDLESS,
+    MODEL,
+    NEVER,
+    RECIPE,
+    RowFailed,
+    ask,
+    build,
+    is_asked,
+    on_gpu,
+    opened,
+    quartiles,
+    take_turns,
+    timed,
+)
 from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
+from throughput import SIZES
 
 if TYPE_CHECKING:
     from llmtrain.parallel.mesh import Mesh
@@ -26,7 +42,9 @@ if TYPE_CHECKING:
 
 LOCAL = "local"
 WIRES = ("fp32", "bf16", "int8", "int4")
+SMALL = "4M"
 MICRO_BATCH, SEQUENCE = 2, 128
+"""Settings of the small model; other sizes have those of `throughput.SIZES`, with one sequence per step."""
 LATE_ROUND = 8
 """Steps in a round of the methods that spread a round's work over its steps, or let it arrive during them."""
 
@@ -80,6 +98,8 @@ is spent beside it: messages that arrive during a step take processor time from 
 carry them. *MB*: sent by one rank. *Bytes alone*: an all-reduce in fp32 by which a rank sends as many bytes; its sums are
 in it.
 
+With one replica nothing is sent: what is left are arithmetic and, with offload, copies.
+
 A round has one step where all of it happens at its end; a longer one ends no differently. `co2`, `streaming_diloco` and
 `wagma` have rounds of {LATE_ROUND}; WAGMA averages in every one of these steps.
 `post_local_sgd` and `qsr` synchronize as `local_sgd` does, `palsgd` as `diloco`. `a_edit` meets after every step here, so that
@@ -98,17 +118,21 @@ class Turn:
 
 
 def recipe_of(task: Mapping[str, Any], overrides: Sequence[str]):
-    """The recipe of one loop."""
+    """Return the recipe of one loop."""
     from llmtrain.recipe_loader import load_recipe
 
-    replicas, shard = task["replicas"], task["shard"]
+    replicas, shard, size = task["replicas"], task["shard"], task.get("size", SMALL)
+    if size == SMALL:
+        batch, model = MICRO_BATCH, [f"model.config.{key}={value}" for key, value in MODEL.items()]
+        model.append(f"train.sequence_length={SEQUENCE}")
+    else:
+        batch, model = 1, SIZES[size]
     common = [
-        *(f"model.config.{key}={value}" for key, value in MODEL.items()),
+        *model,
         f"parallel.replicas={replicas}",
         f"parallel.shards={shard}",
-        f"train.global_batch={MICRO_BATCH * replicas * shard}",
-        f"train.micro_batch={MICRO_BATCH}",
-        f"train.sequence_length={SEQUENCE}",
+        f"train.global_batch={batch * replicas * shard}",
+        f"train.micro_batch={batch}",
         *ENDLESS,
     ]
     return load_recipe(ROOT / RECIPE, [*common, *overrides, *task["override"]])
@@ -171,9 +195,11 @@ def _counters(trainer: Trainer) -> tuple[float, ...]:
 
 
 def _alone(mesh: Mesh, sent: float) -> float:
-    """Seconds of an all-reduce in which a rank sends so many bytes."""
+    """Return the seconds of an all-reduce in which a rank sends so many bytes: none with one replica."""
     import torch
 
+    if mesh.replicas == 1:
+        return 0.0
     share = 2 * (mesh.replicas - 1) / mesh.replicas
     values = torch.ones(max(1, round(sent / share / 4)), device=mesh.replica_comms.device)
     mesh.all_ranks.all_reduce(torch.zeros(1)).wait()
@@ -203,7 +229,7 @@ def rows_of(name: str, every: int, turns: Mapping[str, Sequence[Mapping[str, flo
                 f"{1000 * middle['messages']:.1f}",
                 f"{middle['bytes'] / 1e6:.2f}",
                 f"{1000 * middle['alone']:.1f}",
-                f"{added / middle['alone']:.2f}",
+                f"{added / middle['alone']:.2f}" if middle["alone"] else "",
             )
         )
     return rows
@@ -214,25 +240,30 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--methods", nargs="+", choices=CHOICES, default=list(CHOICES), metavar="METHOD")
     arguments.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), metavar="WIRE")
-    arguments.add_argument("--replicas", type=int, default=2, help="a power of two for wagma")
+    arguments.add_argument("--size", choices=(SMALL, *SIZES), default=SMALL)
+    arguments.add_argument("--replicas", type=int, default=2, help="a power of two for wagma; 1: nothing is sent")
     arguments.add_argument("--shard", type=int, default=1)
     arguments.add_argument("--turns", type=int, default=7)
     arguments.add_argument("--rounds", type=int, default=3, help="in a turn")
     arguments.add_argument("--offload", action="store_true", help="on GPUs: each method also with sync.offload")
     arguments.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="for all, laid over the rest")
     options = arguments.parse_args()
-    if options.replicas < 2:
-        raise SystemExit(
-            f"--replicas is {options.replicas}, but a synchronization is between replicas; give at least 2"
-        )
     if options.offload and not on_gpu():
         raise SystemExit("--offload is for GPUs, and there is none here: on a CPU nothing is moved; leave it out")
-    common = {key: getattr(options, key) for key in ("wires", "replicas", "shard", "turns", "rounds", "override")}
+    common = {
+        key: getattr(options, key) for key in ("wires", "size", "replicas", "shard", "turns", "rounds", "override")
+    }
     rows: list[Row] = []
     for name in options.methods:
         for offload in (False, True) if options.offload else (False,):
-            found = ask(__file__, options.replicas * options.shard, {"choice": name, "offload": offload, **common})
+            try:
+                found = ask(__file__, options.replicas * options.shard, {"choice": name, "offload": offload, **common})
+            except RowFailed as why:  # the other methods are worth having
+                print(why)
+                continue
             rows += rows_of(f"{name}, offloaded" if offload else name, CHOICES[name].every, found["turns"])
+    if not rows:
+        raise SystemExit("no method could be measured")
     mesh = f"{options.replicas} replicas x {options.shard} shards on {found['device']}"
     title = f"{mesh}, {found['values']:,} parameters a rank, {options.turns} turns of {options.rounds} rounds"
     show(title, COLUMNS, rows, words=2)

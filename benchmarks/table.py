@@ -19,6 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", "transformers")
+COMMIT = "LLMTRAIN_COMMIT"
+"""Environment variable: the commit, for a copy of the tree without `.git`."""
 COMMON = (
     "data.tokenizer=train:4096",
     "train.tokens=null",
@@ -117,12 +119,21 @@ def markdown(columns: Sequence[str], rows: Sequence[Row], words: int = 1) -> str
 def provenance() -> str:
     """What was run, at which commit, with which versions, on what: one line of a page."""
     command = " ".join(["python", _relative(sys.argv[0]), *map(_portable, sys.argv[1:])])
-    described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     versions = [f"Python {platform.python_version()}"]
     versions += [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    commit = described.stdout.strip() or "unknown"
-    return f"`{command}`, commit {commit}, {', '.join(versions)}, {cores} cores, {platform.machine()}"
+    return f"`{command}`, commit {commit()}, {', '.join(versions)}, {cores} cores, {platform.machine()}"
+
+
+def commit() -> str:
+    """Return the commit that is checked out, by $LLMTRAIN_COMMIT or git, or `unknown`."""
+    if given := os.environ.get(COMMIT):
+        return given
+    describe = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
+    except OSError:  # no git
+        return "unknown"
 
 
 def write_page(folder: Path, title: str, paragraphs: Sequence[str]) -> None:

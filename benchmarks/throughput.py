@@ -13,28 +13,31 @@ benchmarks/results/throughput/.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import itertools
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from loops import ENDLESS, RECIPE, ask, bare_loop, build, is_asked, on_gpu, opened, quartiles, timed
-from peaks import allocator_peak, forget_peak, peak_resident, resident
+from loops import ENDLESS, RECIPE, RowFailed, ask, bare_loop, build, is_asked, on_gpu, opened, quartiles, timed
+from peaks import allocator_peak, forget_peak, peak_resident, reserved, resident
 from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
 from titan import MODULE as TITAN
 from titan import is_installed, titan_loop
+from titan_model import is_installed as has_titan_model
+from titan_model import titan_model_loop
 
 if TYPE_CHECKING:
     from llmtrain.config import Recipe
-    from llmtrain.data.index import TokenDataset
+    from llmtrain.data.dataset import TokenDataset
     from llmtrain.parallel.mesh import Mesh
 
-BARE = "bare loop"
+BARE, TITAN_MODEL = "bare loop", "torchtitan's model"
+FLOAT8, GATHERED = "bare loop, float8", "bare loop, kept gathered"
+FSDP2 = ["parallel.engine=fsdp2"]
 ENGINES = {
-    BARE: ["parallel.engine=fsdp2"],
-    TITAN: ["parallel.engine=fsdp2"],
-    "fsdp2": ["parallel.engine=fsdp2"],
+    **dict.fromkeys((BARE, TITAN, TITAN_MODEL, FLOAT8, GATHERED, "fsdp2"), FSDP2),
     "zero2": ["parallel.engine=zero", "parallel.zero_stage=2"],
     "zero3": ["parallel.engine=zero", "parallel.zero_stage=3"],
 }
@@ -58,11 +61,12 @@ SIZES = {
     "33M": _llama(512, 1376, 8, 8, 8192, 256, 4),
     "160M": _llama(768, 2048, 12, 12, 50304, 1024, 16),
     "1B": _llama(2048, 5632, 16, 16, 50304, 4096, 4),
-    "7B-layers": _llama(4096, 11008, 4, 32, 50304, 4096, 2),
+    "1B-2048": _llama(2048, 5632, 16, 16, 50304, 2048, 8),
+    "7B-layers": _llama(4096, 11008, 4, 32, 50304, 4096, 8),
 }
 """Llamas with their sequences and micro-batches; the last has the layers of a model of 7 B parameters, but four of them."""
 TINY = _llama(32, 64, 2, 2, 2048, 32, 2)
-"""Trained first, so that what is loaded once is there when memory is measured."""
+"""Trained first on a CPU, so that what is loaded once is there when memory is measured."""
 CHECKPOINTING = {"no": "false", "yes": "true", "selective": "selective"}
 COLUMNS = (
     "model",
@@ -80,13 +84,15 @@ COLUMNS = (
     "resident, MB",
 )
 WORDS = 3
-OTHERS = (BARE, TITAN)
+OTHERS = (BARE, TITAN, TITAN_MODEL, FLOAT8, GATHERED)
 """Nothing is predicted for these."""
 NOTES = """\
 One replica, so that a step is a local one. *With*: `parallel.compile` and `parallel.activation_checkpointing`
 (`true` or `selective`). *Tokens/s*: of all ranks, the median over the turns. *Of bare*: relative to a hand-written FSDP2 loop over
 the same model, compiled and checkpointed alike (`bare_loop` in `benchmarks/loops.py`). *torchtitan*: its own trainer, model, loss and
 optimizer in the same sizes, on the same batches (`benchmarks/titan.py`); what it recomputes selectively is its own choice, too.
+*torchtitan's model*: that of release 0.2.2 alone, in the bare loop (`benchmarks/titan_model.py`). *float8*: the layers' products
+scaled by rows (torchao). *Kept gathered*: parameters are not resharded between forward and backward.
 All these ran one after another, so a machine whose speed wanders shows here; `benchmarks/step_overhead.py`, where loops take
 turns, says it more exactly. *Predicted/s*: tokens a second by `llmtrain recipe show`: the rate of a large matrix product, timed in
 the same process, times one measured constant (`TRAINING_EFFICIENCY` in `llmtrain/plan/time_estimate.py`); it knows nothing of
@@ -118,7 +124,7 @@ def recipe_of(task: Mapping[str, Any], model: Sequence[str]) -> Recipe:
             f"parallel.precision={task['precision']}",
             f"parallel.compile={str(task['compile']).lower()}",
             f"parallel.activation_checkpointing={CHECKPOINTING[task['checkpoint']]}",
-            f"train.global_batch={micro_batch * task['shard']}",
+            f"train.global_batch={micro_batch * task['shard'] * task.get('micro_batches', 1)}",
             *ENGINES[task["engine"]],
             *task["override"],
         ],
@@ -126,18 +132,19 @@ def recipe_of(task: Mapping[str, Any], model: Sequence[str]) -> Recipe:
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any] | None:
-    """One row's figures on this rank. The main rank answers."""
+    """Return one row's figures on this rank. The main rank answers. With `quick`, the peak is not counted on a CPU."""
     from llmtrain.plan.memory import estimate, size_of
     from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
     from llmtrain.train.devices import peak_flops, peak_memory_bytes
 
-    recipe, tiny = recipe_of(task, SIZES[task["size"]]), recipe_of(task, TINY)
+    recipe = recipe_of(task, SIZES[task["size"]])
     with opened(recipe, 1, task["shard"]) as (mesh, prepared, scratch):
 
         def started(one: Recipe, name: str) -> Callable[[], object]:
             return step_of(task["engine"], one, mesh, prepared, scratch, name)
 
-        timed(started(tiny, "tiny"), 2, mesh)
+        if mesh.device.type == "cpu":
+            timed(started(recipe_of(task, TINY), "tiny"), 2, mesh)
         gc.collect()
         forget_peak()
         before = resident() if mesh.device.type == "cpu" else None
@@ -146,11 +153,11 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
         timed(step, 1, mesh)
         seconds = [timed(step, task["steps"], mesh) / task["steps"] for _ in range(task["turns"])]
         grown = None if before is None else peak_resident() - before
-        reached = peak_memory_bytes(mesh.device)
+        reached, taken = peak_memory_bytes(mesh.device), reserved()
         rate = rate_here(recipe)
         if mesh.device.type == "cuda":
             peak = reached
-        elif task["shard"] > 1:
+        elif task["shard"] > 1 or task.get("quick"):
             peak = None
         else:
             del step
@@ -169,7 +176,8 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
             "peak_flops": peak_flops(mesh.device),
             "ranks": task["shard"],
             "peak": peak,
-            "predicted": predicted.device_total + (0 if mesh.device.type == "cuda" else predicted.host_total),
+            "reserved": taken,
+            "predicted": predicted.total(on_gpu=mesh.device.type == "cuda"),
             "grown": grown,
             "parameters": size.parameters,
         }
@@ -181,8 +189,7 @@ def step_of(
     """One step of a loop built now."""
     if engine not in OTHERS:
         return build(recipe, mesh, prepared, scratch, name).train_step
-    from llmtrain.data.loader import Loader
-    from llmtrain.data.prefetch import PrefetchLoader
+    from llmtrain.data.loader import Loader, PrefetchLoader
 
     loader = Loader(
         prepared.tokens("train"),
@@ -200,14 +207,20 @@ def step_of(
     ).next  # as the trainer has them
     if engine == TITAN:
         return titan_loop(recipe, prepared.vocab_size, batches)
-    return bare_loop(recipe, mesh, prepared.vocab_size, batches)
+    if engine == TITAN_MODEL:
+        return titan_model_loop(recipe, mesh, prepared.vocab_size, batches)
+    return bare_loop(
+        recipe, mesh, prepared.vocab_size, batches, in_float8=engine == FLOAT8, resharded=engine != GATHERED
+    )
 
 
 def is_possible(task: Mapping[str, Any]) -> bool:
-    """Whether the recipe checks let it pass."""
+    """Return whether the recipe checks let it pass."""
     from llmtrain.errors import RecipeError
     from llmtrain.recipe_check import check
 
+    if task["engine"] == TITAN_MODEL and task["checkpoint"] != "no":
+        return False
     try:
         check(recipe_of(task, SIZES[task["size"]]), None)
     except RecipeError:
@@ -238,6 +251,11 @@ def row(task: Mapping[str, Any], found: Mapping[str, Any], bare: Mapping[str, An
     )
 
 
+def failed_row(task: Mapping[str, Any], why: RowFailed) -> Row:
+    """Return the line of a row without figures: the reason stands in the place of the first."""
+    return (task["size"], task["engine"], _with(task), str(why), *[""] * (len(COLUMNS) - 4))
+
+
 def _with(task: Mapping[str, Any]) -> str:
     checkpoint = {"no": [], "yes": ["checkpoint"], "selective": ["selective"]}[task["checkpoint"]]
     return "+".join([*(["compile"] if task["compile"] else []), *checkpoint])
@@ -247,16 +265,19 @@ def main() -> None:
     """Measure row after row, print, write."""
     arguments = parser(__doc__)
     arguments.add_argument("--sizes", nargs="+", choices=SIZES, metavar="SIZE", help=f"of {', '.join(SIZES)}")
-    default = [BARE, *([TITAN] if is_installed() else []), "fsdp2", "zero3"]
+    titans = [*([TITAN] if is_installed() else []), *([TITAN_MODEL] if has_titan_model() else [])]
+    default = [BARE, *titans, "fsdp2", *(["zero3"] if importlib.util.find_spec("deepspeed") else [])]
     arguments.add_argument("--engines", nargs="+", choices=ENGINES, default=default)
     arguments.add_argument("--compile", nargs="+", choices=("no", "yes"), default=["no", "yes"])
     arguments.add_argument("--checkpoint", nargs="+", choices=CHECKPOINTING, default=list(CHECKPOINTING))
     arguments.add_argument("--shard", type=int, default=1, help="ranks that hold the replica")
-    arguments.add_argument("--turns", type=int, default=5)
-    arguments.add_argument("--steps", type=int, default=2, help="in a turn")
+    gpu = on_gpu()
+    arguments.add_argument("--turns", type=int, default=3 if gpu else 5)
+    arguments.add_argument(
+        "--steps", type=int, default=10 if gpu else 2, help="in a turn; on a GPU its queue fills first"
+    )
     arguments.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="for all, laid over the rest")
     options = arguments.parse_args()
-    gpu = on_gpu()
     sizes = options.sizes or (["160M", "1B", "7B-layers"] if gpu else ["6M", "33M"])
     common = {key: getattr(options, key) for key in ("shard", "turns", "steps", "override")}
     common["precision"] = "bf16" if gpu else "fp32"
@@ -269,7 +290,12 @@ def main() -> None:
             if not is_possible(task):
                 continue
             with tempfile.TemporaryDirectory() as cache:  # so that every row compiles for itself
-                found = ask(__file__, options.shard, task, {"TORCHINDUCTOR_CACHE_DIR": cache, "KINETO_LOG_LEVEL": "5"})
+                variables = {"TORCHINDUCTOR_CACHE_DIR": cache, "KINETO_LOG_LEVEL": "5"}
+                try:
+                    found = ask(__file__, options.shard, task, variables)
+                except RowFailed as why:  # the other rows are worth having
+                    rows.append(failed_row(task, why))
+                    continue
             rows.append(row(task, found, bare))
             bare = found if engine == BARE else bare
     device = "GPU" if gpu else "CPU"

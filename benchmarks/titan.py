@@ -7,11 +7,11 @@ its GPU monitors read nothing.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -27,9 +27,17 @@ NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 NEVER = 1_000_000_000
 
 
+def release() -> str:
+    """Return the installed release, or an empty string."""
+    try:
+        return version(MODULE)
+    except PackageNotFoundError:
+        return ""
+
+
 def is_installed() -> bool:
-    """Whether its row can be measured."""
-    return importlib.util.find_spec(MODULE) is not None
+    """Return whether its row can be measured: of earlier releases only the model can (`titan_model.py`)."""
+    return bool(release()) and not release().startswith("0.2")
 
 
 def titan_loop(recipe: Recipe, vocab_size: int, batches: Callable[[], Sequence[torch.Tensor]]) -> Callable[[], None]:

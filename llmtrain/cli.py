@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -11,29 +10,57 @@ from typing import Annotated
 
 import typer
 
-from llmtrain.errors import exit_with_status
+import llmtrain
+from llmtrain.errors import UserError, exit_with_status
+from llmtrain.recipe_commands import recipe_app
+from llmtrain.recipe_files import find_recipe
 from llmtrain.startup import imports_without_gc
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, e.g. recipes/quickstart.yaml.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Make every check, print the first lines, and start and write nothing.")
+]
+StepOption = Annotated[
+    str | None,
+    typer.Option(help="Step of the checkpoint, or best: the lowest validation loss; the newest by default."),
+]
+RecipeFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RECIPE", help="A recipe's file, or a name in llmtrain recipe list (quickstart).", callback=find_recipe
+    ),
+]
 
 app = typer.Typer(
-    help="Pretrain language models across slow or uneven networks. Any key of a recipe can be overridden: a.b=c.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-recipe_app = typer.Typer(help="Look at recipes without running them.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"llmtrain {llmtrain.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Pretrain language models across slow or uneven networks. Any key of a recipe can be overridden: a.b=c."""
 
 
 @app.command(context_settings=OVERRIDES)
 def train(
     context: typer.Context,
     recipe: RecipeFile,
+    is_dry: DryRun = False,
     local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
 ) -> None:
-    """Train a recipe as one rank, or resume it: python -m llmtrain train recipes/quickstart.yaml optim.lr=1e-3
+    """Train a recipe as one rank, or resume it: llmtrain train recipes/quickstart.yaml optim.lr=1e-3
 
     The rank is read from the environment (torchrun, srun, DeepSpeed). If it has none, this is the only process.
     """
@@ -42,19 +69,38 @@ def train(
         from llmtrain.recipe_loader import load_recipe
         from llmtrain.train.run import run_training
 
+    if is_dry:
+        world = World.from_environment()
+        _print_dry_run(recipe, context.args, nodes=world.size // world.local_size, per_node=world.local_size)
+        return
     raise typer.Exit(run_training(load_recipe(recipe, context.args), World.from_environment()))
 
 
 @app.command(context_settings=OVERRIDES)
-def launch(context: typer.Context, recipe: RecipeFile) -> None:
-    """Start torchrun on this machine with the right number of processes (what launch/train.sh does).
+def launch(context: typer.Context, recipe: RecipeFile, is_dry: DryRun = False) -> None:
+    """Start torchrun on this machine with the number of processes that the recipe needs, as launch/train.sh does.
 
-    Starts one process per GPU, or on a CPU as many as the recipe's mesh asks for. NPROC_PER_NODE, NNODES, NODE_RANK,
+    Starts one process per GPU, or on a CPU as many as the recipe's mesh needs. NPROC_PER_NODE, NNODES, NODE_RANK,
     MASTER_ADDR and MASTER_PORT are used if they are set, or derived from Slurm if srun starts this once per node.
     """
+    if is_dry:
+        _print_dry_run(recipe, context.args)
+        return
     from llmtrain.launch import launch_torchrun
 
     raise typer.Exit(launch_torchrun(recipe, context.args))
+
+
+def _print_dry_run(
+    recipe: Path, overrides: Sequence[str], nodes: int | None = None, per_node: int | None = None
+) -> None:
+    with imports_without_gc():
+        from llmtrain.launch.dry_run import dry_run
+        from llmtrain.launch.nodes import Nodes
+        from llmtrain.recipe_loader import load_recipe
+
+    for line in dry_run(load_recipe(recipe, overrides), Nodes(nodes) if nodes else None, per_node):
+        typer.echo(line)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -78,10 +124,12 @@ def doctor(
     recipe: Annotated[
         Path | None, typer.Argument(metavar="[RECIPE]", help="Also check whether this recipe fits.")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for other ranks, each time.")] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(min=1, max=86_400, help="Timeout of each wait for other ranks, in seconds.")
+    ] = 60.0,
     local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
 ) -> None:
-    """Look for problems that could make a run fail: python -m llmtrain doctor recipes/quickstart.yaml
+    """Look for problems that could make a run fail: llmtrain doctor recipes/quickstart.yaml
 
     Started on several ranks (torchrun ... -m llmtrain doctor RECIPE), it also tests the network between them. The exit
     code is 1 if there is a problem.
@@ -91,182 +139,233 @@ def doctor(
         from llmtrain.parallel.world import World
         from llmtrain.recipe_loader import load_recipe
 
-    loaded = load_recipe(recipe, context.args) if recipe else None
+    loaded = load_recipe(find_recipe(recipe), context.args) if recipe else None
     raise typer.Exit(run_checks(loaded, World.from_environment(), timeout))
 
 
 @app.command()
 def compare(
     arguments: Annotated[
-        list[str],
-        typer.Argument(metavar="FILE [KEY=VALUE]...", help="A comparison, e.g. recipes/compare/sync_vs_async.yaml."),
+        list[str], typer.Argument(metavar="FILE [KEY=VALUE]... | RUN...", help="A comparison file, or folders of runs.")
     ],
     shaping: Annotated[
-        bool, typer.Option(help="Virtual hosts with the conditions' limits; without: loopback, no limits, no root.")
+        bool,
+        typer.Option(help="Create virtual hosts with the conditions' limits; otherwise use loopback, without root."),
     ] = True,
-    retry: Annotated[bool, typer.Option("--retry", help="Make failed trials again.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Repeat failed trials.")] = False,
     report_only: Annotated[
-        bool, typer.Option("--report-only", help="Only report on the run directories given in the place of FILE.")
+        bool, typer.Option("--report-only", help="Train nothing; report on the run directories given instead of FILE.")
     ] = False,
-    baseline: Annotated[
-        str | None, typer.Option(help="With --report-only: what the others are measured against.")
-    ] = None,
-    target: Annotated[float | None, typer.Option(help="With --report-only: the validation loss to reach.")] = None,
-    out: Annotated[Path, typer.Option(help="With --report-only: where the report goes.")] = Path("runs/report"),
+    baseline: Annotated[str | None, typer.Option(help="With --report-only: run that others are set against.")] = None,
+    target: Annotated[float | None, typer.Option(help="With --report-only: validation loss to reach.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the report or picture on given runs.")] = Path("runs/report"),
 ) -> None:
-    """Train several recipes under the same conditions, one after another, and report which reached which loss first.
+    """Train several recipes under the same conditions, one after another, and report which reaches a loss first.
 
-    python -m llmtrain compare recipes/compare/sync_vs_async.yaml creates virtual hosts on this machine (network
+    llmtrain compare recipes/compare/sync_vs_async.yaml creates virtual hosts on this machine (network
     namespaces, with the bandwidths, slow hosts and faults that the file lists). Run again, it continues where it stopped.
+    llmtrain compare runs/a runs/b shows the losses of given runs in a table and a picture.
     """
     if report_only:
-        from llmtrain.compare.report import write_report
-        from llmtrain.compare.results import load_trials
+        with imports_without_gc():
+            from llmtrain.compare.measures import gather
+            from llmtrain.compare.report import write_report
+            from llmtrain.compare.results import load_trials
 
-        trials = load_trials([Path(directory) for directory in arguments])
-        typer.echo(write_report(trials, out, baseline, target))
+        results = gather(load_trials([Path(directory) for directory in arguments]), baseline, target)
+        note = f"\nwarning: {results.unit.note}" if results.unit.note else ""
+        typer.echo(f"{write_report(results, out)}{note}")
         return
+    if baseline is not None or target is not None:
+        raise UserError("--baseline and --target are for reports on given runs; add --report-only, or leave them out")
+    from llmtrain.compare_runs import are_runs, compare_runs
 
+    if are_runs(arguments):
+        compare_runs(list(map(Path, arguments)), out)
+        return
     from llmtrain.compare.runner import run_comparison
 
     file, *overrides = arguments
-    raise typer.Exit(run_comparison(Path(file), overrides, shaping, retry))
+    raise typer.Exit(run_comparison(find_recipe(Path(file)), overrides, shaping, retry))
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder of run directories.")] = Path("runs"),
+    in_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
+) -> None:
+    """List the runs in a folder, the newest last: method, steps, losses, state, size and time since the last output.
+
+    The state is done, running, stopped (by a signal, with a checkpoint) or failed.
+    """
+    from llmtrain.run_list import as_json, console_for_output, find_runs, show_runs
+
+    rows = find_runs(folder)
+    if in_json:
+        typer.echo(as_json(rows))
+    elif rows:
+        show_runs(rows, console_for_output())
+    else:
+        typer.echo(f"{folder}: no runs yet")
 
 
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, e.g. runs/quickstart.")],
-    step: Annotated[int | None, typer.Option(help="The checkpoint after so many steps; the newest by default.")] = None,
+    step: StepOption = None,
     weights: Annotated[
         str,
         typer.Option(
-            help="mean of the replicas, anchor (the last synchronization's result), or replica:K alone. They differ "
-            "between synchronizations; after the last one, at a run's end, all are equal."
+            help="mean of the replicas, anchor (result of the last synchronization), or replica:K. At the end of a run "
+            "all are equal."
         ),
     ] = "mean",
     out: Annotated[
-        Path | None, typer.Option(help="The folder to write; RUN/export/step-00001000 or the like by default.")
+        Path | None, typer.Option(help="Folder to write; by default RUN/export/step-00001000 for step 1000.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
-    max_shard_size: Annotated[str | None, typer.Option(help="Of one weights' file; 5GB by default.")] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Maximum size of a file of weights; 5GB by default.")
+    ] = None,
 ) -> None:
-    """Turn a checkpoint into a folder that transformers loads: python -m llmtrain export runs/quickstart
+    """Turn a checkpoint into a folder that transformers loads: llmtrain export runs/quickstart
 
     Needs one process and no GPU, whatever mesh and engine the run had. The logits of the exported model are compared
     with the training model's. If they differ, the exit code is 1 and no folder is written.
     """
-    with imports_without_gc():
-        from llmtrain.export.export import Request, describe
-        from llmtrain.export.export import export as export_checkpoint
-        from llmtrain.export.source import find_source
-        from llmtrain.export.weights import WeightSource
+    from llmtrain.export.request import Request, WeightSource, choose_step, parse_step
 
     request = Request(WeightSource.parse(weights), dtype, max_shard_size)
-    typer.echo(describe(*export_checkpoint(find_source(run, step), request, out)))
+    checkpoint = choose_step(run, parse_step(step))
+    with imports_without_gc():
+        from llmtrain.export.export import describe
+        from llmtrain.export.export import export as export_checkpoint
+        from llmtrain.export.source import find_source
+
+    typer.echo(describe(*export_checkpoint(find_source(run, checkpoint), request, out)))
 
 
 @app.command()
 def generate(
     model: Annotated[Path, typer.Argument(metavar="RUN|FOLDER", help="A run directory, or an exported folder.")],
-    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "",
-    step: Annotated[int | None, typer.Option(help="The checkpoint after so many steps; the newest by default.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Write at most so many tokens.")] = 120,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.7,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw among so many of the likeliest tokens; 0: among all.")] = 40,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
+    prompt: Annotated[str, typer.Option(help="Beginning of the text.")] = "",
+    step: StepOption = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to write.")] = 120,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=1000, help="Sampling temperature; 0: always the likeliest token.")
+    ] = 0.7,
+    top_k: Annotated[int, typer.Option(min=0, help="Number of likeliest tokens to draw from; 0: all.")] = 40,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Random seed; the same seed draws the same text.")
+    ] = 0,
 ) -> None:
-    """Generate text with a trained model: python -m llmtrain generate runs/quickstart --prompt "def "
+    """Generate text with a trained model: llmtrain generate runs/quickstart --prompt "Once upon a time"
 
     A run's checkpoint is first exported to RUN/export, unless that has already been done.
     """
-    with imports_without_gc():
-        from llmtrain.export.generate import Sampling
-        from llmtrain.export.generate import generate as write_text
+    from llmtrain.eval.evaluated_checkpoint import check_path
+    from llmtrain.export.request import parse_step
 
-    typer.echo(write_text(model, prompt, Sampling(tokens, temperature, top_k, seed), step))
+    chosen = parse_step(step)
+    check_path(model, chosen)
+    with imports_without_gc():
+        from llmtrain.eval.texts import generate as write_text
+
+    text = write_text(model, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, step=chosen)
+    typer.echo(text)
 
 
 @app.command("eval")
 def evaluate_command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders that transformers loads.")],
     suite: Annotated[str, typer.Option(help="edit_paper, small, tinystories, offline, or a YAML file.")] = "small",
-    over_time: Annotated[bool, typer.Option("--over-time", help="Every checkpoint of the runs: curves.")] = False,
-    step: Annotated[int | None, typer.Option(help="The checkpoint after this step; else the newest.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most so many documents of each task.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences at once; else the suite's.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of local data (suites offline, tinystories).")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; else a GPU if there is one.")] = None,
+    over_time: Annotated[
+        bool, typer.Option("--over-time", help="Evaluate every checkpoint of the runs, and draw curves.")
+    ] = False,
+    step: StepOption = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of documents per task.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences per batch; the suite's by default.")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of local data, for the suites offline and tinystories.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU by default if there is one.")
+    ] = None,
     baseline: Annotated[Path | None, typer.Option(help="Run or folder to test the others against.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for results; else RUN/eval.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; RUN/eval by default.")] = None,
 ) -> None:
-    """Evaluate checkpoints on a suite of tasks: python -m llmtrain eval runs/edit_1b --suite edit_paper
+    """Evaluate checkpoints on a suite of tasks: llmtrain eval runs/quickstart --suite small
 
     Results go to RUN/eval/SUITE.json. Finished parts are kept, so an interrupted evaluation continues.
     """
+    from llmtrain.eval.arguments import check_arguments
+    from llmtrain.export.request import parse_step
+
+    asked = {
+        "over_time": over_time,
+        "step": parse_step(step),
+        "data_dir": data_dir,
+        "device": device,
+        "baseline": baseline,
+        "out": out,
+    }
+    check_arguments(runs, suite, **asked)
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
     with imports_without_gc():
         from llmtrain.eval.command import evaluate
 
-    evaluate(
-        runs,
-        suite,
-        over_time=over_time,
-        step=step,
-        limit=limit,
-        batch_size=batch_size,
-        data_dir=data_dir,
-        device=device,
-        baseline=baseline,
-        out=out,
-    )
+    evaluate(runs, suite, limit=limit, batch_size=batch_size, **asked)
 
 
 @recipe_app.command("check", context_settings=OVERRIDES)
 def recipe_check(
     context: typer.Context,
     recipe: RecipeFile,
-    processes: Annotated[int | None, typer.Option(help="Also check the mesh against so many processes.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Check for this number of processes elsewhere, such as on a cluster.")
+    ] = None,
 ) -> None:
-    """Check whether a recipe can be trained."""
-    from llmtrain.recipe_check import check
-    from llmtrain.recipe_loader import load_recipe
+    """Check whether launch/train.sh would train a recipe on this machine, without starting or writing anything.
+
+    Refuses what a start would refuse: keys, mesh, memory, devices, text, tokenizer, the run's folder. With --processes,
+    the memory, devices and files of this machine do not matter.
+    """
+    with imports_without_gc():
+        from llmtrain.launch.preflight import check_elsewhere, check_here, describe
+        from llmtrain.recipe_loader import load_recipe
 
     loaded = load_recipe(recipe, context.args)
-    check(loaded, processes)
-    typer.echo(f"{recipe}: fine ({loaded.train.total_steps:,} steps of {loaded.train.tokens_per_step:,} tokens)")
+    preflight = check_here(loaded) if processes is None else check_elsewhere(loaded, processes)
+    for line in describe(recipe, loaded, preflight):
+        typer.echo(line)
 
 
 @recipe_app.command("show", context_settings=OVERRIDES)
 def recipe_show(
     context: typer.Context,
     recipe: RecipeFile,
+    gpu: Annotated[
+        str | None, typer.Option(help="Card of each rank: h100, h200, a100, l40s, ...; this machine by default.")
+    ] = None,
     tflops: Annotated[
         float | None,
         typer.Option(
-            min=1e-6, help="What a rank really does in training, in 10^12 operations a second; else tried here."
+            min=1e-6, help="Rate that a rank reaches in training, in TFLOP/s; the card's or measured by default."
         ),
     ] = None,
-    mbit: Annotated[float, typer.Option(min=1e-6, help="Megabits per second from one replica to another.")] = 1000.0,
+    mbit: Annotated[float, typer.Option(min=1e-6, help="Bandwidth between two replicas, in Mbit/s.")] = 1000.0,
 ) -> None:
     """Show the resolved recipe, its model's size, and the memory and time that it needs."""
     with imports_without_gc():
         from rich.console import Console
 
+        from llmtrain.plan.hardware import hardware_of
         from llmtrain.plan.show import show
-        from llmtrain.plan.time_estimate import HardwareRates, rate_here
         from llmtrain.recipe_loader import load_recipe
 
     loaded = load_recipe(recipe, context.args)
-    show(loaded, Console(highlight=False), HardwareRates(tflops * 1e12 if tflops else rate_here(loaded), mbit))
-
-
-@recipe_app.command("schema")
-def recipe_schema() -> None:
-    """Print the JSON schema of recipes, for editors."""
-    from llmtrain.config import Recipe
-
-    typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
+    show(loaded, Console(highlight=False), hardware_of(loaded, gpu, tflops, mbit))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,6 +6,7 @@ error in a library) indicates a defect or a broken machine and keeps its traceba
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -52,21 +53,46 @@ class TrainingError(RuntimeError):
     """Training that can't continue (non-finite loss, a lost peer); the command ends with exit code 1."""
 
 
+def one_line(error: BaseException) -> str:
+    """Return an exception's message in one line, or its class name if the message is empty."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first nonblank line of an exception's message, or its class name if the message is empty."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def reason(error: BaseException) -> str:
+    """Return why a file can't be used, in one line. An interpreter's own message would say nothing about the file."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, AttributeError | TypeError | LookupError):
+        return "its values are not of the expected kinds"
+    return first_line(error)
+
+
 def exit_with_status(command: Callable[[], object]) -> None:
     """Run a command and turn its errors into exit codes.
 
-    A UserError or TrainingError prints one line, any other exception its traceback.
+    A UserError or TrainingError prints one line, and so does a name that is too long for a file system, which only a user
+    can have given. Any other exception prints its traceback.
     """
     try:
         command()
     except UserError as error:
-        if _is_local_rank_zero():  # all ranks find the same fault in a recipe
+        if is_local_rank_zero():  # all ranks find the same fault in a recipe
             print(f"error: {error}", file=sys.stderr)
         _leave(BAD_USAGE)
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
         _leave(FAILED)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            print(
+                f"error: {str(error.filename)[:60]}... is too long for the name of a file; shorten it", file=sys.stderr
+            )
+            _leave(BAD_USAGE)
         traceback.print_exc()
         _leave(FAILED)
 
@@ -85,7 +111,15 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _is_local_rank_zero() -> bool:
-    """Return whether this is the first rank of its host, according to every launcher involved in starting it."""
-    on_host = [os.environ[name] for name in ("LOCAL_RANK", "SLURM_LOCALID") if os.environ.get(name)]
-    return all(number == "0" for number in on_host or [os.environ.get("RANK", "0")])
+def is_local_rank_zero() -> bool:
+    """Return whether this is the first rank of its host, according to every launcher involved in starting it.
+
+    A process whose variables describe no rank among others counts as first, because the error is probably about them, or
+    the process is alone.
+    """
+    for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
+        rank, size, on_host = (os.environ.get(name, "") for name in names)
+        numbers = [int(text) if text.isascii() and text.isdigit() else -1 for text in (rank, size, on_host)]
+        if 0 <= numbers[0] < numbers[1] and numbers[2] > 0:
+            return False
+    return True

@@ -1,13 +1,15 @@
 """A transformers causal language model, cut into the blocks that are gathered and synchronized.
 
 Models are built on the meta device. `initialize` fills one block at a time, so a rank never holds more than one full
-block in addition to its shards. Every weight derives from the seed and its own name, so all replicas start with the
-same weights on any mesh.
+block in addition to its shards. Every weight derives from the seed and its own name, or is read by its name, so all
+replicas start with the same weights on any mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +34,16 @@ from llmtrain.seeding import derive_seed
 
 LOGIT_CHANGING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Config keys of models that change the logits after the head; this package's loss computes plain logits."""
+
+
+PREFIX = "causal_lm."
+"""Prefix of transformers' parameter names in LanguageModel."""
+ReadWeight = Callable[[str], torch.Tensor]
+"""Function that returns a full weight in fp32 on the CPU, by its name in the transformers model."""
+WRONG_KIND = re.compile(r"Field '(?P<name>\w+)' expected (?P<kind>.+), got \S+ \(value: .*\)", re.DOTALL)
+"""Reason that transformers gives for a config value of the wrong type."""
+RANDOMLY_INITIALIZED = (nn.Linear, nn.Embedding, Conv1D)
+"""Modules whose weights are drawn from a normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,10 @@ def model_config(section: ModelSection, vocab_size: int | None = None) -> Pretra
         ) from error
     except StrictDataclassError as error:  # its first line names the validator, the rest what is wrong
         reason = " ".join(str(error).partition("\n")[2].split()).partition(": ")[2]
+        if wrong := WRONG_KIND.fullmatch(reason):
+            name, kind = wrong["name"], wrong["kind"]
+            given = json.dumps(section.config.get(name), default=str)
+            raise ModelError(f"model.config.{name} is {given}, expected {kind}") from error
         raise ModelError(f"model.config does not make a {section.type} model: {reason}") from error
     except (ValueError, TypeError) as error:
         raise ModelError(
@@ -169,8 +185,15 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Pa
             yield (f"{path}.{name}" if path else name), owner, name, parameter
 
 
-def initialize(model: LanguageModel, block: ModelBlock, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Give the block's meta parameters their initial values.
+def initialize(
+    model: LanguageModel,
+    block: ModelBlock,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    read: ReadWeight | None = None,
+) -> None:
+    """Give the block's meta parameters their initial values: those that `read` returns, or random ones.
 
     Matrices and embeddings get N(0, initializer_range), biases 0, and norms the weight that preserves unit variance.
     Values are drawn on the CPU, so that every device starts from the same numbers.
@@ -182,9 +205,12 @@ def initialize(model: LanguageModel, block: ModelBlock, seed: int, device: torch
         if id(owner) not in inside or not parameter.is_meta:
             continue
         if id(parameter) not in done:
-            # The label is part of the seed: another spelling would give another model.
-            generator = torch.Generator().manual_seed(derive_seed(seed, "initialisation", name))
-            value = _initial_value(owner, key, parameter.shape, std, generator, name)
+            if read is not None:
+                value = read(name.removeprefix(PREFIX))
+            else:
+                # The label is part of the seed: another spelling would give another model.
+                generator = torch.Generator().manual_seed(derive_seed(seed, "initialisation", name))
+                value = _initial_value(owner, key, parameter.shape, std, generator, name)
             done[id(parameter)] = nn.Parameter(
                 value.to(device=device, dtype=dtype), requires_grad=parameter.requires_grad
             )
@@ -196,11 +222,25 @@ def _initial_value(
 ) -> torch.Tensor:
     if key == "bias":
         return torch.zeros(shape)
-    if isinstance(owner, nn.Linear | nn.Embedding | Conv1D):
+    if isinstance(owner, RANDOMLY_INITIALIZED):
         value = torch.empty(shape).normal_(0.0, std, generator=generator)
         if isinstance(owner, nn.Embedding) and owner.padding_idx is not None:
             value[owner.padding_idx] = 0
         return value
+    return _norm_weight(owner, shape, name)
+
+
+def check_initial_values(model: LanguageModel) -> None:
+    """Raise the ModelError of `initialize` for a parameter that has no known initial value. Draws no weights."""
+    checked = set()
+    for name, owner, key, parameter in named_weights(model):
+        kind = type(owner), key, parameter.shape
+        if key != "bias" and not isinstance(owner, RANDOMLY_INITIALIZED) and kind not in checked:
+            _norm_weight(owner, parameter.shape, name)
+            checked.add(kind)
+
+
+def _norm_weight(owner: nn.Module, shape: torch.Size, name: str) -> torch.Tensor:
     if type(owner).__name__.endswith(("LayerNorm", "RMSNorm")) and len(shape) == 1:
         return _identity_norm_weight(owner, shape)
     raise ModelError(

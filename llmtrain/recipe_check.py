@@ -16,10 +16,11 @@ from llmtrain.config import (
     Recipe,
     TrainSection,
 )
+from llmtrain.data.tokenizer import trained_size
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.recipe_messages import closest
-from llmtrain.suites.suite import check_suite
+from llmtrain.suites import check_suite
 from llmtrain.sync.compatibility import find_conflict
 from llmtrain.sync.period import warmup_of
 
@@ -47,7 +48,8 @@ DEEPSPEED_EQUIVALENTS = {
 
 
 def check(recipe: Recipe, world_size: int | None) -> None:
-    """Raise RecipeError for the first impossible combination, or another UserError for an invalid model or suite.
+    """Raise RecipeError for the first impossible combination, or another UserError for an invalid model, tokenizer
+    name or suite.
 
     `world_size` is the number of processes. With None, the checks that need it are skipped.
     """
@@ -66,6 +68,7 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     ranks = world_size or _explicit_ranks(recipe.parallel)
     if ranks is not None:
         _check_batch(recipe.train, ranks)
+    trained_size(recipe.data.tokenizer)
     _check_model(recipe)
     _check_log(recipe)
     check_suite(recipe.eval.suite)

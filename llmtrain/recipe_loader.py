@@ -11,28 +11,38 @@ if that method synchronizes every step. There is no interpolation, and the envir
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import KeyValidationError, OmegaConfBaseException
 from pydantic import ValidationError
 
 from llmtrain.config import Recipe, SyncSection
-from llmtrain.errors import RecipeError
+from llmtrain.config.section import kind, name, steps_or_kind
+from llmtrain.errors import RecipeError, reason
+from llmtrain.recipe_files import recipe_names
 from llmtrain.recipe_messages import Overlay, closest, explain, format_value, one_of
 from llmtrain.sync.methods import METHODS
 
 COMMAND_LINE = "command line"
 UNION_KEYS = ("period", "reduction", "outer", "schedule", "wire")
 """Keys of `sync` whose value has a `kind`."""
+SHORT_FORMS: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
+    "sync": dict.fromkeys(UNION_KEYS, kind) | {"period": steps_or_kind},
+    "eval": {"suite": name},
+}
+"""Expansion of a value that stands for a mapping, by section and key: `sync.schedule=layerwise`, `sync.period=10`. They
+are expanded before layers are merged."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe in a YAML file, with its base files and `a.b=c` overrides.
+    """Return the recipe in a YAML file, with its base files and `a.b=c` overrides, and with the architecture of
+    `model.from_weights` if it gives none.
 
     Raises RecipeError, in one line that names the file and key, if the result is not a valid recipe.
     """
@@ -47,9 +57,23 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         run["name"] = str(run["name"])
     try:
         # Through JSON, because strict validation of JSON accepts lists for tuples, but still no text for numbers.
-        return Recipe.model_validate_json(json.dumps(data), strict=True)
+        recipe = Recipe.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise RecipeError(explain(error, layers, data)) from None
+    if recipe.model.from_weights is None:
+        return recipe
+    from llmtrain.pretrained import with_architecture  # imports more than most commands need
+
+    return with_architecture(recipe, Path(recipe.run.out_dir) / recipe.run.name)
+
+
+def stored_recipe(data: dict[str, Any], where: str) -> Recipe:
+    """Return the recipe that training stored in `where`. Raises RecipeError if it is not one of this version."""
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        reason = explain(error, [Overlay(f"the recipe in {where}", data)], data)
+        raise RecipeError(f"{reason}; another version wrote it: use that one, or choose another run.name") from None
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
@@ -64,6 +88,10 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         if "=" not in item and argument.startswith("--"):
             value = next(rest, None)
             item = item if value is None else f"{item}={value}"
+        if argument.startswith("--") and not {".", "="} & set(argument):
+            raise RecipeError(
+                f"{COMMAND_LINE}: {argument} is neither an option of this command (--help) nor --section.key=value"
+            )
         if not re.match(r"[\w-]+(\.[\w-]+)*=", item):
             raise RecipeError(f"{COMMAND_LINE}: {argument!r} is not an override; write section.key=value")
         try:
@@ -103,7 +131,8 @@ def differences(there: Recipe, here: Recipe, ignore: Iterable[str] = ()) -> list
 
 def _read_with_bases(path: Path, chain: tuple[Path, ...]) -> list[Overlay]:
     """Return the file's base files, depth first, then the file itself, each as its own layer."""
-    if path.resolve() in chain:
+    here = Path(os.path.realpath(path))  # Path.resolve raises for links that form a circle
+    if here in chain:
         names = " -> ".join(p.name for p in (*chain, path))
         raise RecipeError(f"{path}: base files form a circle ({names}); remove one `base:`")
     data = _read(path, named_by=chain[-1] if chain else None)
@@ -111,7 +140,7 @@ def _read_with_bases(path: Path, chain: tuple[Path, ...]) -> list[Overlay]:
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise RecipeError(f"{path}: base is {bases!r}, expected a file name or a list of file names")
-    below = [layer for base in bases for layer in _read_with_bases(path.parent / base, (*chain, path.resolve()))]
+    below = [layer for base in bases for layer in _read_with_bases(path.parent / base, (*chain, here))]
     return [*below, Overlay(str(path), data)]
 
 
@@ -120,21 +149,36 @@ def _read(path: Path, named_by: Path | None) -> dict[str, Any]:
         loaded = OmegaConf.load(path)
     except FileNotFoundError:
         where = f" (named by `base:` in {named_by.name})" if named_by else ""
-        near = closest(path.name, [p.name for p in path.parent.glob("*.yaml")]) if path.parent.is_dir() else None
-        hint = f"did you mean {path.parent / near}?" if near else "recipes are YAML files, see recipes/"
+        names = [other.stem for other in path.parent.glob("*.yaml") if other.is_file()] if path.parent.is_dir() else []
+        near = closest(path.stem, names, cutoff=0.7)
+        hint = f"did you mean {path.parent / near}.yaml?" if near else _of_the_package(path)
         raise RecipeError(f"{path}: there is no such file{where}; {hint}") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise RecipeError(f"{path}:{line}: not YAML: {error.problem or error.context}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise RecipeError(f"{path}: can't be read as a recipe: {str(error).splitlines()[0]}") from None
+    except IsADirectoryError:
+        raise RecipeError(f"{path} is a folder; give one of the recipes in it") from None
+    except KeyValidationError:
+        raise RecipeError(
+            f"{path}: can't be read as a recipe: a key is not a word or a number; give every value a key"
+        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise RecipeError(f"{path}: can't be read as a recipe: {reason(error)}") from None
     if not isinstance(loaded, DictConfig):
         raise RecipeError(f"{path}: holds a list, expected sections such as `train:` with keys below them")
     return _normalize(OmegaConf.to_container(loaded), str(path))
 
 
+def _of_the_package(path: Path) -> str:
+    """Return a hint to the recipes of the package, for a file that does not exist."""
+    near = closest(path.stem, recipe_names(), cutoff=0.85)
+    if near is not None:
+        return f"did you mean {near}, which comes with the package?"
+    return "recipes are YAML files, or names in llmtrain recipe list"
+
+
 def _normalize(data: dict[Any, Any], label: str) -> dict[str, Any]:
-    """Return `data` with {} for empty sections and `{kind: word}` for a bare word in a key of UNION_KEYS.
+    """Return `data` with {} for empty sections and with short forms expanded (SHORT_FORMS).
 
     Raises RecipeError for a value with `${`.
     """
@@ -143,12 +187,14 @@ def _normalize(data: dict[Any, Any], label: str) -> dict[str, Any]:
             raise RecipeError(f"{label}: {key} is {value!r}, but recipes have no interpolation; write the value itself")
     data = json.loads(json.dumps(data, default=str))  # makes text of keys that YAML reads as numbers or booleans
     data = {key: {} if value is None and key != "base" else value for key, value in data.items()}
-    if isinstance(data.get("sync"), dict):
-        data["sync"] = {
-            key: {"kind": value} if key in UNION_KEYS and isinstance(value, str) else value
-            for key, value in data["sync"].items()
-        }
+    for section, forms in SHORT_FORMS.items():
+        if isinstance(data.get(section), dict):
+            data[section] = {key: forms.get(key, _as_it_is)(value) for key, value in data[section].items()}
     return data
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _on_preset(layers: list[Overlay]) -> list[Overlay]:

@@ -22,9 +22,9 @@ class Overlay:
     data: dict[str, Any]
 
 
-def closest(given: str, names: Iterable[str]) -> str | None:
-    """Return the name that was probably meant, or None if none is close."""
-    return next(iter(get_close_matches(given, list(names), n=1)), None)
+def closest(given: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the name that was probably meant, or None if none is close: difflib's ratio is at least `cutoff`."""
+    return next(iter(get_close_matches(given, list(names), n=1, cutoff=cutoff)), None)
 
 
 def one_of(names: Iterable[str]) -> str:
@@ -53,9 +53,11 @@ def explain(error: ValidationError, layers: Sequence[Overlay], data: dict[str, A
         meaning = _section(path, data).model_fields[name].description
         return f"{label}: {key}.{name} is not given and has no default; {meaning[0].lower()}{meaning[1:]}"
     alternatives = [_expected(p) for p in problems if _key_path(p["loc"], data) == path]
+    if "a mapping of keys" in alternatives:
+        alternatives = [*(["a number of steps"] if path == ["sync", "period"] else []), *_variants(path), *alternatives]
     if _takes_null(path, data):
         alternatives.append("null")
-    return f"{label}: {key} is {format_value(first['input'])}, expected {' or '.join(dict.fromkeys(alternatives))}"
+    return f"{label}: {key} is {format_value(first['input'])}, expected {one_of(dict.fromkeys(alternatives))}"
 
 
 def explain_in(root: type[Section], error: ValidationError) -> str:
@@ -138,8 +140,10 @@ def _section(path: Sequence[str], data: dict[str, Any]) -> type[Section]:
     for name in path:
         data = data[name]
         candidates = list(_sections_in(section.model_fields[name].annotation))
+        if not candidates:
+            return Section  # a mapping with keys of the user's choice
         by_kind = {c.model_fields["kind"].default: c for c in candidates if "kind" in c.model_fields}
-        section = by_kind.get(data.get("kind"), candidates[0])
+        section = by_kind.get(str(data.get("kind")), candidates[0])
     return section
 
 

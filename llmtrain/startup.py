@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
+
+from llmtrain.errors import UserError
 
 STARTED = "LLMTRAIN_STARTED"
 """Environment variable with the start time of this rank's launcher, in seconds since 1970."""
@@ -35,4 +38,12 @@ def note_command_start() -> None:
 
 def seconds_since_command() -> float:
     """Return the age in seconds of the launcher, or of this process if it was started without one."""
-    return time.time() - float(os.environ.get(STARTED) or psutil.Process().create_time())
+    try:
+        began = float(os.environ.get(STARTED) or psutil.Process().create_time())
+    except ValueError:
+        began = math.nan
+    if not math.isfinite(began):
+        raise UserError(
+            f"{STARTED}={os.environ[STARTED]!r} in the environment is not a time; unset it: launchers set it"
+        )
+    return time.time() - began

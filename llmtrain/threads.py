@@ -1,7 +1,8 @@
-"""Background threads that use the GPU of the thread that starts them."""
+"""Background threads: the GPU that they use, and work on the newest of several steps."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -21,3 +22,57 @@ def with_current_device(work: Callable[[], None]) -> Callable[[], None]:
         work()
 
     return there
+
+
+class LatestStepWorker:
+    """Background thread that works on one step at a time. Of the steps submitted during its work, only the newest is
+    next."""
+
+    def __init__(self, work: Callable[[int], None], name: str):
+        self._work, self._name = work, name
+        self._lock = threading.Lock()
+        self._running: int | None = None
+        self._waiting: int | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_started(self) -> bool:
+        """Return whether a step was ever submitted."""
+        return self._thread is not None
+
+    @property
+    def running(self) -> int | None:
+        """Return the step that the thread works on, or None."""
+        return self._running
+
+    def submit(self, step: int) -> tuple[int | None, int | None]:
+        """Queue `step`. Returns immediately, with the step that it waits for and the waiting step that it replaces, if
+        any."""
+        with self._lock:
+            running, replaced = self._running, self._waiting
+            if running is None:
+                self._running = step
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            else:
+                self._waiting = step
+        return running, replaced
+
+    def pending_steps(self) -> set[int]:
+        """Return the steps that the thread works on or that wait. Thread-safe."""
+        with self._lock:
+            return {step for step in (self._running, self._waiting) if step is not None}
+
+    def join(self, seconds: float = 0.0) -> bool:
+        """Wait for at most `seconds` until the thread has worked on all steps. Return whether it has."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, seconds))
+        return self._thread is None or not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (step := self._running) is not None:
+            try:
+                self._work(step)
+            finally:
+                with self._lock:
+                    self._running, self._waiting = self._waiting, None

@@ -54,7 +54,7 @@ GROUPS = (
     Group("tests/chaos", ("llmtrain/launch", "llmtrain/train", "llmtrain/parallel")),
     Group(
         "tests/end_to_end",
-        ("llmtrain/train", "llmtrain/launch", "llmtrain/eval", "llmtrain/suites", "llmtrain/compare"),
+        ("llmtrain/train", "llmtrain/launch", "llmtrain/eval", "llmtrain/suites.py", "llmtrain/compare"),
     ),
     Group(
         "tests/distributed",

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import importlib
+import importlib.util
 import os
 import pickle
 import select
@@ -27,12 +28,20 @@ from typing import IO, Any, NoReturn
 
 import psutil
 
+from tests.emulated_gpu.as_cuda import FOLDER
+
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "LLMTRAIN_TEST_MOTHER"
 """Environment variable: the socket of the session's mother."""
 START_SECONDS = 120.0
 LOST = -signal.SIGKILL
 
+FORKABLE = {
+    "OMP_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow, which pandas imports, has such a thread
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for GPUs does not start CUDA, which no fork could use then
+}
+"""Environment in which imports leave a process that can be forked."""
 LARGEST_REQUEST = 1 << 17
 IMPORTED_LATE = (
     "PIL.PngImagePlugin",
@@ -190,7 +199,7 @@ def session() -> Mother:
 def start(changes: Mapping[str, str] | None = None) -> str:
     """Start a mother that lives as long as this process; its address. It imports meanwhile."""
     address = f"{tempfile.mkdtemp(prefix='llmtrain-mother-')}/socket"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(changes or {})}
+    environment = {**os.environ, **FORKABLE, **(changes or {})}
     command = [sys.executable, "-m", "tests.mother", address, str(os.getpid())]
     # Its own session: a Ctrl-C is for pytest, whose end is the mother's, too.
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
@@ -251,8 +260,12 @@ def _import_everything() -> None:
         import llmtrain.train.run  # noqa: F401
 
         for name in IMPORTED_LATE:
-            importlib.import_module(name)
+            if importlib.util.find_spec(name.partition(".")[0]):  # a machine for GPU tests has not all of them
+                importlib.import_module(name)
+    import torch
+
     assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread: forking is not safe"
+    assert not torch.cuda.is_initialized() or FOLDER in os.environ, "an import started CUDA: a fork can't use GPUs"
 
 
 def _fork_for_all(listener: socket.socket, owner_end: int) -> None:

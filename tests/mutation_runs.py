@@ -27,7 +27,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = (
-    *("llmtrain.train.run", "llmtrain.export.export", "llmtrain.export.generate", "llmtrain.doctor.run_checks"),
+    *("llmtrain.train.run", "llmtrain.export.export", "llmtrain.doctor.run_checks"),
     *("llmtrain.eval.command", "llmtrain.compare.runner", "llmtrain.compare.report", "llmtrain.plan.show"),
     *("llmtrain.launch.torchrun", "llmtrain.cli", "deepspeed", "torch.utils.tensorboard"),
 )
@@ -116,9 +116,9 @@ class Slot:
             check=True,
         )
         for name in filter(None, listing.stdout.split("\0")):
-            if (ROOT / name).is_file():
+            if (ROOT / name).is_file() or (ROOT / name).is_symlink():  # llmtrain/recipes is a link to a folder
                 (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, self.tree / name)
+                shutil.copy2(ROOT / name, self.tree / name, follow_symlinks=False)
         if (ROOT.parent / "shared").is_dir():
             (folder / "shared").symlink_to(ROOT.parent / "shared")
         # By content and not by time of change: a change of a character within a second must be seen.
@@ -179,6 +179,7 @@ def preload() -> None:
     os.environ.update(
         OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", KINETO_LOG_LEVEL="99",
         CUDA_VISIBLE_DEVICES="", PYTHONDONTWRITEBYTECODE="1",
+        JE_ARROW_MALLOC_CONF="background_thread:false",  # pyarrow's allocator would start a thread
     )  # fmt: skip
     sys.dont_write_bytecode = True
     program = f"import sys\nfor name in {PRELOAD}: __import__(name)\nprint('\\n'.join(sys.modules))"

@@ -14,11 +14,20 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
+from llmtrain.compare.cluster import HostLimits
 from llmtrain.config import Section, TraceSection
 from llmtrain.errors import RecipeError
 from llmtrain.recipe_messages import explain_in
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Part of a trial between two starts: `replicas` train until stopped after step `until`, or (None) to the end."""
+
+    replicas: int
+    until: int | None
 
 
 class HostsSection(Section):
@@ -29,14 +38,6 @@ class HostsSection(Section):
     """Ranks per host: the replica's shards."""
     cpus: PositiveFloat | None = None
     """CPU time of each host in cores, so that its speed does not depend on the other hosts; `null`: no limit."""
-
-
-class HostSection(Section):
-    """Limits of one host that differs from the others. A missing key takes the value for all hosts."""
-
-    bandwidth_mbit: PositiveFloat | None = None
-    latency_ms: PositiveFloat | None = None
-    cpus: PositiveFloat | None = None
 
 
 class DelaySection(Section):
@@ -77,35 +78,18 @@ class ConditionSection(Section):
     """Mbit/s of each host's network card per direction, including headers (TCP carries 4 % less); `null`: no limit."""
     latency_ms: PositiveFloat | None = None
     """One-way latency of messages in milliseconds; needs a kernel with netem."""
-    hosts: dict[int, HostSection] = Field(default_factory=dict)
+    hosts: dict[int, HostLimits] = Field(default_factory=dict)
+    """Hosts that differ from the others. A missing key takes the value for all hosts."""
     delays: DelaySection | None = None
     pauses: list[PauseSection] = Field(default_factory=list)
     kills: list[KillSection] = Field(default_factory=list)
     """Deaths of hosts. The run then fails, and the report shows how."""
     garbage: GarbageSection | None = None
 
-    def words(self) -> str:
-        """Return a readable description, such as `100 Mbit/s, host 3 sleeps 0.3 s in every step`."""
-        parts = [f"{self.bandwidth_mbit:g} Mbit/s" if self.bandwidth_mbit else "no limit on bandwidth"]
-        if self.latency_ms:
-            parts.append(f"{self.latency_ms:g} ms latency")
-        units = {"bandwidth_mbit": "Mbit/s", "latency_ms": "ms latency", "cpus": "CPUs"}
-        for number, host in sorted(self.hosts.items()):
-            given = [f"{value:g} {units[key]}" for key, value in host if value is not None]
-            parts.append(f"host {number}: {', '.join(given)}")
-        if self.delays:
-            who = "a random host" if self.delays.host == "random" else f"host {self.delays.host}"
-            parts.append(f"{who} sleeps {self.delays.seconds:g} s in every step")
-        parts += [f"host {p.host} stops for {p.seconds:g} s after {p.at:g} s" for p in self.pauses]
-        parts += [f"host {k.host} dies after {k.at:g} s" for k in self.kills]
-        if self.garbage:
-            parts.append(f"host {self.garbage.host} reads garbage in steps {self.garbage.first} to {self.garbage.last}")
-        return ", ".join(parts)
-
-    def host_numbers(self) -> list[int]:
-        """Return all host numbers that the condition names."""
-        faults = [fault for fault in (*self.pauses, *self.kills, self.garbage, self.delays) if fault is not None]
-        return [*self.hosts, *(fault.host for fault in faults if fault.host != "random")]
+    def settings(self) -> str:
+        """Return the given keys as YAML in one line, such as `bandwidth_mbit: 100.0, kills: [{host: 1, at: 5.0}]`."""
+        given = json.dumps(self.model_dump(exclude_unset=True)).replace('"', "")
+        return given[1:-1] or "no limits, no faults"
 
 
 class RestartSection(Section):
@@ -127,6 +111,11 @@ class ComparedRunSection(Section):
     replicas: PositiveInt | None = None
     """Replicas at the start, on the first hosts; `null`: one on every host."""
     restarts: list[RestartSection] = Field(default_factory=list)
+
+    def stages(self, hosts: int) -> tuple[Stage, ...]:
+        """Return the parts of a trial on `hosts` hosts."""
+        replicas = [self.replicas or hosts, *(restart.replicas for restart in self.restarts)]
+        return tuple(map(Stage, replicas, [*(restart.after_step for restart in self.restarts), None]))
 
 
 class TargetSection(Section):
@@ -160,14 +149,6 @@ class Comparison(Section):
     """Steps whose timelines are drawn; `null`: none."""
     stop_after_minutes: PositiveFloat | None = None
     """Time limit. A longer trial is stopped, keeps its measurements and is shown as stopped; `null`: no limit."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Part of a trial between two starts: `replicas` train until stopped after step `until`, or (None) to the end."""
-
-    replicas: int
-    until: int | None
 
 
 @dataclass(frozen=True)
@@ -217,35 +198,25 @@ def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
 
 def trials(comparison: Comparison, file: Path) -> list[TrialSpec]:
     """Return all trials in the order in which they run: by seed, then by condition, then by run."""
-    order = itertools.product(comparison.seeds, comparison.conditions, comparison.runs)
-    return [_trial(comparison, file, condition, run, seed) for seed, condition, run in order]
-
-
-def _trial(comparison: Comparison, file: Path, condition: str, run: str, seed: int) -> TrialSpec:
-    section, trace = comparison.runs[run], comparison.trace
-    replicas = _replicas(section, comparison)
-    folder = Path(comparison.out_dir) / comparison.name / condition / run
-    overrides = (
-        f"parallel.replicas={replicas[0]}",
-        f"parallel.shards={comparison.hosts.processes}",
-        "eval.sample_prompt=null",
-        *comparison.overrides,
-        *section.overrides,
-        f"run.out_dir={folder}",
-        f"run.name=seed-{seed}",
-        f"run.seed={seed}",
-        *([f"log.trace={{first: {trace.first}, steps: {trace.steps}}}"] if trace else []),
-    )
-    recipe = file.parent / (section.recipe or comparison.recipe)
-    ends = [*(restart.after_step for restart in section.restarts), None]
-    return TrialSpec(
-        condition, run, seed, recipe, overrides, folder / f"seed-{seed}", tuple(map(Stage, replicas, ends))
-    )
-
-
-def _replicas(run: ComparedRunSection, comparison: Comparison) -> list[int]:
-    """Return the number of replicas in each stage of a run."""
-    return [run.replicas or comparison.hosts.count, *(restart.replicas for restart in run.restarts)]
+    planned, trace = [], comparison.trace
+    for seed, condition, run in itertools.product(comparison.seeds, comparison.conditions, comparison.runs):
+        section = comparison.runs[run]
+        stages = section.stages(comparison.hosts.count)
+        folder = Path(comparison.out_dir) / comparison.name / condition / run
+        overrides = (
+            f"parallel.replicas={stages[0].replicas}",
+            f"parallel.shards={comparison.hosts.processes}",
+            "eval.sample_prompt=null",
+            *comparison.overrides,
+            *section.overrides,
+            f"run.out_dir={folder}",
+            f"run.name=seed-{seed}",
+            f"run.seed={seed}",
+            *([f"log.trace={{first: {trace.first}, steps: {trace.steps}}}"] if trace else []),
+        )
+        recipe = file.parent / (section.recipe or comparison.recipe)
+        planned.append(TrialSpec(condition, run, seed, recipe, overrides, folder / f"seed-{seed}", stages))
+    return planned
 
 
 def _problem(comparison: Comparison) -> str | None:
@@ -254,8 +225,8 @@ def _problem(comparison: Comparison) -> str | None:
     for name, run in runs.items():
         if run.recipe is None and comparison.recipe is None:
             return f"runs.{name} has no recipe; give runs.{name}.recipe or recipe"
-        if (replicas := max(_replicas(run, comparison))) > count:
-            return f"runs.{name} has {replicas} replicas, one a host, but hosts.count is {count}"
+        if (replicas := max(stage.replicas for stage in run.stages(count))) > count:
+            return f"runs.{name} has {replicas} replicas, one per host, but hosts.count is {count}"
         steps = [restart.after_step for restart in run.restarts]
         if steps != sorted(set(steps)):
             return f"runs.{name}.restarts come after steps {steps}; give them in rising order"
@@ -265,7 +236,9 @@ def _problem(comparison: Comparison) -> str | None:
     for name, condition in comparison.conditions.items():
         if restarted and (condition.pauses or condition.kills):
             return f"runs.{restarted} has restarts, which conditions.{name} with its pauses or kills excludes"
-        if too_high := [number for number in condition.host_numbers() if number >= count]:
+        faults = [*condition.pauses, *condition.kills, condition.garbage, condition.delays]
+        hosts = [*condition.hosts, *(fault.host for fault in faults if fault is not None)]
+        if too_high := [host for host in hosts if host != "random" and host >= count]:
             return f"conditions.{name} names host {too_high[0]}, but hosts.count is {count}: they are 0 to {count - 1}"
         if condition.garbage and condition.garbage.last < condition.garbage.first:
             return f"conditions.{name}.garbage ends before it begins; give last >= first"

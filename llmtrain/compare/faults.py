@@ -1,23 +1,33 @@
-"""Faults of a condition: sleeps and garbage inside the ranks, and pauses and deaths of hosts.
+"""Faults inside the ranks of a trial: sleeps and garbage. They depend only on the seed, the step and the hosts, so they
+are the same for every method.
 
-The faults inside a rank depend only on the seed, the step and the hosts, so they are the same for every method.
+This module is also the program of such a rank: `python -m llmtrain.compare.faults FAULTS RECIPE KEY=VALUE...` trains as
+`llmtrain train` does, with faults (JSON of `Faults`).
 """
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
+from llmtrain.startup import imports_without_gc
 
-from llmtrain.compare.cluster import Host
-from llmtrain.compare.comparison import ConditionSection, DelaySection, GarbageSection
-from llmtrain.config import Section
-from llmtrain.data.prefetch import PrefetchLoader
-from llmtrain.trace import span
-from llmtrain.train.trainer import Trainer
+with imports_without_gc():
+    import torch
+
+    from llmtrain.compare.comparison import DelaySection, GarbageSection
+    from llmtrain.config import Section
+    from llmtrain.data.loader import PrefetchLoader
+    from llmtrain.errors import exit_with_status
+    from llmtrain.parallel.world import World
+    from llmtrain.recipe_loader import load_recipe
+    from llmtrain.trace import span
+    from llmtrain.train.run import run_training
+    from llmtrain.train.trainer import Trainer
 
 
 class Faults(Section):
@@ -43,28 +53,24 @@ class Faults(Section):
         return section is not None and host == section.host and section.first <= step <= section.last
 
 
-def inject(faults: Faults, host: int) -> Callable[[Trainer], None]:
-    """Return a function that adds the faults of `host` to a trainer."""
+def inject(trainer: Trainer, faults: Faults, host: int) -> None:
+    """Add the faults of `host` to a trainer."""
+    slept_in = trainer.state.step
 
-    def change(trainer: Trainer) -> None:
-        slept_in = trainer.state.step
+    def sleep(block: int) -> None:
+        nonlocal slept_in
+        if block == 0 and trainer.state.step != slept_in:  # once per step, however many micro-batches it has
+            slept_in = trainer.state.step
+            if seconds := faults.delay(host, slept_in):
+                with span("delay"):
+                    time.sleep(seconds)
 
-        def sleep(block: int) -> None:
-            nonlocal slept_in
-            if block == 0 and trainer.state.step != slept_in:  # once per step, however many micro-batches it has
-                slept_in = trainer.state.step
-                if seconds := faults.delay(host, slept_in):
-                    with span("delay"):
-                        time.sleep(seconds)
-
-        if faults.delays is not None:
-            trainer.engine.register_block_hook(sleep)
-        if faults.garbage is not None:
-            trainer.loader = GarbageLoader(
-                trainer.loader, lambda: faults.reads_garbage(host, trainer.state.step), faults.seed
-            )
-
-    return change
+    if faults.delays is not None:
+        trainer.engine.register_block_hook(sleep)
+    if faults.garbage is not None:
+        trainer.loader = GarbageLoader(
+            trainer.loader, lambda: faults.reads_garbage(host, trainer.state.step), faults.seed
+        )
 
 
 class GarbageLoader:
@@ -90,9 +96,12 @@ class GarbageLoader:
         return getattr(self._loader, name)
 
 
-def host_events(condition: ConditionSection, hosts: Sequence[Host]) -> list[tuple[float, Callable[[], None]]]:
-    """Return (seconds after training began, action) for each pause, its end and each death, in order of time."""
-    pauses = [(pause.at, hosts[pause.host].pause) for pause in condition.pauses]
-    resumes = [(pause.at + pause.seconds, hosts[pause.host].resume) for pause in condition.pauses]
-    kills = [(kill.at, hosts[kill.host].kill) for kill in condition.kills]
-    return sorted(pauses + resumes + kills, key=lambda event: event[0])
+def main(faults: str, recipe: str, *overrides: str) -> int:
+    """Train with faults (JSON) and return the exit code. torchrun sets the number of this host (GROUP_RANK)."""
+    parsed, host = Faults.model_validate_json(faults), int(os.environ["GROUP_RANK"])
+    loaded, world = load_recipe(recipe, overrides), World.from_environment()
+    return run_training(loaded, world, lambda trainer: inject(trainer, parsed, host))
+
+
+if __name__ == "__main__":
+    exit_with_status(lambda: sys.exit(main(*sys.argv[1:])))

@@ -11,8 +11,9 @@ from enum import StrEnum
 import numpy as np
 import pandas as pd
 
-from llmtrain.compare.results import DONE, NOT_YET_RUN, Trial
+from llmtrain.compare.results import Trial, TrialState
 from llmtrain.errors import ResultsError
+from llmtrain.validated_text import LossUnit, common_unit, read_validated_text
 
 TrialKey = tuple[str, str, int]
 """Condition, run and seed of a trial that the comparison plans."""
@@ -57,6 +58,7 @@ class Results:
     """Target loss per condition; NaN if the baseline has no final loss."""
     baseline: str
     given_target: float | None
+    unit: LossUnit
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,9 @@ def measure(trial: Trial) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     if trial.is_measured:
         seconds, tokens = trial.lines[-1]["seconds"], trial.lines[-1]["tokens"]
-        found |= {"measured": 1.0, "tokens_per_second": tokens / seconds if seconds else None}
-        found |= _time_split(trial) | _on_the_wire(trial)
-    if trial.state == DONE:
+        rate = tokens / seconds if seconds else None
+        found = {"measured": 1.0, "tokens_per_second": rate, **_time_split(trial), **_on_the_wire(trial)}
+    if trial.state == TrialState.DONE:
         losses = validations(trial)["loss"]
         found["final_loss"] = losses.iloc[-1] if len(losses) else trial.summary.get("final_eval_loss")
         found["bytes_sent"] = trial.last("comm/bytes_total").get("comm/bytes_total")
@@ -139,8 +141,11 @@ def gather(
 
     `baseline` names a run; by default, the first that averages gradients in every step, else the first. `target` is a
     validation loss in nats per token; by default, under each condition, the upper median over seeds of the baseline's
-    final losses. Raises ResultsError for a baseline that no trial has.
+    final losses. Raises ResultsError for a baseline that no trial has. If the runs' tokenizers differ, all losses are
+    bits per byte. If their validation texts differ, no target is reached and no run is compared.
     """
+    unit = common_unit([(trial.run, read_validated_text(trial.path, trial.lines)) for trial in trials])
+    trials = [_in_bits_per_byte(trial) for trial in trials] if unit.tag == "eval/bpb" else trials
     by_key = {(trial.condition, trial.run, trial.seed): trial for trial in trials}
     keys = list(dict.fromkeys([*planned, *by_key]))
     names = list(dict.fromkeys(run for _, run, _ in keys))
@@ -154,15 +159,22 @@ def gather(
     keys.sort(key=lambda key: (conditions.index(key[0]), key[1] != baseline, names.index(key[1])))
     table = pd.DataFrame(keys, columns=[*RUN, "seed"])
     table["trial"] = [by_key.get(key) for key in keys]
-    table["state"] = [trial.state if trial else NOT_YET_RUN for trial in table["trial"]]
+    table["state"] = [trial.state if trial else TrialState.NOT_YET_RUN for trial in table["trial"]]
     measured = [measure(trial) if trial else {} for trial in table["trial"]]
     table[MEASURES] = pd.DataFrame(measured, table.index, MEASURES, dtype=float)
     # At least half of a run's seeds end at or below this loss, so that most of them reach it.
     ends = table.groupby(RUN, sort=False)["final_loss"].quantile(0.5, interpolation="higher")
+    ends = ends if unit.is_ranked else ends * math.nan
+    target = target if unit.is_ranked else math.nan
     targets = {name: target if target is not None else ends.get((name, baseline), math.nan) for name in conditions}
     places = zip(table["trial"], table["condition"].map(targets), strict=True)
     table[COSTS] = pd.DataFrame([cost_to_reach(*place) for place in places], table.index)
-    return Results(table, _against_baseline(table, ends, baseline), targets, baseline, target)
+    return Results(table, _against_baseline(table, ends, baseline), targets, baseline, target, unit)
+
+
+def _in_bits_per_byte(trial: Trial) -> Trial:
+    lines = ({**line, "eval/loss": line.get("eval/bpb")} if "eval/loss" in line else line for line in trial.lines)
+    return trial.model_copy(update={"lines": tuple(lines), "summary": {}})  # the summary has a loss per token
 
 
 def over_seeds(table: pd.DataFrame, measures: Sequence[str] = MEASURES) -> pd.DataFrame:
@@ -219,9 +231,8 @@ def _against_baseline(table: pd.DataFrame, ends: pd.Series, baseline: str) -> pd
 def _seconds_to(ends: pd.Series, racers: pd.DataFrame) -> pd.DataFrame:
     """Return statistics over seeds of the seconds to the loss that a run ended with under the same condition."""
     races = racers.merge(ends.reset_index())  # on the condition, and on the run if racers have that column
-    races["seconds"] = [
-        cost_to_reach(*race)["seconds"] for race in races[["trial", "final_loss"]].itertuples(index=False)
-    ]
+    goals = zip(races["trial"], races["final_loss"], strict=True)
+    races["seconds"] = [cost_to_reach(*goal)["seconds"] for goal in goals]
     return over_seeds(races, ["seconds"])["seconds"]
 
 

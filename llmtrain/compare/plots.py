@@ -1,36 +1,58 @@
-"""Plots of a comparison: loss against its costs, the parts of the training time, throughput over conditions."""
+"""Plots of a comparison: loss against its costs, the parts of the training time, throughput over conditions, and
+timelines of all ranks over a few rounds, from trace spans."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, NullFormatter
 
-from llmtrain.compare import tables
 from llmtrain.compare.measures import SPLIT, Results, Sweep, validations
-from llmtrain.compare.results import DONE
+from llmtrain.compare.results import Trial, TrialState
 
 COLORS = ["0072b2", "d55e00", "009e73", "cc79a7", "e69f00", "56b4e9", "8b4513", "7f3fbf", "c4102f", "4d6a6d", "8fae1b"]
 LINES = ("-", "--", "-.", ":")
 MARKERS = "osD^vP*X<>hp"
-SPLIT_COLORS = ("#9ecae1", "#f28e2b", "#c4302b")
-SPLIT_LABELS = ("computing", "communication that was not hidden", "waiting for the slowest")
+KINDS = {
+    "step": ("#e8e8e8", "rest of a step"),
+    "data": ("#b8a9d9", "reading data"),
+    "gradient": ("#9ecae1", "computing"),
+    "delay": ("#5f6b73", "injected delay"),
+    "exposed": ("#f28e2b", "exposed communication"),
+    "wait": ("#c4302b", "waiting for the slowest replica"),
+    "message": ("#1b7837", "message in flight in the background"),
+}
+"""Color and label by kind of span. Inner spans come after the outer ones, because they are drawn over them."""
+SPLIT_KINDS = dict(zip(SPLIT, ("gradient", "exposed", "wait"), strict=True))
+"""Kind of span with the color and label of each part of the training time."""
 AXES = {"tokens": "tokens of all replicas", "seconds": "training time (s)", "bytes": "bytes sent between replicas"}
 WIDTH = 5.2
 """Inches. A picture of this width is legible on a phone."""
 LARGE_RATIO = 8.0
 """Ratio of the largest to the smallest value above which an axis is logarithmic."""
-Styles = dict[str, dict[str, Any]]
-"""Line style of each run, the same in every picture."""
+TIMELINE_WIDTH = 12.0
+MAX_RANKS = 8
+"""Maximum number of ranks in a timeline, so that it stays legible."""
+ROUNDS = 2
+"""Number of complete rounds per window of a timeline, which therefore shows three synchronizations."""
+LONGEST = 3.0
+"""Maximum length of a window, as a multiple of the length that the median run needs."""
+NOTICEABLE = 0.01
+"""Fraction of a step below which an exposed wait does not count as the start of a synchronization."""
+MARGIN = 0.12
+"""Fraction of the window that lies before its first synchronization."""
 
 
-def styles(results: Results) -> Styles:
-    """Return black for the baseline, and a color (the first eleven differ), marker and dash for each other run."""
+def styles(results: Results) -> dict[str, dict[str, Any]]:
+    """Return the line style of each run, the same in every picture: black for the baseline, and a color (the first
+    eleven differ), marker and dash for each other run."""
     made = {results.baseline: {"color": "black", "linestyle": "-", "marker": "o"}}
     for number, run in enumerate(run for run in results.trials["run"].unique() if run != results.baseline):
         line, marker = LINES[number // 4 % len(LINES)], MARKERS[(number + 1) % len(MARKERS)]
@@ -38,43 +60,42 @@ def styles(results: Results) -> Styles:
     return made
 
 
-def draw_loss(results: Results, condition: str, cost: str, styles: Styles) -> Figure | None:
+def draw_loss(results: Results, condition: str, cost: str) -> Figure | None:
     """Draw validation loss against a cost: a thin line per seed, a thick one for the median. None without points."""
     figure, axes = _figure(4.6)
     trials = results.trials[results.trials["condition"] == condition].dropna(subset="trial")
-    drawn = {}
+    medians, looks = [], styles(results)
     for run, rows in trials.groupby("run", sort=False):
         curves = {row.Index: curve for row in rows.itertuples() if len(curve := _curve(row.trial, cost))}
         if not curves:
             continue
-        look = styles[run]
+        look, is_done = looks[run], rows["state"] == TrialState.DONE
         for index, curve in curves.items():
             axes.plot(curve[cost], curve["loss"], **look | {"marker": ""}, linewidth=0.9, alpha=0.45)
-            if rows["state"][index] != DONE:
+            if not is_done[index]:
                 axes.plot(*curve.iloc[-1], "x", color=look["color"], markersize=11, markeredgewidth=2.5)
-        done = [curve for index, curve in curves.items() if rows["state"][index] == DONE] or list(curves.values())
+        done = [curve for index, curve in curves.items() if is_done[index]] or list(curves.values())
         thick = pd.concat(done).groupby(level=0).median() if len(set(map(len, done))) == 1 else done[0]
         axes.plot(thick[cost], thick["loss"], **look, markersize=4.5, linewidth=1.7, label=run)
-        drawn[run] = (thick, min(curve["loss"].min() for curve in curves.values()))
-    if not drawn:
+        medians.append(thick)
+    if not medians:
         return None
-    low = min(lowest for _, lowest in drawn.values())
     # From the lowest loss to the median after a quarter of the validations, because readers compare the ends.
-    high = pd.Series([thick["loss"].iloc[len(thick) // 4] for thick, _ in drawn.values()]).median()
+    low, high = axes.dataLim.ymin, statistics.median(thick["loss"].iloc[len(thick) // 4] for thick in medians)
     if not math.isnan(target := results.targets[condition]):
         low, high = min(low, target), max(high, target)
         axes.axhline(target, color="0.45", linewidth=1, linestyle=(0, (6, 3)))
-        label, at = f"target {tables.loss(target)}", axes.get_yaxis_transform()
+        label, at = f"target {target:.3f}", axes.get_yaxis_transform()
         axes.annotate(label, (0.01, target), (0, -2), at, "offset points", va="top", fontsize=8.5, color="0.35")
     if high > low:
         axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
-    ends = [end for thick, _ in drawn.values() if (end := thick[cost].iloc[-1]) > 0]
+    ends = [end for thick in medians if (end := thick[cost].iloc[-1]) > 0]
     if cost == "bytes" or (ends and max(ends) / min(ends) > LARGE_RATIO):
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(EngFormatter(unit="B" if cost == "bytes" else "", sep=""))
-    axes.set(xlabel=AXES[cost], ylabel="validation loss (nats per token)", title=condition)
-    _legend_below(figure, *axes.get_legend_handles_labels())
+    axes.set(xlabel=AXES[cost], ylabel=f"validation loss ({results.unit.name})", title=condition)
+    _legend_below(figure)
     return figure
 
 
@@ -85,21 +106,21 @@ def draw_time(results: Results, condition: str) -> Figure | None:
         return None
     figure, axes = _figure(1.5 + 0.34 * len(parts))
     ends = parts.cumsum(axis=1)
-    for name, color, label in zip(SPLIT, SPLIT_COLORS, SPLIT_LABELS, strict=True):
-        axes.barh(parts.index, parts[name], left=ends[name] - parts[name], color=color, label=label, height=0.68)
+    for name, kind in SPLIT_KINDS.items():
+        color, label = KINDS[kind]
+        bars = axes.barh(parts.index, parts[name], left=ends[name] - parts[name], color=color, label=label, height=0.68)
     totals = ends["waiting"]
-    for row, (total, computing) in enumerate(zip(totals, parts["computing"], strict=True)):
-        idle = f", {tables.percent(1 - computing / total)} idle" if total else ""
-        axes.text(total, row, f"  {tables.seconds(total)}{idle}", va="center", size=8)
+    idle = 100 * (1 - parts["computing"] / totals).fillna(0)
+    axes.bar_label(bars, [f"{t:.1f} s, {i:.0f} % idle" for t, i in zip(totals, idle, strict=True)], padding=4, size=8)
     axes.set(xlabel="training time (s), mean of ranks", title=condition, xlim=(0, totals.max() * 1.5 or 1))
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
-    _legend_below(figure, *axes.get_legend_handles_labels(), columns=2)
+    _legend_below(figure, columns=2)
     return figure
 
 
-def draw_throughput(results: Results, sweep: Sweep, styles: Styles) -> Figure | None:
+def draw_throughput(results: Results, sweep: Sweep) -> Figure | None:
     """Draw tokens per second of each run over the number in which the conditions differ. Error bars span the seeds."""
     rates = results.runs["tokens_per_second"].dropna().reset_index()
     numbers = sorted(filter(math.isfinite, sweep.numbers.values()))
@@ -113,21 +134,68 @@ def draw_throughput(results: Results, sweep: Sweep, styles: Styles) -> Figure | 
     if rates.empty:
         return None
     figure, axes = _figure(4.6)
-    drawn = []
-    for run, look in styles.items():
+    for run, look in styles(results).items():
         if len(rows := rates[rates["run"] == run]):
             error = (rows["median"] - rows["low"], rows["high"] - rows["median"])
-            drawn.append(axes.errorbar(rows["x"], rows["median"], error, **look, markersize=5, capsize=2, label=run))
-    if is_log:
-        axes.set_xscale("log")
-        axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.errorbar(rows["x"], rows["median"], error, **look, markersize=5, capsize=2, label=run)
+    axes.set_xscale("log" if is_log else "linear")
     labels = [f"{number:g}" if math.isfinite(number := sweep.numbers[name]) else name for name in positions.index]
     axes.set_xticks(positions, labels)
     axes.minorticks_off()
     axes.set(xlabel=sweep.label, ylabel="tokens per second, all ranks", ylim=(0, None))
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    _legend_below(figure, drawn, [line.get_label() for line in drawn])
+    _legend_below(figure)
     return figure
+
+
+def draw_timelines(results: Results, condition: str) -> Figure | None:
+    """Draw the first traced seed of each run, one above the other over the same number of seconds. None without any."""
+    trials = results.trials[results.trials["condition"] == condition].dropna(subset="trial")
+    traced: dict[str, pd.DataFrame] = {}
+    for run, trial in zip(trials["run"], trials["trial"], strict=True):
+        if len(trial.spans):
+            traced.setdefault(run, trial.spans)
+    if not traced:
+        return None
+    length = window_seconds(list(traced.values()))
+    heights = [0.55 + 0.27 * min(MAX_RANKS, spans["rank"].nunique()) for spans in traced.values()]
+    figure = Figure(figsize=(TIMELINE_WIDTH, sum(heights) + 1.1), layout="constrained")
+    panels = figure.subplots(len(traced), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (run, spans) in zip(panels, traced.items(), strict=True):
+        _draw_run(axes, run, spans, length)
+        axes.tick_params(axis="x", length=0 if axes is not panels[-1] else 3.5)
+    panels[-1].set_xlabel("seconds")
+    _legend_below(figure, columns=4, handles=[Patch(color=color, label=label) for color, label in KINDS.values()])
+    figure.suptitle(condition, fontsize=12)
+    return figure
+
+
+def synchronizations(spans: pd.DataFrame) -> list[float]:
+    """Return when synchronizations began on the first traced rank (Unix seconds), at most one per step. One begins with
+    the step's first message or, in runs without background messages, with its first noticeable exposed wait."""
+    first = spans[spans["rank"] == spans["rank"].min()]
+    lengths = first["end"] - first["start"]
+    begun = first[first["kind"] == "message"]
+    if begun.empty:
+        is_short = lengths < NOTICEABLE * lengths[first["kind"] == "step"].median()
+        begun = first[(first["kind"] == "exposed") & ~is_short]
+    return sorted(begun.groupby("step")["start"].first())
+
+
+def window_seconds(traces: Sequence[pd.DataFrame]) -> float:
+    """Return one length for all runs: the longest that a run needs for ROUNDS, but at most LONGEST times the median."""
+    needed = []
+    for spans in traces:
+        starts, total = synchronizations(spans), spans["end"].max() - spans["start"].min()
+        needed.append((starts[ROUNDS] - starts[0]) * (1 + 2 * MARGIN) if len(starts) > ROUNDS else total)
+    return min(max(needed), LONGEST * statistics.median(needed))
+
+
+def window_start(spans: pd.DataFrame, length: float) -> float:
+    """Return a time just before the first synchronization with a full window, else `length` seconds before the end."""
+    begin, end = spans["start"].min(), spans["end"].max()
+    candidates = (start - MARGIN * length for start in synchronizations(spans))
+    return next((at for at in candidates if at >= begin and at + length <= end), max(begin, end - length))
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:
@@ -139,12 +207,33 @@ def _figure(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _curve(trial: Any, cost: str) -> pd.DataFrame:
+def _curve(trial: Trial, cost: str) -> pd.DataFrame:
     """Return the points with a finite loss, without those at 0 bytes, which a logarithmic axis can't show."""
     points = validations(trial)[[cost, "loss"]].dropna()
-    return points[points[cost] > 0].reset_index(drop=True) if cost == "bytes" else points.reset_index(drop=True)
+    return (points[points[cost] > 0] if cost == "bytes" else points).reset_index(drop=True)
 
 
-def _legend_below(figure: Figure, handles: Sequence[object], labels: Sequence[object], columns: int = 3) -> None:
+def _legend_below(figure: Figure, columns: int = 3, handles: Sequence[Patch] | None = None) -> None:
     look = {"loc": "outside lower center", "fontsize": 8.5, "frameon": False, "handlelength": 2.6}
-    figure.legend(handles, labels, ncols=columns, **look)
+    figure.legend(handles=handles, ncols=columns, **look)
+
+
+def _draw_run(axes: Axes, name: str, spans: pd.DataFrame, length: float) -> None:
+    ranks, begin = sorted(spans["rank"].unique()), window_start(spans, length)
+    shown = ranks[:MAX_RANKS]
+    seen = spans[(spans["end"] > begin) & (spans["start"] < begin + length)]
+    for position, rank in enumerate(shown):
+        for kind, (color, _) in KINDS.items():
+            own = seen[(seen["rank"] == rank) & (seen["kind"] == kind)]
+            top, height, alpha = (0.18, 0.18, 0.6) if kind == "message" else (-0.4, 0.52, 1)
+            bars = list(zip(own["start"] - begin, own["end"] - own["start"], strict=True))
+            axes.broken_barh(bars, (position + top, height), facecolors=color, alpha=alpha, linewidth=0, zorder=2)
+            if kind == "step":
+                starts = own["start"] - begin
+                axes.vlines(starts, position - 0.4, position + 0.12, colors="black", linewidth=0.6, zorder=3)
+    left_out = f" ({len(shown)} of {len(ranks)} ranks)" if len(shown) < len(ranks) else ""
+    axes.set_title(f"{name}{left_out}", loc="left", fontsize=10)
+    axes.set(xlim=(0, length), ylim=(len(shown) - 0.5, -0.5))
+    axes.set_yticks(range(len(shown)), [f"rank {rank}" for rank in shown], fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[:].set_visible(False)

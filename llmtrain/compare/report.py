@@ -1,61 +1,56 @@
-"""Report of a comparison: report.md, report.html (one file) and plots/*.png."""
+"""Report of a comparison: its headline and tables as text, and the files report.md, report.html and plots/*.png."""
 
 from __future__ import annotations
 
 import base64
+import math
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 import llmtrain
-from llmtrain.compare import plots, tables
-from llmtrain.compare.measures import Results, TrialKey, find_sweeps, gather
-from llmtrain.compare.results import Trial
-from llmtrain.compare.timeline import draw_timelines
+from llmtrain.compare import plots
+from llmtrain.compare.measures import Outcome, Results, find_sweeps
+from llmtrain.compare.results import AS_RUN, TrialState
+from llmtrain.files import atomic_write
 
 REPOSITORY = Path(llmtrain.__file__).resolve().parents[1]
 DPI = 150
+NOTHING = "–"
 
 
-def write_report(
-    trials: Sequence[Trial],
-    folder: Path,
-    baseline: str | None = None,
-    target: float | None = None,
-    planned: Sequence[TrialKey] = (),
-    command: str | None = None,
-) -> Path:
+def write_report(results: Results, folder: Path, command: str | None = None) -> Path:
     """Write report.md, report.html and plots/ into `folder`, replacing older ones. Return report.html's path.
 
-    `baseline` names a run (by default, the synchronous one, else the first). `target` is a validation loss in nats per
-    token (by default, the baseline's final loss under the same condition). `planned` lists the planned trials in the
-    order of conditions and runs; those that have not run yet are shown as such. `command` is the command that made the
-    trials. Raises ResultsError for a baseline that does not exist.
+    `command` is the command that made the trials.
     """
-    results = gather(trials, baseline, target, planned)
     (folder / "plots").mkdir(parents=True, exist_ok=True)
-    title = f"Comparison {folder.resolve().name}"
-    environment = Environment(
-        loader=PackageLoader("llmtrain.compare", "."), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"literal": tables.literal, "loss": tables.loss, "duration": tables.seconds}
+    title, trials = f"Comparison {folder.resolve().name}", list(results.trials["trial"].dropna())
+    loader = PackageLoader("llmtrain.compare", ".")
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"literal": literal, "loss": loss, "duration": seconds}
     environment.filters["portable"] = lambda line: line.replace(f"{REPOSITORY}/", "")
     text = environment.get_template("report.md.j2").render(
         title=title,
         results=results,
-        trials=list(results.trials["trial"].dropna()),
-        headline=tables.headline(results),
-        runs={name: tables.runs_table(results, name) for name in results.targets},
-        wire=tables.wire_table(results),
-        recipes=tables.recipes_table(results),
-        **_pictures(results, folder),
-        large_ratio=plots.LARGE_RATIO,
+        trials=trials,
+        headline=headline(results),
+        runs={name: runs_table(results, name) for name in results.targets},
+        wire=wire_table(results),
+        recipes=recipes_table(results),
+        sweeps=find_sweeps(list(results.targets)),
+        plots=plots,
+        image=partial(_image, folder),
         words={trial.condition: trial.condition_in_words for trial in trials if trial.condition_in_words},
         command=command,
         has_file=(folder / "comparison.yaml").exists(),
@@ -65,10 +60,8 @@ def write_report(
     )
     text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
     html = environment.get_template("report.html.j2").render(title=title, body=html_body(text, folder))
-    for name, content in {"report.md": text, "report.html": html}.items():
-        unfinished = folder / f".{name}.new"
-        unfinished.write_text(content)
-        os.replace(unfinished, folder / name)  # a reader sees the old file or the new one
+    atomic_write(folder / "report.md", text)
+    atomic_write(folder / "report.html", html)
     return folder / "report.html"
 
 
@@ -89,26 +82,142 @@ def html_body(markdown: str, folder: Path) -> str:
     return re.sub(r'<img src="(plots/(\w+).*?)" alt="(.*?)" />', figure, html)
 
 
-def _pictures(results: Results, folder: Path) -> dict[str, str]:
-    """Write plots/ and return the pictures' Markdown by section. Those in one paragraph are shown side by side."""
+def _image(folder: Path, figure: Figure | None, name: str, caption: str) -> str:
+    """Write a figure to plots/ in `folder` and return its Markdown, or nothing for None."""
+    if figure is None:
+        return ""
+    path = f"plots/{re.sub(r'[^A-Za-z0-9._-]+', '_', name).strip('_.')}.png"
+    figure.savefig(folder / path, dpi=DPI, metadata={"Software": None})
+    return f"![{literal(caption)}]({path})\n"
 
-    def image(figure: Figure | None, name: str, caption: str) -> str:
-        if figure is None:
-            return ""
-        path = f"plots/{re.sub(r'[^A-Za-z0-9._-]+', '_', name).strip('_.')}.png"
-        figure.savefig(folder / path, dpi=DPI, metadata={"Software": None})
-        return f"![{tables.literal(caption)}]({path})\n"
 
-    styles, losses, times, timelines = plots.styles(results), [], "", []
-    for sweep in find_sweeps(list(results.targets)):
-        figure = plots.draw_throughput(results, sweep, styles)
-        losses.append(image(figure, f"throughput-{sweep.label}", f"Tokens per second: {sweep.label}"))
-    for name in results.targets:
-        losses.append("")
-        for cost, label in plots.AXES.items():
-            figure = plots.draw_loss(results, name, cost, styles)
-            losses[-1] += image(figure, f"loss_{cost}-{name}", f"{name}: validation loss against {label}")
-        times += image(plots.draw_time(results, name), f"time-{name}", f"{name}: where the training time went")
-        figure = draw_timelines(results, name)
-        timelines.append(image(figure, f"timeline-{name}", f"{name}: what each rank did in a few rounds"))
-    return {"losses": "\n".join(losses).strip(), "times": times, "timelines": "\n".join(timelines).strip()}
+def headline(results: Results) -> str:
+    """Return the largest speed-up as a sentence. No run is called faster if its range overlaps the baseline's."""
+    runs, baseline = results.runs, results.baseline
+    ranked = runs["speed_up"][runs["outcome"] == Outcome.FASTER].dropna().sort_values("median", ascending=False)
+    if ranked.empty:
+        silent = [Outcome.BASELINE, Outcome.NOT_FINISHED, Outcome.NOT_COMPARABLE]
+        if runs["outcome"].isin(silent).all():
+            reason = f"the baseline {baseline} has no final loss, or no other run has results"
+            return f"Nothing to compare: {reason if results.unit.is_ranked else results.unit.note}"
+        return f"No run was measurably faster than the baseline {baseline}"
+    condition, name = ranked.index[0]
+    speed_up, best, base = ranked.iloc[0], *(runs.loc[(condition, run), "seconds"] for run in (name, baseline))
+    rivals = runs.loc[ranked.index[1:], "seconds"].query("condition == @condition and low <= @best['high']")
+    between = f"{ratio(speed_up['low'])} to {ratio(speed_up['high'])}, " if speed_up["seeds"] > 1 else ""
+    fewest = min(best["seeds"], base["seeds"])
+    seeds = f"{fewest:.0f} seeds" if fewest > 1 else "1 seed: chance is not excluded"
+    goal = f"{baseline}'s final loss" if results.given_target is None else "a validation loss of"
+    under = f" under {condition}" if condition != AS_RUN else ""
+    tied = f"; no difference to {', '.join(run for _, run in rivals.index)}" if len(rivals) else ""
+    times = f"{ratio(speed_up['median'])} times as fast as {baseline}"
+    return f"Fastest to {goal} {loss(results.targets[condition])}: {name}{under}, {times} ({between}{seeds}){tied}"
+
+
+def runs_table(results: Results, condition: str) -> pd.DataFrame:
+    """Return one row per run with its outcome and its costs."""
+    runs = results.runs.loc[condition]
+    by_run = results.trials[results.trials["condition"] == condition].groupby("run", sort=False)["state"]
+    unfinished = by_run.agg(
+        lambda states: f"{Outcome.NOT_FINISHED} {(states != TrialState.DONE).sum()} of {len(states)}"
+    )
+    target = results.targets[condition]
+    to = "to the target" if math.isnan(target) else f"to loss {loss(target)}"
+    columns = {
+        "trials": by_run.agg(lambda states: ", ".join(f"{n} {state}" for state, n in Counter(sorted(states)).items())),
+        "outcome": runs["outcome"].where(runs["outcome"] != Outcome.NOT_FINISHED, unfinished),
+        "final loss": _cells(runs["final_loss"], loss),
+        f"time {to}": _cells(runs["seconds"], seconds),
+        "speed-up": _cells(runs["speed_up"], ratio),
+        "speed-up to its own final loss": _cells(runs["own_speed_up"], ratio),
+        "tokens/s": _cells(runs["tokens_per_second"], count),
+        "sent in total": _cells(runs["bytes_sent"], size),
+        f"sent {to}": _cells(runs["bytes"], size),
+        "of the baseline's bytes": [NOTHING if math.isnan(share) else percent(share) for share in runs["byte_share"]],
+        f"tokens {to}": _cells(runs["tokens"], count),
+        "training time": _cells(runs["training_seconds"], seconds),
+    }
+    return pd.DataFrame(columns, runs.index).rename(index=literal).reset_index()
+
+
+def wire_table(results: Results) -> pd.DataFrame:
+    """Return one row per condition and run with interface counters: medians of these and of the bytes counted."""
+    runs = results.runs[results.runs["wire_sent"]["seeds"] > 0]
+    titles = {
+        "wire_counted": "counted: method",
+        "wire_others": "counted: validation, metrics",
+        "wire_sent": "sent by interfaces",
+        "wire_received": "received by interfaces",
+    }
+    medians = runs.xs("median", axis=1, level=1)[list(titles)].rename(columns=titles)
+    table = medians.map(lambda median: NOTHING if math.isnan(median) else size(median))
+    table.insert(0, "trials", runs["wire_sent"]["seeds"].astype(int))
+    table["sent / counted"] = _cells(runs["wire_ratio"], loss)
+    return table.rename(index=literal).reset_index()
+
+
+def recipes_table(results: Results) -> pd.DataFrame:
+    """Return the recipe, overrides and seeds of each run. Names and folders (`run.`) are left out of the overrides."""
+    makings = []
+    for trial in results.trials["trial"].dropna():
+        recipe = f"`{trial.recipe}`" if trial.recipe else "`recipe.yaml` in its folder"
+        overrides = " ".join(f"`{one}`" for one in trial.overrides if not one.startswith("run.")) or NOTHING
+        makings.append((literal(trial.run), trial.method, literal(trial.condition), trial.seed, recipe, overrides))
+    table = pd.DataFrame(makings, columns=["run", "method", "conditions", "seeds", "recipe", "overrides"])
+    groups = table.groupby(["run", "recipe", "overrides"], sort=False)
+    listed = groups.agg(lambda values: ", ".join(map(str, dict.fromkeys(values.dropna()))) or NOTHING)
+    return listed.reset_index()[table.columns]
+
+
+def _cells(spreads: pd.DataFrame, show: Callable[[float], str]) -> list[str]:
+    return [cell(spread, show) for spread in spreads.to_dict("records")]
+
+
+def cell(spread: dict[str, float], show: Callable[[float], str]) -> str:
+    """Return the median, and the range if its ends look different. Add how many seeds reached the loss if not all."""
+    if not spread["seeds"] > 0:
+        return NOTHING
+    if not spread["finite"]:
+        return "not reached"
+    median = show(spread["median"]) if math.isfinite(spread["median"]) else "not reached"
+    low, high = show(spread["low"]), show(spread["high"])
+    if spread["finite"] < spread["seeds"]:
+        return f"{median} ({low} to {high} in {spread['finite']:.0f} of {spread['seeds']:.0f})"
+    return f"{median} ({low} to {high})" if low != high else median
+
+
+def literal(text: str) -> str:
+    """Return Markdown that shows `text` as it is."""
+    return re.sub(r"([\\*`<\[\]])", r"\\\1", text)
+
+
+def seconds(value: float) -> str:
+    """Format a duration: 4.23 -> "4.2 s", 41.2 -> "41 s", 130 -> "2.2 min", 8000 -> "2.2 h"."""
+    if value < 119.5:
+        return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
+    return f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
+
+
+def size(value: float) -> str:
+    """Format bytes: "3.24 GB"."""
+    return EngFormatter("B")(float(f"{value:.3g}"))
+
+
+def count(value: float) -> str:
+    """Format tokens, or tokens per second: "1.23 M"."""
+    return EngFormatter()(float(f"{value:.3g}"))
+
+
+def loss(value: float) -> str:
+    """Format nats per token, to three decimals."""
+    return f"{value:.3f}"
+
+
+def ratio(value: float) -> str:
+    """Format a ratio, with fewer digits the larger it is: 0.97, 5.2, 41."""
+    return f"{value:.2f}" if value < 2 else f"{value:.1f}" if value < 10 else f"{value:.0f}"
+
+
+def percent(share: float) -> str:
+    """Format a share with two digits: 0.0213 -> "2.1 %", 0.97 -> "97 %"."""
+    return f"{float(f'{100 * share:.2g}'):g} %"

@@ -1,38 +1,67 @@
-"""Trials read back from their run directories, including failed ones."""
+"""Results of trials: the record that a trial leaves in trial.json, and trials read back from their run directories."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 from pydantic import BaseModel
 
-from llmtrain.errors import ResultsError
+from llmtrain.errors import ResultsError, reason
+from llmtrain.files import read_lines, read_mapping, text_for_number
 
 AS_RUN = "as run"
 """Condition of runs that no comparison started, whatever cluster they ran on."""
-DONE, FAILED, STOPPED, UNFINISHED, NOT_YET_RUN = "done", "failed", "stopped", "unfinished", "not yet run"
-"""States of a trial. Unfinished: its run directory was never closed (still running or killed). Not yet run: planned."""
-
-STATE_OF_SUMMARY = {"done": DONE, "signal": STOPPED, "error": FAILED}
-ALWAYS_THERE = {"step", "tokens", "seconds"}
+LINE = {"step", "tokens", "seconds"}
+"""Keys of every line of metrics.jsonl."""
 SPAN = ["kind", "step", "start", "end"]
 
 
-class Trial(BaseModel, frozen=True):
-    """Result of one run under one condition with one seed, read from trial.json and the run directory."""
+class TrialState(StrEnum):
+    """End of a trial, or the reason why it has not ended."""
 
-    path: Path
+    DONE = "done"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    """It reached the time limit, or was interrupted."""
+    UNFINISHED = "unfinished"
+    """Its run directory was never closed: it still runs, or was killed."""
+    NOT_YET_RUN = "not yet run"
+
+
+STATE_OF_SUMMARY = {"done": TrialState.DONE, "signal": TrialState.STOPPED, "error": TrialState.FAILED}
+
+
+class TrialRecord(BaseModel, frozen=True):
+    """Content of trial.json, whose existence means that the trial has ended."""
+
     condition: str = AS_RUN
     run: str
     seed: int
-    state: str
+    state: TrialState
+    exit_codes: list[int | None] = []
+    """Exit code of each host's torchrun; negative if a signal killed it."""
+    wall_seconds: float | None = None
+    recipe: str | None = None
+    overrides: list[str] = []
+    condition_in_words: str | None = None
+    """Limits and faults of the condition."""
+    commit: str | None = None
+    hosts: list[dict[str, Any]] = []
+    """Name and address of each host, and, except on loopback, the bytes `sent` and `received` by its network card."""
+    last_lines: list[str] = []
+    """Last output lines of the host that failed first."""
+
+
+class Trial(TrialRecord, frozen=True):
+    """Result of one run under one condition with one seed: its record, and what it left in its run directory."""
+
+    path: Path
     method: str | None
     """None if the run failed before it wrote its recipe."""
     averages_every_step: bool
@@ -40,21 +69,11 @@ class Trial(BaseModel, frozen=True):
     lines: tuple[dict[str, Any], ...]
     """Lines of metrics.jsonl; null stands for a value that was not finite."""
     summary: dict[str, Any]
-    exit_codes: list[int | None] = []
-    hosts: list[dict[str, Any]] = []
-    """Bytes that each host's interface counted during the trial: `sent`, `received`; null if not read (loopback)."""
-    condition_in_words: str | None = None
-    recipe: str | None = None
-    overrides: list[str] = []
-    commit: str | None = None
-    machine: str | None = None
-    wall_seconds: float | None = None
-    last_lines: list[str] = []
 
     @property
     def is_measured(self) -> bool:
         """Return whether the trial's rates and losses count. Those of failed trials do not."""
-        return self.state in (DONE, STOPPED) and bool(self.lines)
+        return self.state in (TrialState.DONE, TrialState.STOPPED) and bool(self.lines)
 
     def last(self, tag: str) -> dict[str, Any]:
         """Return the last line of metrics that has a value for `tag`, or an empty dict if there is none."""
@@ -64,8 +83,8 @@ class Trial(BaseModel, frozen=True):
     def spans(self) -> pd.DataFrame:
         """Return the trace spans of all ranks in order of time: rank, kind, step, start and end (Unix seconds)."""
         files = {int(path.stem.removeprefix("rank-")): path for path in (self.path / "trace").glob("rank-*.jsonl")}
-        spans = [{**span, "rank": rank} for rank, path in files.items() for span in _json_lines(path, {*SPAN})]
-        return pd.DataFrame(spans, columns=["rank", *SPAN]).sort_values(["rank", "start"], ignore_index=True)
+        spans = [{**span, "rank": rank} for rank, path in files.items() for span in read_lines(path)]
+        return pd.DataFrame(spans, columns=["rank", *SPAN]).dropna().sort_values(["rank", "start"], ignore_index=True)
 
 
 def load_trials(directories: Sequence[Path]) -> list[Trial]:
@@ -77,11 +96,10 @@ def load_trials(directories: Sequence[Path]) -> list[Trial]:
     """
     found: dict[Path, Trial] = {}
     for directory in directories:
-        paths = list(_run_directories(Path(directory)))
-        if not paths:
+        if not (paths := list(_run_directories(Path(directory)))):
             raise ResultsError(
-                f"{directory} holds no run that has ended: expected trial.json, or metrics.jsonl beside recipe.yaml, in it "
-                "or below it; give the folder of a comparison (runs/NAME) or of a run"
+                f"{directory} holds no ended run (trial.json, or metrics.jsonl and recipe.yaml); "
+                "give the folder of a comparison (runs/NAME) or of a run"
             )
         found.update({path.resolve(): _load(path) for path in paths})
     seen: dict[tuple[str, str, int], Trial] = {}
@@ -105,46 +123,23 @@ def _run_directories(top: Path) -> Iterator[Path]:
 
 
 def _load(path: Path) -> Trial:
-    record, summary = _json(path / "trial.json"), _json(path / "summary.json")
-    recipe = _read(path / "recipe.yaml", yaml.safe_load)  # plain mappings, because another version may have written it
+    # no Recipe, because another version may have written it
+    record, summary, recipe = (read_mapping(path / name) for name in ("trial.json", "summary.json", "recipe.yaml"))
     try:
-        sync, run = ((isinstance(recipe, dict) and recipe.get(section)) or {} for section in ("sync", "run"))
+        if wrong := text_for_number(summary):
+            raise ValueError(f"summary.json has {wrong}")
+        sync, run = recipe.get("sync") or {}, recipe.get("run") or {}
         found = {
             "run": path.resolve().name,
             "seed": run.get("seed", 0),
-            "state": STATE_OF_SUMMARY.get(summary.get("stopped", ""), UNFINISHED),
+            "state": STATE_OF_SUMMARY.get(str(summary.get("stopped")), TrialState.UNFINISHED),
             "method": sync.get("method"),
             "averages_every_step": (sync.get("period") or {}).get("kind") == "every_step",
         }
-        files = {"path": path, "summary": summary, "lines": tuple(_json_lines(path / "metrics.jsonl", ALWAYS_THERE))}
-        return Trial.model_validate(found | record | files)
+        lines = [line for line in read_lines(path / "metrics.jsonl") if line.keys() >= LINE]
+        return Trial.model_validate(found | record | {"path": path, "summary": summary, "lines": lines})
     except (AttributeError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).partition(" [type=")[0].split())
-        raise ResultsError(f"{path} is not what a trial leaves behind ({reason}); delete it to run it again") from error
-
-
-def _json_lines(path: Path, needed: set[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file that have all needed keys. Skips a line that a killed writer cut off."""
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(value, dict) and all(value.get(name) is not None for name in needed):
-            yield value
-
-
-def _json(path: Path) -> dict[str, Any]:
-    value = _read(path, json.loads)
-    if not isinstance(value, dict | None):
-        raise ResultsError(f"{path} holds no JSON object; delete its folder to run that trial again")
-    return value or {}
-
-
-def _read(path: Path, parse: Callable[[str], Any]) -> Any:
-    """Return the parsed content of a file, or None if it does not exist. Raises ResultsError if it is damaged."""
-    try:
-        return parse(path.read_text()) if path.exists() else None
-    except (ValueError, yaml.YAMLError) as error:  # invalid JSON or YAML, or not text
-        reason = str(error).splitlines()[0]
-        raise ResultsError(f"{path} is damaged ({reason}); delete its folder to run that trial again") from error
+        why = str(error).partition(" [type=")[0] if isinstance(error, ValueError) else reason(error)
+        raise ResultsError(
+            f"{path} is not a valid trial ({' '.join(why.split())}); delete it to run it again"
+        ) from error

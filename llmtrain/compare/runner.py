@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-import socket
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,14 +13,17 @@ from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from llmtrain.compare.cluster import Host, HostLimits, loopback_cluster, virtual_cluster, why_no_cluster
-from llmtrain.compare.comparison import Comparison, ConditionSection, HostSection, TrialSpec, load_comparison, trials
-from llmtrain.compare.report import write_report
-from llmtrain.compare.results import load_trials
-from llmtrain.compare.trial import TrialRecord, TrialRun, record_of
+from llmtrain.compare.comparison import Comparison, ConditionSection, TrialSpec, load_comparison, trials
+from llmtrain.compare.measures import gather
+from llmtrain.compare.report import seconds, write_report
+from llmtrain.compare.results import TrialRecord, TrialState, load_trials
+from llmtrain.compare.trial import TrialRun
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, UserError
+from llmtrain.files import read_mapping
 from llmtrain.launch.nodes import DEFAULT_PORT
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
@@ -45,35 +47,32 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     lock = lock_folder(folder, "give the other comparison another `name:`")
     _open(folder, comparison)
     flags = [] if shaping else ["--no-shaping"]
-    command = shlex.join(["python", "-m", "llmtrain", "compare", str(file), *overrides, *flags])
-    progress = ComparisonProgress(len(planned))
+    command = shlex.join(["llmtrain", "compare", str(file), *overrides, *flags])
+    repeated = (None, TrialState.FAILED) if retry else (None,)
+    missing = [pair for pair in zip(planned, recipes, strict=True) if _state(pair[0]) in repeated]
+    progress = ComparisonProgress(len(planned), len(missing))
     records: list[TrialRecord] = []
     try:
-        with _interruptions() as signals:
+        with progress, _interruptions() as signals:
             for recipe in recipes:  # all data first, because preparing it is not part of a trial
                 check_vocabulary(recipe, prepare_for(recipe, show_progress=True).vocab_size)
             for condition in comparison.conditions.values():  # refuse a limit before the first trial
                 with _cluster(comparison, condition, shaping):
                     pass
-            for number, (one, recipe) in enumerate(zip(planned, recipes, strict=True)):
+            for number, (one, recipe) in enumerate(missing, 1):
                 if signals:  # Python has dropped the exception
                     raise KeyboardInterrupt
-                if (record := record_of(one.directory)) and not (retry and record["state"] == "failed"):
-                    progress.skip()
-                    continue
-                progress.begin(number, one, recipe.train.total_steps)
+                progress.begin(one, recipe.train.total_steps)
                 records.append(_make(one, comparison, recipe, shaping, progress))
-                records[-1].write(one.directory)
-                progress.end(records[-1], _seconds_left(planned[number + 1 :], records))
+                progress.end(records[-1], _seconds_left([one for one, _ in missing[number:]], records))
                 _report(folder, comparison, planned, command)
     except KeyboardInterrupt:
-        progress.note("interrupted; start the same command again to continue with this trial")
+        progress.print("interrupted; start the same command again to continue with this trial")
         return STOPPED_EARLY
     finally:
-        progress.close()
         lock.release()
-    progress.note(f"report: {_report(folder, comparison, planned, command)}")
-    return FAILED if any(record_of(one.directory)["state"] == "failed" for one in planned) else DONE
+    progress.print(f"report: {_report(folder, comparison, planned, command)}")
+    return FAILED if TrialState.FAILED in map(_state, planned) else DONE
 
 
 def _checked(planned: TrialSpec, comparison: Comparison) -> Recipe:
@@ -93,50 +92,46 @@ def _open(folder: Path, comparison: Comparison) -> None:
         here, there = text.splitlines(), path.read_text().splitlines()
         differing = next((line.strip() for line in here if line not in there), "a key is gone")
         raise RecipeError(
-            f"{folder} was made by another version of this comparison ({differing}); give another `name:`, or remove the folder"
+            f"{folder} belongs to another version of this comparison ({differing}); give another `name:`, or remove the folder"
         )
     path.write_text(text)
+
+
+def _state(planned: TrialSpec) -> str | None:
+    """Return how a trial ended, or None if it has not."""
+    return read_mapping(planned.directory / "trial.json").get("state")
 
 
 def _make(
     planned: TrialSpec, comparison: Comparison, recipe: Recipe, shaping: bool, progress: ComparisonProgress
 ) -> TrialRecord:
     condition = comparison.conditions[planned.condition]
-    words = condition.words() if shaping else "on loopback, without limits"
+    words = condition.settings() if shaping else "on loopback, without limits"
     with _cluster(comparison, condition, shaping) as hosts:
-        port = DEFAULT_PORT if shaping else _free_port()
-        return TrialRun(planned, comparison, recipe, hosts, port, words, progress.advance).run()
+        port = DEFAULT_PORT if shaping else get_free_port()
+        return TrialRun(planned, comparison, recipe, hosts, port, words, progress.show_step).run()
 
 
 def _cluster(comparison: Comparison, condition: ConditionSection, shaping: bool) -> AbstractContextManager[list[Host]]:
-    count, limits = comparison.hosts.count, []
     if not shaping:
-        return loopback_cluster(count)
-    for own in (condition.hosts.get(number, HostSection()) for number in range(count)):
-        bandwidth, latency = own.bandwidth_mbit or condition.bandwidth_mbit, own.latency_ms or condition.latency_ms
-        limits.append(HostLimits(bandwidth, latency, own.cpus or comparison.hosts.cpus))
-    return virtual_cluster(limits)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+        return loopback_cluster(comparison.hosts.count)
+    limits = condition.model_dump(include={"bandwidth_mbit", "latency_ms"}) | {"cpus": comparison.hosts.cpus}
+    own = [condition.hosts.get(number, HostLimits()) for number in range(comparison.hosts.count)]
+    return virtual_cluster([HostLimits(**limits | host.model_dump(exclude_none=True)) for host in own])
 
 
 def _seconds_left(planned: Sequence[TrialSpec], records: Sequence[TrialRecord]) -> float:
     """Estimate the seconds of the missing trials: as the same run under the same condition, else the median so far."""
     median = statistics.median(record.wall_seconds for record in records)
     known = {(record.condition, record.run): record.wall_seconds for record in records}
-    return sum(known.get((one.condition, one.run), median) for one in planned if record_of(one.directory) is None)
+    return sum(known.get((one.condition, one.run), median) for one in planned)
 
 
 def _report(folder: Path, comparison: Comparison, planned: Sequence[TrialSpec], command: str) -> Path:
-    present = [one.directory for one in planned if record_of(one.directory)]
+    present = [one.directory for one in planned if _state(one)]
     names = [(one.condition, one.run, one.seed) for one in planned]
-    return write_report(
-        load_trials(present), folder, comparison.baseline, comparison.target.loss, planned=names, command=command
-    )
+    results = gather(load_trials(present), comparison.baseline, comparison.target.loss, names)
+    return write_report(results, folder, command)
 
 
 @contextmanager
@@ -160,50 +155,32 @@ def _interruptions() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-class ComparisonProgress:
+class ComparisonProgress(Progress):
     """Progress display: on a terminal, a bar for all trials and one for the current trial; elsewhere, plain lines."""
 
-    def __init__(self, total: int):
-        console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    def __init__(self, total: int, missing: int):
+        console = Console(file=sys.stdout, markup=False, highlight=False, soft_wrap=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._total, self._bars = total, Progress(*columns, console=console, disable=not console.is_terminal)
-        self._all = self._bars.add_task("trials", total=total)
-        self._one = self._bars.add_task("steps", total=None)
-        self._bars.start()
+        super().__init__(*columns, console=console, disable=not console.is_terminal)
+        self._all = self.add_task("trials", total=total, completed=total - missing)
+        self._one = self.add_task("steps", total=None)
 
-    def skip(self) -> None:
-        """Count a trial that had ended before."""
-        self._bars.advance(self._all)
-
-    def begin(self, number: int, planned: TrialSpec, steps: int) -> None:
-        """Show the `number`-th trial (from 0) as the current one."""
+    def begin(self, planned: TrialSpec, steps: int) -> None:
+        """Show the next trial as the current one."""
         self._name = f"{planned.condition} · {planned.run} · seed {planned.seed}"
-        self._bars.reset(self._one, description=self._name, total=steps)
-        if self._bars.disable:
-            self.note(f"trial {number + 1} of {self._total}: {self._name}")
+        self.reset(self._one, description=self._name, total=steps)
+        if self.disable:
+            trials = self.tasks[self._all]
+            self.print(f"trial {trials.completed + 1} of {trials.total}: {self._name}")
 
-    def advance(self, step: int) -> None:
+    def show_step(self, step: int) -> None:
         """Show that the current trial has reached a step."""
-        self._bars.update(self._one, completed=step)
+        self.update(self._one, completed=step)
 
     def end(self, record: TrialRecord, seconds_left: float) -> None:
         """Show how the current trial ended, and the estimated time for the remaining ones."""
-        self._bars.advance(self._all)
-        left = f"; about {_duration(seconds_left)} left" if seconds_left else ""
-        self.note(f"{self._name}: {record.state} in {_duration(record.wall_seconds)}{left}")
+        self.advance(self._all)
+        left = f"; about {seconds(seconds_left)} left" if seconds_left else ""
+        self.print(f"{self._name}: {record.state} in {seconds(record.wall_seconds)}{left}")
         for line in record.last_lines[-3:]:
-            self.note(f"    {line}")
-
-    def note(self, text: str) -> None:
-        """Print a line."""
-        self._bars.console.print(text, markup=False)
-
-    def close(self) -> None:
-        """Stop updating the bars."""
-        self._bars.stop()
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+            self.print(f"    {line}")

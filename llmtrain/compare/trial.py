@@ -1,4 +1,4 @@
-"""Execution of one trial: a recipe trained on the hosts of a cluster under a condition, and its record."""
+"""Execution of one trial: a recipe trained on the hosts of a cluster under a condition."""
 
 from __future__ import annotations
 
@@ -11,58 +11,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmtrain.compare.cluster import Host
-from llmtrain.compare.comparison import Comparison, Stage, TrialSpec
-from llmtrain.compare.faults import Faults, host_events
+from llmtrain.compare.comparison import Comparison, ConditionSection, Stage, TrialSpec
+from llmtrain.compare.faults import Faults
+from llmtrain.compare.results import TrialRecord, TrialState
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE
+from llmtrain.files import atomic_write, read_mapping
 
 POLL_SECONDS = 0.2
 START_SECONDS = 300.0
 """Seconds for ranks to log their first line, in addition to the recipe's own timeout."""
 LAST_LINES = 20
-GOES_ON = "goes on"
-"""State of a run that stopped so that its next stage can continue it."""
-
-
-@dataclass
-class TrialRecord:
-    """Content of trial.json, whose existence means that the trial has ended."""
-
-    condition: str
-    run: str
-    seed: int
-    state: str
-    """`done`, `failed`, or `stopped` if it reached the time limit."""
-    exit_codes: list[int | None]
-    """Exit code of each host's torchrun; negative if a signal killed it."""
-    wall_seconds: float
-    recipe: str
-    overrides: list[str]
-    condition_in_words: str
-    commit: str | None
-    hosts: list[dict[str, Any]]
-    """Name and address of each host, and the bytes sent and received by its network card."""
-    last_lines: list[str]
-    """Last output lines of the host that failed first."""
-
-    def write(self, directory: Path) -> None:
-        """Write trial.json into `directory`, completely or not at all."""
-        partial = directory / "trial.json.partial"
-        partial.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        partial.rename(directory / "trial.json")
-
-
-def record_of(directory: Path) -> dict[str, Any] | None:
-    """Return a trial's record, or None if the trial has not ended."""
-    path = directory / "trial.json"
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 @dataclass(frozen=True)
@@ -78,17 +44,17 @@ class TrialRun:
     on_progress: Callable[[int], None]
 
     def run(self) -> TrialRecord:
-        """Train until all hosts have ended, and return the record. A failing run raises nothing; the record says so."""
+        """Train until all hosts have ended, and write and return the record. A run that fails raises no error."""
         planned = self.planned
         shutil.rmtree(planned.directory, ignore_errors=True)  # left by an interrupted trial; times not comparable
         planned.directory.mkdir(parents=True)
-        before = [_counters(host) for host in self.hosts]
+        before = [(host.sent(), host.received()) for host in self.hosts]
         started = time.monotonic()
         for stage in planned.stages:
             state, exit_codes, last_lines = self._run_stage(stage)
-            if state != GOES_ON:  # the last stage never returns it
+            if state is not None:
                 break
-        return TrialRecord(
+        record = TrialRecord(
             condition=planned.condition,
             run=planned.run,
             seed=planned.seed,
@@ -99,31 +65,33 @@ class TrialRun:
             overrides=list(planned.overrides),
             condition_in_words=self.words,
             commit=_commit(),
-            hosts=[_counters(host, old) for host, old in zip(self.hosts, before, strict=True)],
+            hosts=[_traffic(host, *counters) for host, counters in zip(self.hosts, before, strict=True)],
             last_lines=last_lines,
         )
+        atomic_write(planned.directory / "trial.json", record.model_dump_json(indent=2) + "\n")
+        return record
 
-    def _run_stage(self, stage: Stage) -> tuple[str, list[int | None], list[str]]:
+    def _run_stage(self, stage: Stage) -> tuple[TrialState | None, list[int | None], list[str]]:
         """Train on the first hosts, and kill those that hang. Return (state, exit codes, last lines).
 
-        Hosts have `patience` seconds to log a first line, and to end after the first failure or the request to stop.
+        The state is None if the next stage continues the run, which is never the case after the last one. Hosts have
+        `patience` seconds to log a first line, and to end after the first failure or the request to stop.
         """
         hosts, directory = self.hosts[: stage.replicas], self.planned.directory
-        metrics, summary = directory / "metrics.jsonl", directory / "summary.json"
+        metrics = directory / "metrics.jsonl"
         condition = self.comparison.conditions[self.planned.condition]
         faults = Faults(seed=self.planned.seed, hosts=len(hosts), delays=condition.delays, garbage=condition.garbage)
         events = host_events(condition, self.hosts)
         patience = self.recipe.run.timeout_seconds + START_SECONDS
         time_limit, last_step = 60 * (self.comparison.stop_after_minutes or math.inf), stage.until or math.inf
-        earlier = _size(metrics)
+        earlier = step_of(metrics)
         processes = [self._start(host, number, stage, faults) for number, host in enumerate(hosts)]
         must_end_at = time.monotonic() + patience
         began = first_failed = stopped_at = None
         while any(process.poll() is None for process in processes):
             time.sleep(POLL_SECONDS)
-            now = time.monotonic()
+            now, step = time.monotonic(), step_of(metrics)
             if began is not None:
-                step = step_of(metrics)
                 while events and events[0][0] <= now - began:
                     events.pop(0)[1]()
                 if stopped_at is None and (step >= last_step or now - began > time_limit):
@@ -131,7 +99,7 @@ class TrialRun:
                     for process in processes:
                         process.send_signal(signal.SIGTERM)
                 self.on_progress(step)
-            elif _size(metrics) > earlier:
+            elif step > earlier:
                 began, must_end_at = now, math.inf
             failed = [number for number, process in enumerate(processes) if process.poll() not in (None, DONE)]
             if failed and first_failed is None:
@@ -143,20 +111,22 @@ class TrialRun:
             self.hosts[pause.host].resume()
         codes = [process.returncode for process in processes]
         if any(code != DONE for code in codes):
-            if stopped_at is not None and summary.exists() and json.loads(summary.read_text())["stopped"] == "signal":
-                return GOES_ON if stopped_at >= last_step else "stopped", codes, []
-            return "failed", codes, _last_lines(directory / f"{hosts[first_failed or 0].name}.log")
+            if stopped_at is not None and read_mapping(directory / "summary.json").get("stopped") == "signal":
+                return None if stopped_at >= last_step else TrialState.STOPPED, codes, []
+            return TrialState.FAILED, codes, _last_lines(directory / f"{hosts[first_failed or 0].name}.log")
         if stage.until is not None:
-            return "failed", codes, [f"the run was over before it was stopped after step {stage.until}: train longer"]
-        return "done", codes, []
+            reason = f"the run ended before it was stopped for its restart after step {stage.until}; train more steps"
+            return TrialState.FAILED, codes, [reason]
+        return TrialState.DONE, codes, []
 
     def _start(self, host: Host, number: int, stage: Stage, faults: Faults) -> subprocess.Popen:
         """Start torchrun on a host: one CPU thread per rank, and no GPU, because hosts would all share the same one."""
         ranks = self.comparison.hosts.processes
         nodes = ["--nnodes", stage.replicas, "--node-rank", number, "--nproc-per-node", ranks]
         master = ["--master-addr", self.hosts[0].address, "--master-port", self.port]
-        rank = ["-m", "llmtrain.compare.rank", faults.model_dump_json(), self.planned.recipe]
-        command = ["-m", "torch.distributed.run", *nodes, *master, *rank, *self.planned.overrides_of(stage)]
+        rank = ["-m", "llmtrain.compare.faults", faults.model_dump_json()]
+        recipe = [self.planned.recipe, *self.planned.overrides_of(stage)]
+        command = [sys.executable, "-m", "torch.distributed.run", *nodes, *master, *rank, *recipe]
         env = {
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
@@ -164,18 +134,19 @@ class TrialRun:
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self.recipe.run.timeout_seconds)),
         }
         with (self.planned.directory / f"{host.name}.log").open("a") as log:
-            return host.popen(
-                [sys.executable, *map(str, command)], env=os.environ | env, stdout=log, stderr=subprocess.STDOUT
-            )
+            return host.popen(list(map(str, command)), env=os.environ | env, stdout=log, stderr=subprocess.STDOUT)
 
 
-def _size(path: Path) -> int:
-    """Return a file's size in bytes, or 0 if it does not exist."""
-    return path.stat().st_size if path.exists() else 0
+def host_events(condition: ConditionSection, hosts: Sequence[Host]) -> list[tuple[float, Callable[[], None]]]:
+    """Return (seconds after training began, action) for each pause, its end and each death, in order of time."""
+    pauses = [(pause.at, hosts[pause.host].pause) for pause in condition.pauses]
+    resumes = [(pause.at + pause.seconds, hosts[pause.host].resume) for pause in condition.pauses]
+    kills = [(kill.at, hosts[kill.host].kill) for kill in condition.kills]
+    return sorted(pauses + resumes + kills, key=lambda event: event[0])
 
 
 def step_of(metrics: Path) -> int:
-    """Return the step of the last complete line of metrics.jsonl, or 0 if it has none."""
+    """Return the step of the last complete line of metrics.jsonl, or -1 if it has none."""
     if metrics.exists():
         with metrics.open("rb") as file:
             file.seek(max(0, metrics.stat().st_size - 8192))
@@ -183,14 +154,12 @@ def step_of(metrics: Path) -> int:
         for line in reversed(lines):
             with suppress(ValueError):
                 return int(json.loads(line)["step"])
-    return 0
+    return -1
 
 
-def _counters(host: Host, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a host's name, address, and bytes sent and received, since `before` if given."""
-    counts = {"sent": host.sent(), "received": host.received()}
-    if before is not None:
-        counts = {key: None if count is None else count - before[key] for key, count in counts.items()}
+def _traffic(host: Host, sent: int | None, received: int | None) -> dict[str, Any]:
+    """Return a host's name, address, and the bytes that it sent and received since its counters had these values."""
+    counts = {} if sent is None else {"sent": host.sent() - sent, "received": host.received() - received}
     return {"name": host.name, "address": host.address, **counts}
 
 
@@ -204,8 +173,7 @@ def _last_lines(log: Path) -> list[str]:
 def _commit() -> str | None:
     """Return the commit of the code that runs, or None if it is not in a git checkout."""
     command = ["git", "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+    with suppress(OSError, subprocess.SubprocessError):
+        folder = Path(__file__).parent
+        return subprocess.check_output(command, cwd=folder, stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
+    return None

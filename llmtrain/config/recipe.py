@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from llmtrain.config.section import Count, DecayRate, Fraction, Section
+from llmtrain.best_checkpoint import CheckpointLoss, best_step
+from llmtrain.config.section import Count, DecayRate, Fraction, Section, name
 from llmtrain.config.sync import SyncSection
 
 
@@ -31,7 +32,7 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """Causal language model of transformers, trained from random initialization."""
+    """Causal language model of transformers, trained from random initialization or from existing weights."""
 
     type: str = "llama"
     """`model_type` of a transformers causal language model (`llama`, `gpt_neo`, ...)."""
@@ -40,13 +41,17 @@ class ModelSection(Section):
     The base of rotary positions is `rope_parameters: {rope_type: default, rope_theta: 10000.0}`."""
     from_config: str | None = None
     """Name or folder of a transformers config, of which `config` overrides single values. No weights are loaded."""
+    from_weights: str | None = None
+    """Weights that the run starts from: a run, one of its checkpoints, an export, or a folder or hub name with safetensors files.
+    Without `config` and `from_config`, the architecture is also theirs. `null`: random initialization."""
 
 
 class DataSection(Section):
     """Training and validation text, its tokenizer, and the folder of its token shards."""
 
     source: str = "stdlib"
-    """`stdlib`, a `.txt`/`.jsonl`/`.parquet` file, a folder of those, or `hf:OWNER/NAME` on the Hugging Face hub."""
+    """`stories` (4 MB of TinyStories, part of this package), `stdlib` (Python's own source), a file (`.txt`, `.jsonl`, with or
+    without `.gz`; `.parquet`), a folder of those, or `hf:OWNER/NAME` on the Hugging Face hub."""
     subset: str | None = None
     """Configuration name of a hub data set (`sample-100BT`)."""
     split: str = "train"
@@ -54,7 +59,7 @@ class DataSection(Section):
     text_key: str = "text"
     """Column or JSON key that holds the text."""
     separator: str | None = "<|endoftext|>"
-    """Separator of the documents in a `.txt` file; `null`: each file is one document."""
+    """Separator of the documents in a text file; `null`: each file is one document."""
     tokenizer: str = "gpt2"
     """A tokenizer's name on the hub, a folder or `tokenizer.json`, or `train:SIZE` (sentencepiece BPE trained on the source)."""
     validation: str | None = None
@@ -187,6 +192,8 @@ class ParallelSection(Section):
     shard_network: str | None = None
     """Network interface of the messages within a replica. nccl has one setting per process: `replica_network` wins if nccl also
     carries the messages between replicas."""
+    allow_unencrypted: bool = False
+    """Do not warn when messages between nodes cross a public network, where nothing encrypts them."""
     shard_across_nodes: bool = False
     """Allow replicas to span nodes. With `shards: auto`, a replica spans as many nodes as it needs to fit in memory."""
 
@@ -202,11 +209,14 @@ class CheckpointSection(Section):
     """Checkpoints of the complete state: their interval and retention."""
 
     every: PositiveInt | None = 1000
-    """Steps between checkpoints; `null`: only after the last step."""
+    """Steps between checkpoints; `null`: only after the last step. With rounds of seconds, checkpoints are written at the end of
+    a round."""
     keep: PositiveInt = 3
     """Number of the newest checkpoints to keep."""
     keep_every: PositiveInt | None = None
-    """Also keep every checkpoint whose step is a multiple of this number."""
+    """Interval of checkpoints that are kept for good, in steps; `null`: only the newest are kept."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the lowest validation loss, of those whose step was validated."""
     background: bool = True
     """Write checkpoints from a copy in host memory while training continues; `false`: training waits, and the copy is never
     larger than one tensor."""
@@ -214,10 +224,10 @@ class CheckpointSection(Section):
     """Folder or fsspec URL (`s3://bucket/runs`) to which complete checkpoints are copied while training continues. A run that
     resumes fetches them if they are newer than those in its run directory."""
 
-    def expired(self, steps: Iterable[int]) -> list[int]:
-        """Return those of the given checkpoint steps whose checkpoints are to be deleted."""
-        older = sorted(steps)[: -self.keep]
-        return [step for step in older if self.keep_every is None or step % self.keep_every]
+    def expired(self, losses: Mapping[int, CheckpointLoss | None]) -> list[int]:
+        """Return those of the given checkpoint steps, with their validation losses, whose checkpoints are to be deleted."""
+        older, best = sorted(losses)[: -self.keep], best_step(losses) if self.keep_best else None
+        return [step for step in older if step != best and (self.keep_every is None or step % self.keep_every)]
 
 
 class TraceSection(Section):
@@ -262,9 +272,9 @@ class LogSection(Section):
     every: PositiveInt = 10
     """Steps between lines of metrics."""
     tensorboard: bool = True
-    """Also write the metrics as TensorBoard events."""
+    """Write the metrics as TensorBoard events, in addition to metrics.jsonl."""
     wandb: WandbSection | None = None
-    """Also send the metrics to Weights & Biases, `{project, entity, mode}`; `null`: do not."""
+    """Send the metrics to Weights & Biases, `{project, entity, mode}`; `null`: do not."""
     trace: TraceSection | None = None
     """Record the timeline of some steps, `{first, steps}`; `null`: none."""
     profile: ProfileSection | None = None
@@ -300,10 +310,11 @@ class EvalSection(Section):
     """Number of validation tokens, at most those of the source. Every validation uses the same ones."""
     sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")], str] = Field(default_factory=dict)
     """Additional validation texts by name, each a file or folder (`{news: news.txt}`), read like `data.validation`."""
-    suite: SuiteSection | None = None
-    """Benchmarks on checkpoints while training continues; `null`: none."""
+    suite: Annotated[SuiteSection | None, BeforeValidator(name)] = None
+    """Benchmarks on checkpoints while training continues; `NAME` is short for `{name: NAME}`, and `null`: none."""
     sample_prompt: str | None = None
-    """Prompt that the model continues after training (`samples.txt`); `""`: an empty prompt; `null`: no sample."""
+    """Prompt that the model continues at each validation after the first step, or, if that takes over a few seconds (5e9
+    parameters x tokens), only at the end (`samples.txt`); `""`: an empty prompt; `null`: no sample."""
     sample_tokens: PositiveInt = 120
     """Length of the sample, in tokens."""
 

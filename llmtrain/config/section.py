@@ -23,6 +23,17 @@ def kind(value: Any) -> Any:
     return {"kind": value} if isinstance(value, str) else value
 
 
+def steps_or_kind(value: Any) -> Any:
+    """Expand the short form 10 to `{kind: steps, every: 10}`, and that of `kind`."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return {"kind": "steps", "every": value} if is_number else kind(value)
+
+
+def name(value: Any) -> Any:
+    """Expand the short form `small` to `{name: small}`."""
+    return {"name": value} if isinstance(value, str) else value
+
+
 class Section(BaseModel):
     """An immutable group of keys that refuses unknown ones."""
 

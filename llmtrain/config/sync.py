@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from llmtrain.config.section import DecayRate, Fraction, Section, kind
+from llmtrain.config.section import DecayRate, Fraction, Section, kind, steps_or_kind
 from llmtrain.errors import RecipeError
 
 Normalize = Literal["none", "lr", "lr_sum"]
@@ -137,7 +137,7 @@ class MomentumSection(OuterSection):
     clip: PositiveFloat | None = None
     """CO2's momentum clipping: limits every element of b to [-clip, clip]; `null`: off."""
     normalize: Normalize = "none"
-    """As for `nesterov`. SlowMo uses `lr`."""
+    """Normalization of b, as for `nesterov`. SlowMo uses `lr`."""
     has_momentum: ClassVar[bool] = True
 
 
@@ -167,6 +167,12 @@ class EditPenaltySection(ReductionSection):
     """Weight of the newest norm in the running mean and variance, which are bias-corrected."""
     min_rounds: Annotated[int, Field(ge=2)] = 10
     """Rounds before a block of a replica can be excluded. A non-finite norm is always excluded."""
+    statistics: Literal["adaptive", "paper"] = "adaptive"
+    """`adaptive`: norms are divided by the round's summed learning rates. An excluded norm enters the mean and variance at up to
+    z standard deviations above the mean, twice as far with every further round in a row, so a lasting rise to up to 100 times is
+    followed within ten rounds. `paper`: norms as they are, and excluded ones never enter."""
+    max_exclusions: PositiveInt | None = 20
+    """Rounds in a row after which a block of a replica that is always excluded ends the run with an error; `null`: never."""
     temperature: PositiveFloat | None = 1.0
     """Weighted averaging: the weights are softmax(-norm / temperature); `null`: equal weights."""
     clip: PositiveFloat | None = 10.0
@@ -337,7 +343,7 @@ class WireSection(Section):
     error_feedback: bool = False
     """Error feedback: add a rank's rounding errors to its next message. Costs 4 bytes per parameter."""
     gradients: bool = False
-    """Also round the gradients that synchronous steps average. They are sent in fp32 otherwise."""
+    """Round the gradients that synchronous steps average, too. They are sent in fp32 otherwise."""
 
     @property
     def needs_anchor(self) -> bool:
@@ -361,17 +367,18 @@ class SyncSection(Section):
     warmup_steps: NonNegativeInt = 0
     """Synchronous steps, which average gradients over replicas, before local training begins."""
     warmup_until_lr: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Also stay synchronous until the learning rate has fallen to this fraction of its peak; `null`: only `warmup_steps`."""
-    period: Annotated[AnyPeriod, *CHOICE] = Field(default_factory=EveryStepsSection)
-    """When replicas synchronize: `{kind: steps, every: H}`, `{kind: qsr, base, alpha}`, `{kind: seconds, every, min_steps}`
-    or `every_step`."""
+    """Fraction of the peak to which the learning rate must have fallen, in addition to `warmup_steps`, before local training
+    begins; `null`: `warmup_steps` alone decides."""
+    period: Annotated[AnyPeriod, CHOICE[0], BeforeValidator(steps_or_kind)] = Field(default_factory=EveryStepsSection)
+    """Time of synchronizations: `{kind: steps, every: H}`, for which `H` is short, `{kind: qsr, base, alpha}`,
+    `{kind: seconds, every, min_steps}` or `every_step`."""
     reduction: Annotated[AnyReduction, *CHOICE] = Field(default_factory=MeanSection)
-    """How pseudo-gradients are combined: `mean`, or EDiT's `{kind: edit_penalty, z, ema, min_rounds, temperature, clip,
+    """Combination of the pseudo-gradients: `mean`, or EDiT's `{kind: edit_penalty, z, ema, min_rounds, temperature, clip,
     step_weight}`."""
     outer: Annotated[AnyOuter, *CHOICE] = Field(default_factory=AverageSection)
     """Outer step: `average`, `{kind: sgd, lr}`, or `nesterov` or `momentum` with `{lr, momentum, normalize}`."""
     schedule: Annotated[AnySchedule, *CHOICE] = Field(default_factory=BlockingSection)
-    """How messages overlap with training: `blocking`, `layerwise`, `{kind: overlapped, steps, fragments, alpha}`, `delayed` or
+    """Overlap of messages with training: `blocking`, `layerwise`, `{kind: overlapped, steps, fragments, alpha}`, `delayed` or
     `{kind: wait_avoiding, group_size}`."""
     pull: PullSection | None = None
     """PALSGD's local pull towards the anchor, `{probability, strength, batch}`, or `null`."""

@@ -1,4 +1,4 @@
-"""Training batches in an order set by the seed, and a fixed set of validation batches.
+"""Training batches in an order set by the seed, read one step ahead, and a fixed set of validation batches.
 
 Sample i is the window of sequence_length + 1 tokens that starts at token i x sequence_length. Its first
 sequence_length tokens are the inputs, its last sequence_length tokens the labels. Documents are packed: a window
@@ -8,16 +8,29 @@ fill the last window are dropped.
 
 from __future__ import annotations
 
+import atexit
+import sys
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import pairwise
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 
-from llmtrain.data.index import TokenShards
+from llmtrain.data.dataset import TokenShards
 from llmtrain.errors import DataError
+from llmtrain.loss import IGNORE_INDEX
 from llmtrain.reshard import Rule, by_replica
+from llmtrain.threads import with_current_device
+from llmtrain.waiting import QUIET_SECONDS
+
+REST_SECONDS = 2.0
+"""Seconds that process exit waits for a read in flight. A read that hangs longer holds no tensors and is safe to
+abandon."""
 
 
 class SampleCursor:
@@ -78,8 +91,17 @@ def merge_cursors(states: Sequence[dict[str, Any]], global_batch: int) -> dict[s
         while replica.num_read < ahead:
             left += replica.peek(number * share, share)
             replica.advance(global_batch)
-    first = replicas[0]
-    return SampleCursor(first.position, _joined([*left, *first.left])).state_dict()
+    first, sizes = replicas[0], {"sizes": states[0]["sizes"]} if "sizes" in states[0] else {}
+    return SampleCursor(first.position, _joined([*left, *first.left])).state_dict() | sizes
+
+
+def grow(state: dict[str, Any], before: int, now: int) -> dict[str, Any]:
+    """Return a loader's state for data that had `before` samples, or its state's `sizes`, and has `now` samples. The new
+    ones come after the old ones of the first epoch. If there are fewer now, the order is that of a run that begins."""
+    sizes = state.get("sizes", [before])
+    sizes = [*sizes, now] if now > sizes[-1] else [now] if now < sizes[-1] else sizes
+    rest = {key: value for key, value in state.items() if key != "sizes"}
+    return rest if len(sizes) == 1 else rest | {"sizes": sizes}
 
 
 def _joined(parts: list[range]) -> list[range]:
@@ -93,17 +115,14 @@ def _joined(parts: list[range]) -> list[range]:
     return joined
 
 
-IGNORE_INDEX = -100
-"""Label of positions excluded from the loss; the default `ignore_index` of torch's cross entropy."""
-
-
 class Loader:
     """Loader of this rank's part of the global batches.
 
     The permutations of all epochs, one after the other, form one endless list of samples that is the same on every
-    rank and for every mesh. A step takes the next global_batch entries. Replica r reads the r-th equal part of
-    them, and shard rank s the s-th equal part of that. After the number of replicas changes, the entries that the
-    earlier replicas left unread come first (`merge_cursors`).
+    rank and for every mesh. If the data has grown since the run began (`grow`), the first epoch is a permutation of the
+    samples that existed then, followed by one of those added. A step takes the next global_batch entries. Replica r
+    reads the r-th equal part of them, and shard rank s the s-th equal part of that. After the number of replicas
+    changes, the entries that the earlier replicas left unread come first (`merge_cursors`).
     """
 
     def __init__(
@@ -128,7 +147,9 @@ class Loader:
         self.num_samples = max(len(tokens) - 1, 0) // sequence_length
         self.cursor = SampleCursor()
         """Cursor at the entries that no replica has read, provided that all replicas have taken as many steps as
-        this one. The loader's only state."""
+        this one."""
+        self.sizes = [self.num_samples]
+        """Numbers of samples that the data has had since the run began."""
         if self.num_samples < global_batch:
             raise DataError(
                 f"training data: {len(tokens)} tokens there, {global_batch * sequence_length + 1} needed for one step "
@@ -138,11 +159,6 @@ class Loader:
         self._per_rank = global_batch // (replicas * shard)
         self._first = (replica * shard + shard_rank) * self._per_rank
         self._orders: dict[int, np.ndarray] = {}
-
-    @property
-    def epoch(self) -> float:
-        """Return the number of passes over the data so far, which may be fractional."""
-        return self.cursor.num_read / self.num_samples
 
     def next(self) -> list[torch.Tensor]:
         """Return this rank's micro-batches for the next step: int64 [micro_batch, sequence_length + 1] each."""
@@ -162,12 +178,18 @@ class Loader:
         epoch, place = divmod(entry, self.num_samples)
         if epoch not in self._orders:
             dtype = np.uint32 if self.num_samples <= 1 << 32 else np.uint64
-            samples = np.arange(self.num_samples, dtype=dtype)
-            self._orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(samples)
+            sizes = self.sizes if epoch == 0 else self.sizes[-1:]
+            parts = [
+                np.random.default_rng([self.seed, epoch, *([first] if first else [])]).permutation(
+                    np.arange(first, end, dtype=dtype)
+                )
+                for first, end in pairwise([0, *sizes])
+            ]
+            self._orders[epoch] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return int(self._orders[epoch][place])
 
     def state_dict(self) -> dict[str, Any]:
-        return self.cursor.state_dict()
+        return self.cursor.state_dict() | ({"sizes": self.sizes} if len(self.sizes) > 1 else {})
 
     def reshard_rule(self) -> Rule:
         """Return the rule by which `state_dict` is resharded: each sample that no replica has read is read once."""
@@ -175,6 +197,102 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor.load_state_dict(state)
+        self.sizes, self._orders = state.get("sizes", [self.num_samples]), {}
+
+
+class PrefetchLoader:
+    """Loader wrapper that reads one step ahead in a background thread, so that training does not wait for a disk that is
+    slow at times. Its state excludes the batches read ahead.
+
+    With `pin`, batches are in pinned memory, so that a GPU can copy them while it computes.
+    """
+
+    def __init__(self, loader: Loader, timeout_seconds: float, pin: bool = False):
+        self.loader, self._timeout, self._pin = loader, timeout_seconds, pin
+        self._orders: SimpleQueue[None] = SimpleQueue()
+        self._read: SimpleQueue[list[torch.Tensor] | BaseException] = SimpleQueue()
+        self._is_coming = False
+        self._state = loader.state_dict()
+        # A daemon thread, because a hung disk must not keep the process alive after the run has given up on it.
+        threading.Thread(target=with_current_device(self._worker), name="reads ahead", daemon=True).start()
+        atexit.register(self._drain)
+
+    def next(self) -> list[torch.Tensor]:
+        """Return this rank's micro-batches for the next step: int64 [micro_batch, sequence_length + 1] each. Raises
+        DataError if they do not arrive within `timeout_seconds`."""
+        if not self._is_coming:
+            self._request()
+        batches = self._receive()
+        self._state = self.loader.state_dict()
+        self._request()
+        return batches
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples in the data."""
+        return self.loader.num_samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state after the last batches that `next` returned."""
+        return self._state
+
+    def reshard_rule(self) -> Rule:
+        """Return the rule by which `state_dict` is resharded."""
+        return self.loader.reshard_rule()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state, after discarding batches read ahead."""
+        if self._is_coming:
+            self._receive()
+        self.loader.load_state_dict(state)
+        self._state = self.loader.state_dict()
+
+    def _drain(self) -> None:
+        """Wait at process exit for a read in flight, because the interpreter crashes if it ends while a thread uses
+        tensors."""
+        if self._is_coming:
+            with suppress(Empty):
+                self._read.get(timeout=REST_SECONDS)
+
+    def _request(self) -> None:
+        self._is_coming = True
+        self._orders.put(None)
+
+    def _get(self, seconds: float) -> list[torch.Tensor] | BaseException | None:
+        """Return what was read within `seconds`, or announce that the disk is slow and return None."""
+        try:
+            return self._read.get(timeout=seconds)
+        except Empty:
+            print(
+                f"waiting for the disk with the token shards (at most {self._timeout:g} s)", file=sys.stderr, flush=True
+            )
+            return None
+
+    def _receive(self) -> list[torch.Tensor]:
+        try:
+            quiet = min(QUIET_SECONDS, self._timeout)
+            if (batches := self._get(quiet)) is None:
+                batches = self._read.get(timeout=self._timeout - quiet)
+        except Empty:
+            raise DataError(
+                f"no batch could be read in {self._timeout:g} s (run.timeout_seconds): the disk that holds the token shards does "
+                "not answer; start the same command again when it does, to continue from the last checkpoint"
+            ) from None
+        self._is_coming = False
+        if isinstance(batches, BaseException):
+            raise batches
+        return batches
+
+    def _worker(self) -> None:
+        """Serve read requests until the process exits. The thread never ends earlier, because one that ends during
+        interpreter shutdown would free tensors and crash the interpreter."""
+        while True:
+            self._orders.get()
+            try:
+                batches = self.loader.next()
+                self._read.put([batch.pin_memory() for batch in batches] if self._pin else batches)
+            except BaseException as error:  # the training thread raises it
+                self._read.put(error)
 
 
 def eval_batches(

@@ -1,80 +1,48 @@
-"""Preparation of token shards on disk from text: done once, cached, and safe against interruption and concurrent
-processes.
+"""Preparation of token shards on disk from text: done once, cached, continued after an interruption, and safe against
+concurrent processes.
 
-A folder of `data.cache_dir` appears complete or not at all. Its files are written under a lock to a temporary
-folder next to it and flushed to disk, and then the folder is renamed. Every document is tokenized without special
-tokens and followed by eos.
+A folder of `data.cache_dir` appears with its tokenizer, and grows under a lock. Its index names the shards that are
+complete, which never change, so that a run may read them while another one adds more. Every document is tokenized
+without special tokens and followed by eos.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import itertools
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 from filelock import FileLock, Timeout
 
 from llmtrain.config import DataSection
-from llmtrain.data.index import (
-    FORMAT,
-    INDEX,
-    TOKENIZER,
-    Index,
-    ShardWriter,
-    SplitIndex,
-    TokenDataset,
-    fsync_and_close,
-    open_dataset,
-)
-from llmtrain.data.progress_bar import ProgressBar
-from llmtrain.data.sources import HUB, SPLITS, Split, documents, fingerprint
+from llmtrain.data.dataset import FORMAT, INDEX, TOKENIZER, Index, SplitIndex, TokenDataset, open_dataset
+from llmtrain.data.extend import extend
+from llmtrain.data.sources import HUB, SPLITS, Position, Split, fingerprint
 from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, vocab_size
-from llmtrain.data.verify import verify
 from llmtrain.errors import DataError
-
-if TYPE_CHECKING:
-    from tokenizers import Encoding
-    from transformers import PreTrainedTokenizerBase
-
-    Encoded = list[int] | Encoding
-
-__all__ = ["TokenDataset", "cache_path", "open_dataset", "prepare", "verify"]
 
 NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a disk that is full, over quota or read-only."""
-BATCH_CHARACTERS = 1_000_000
-"""Characters tokenized per batch. A batch is spread over the cores."""
-PIECE_CHARACTERS = 1_000_000
-"""Maximum characters per piece. Longer documents are tokenized in pieces, to bound memory."""
+LOCK_SECONDS = 24 * 3600.0
+"""Seconds to wait for another process that prepares the same folder."""
 
 
-def prepare(
-    data: DataSection,
-    train_tokens: int,
-    eval_tokens: int,
-    *,
-    show_progress: bool = False,
-    lock_timeout: float = 24 * 3600,
-) -> TokenDataset:
+def prepare(data: DataSection, train_tokens: int, eval_tokens: int, *, show_progress: bool = False) -> TokenDataset:
     """Return the token shards of `data`, from the cache or newly prepared.
 
     `train_tokens` and `eval_tokens` are the tokens that a run reads. The training split of a local source is
     tokenized completely, so that a short run still sees all kinds of documents; that of a hub dataset is tokenized
     only as far as the run reads it. `data.max_tokens`, if given, sets the number of training tokens in both cases.
     The validation split is tokenized only as far as the run reads it. A cached folder is reused if it has enough
-    tokens or its source had no more; otherwise a larger one replaces it. If several processes start together, one
-    prepares and the others wait for it for up to `lock_timeout` seconds. Raises DataError.
+    tokens or its source has no more; otherwise tokens are added to it, also after an interruption. If several processes
+    start together, one prepares and the others wait for it. Raises DataError.
     """
     # one more than the run reads, because the last token is only a label
     whole = train_tokens + 1 if data.source.startswith(HUB) else sys.maxsize
@@ -82,21 +50,38 @@ def prepare(
     directory = cache_path(data)
     try:
         cached = open_dataset(directory, needed)
-    except DataError:  # absent, or being replaced; checked again under the lock
+    except DataError:  # absent; checked again under the lock
         cached = None
     if cached is not None and _is_sufficient(cached, needed):
+        _check_tokenizer(directory)
         return cached
-    with _lock(directory, lock_timeout, show_progress):
-        cached = open_dataset(directory, needed) if directory.exists() else None
-        if cached is None or not _is_sufficient(cached, needed):
-            with _full_disk_as_data_error(directory):
-                _replace(directory, data, needed, cached, show_progress)
-    return open_dataset(directory, needed)
+    with _lock(directory, show_progress), _full_disk_as_data_error(directory):
+        if not directory.exists():
+            _create(directory, data)
+        cached = open_dataset(directory, needed)
+        _check_tokenizer(directory)
+        if not _is_sufficient(cached, needed):
+            extend(directory, cached.index, data, cached.load_tokenizer(), needed, show_progress)
+            cached = open_dataset(directory, needed)
+            _check_documents(cached, data)
+    return cached
+
+
+def _check_tokenizer(directory: Path) -> None:
+    """Raise DataError if the folder has lost its tokenizer, without which its tokens can't be read."""
+    config = directory / TOKENIZER / "tokenizer_config.json"
+    if not config.is_file():
+        raise DataError(
+            f"{config}: no such file; the tokens can't be read without it; delete {directory} and prepare again"
+        )
 
 
 def cache_path(data: DataSection) -> Path:
     """Return the cache folder of `data`: a readable name and a hash of everything that determines the tokens."""
-    tokenizer = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(data.tokenizer)]
+    try:
+        tokenizer = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(data.tokenizer)]
+    except OSError as error:
+        raise DataError(f"data.tokenizer: {error.filename}: can't be read ({error.strerror}); copy it again") from None
     keys = ("text_key", "separator", "validation_fraction")
     identity = {
         "format": FORMAT,
@@ -116,7 +101,7 @@ def _is_sufficient(cached: TokenDataset, needed: Mapping[Split, int]) -> bool:
 
 
 @contextmanager
-def _lock(directory: Path, timeout: float, say: bool) -> Iterator[None]:
+def _lock(directory: Path, say: bool) -> Iterator[None]:
     lock = FileLock(f"{directory}.lock")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -125,10 +110,10 @@ def _lock(directory: Path, timeout: float, say: bool) -> Iterator[None]:
         except Timeout:
             if say:
                 print(f"waiting for another process that prepares {directory} (lock {lock.lock_file})", flush=True)
-            lock.acquire(timeout=timeout)
+            lock.acquire(timeout=LOCK_SECONDS)
     except Timeout:
         raise DataError(
-            f"{lock.lock_file}: another process has held this lock for {timeout:g} s; wait for it or stop it"
+            f"{lock.lock_file}: another process has held this lock for {LOCK_SECONDS:g} s; wait for it or stop it"
         ) from None
     except OSError as error:
         raise DataError(
@@ -150,147 +135,43 @@ def _full_disk_as_data_error(directory: Path) -> Iterator[None]:
         raise DataError(f"data.cache_dir: {directory}: {error.strerror}; make room, or choose another folder") from None
 
 
-def _replace(
-    directory: Path,
-    data: DataSection,
-    needed: Mapping[Split, int],
-    old: TokenDataset | None,
-    show_progress: bool,
-) -> None:
-    """Write the folder, or replace it with a larger one. The caller must hold the lock."""
+def _create(directory: Path, data: DataSection) -> None:
+    """Make the folder with its tokenizer and without tokens. It appears complete or not at all."""
     for leftover in directory.parent.glob(f"{directory.name}.*-tmp"):  # left by a process that was killed
         shutil.rmtree(leftover)
-    new, retired = (directory.with_name(f"{directory.name}.{word}-tmp") for word in ("new", "old"))
+    new = directory.with_name(f"{directory.name}.new-tmp")
     new.mkdir()
     try:
-        if old is not None:
-            shutil.copytree(directory / TOKENIZER, new / TOKENIZER)
-            needed = {split: max(needed[split], old.index.splits[split].tokens) for split in SPLITS}
-        _write(new, data, needed, show_progress)
-        if old is not None:
-            directory.rename(retired)
+        tokenizer = load_tokenizer(data, new / TOKENIZER)
+        size = vocab_size(tokenizer)
+        empty = SplitIndex(tokens=0, documents=0, text_bytes=0, exhausted=False, position=Position(), shards=())
+        index = Index(
+            format=FORMAT,
+            source=data.source,
+            tokenizer=data.tokenizer,
+            vocab_size=size,
+            eos_id=tokenizer.eos_token_id,
+            dtype="<u2" if size <= 1 << 16 else "<u4",
+            splits=dict.fromkeys(SPLITS, empty),
+        )
+        (new / INDEX).write_text(index.model_dump_json(indent=1))
+        for path in (new / INDEX, *(new / TOKENIZER).rglob("*"), new / TOKENIZER, new):
+            _fsync(path)
         new.rename(directory)
         _fsync(directory.parent)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(retired, ignore_errors=True)
 
 
-def _write(new: Path, data: DataSection, needed: Mapping[Split, int], show_progress: bool) -> None:
-    tokenizer = load_tokenizer(data, new / TOKENIZER)
-    size = vocab_size(tokenizer)
-    dtype = np.dtype("<u2" if size <= 1 << 16 else "<u4")
-    # validation first, because it is prepared quickly and its absence should be reported early
-    splits = {
-        split: _write_split(new, data, split, needed[split], tokenizer, dtype, show_progress)
-        for split in reversed(SPLITS)
-    }
-    index = Index(
-        format=FORMAT,
-        source=data.source,
-        tokenizer=data.tokenizer,
-        vocab_size=size,
-        eos_id=tokenizer.eos_token_id,
-        dtype=dtype.str,
-        splits=splits,
-    )
-    with (new / INDEX).open("wb") as file:
-        file.write(index.model_dump_json(indent=1).encode())
-        fsync_and_close(file)
-    for path in (*(new / TOKENIZER).rglob("*"), new / TOKENIZER, new):
-        _fsync(path)
-
-
-def _write_split(
-    new: Path,
-    data: DataSection,
-    split: Split,
-    needed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: np.dtype,
-    show_progress: bool,
-) -> SplitIndex:
-    writer = ShardWriter(new, split, dtype)
-    count, exhausted = 0, True
-    with ProgressBar(f"{split} tokens", needed, show_progress) as progress, ThreadPoolExecutor(1) as pool:
-        writing: Future | None = None
-        # a split that needs little must not wait for a full batch from a stream that is mostly the other split
-        for texts in _batches(documents(data, split), min(BATCH_CHARACTERS, 6 * needed)):
-            encoded = _tokenize(tokenizer, texts)
-            if writing is not None:
-                writing.result()
-            # one thread writes while all cores tokenize the next batch
-            writing = pool.submit(_append, writer, encoded, tokenizer.eos_token_id)
-            count += len(texts)
-            tokens = sum(len(piece) + is_last for piece, is_last in encoded)
-            progress.advance(sum(len(text.encode()) for text in texts), tokens)
-            if progress.tokens >= needed:
-                exhausted = False
-                break
-        if writing is not None:
-            writing.result()
-    writer.close()
-    if not count:
-        raise DataError(
-            f"{data.source}: no {split} documents; give more of them (data.separator={data.separator!r} cuts a .txt), "
-            f"change data.validation_fraction (now {data.validation_fraction:g}), or data.validation"
-        )
-    return SplitIndex(
-        tokens=progress.tokens,
-        documents=count,
-        text_bytes=progress.text_bytes,
-        exhausted=exhausted,
-        shards=tuple(writer.shards),
-    )
-
-
-def _batches(texts: Iterable[str], size: int) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= size:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[tuple[Encoded, bool]]:
-    """Return the token ids of the texts' pieces, in order, and whether each piece ends its text."""
-    # tokenizers spreads a batch over the cores; setting this also silences its warning in processes that fork later
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    pieces = [
-        (text[start : start + PIECE_CHARACTERS], start + PIECE_CHARACTERS >= len(text))
-        for text in texts
-        for start in range(0, len(text), PIECE_CHARACTERS)
-    ]
-    encoded = _encode(tokenizer, [piece for piece, _ in pieces])
-    return [(ids, is_last) for ids, (_, is_last) in zip(encoded, pieces, strict=True)]
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> Sequence[Encoded]:
-    """Encode pieces of text. An eos token quoted in a document is encoded as ordinary text."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
-        return tokenizer(pieces, verbose=False, **options)["input_ids"]
-    # Same ids without transformers' single-threaded work on offsets, which takes a third of the time on two cores.
-    backend.encode_special_tokens = True
-    backend.no_truncation()
-    backend.no_padding()
-    return backend.encode_batch_fast(pieces, add_special_tokens=False)
-
-
-def _append(writer: ShardWriter, encoded: list[tuple[Encoded, bool]], eos: int) -> None:
-    """Write the ids of all pieces, with eos after each text."""
-    end = np.array([eos], dtype=np.uint32)
-    parts = (
-        (np.array(ids if isinstance(ids, list) else ids.ids, dtype=np.uint32), end[: int(is_last)])
-        for ids, is_last in encoded
-    )
-    writer.append(np.concatenate(list(itertools.chain.from_iterable(parts))))
+def _check_documents(prepared: TokenDataset, data: DataSection) -> None:
+    """Raise DataError, and delete the folder, if a split has no documents."""
+    for split, entry in prepared.index.splits.items():
+        if entry.exhausted and not entry.documents:
+            shutil.rmtree(prepared.directory)
+            raise DataError(
+                f"{data.source}: no {split} documents; give more of them (data.separator={data.separator!r} cuts a .txt), "
+                f"change data.validation_fraction (now {data.validation_fraction:g}), or data.validation"
+            )
 
 
 def _fsync(path: Path) -> None:

@@ -1,7 +1,8 @@
 """Text sources: one iterator of documents per split, the same on every run.
 
+`stories`         5,269 stories of TinyStories, which are part of this package (tinystories/README.md)
 `stdlib`          the .py files of the running Python's standard library, one document each
-a file or folder  .txt (cut at `data.separator`), .jsonl, .jsonl.gz, .json.gz, .parquet; a folder's files sorted by path
+a file or folder  .txt and .txt.gz (cut at `data.separator`), .jsonl, .jsonl.gz, .json.gz, .parquet; a folder's files sorted by path
 `hf:OWNER/NAME`   a dataset on the Hugging Face hub, streamed
 """
 
@@ -15,32 +16,94 @@ import platform
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
+
+from pydantic import BaseModel
 
 from llmtrain.config import DataSection
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, first_line
+from llmtrain.files import local_path
+from llmtrain.waiting import announced
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
 HUB = "hf:"
+STORIES = "stories"
+STORIES_FILE = Path(__file__).parent / "tinystories" / "stories.txt.gz"
+"""Stories between separators, after a first part that says whose they are and how they were selected."""
 NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 """Names of folders to skip in the standard library: tests, third-party packages and bytecode caches."""
 
 
-def documents(data: DataSection, split: Split) -> Iterator[str]:
-    """Yield every document of a split, in a fixed order. Raises DataError during iteration if the source is unusable.
+SourceKey = Literal["data.source", "data.validation"]
+
+
+class Position(BaseModel, extra="forbid", frozen=True):
+    """Place in a source at which reading continues."""
+
+    documents: int = 0
+    """Number of documents before it."""
+    hub_revision: str | None = None
+    """Commit of the hub dataset, so that reading continues in the same text."""
+    hub_state: dict[str, Any] | None = None
+    """State of the hub dataset's iterator, which finds the place without reading what is before it."""
+
+
+class TextStream:
+    """Iterable over the documents of `data.source` or `data.validation` and their splits, in a fixed order, from a
+    position on.
 
     Without `data.validation`, a hash of each document's text decides whether it is held out for validation. The
     splits are therefore disjoint in any order, and equal texts are always in the same split.
     """
-    if data.validation is not None:
-        yield from _read(data, "data.source" if split == "train" else "data.validation")
-        return
-    for text in _read(data, "data.source"):
-        if _held_out(text, data.validation_fraction) == (split == "validation"):
-            yield text
+
+    def __init__(self, data: DataSection, key: SourceKey, start: Position | None = None) -> None:
+        self._data, self._key, self._start = data, key, start or Position()
+        self.documents = self._start.documents
+        """Number of documents up to and including the last one yielded."""
+        self._hub: _HubDataset | None = None
+
+    def __iter__(self) -> Iterator[tuple[Split, str]]:
+        """Yield each document after its split. Raises DataError if the source is unusable."""
+        data = self._data
+        if data.source.startswith(HUB):
+            split = data.split if self._key == "data.source" else data.validation
+            self._hub = _HubDataset(data, split or data.split, self._key, self._start)
+            texts: Iterator[str] = iter(self._hub)
+        else:
+            texts = islice(_read(data, self._key), self._start.documents, None)
+        splits = splits_of(data, self._key)
+        for text in texts:
+            self.documents += 1
+            is_held_out = _held_out(text, data.validation_fraction) if len(splits) > 1 else self._key != "data.source"
+            yield ("validation" if is_held_out else "train"), text
+
+    def position(self) -> Position:
+        """Return the place after the last document yielded."""
+        if self._hub is None:
+            return Position(documents=self.documents)
+        return self._hub.position(self.documents)
+
+
+def source_keys(data: DataSection) -> tuple[SourceKey, ...]:
+    """Return the keys under which text is read."""
+    return ("data.source",) if data.validation is None else ("data.validation", "data.source")
+
+
+def splits_of(data: DataSection, key: SourceKey) -> tuple[Split, ...]:
+    """Return the splits to which the documents of `key` belong."""
+    if data.validation is None:
+        return SPLITS
+    return ("train",) if key == "data.source" else ("validation",)
+
+
+def documents(data: DataSection, split: Split) -> Iterator[str]:
+    """Yield every document of a split, in a fixed order. Raises DataError during iteration if the source is unusable."""
+    key = next(key for key in source_keys(data) if split in splits_of(data, key))
+    return (text for found, text in TextStream(data, key) if found == split)
 
 
 def fingerprint(data: DataSection) -> dict[str, Any]:
@@ -49,7 +112,9 @@ def fingerprint(data: DataSection) -> dict[str, Any]:
     if data.source.startswith(HUB):
         return {"hub": data.source, "subset": data.subset, "split": data.split, "validation": data.validation}
     identity: dict[str, Any] = {}
-    if data.source == "stdlib":
+    if data.source == STORIES:
+        identity["stories"] = hashlib.blake2b(_stories_file().read_bytes(), digest_size=8).hexdigest()
+    elif data.source == "stdlib":
         root = _stdlib_root()
         sizes = [(path.relative_to(root).as_posix(), path.stat().st_size) for path in _stdlib_files()]
         identity["stdlib"] = [platform.python_version(), sizes]
@@ -60,11 +125,10 @@ def fingerprint(data: DataSection) -> dict[str, Any]:
     return identity
 
 
-def _read(data: DataSection, key: Literal["data.source", "data.validation"]) -> Iterator[str]:
-    """Yield all documents of `data.source` or `data.validation`, whichever `key` names."""
-    if data.source.startswith(HUB):
-        split = data.split if key == "data.source" else data.validation
-        yield from _read_hub(data, split or data.split, key)
+def _read(data: DataSection, key: SourceKey) -> Iterator[str]:
+    """Yield all documents of a text on this machine: `data.source` or `data.validation`, whichever `key` names."""
+    if data.source == STORIES and key == "data.source":
+        yield from islice(_read_txt(_stories_file(), DataSection()), 1, None)
     elif data.source == "stdlib" and key == "data.source":
         yield from _read_stdlib()
     else:
@@ -77,7 +141,17 @@ def _held_out(text: str, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
-# ---- the standard library
+# ---- what is on every machine
+
+
+def _stories_file() -> Path:
+    """Return the file of this package's stories. Raises DataError if the same name is also a file or folder here."""
+    if local_path(STORIES) is not None:
+        raise DataError(
+            f"data.source: {STORIES} is this package's text, but also a file or folder here; write ./{STORIES} for that, "
+            "or start in another folder"
+        )
+    return STORIES_FILE
 
 
 def _stdlib_root() -> Path:
@@ -110,15 +184,19 @@ def _read_stdlib() -> Iterator[str]:
 
 def _files(source: str, key: str) -> list[Path]:
     """Return the files of readable types at a path, sorted. Hidden files and folders inside a folder are skipped."""
-    path = Path(source).expanduser()
-    known = ", ".join(READERS)
-    if path.is_file():
+    path, known = local_path(source), ", ".join(READERS)
+    if path is not None and path.is_file():
         if _reader(path) is None:
             raise DataError(f"{key}: {source}: unknown kind of file; expected {known}")
         return [path]
-    if not path.is_dir():
-        raise DataError(f"{key}: {source}: no such file or folder; expected stdlib, a path, or hf:OWNER/NAME")
-    found = sorted(file for file in path.rglob("*") if file.is_file() and _reader(file) is not None)
+    if path is None or not path.is_dir():
+        raise DataError(f"{key}: {source}: no such file or folder; expected stories, stdlib, a path, or hf:OWNER/NAME")
+    try:
+        found = sorted(file for file in path.rglob("*") if file.is_file() and _reader(file) is not None)
+    except OSError as error:
+        raise DataError(
+            f"{key}: {source}: {error.filename} can't be read ({error.strerror}); give a folder of text"
+        ) from None
     found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not found:
         raise DataError(f"{key}: {source}: no text in this folder; expected files that end in {known}")
@@ -133,7 +211,7 @@ def _read_txt(path: Path, data: DataSection) -> Iterator[str]:
     """Yield the documents between separators, stripped. At most one document and one chunk are in memory."""
     rest = ""
     try:
-        with path.open(encoding="utf-8") as file:
+        with _opener(path)(path, "rt", encoding="utf-8") as file:
             while chunk := file.read(1 << 20):
                 rest += chunk
                 if data.separator:
@@ -141,6 +219,8 @@ def _read_txt(path: Path, data: DataSection) -> Iterator[str]:
                     yield from filter(None, map(str.strip, complete))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error.reason}); convert it first (iconv -t utf-8)") from None
+    except DAMAGED_GZIP as error:
+        raise _damaged(path, error) from None
     except OSError as error:
         raise _unreadable(path, error) from None
     if rest.strip():
@@ -148,9 +228,8 @@ def _read_txt(path: Path, data: DataSection) -> Iterator[str]:
 
 
 def _read_jsonl(path: Path, data: DataSection) -> Iterator[str]:
-    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rb") as lines:
+        with _opener(path)(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
@@ -160,10 +239,21 @@ def _read_jsonl(path: Path, data: DataSection) -> Iterator[str]:
                 yield from _text(row, data.text_key, f"{path}:{number}")
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}:{number}: not JSON ({first_line(error)}); expected one object a line") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: damaged gzip file ({first_line(error)}); copy it again") from None
+    except DAMAGED_GZIP as error:
+        raise _damaged(path, error) from None
     except OSError as error:
         raise _unreadable(path, error) from None
+
+
+DAMAGED_GZIP = (EOFError, gzip.BadGzipFile, zlib.error)
+
+
+def _opener(path: Path) -> Callable[..., IO[Any]]:
+    return gzip.open if path.suffix.lower() == ".gz" else open
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path}: damaged gzip file ({first_line(error)}); copy it again")
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
@@ -181,12 +271,13 @@ def _read_parquet(path: Path, data: DataSection) -> Iterator[str]:
             for batch in table.iter_batches(batch_size=1024, columns=[data.text_key]):
                 for row in batch.to_pylist():
                     yield from _text(row, data.text_key, path)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: can't be read as parquet ({first_line(error)}); copy it again") from None
 
 
 READERS: dict[str, Callable[[Path, DataSection], Iterator[str]]] = {
     ".txt": _read_txt,
+    ".txt.gz": _read_txt,
     ".jsonl": _read_jsonl,
     ".jsonl.gz": _read_jsonl,
     ".json.gz": _read_jsonl,
@@ -201,20 +292,36 @@ def _reader(path: Path) -> Callable[[Path, DataSection], Iterator[str]] | None:
 # ---- the hub
 
 
-def _read_hub(data: DataSection, split: str, key: str) -> Iterator[str]:
-    name = data.source.removeprefix(HUB)
-    require(name, "dataset", key="data.source", instead="data.source=/path/to/files or data.source=stdlib")
-    import datasets
+class _HubDataset:
+    """Stream of a hub dataset's documents from a position on. Raises DataError if the hub or the dataset can't be used."""
 
-    try:
-        rows = datasets.load_dataset(name, data.subset, split=split, streaming=True)
-    except (ValueError, OSError) as error:  # unknown subset or split, or no data files that datasets knows
-        key = "data.split" if key == "data.source" else key
-        raise DataError(
-            f"{data.source}: data.subset={data.subset or 'null'}, {key}={split}: {first_line(error)}"
-        ) from None
-    for row in _stream_errors_as_data_errors(rows, data.source):
-        yield from _text(row, data.text_key, data.source)
+    def __init__(self, data: DataSection, split: str, key: str, start: Position) -> None:
+        name, self._data = data.source.removeprefix(HUB), data
+        instead = "data.source=/path/to/files or data.source=stdlib"
+        newest = require(name, "dataset", key="data.source", instead=instead)
+        self.revision = start.hub_revision or newest
+        import datasets
+
+        try:
+            with announced(f"the Hugging Face hub to list the files of {name}"):
+                self._rows = datasets.load_dataset(
+                    name, data.subset, split=split, streaming=True, revision=self.revision
+                )
+        except (ValueError, OSError) as error:  # unknown subset or split, or no data files that datasets knows
+            key = "data.split" if key == "data.source" else key
+            raise DataError(
+                f"{data.source}: data.subset={data.subset or 'null'}, {key}={split}: {first_line(error)}"
+            ) from None
+        if start.hub_state is not None:
+            self._rows.load_state_dict(start.hub_state)
+
+    def __iter__(self) -> Iterator[str]:
+        for row in _stream_errors_as_data_errors(self._rows, self._data.source):
+            yield from _text(row, self._data.text_key, self._data.source)
+
+    def position(self, documents: int) -> Position:
+        """Return the place after the last document yielded, which was number `documents`."""
+        return Position(documents=documents, hub_revision=self.revision, hub_state=self._rows.state_dict())
 
 
 def _stream_errors_as_data_errors(rows: Iterable[dict[str, Any]], source: str) -> Iterator[dict[str, Any]]:
@@ -256,14 +363,15 @@ TIMEOUT = 5.0
 """Seconds to wait for each of the hub's several addresses."""
 
 
-def require(name: str, kind: Literal["dataset", "model"], *, key: str, instead: str) -> None:
-    """Raise DataError unless the Hugging Face hub answers and has repository `name`. The message names `key` and,
-    unless the repository does not exist, suggests `instead`."""
+def require(name: str, kind: Literal["dataset", "model"], *, key: str, instead: str) -> str | None:
+    """Return the newest commit of repository `name`. Raises DataError unless the Hugging Face hub answers and has it:
+    the message names `key` and, unless the repository does not exist, suggests `instead`."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
-        HfApi().repo_info(name, repo_type=kind, timeout=TIMEOUT)
+        with announced(f"the Hugging Face hub's answer about {name}, {TIMEOUT:g} s for each of its addresses"):
+            return HfApi().repo_info(name, repo_type=kind, timeout=TIMEOUT).sha
     except RepositoryNotFoundError:
         raise DataError(
             f"{key}: the Hugging Face hub has no public {kind} {name!r}; check the name (log in if it is private)"
@@ -275,8 +383,3 @@ def require(name: str, kind: Literal["dataset", "model"], *, key: str, instead: 
             f"{key}: {name!r} needs the Hugging Face hub, which can't be used from here ({first_line(error)}); "
             f"connect to the internet, or use {instead}"
         ) from None
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first nonblank line of an exception's message, or its type's name if the message is empty."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

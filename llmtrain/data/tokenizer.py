@@ -4,19 +4,23 @@ token."""
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.config import DataSection
-from llmtrain.data.sources import documents, first_line, require
-from llmtrain.errors import DataError
+from llmtrain.data.sources import documents, require
+from llmtrain.errors import DataError, first_line, reason
+from llmtrain.files import local_path
+from llmtrain.waiting import announced
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
     from transformers import PreTrainedTokenizerBase
 
 TRAIN = "train:"
+INSTEAD_OF_HUB = "a folder that has its tokenizer.json, or train:SIZE"
 EOS = "<|endoftext|>"
 KNOWN_EOS = (EOS, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 """Usual names of the special token that ends a text, tried in order if a local tokenizer does not name its own."""
@@ -33,18 +37,23 @@ def load_tokenizer(data: DataSection, cache: Path) -> PreTrainedTokenizerBase:
 
     if not (cache / "tokenizer_config.json").exists():
         tokenizer = _new_tokenizer(data)
-        if tokenizer.eos_token_id is None:
-            raise DataError(f"data.tokenizer: {data.tokenizer} has no eos token; it has to separate documents")
+        _check_eos(tokenizer, data)
         tokenizer.save_pretrained(cache)
-    return AutoTokenizer.from_pretrained(cache)
+    try:
+        return AutoTokenizer.from_pretrained(cache)
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise DataError(
+            f"data.tokenizer: {data.tokenizer}: its copy {cache} can't be read ({reason(error)}); copy the tokenizer again, and "
+            "delete that folder"
+        ) from None
 
 
 def tokenizer_files(name: str) -> list[Path]:
     """Return the files of a local tokenizer, or an empty list for a hub name or `train:SIZE`."""
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = local_path(name)
+    if path is not None and path.is_dir():
         return sorted(file for pattern in ("*token*", "vocab*", "merges*", "*.model") for file in path.glob(pattern))
-    return [path] if path.is_file() else []
+    return [path] if path is not None and path.is_file() else []
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -52,20 +61,52 @@ def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
+def trained_size(name: str) -> int | None:
+    """Return SIZE of `train:SIZE`, or None for the name of a tokenizer that exists. Raises DataError if SIZE is not a
+    positive whole number."""
+    if not name.startswith(TRAIN):
+        return None
+    size = name.removeprefix(TRAIN)
+    if not size.isdecimal() or int(size) == 0:
+        raise DataError(f"data.tokenizer: {name}: expected train:SIZE with a whole number, like train:4096")
+    return int(size)
+
+
+def check_tokenizer_exists(data: DataSection) -> None:
+    """Raise DataError if `load_tokenizer` could not provide `data.tokenizer`. Trains and downloads nothing."""
+    if (tokenizer := existing_tokenizer(data)) is not None:
+        _check_eos(tokenizer, data)
+    elif trained_size(data.tokenizer) is None:
+        require(data.tokenizer, "model", key="data.tokenizer", instead=INSTEAD_OF_HUB)
+
+
+def existing_tokenizer(data: DataSection) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer that `data.tokenizer` names if it is on this machine, or None if it has to be trained or
+    downloaded. Raises DataError for a local one that can't be read."""
+    if trained_size(data.tokenizer) is not None:
+        return None
+    path = local_path(data.tokenizer)
+    return _downloaded(data.tokenizer) if path is None else _load_local(path)
+
+
+def _check_eos(tokenizer: PreTrainedTokenizerBase, data: DataSection) -> None:
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"data.tokenizer: {data.tokenizer} has no eos token; it has to separate documents")
+
+
 def _new_tokenizer(data: DataSection) -> PreTrainedTokenizerBase:
-    name = data.tokenizer
-    if name.startswith(TRAIN):
-        size = name.removeprefix(TRAIN)
-        if not size.isdecimal():
-            raise DataError(f"data.tokenizer: {name}: expected train:SIZE with a whole number, like train:4096")
-        return train_tokenizer(documents(data, "train"), int(size))
-    path = Path(name).expanduser()
-    return _load_local(path) if path.exists() else _load_hub(name)
+    name, size = data.tokenizer, trained_size(data.tokenizer)
+    if size is not None:
+        return train_tokenizer(documents(data, "train"), size)
+    path = local_path(name)
+    return _load_hub(name) if path is None else _load_local(path)
 
 
 def _load_local(path: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if path.is_dir() and not tokenizer_files(str(path)):
+        raise DataError(f"data.tokenizer: {path}: a folder without a tokenizer.json; give that of a tokenizer")
     try:
         is_file = path.is_file()
         tokenizer = (
@@ -73,7 +114,7 @@ def _load_local(path: Path) -> PreTrainedTokenizerBase:
         )
     except Exception as error:
         raise DataError(
-            f"data.tokenizer: {path}: not a tokenizer ({first_line(error)}); expected a tokenizer.json or its folder"
+            f"data.tokenizer: {path}: not a tokenizer ({reason(error)}); expected a tokenizer.json or its folder"
         ) from None
     if tokenizer.eos_token is None:
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -81,15 +122,25 @@ def _load_local(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_hub(name: str) -> PreTrainedTokenizerBase:
+def _downloaded(name: str) -> PreTrainedTokenizerBase | None:
+    """Return a tokenizer of the hub that an earlier download left on this machine, or None. Needs no network."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True)  # already downloaded: needs no network
+        return AutoTokenizer.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError):
-        require(name, "model", key="data.tokenizer", instead="a folder that has its tokenizer.json, or train:SIZE")
+        return None
+
+
+def _load_hub(name: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    if (tokenizer := _downloaded(name)) is not None:
+        return tokenizer
+    require(name, "model", key="data.tokenizer", instead=INSTEAD_OF_HUB)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        with announced(f"the Hugging Face hub to send the tokenizer {name}"):
+            return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise DataError(f"data.tokenizer: {name}: {first_line(error)}") from None
 
@@ -101,10 +152,12 @@ def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerBase:
     """
     import sentencepiece
 
-    model = io.BytesIO()
+    model, sampled = io.BytesIO(), sample(texts)
+    if not any(map(str.strip, sampled)):
+        raise DataError(f"data.tokenizer: {TRAIN}{size}: the source has no text to train a tokenizer on; give it some")
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_chunks(sample(texts)),
+            sentence_iterator=_chunks(sampled),
             model_writer=model,
             model_type="bpe",
             vocab_size=size,
@@ -124,9 +177,19 @@ def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerBase:
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = first_line(error).rpartition("] ")[2]  # after sentencepiece's source location and failed condition
-        raise DataError(f"data.tokenizer: {TRAIN}{size}: can't be trained on this source: {reason}") from None
+        raise DataError(f"data.tokenizer: {TRAIN}{size}: {_reason(first_line(error))}") from None
     return fast_tokenizer(sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()))
+
+
+def _reason(message: str) -> str:
+    """Return sentencepiece's reason not to train a tokenizer, with the size to give instead if it names one."""
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+        return f"this source has more characters than that; give at least {TRAIN}{least[1]}"
+    if most := re.search(r"Vocabulary size too high.* value <= (\d+)", message):
+        return f"this source has too little text for so many pieces; give at most {TRAIN}{most[1]}"
+    return (
+        f"can't be trained on this source: {message.rpartition('] ')[2]}"  # after the place in sentencepiece's source
+    )
 
 
 def fast_tokenizer(pieces: SentencePieceProcessor) -> PreTrainedTokenizerBase:
@@ -156,10 +219,10 @@ def fast_tokenizer(pieces: SentencePieceProcessor) -> PreTrainedTokenizerBase:
     )
 
 
-def sample(texts: Iterable[str], size: int = SAMPLE_BYTES, of: int = SAMPLE_FROM_BYTES) -> list[str]:
-    """Return about size/2 to size bytes of complete documents, spread evenly over the first `of` bytes.
+def sample(texts: Iterable[str]) -> list[str]:
+    """Return about SAMPLE_BYTES / 2 to SAMPLE_BYTES of complete documents, spread evenly over the first SAMPLE_FROM_BYTES.
 
-    Every stride-th document is kept. Whenever these exceed `size`, every other one is dropped and the stride
+    Every stride-th document is kept. Whenever these exceed SAMPLE_BYTES, every other one is dropped and the stride
     doubles.
     """
     kept: list[str] = []
@@ -169,10 +232,10 @@ def sample(texts: Iterable[str], size: int = SAMPLE_BYTES, of: int = SAMPLE_FROM
         if number % stride == 0:
             kept.append(text)
             kept_bytes += len(text.encode())
-        while kept_bytes > size and len(kept) > 1:
+        while kept_bytes > SAMPLE_BYTES and len(kept) > 1:
             kept, stride = kept[::2], stride * 2
             kept_bytes = sum(len(text.encode()) for text in kept)
-        if seen_bytes >= of:
+        if seen_bytes >= SAMPLE_FROM_BYTES:
             break
     return kept
 

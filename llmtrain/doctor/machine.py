@@ -1,4 +1,5 @@
-"""Checks of this machine: packages, environment variables, GPUs, cores, memory, open files and disk space."""
+"""Checks of this machine: packages, environment variables, GPUs, cores, memory, open files, disk space and network
+interfaces."""
 
 from __future__ import annotations
 
@@ -7,15 +8,18 @@ import os
 import platform
 import resource
 import shutil
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
 import llmtrain
 from llmtrain.doctor.finding import Finding, ok, problem, warning
+from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, is_loopback
 from llmtrain.parallel.world import World
 from llmtrain.train.devices import memory_bytes
 
@@ -95,7 +99,7 @@ def disk(key: str, folder: str, needed: int | None) -> Finding:
     `needed` is the number of bytes the run writes, or None if unknown. A read-only folder is a problem, and too little
     space a warning.
     """
-    there = Path(folder).expanduser().absolute()
+    there = Path(os.path.expanduser(folder)).absolute()
     while not there.exists():
         there = there.parent
     if not os.access(there, os.W_OK):
@@ -128,14 +132,14 @@ SLOW = {
 """Debugging values that slow training down."""
 
 
-def environment(variables: Mapping[str, str] = os.environ) -> list[Finding]:
+def environment() -> list[Finding]:
     """Return one finding that lists the relevant variables, and a warning for each value that slows training down."""
-    told = {k: v for k, v in sorted(variables.items()) if k.startswith(PREFIXES) or k in NAMES or k in SLOW}
+    told = {k: v for k, v in sorted(os.environ.items()) if k.startswith(PREFIXES) or k in NAMES or k in SLOW}
     listed = " ".join(f"{name}={value}" for name, value in told.items())
     findings = [ok(f"environment: {listed or 'no variable of NCCL, gloo, torchrun or Slurm is set'}")]
     for name, values in SLOW.items():
-        if variables.get(name, "").upper() in values:
-            findings.append(warning(f"{name}={variables[name]} makes training slow", f"unset {name}"))
+        if os.environ.get(name, "").upper() in values:
+            findings.append(warning(f"{name}={os.environ[name]} makes training slow", f"unset {name}"))
     return findings
 
 
@@ -205,3 +209,90 @@ def _backends() -> Finding:
     if torch.cuda.is_available() and "nccl" not in there:
         return problem("torch.distributed has no NCCL, which GPUs need", "install a torch for CUDA on Linux")
     return ok(f"backends: {', '.join(there)}")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A network interface as reported by the kernel."""
+
+    name: str
+    address: str | None
+    """IPv4 address; None if it has none."""
+    is_up: bool
+    mbit: int
+    """Speed in Mbit/s; 0 if the kernel does not report it, as for virtual cards."""
+
+
+def network_cards() -> list[Card]:
+    """Return all network interfaces of this host, including loopback."""
+    return [Card(name, address_of(name), one.isup, one.speed) for name, one in psutil.net_if_stats().items()]
+
+
+def network_interfaces(cards: Sequence[Card]) -> list[Finding]:
+    """Return one finding that lists all interfaces that are up or have an address, and problems if GLOO_SOCKET_IFNAME
+    or NCCL_SOCKET_IFNAME selects no interface with an address."""
+    shown = []
+    for card in cards:
+        if card.address is None and not card.is_up:
+            continue
+        speed = f", {card.mbit / 1000:g} Gbit/s" if card.mbit else ""
+        state = "" if card.is_up else ", down"
+        shown.append(f"{card.name} ({card.address or 'no IPv4 address'}{speed}{state})")
+    findings = [ok("interfaces: " + ", ".join(shown))]
+    names = {card.name for card in cards if card.address}
+    advice = f"name one of: {', '.join(sorted(names))}"
+    gloo, nccl = os.environ.get(GLOO), os.environ.get(NCCL)
+    if gloo and not names & set(gloo.split(",")):
+        findings.append(problem(f"{GLOO}={gloo}, but no such interface with an address is here", advice))
+    if nccl and not _matches_nccl(nccl, names):
+        findings.append(problem(f"{NCCL}={nccl} matches no interface with an address here", advice))
+    return findings
+
+
+def axis_interfaces(networks: Networks) -> list[Finding]:
+    """Return a finding on the interface of each axis in a run on several nodes.
+
+    Loopback is a problem, because it reaches no other node.
+    """
+    findings = []
+    for axis, name in (("replica", networks.replica), ("shard", networks.shard)):
+        name = name or _from_environment()
+        address = name and address_of(name)
+        if not address:
+            findings.append(ok(f"{axis} axis: the backend chooses the interface"))
+        elif is_loopback(address):
+            findings.append(
+                problem(
+                    f"{axis} axis over {name} ({address}), which leads to no other host",
+                    f"set parallel.{axis}_network (or {GLOO}) to the interface that does",
+                )
+            )
+        else:
+            findings.append(ok(f"{axis} axis over {name} ({address})"))
+    return findings
+
+
+def replica_interface(networks: Networks, towards_rank_0: str | None) -> tuple[str, str]:
+    """Return (interface, address) for traffic between replicas.
+
+    If no interface with an address is known, they are "?" and the address toward rank 0 (or 127.0.0.1).
+    """
+    name = networks.replica or _from_environment()
+    address = name and address_of(name)
+    if name and address:
+        return name, address
+    return "?", towards_rank_0 or "127.0.0.1"
+
+
+def _from_environment() -> str | None:
+    return os.environ.get(GLOO, "").partition(",")[0] or None
+
+
+def _matches_nccl(given: str, names: set[str]) -> bool:
+    """Return whether NCCL's rule selects any of `names`.
+
+    `given` lists prefixes. A leading `=` makes them full names; a leading `^` selects all interfaces but these.
+    """
+    excluded, whole = given.startswith("^"), given.lstrip("^").startswith("=")
+    wanted = tuple(given.lstrip("^=").split(","))
+    return any((name in wanted if whole else name.startswith(wanted)) != excluded for name in names)

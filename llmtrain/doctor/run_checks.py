@@ -1,29 +1,187 @@
-"""All checks in order, for a single process or for all ranks together."""
+"""All checks in order, for a single process or for all ranks together: where the ranks are, whether they agree, and
+whether the recipe fits them."""
 
 from __future__ import annotations
 
+import hashlib
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from llmtrain.config import ParallelSection, Recipe
-from llmtrain.doctor.collective_bench import bench_collectives
 from llmtrain.doctor.finding import Finding, Level, console, has_problem, ok, problem, show, warning
-from llmtrain.doctor.interfaces import cards, carries, listed, listens_at, named_by_environment
-from llmtrain.doctor.links import SECRET_BYTES, Link, links_between, measure_all
-from llmtrain.doctor.machine import environment, machine, software
-from llmtrain.doctor.node_ranks import NodeRanks, RankIdentity, agreement, group, versions, who_is_where
-from llmtrain.doctor.recipe_fit import Plan, fit, round_bytes
-from llmtrain.errors import DONE, FAILED, TrainingError, UserError
-from llmtrain.launch.process_count import processes_per_node
+from llmtrain.doctor.machine import (
+    GIB,
+    axis_interfaces,
+    disk,
+    environment,
+    identity,
+    machine,
+    network_cards,
+    network_interfaces,
+    replica_interface,
+    software,
+)
+from llmtrain.doctor.network_speed import SECRET_BYTES, Link, bench_collectives, links_between, measure_all
+from llmtrain.errors import DONE, FAILED, ModelError, TrainingError, UserError
+from llmtrain.launch.nodes import processes_per_node
 from llmtrain.parallel.build_engine import replica_backend
 from llmtrain.parallel.mesh import local_device, open_mesh
 from llmtrain.parallel.network import Networks
-from llmtrain.parallel.rendezvous import Rendezvous, gather_over_store, rendezvous
+from llmtrain.parallel.public_network import ADVICE, NodeAddress, find_unencrypted
+from llmtrain.parallel.rendezvous import Rendezvous, format_ranks, gather_over_store, rendezvous
 from llmtrain.parallel.world import World, node_name
-from llmtrain.plan.mesh_plan import choose_mesh
+from llmtrain.plan.memory import ModelSize, estimate, size_of
+from llmtrain.plan.mesh_plan import MEMORY_HEADROOM, choose_mesh, plan_mesh
+from llmtrain.plan.time_estimate import round_bytes, traffic
+from llmtrain.recipe_check import check, check_group
+from llmtrain.recipe_loader import resolved_yaml
 from llmtrain.train.devices import memory_of_rank
+
+MUST_AGREE = ("llmtrain", "torch", "recipe")
+"""Ranks that differ in these compute different things or cannot communicate."""
+
+Sections = dict[str, list[Finding]]
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """Description that a rank gives of itself."""
+
+    rank: int
+    node: str
+    host: str
+    interface: str
+    address: str
+    """Address to which other hosts connect."""
+    device: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class NodeRanks:
+    """The ranks of one node; the first one measures links for the node."""
+
+    ranks: tuple[RankIdentity, ...]
+
+    @property
+    def leader(self) -> RankIdentity:
+        return self.ranks[0]
+
+    def __str__(self) -> str:
+        return f"{self.leader.host} ({self.leader.address})"
+
+
+def versions(recipe: Recipe | None) -> dict[str, str]:
+    """Return the versions and the recipe hash of this rank, for comparison with other ranks."""
+    recipe_hash = hashlib.sha256(resolved_yaml(recipe).encode()).hexdigest()[:12] if recipe else "none"
+    return {**identity(), "recipe": recipe_hash}
+
+
+def group(ranks: Sequence[RankIdentity]) -> list[NodeRanks]:
+    """Return the ranks by node, ordered by each node's first rank."""
+    nodes = dict.fromkeys(rank.node for rank in ranks)
+    return [NodeRanks(tuple(rank for rank in ranks if rank.node == node)) for node in nodes]
+
+
+def who_is_where(hosts: Sequence[NodeRanks]) -> list[Finding]:
+    """Return a finding per node, and a warning if nodes have different numbers of ranks."""
+    findings = []
+    for host in hosts:
+        devices = ", ".join(dict.fromkeys(rank.device for rank in host.ranks))
+        who = format_ranks(rank.rank for rank in host.ranks)
+        card = f", {host.leader.interface}" if len(hosts) > 1 else ""
+        findings.append(ok(f"{host}{card}: {who} on {devices}"))
+    sizes = Counter(len(host.ranks) for host in hosts)
+    if len(sizes) > 1:
+        shown = ", ".join(f"{count} with {size}" for size, count in sorted(sizes.items()))
+        findings.append(warning(f"hosts have different numbers of ranks: {shown}", "start as many on every host"))
+    return findings
+
+
+def agreement(ranks: Sequence[RankIdentity]) -> list[Finding]:
+    """Return a finding for each version that differs between ranks, or one finding that all agree.
+
+    A difference is a problem if its name is in MUST_AGREE, and a warning otherwise.
+    """
+    findings = []
+    for name in ranks[0].versions:
+        values: dict[str, list[int]] = {}
+        for rank in ranks:
+            values.setdefault(rank.versions[name], []).append(rank.rank)
+        if len(values) == 1:
+            continue
+        what = f"{name} differs: " + "; ".join(f"{value} on {format_ranks(who)}" for value, who in values.items())
+        if name == "recipe":
+            findings.append(problem(what, "give every host the same recipe, its base files and overrides"))
+        elif name in MUST_AGREE:
+            findings.append(problem(what, f"install the same {name} on all hosts"))
+        else:
+            findings.append(warning(what, f"install the same {name} on all hosts"))
+    return findings or [ok(f"the same {', '.join(ranks[0].versions)} on all {len(ranks)} ranks")]
+
+
+def encryption(hosts: Sequence[NodeRanks], parallel: ParallelSection) -> list[Finding]:
+    """Return a warning if messages between nodes cross a public network unencrypted, unless the recipe allows that."""
+    leaders = [host.leader for host in hosts]
+    found = find_unencrypted([NodeAddress(rank.node, rank.host, rank.interface, rank.address) for rank in leaders])
+    return [warning(found, ADVICE)] if found and not parallel.allow_unencrypted else []
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Mesh and model size of a recipe on the given ranks."""
+
+    replicas: int
+    shard: int
+    size: ModelSize | None
+    """None if the vocabulary size is unknown until the tokenizer is available."""
+
+
+def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[list[Finding], Plan | None]:
+    """Return findings on the recipe's mesh, memory, traffic and disk space, and its plan.
+
+    The plan is None if the recipe cannot run on these ranks. `nodes` lists the node name of each rank, `memory` the
+    bytes that each rank may use.
+    """
+    on_gpu = torch.cuda.is_available()
+    try:
+        check(recipe, len(nodes))
+        replicas, shard, reason = plan_mesh(recipe, nodes, memory, on_gpu)
+        check_group(recipe, replicas)
+    except UserError as error:
+        return [problem(f"recipe: {error}", "")], None
+    findings = [ok(f"mesh: {replicas} replicas x {shard} shards ({reason})")]
+    if recipe.parallel.precision == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        findings.append(problem("this GPU does not compute in bf16", "set parallel.precision=fp32"))
+    size = written = None
+    try:
+        size = size_of(recipe)
+    except ModelError as error:
+        findings.append(warning(f"memory and traffic are not estimated: {error}", ""))
+    else:
+        needed = estimate(recipe, size, replicas, shard)
+        findings.append(_memory(needed.total(on_gpu), min(memory)))
+        sent = traffic(recipe, size, replicas)
+        findings.append(ok(f"traffic between replicas: {' · '.join(sent.splitlines())}"))
+        checkpoint = len(nodes) * (needed.weights + needed.optimizer + needed.anchors + needed.host)
+        # One more than are kept, because the oldest is deleted only when the newest is complete.
+        written = (recipe.checkpoint.keep + recipe.checkpoint.keep_best + 1) * checkpoint
+    findings.append(disk("run.out_dir", recipe.run.out_dir, written))
+    findings.append(disk("data.cache_dir", recipe.data.cache_dir, None))
+    return findings, Plan(replicas, shard, size)
+
+
+def _memory(needed: float, there: float) -> Finding:
+    what = f"memory: about {needed / GIB:.1f} GiB a rank, {there / GIB:.1f} GiB there"
+    if needed <= MEMORY_HEADROOM * there:
+        return ok(what)
+    advice = "lower train.micro_batch, set parallel.activation_checkpointing or sync.offload, or use a larger parallel.shards"
+    return warning(f"{what}: it may run out", advice)
 
 
 class ClusterCheck:
@@ -32,7 +190,7 @@ class ClusterCheck:
     def __init__(self, recipe: Recipe | None, world: World, peers: Rendezvous, timeout_seconds: float):
         self.recipe, self.world, self.peers, self.timeout_seconds = recipe, world, peers, timeout_seconds
 
-    def add_to(self, sections: dict[str, list[Finding]]) -> None:
+    def add_to(self, sections: Sections) -> None:
         """Add the findings of the checks across ranks to this rank's `sections`. A collective of all ranks.
 
         Afterwards all ranks have the same problems, and so return the same exit code. Raises TrainingError if a rank
@@ -42,7 +200,7 @@ class ClusterCheck:
         hosts = group(ranks)
         several = len(hosts) > 1
         if several:
-            sections["network"] += carries(self.peers.networks)
+            sections["network"] += axis_interfaces(self.peers.networks)
         plan = None
         if self.recipe is not None:
             memory = [rank_info.memory for rank_info in self.peers.ranks]
@@ -50,7 +208,10 @@ class ClusterCheck:
         if elsewhere := self._complaints_of_others(hosts, sections):
             sections["other hosts"] = elsewhere
         sections["ranks"] = [*who_is_where(hosts), *agreement(ranks)]
-        sections["links"] = links_between(hosts, self._links(hosts)) if several else [ok("all ranks are on one host")]
+        sections["links"] = [ok("all ranks are on one host")]
+        if several:
+            sections["links"] = links_between([str(host) for host in hosts], self._links(hosts))
+            sections["links"] += encryption(hosts, self.recipe.parallel if self.recipe else ParallelSection())
         if all(self._gather("readiness", not has_problem(sections))):
             sections["collectives"] = self._collectives(plan)
         else:
@@ -58,7 +219,7 @@ class ClusterCheck:
 
     def _myself(self) -> RankIdentity:
         rank_info = self.peers.ranks[self.world.rank]
-        interface, address = listens_at(self.peers.networks, rank_info.address)
+        interface, address = replica_interface(self.peers.networks, rank_info.address)
         device = str(local_device(self.world))
         return RankIdentity(
             self.world.rank, rank_info.node, rank_info.host, interface, address, device, versions(self.recipe)
@@ -108,9 +269,6 @@ class ClusterCheck:
         return gather_over_store(self.peers.store, self.world, f"of the doctor, {name}", value, self.timeout_seconds)
 
 
-Sections = dict[str, list[Finding]]
-
-
 def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> int:
     """Run all checks, print the report on rank 0, and return the exit code: 1 if there is a problem.
 
@@ -118,9 +276,8 @@ def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> i
     ranks fails, the error is a problem in rank 0's report and a TrainingError on the other ranks.
     """
     parallel = recipe.parallel if recipe else ParallelSection()
-    found = cards()
     sections: Sections = {"software": software(), "machine": machine(world)}
-    sections["network"] = [listed(found), *named_by_environment(found), *environment()]
+    sections["network"] = [*network_interfaces(network_cards()), *environment()]
     if world.size == 1:
         sections["network"] += _given_networks(parallel)
         if recipe is not None:

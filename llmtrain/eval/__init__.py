@@ -1,1 +1,1 @@
-"""Checkpoint evaluation: task suites run by lm-evaluation-harness, and losses on text files; see eval/README.md."""
+"""Evaluation of checkpoints: suites run by lm-evaluation-harness, losses on text files, and text that a model writes."""

@@ -11,12 +11,14 @@ from rich.console import Console
 
 import llmtrain
 from llmtrain.doctor.machine import installed_version
-from llmtrain.errors import UserError
-from llmtrain.eval.cache import Cache, write_json
+from llmtrain.eval.arguments import check_arguments
 from llmtrain.eval.evaluated_checkpoint import Checkpoint, find_checkpoints, is_main_process, labels
-from llmtrain.eval.table import Evaluated, comparison, rows_of, scores_on_one_line, table_of
-from llmtrain.eval.units import EvalUnit, LazyModels, Options, pieces_of
-from llmtrain.suites.suite import load_suite
+from llmtrain.eval.scores import Cache, write_json
+from llmtrain.eval.table import Evaluated, comparison, draw_curves, rows_of, scores_on_one_line, table_of
+from llmtrain.eval.texts import check_device
+from llmtrain.eval.units import EvalUnit, LazyModels, Options, units_of
+from llmtrain.export.request import Step
+from llmtrain.suites import load_suite
 
 VERSIONS_OF = ("lm_eval", "transformers", "torch", "datasets")
 
@@ -26,14 +28,13 @@ def evaluate(
     suite: str,
     *,
     over_time: bool = False,
-    step: int | None = None,
+    step: Step | None = None,
     limit: int | None = None,
     batch_size: int | None = None,
     data_dir: Path | None = None,
     device: str | None = None,
     baseline: Path | None = None,
     out: Path | None = None,
-    console: Console | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluate runs or model folders on a suite, write and show the results, and return them.
 
@@ -41,29 +42,38 @@ def evaluate(
     With `over_time`, every checkpoint of a run is evaluated. Processes other than the main one return an empty
     list. Raises UserError, with a one-line message, for input that cannot be evaluated.
     """
-    if over_time and step is not None:
-        raise UserError("--over-time is for all checkpoints and --step for one; leave one of them out")
-    console = console or Console(quiet=not is_main_process(), highlight=False)
+    check_arguments(
+        paths,
+        suite,
+        over_time=over_time,
+        step=step,
+        data_dir=data_dir,
+        device=device,
+        baseline=baseline,
+        out=out,
+    )
+    check_device(device)
+    console = Console(quiet=not is_main_process(), highlight=False)
     name, chosen, task_folders = load_suite(suite)
     options = Options(chosen, tuple(task_folders), data_dir, limit, batch_size or chosen.batch_size, device)
-    pieces = pieces_of(options)
+    units = units_of(options)
     everything = [*paths] if baseline is None or _same(baseline, paths) is not None else [*paths, baseline]
     found = [
         find_checkpoints(path, label, None if path not in paths else step, over_time and path in paths)
         for path, label in zip(everything, labels(everything), strict=True)
     ]
-    evaluated = [[_evaluate_one(each, pieces, options, name, out, console) for each in of_path] for of_path in found]
+    evaluated = [[_evaluate_one(each, units, options, name, out, console) for each in of_path] for of_path in found]
     if not is_main_process():
         return []
     reference = None if baseline is None else evaluated[_same(baseline, everything)][-1]
-    show = {piece.name: piece.show for piece in pieces}
+    show = {unit.name: unit.show for unit in units}
     results = []
     for path, of_path in zip(everything, evaluated, strict=True):
         for each in of_path:
             result = _result(name, each, reference, show)
             results.append(result)
-            if path in paths and (each is of_path[-1] or not over_time):
-                file = f"{name}.json" if step is None else f"{name}-step-{step:08d}.json"
+            if path in paths and each is of_path[-1]:
+                file = f"{name}.json" if step is None else f"{name}-step-{each.checkpoint.step:08d}.json"
                 write_json(_home(each.checkpoint, out) / file, result)
     newest = [of_path[-1] for of_path in evaluated]
     _show(name, newest, reference, show, console)
@@ -73,22 +83,22 @@ def evaluate(
 
 
 def _evaluate_one(
-    checkpoint: Checkpoint, pieces: Sequence[EvalUnit], options: Options, suite: str, out: Path | None, console: Console
+    checkpoint: Checkpoint, units: Sequence[EvalUnit], options: Options, suite: str, out: Path | None, console: Console
 ) -> Evaluated:
     """Evaluate one checkpoint, running only the units that are not in the cache."""
     cache = Cache(_home(checkpoint, out) / "cache", checkpoint.fingerprint())
-    done = {piece.name: cache.read(piece.name, piece.key) for piece in pieces}
+    done = {unit.name: cache.read(unit.name, unit.key) for unit in units}
     models = LazyModels(checkpoint.folder, options)
     where = checkpoint.label + ("" if checkpoint.step is None else f" step {checkpoint.step}")
-    missing = [piece for piece in pieces if done[piece.name] is None]
+    missing = [unit for unit in units if done[unit.name] is None]
     if not missing:
         console.print(f"{where}: evaluated on {suite} before", markup=False)
-    for number, piece in enumerate(missing, 1):
-        console.print(f"{where}: {piece.name} ({number} of {len(missing)})", markup=False)
-        if is_main_process() or piece.by_all:
-            done[piece.name] = piece.run(models)
+    for number, unit in enumerate(missing, 1):
+        console.print(f"{where}: {unit.name} ({number} of {len(missing)})", markup=False)
+        if is_main_process() or unit.by_all:
+            done[unit.name] = unit.run(models)
         if is_main_process():
-            cache.write(piece.name, piece.key, done[piece.name])
+            cache.write(unit.name, unit.key, done[unit.name])
     models.release()
     return Evaluated(checkpoint, done)
 
@@ -143,8 +153,6 @@ def _draw(
     out: Path | None,
     console: Console,
 ) -> None:
-    from llmtrain.eval.curves import draw_curves
-
     folder = out or _home(evaluated[0].checkpoint, None)
     write_json(folder / f"{suite}-over-time.json", {"suite": suite, "checkpoints": results})
     if rows_of(evaluated, show):

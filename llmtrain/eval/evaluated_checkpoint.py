@@ -1,17 +1,26 @@
-"""Checkpoints to evaluate: folders that transformers loads, and checkpoints of runs, exported to such folders first."""
+"""Checkpoints to evaluate: folders that transformers loads, and checkpoints of runs, exported to such folders first.
+
+Only the export imports torch, so that a mistyped path is reported at once."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtrain.errors import ModelError, UserError
-from llmtrain.train.integrity import NAME, list_checkpoints
+from safetensors import SafetensorError, safe_open
 
+from llmtrain.best_checkpoint import BEST
+from llmtrain.errors import ModelError, UserError
+from llmtrain.export.request import Step, choose_step, complete_checkpoints
+from llmtrain.parallel.world import environment_number
+
+NAME = re.compile(r"step-(\d{8})")
+"""Name of an export of the replicas' mean in fp32."""
 SMALL_FILES = (".json", ".txt", ".model")
 """Suffixes of configuration and tokenizer files."""
 WEIGHTS = (".safetensors", ".bin")
@@ -46,26 +55,48 @@ class Checkpoint:
         return digest.hexdigest()[:16]
 
 
-def find_checkpoints(path: Path, label: str, step: int | None, over_time: bool) -> list[Checkpoint]:
+def find_checkpoints(path: Path, label: str, step: Step | None, over_time: bool) -> list[Checkpoint]:
     """Return the checkpoints to evaluate for a path given by the user, oldest first.
 
-    Checkpoints of runs are exported, and every folder has passed `check_folder`. Raises UserError if the path is
-    neither a run nor a model, or if the step does not exist.
+    Checkpoints of runs are exported, and every folder has passed `check_folder`. Raises UserError if `check_path` does.
     """
-    if not path.is_dir():
-        raise ModelError(f"{path}: there is no such folder; give a run (runs/NAME) or a folder that transformers loads")
-    if not (path / "recipe.yaml").is_file():
-        found = [_of_model_folder(path, label, step)]
-    elif over_time:
-        steps = sorted({known for known, _ in list_checkpoints(path / "checkpoints")} | set(_exports(path)))
-        if not steps:
-            raise ModelError(f"{path} has no complete checkpoint; train it until it writes one (checkpoint.every)")
-        found = [_of_run(path, label, each) for each in steps]
-    else:
-        found = [_of_run(path, label, step)]
+    from llmtrain.export.folder import check_export
+
+    check_path(path, step)
+    if not _is_run(path):
+        check_export(path)
+        return [_of_model_folder(path, label)]
+    steps, step = _steps(path), choose_step(path, BEST) if step == BEST else step
+    found = [_of_run(path, label, each) for each in (steps if over_time else [max(steps) if step is None else step])]
     for checkpoint in found:
         check_folder(checkpoint.folder)
     return found
+
+
+def check_path(path: Path, step: Step | None) -> None:
+    """Raise UserError unless `path` is a model that transformers loads, or a run with something to evaluate after `step`."""
+    if not path.is_dir():
+        raise ModelError(f"{path}: there is no such folder; give a run (runs/NAME) or a folder that transformers loads")
+    if not _is_run(path):
+        if step not in (None, _step_of(path)):
+            raise UserError(f"--step {step}: {path} is one model, not a run with checkpoints; leave --step out")
+        check_folder(path)
+    elif environment_number("WORLD_SIZE", 1) > 1:
+        raise UserError(
+            f"{path} is a run, and several processes can't export it at once; first `llmtrain export {path}`, "
+            f"then evaluate the folder in {path}/export"
+        )
+    elif (step is None and not _steps(path)) or (step is not None and step not in _steps(path)):
+        choose_step(path, step)  # which says what there is
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "recipe.yaml").is_file()
+
+
+def _steps(run: Path) -> list[int]:
+    """Return the steps after which a run can be evaluated, oldest first."""
+    return sorted({*complete_checkpoints(run), *_exports(run)})
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
@@ -89,13 +120,11 @@ def check_folder(folder: Path) -> None:
 
     Weights in pytorch_model*.bin files are accepted without a check.
     """
-    from safetensors import SafetensorError, safe_open
-
     for name, what in (("config.json", "a model"), ("tokenizer_config.json", "a tokenizer")):
         if not (folder / name).is_file():
             raise ModelError(
                 f"{folder} has no {name}, so it is not a folder with {what} that transformers loads; "
-                "give a run, or what `python -m llmtrain export` made"
+                "give a run, or what `llmtrain export` made"
             )
     if any(folder.glob("pytorch_model*.bin")):
         return  # only loading such a file shows whether it is complete
@@ -120,33 +149,27 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _of_model_folder(path: Path, label: str, step: int | None) -> Checkpoint:
-    """Return the checkpoint in a model folder; its step is known if the folder is an export below a run."""
-    named = NAME.match(path.name)
-    run = path.resolve().parent.parent
-    known = int(named[1]) if named and (run / "recipe.yaml").is_file() else None
-    if step not in (None, known):
-        raise UserError(f"--step {step}: {path} is one model, not a run with checkpoints; leave --step out")
-    return Checkpoint(label, path, path, known, None if known is None else _tokens(run, known))
+def _step_of(folder: Path) -> int | None:
+    """Return the step of a model folder if it is an export below a run, else None."""
+    named = NAME.match(folder.name)
+    return int(named[1]) if named and _is_run(folder.resolve().parent.parent) else None
 
 
-def _of_run(run: Path, label: str, step: int | None) -> Checkpoint:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            f"{run} is a run, and several processes can't export it at once; first `python -m llmtrain export {run}`, "
-            f"then evaluate the folder in {run}/export"
-        )
-    exports = _exports(run)
-    there = dict(list_checkpoints(run / "checkpoints"))
-    if step is None:
-        step = max([*there, *exports], default=None)
-    if step in exports and step not in there:  # training deletes old checkpoints but not their exports
-        return Checkpoint(label, exports[step], run, step, _tokens(run, step))
+def _of_model_folder(path: Path, label: str) -> Checkpoint:
+    step = _step_of(path)
+    return Checkpoint(label, path, path, step, None if step is None else _tokens(path.resolve().parent.parent, step))
+
+
+def _of_run(run: Path, label: str, step: int) -> Checkpoint:
     from llmtrain.export.export import exported
+    from llmtrain.export.folder import check_export
     from llmtrain.export.source import find_source
 
-    source = find_source(run, step)
-    return Checkpoint(label, exported(run, source.step), run, source.step, source.tokens)
+    if step not in complete_checkpoints(run):  # training deletes old checkpoints but not their exports
+        folder = _exports(run)[step]
+        check_export(folder)
+        return Checkpoint(label, folder, run, step, _tokens(run, step))
+    return Checkpoint(label, exported(run, step), run, step, find_source(run, step).tokens)
 
 
 def _exports(run: Path) -> dict[int, Path]:
@@ -161,4 +184,5 @@ def _tokens(run: Path, step: int) -> int | None:
         lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
     except (OSError, ValueError):
         return None
-    return next((line["tokens"] for line in lines if line.get("step") == step and "tokens" in line), None)
+    found = (line for line in lines if isinstance(line, dict) and line.get("step") == step and "tokens" in line)
+    return next((line["tokens"] for line in found), None)

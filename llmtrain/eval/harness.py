@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,11 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.errors import DataError, ModelError, SuiteError
-from llmtrain.eval.cache import Entry
-from llmtrain.eval.scores import ACCURACIES, bits_per_byte, chance_of, choices_and_gold, per_document
+import numpy as np
+
+from llmtrain.errors import DataError, ModelError, SuiteError, first_line
+from llmtrain.eval.scores import ACCURACIES, Entry, bits_per_byte, chance_of
 from llmtrain.recipe_messages import closest
-from llmtrain.suites.suite import TaskSection, harness_version
+from llmtrain.suites import TaskSection, harness_version
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -46,16 +48,23 @@ def quiet() -> Iterator[None]:
 
 
 def load_model(folder: Path, batch_size: int | str, device: str | None) -> HFLM:
-    """Load the model as lm-eval's command line does with `--model hf --model_args pretrained=FOLDER`."""
+    """Load the model as lm-eval's command line does with `--model hf --model_args pretrained=FOLDER`.
+
+    Raises ModelError if transformers can't load it.
+    """
     with quiet():
         import torch
         from lm_eval.models.huggingface import HFLM
 
-        return HFLM(
-            pretrained=str(folder),
-            batch_size=batch_size,
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        )
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            return HFLM(pretrained=str(folder), batch_size=batch_size, device=device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # transformers, safetensors and tokenizers raise many kinds of errors for damage
+            raise ModelError(
+                f"{folder} can't be loaded by transformers ({first_line(error)}); export the model again"
+            ) from error
 
 
 def check_tasks(names: Sequence[str], local: Sequence[str], folders: tuple[Path, ...], data_dir: Path | None) -> None:
@@ -66,6 +75,9 @@ def check_tasks(names: Sequence[str], local: Sequence[str], folders: tuple[Path,
     harness_version()
     if set(names) <= set(local):
         return  # listing lm-eval's own thousands of tasks takes many seconds
+    print(
+        "reading the list of lm-evaluation-harness's tasks, which takes a minute or more", file=sys.stderr, flush=True
+    )
     known = task_manager(folders, data_dir, True).all_tasks
     unknown = next((name for name in names if name not in known), None)
     if unknown:
@@ -90,8 +102,8 @@ def task_manager(folders: tuple[Path, ...], data_dir: Path | None, with_defaults
 def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], manager: TaskManager) -> Entry | None:
     """Evaluate one task, group or tag; return None on all but the main process.
 
-    Raises DataError if the task's data is not available, SuiteError if the task does not accept the given few_shot,
-    and ModelError if an answer is longer than the model's context.
+    Raises DataError if the task's data is not available or damaged, SuiteError if the task does not accept the given
+    few_shot, and ModelError if an answer is longer than the model's context or has no loss.
     """
     with quiet():
         from lm_eval import simple_evaluate
@@ -103,6 +115,10 @@ def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], 
             raise DataError(
                 f"task {section.task}: its data can't be had ({reason}); without internet, take --suite offline with --data-dir"
             ) from None
+        except ValueError as error:  # of JSON, text encodings and columns
+            raise DataError(
+                f"task {section.task}: its data can't be read ({first_line(error)}); mend the file"
+            ) from error
         fixed = next((name for name, task in loaded["tasks"].items() if task.get_config("num_fewshot") == 0), None)
         if section.few_shot and fixed:
             raise SuiteError(
@@ -123,7 +139,10 @@ def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], 
             raise
     if results is None:
         return None
-    return entry_of(results)
+    entry = entry_of(results)
+    if any(math.isnan(nll) for answers in entry.answers.values() for nll in answers.get("nll", ())):
+        raise ModelError(f"task {section.task}: the model's losses are not numbers; evaluate another checkpoint")
+    return entry
 
 
 def check_answers_fit(tasks: Mapping[str, Task], model: HFLM) -> None:
@@ -180,12 +199,56 @@ def _leaves(group: str, results: Mapping[str, Any]) -> set[str]:
 def _scores(metrics: Mapping[str, Any]) -> dict[str, float | None]:
     """Return {metric: value}, with lm-eval's `acc,none` shortened to `acc`; other filters keep their names.
 
-    A value that is not a number, such as an unknown standard error, becomes None.
+    A value that is not a finite number, such as an unknown standard error, becomes None, because JSON has no other.
     """
     scores: dict[str, float | None] = {}
     for key, value in metrics.items():
         metric, comma, variant = key.partition(",")
         if comma:
             name = metric if variant == "none" else key
-            scores[name] = float(value) if isinstance(value, int | float) else None
+            scores[name] = float(value) if isinstance(value, int | float) and math.isfinite(value) else None
     return scores
+
+
+def per_document(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the per-document results of one task as lists of equal length, in the order of documents.
+
+    `doc` identifies the document, and each numeric metric has a list. `nll` and `bytes` are the negative
+    log-likelihood in nats and the UTF-8 bytes of the right answer as lm-evaluation-harness requested it (with the
+    leading space); they are absent unless every document has a single right answer. If a task has several filters,
+    a document appears once per filter, and only `doc` is returned.
+    """
+    ordered = sorted(samples, key=lambda sample: sample["doc_id"])
+    kept: dict[str, list[Any]] = {"doc": [f"{s['doc_id']}:{str(s['doc_hash'])[:8]}" for s in ordered]}
+    filters = {str(sample["filter"]) for sample in ordered}
+    for metric in ordered[0]["metrics"] if len(filters) == 1 else ():
+        values = [sample[metric] for sample in ordered]
+        if all(isinstance(value, int | float | np.number) for value in values):
+            kept[metric] = [float(value) for value in values]
+    right = [_right_answer(sample) for sample in ordered]
+    if len(filters) == 1 and all(right):
+        kept["nll"], kept["bytes"] = (list(column) for column in zip(*right, strict=True))
+    return kept
+
+
+def choices_and_gold(samples: Sequence[Mapping[str, Any]]) -> tuple[list[list[str]], list[Any]]:
+    """Return the compared continuations and the right answer of each multiple-choice document."""
+    choices = [[argument[1] for argument in sample["arguments"]] for sample in samples]
+    return choices, [sample["target"] for sample in samples]
+
+
+def _right_answer(sample: Mapping[str, Any]) -> tuple[float, int] | None:
+    """Return (nll, bytes) of the right continuation, or None unless there is exactly one with a log-likelihood."""
+    arguments, responses, target = sample["arguments"], sample["filtered_resps"], sample["target"]
+    if any(len(argument) != 2 or not isinstance(argument[1], str) for argument in arguments):
+        return None
+    if len(arguments) == 1:
+        index = 0
+    elif isinstance(target, int) and 0 <= target < len(arguments):
+        index = target
+    else:
+        return None
+    response = responses[index]
+    if not (isinstance(response, tuple | list) and len(response) == 2):
+        return None
+    return -float(response[0]), len(arguments[index][1].encode())

@@ -1,20 +1,87 @@
-"""Scores computed from per-document results: chance levels, bits per byte, and the data for paired tests."""
+"""Scores of evaluation units: their cache, their statistics, and paired tests of two models on the same documents."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from llmtrain.errors import UserError
+from llmtrain.files import atomic_write
+
+Key = dict[str, Any]
+"""Values that a result depends on besides the checkpoint, as plain JSON."""
+Answers = Mapping[str, Sequence[Any]]
+"""{column: one value per document} for one task; see `harness.per_document`."""
 ACCURACIES = ("acc", "acc_norm", "acc_bytes")
 """Metrics that have a chance level."""
 STANDARD_ERRORS = 2.0
 """Largest distance from the chance level, in standard errors, that counts as near chance."""
+MCNEMAR = "McNemar's exact test"
+BOOTSTRAP = "paired bootstrap"
+RESAMPLES = 10_000
 
-Verdict = Literal["near chance", "below chance", ""]
+
+class Entry(BaseModel):
+    """Results of one task, text file or set of prompts for one checkpoint."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    scores: dict[str, dict[str, int | float | None]] = {}
+    """{name: {metric: value, metric_stderr: standard error or None, n: number of documents}}."""
+    about: dict[str, dict[str, Any]] = {}
+    """{name: {version, few_shot (text: window), members, chance}}; `chance` is absent if there is no chance level."""
+    shown: list[str] = []
+    """Names to show in the table; a group is shown instead of its members."""
+    answers: dict[str, dict[str, list[Any]]] = {}
+    """{task: {column: one value per document}}; see `harness.per_document`."""
+    written: list[dict[str, str]] = []
+    """[{prompt, text}] for each prompt of the suite; `text` includes the prompt."""
+
+
+class Cache:
+    """Cached results of one checkpoint: one JSON file per finished evaluation unit."""
+
+    def __init__(self, folder: Path, fingerprint: str):
+        self.folder, self.fingerprint = folder, fingerprint
+
+    def path(self, name: str, key: Key) -> Path:
+        text = json.dumps(self._full_key(key), sort_keys=True)
+        return self.folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+
+    def read(self, name: str, key: Key) -> Entry | None:
+        """Return the cached entry, or None if the unit is not finished or its file is damaged."""
+        try:
+            content = json.loads(self.path(name, key).read_text())
+            return Entry.model_validate(content["entry"]) if content["key"] == self._full_key(key) else None
+        except (OSError, ValueError, KeyError, TypeError, ValidationError):
+            return None
+
+    def write(self, name: str, key: Key, entry: Entry) -> None:
+        write_json(self.path(name, key), {"key": self._full_key(key), "entry": entry.model_dump()})
+
+    def _full_key(self, key: Key) -> Key:
+        return {"checkpoint": self.fingerprint, **key}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON atomically: after a crash, the file has either its old or its new content.
+
+    Raises UserError if the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise UserError(f"{path} can't be written ({error.strerror}); choose another folder with --out") from None
 
 
 def chance_of(choices: Sequence[Sequence[str]], gold: Sequence[Any]) -> float:
@@ -29,7 +96,7 @@ def chance_of(choices: Sequence[Sequence[str]], gold: Sequence[Any]) -> float:
     return max(guess, commonest)
 
 
-def verdict(value: float, stderr: float, chance: float, n: int) -> Verdict:
+def verdict(value: float, stderr: float, chance: float, n: int) -> str:
     """Classify an accuracy as near chance, below chance, or above chance (the empty string).
 
     The standard error is the larger of the score's own and that of chance with `n` documents, because a score of 0
@@ -60,45 +127,69 @@ def bits_per_byte(nll: Sequence[float], byte_counts: Sequence[float]) -> tuple[f
     return value / math.log(2), None if error is None else error / math.log(2)
 
 
-def per_document(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the per-document results of one task as lists of equal length, in the order of documents.
+@dataclass(frozen=True)
+class PairedTest:
+    """Result of a paired test of a model against the baseline on `n` documents."""
 
-    `doc` identifies the document, and each numeric metric has a list. `nll` and `bytes` are the negative
-    log-likelihood in nats and the UTF-8 bytes of the right answer as lm-evaluation-harness requested it (with the
-    leading space); they are absent unless every document has a single right answer. If a task has several filters,
-    a document appears once per filter, and only `doc` is returned.
+    difference: float
+    """The model's score minus the baseline's."""
+    p: float
+    """Two-sided p-value."""
+    test: str
+    n: int
+
+
+def mcnemar(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the two-sided exact p-value of right/wrong answers (1/0) to the same questions.
+
+    Under the null hypothesis, each question that only one model answered correctly is a fair coin toss.
     """
-    ordered = sorted(samples, key=lambda sample: sample["doc_id"])
-    kept: dict[str, list[Any]] = {"doc": [f"{s['doc_id']}:{str(s['doc_hash'])[:8]}" for s in ordered]}
-    filters = {str(sample["filter"]) for sample in ordered}
-    for metric in ordered[0]["metrics"] if len(filters) == 1 else ():
-        values = [sample[metric] for sample in ordered]
-        if all(isinstance(value, int | float | np.number) for value in values):
-            kept[metric] = [float(value) for value in values]
-    right = [_right_answer(sample) for sample in ordered]
-    if len(filters) == 1 and all(right):
-        kept["nll"], kept["bytes"] = (list(column) for column in zip(*right, strict=True))
-    return kept
+    only_ours = sum(a > b for a, b in zip(ours, theirs, strict=True))
+    only_theirs = sum(b > a for a, b in zip(ours, theirs, strict=True))
+    n, fewer = only_ours + only_theirs, min(only_ours, only_theirs)
+    tail = sum(math.comb(n, k) for k in range(fewer + 1))
+    return min(1.0, 2 * tail / 2**n)
 
 
-def choices_and_gold(samples: Sequence[Mapping[str, Any]]) -> tuple[list[list[str]], list[Any]]:
-    """Return the compared continuations and the right answer of each multiple-choice document."""
-    choices = [[argument[1] for argument in sample["arguments"]] for sample in samples]
-    return choices, [sample["target"] for sample in samples]
+def paired_bootstrap(ours: Sequence[float], theirs: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the two-sided p-value of the difference between two ratios of sums with the same denominator.
+
+    Such ratios are nats per byte or per token, with `weights` as the denominators of the documents. The p-value
+    follows from how often the difference changes sign when documents are resampled.
+    """
+    difference = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
+    weight = np.asarray(weights, dtype=np.float64)
+    draw = np.random.default_rng(0)
+    chunk = max(1, 4_000_000 // len(difference))
+    signs = np.zeros(2, dtype=np.int64)
+    for done in range(0, RESAMPLES, chunk):
+        chosen = draw.integers(len(difference), size=(min(chunk, RESAMPLES - done), len(difference)))
+        means = difference[chosen].sum(axis=1) / weight[chosen].sum(axis=1)
+        signs += (means <= 0).sum(), (means >= 0).sum()
+    return min(1.0, 2 * (int(signs.min()) + 1) / (RESAMPLES + 1))
 
 
-def _right_answer(sample: Mapping[str, Any]) -> tuple[float, int] | None:
-    """Return (nll, bytes) of the right continuation, or None unless there is exactly one with a log-likelihood."""
-    arguments, responses, target = sample["arguments"], sample["filtered_resps"], sample["target"]
-    if any(len(argument) != 2 or not isinstance(argument[1], str) for argument in arguments):
+def compare(ours: Sequence[Answers], theirs: Sequence[Answers], metric: str) -> PairedTest | None:
+    """Test two models on one score, given their results on the score's tasks (several for a group).
+
+    Bits per byte uses the paired bootstrap, and metrics of 0 and 1 use McNemar's exact test. Returns None if the
+    documents differ or the metric has no test.
+    """
+    if len(ours) != len(theirs) or any(a["doc"] != b["doc"] for a, b in zip(ours, theirs, strict=True)):
         return None
-    if len(arguments) == 1:
-        index = 0
-    elif isinstance(target, int) and 0 <= target < len(arguments):
-        index = target
-    else:
+    n = sum(len(task["doc"]) for task in ours)
+    if metric == "bits_per_byte":
+        mine, other, weights = _joined(ours, "nll"), _joined(theirs, "nll"), _joined(ours, "bytes")
+        if not (mine and other) or weights != _joined(theirs, "bytes"):
+            return None
+        total = math.log(2) * sum(weights)
+        return PairedTest((sum(mine) - sum(other)) / total, paired_bootstrap(mine, other, weights), BOOTSTRAP, n)
+    mine, other = _joined(ours, metric), _joined(theirs, metric)
+    if not (mine and other) or not set(mine) | set(other) <= {0.0, 1.0}:
         return None
-    response = responses[index]
-    if not (isinstance(response, tuple | list) and len(response) == 2):
-        return None
-    return -float(response[0]), len(arguments[index][1].encode())
+    return PairedTest((sum(mine) - sum(other)) / n, mcnemar(mine, other), MCNEMAR, n)
+
+
+def _joined(tasks: Sequence[Answers], key: str) -> list[float]:
+    """Return the values of all tasks as one list, or an empty list if any task lacks them."""
+    return [value for task in tasks for value in task[key]] if all(key in task for task in tasks) else []

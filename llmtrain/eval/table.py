@@ -1,22 +1,25 @@
-"""Terminal table that compares results: one column per run, one row per score of a task."""
+"""Comparison of results: a terminal table with a column per run and a row per score, and curves over training."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.table import Table
 
-from llmtrain.eval.cache import Entry
 from llmtrain.eval.evaluated_checkpoint import Checkpoint
-from llmtrain.eval.scores import ACCURACIES, verdict
-from llmtrain.eval.significance import PairedTest, compare
-from llmtrain.train.console import format_si
+from llmtrain.eval.scores import ACCURACIES, Entry, PairedTest, compare, verdict
+from llmtrain.train.loggers import format_si
 
 NOTES = {
     "near chance": "near chance: within 2 standard errors of what guessing gives; such a score says nothing about the model",
     "below chance": "below chance: more than 2 standard errors below what guessing gives",
 }
+
+Point = tuple[float, float, float]
+"""(tokens or steps, value, standard error); the standard error is 0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Evaluated:
 class Row:
     """Row of the table: one metric of one task, group or text file."""
 
-    piece: str
+    unit: str
     name: str
     metric: str
 
@@ -39,15 +42,15 @@ class Row:
 def rows_of(evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]]) -> list[Row]:
     """Return the rows of the table in the suite's order, without metrics that a task does not have."""
     rows = []
-    for piece, metrics in show.items():
-        entry = evaluated[0].entries[piece]
-        rows += [Row(piece, name, m) for name in entry.shown for m in metrics if m in entry.scores[name]]
+    for unit, metrics in show.items():
+        entry = evaluated[0].entries[unit]
+        rows += [Row(unit, name, m) for name in entry.shown for m in metrics if m in entry.scores[name]]
     return rows
 
 
 def comparison(ours: Evaluated, theirs: Evaluated, row: Row) -> PairedTest | None:
     """Return the paired test of two checkpoints on one score, or None if the score cannot be tested."""
-    a, b = ours.entries[row.piece], theirs.entries[row.piece]
+    a, b = ours.entries[row.unit], theirs.entries[row.unit]
     if row.name not in a.about or row.name not in b.about:
         return None
     sides = [[entry.answers[task] for task in entry.about[row.name]["members"]] for entry in (a, b)]
@@ -77,14 +80,14 @@ def cell(entry: Entry, row: Row) -> str:
 
 def scores_on_one_line(each: Evaluated, show: Mapping[str, Sequence[str]]) -> str:
     """Format the first score of each task on one line: `arc_easy acc_norm 0.253 ± 0.009 near chance, ...`."""
-    first = {(row.piece, row.name): row for row in reversed(rows_of([each], show))}
+    first = {(row.unit, row.name): row for row in reversed(rows_of([each], show))}
     parts = []
-    for (piece, name), row in reversed(first.items()):
-        scores = each.entries[piece].scores[name]
+    for (unit, name), row in reversed(first.items()):
+        scores = each.entries[unit].scores[name]
         value, error = scores[row.metric], scores.get(f"{row.metric}_stderr")
         if value is not None:
             text = f"{name} {row.metric} {value:.3f}" + ("" if error is None else f" ± {error:.3f}")
-            parts.append(f"{text} {verdict_of(each.entries[piece], row)}".rstrip())
+            parts.append(f"{text} {verdict_of(each.entries[unit], row)}".rstrip())
     return ", ".join(parts)
 
 
@@ -102,7 +105,7 @@ def table_of(
     for row in rows_of(evaluated, show):
         cells = []
         for each in evaluated:
-            entry = each.entries[row.piece]
+            entry = each.entries[row.unit]
             text = cell(entry, row)
             compared = comparison(each, baseline, row) if baseline and each is not baseline else None
             if compared:
@@ -111,7 +114,7 @@ def table_of(
             called = verdict_of(entry, row) if row.name in entry.scores else ""
             notes += [NOTES[called]] if called else []
             cells.append(text)
-        documents = evaluated[0].entries[row.piece].scores[row.name]["n"]
+        documents = evaluated[0].entries[row.unit].scores[row.name]["n"]
         table.add_row(row.name, row.metric, f"{documents:,}", *cells)
     if tests:
         notes.append(
@@ -128,3 +131,49 @@ def _heading(each: Evaluated, baseline: Evaluated | None) -> str:
         tokens = "" if checkpoint.tokens is None else f", {format_si(checkpoint.tokens)} tokens"
         lines.append(f"step {checkpoint.step}{tokens}")
     return "\n".join(lines)
+
+
+def lines_of(evaluated: Sequence[Evaluated], row: Row, over_tokens: bool) -> dict[str, list[Point]]:
+    """Return {run: points} for one score, in order of training."""
+    lines: dict[str, list[Point]] = {}
+    for each in evaluated:
+        checkpoint, scores = each.checkpoint, each.entries[row.unit].scores.get(row.name, {})
+        place = checkpoint.tokens if over_tokens else checkpoint.step
+        value = scores.get(row.metric)
+        if value is not None and place is not None:
+            error = scores.get(f"{row.metric}_stderr") or 0.0
+            lines.setdefault(checkpoint.label, []).append((place, value, error))
+    return {label: sorted(points) for label, points in lines.items()}
+
+
+def draw_curves(evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]], title: str, target: Path) -> None:
+    """Plot the scores with error bars of one standard error, and save the figure as a PNG.
+
+    The x axis shows training tokens, or steps if the tokens of any checkpoint are unknown. A dashed line marks the
+    chance level of accuracies.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    rows = rows_of(evaluated, show)
+    over_tokens = all(each.checkpoint.tokens is not None for each in evaluated)
+    columns = min(3, len(rows))
+    height = math.ceil(len(rows) / columns)
+    figure = Figure(figsize=(4.6 * columns, 3.4 * height), layout="constrained")
+    figure.suptitle(title)
+    panels = figure.subplots(height, columns, squeeze=False).flat
+    for panel in list(panels)[len(rows) :]:
+        panel.set_visible(False)
+    for row, panel in zip(rows, figure.axes, strict=False):
+        for label, points in lines_of(evaluated, row, over_tokens).items():
+            places, values, errors = zip(*points, strict=True)
+            panel.errorbar(places, values, errors, marker="o", markersize=4, capsize=2, label=label)
+        chance = evaluated[0].entries[row.unit].about[row.name].get("chance")
+        if chance is not None and row.metric.startswith("acc"):
+            panel.axhline(chance, linestyle="--", color="grey", label="chance")
+        panel.set(title=row.name, ylabel=row.metric, xlabel="training tokens" if over_tokens else "steps")
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize="small")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=130)

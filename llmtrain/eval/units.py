@@ -10,10 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.eval import texts
-from llmtrain.eval.cache import Entry, Key
 from llmtrain.eval.harness import check_tasks, load_model, run_task, task_manager
-from llmtrain.suites.local_tasks import data_file, digest_of, digests, local_tasks
-from llmtrain.suites.suite import SamplesSection, Suite, TaskSection, TextSection, harness_version
+from llmtrain.eval.scores import Entry, Key
+from llmtrain.suites import (
+    SamplesSection,
+    Suite,
+    TaskSection,
+    TextSection,
+    data_file,
+    digest_of,
+    digests,
+    harness_version,
+    local_tasks,
+)
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
@@ -73,7 +82,7 @@ class EvalUnit:
     """True if all processes of a launcher share the work, False if only the main process works."""
 
 
-def pieces_of(options: Options) -> list[EvalUnit]:
+def units_of(options: Options) -> list[EvalUnit]:
     """Return the evaluation units of a suite.
 
     Raises UserError, before any model is loaded, for an unknown task or missing local data.
@@ -89,15 +98,15 @@ def pieces_of(options: Options) -> list[EvalUnit]:
         if task:
             data = digests(options.data_dir, task.files, f"task {task.name}")
             of_files = {"task_files": digest_of(task.folder), "data": data}
-        found.append(_task_piece(section, options, of_files, with_defaults=task is None))
+        found.append(_task_unit(section, options, of_files, with_defaults=task is None))
     for section in suite.texts:
-        found.append(_text_piece(section, options))
+        found.append(_text_unit(section, options))
     if suite.samples:
-        found.append(_samples_piece(suite.samples))
+        found.append(_samples_unit(suite.samples))
     return found
 
 
-def _task_piece(section: TaskSection, options: Options, of_files: Key, with_defaults: bool) -> EvalUnit:
+def _task_unit(section: TaskSection, options: Options, of_files: Key, with_defaults: bool) -> EvalUnit:
     limit = options.limited(section.limit)
     key = {"kind": "lm_eval", "lm_eval": harness_version(), "task": section.task, "few_shot": section.few_shot}
     return EvalUnit(
@@ -114,7 +123,7 @@ def _task_piece(section: TaskSection, options: Options, of_files: Key, with_defa
     )
 
 
-def _text_piece(section: TextSection, options: Options) -> EvalUnit:
+def _text_unit(section: TextSection, options: Options) -> EvalUnit:
     limit = options.limited(section.limit)
     path = data_file(options.data_dir, section.file, f"text {section.name}")
     how = section.model_dump(include={"separator", "every", "window"})
@@ -128,7 +137,7 @@ def _text_piece(section: TextSection, options: Options) -> EvalUnit:
     )
 
 
-def _samples_piece(section: SamplesSection) -> EvalUnit:
+def _samples_unit(section: SamplesSection) -> EvalUnit:
     return EvalUnit(
         "samples",
         {"kind": "samples", "protocol": texts.PROTOCOL, **section.model_dump(mode="json")},

@@ -15,10 +15,10 @@ from huggingface_hub import EvalResult, ModelCardData
 import llmtrain
 from llmtrain.data.sources import HUB
 from llmtrain.export.folder import Manifest
+from llmtrain.export.request import WeightSource
 from llmtrain.export.source import Source
-from llmtrain.export.weights import WeightSource
 from llmtrain.recipe_loader import resolved_yaml
-from llmtrain.train.console import format_si
+from llmtrain.train.loggers import format_si
 
 
 def model_card(source: Source, manifest: Manifest) -> str:
@@ -27,11 +27,12 @@ def model_card(source: Source, manifest: Manifest) -> str:
     The evaluation results are those in the run's `eval/` for this step.
     """
     scores = read_scores(source.run / "eval", source.step)
-    name = source.recipe.run.name
+    name, start = source.recipe.run.name, source.state.get("from_weights")
+    how = "pretrained from scratch" if start is None else f"trained further from `{start['path']}`"
     parts = [
         f"---\n{_header(source, scores)}\n---",
         f"# {name}",
-        f"A {source.recipe.model.type} language model of {format_si(manifest.parameters)} parameters, pretrained from scratch with "
+        f"A {source.recipe.model.type} language model of {format_si(manifest.parameters)} parameters, {how} with "
         f"llmtrain {llmtrain.__version__}.",
         _table(("", ""), _facts(source, manifest)),
         "## Use",
@@ -72,9 +73,11 @@ def _facts(source: Source, manifest: Manifest) -> list[tuple[str, str]]:
     replicas, shard = state["mesh"]
     progress = state["ranks"][0]
     engine = f"ZeRO-{recipe.parallel.zero_stage}" if recipe.parallel.engine == "zero" else "FSDP2"
+    start = state.get("from_weights")
     training, validation = progress["last_line"].get("train/loss"), progress["last_eval"]
     facts = [
         ("method", f"`{recipe.sync.method}`: {progress['method']['report']['count']} synchronizations"),
+        ("started from", None if start is None else f"`{start['path']}`, digest `{start['digest']}`"),
         ("steps", f"{source.step:,} of {recipe.train.total_steps:,}"),
         ("tokens", f"{source.tokens:,}, sequences of {recipe.train.sequence_length:,}"),
         ("data", f"`{recipe.data.source}`, tokenizer `{recipe.data.tokenizer}`"),
@@ -98,7 +101,8 @@ def _facts(source: Source, manifest: Manifest) -> list[tuple[str, str]]:
 
 def _loss(validation: dict[str, Any], step: int) -> str:
     loss = validation["loss"]
-    return f"{loss:.4f} nats per token (perplexity {math.exp(loss):.2f}), replicas' mean after step {step:,}"
+    perplexity = f"{math.exp(loss):.2f}" if loss < LARGEST_LOSS else "over e^100"
+    return f"{loss:.4f} nats per token (perplexity {perplexity}), replicas' mean after step {step:,}"
 
 
 def _usage(source: Source) -> str:
@@ -107,7 +111,8 @@ def _usage(source: Source) -> str:
         "model = AutoModelForCausalLM.from_pretrained(FOLDER)\n"
         "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n```\n\n"
         f"In training every text ended with `{source.load_tokenizer().eos_token}` and nothing else was added: begin a "
-        "prompt with that token, and encode with `add_special_tokens=False`."
+        "prompt with `tokenizer.eos_token_id`, and encode with `add_special_tokens=False`. A special token that a text "
+        "spells out is text like any other (`split_special_tokens`), as it was in training."
     )
 
 
@@ -123,6 +128,8 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
+LARGEST_LOSS = 100.0
+"""Loss of a run that diverged, whose perplexity has too many digits for a card."""
 COUNTS = ("n", "tokens", "bytes")
 """Keys of results that are counts, not scores."""
 

@@ -2,63 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.data.tokenizer import vocab_size
-from llmtrain.errors import UserError
 from llmtrain.export.card import model_card
 from llmtrain.export.folder import (
     CARD,
-    DTYPES,
+    TORCH_DTYPES,
     Manifest,
+    can_write,
     copy_tokenizer,
     locked,
+    note,
     read_manifest,
     replacing,
-    sizes,
     write_configs,
     write_manifest,
     write_weights,
+    written_files,
 )
 from llmtrain.export.parity import check_logits, check_tokenizer
-from llmtrain.export.source import Source, find_source
-from llmtrain.export.weights import MEAN, ChosenWeights, FullTensorReader, WeightSource
+from llmtrain.export.request import Request, Step
+from llmtrain.export.source import ChosenWeights, Source, find_source
 from llmtrain.model import build, model_config
-from llmtrain.train.console import format_si
+from llmtrain.train.loggers import format_si
 
 MAX_SHARD_SIZE = "5GB"
 
 
-@dataclass(frozen=True)
-class Request:
-    """Export options: weights, dtype and file size."""
-
-    weights: WeightSource = MEAN
-    dtype: str = "fp32"
-    max_shard_size: str | None = None
-    """Maximum size of a weight file. None: that of an existing export, or else MAX_SHARD_SIZE."""
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise UserError(f"--dtype is {self.dtype!r}; expected {' or '.join(DTYPES)}")
-
-    def folder_of(self, source: Source) -> Path:
-        """Return the default folder below the run; its name contains weights and dtype that are not the default."""
-        weights = "" if self.weights == MEAN else f"-{self.weights}".replace(":", "")
-        dtype = "" if self.dtype == "fp32" else f"-{self.dtype}"
-        return source.run / "export" / f"step-{source.step:08d}{weights}{dtype}"
-
-    def is_met_by(self, manifest: Manifest, source: Source) -> bool:
-        """Return whether an existing export has the requested checkpoint, weights, dtype and file size."""
-        return (
-            (manifest.step, manifest.checkpoint) == (source.step, source.digest)
-            and (manifest.weights, manifest.dtype) == (str(self.weights), self.dtype)
-            and self.max_shard_size in (None, manifest.max_shard_size)
-        )
-
-
-def exported(run: Path, step: int | None = None) -> Path:
+def exported(run: Path, step: Step | None = None) -> Path:
     """Return a folder that transformers loads, with the replicas' mean of `run` after `step` in fp32.
 
     `step` None means the newest checkpoint. A complete export of the same checkpoint is reused. In any case, the
@@ -74,18 +46,25 @@ def export(source: Source, request: Request, out: Path | None = None) -> tuple[P
     Existing exports, the model card and errors are handled as in `exported`.
     """
     final = out or request.folder_of(source)
+    if not can_write(final):  # another user's, perhaps, of which nothing has to change
+        manifest = read_manifest(final)
+        if manifest is not None and request.is_met_by(manifest, source):
+            return final, manifest
     with locked(final):
         manifest = read_manifest(final)
         if manifest is None or not request.is_met_by(manifest, source):
             with replacing(final) as folder:
+                note(f"exporting {source.checkpoint}")
                 manifest = _write(source, request, folder)
-        (final / CARD).write_text(model_card(source, manifest))
+                (folder / CARD).write_text(model_card(source, manifest))
+        else:
+            (final / CARD).write_text(model_card(source, manifest))
     return final, manifest
 
 
 def describe(folder: Path, manifest: Manifest) -> str:
     """Return the summary of an export that the command prints."""
-    weights = [size for name, size in manifest.files.items() if name.endswith(".safetensors")]
+    weights = [size for name, (size, _) in manifest.files.items() if name.endswith(".safetensors")]
     files = "1 file" if len(weights) == 1 else f"{len(weights)} files"
     return (
         f"{folder}: {manifest.weights} after step {manifest.step}, {format_si(manifest.parameters)} parameters in "
@@ -94,12 +73,14 @@ def describe(folder: Path, manifest: Manifest) -> str:
 
 
 def _write(source: Source, request: Request, folder: Path) -> Manifest:
+    source.check_digests()
     tokenizer = source.load_tokenizer()
     config = model_config(source.recipe.model, vocab_size(tokenizer))
     model = build(config, source.recipe.parallel.loss_chunk)
-    weights = ChosenWeights(FullTensorReader(source.checkpoint), source.state, request.weights)
+    weights = ChosenWeights(source.open_tensors(), source.state, request.weights)
     weights.check_model(model)
-    dtype, size = DTYPES[request.dtype], request.max_shard_size or MAX_SHARD_SIZE
+    source.check_recipe()
+    dtype, size = TORCH_DTYPES[request.dtype], request.max_shard_size or MAX_SHARD_SIZE
     write_weights(weights, folder, dtype, size)
     of_training = model_config(source.recipe.model, vocab_size(tokenizer))  # `write_configs` changes `config`
     write_configs(config, type(model.causal_lm).__name__, tokenizer.eos_token_id, folder, dtype)
@@ -114,7 +95,7 @@ def _write(source: Source, request: Request, folder: Path) -> Manifest:
         max_shard_size=size,
         parameters=sum(shape.numel() for shape in weights.shapes.values()),
         parity=parity,
-        files=sizes(folder),
+        files=written_files(folder),
     )
     write_manifest(folder, manifest)
     return manifest

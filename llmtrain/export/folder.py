@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +15,15 @@ import torch
 from filelock import FileLock, Timeout
 from huggingface_hub import split_torch_state_dict_into_shards
 from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import GenerationConfig, PretrainedConfig
 
-from llmtrain.errors import UserError
+from llmtrain.errors import ModelError, UserError, first_line
 from llmtrain.export.parity import Parity
-from llmtrain.export.weights import ChosenWeights
+from llmtrain.export.request import DTYPES
+from llmtrain.export.source import TOKENIZER_CONFIG, ChosenWeights
+from llmtrain.train.checkpoint_files import Digest, digests, find_corruption
 
 MANIFEST = "export.json"
 CARD = "README.md"
@@ -29,7 +34,7 @@ LOCK_SECONDS = 3600.0
 class Manifest(BaseModel, extra="forbid", frozen=True):
     """Manifest of an exported folder (export.json), which records what the folder was made from."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     step: int
     weights: str
     dtype: str
@@ -38,18 +43,25 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
     max_shard_size: str
     parameters: int
     parity: Parity
-    files: dict[str, int]
-    """Bytes of every file except this one and the model card, which every export command rewrites."""
+    files: dict[str, Digest]
+    """Size and digest of every file except this one and the model card, which every export command rewrites."""
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of `folder`, or None unless it is an export whose files all have their recorded size."""
+    """Return the manifest of `folder`, or None unless it is an export whose files are all as they were written."""
     try:
         manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
     except (OSError, ValidationError):
         return None
-    whole = all((folder / name).is_file() and (folder / name).stat().st_size == n for name, n in manifest.files.items())
-    return manifest if whole else None
+    return manifest if find_corruption(folder, manifest.files) is None else None
+
+
+def check_export(folder: Path) -> None:
+    """Raise ModelError if `folder` is an export, and one of its files is not what was written."""
+    if (folder / MANIFEST).is_file() and read_manifest(folder) is None:
+        raise ModelError(
+            f"{folder} is damaged, or an older version wrote it: its files are not those in {MANIFEST}; export the model again"
+        )
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -57,32 +69,55 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
 
 
-def sizes(folder: Path) -> dict[str, int]:
-    """Return the bytes of each file in `folder` except the model card."""
-    return {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != CARD}
+def written_files(folder: Path) -> dict[str, Digest]:
+    """Return the size and digest of each file in `folder` except the model card."""
+    return digests(folder, [file.name for file in sorted(folder.iterdir()) if file.name != CARD])
+
+
+def note(text: str) -> None:
+    """Say on stderr what is being done, because stdout is for results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def can_write(folder: Path) -> bool:
+    """Return whether this process may write files in `folder` and next to it."""
+    return os.access(folder, os.W_OK) and os.access(folder.parent, os.W_OK)
 
 
 @contextmanager
-def locked(final: Path, timeout: float = LOCK_SECONDS) -> Iterator[None]:
-    """Hold a lock that lets one process at a time export to `final`.
+def locked(final: Path) -> Iterator[None]:
+    """Hold a lock that lets one process at a time export to `final`. Waiting for it is announced.
 
-    Raises UserError if the lock is not available within `timeout` seconds, or if the folder cannot be written.
+    Raises UserError if the lock is not available within LOCK_SECONDS, or at once if the folder cannot be written.
     """
-    lock = FileLock(final.parent / f".{final.name}.lock", timeout=timeout)
+    path = final.parent / f".{final.name}.lock"
+    lock = FileLock(path)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        path.touch()  # where no file can be made, FileLock retries until its time is over
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            note(f"waiting for another process that exports to {final} (it holds {path}), at most {LOCK_SECONDS:g} s")
+            lock.acquire(timeout=LOCK_SECONDS)
     except Timeout:
         raise UserError(
-            f"{final}: another process has been exporting it for {timeout:g} s (it holds {lock.lock_file}); wait for it "
-            "or stop it"
+            f"{final}: another process has been exporting it for {LOCK_SECONDS:g} s (it holds {path}); wait for it or stop it"
         ) from None
     except OSError as error:
-        raise UserError(f"{final} can't be written ({error.strerror}); choose another folder with --out") from None
+        raise cannot_write(final, error) from None
     try:
         yield
     finally:
         lock.release()
+
+
+def cannot_write(final: Path, error: Exception) -> UserError:
+    """Return the error for an export that failed because `final` can't be written."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+    return UserError(
+        f"{final} can't be written ({reason}); make room, or choose another folder: export RUN --out FOLDER"
+    )
 
 
 @contextmanager
@@ -90,54 +125,54 @@ def replacing(final: Path) -> Iterator[Path]:
     """Yield an empty temporary folder next to `final`, which then replaces `final`.
 
     If the caller's block raises, the temporary folder is deleted instead. Raises UserError if `final` exists and is
-    neither an export nor an empty folder.
+    neither an export nor an empty folder, or if the disk takes no more.
     """
     if final.exists() and not (final.is_dir() and ((final / MANIFEST).is_file() or not any(final.iterdir()))):
         raise UserError(f"{final} exists and is not an exported model; choose another folder with --out")
     temporary, retired = (final.with_name(f".{final.name}.{word}") for word in ("tmp", "old"))
     for leftover in (temporary, retired):  # left by a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
-    temporary.mkdir()
     try:
+        temporary.mkdir()
         yield temporary
         if final.exists():
             final.rename(retired)
         temporary.rename(final)
+    except (OSError, SafetensorError) as error:
+        if retired.exists() and not final.exists():
+            retired.rename(final)
+        if isinstance(error, OSError) and error.errno is None:  # transformers raises such errors for other reasons
+            raise
+        raise cannot_write(final, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(retired, ignore_errors=True)
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Available dtypes for the weights."""
+TORCH_DTYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16), strict=True))
+"""torch's dtypes by the names in a request."""
 
 
-def write_weights(weights: ChosenWeights, folder: Path, dtype: torch.dtype, max_shard_size: str) -> list[str]:
-    """Write model.safetensors, or several files with an index, and return the names of the weight files.
+def write_weights(weights: ChosenWeights, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+    """Write model.safetensors, or several files with an index.
 
     A file has at most `max_shard_size` (such as "5GB"), unless a single tensor is larger. Only one file's weights
-    are in memory at a time. Raises UserError if `max_shard_size` is not a size.
+    are in memory at a time.
     """
     shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in weights.shapes.items()}
-    try:
-        plan = split_torch_state_dict_into_shards(
-            shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-        )
-    except ValueError:
-        raise UserError(f"--max-shard-size is {max_shard_size!r}; expected a size such as 500MB or 5GB") from None
+    plan = split_torch_state_dict_into_shards(
+        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
     for name, members in plan.filename_to_tensors.items():
         save_file({key: weights.read(key).to(dtype) for key in members}, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read its files
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return list(plan.filename_to_tensors)
 
 
-def write_configs(
-    config: PretrainedConfig, architecture: str, eos: int, folder: Path, dtype: torch.dtype
-) -> PretrainedConfig:
-    """Write config.json and generation_config.json; return `config`, which is changed in place.
+def write_configs(config: PretrainedConfig, architecture: str, eos: int, folder: Path, dtype: torch.dtype) -> None:
+    """Write config.json and generation_config.json; `config` is changed in place.
 
     Training put an eos token between texts and nothing else, so eos also begins a text.
     """
@@ -145,10 +180,12 @@ def write_configs(
     config.bos_token_id = config.eos_token_id = eos
     config.save_pretrained(folder)
     GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos).save_pretrained(folder)
-    return config
 
 
 def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
-    """Copy the training tokenizer's files unchanged."""
+    """Copy the training tokenizer's files, with one more setting: special tokens that a text spells out, such as
+    `<unk>`, are split like any other text, as in training."""
     for file in sorted(tokenizer.iterdir()):
         shutil.copyfile(file, folder / file.name)
+    path = folder / TOKENIZER_CONFIG
+    path.write_text(json.dumps({**json.loads(path.read_text()), "split_special_tokens": True}, indent=2) + "\n")

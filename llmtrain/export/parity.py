@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
+from llmtrain.data.extend import encode
 from llmtrain.errors import TrainingError
-from llmtrain.export.quiet import without_progress_bars
-from llmtrain.export.weights import PREFIX, ChosenWeights
-from llmtrain.model import LanguageModel, build, named_weights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from llmtrain.export.source import ChosenWeights
+from llmtrain.model import PREFIX, LanguageModel, build, named_weights
 
 TOLERANCE = 1e-5
 """Largest allowed logit difference relative to the largest logit; both models compute in fp32 with the same weights."""
@@ -28,7 +27,7 @@ TEXTS = (
     "日本語 🦊 e\u0301 \u00a0\u2028\x00",
     " leading and trailing spaces  ",
 )
-"""Texts that both tokenizers encode and decode."""
+"""Texts that both tokenizers encode and decode, besides one that spells out the special tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ class Parity:
 
     @property
     def relative(self) -> float:
-        """Return the difference as a fraction of the scale."""
-        return self.difference / self.scale
+        """Return the difference as a fraction of the scale, 0 if all logits are 0."""
+        return self.difference / self.scale if self.scale else 0.0
 
     def describe(self) -> str:
         """Return the result as one line of text."""
@@ -55,7 +54,7 @@ class Parity:
         )
         if self.rounding is None:
             return line
-        return f"{line}; rounding to bf16 moved logits by up to {self.rounding:.1e}, {self.rounding / self.scale:.1e}"
+        return f"{line}; rounding to bf16 moved logits by up to {self.rounding:.1e}, {Parity(self.rounding, self.scale).relative:.1e}"
 
 
 def check_logits(config: PretrainedConfig, weights: ChosenWeights, folder: Path, dtype: torch.dtype) -> Parity:
@@ -88,10 +87,12 @@ def check_logits(config: PretrainedConfig, weights: ChosenWeights, folder: Path,
 
 
 def check_tokenizer(trained_with: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raise TrainingError unless the tokenizer in `folder` encodes and decodes as the training tokenizer does."""
+    """Raise TrainingError unless the tokenizer in `folder`, as transformers loads it, encodes as the data of training
+    was encoded, and decodes as the training tokenizer does."""
     exported = AutoTokenizer.from_pretrained(folder)
-    for text in TEXTS:
-        ids = trained_with(text, add_special_tokens=False)["input_ids"]
+    spelled = " or ".join({"<unk>": 0, **dict.fromkeys(map(str, trained_with.all_special_tokens))})
+    for text, encoded in zip((*TEXTS, spelled), encode(trained_with, [*TEXTS, spelled]), strict=True):
+        ids = list(encoded if isinstance(encoded, list) else encoded.ids)
         is_same = exported(text, add_special_tokens=False)["input_ids"] == ids
         if not is_same or exported.decode(ids) != trained_with.decode(ids):
             raise TrainingError(
@@ -128,3 +129,15 @@ def load_exported(folder: Path) -> PreTrainedModel:
     if wrong:
         raise TrainingError(f"transformers does not find the exported model's weights by their names: {wrong}")
     return model.eval()
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Disable transformers' progress bars, and restore their setting afterward."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

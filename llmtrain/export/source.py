@@ -1,4 +1,5 @@
-"""Source of an export: a run directory, one of its checkpoints, and its tokenizer."""
+"""Source of an export: one of a run's checkpoints, its tokenizer, and the chosen weights (the replicas' mean, the anchor,
+or one replica's parameters)."""
 
 from __future__ import annotations
 
@@ -6,19 +7,24 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llmtrain.config import Recipe
-from llmtrain.data.index import TOKENIZER
+from llmtrain.data.dataset import TOKENIZER
 from llmtrain.data.prepare import cache_path
-from llmtrain.errors import CheckpointError, DataError
-from llmtrain.recipe_loader import load_recipe
-from llmtrain.train.integrity import list_checkpoints, read_state
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from llmtrain.errors import CheckpointError, DataError, UserError, reason
+from llmtrain.export.request import Step, WeightSource, choose_step, complete_checkpoints
+from llmtrain.model import PREFIX, LanguageModel
+from llmtrain.recipe_loader import load_recipe, stored_recipe
+from llmtrain.train.checkpoint_files import find_corruption, read_state
+from llmtrain.train.run_dir import recipe_changes
+from llmtrain.train.stored_weights import FullTensorReader, StoredWeights, weights_of_replicas
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+OTHER = "export another with --step"
+REMEDY = f"copy the checkpoint again, or {OTHER}"
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,24 @@ class Source:
         """Return a digest unique to this checkpoint. Training the run again changes the digest of every step."""
         return hashlib.sha256((self.checkpoint / "state.json").read_bytes()).hexdigest()
 
+    def check_digests(self) -> None:
+        """Raise CheckpointError unless every file of the checkpoint is what training wrote."""
+        if found := find_corruption(self.checkpoint, self.state["files"]):
+            raise CheckpointError(f"{self.checkpoint} is damaged: {found}; {REMEDY}")
+
+    def open_tensors(self) -> FullTensorReader:
+        """Open the checkpoint's tensors. Raises CheckpointError if its metadata is damaged."""
+        return FullTensorReader(self.checkpoint, REMEDY, OTHER)
+
+    def check_recipe(self) -> None:
+        """Raise CheckpointError if a run of another recipe wrote the checkpoint, although its model may be the same."""
+        there = stored_recipe(self.state["recipe"], str(self.checkpoint))
+        if changed := recipe_changes(there, self.recipe, ["run.name"]):
+            raise CheckpointError(
+                f"{self.checkpoint} is of another recipe than {self.run}/recipe.yaml ({'; '.join(changed)}); put back the "
+                "recipe.yaml that it was trained with"
+            )
+
     @property
     def tokens(self) -> int:
         """Return the training tokens of all replicas up to this checkpoint."""
@@ -54,7 +78,7 @@ class Source:
         copy, data = self.run / TOKENIZER, self.recipe.data
         if (copy / TOKENIZER_CONFIG).is_file():
             return copy
-        remedy = f"export where the run was trained, or prepare its data again: python -m llmtrain prepare {self.run}/recipe.yaml"
+        remedy = f"export where the run was trained, or prepare its data again: llmtrain prepare {self.run}/recipe.yaml"
         try:
             path = cache_path(data) / TOKENIZER
         except DataError as error:
@@ -66,26 +90,56 @@ class Source:
         return path
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer that produced the training tokens."""
-        from transformers import AutoTokenizer
+        """Load the tokenizer that produced the training tokens, with which it splits special tokens in a text.
 
-        return AutoTokenizer.from_pretrained(self.tokenizer_folder)
+        Raises DataError if its files are damaged.
+        """
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_folder, split_special_tokens=True)
+            tokenizer("a")  # raises for settings of the wrong kind
+            return tokenizer
+        except Exception as error:  # tokenizers raises plain Exceptions
+            raise DataError(
+                f"the tokenizer in {self.tokenizer_folder} can't be read ({reason(error)}); copy it again from where the "
+                "run was trained"
+            ) from None
 
 
-def find_source(run: Path, step: int | None = None) -> Source:
-    """Return the checkpoint of `run` after `step`, or the newest.
+def find_source(run: Path, step: Step | None = None) -> Source:
+    """Return the checkpoint of `run` after `step`, the best one, or by default the newest.
 
     Raises CheckpointError if it does not exist; the message lists the available steps.
     """
-    if not (run / "recipe.yaml").is_file():
-        what = "is not a run directory (it has no recipe.yaml)" if run.is_dir() else "does not exist"
-        raise CheckpointError(f"{run} {what}; give one that training made, such as runs/quickstart")
-    there = dict(list_checkpoints(run / "checkpoints"))
-    if not there:
-        raise CheckpointError(f"{run} has no complete checkpoint; train it until it writes one (checkpoint.every)")
-    if step is None:
-        step = max(there)
-    if step not in there:
-        steps = ", ".join(str(known) for known in there)
-        raise CheckpointError(f"{run} has no checkpoint of step {step}; there are: {steps}")
-    return Source(run, step, there[step], load_recipe(run / "recipe.yaml"))
+    step = choose_step(run, step)
+    return Source(run, step, complete_checkpoints(run)[step], load_recipe(run / "recipe.yaml"))
+
+
+class ChosenWeights(StoredWeights):
+    """Weights of the exported model by transformers' names, read one at a time in fp32."""
+
+    def __init__(self, stored: FullTensorReader, state: dict[str, Any], choice: WeightSource):
+        """Open the weights; `state` is the checkpoint's state.json.
+
+        Raises UserError if the checkpoint has no such weights.
+        """
+        replicas = state["mesh"][0]
+        if choice.kind == "anchor" and not state["shared"]["anchor"]:
+            raise UserError(
+                f"--weights anchor: {stored.path} has no anchor (the method keeps none, or no round has begun); use mean"
+            )
+        if choice.replica is not None and choice.replica >= replicas:
+            there = "replica:0" if replicas == 1 else f"replica:0 to replica:{replicas - 1}"
+            raise UserError(f"--weights {choice}: {stored.path} has {there}")
+        chosen = range(replicas) if choice.replica is None else [choice.replica]
+        super().__init__(stored, ["anchor."] if choice.kind == "anchor" else weights_of_replicas(chosen))
+
+    def check_model(self, model: LanguageModel) -> None:
+        """Raise CheckpointError unless the names and shapes of the weights are those of `model`."""
+        expected = {name.removeprefix(PREFIX): p.shape for name, p in model.named_parameters()}
+        for name in sorted(expected.keys() | self.shapes.keys()):
+            there, here = (list(shapes[name]) if name in shapes else "none" for shapes in (self.shapes, expected))
+            if there != here:
+                raise CheckpointError(
+                    f"{self.stored.path} is of another model than the run's recipe.yaml: {name} is {there} there, "
+                    f"{here} by the recipe; put back the recipe.yaml that it was trained with"
+                )

@@ -54,7 +54,7 @@ def train_with_restarts(
         mine = run(Attempt(number, Nodes(len(members), members.index(nodes.rank), nodes.address, nodes.port)))
         endings = exchange_exits(number, mine, allow_node_loss)
         if nodes.rank not in endings:
-            raise TrainingError(f"node {nodes.rank} was silent for too long: the others go on without it")
+            raise TrainingError(f"node {nodes.rank} was silent for too long: the others continue without it")
         lost = [member for member in members if member not in endings]
         codes = [ended.code for ended in endings.values()]
         if not lost and FAILED not in codes:

@@ -24,6 +24,7 @@ from torch.distributed import DistError, DistNetworkError, PrefixStore, Store, T
 from llmtrain.errors import FAILED, RecipeError, TrainingError
 from llmtrain.launch.attempts import NodeExit
 from llmtrain.launch.nodes import Nodes
+from llmtrain.waiting import announced
 
 
 class TimeoutStore:
@@ -134,7 +135,7 @@ class NodeRendezvous:
                 raise TrainingError(
                     f"{', '.join(map(self._name, gone))}: nothing was heard of its launcher for {SILENCE_SECONDS:g} s; when it is "
                     "back, start the same command again on all nodes to continue from the last checkpoint, or give "
-                    "run.on_replica_loss=continue to go on without it"
+                    "run.on_replica_loss=continue to continue without it"
                 )
             ended = {
                 node: json.loads(self._store.get(f"ended{attempt} {node}"))
@@ -194,7 +195,8 @@ class NodeRendezvous:
         if self._store.add(f"claims {rank}", 1) == 1:
             return
         beats = self._store.add(f"beat {rank}", 0)
-        time.sleep(3 * BEAT_SECONDS)
+        with announced(f"a sign of another launcher that is node {rank}", 3 * BEAT_SECONDS):
+            time.sleep(3 * BEAT_SECONDS)
         if self._store.add(f"beat {rank}", 0) == beats:
             raise TrainingError(
                 f"node {rank} was there before, is gone, and the others have not given it up yet; start it again in "
@@ -282,9 +284,10 @@ def rendezvous_nodes(nodes: Nodes, timeout_seconds: float) -> Iterator[NodeRende
         return
     store = TimeoutStore(PrefixStore("llmtrain launch", _open_store(nodes, timeout_seconds)), SILENCE_SECONDS)
     rendezvous, over = NodeRendezvous(nodes, store), threading.Event()
+    heart = threading.Thread(target=rendezvous.heartbeat, args=(over,), daemon=True, name="says that it is there")
     try:
         rendezvous.claim()
-        threading.Thread(target=rendezvous.heartbeat, args=(over,), daemon=True, name="says that it is there").start()
+        heart.start()
         rendezvous.assemble(timeout_seconds)
         yield rendezvous
     except BaseException as error:
@@ -292,6 +295,8 @@ def rendezvous_nodes(nodes: Nodes, timeout_seconds: float) -> Iterator[NodeRende
         raise
     finally:
         over.set()
+        if heart.is_alive():
+            heart.join(BEAT_SECONDS)  # an answer during the interpreter's shutdown would abort the process
 
 
 def _open_store(nodes: Nodes, timeout_seconds: float) -> Store:
@@ -317,15 +322,19 @@ def _open_store(nodes: Nodes, timeout_seconds: float) -> Store:
 def _wait_for_listener(nodes: Nodes, timeout_seconds: float) -> None:
     """Wait until node 0 accepts connections on its port. torch's own attempts report less about why it cannot be
     reached."""
-    deadline = time.monotonic() + timeout_seconds
-    reason = ""
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((nodes.address, nodes.port), timeout=max(0.1, deadline - time.monotonic())).close()
-            return
-        except OSError as error:
-            reason = error.strerror or str(error)
-            time.sleep(POLL_SECONDS)
+    started, reason, silent = time.monotonic(), "", True
+    with announced(f"node 0 to listen at {nodes.address}:{nodes.port}", timeout_seconds):
+        while (left := started + timeout_seconds - time.monotonic()) > 0:
+            try:
+                socket.create_connection((nodes.address, nodes.port), timeout=min(left, PATIENCE_SECONDS)).close()
+                return
+            except OSError as error:
+                reason = error.strerror or str(error)
+                if silent and time.monotonic() - started >= PATIENCE_SECONDS:
+                    silent = False
+                    tried = f"node {nodes.rank} tries to reach node 0 at {nodes.address}:{nodes.port}"
+                    print(f"{tried} (up to {timeout_seconds:g} s): {reason}", flush=True)
+                time.sleep(POLL_SECONDS)
     raise TrainingError(
         f"node {nodes.rank} on {socket.gethostname()} could not reach node 0 at {nodes.address}:{nodes.port} in "
         f"{timeout_seconds:g} s: {reason}; is it started, is MASTER_ADDR its address, is the port open?"

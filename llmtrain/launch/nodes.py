@@ -1,12 +1,14 @@
-"""Nodes of a launch and the number of this node, from NNODES and related variables or from Slurm."""
+"""Nodes of a launch, the number of this node and its number of ranks, from NNODES and related variables or from Slurm."""
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
+from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError
-from llmtrain.parallel.world import master_endpoint
+from llmtrain.parallel.world import MAX_PORT, environment_number, master_endpoint, may_share_gpu
 
 DEFAULT_PORT = 29400
 
@@ -26,10 +28,12 @@ class Nodes:
         Slurm step if it has one task per node, else this node alone. Raises RecipeError if the variables are
         incomplete or contradict each other."""
         if "NNODES" in os.environ:
-            return cls._from_variables(number("NNODES", 1))
+            return cls._from_variables(environment_number("NNODES", 1, minimum=1))
         if "SLURM_STEP_NUM_TASKS" in os.environ:
-            return cls._from_slurm(number("SLURM_STEP_NUM_TASKS", 1), number("SLURM_STEP_NUM_NODES", 1))
-        if number("SLURM_JOB_NUM_NODES", 1) > 1:
+            return cls._from_slurm(
+                environment_number("SLURM_STEP_NUM_TASKS", 1), environment_number("SLURM_STEP_NUM_NODES", 1)
+            )
+        if environment_number("SLURM_JOB_NUM_NODES", 1) > 1:
             raise RecipeError(
                 f"this Slurm job has {os.environ['SLURM_JOB_NUM_NODES']} nodes, but srun did not start launch/train.sh, "
                 "so the others would idle; write srun --ntasks-per-node=1 before it, or set NNODES=1 to use one node"
@@ -38,18 +42,18 @@ class Nodes:
 
     @classmethod
     def _from_variables(cls, count: int) -> Nodes:
-        if count <= 1:
+        if count == 1:
             return cls()
-        missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in os.environ]
+        missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not os.environ.get(name, "").strip()]
         if missing:
             raise RecipeError(
                 f"NNODES={count} needs {' and '.join(missing)} in the environment: "
                 "NODE_RANK is this node's number, MASTER_ADDR is node 0's address"
             )
-        rank = number("NODE_RANK", 0)
+        rank = environment_number("NODE_RANK", 0)
         if rank >= count:
             raise RecipeError(f"NODE_RANK={rank} is not one of the {count} nodes of NNODES; they are 0 to {count - 1}")
-        return cls(count, rank, os.environ["MASTER_ADDR"], number("MASTER_PORT", DEFAULT_PORT))
+        return cls(count, rank, os.environ["MASTER_ADDR"], environment_number("MASTER_PORT", DEFAULT_PORT, 1, MAX_PORT))
 
     @classmethod
     def _from_slurm(cls, tasks: int, nodes: int) -> Nodes:
@@ -58,15 +62,33 @@ class Nodes:
         if tasks != nodes:
             raise RecipeError(
                 f"srun started launch/train.sh {tasks} times on {nodes} nodes; start it once per node (--ntasks-per-node=1), "
-                "or once per rank without it: srun python -m llmtrain train RECIPE"
+                "or once per rank without it: srun llmtrain train RECIPE"
             )
         address, port = master_endpoint()
-        return cls(nodes, number("SLURM_NODEID", 0), address, int(port))
+        return cls(nodes, environment_number("SLURM_NODEID", 0), address, int(port))
 
 
-def number(name: str, default: int) -> int:
-    """Return an environment variable as an integer of at least 0. Raises RecipeError if it is anything else."""
-    text = os.environ.get(name, str(default))
-    if not text.isdigit():
-        raise RecipeError(f"{name}={text!r} in the environment is not a number")
-    return int(text)
+def processes_per_node(parallel: ParallelSection, nodes: int) -> int:
+    """Return NPROC_PER_NODE, or `local_world_size` if it is unset or 0. Raises RecipeError if it is not a number."""
+    return environment_number("NPROC_PER_NODE", 0) or local_world_size(parallel, nodes)
+
+
+def check_thread_count() -> None:
+    """Raise RecipeError if OMP_NUM_THREADS is set to anything but numbers, one per nesting level."""
+    text = os.environ.get("OMP_NUM_THREADS", "1")
+    if not all(part.strip().isascii() and part.strip().isdigit() and int(part) > 0 for part in text.split(",")):
+        raise RecipeError(f"OMP_NUM_THREADS={text!r} in the environment is not a number of threads; unset it, or set 1")
+
+
+def local_world_size(parallel: ParallelSection, nodes: int) -> int:
+    """Return this node's number of ranks: one per GPU, fewer if the recipe's mesh is smaller, or more if they may share.
+    Without a GPU, it is the number that the mesh or `on_cpu` asks for, at least 1."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        return max(1, math.prod(parallel.given_on_cpu) // nodes)
+    if "auto" in (parallel.replicas, parallel.shards):
+        return gpus
+    asked = max(1, parallel.replicas * parallel.shards // nodes)
+    return asked if may_share_gpu() else min(gpus, asked)

@@ -31,7 +31,8 @@ def rank_server() -> Iterator[None]:
     resource_tracker.ensure_running()
     before = set(psutil.Process().children())
     # Libraries that read this create their threads on import. A rank sets its own number (forked_rank).
-    with patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
+    # pyarrow, which other libraries may import, has a variable of its own.
+    with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}):
         multiprocessing.set_forkserver_preload([PRELOAD])
         forkserver.ensure_running()
     [server] = set(psutil.Process().children()) - before

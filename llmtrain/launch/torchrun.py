@@ -1,8 +1,8 @@
 """Launcher that runs torchrun on this node for a recipe and reports by its exit code how the ranks ended.
 
 Rendezvous is static: node numbers are given, so ranks, and with them replicas and shards, are on the same nodes
-after every start. The c10d rendezvous would also let nodes leave and join, but that needs ranks that can join a
-run. Here all ranks continue together from a checkpoint (`attempts`).
+after every start. All ranks continue together from a checkpoint (`attempts`). benchmarks/results/restarts compares this
+with torchrun's c10d rendezvous under eight faults, and says why it is kept.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY
 from llmtrain.launch.attempts import Attempt, NodeExit, train_with_restarts
-from llmtrain.launch.nodes import Nodes
-from llmtrain.launch.process_count import processes_per_node
+from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
 from llmtrain.launch.rank_server import rank_program, rank_server
-from llmtrain.launch.watchdog import kill_hung_ranks
+from llmtrain.launch.watchdog import kill_hung_ranks, stop_on_interrupt
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.startup import imports_without_gc, note_command_start
@@ -34,8 +33,9 @@ from llmtrain.startup import imports_without_gc, note_command_start
 if TYPE_CHECKING:
     from llmtrain.train.run_dir import RunDirectory
 
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-"""Signals that torchrun forwards to the ranks: its defaults, and the one that Slurm sends before the time limit."""
+SIGNALS = "SIGTERM,SIGHUP,SIGQUIT,SIGUSR1"
+"""Signals that torchrun forwards to the ranks: its defaults except SIGINT, and the one that Slurm sends before the time
+limit. `stop_on_interrupt` handles SIGINT."""
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SUMMARY_SECONDS = 30.0
 """Maximum seconds until a file written by one node is visible to another in a shared folder."""
@@ -66,7 +66,10 @@ def launch_torchrun(recipe_path: Path, overrides: Sequence[str]) -> int:
 
 def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     note_command_start()
+    check_thread_count()
     recipe = load_recipe(recipe_path, overrides)
+    steps, tokens = recipe.train.total_steps, recipe.train.tokens_per_step
+    print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens:,} tokens; loading torch", flush=True)
     with rank_server():
         return _launch_with_server(recipe_path, overrides, recipe)
 
@@ -74,31 +77,39 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
 def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Recipe) -> int:
     with imports_without_gc():
         from llmtrain.launch.node_rendezvous import rendezvous_nodes
+        from llmtrain.launch.preflight import check_start
+        from llmtrain.train.initial_weights import check_initial_weights
         from llmtrain.train.run import prepare_for
         from llmtrain.train.run_dir import RunDirectory
 
     nodes = Nodes.from_environment()
     per_node = processes_per_node(recipe.parallel, nodes.count)
-    check(recipe, nodes.count * per_node)
-    _check_memory(recipe, nodes, per_node)
+    check_start(recipe, nodes, per_node)
 
     directory = RunDirectory(recipe)
 
+    def prepare_node() -> None:
+        """Prepare the data, and download weights of the hub."""
+        prepared = prepare_for(recipe, show_progress=True)
+        check_vocabulary(recipe, prepared.vocab_size)
+        check_initial_weights(recipe, prepared, download=True)
+
     def ready() -> str:
-        """Prepare the data and return "", or return why there is nothing to train."""
+        """Prepare this node and return "", or return why there is nothing to train."""
         directory.check_recipe()
         if directory.finished():
             return directory.completed_message()
-        check_vocabulary(recipe, prepare_for(recipe, show_progress=True).vocab_size)
+        prepare_node()
         return ""
 
     with rendezvous_nodes(nodes, recipe.run.timeout_seconds) as rendezvous:
         # One node first: if the cache is shared, the others then find it filled, even if file locks do not work there.
-        complete = rendezvous.main_first(ready, lambda: prepare_for(recipe, show_progress=True))
+        complete = rendezvous.main_first(ready, prepare_node)
         if complete:
             print(complete, flush=True)
             return DONE
 
+        print(f"starting {per_node} {'process' if per_node == 1 else 'processes'} on this node", flush=True)
         program = rank_program()
 
         def run(attempt: Attempt) -> NodeExit:
@@ -108,6 +119,7 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
             with (
                 _with_endpoint(attempt.nodes) as members,
                 kill_hung_ranks(partial(rendezvous.has_failed, attempt.number)),
+                stop_on_interrupt(),
             ):
                 options = torchrun_arguments(recipe, Attempt(attempt.number, members), per_node)
                 return _run([*options, *program, str(recipe_path), *overrides, *fewer], directory, nodes)
@@ -119,19 +131,6 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
         return train_with_restarts(
             nodes, recipe.run.restarts, recipe.run.on_replica_loss == "continue", run, exchange_exits
         )
-
-
-def _check_memory(recipe: Recipe, nodes: Nodes, per_node: int) -> None:
-    """Raise RecipeError if the ranks do not have enough memory, assuming nodes like this one. Needs no data."""
-    import torch
-
-    from llmtrain.parallel.world import World
-    from llmtrain.plan.mesh_plan import plan_mesh
-    from llmtrain.train.devices import memory_of_rank
-
-    places = [str(node) for node in range(nodes.count) for _ in range(per_node)]
-    each = memory_of_rank(World(0, len(places), 0, per_node))
-    plan_mesh(recipe, places, [each] * len(places), on_gpu=torch.cuda.is_available())
 
 
 @contextmanager
@@ -173,7 +172,8 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     grace = math.ceil(directory.recipe.run.timeout_seconds)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace))
     opened_before = _opened_at(directory)
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_without_traceback)
+    for logger in ("multiprocessing.api", "agent.server.api"):
+        logging.getLogger(f"torch.distributed.elastic.{logger}").addFilter(_is_news)
     try:
         run(command)
     except ChildFailedError as error:
@@ -188,10 +188,11 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     return NodeExit(DONE)
 
 
-def _without_traceback(record: logging.LogRecord) -> bool:
-    """Drop the stack trace from the line that names the failed rank, because it shows only torchrun's own wait."""
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return False for torchrun's lines about signals that it forwards. Drop the stack trace from the line that names the
+    failed rank, because it shows only torchrun's own wait."""
     record.exc_info = None
-    return True
+    return not record.msg.startswith(("Closing process", "Sending process", "Received %s death signal"))
 
 
 def _opened_at(directory: RunDirectory) -> int | None:

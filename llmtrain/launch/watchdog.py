@@ -1,17 +1,24 @@
-"""Watchdog that kills ranks that cannot end by themselves.
+"""Watchdog that kills ranks that cannot end by themselves, or that the user no longer waits for.
 
 It kills frozen ranks after other ranks of this node have ended, and all remaining ranks after another node's have
-failed. torchrun would give the former 30 seconds and does not know about the latter.
+failed. torchrun would give the former 30 seconds and does not know about the latter. After a second Ctrl-C it kills
+all ranks; torchrun would ask them again, and wait.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 
 import psutil
+
+from llmtrain.errors import FAILED
 
 POLL_SECONDS = 0.5
 PATIENCE_SECONDS = 3.0
@@ -36,8 +43,7 @@ def _watch(over: threading.Event, others: set[psutil.Process], failed_elsewhere:
     launcher, ranks = psutil.Process(), set()
     ended_at = None
     while not over.wait(POLL_SECONDS):
-        ranks |= _children(launcher) - others  # spawned
-        ranks |= {rank for other in others for rank in _children(other)}  # forked by the rank server
+        ranks |= _ranks_below(launcher, others)
         living = [rank for rank in ranks if _state(rank) not in (None, psutil.STATUS_ZOMBIE)]
         elsewhere = failed_elsewhere()
         if len(living) == len(ranks) and not elsewhere:
@@ -50,6 +56,43 @@ def _watch(over: threading.Event, others: set[psutil.Process], failed_elsewhere:
             if elsewhere or _state(rank) == psutil.STATUS_STOPPED:
                 with suppress(psutil.NoSuchProcess):
                     rank.kill()
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[None]:
+    """Handle Ctrl-C (SIGINT) within the `with` block. The first asks all ranks to stop with a checkpoint, the second
+    kills this node's ranks, the third also ends this process."""
+    others, interrupts = set(psutil.Process().children()), itertools.count(1)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        count = next(interrupts)
+        if count == 1:
+            _say("stopping at the next log line, with a checkpoint; Ctrl-C again ends all ranks at once")
+            signal.raise_signal(signal.SIGTERM)  # torchrun forwards it to the ranks
+            return
+        _say("all ranks of this node are ended at once; the last complete checkpoint stays")
+        for rank in _ranks_below(psutil.Process(), others):
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+        if count > 2:
+            os._exit(FAILED)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _say(text: str) -> None:
+    os.write(2, f"\n{text}\n".encode())  # print is not safe in a signal handler
+
+
+def _ranks_below(launcher: psutil.Process, others: set[psutil.Process]) -> set[psutil.Process]:
+    """Return the ranks of a launcher, `others` being its children that are none: ranks are spawned by the launcher, or
+    forked by the rank server."""
+    spawned = _children(launcher) - others
+    return spawned | {rank for other in others for rank in _children(other)}
 
 
 def _children(process: psutil.Process) -> set[psutil.Process]:

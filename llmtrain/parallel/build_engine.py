@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmtrain.config import OptimSection, ParallelSection
-from llmtrain.model import LanguageModel
+from llmtrain.model import LanguageModel, ReadWeight
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import Fsdp2Engine
 from llmtrain.parallel.mesh import Mesh
@@ -17,19 +17,21 @@ def build_engine(
     optim: OptimSection,
     *,
     seed: int,
+    read: ReadWeight | None = None,
     gradient_wire: WireFormat | None = None,
     changes_in_forward: bool = False,
 ) -> Engine:
     """Build the engine for one replica of `model`, which is on the meta device. A collective of all ranks.
 
-    `gradient_wire` is the format to which averaged gradients are rounded. `changes_in_forward` means that hooks change
-    blocks during forward. Raises RecipeError if a required library is missing.
+    Weights are those that `read` returns, or random ones. `gradient_wire` is the format to which averaged gradients are
+    rounded. `changes_in_forward` means that hooks change blocks during forward. Raises RecipeError if a required
+    library is missing.
     """
     if parallel.engine == "fsdp2":
-        return Fsdp2Engine(model, mesh, parallel, optim, seed, gradient_wire)
+        return Fsdp2Engine(model, mesh, parallel, optim, seed, read, gradient_wire)
     from llmtrain.parallel.zero import ZeroEngine  # DeepSpeed takes seconds to import
 
-    return ZeroEngine(model, mesh, parallel, optim, seed, gradient_wire, changes_in_forward)
+    return ZeroEngine(model, mesh, parallel, optim, seed, read, gradient_wire, changes_in_forward)
 
 
 def replica_backend(parallel: ParallelSection) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from llmtrain.config import OptimSection, ParallelSection
-from llmtrain.model import LanguageModel, ModelBlock, blocks_of, initialize
+from llmtrain.model import LanguageModel, ModelBlock, ReadWeight, blocks_of, initialize
 from llmtrain.parallel.comms import PendingCollective
 from llmtrain.parallel.engine import Block, Engine, MicroBatch, gradient_norm
 from llmtrain.parallel.mesh import Mesh
@@ -36,6 +36,7 @@ class Fsdp2Engine(Engine):
         parallel: ParallelSection,
         optim: OptimSection,
         seed: int,
+        read: ReadWeight | None = None,
         gradient_wire: WireFormat | None = None,
     ):
         self.model, self.mesh, self._gradient_wire = model, mesh, gradient_wire
@@ -48,7 +49,7 @@ class Fsdp2Engine(Engine):
         wrap_layers(model_blocks, parallel)
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE[parallel.precision], reduce_dtype=master)
         for index, block in enumerate(model_blocks):
-            initialize(model, block, seed, mesh.device, master)
+            initialize(model, block, seed, mesh.device, master, read)
             unit = block.modules if len(block.modules) > 1 else block.modules[0]
             fully_shard(unit, mesh=mesh.devices["shard"], mp_policy=policy)
             # Registered after FSDP's own hook and prepended, so it runs first, on sharded parameters.

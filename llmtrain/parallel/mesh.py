@@ -18,7 +18,7 @@ from llmtrain.errors import RecipeError, TrainingError, UserError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.network import Networks, using_interface
 from llmtrain.parallel.rendezvous import Rendezvous, check_connectivity, rendezvous
-from llmtrain.parallel.world import World
+from llmtrain.parallel.world import SHARE_GPU, World, may_share_gpu
 
 T = TypeVar("T")
 
@@ -41,6 +41,8 @@ class Mesh:
     """Second group of all ranks, for background threads that write checkpoints."""
     store: dist.Store | None = None
     """The job's key-value store; None for a single process."""
+    unencrypted: str | None = None
+    """Warning about messages that cross a public network unencrypted, or None."""
 
     @property
     def replicas(self) -> int:
@@ -66,16 +68,46 @@ class Mesh:
 
 def local_device(world: World) -> torch.device:
     """Return this process's GPU by its local rank, or the CPU. Raises RecipeError if the node has fewer GPUs than
-    ranks."""
+    ranks, unless they may share."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if torch.cuda.device_count() == 1 and _is_a_task_with_a_gpu(world):
         return torch.device("cuda", 0)
-    if world.local_rank >= torch.cuda.device_count():
+    gpus = torch.cuda.device_count()
+    if world.local_rank >= gpus and not may_share_gpu():
         raise RecipeError(
-            f"{world.local_size} processes on a machine with {torch.cuda.device_count()} GPUs; start one process a GPU"
+            f"{world.local_size} processes on a machine with {gpus} GPUs; start one process a GPU, or set {SHARE_GPU}=1 to let "
+            "replicas share one"
         )
-    return torch.device("cuda", world.local_rank)
+    return torch.device("cuda", world.local_rank % gpus)
+
+
+def ranks_per_device(world: World) -> int:
+    """Return the number of ranks that compute on this rank's device: all of the node on a CPU, one on a GPU unless ranks
+    share it."""
+    if not torch.cuda.is_available():
+        return world.local_size
+    return -(-world.local_size // torch.cuda.device_count()) if may_share_gpu() else 1
+
+
+def _backend_between(world: World, shard: int, replica_backend: str) -> str:
+    """Return the backend between replicas: gloo if they share a GPU, on which NCCL allows one rank.
+
+    Raises RecipeError if NCCL is asked for nevertheless, or if the ranks of one replica would share a GPU.
+    """
+    if not torch.cuda.is_available() or ranks_per_device(world) == 1:
+        return replica_backend
+    if shard > 1:
+        raise RecipeError(
+            f"parallel.shards is {shard}, but {SHARE_GPU}=1 puts several ranks on a GPU, and NCCL between the shards allows one; "
+            "use parallel.shards=1"
+        )
+    if replica_backend == "nccl":
+        raise RecipeError(
+            f"parallel.replica_backend is nccl, but {SHARE_GPU}=1 puts several replicas on a GPU, and NCCL allows one; use auto "
+            "or gloo"
+        )
+    return "gloo"
 
 
 def _is_a_task_with_a_gpu(world: World) -> bool:
@@ -101,14 +133,18 @@ def open_mesh(
     timeout = timedelta(seconds=timeout_seconds)
     peers = peers or rendezvous(world, ParallelSection(), lambda: 0.0, timeout_seconds)
     device = local_device(world)
-    check_connectivity(peers, world, replicas, shard, timeout_seconds)
+    replica_backend = _backend_between(world, shard, replica_backend)
+    unencrypted = check_connectivity(peers, world, replicas, shard, timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         peers.recipe_networks.set_nccl_interface(replicas > 1 and replica_backend != "gloo")
     with using_interface(peers.networks.replica):  # groups that libraries create use it too
         _join(world, peers, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
         try:
-            yield build_mesh(world, device, replicas, shard, replica_backend, timeout, peers.store, peers.networks)
+            networks = peers.networks
+            yield build_mesh(
+                world, device, replicas, shard, replica_backend, timeout, peers.store, networks, unencrypted
+            )
         except BaseException:
             if device.type != "cuda":  # NCCL would wait here for collectives that the other ranks never join
                 dist.destroy_process_group()
@@ -125,6 +161,7 @@ def build_mesh(
     timeout: timedelta,
     store: dist.Store | None = None,
     networks: Networks | None = None,
+    unencrypted: str | None = None,
 ) -> Mesh:
     """Build the mesh over the process group that already exists. A collective of all ranks."""
     assert replicas * shard == world.size, (replicas, shard, world.size)
@@ -148,6 +185,7 @@ def build_mesh(
         all_ranks=Comms(all_ranks, axis="world", interface=networks.replica),
         checkpoint_group=Comms(checkpoint_group, axis="world", interface=networks.replica),
         store=store,
+        unencrypted=unencrypted,
     )
 
 

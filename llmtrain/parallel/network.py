@@ -11,9 +11,10 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError
@@ -21,6 +22,13 @@ from llmtrain.errors import RecipeError
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915
 """Linux's ioctl request for the IPv4 address of an interface (netdevice(7))."""
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""First and last port from which Linux takes those that no program names. gloo and NCCL name none (pytorch/gloo#54,
+NVIDIA/nccl#388), so this setting of a host is the only one for all ports on which ranks listen."""
+PORTS_TO_TRY = 256
+"""Ports at each end of the range of which one must be free; each rank of a node needs up to two for a moment."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
 @dataclass(frozen=True)
@@ -43,13 +51,15 @@ class Networks:
             _first_here(parallel.shard_network, "parallel.shard_network"),
         )
 
-    def with_default_route(self, peer: str) -> Networks:
-        """Return a copy in which each missing interface is the one that reaches `peer`, an address or a host name.
+    def with_default_route(self, *peers: str) -> Networks:
+        """Return a copy in which each missing interface is the one that reaches the first of `peers` to which there is a
+        route. They are addresses or host names.
 
         gloo itself would use the interface to which this host's own name resolves, which is often loopback. If
         GLOO_SOCKET_IFNAME is set, missing interfaces stay None.
         """
-        default = None if os.environ.get(GLOO) else interface_of(address_towards(peer))
+        routes = () if os.environ.get(GLOO) else (interface_of(address_towards(peer)) for peer in peers)
+        default = next((interface for interface in routes if interface), None)
         return Networks(self.replica or default, self.shard or default)
 
     def set_nccl_interface(self, replicas_use_nccl: bool) -> None:
@@ -101,6 +111,60 @@ def interface_of(address: str | None) -> str | None:
 def is_loopback(address: str) -> bool:
     """Return whether an address reaches only this host."""
     return ipaddress.ip_address(address).is_loopback
+
+
+def port_range() -> tuple[int, int] | None:
+    """Return the first and the last port that this host gives to listeners, or None if the system does not report it."""
+    try:
+        first, last = PORT_RANGE.read_text().split()
+    except OSError:
+        return None
+    return int(first), int(last)
+
+
+def format_port_range() -> str:
+    """Return this host's port range as text for users, such as `32768-60999`."""
+    found = port_range()
+    return "above 1024" if found is None else f"{found[0]}-{found[1]}"
+
+
+def network_stack() -> str:
+    """Return an identifier that all processes share which have the same network interfaces, and no others."""
+    try:
+        return f"{BOOT_ID.read_text().strip()} {os.stat(NETWORK_NAMESPACE).st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def listen_at_both_ends(address: str, backlog: int) -> list[socket.socket]:
+    """Return two sockets that listen on the first and on the last free port of this host's range, or one socket if the
+    range is not known.
+
+    A firewall that is open for a part of the range, or for another one, blocks one of these ports. It could miss a port
+    that the kernel chooses.
+    """
+    found = port_range()
+    if found is None:
+        return [_listen_on_first(address, [0], backlog)]
+    first, last = found
+    several = min(PORTS_TO_TRY, last - first + 1)
+    return [
+        _listen_on_first(address, [*range(first, first + several), 0], backlog),
+        _listen_on_first(address, [*range(last, last - several, -1), 0], backlog),
+    ]
+
+
+def _listen_on_first(address: str, ports: Sequence[int], backlog: int) -> socket.socket:
+    """Return a socket that listens on the first free one of `ports`; 0 is one that the kernel chooses."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    for port in ports[:-1]:
+        with suppress(OSError):
+            listener.bind((address, port))
+            break
+    else:
+        listener.bind((address, ports[-1]))
+    listener.listen(backlog)
+    return listener
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -21,9 +21,20 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import ParallelSection
-from llmtrain.errors import RecipeError, TrainingError
-from llmtrain.parallel.network import GLOO, Networks, address_of, address_towards, is_loopback
+from llmtrain.errors import RecipeError, TrainingError, first_line
+from llmtrain.parallel.network import (
+    GLOO,
+    Networks,
+    address_of,
+    address_towards,
+    format_port_range,
+    is_loopback,
+    listen_at_both_ends,
+    network_stack,
+)
+from llmtrain.parallel.public_network import NodeAddress, find_unencrypted
 from llmtrain.parallel.world import World, master_endpoint, node_name
+from llmtrain.waiting import announced
 
 GRACE_SECONDS = 3.0
 """Seconds that all ranks but rank 0 wait beyond the timeout, for rank 0 to name the missing ranks. Rank 0 stays for the
@@ -44,6 +55,8 @@ class RankInfo:
     refusal: str | None = None
     """Why the rank cannot run this recipe, or None."""
     on_gpu: bool = False
+    network: str = ""
+    """Identifier of its network interfaces; see `network.network_stack`."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +99,8 @@ def rendezvous(
     address, port = master_endpoint()
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # possibly derived from Slurm's; libraries read them too
     store = _open_store(world, address, port, timeout_seconds)
-    mine = RankInfo(node_name(), host, address_towards(address), available, refusal, torch.cuda.is_available())
+    on_gpu, network = torch.cuda.is_available(), network_stack()
+    mine = RankInfo(node_name(), host, address_towards(address), available, refusal, on_gpu, network)
     told = gather_over_store(store, world, "at the start", asdict(mine), deadline - time.monotonic())
     ranks = [RankInfo(**rank_info) for rank_info in told]
     for rank, rank_info in enumerate(ranks):
@@ -96,7 +110,7 @@ def rendezvous(
     networks, elsewhere = given, [rank_info.address for rank_info in ranks if rank_info.node != mine.node]
     if elsewhere:
         reachable = (other for other in elsewhere if other is not None and not is_loopback(other))
-        networks = given.with_default_route(next(reachable, address))
+        networks = given.with_default_route(*reachable, address)  # the last for a rank 0 without a route
     return Rendezvous(store, ranks, networks, given)
 
 
@@ -112,7 +126,8 @@ def gather_over_store(store: dist.Store, world: World, when: str, mine: Any, tim
     try:
         store.set(keys[world.rank], json.dumps([socket.gethostname(), mine]))
         if world.rank == 0:
-            _wait(store, keys, timeout_seconds)
+            with announced(f"the other {world.size - 1} ranks {when}", timeout_seconds, RANKS_QUIET_SECONDS):
+                _wait(store, keys, timeout_seconds)
             store.set(f"{key}/told", json.dumps(_present(store, keys)))
             came = {int(rank) for rank in json.loads(store.get(f"{key}/told"))}
             _wait(store, [f"{key}/heard/{rank}" for rank in came - {0}], GRACE_SECONDS)
@@ -124,7 +139,7 @@ def gather_over_store(store: dist.Store, world: World, when: str, mine: Any, tim
     except dist.DistError as error:
         raise TrainingError(
             f"rank {world.rank} on {socket.gethostname()} lost the store at {where} in the roll call {when}: "
-            f"{_one_line(error)}; rank 0, or the launcher on its host, has ended"
+            f"{first_line(error)}; rank 0, or the launcher on its host, has ended"
         ) from error
     answers = {int(rank): answer for rank, answer in json.loads(told).items()}
     if missing := sorted(set(range(world.size)) - answers.keys()):
@@ -169,7 +184,7 @@ def _check_devices(ranks: Sequence[RankInfo]) -> None:
     if 0 < len(without) < len(ranks):
         hosts = ", ".join(sorted({ranks[rank].host for rank in without}))
         raise TrainingError(  # not RecipeError: the next attempt may find the GPU
-            f"{format_ranks(without)} on {hosts} found no usable GPU, the others did; see `nvidia-smi` and `python -m llmtrain "
+            f"{format_ranks(without)} on {hosts} found no usable GPU, the others did; see `nvidia-smi` and `llmtrain "
             "doctor` there, or set CUDA_VISIBLE_DEVICES= everywhere to train on CPUs"
         )
 
@@ -189,23 +204,29 @@ def _open_store(world: World, address: str, port: str, timeout_seconds: float) -
     wait for the others to connect."""
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     leads = world.rank == 0 and not by_agent
+    speaks = nullcontext() if leads or world.local_rank else announced(f"rank 0 at {address}:{port}", timeout_seconds)
     try:
-        store = dist.TCPStore(
-            address,
-            int(port),
-            is_master=leads,
-            timeout=timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        with speaks:
+            store = dist.TCPStore(
+                address,
+                int(port),
+                is_master=leads,
+                timeout=timedelta(seconds=timeout_seconds),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
         return dist.PrefixStore(_attempt(world), store)
     except (dist.DistError, ValueError) as error:
         did = "open the store" if leads else "reach rank 0, where ranks meet,"
         raise TrainingError(
             f"rank {world.rank} of {world.size} on {socket.gethostname()} could not {did} at {address}:{port} within "
-            f"{timeout_seconds:.0f} s: {_one_line(error)}; check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and "
+            f"{timeout_seconds:.0f} s: {first_line(error)}; check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and "
             f"what lies between the hosts"
         ) from error
+
+
+RANKS_QUIET_SECONDS = 10.0
+"""Seconds in which ranks that a launcher started together may take to import, before rank 0 says that it waits."""
 
 
 def _wait(store: dist.Store, keys: list[str], seconds: float) -> None:
@@ -220,23 +241,22 @@ def _present(store: dist.Store, keys: list[str]) -> dict[int, list]:
     return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).splitlines()[0].split())
-
-
 PATIENCE_SECONDS = 10.0
 """Maximum seconds for one connection attempt."""
-Endpoint = tuple[str, str, int]
-"""Interface, its IPv4 address, and the port on which the rank listens."""
+Endpoint = tuple[str, str, Sequence[int], str]
+"""Interface, its IPv4 address, the ports on which the rank listens, and the range from which its host takes ports."""
 
 
-def check_connectivity(peers: Rendezvous, world: World, replicas: int, shard: int, timeout_seconds: float) -> None:
-    """Raise TrainingError on every rank if any rank is gone or does not reach a peer on another node.
+def check_connectivity(
+    peers: Rendezvous, world: World, replicas: int, shard: int, timeout_seconds: float
+) -> str | None:
+    """Raise TrainingError on every rank if any rank is gone or does not reach a peer on another node. Otherwise, return
+    which messages cross a public network unencrypted, or None.
 
     Each rank connects to its peers along both axes of the mesh, over interfaces that have an address.
     """
     if peers.store is None:
-        return
+        return None
     replica, rank_in_shard = divmod(world.rank, shard)
     axes = {
         "replica": [other * shard + rank_in_shard for other in range(replicas)],
@@ -246,20 +266,31 @@ def check_connectivity(peers: Rendezvous, world: World, replicas: int, shard: in
         cards = {axis: _listen(card, len(axes[axis]), stack) for axis, card in _endpoints(peers.networks).items()}
         told = gather_over_store(peers.store, world, "before groups are made", cards, timeout_seconds)
         if len(set(peers.nodes)) == 1:
-            return
+            return None
+        patience = min(timeout_seconds, PATIENCE_SECONDS)
         failures = (
-            _failure(
-                peers, world.rank, peer, axis, cards[axis], told[peer][axis], min(timeout_seconds, PATIENCE_SECONDS)
-            )
+            _failure(peers, world.rank, peer, axis, cards[axis], told[peer][axis], patience)
             for axis, members in axes.items()
             for peer in members
             if cards[axis] and told[peer][axis] and peers.nodes[peer] != peers.nodes[world.rank]
         )
         failure = next((found for found in failures if found), None)
-        failed = [found for found in gather_over_store(peers.store, world, "reach", failure, timeout_seconds) if found]
+        # A rank without a failure comes at once, one with a failure up to `patience` later.
+        told_failures = gather_over_store(peers.store, world, "reach", failure, timeout_seconds + patience)
+    failed = [found for found in told_failures if found]
     if failed:
         others = f"; nor do {len(failed) - 1} other ranks reach theirs" if len(failed) > 1 else ""
         raise TrainingError(f"{failed[0]}{others}")
+    by_axis = (
+        find_unencrypted(
+            [
+                endpoints[axis] and NodeAddress(rank_info.node, rank_info.host, *endpoints[axis][:2])
+                for rank_info, endpoints in zip(peers.ranks, told, strict=True)
+            ]
+        )
+        for axis in axes
+    )
+    return next((found for found in by_axis if found), None)
 
 
 def _endpoints(networks: Networks) -> dict[str, str | None]:
@@ -273,26 +304,29 @@ def _listen(interface: str | None, peers: int, stack: ExitStack) -> Endpoint | N
     address = interface and address_of(interface)
     if not address or peers == 1:
         return None
-    listener = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-    listener.bind((address, 0))
-    listener.listen(peers)
-    return interface, address, listener.getsockname()[1]
+    listeners = [stack.enter_context(listener) for listener in listen_at_both_ends(address, peers)]
+    return interface, address, [listener.getsockname()[1] for listener in listeners], format_port_range()
 
 
 def _failure(
-    peers: Rendezvous, rank: int, peer: int, axis: str, mine: Endpoint, theirs: Sequence, patience: float
+    peers: Rendezvous, rank: int, peer: int, axis: str, mine: Endpoint, theirs: Endpoint, patience: float
 ) -> str | None:
     """Return why `rank` does not reach `peer`, or None if it does."""
-    reason, same_machine = None, peers.ranks[rank].host == peers.ranks[peer].host
-    if is_loopback(mine[1]) and not same_machine:
+    me, other = peers.ranks[rank], peers.ranks[peer]
+    reason, share_interfaces = None, me.network == other.network
+    if is_loopback(mine[1]) and not (share_interfaces and me.host == other.host):
         reason = "loopback leads to no other host"
+    elif mine[1] == theirs[1] and not share_interfaces:  # it would reach itself
+        reason = "both hosts have the same address, as in containers or behind NAT"
     else:
-        try:
-            socket.create_connection((theirs[1], theirs[2]), patience, source_address=(mine[1], 0)).close()
-        except OSError as error:
-            reason = str(error)
+        for port in theirs[2]:
+            try:
+                socket.create_connection((theirs[1], port), patience, source_address=(mine[1], 0)).close()
+            except OSError as error:
+                reason = f"port {port}: {error}"
+                break
     return reason and (
-        f"rank {rank} on {peers.ranks[rank].host} ({mine[0]}, {mine[1]}) does not reach rank {peer} on "
-        f"{peers.ranks[peer].host} ({theirs[0]}, {theirs[1]}): {reason}; give parallel.{axis}_network a card "
-        f"that reaches all hosts, or open what lies between them"
+        f"rank {rank} on {me.host} ({mine[0]}, {mine[1]}) does not reach rank {peer} on {other.host} ({theirs[0]}, "
+        f"{theirs[1]}): {reason}; give parallel.{axis}_network a card that reaches all hosts, open TCP "
+        f"ports {theirs[3]} of {other.host}, or join the hosts by a VPN (launch/two_sites.md)"
     )

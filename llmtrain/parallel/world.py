@@ -12,9 +12,16 @@ import subprocess
 from dataclasses import dataclass
 
 from llmtrain.errors import RecipeError
+from llmtrain.waiting import announced
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+MAX_PORT = 65_535
+SCONTROL_SECONDS = 20.0
+"""Seconds in which Slurm's controller must answer."""
+SHARE_GPU = "LLMTRAIN_SHARE_GPU"
+"""Environment variable: with 1, a node may have more ranks than GPUs, each rank a replica of its own. For trying
+synchronization on one GPU, not for speed."""
 NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "CROSS_RANK")
 """Variables in which torchrun, Slurm and DeepSpeed's launcher pass a node's number to its processes."""
 
@@ -32,14 +39,14 @@ class World:
     def from_environment(cls) -> World:
         """Read the launcher's variables. Raises RecipeError if they contradict one another."""
         env = os.environ
-        if "RANK" in env and "WORLD_SIZE" in env:
-            names, defaults = TORCH, {"LOCAL_RANK": env["RANK"], "LOCAL_WORLD_SIZE": env["WORLD_SIZE"]}
+        if "RANK" in env or "WORLD_SIZE" in env:
+            names, defaults = TORCH, {"LOCAL_RANK": env.get("RANK"), "LOCAL_WORLD_SIZE": env.get("WORLD_SIZE")}
         elif env.get("SLURM_PROCID") and env.get("SLURM_NTASKS", "1") != "1":
             per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0]  # "4(x2)"
             names, defaults = SLURM, {"SLURM_NTASKS_PER_NODE": per_node}
         else:
             return cls(0, 1, 0, 1)
-        given = {name: env.get(name) or defaults.get(name, "nothing") for name in names}
+        given = {name: env.get(name) or defaults.get(name) or "nothing" for name in names}
         try:
             rank, size, local_rank, local_size = map(int, given.values())
         except ValueError:
@@ -50,6 +57,11 @@ class World:
                 f"environment: {told} are not a rank among others; start with launch/train.sh, torchrun or srun"
             )
         return cls(rank, size, local_rank, local_size)
+
+
+def may_share_gpu() -> bool:
+    """Return whether the user lets several ranks of a node compute on the same GPU. Raises RecipeError unless it is 0 or 1."""
+    return environment_number(SHARE_GPU, 0, 0, 1) == 1
 
 
 def node_name() -> str:
@@ -63,28 +75,42 @@ def node_name() -> str:
 
 def master_endpoint() -> tuple[str, str]:
     """Return rank 0's (address, port): MASTER_ADDR and MASTER_PORT, or the first host of the Slurm job and a port
-    derived from the job's number. Raises RecipeError if neither is available."""
+    derived from the job's number. Raises RecipeError if neither is available, or if one can't be an endpoint."""
     env = os.environ
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if address is None and "SLURM_JOB_NODELIST" in env:
         address = _first_host(env["SLURM_JOB_NODELIST"])
-        port = port or str(15000 + int(env.get("SLURM_JOB_ID", "0")) % 20000)
+        port = port or str(15000 + environment_number("SLURM_JOB_ID", 0) % 20000)
     if address is None or port is None:
         raise RecipeError(
             f"environment: MASTER_ADDR={address}, MASTER_PORT={port}; give both (rank 0's host and a free port on it), "
             "or start with launch/train.sh, torchrun or srun, which do"
         )
-    return address, port
+    if not address.strip():
+        raise RecipeError("MASTER_ADDR is empty in the environment; set it to rank 0's host")
+    return address, str(environment_number("MASTER_PORT", port, 1, MAX_PORT))
+
+
+def environment_number(name: str, default: int | str, minimum: int = 0, maximum: int | None = None) -> int:
+    """Return an environment variable as an integer in this range. Raises RecipeError if it is anything else."""
+    text = os.environ.get(name, str(default)).strip()
+    number = int(text) if text.isascii() and text.isdigit() else -1
+    if number < minimum or (maximum is not None and number > maximum):
+        allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise RecipeError(f"{name}={text!r} in the environment is not a whole number {allowed}")
+    return number
 
 
 def _first_host(nodes: str) -> str:
     if "[" not in nodes:
         return nodes.partition(",")[0]
     try:
-        answer = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
+        command = ["scontrol", "show", "hostnames", nodes]
+        with announced("Slurm's controller to list the job's nodes", SCONTROL_SECONDS):
+            answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SCONTROL_SECONDS)
+        return answer.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
         raise RecipeError(
             f"environment: rank 0's host is not known: scontrol could not be asked for the first of {nodes} ({error}); in a "
             "container without Slurm's programs set MASTER_ADDR to that host before it starts"
         ) from error
-    return answer.stdout.split()[0]

@@ -37,7 +37,7 @@ def wrap_layers(blocks: Sequence[ModelBlock], parallel: ParallelSection) -> None
         if parallel.activation_checkpointing:
             forward = _checkpointed(forward, selective=parallel.activation_checkpointing == "selective")
         if parallel.compile:
-            forward = torch.compile(forward)
+            forward = torch.compile(forward, dynamic=False)  # one shape per run; dynamic kernels are slower
         if forward != layer.forward:  # not `is not`: each access makes a new bound method
             layer.forward = forward
     for head in (m for block in blocks for m in block.modules if isinstance(m, LossHead)):

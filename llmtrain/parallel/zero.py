@@ -5,7 +5,7 @@ optimizer's parameter groups, so a rank's part of its fp32 masters is one or two
 synchronization changes in place. This module averages gradients over the replicas and clips them, between backward
 and step. DeepSpeed does the rest.
 
-In bf16 the masters start from weights rounded to bf16, because DeepSpeed creates them that way.
+In bf16 the masters of a random initialization are rounded to bf16, because DeepSpeed creates them that way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.errors import RecipeError
-from llmtrain.model import LanguageModel, ModelBlock, blocks_of, initialize
+from llmtrain.model import PREFIX, LanguageModel, ModelBlock, ReadWeight, blocks_of, initialize
 from llmtrain.parallel.engine import Block, Engine, MicroBatch, gradient_norm
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.wire_format import WireFormat
@@ -65,6 +65,7 @@ class ZeroEngine(Engine):
         parallel: ParallelSection,
         optim: OptimSection,
         seed: int,
+        read: ReadWeight | None = None,
         gradient_wire: WireFormat | None = None,
         changes_in_forward: bool = False,
     ):
@@ -85,7 +86,7 @@ class ZeroEngine(Engine):
         config = deepspeed_config(parallel, changes_in_forward)
         model_blocks = blocks_of(model)
         wrap_layers(model_blocks, parallel)
-        grouped = self._build_weights(model_blocks, config, parallel, optim, seed)
+        grouped = self._build_weights(model_blocks, config, parallel, optim, seed, read)
         self.optimizer = build_optimizer([group for groups in grouped for group in groups], optim)
         self._parameters = [[group["params"] for group in groups] for groups in grouped]  # DeepSpeed empties its own
         self._engine, *_ = deepspeed.initialize(
@@ -113,6 +114,8 @@ class ZeroEngine(Engine):
             if self.stage == 3:  # prepended, to run before DeepSpeed's hook gathers
                 block.modules[0].register_forward_pre_hook(self._run_hooks(index), prepend=True)
         self._clear_padding()
+        if read is not None and parallel.precision == "bf16":
+            self._read_masters(read)
         if optim.kind == "adamw":
             self._start_moments()
 
@@ -219,7 +222,7 @@ class ZeroEngine(Engine):
             for group, master in zip(layout, block.shards, strict=True):
                 whole = group.full_tensors(self._gathered(master))
                 if self.mesh.shard_comms.rank == 0:
-                    weights |= {name.removeprefix("causal_lm."): value.cpu() for name, value in whole.items()}
+                    weights |= {name.removeprefix(PREFIX): value.cpu() for name, value in whole.items()}
         return weights
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -231,12 +234,13 @@ class ZeroEngine(Engine):
         parallel: ParallelSection,
         optim: OptimSection,
         seed: int,
+        read: ReadWeight | None,
     ) -> list[list[dict]]:
         """Initialize the weights and return the optimizer's groups by block. In stage 3, a rank never has more than one
         full block in memory in addition to its shards."""
         grouped = []
         for block in blocks:
-            initialize(self.model, block, seed, self.mesh.device, COMPUTE[parallel.precision])
+            initialize(self.model, block, seed, self.mesh.device, COMPUTE[parallel.precision], read)
             parameters = [p for _, p in named_parameters_of(self.model, block)]
             grouped.append(decay_groups(parameters, optim.weight_decay))
             for module in block.modules if self.stage == 3 else ():
@@ -256,6 +260,15 @@ class ZeroEngine(Engine):
         if self.stage == 3:
             return self._engine.optimizer.fp32_partitioned_groups_flat
         return [group["params"][0] for group in self._engine.optimizer.param_groups]
+
+    @torch.no_grad()
+    def _read_masters(self, read: ReadWeight) -> None:
+        """Replace the masters, which DeepSpeed has made from weights in bf16, by the weights in fp32."""
+        for block, layout in zip(self.blocks, self._layout, strict=True):
+            for group, master in zip(layout, block.shards, strict=True):
+                full = {name: read(name.removeprefix(PREFIX)) for name in group.names}
+                master.copy_(group.part(full, self.mesh.shard_comms.rank))
+            self.parameters_changed(block)
 
     @torch.no_grad()
     def _clear_padding(self) -> None:

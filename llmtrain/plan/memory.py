@@ -19,9 +19,10 @@ from transformers.pytorch_utils import Conv1D
 
 from llmtrain.attention import FUSED_FAMILY
 from llmtrain.config import Recipe
-from llmtrain.data.tokenizer import TRAIN, load_tokenizer
+from llmtrain.data.tokenizer import load_tokenizer, trained_size
 from llmtrain.data.tokenizer import vocab_size as size_of_tokenizer
 from llmtrain.errors import ModelError
+from llmtrain.files import local_path
 from llmtrain.model import blocks_of, build, count_parameters, flops_per_token, model_config
 from llmtrain.parallel.zero_layout import BUCKET
 
@@ -97,9 +98,9 @@ class Memory:
         """Return the peak bytes on the GPU."""
         return sum(getattr(self, part.name) for part in fields(self)) - self.host
 
-    @property
-    def host_total(self) -> int:
-        return self.host
+    def total(self, on_gpu: bool) -> int:
+        """Return the peak bytes on the GPU or, without GPUs, of all parts, which are then in the same memory."""
+        return self.device_total + (0 if on_gpu else self.host)
 
 
 def size_of(recipe: Recipe, vocab_size: int | None = None) -> ModelSize:
@@ -318,11 +319,11 @@ def _vocabulary(recipe: Recipe) -> int | None:
     name = recipe.data.tokenizer
     if "vocab_size" in recipe.model.config or recipe.model.from_config is not None:
         return None
-    if name.startswith(TRAIN) and name.removeprefix(TRAIN).isdecimal():
-        return int(name.removeprefix(TRAIN))
+    if (size := trained_size(name)) is not None:
+        return size
     if name in KNOWN_VOCABULARIES:
         return KNOWN_VOCABULARIES[name]
-    if Path(name).expanduser().exists():
+    if local_path(name) is not None:
         with TemporaryDirectory() as folder:
             return size_of_tokenizer(load_tokenizer(recipe.data, Path(folder)))
     raise ModelError(

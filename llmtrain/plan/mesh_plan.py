@@ -10,6 +10,7 @@ from itertools import groupby
 from llmtrain.config import ParallelSection, Recipe
 from llmtrain.errors import ModelError, RecipeError
 from llmtrain.plan.memory import Memory, ModelSize, estimate, size_of
+from llmtrain.recipe_messages import one_of
 
 
 def choose_mesh(
@@ -117,52 +118,44 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
     needs more memory than the rank with the least memory has. A mesh given in the recipe is refused only if weights,
     gradients, optimizer and anchors alone are too large.
     """
-    size, least = _size(recipe), min(memory)
+    size, least = size_or_assumed(recipe), min(memory)
 
     def needs(shard: int) -> Memory:
         return estimate(recipe, size, len(nodes) // shard, shard)
 
     replicas, shard, reason = choose_mesh(
-        recipe.parallel, nodes, on_gpu, lambda shard: _all_of(needs(shard), on_gpu) <= MEMORY_HEADROOM * least
+        recipe.parallel, nodes, on_gpu, lambda shard: needs(shard).total(on_gpu) <= MEMORY_HEADROOM * least
     )
-    ours = given_shard(recipe.parallel, len(nodes), on_gpu) is None
-    needed = _all_of(needs(shard), on_gpu) if ours else _state_of(needs(shard), on_gpu)
-    if needed > least:
-        raise RecipeError(_too_large(recipe, size, replicas, shard, needed, least, on_gpu, ours, len(set(nodes)) > 1))
+    ours, needed = given_shard(recipe.parallel, len(nodes), on_gpu) is None, needs(shard)
+    total = needed.total(on_gpu) if ours else _state_of(needed, on_gpu)
+    if total > least:
+        what = "about" if ours else "for weights, gradients, optimizer and anchors alone"
+        each = "on each GPU" if on_gpu else "for each process (there is no GPU)"
+        there = "the smallest has" if on_gpu else "the machine has, for each,"
+        raise RecipeError(
+            f"{recipe.run.name} has {size.parameters:,} parameters; as {replicas} replicas x {shard} shards it needs "
+            f"{what} {total / 2**30:.1f} GiB {each}, and {there} {least / 2**30:.1f} GiB; "
+            f"give {one_of(_remedies(recipe, ours, len(set(nodes)) > 1))}"
+        )
     return replicas, shard, reason
 
 
-def _size(recipe: Recipe) -> ModelSize:
+def size_or_assumed(recipe: Recipe) -> ModelSize:
+    """Return the size of the recipe's model, with ASSUMED_VOCABULARY if the tokenizer is not downloaded yet."""
     try:
         return size_of(recipe)
     except ModelError:  # the tokenizer is not downloaded yet; other causes raise again below
         return size_of(recipe, ASSUMED_VOCABULARY)
 
 
-def _all_of(memory: Memory, on_gpu: bool) -> int:
-    return memory.device_total + (0 if on_gpu else memory.host_total)
-
-
 def _state_of(memory: Memory, on_gpu: bool) -> int:
     """Return the bytes of weights, gradients, optimizer and anchors. This is arithmetic, not an estimate."""
     state = memory.weights + memory.gradients + memory.optimizer + memory.anchors
-    return state + (0 if on_gpu else memory.host_total)
+    return state + (0 if on_gpu else memory.host)
 
 
-def _too_large(
-    recipe: Recipe,
-    size: ModelSize,
-    replicas: int,
-    shard: int,
-    needed: float,
-    least: float,
-    on_gpu: bool,
-    ours: bool,
-    several_nodes: bool,
-) -> str:
-    each = "on each GPU" if on_gpu else "for each process (there is no GPU)"
-    there = "the smallest has" if on_gpu else "the machine has, for each,"
-    what = "about" if ours else "for weights, gradients, optimizer and anchors alone"
+def _remedies(recipe: Recipe, ours: bool, several_nodes: bool) -> list[str]:
+    """Return what would make the run fit. Keys are among it only if the mesh is `ours`, not the recipe's."""
     changes = ["more devices", "larger ones", "a smaller model"]
     if ours:
         if recipe.train.micro_batch > 1:
@@ -172,8 +165,4 @@ def _too_large(
         if several_nodes and not recipe.parallel.shard_across_nodes:
             changes.append("parallel.shard_across_nodes=true")
         changes.append("parallel.replicas and parallel.shards, to try all the same")
-    return (
-        f"{recipe.run.name} has {size.parameters:,} parameters; as {replicas} replicas x {shard} shards it needs {what} "
-        f"{needed / 2**30:.1f} GiB {each}, and {there} {least / 2**30:.1f} GiB; "
-        f"give {', '.join(changes[:-1])} or {changes[-1]}"
-    )
+    return changes

@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, Group
 from rich.filesize import pick_unit_and_suffix
 from rich.table import Table
+from rich.text import Text
 
 from llmtrain.config import Recipe
+from llmtrain.plan.cards import GpuCard
+from llmtrain.plan.duration import YEAR, format_duration
+from llmtrain.plan.hardware import Hardware
 from llmtrain.plan.memory import Memory, ModelSize, estimate, size_of
-from llmtrain.plan.time_estimate import HardwareRates, estimate_time
-from llmtrain.plan.traffic import traffic
+from llmtrain.plan.mesh_plan import MEMORY_HEADROOM
+from llmtrain.plan.time_estimate import estimate_time, traffic
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import resolved_yaml
 
 MESHES = ((1, 1), (1, 8), (8, 8))
-"""(replicas, shard) of the meshes shown for every recipe."""
+"""(replicas, shard) of the meshes shown for a recipe that leaves its mesh open."""
 
 
-def show(recipe: Recipe, console: Console, rates: HardwareRates) -> None:
-    """Print the resolved recipe, then its model's size, traffic, memory, and time at these rates.
+def show(recipe: Recipe, console: Console, hardware: Hardware) -> None:
+    """Print the resolved recipe, then its model's size, traffic, memory, and time on this hardware.
     Needs no data, GPU or network.
 
     Raises UserError for a recipe that cannot be trained, or whose vocabulary size is not known without a download.
     """
     check(recipe, None)
     size = size_of(recipe)
+    meshes = _meshes(recipe, hardware.on_gpu)
     console.print(resolved_yaml(recipe), markup=False, highlight=False, soft_wrap=True)
-    console.print(_figures(recipe, size))
+    console.print(_figures(recipe, size, replicas=meshes[-1][0]))
     console.print()
-    console.print(_memory(recipe, size))
-    console.print(_pace(recipe, size, rates))
-    console.print(
-        f"  with {rates.flops / 1e12:.3g} TFLOP/s of each rank (--tflops) and {rates.mbit:,g} Mbit/s between replicas (--mbit); "
-        "waiting: for\n  what comes over the network, a step on average",
-        soft_wrap=True,
+    console.print(_memory(recipe, size, meshes, hardware))
+    # What is measured on this CPU tells nothing of ranks that it would not hold.
+    is_open = hardware.is_this_cpu and len(meshes) > 1
+    console.print(_pace(recipe, size, meshes[:1] if is_open else meshes, hardware))
+    console.print(_footnote(hardware), soft_wrap=True)
+
+
+def _footnote(hardware: Hardware) -> str:
+    rates = hardware.rates
+    return (
+        f"  with {rates.flops / 1e12:.3g} TFLOP/s of {hardware.device} ({hardware.source}) and {rates.mbit:,g} Mbit/s between "
+        "replicas (--mbit);\n  waiting: for what comes over the network, a step on average"
     )
 
 
-def _figures(recipe: Recipe, size: ModelSize) -> Table:
+def _figures(recipe: Recipe, size: ModelSize, replicas: int) -> Table:
     steps, per_step = recipe.train.total_steps, recipe.train.tokens_per_step
     layer, largest = size.block_parameters[1], max(size.block_parameters)
     table = Table.grid(padding=(0, 2))
@@ -52,53 +64,74 @@ def _figures(recipe: Recipe, size: ModelSize) -> Table:
     )
     table.add_row("tokens", f"{_si(steps * per_step)}: {steps:,} steps of {per_step:,}")
     table.add_row("FLOPs", f"{_si(size.flops_per_token)} a token, {size.flops_per_token * steps * per_step:.2e} in all")
-    table.add_row("traffic", traffic(recipe, size))
+    table.add_row("traffic", traffic(recipe, size, replicas))
     return table
 
 
-def _memory(recipe: Recipe, size: ModelSize) -> Table:
+def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], hardware: Hardware) -> Group:
     """Return the table of memory: one row per part, one column per mesh."""
-    meshes = _meshes(recipe)
     estimates = [estimate(recipe, size, *mesh) for mesh in meshes]
-    largest = max(memory.device_total for memory in estimates)
-    scale, unit = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
-
-    table = _by_mesh(f"Estimated {unit} on each GPU, by replicas x shard", meshes)
+    totals = [memory.total(hardware.on_gpu) for memory in estimates]
+    scale, unit = (2**30, "GiB") if max(totals) >= 2**30 else (2**20, "MiB")
+    device = hardware.device if hardware.on_gpu or len(meshes) == 1 else "each rank"
+    table = _by_mesh(meshes)
     for part in (field.name for field in fields(Memory) if field.name != "host"):
         table.add_row(part, *(f"{getattr(memory, part) / scale:,.2f}" for memory in estimates))
+    is_offloaded = any(memory.host for memory in estimates)
+    if is_offloaded and not hardware.on_gpu:
+        table.add_row("offloaded", *(f"{memory.host / scale:,.2f}" for memory in estimates))
     table.add_section()
-    table.add_row("total", *(f"{memory.device_total / scale:,.2f}" for memory in estimates), style="bold")
-    if any(memory.host_total for memory in estimates):
-        table.add_row("in CPU memory", *(f"{memory.host_total / scale:,.2f}" for memory in estimates))
+    table.add_row("total", *(f"{total / scale:,.2f}" for total in totals), style="bold")
+    if is_offloaded and hardware.on_gpu:
+        table.add_row("in CPU memory", *(f"{memory.host / scale:,.2f}" for memory in estimates))
+    if hardware.card is not None:
+        table.add_row(f"fits in {hardware.card.gigabytes} GB", *(_fits(total, hardware.card) for total in totals))
     table.add_row("micro-batches a step", *(_accumulation(recipe, replicas * shard) for replicas, shard in meshes))
-    return table
+    return _titled(f"Estimated {unit} on {device}, by replicas x shard", table)
 
 
-def _pace(recipe: Recipe, size: ModelSize, rates: HardwareRates) -> Table:
+def _fits(needed: float, card: GpuCard) -> str:
+    share = needed / (card.gigabytes * 2**30)
+    return "yes" if share <= MEMORY_HEADROOM else "tight" if share <= 1 else "no"
+
+
+def _pace(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], hardware: Hardware) -> Group:
     """Return the table of times: one row per part, one column per mesh."""
-    meshes = _meshes(recipe)
-    paces = [estimate_time(recipe, size, *mesh, rates) for mesh in meshes]
-    table = _by_mesh("Estimated seconds, by replicas x shard", meshes)
+    paces = [estimate_time(recipe, size, *mesh, hardware.rates) for mesh in meshes]
+    table = _by_mesh(meshes)
     for name in ("step", "message", "waiting"):
-        table.add_row(name, *(f"{getattr(one, name):,.3g}" for one in paces))
+        table.add_row(name, *(format_duration(getattr(one, name)) for one in paces))
     table.add_section()
-    table.add_row("run, hours", *(f"{one.run / 3600:,.3g}" for one in paces), style="bold")
+    is_too_long = hardware.is_this_cpu and any(one.run > YEAR for one in paces)
+    advice = " on this machine; give --gpu or --tflops" if is_too_long else ""
+    table.add_row("run", *(f"{format_duration(one.run)}{advice}" for one in paces), style="bold")
     table.add_row("of it computing", *(f"{one.computing:.1%}" for one in paces))
-    return table
+    return _titled(f"Estimated time with {hardware.device}, by replicas x shard", table)
 
 
-def _meshes(recipe: Recipe) -> list[tuple[int, int]]:
-    given = tuple(recipe.parallel.given_on_cpu)
-    return [*MESHES, *([given] if len(given) == 2 and given not in MESHES else [])]
+def _meshes(recipe: Recipe, on_gpu: bool) -> list[tuple[int, int]]:
+    """Return the recipe's own mesh if it names one, else typical ones that agree with the number that it names."""
+    parallel = recipe.parallel
+    replicas, shards = parallel.replicas, parallel.shards
+    if not on_gpu and len(parallel.given_on_cpu) == 2:
+        replicas, shards = parallel.given_on_cpu
+    return list(
+        dict.fromkeys((r if replicas == "auto" else replicas, s if shards == "auto" else shards) for r, s in MESHES)
+    )
 
 
-def _by_mesh(title: str, meshes: list[tuple[int, int]]) -> Table:
+def _by_mesh(meshes: Sequence[tuple[int, int]]) -> Table:
     """Return an empty table with one column per mesh."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD)
     table.add_column("")
     for replicas, shard in meshes:
         table.add_column(f"{replicas} x {shard}", justify="right")
     return table
+
+
+def _titled(title: str, table: Table) -> Group:
+    """Return a table below its title. As the table's own, a title would be cut into lines as wide as the table."""
+    return Group(Text(title, style="italic"), table)
 
 
 def _accumulation(recipe: Recipe, ranks: int) -> str:

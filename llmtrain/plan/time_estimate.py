@@ -1,22 +1,22 @@
-"""Estimate of a run's duration and of its waits for the network, from the rates of a rank and of the network."""
+"""Estimates of the bytes that a run sends between replicas, and of its duration and its waits for the network."""
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from dataclasses import dataclass
 
 import torch
+from rich.filesize import decimal
 
-from llmtrain.config import (
-    Recipe,
-)
+from llmtrain.config import Recipe
 from llmtrain.lr import LRSchedule
+from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
 from llmtrain.parallel.wrapping import COMPUTE
-from llmtrain.plan.memory import ModelSize
-from llmtrain.plan.traffic import gradient_bytes, per_average, rounds_of
-from llmtrain.sync.period import warmup_of
+from llmtrain.plan.memory import BYTES, ModelSize
+from llmtrain.sync.period import build_period, warmup_of
 
 TRAINING_EFFICIENCY = 0.5
 """Fraction of a machine's rate in large matrix products that training reaches. `benchmarks/throughput.py` measured 0.42
@@ -24,6 +24,88 @@ with 6 M and 0.55 with 33 M parameters, on two cores in fp32. GPUs were not meas
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the matrices whose product is timed, by device type."""
 TURNS = 5
+
+
+def per_average(recipe: Recipe, size: ModelSize, replicas: int, kind: str) -> float:
+    """Return the bytes that all ranks of one replica together send to average the model over N replicas.
+
+    They are 2 (N-1)/N x bytes per value x parameters. A value in the wire format `kind` includes its share of a scale.
+    "fp32" stands for master precision.
+    """
+    master, _ = BYTES[recipe.parallel.precision]
+    per_value = master if kind == "fp32" else WireFormat(kind).size(SCALE_GROUP_SIZE) / SCALE_GROUP_SIZE
+    return 2 * (replicas - 1) / replicas * per_value * size.parameters
+
+
+def gradient_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> float:
+    """Return the bytes that one replica sends in a synchronous step."""
+    wire = recipe.sync.wire
+    return per_average(recipe, size, replicas, wire.kind if wire.gradients else "fp32")
+
+
+def round_bytes(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> float:
+    """Return the bytes that each rank sends over the replica axis in one synchronization (or synchronous step)."""
+    if recipe.sync.period.averages_gradients:
+        return gradient_bytes(recipe, size, replicas) / shard
+    return per_average(recipe, size, replicas, recipe.sync.wire.kind) / shard
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of a run, and the bytes that one replica sends in them."""
+
+    first: int
+    """Synchronous steps before the first round."""
+    number: int
+    every: float
+    """Steps per round, on average."""
+    bytes: float
+    """Bytes per round."""
+    bytes_in_group: float = 0.0
+    """Bytes of the group average in one step; 0 without groups."""
+
+
+def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
+    """Return the rounds of a recipe whose period counts local steps, so neither `every_step` nor `seconds`."""
+    sync, steps = recipe.sync, recipe.train.total_steps
+    rates = LRSchedule.of(recipe)
+    warmup = warmup_of(sync, rates)
+    period = build_period(sync.period, warmup, rates)
+    number = sum(period.ends_round(step) for step in range(warmup + 1, steps + 1)) + (not period.ends_round(steps))
+    every = (steps - warmup) / number
+    per_round = per_average(recipe, size, replicas, sync.wire.kind)
+    members = sync.schedule.resolve_group_size(replicas)
+    if members is None:
+        return Rounds(warmup, number, every, per_round)
+    in_group = per_average(recipe, size, members, sync.wire.kind)
+    return Rounds(warmup, number, every, per_round + (every - 1) * in_group, in_group)
+
+
+def traffic(recipe: Recipe, size: ModelSize, replicas: int) -> str:
+    """Return one or two lines of text with the bytes per round and per step."""
+    if replicas == 1:
+        return "none between replicas: there is one"
+    sync = recipe.sync
+    gradients = decimal(int(gradient_bytes(recipe, size, replicas)))
+    whose = f"from each of {replicas} replicas"
+    if sync.period.averages_gradients:
+        return f"{gradients} a step {whose} (gradients in every step)"
+    if sync.period.is_timed:
+        warmup = warmup_of(sync, LRSchedule.of(recipe))
+        per_round = decimal(int(per_average(recipe, size, replicas, sync.wire.kind)))
+        line = f"{per_round} {whose} a round, a round in {sync.period.every:g} s"
+    else:
+        rounds = rounds_of(recipe, size, replicas)
+        warmup = rounds.first
+        in_groups = ""
+        if rounds.bytes_in_group:
+            members = sync.schedule.resolve_group_size(replicas)
+            in_groups = f", {decimal(int(rounds.bytes_in_group))} of it in a step among {members}"
+        line = (
+            f"{decimal(int(rounds.bytes))} {whose} a round{in_groups}, {rounds.number:,} rounds of about "
+            f"{rounds.every:.0f} steps: {decimal(int(rounds.bytes / rounds.every))} a step"
+        )
+    return f"{line}\n{gradients} a step when synchronous" + (f", as in the first {warmup:,} steps" if warmup else "")
 
 
 @dataclass(frozen=True)
@@ -102,5 +184,7 @@ def rate_here(recipe: Recipe) -> float:
         began = time.perf_counter()
         torch.mm(matrix, matrix)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - began)
-    sharing = math.prod(recipe.parallel.given_on_cpu) if device == "cpu" else 1
+    sharing = 1.0
+    if device == "cpu":  # a rank may have fewer threads than there are cores, and then others work on the rest of them
+        sharing = max(1.0, math.prod(recipe.parallel.given_on_cpu) * torch.get_num_threads() / (os.cpu_count() or 1))
     return TRAINING_EFFICIENCY * 2 * size**3 / statistics.median(seconds[1:]) / sharing

@@ -53,6 +53,8 @@ class BlockSync:
         self.errors: list[torch.Tensor] = []
         """By block: the rounding error to add to this rank's next message. Empty without error feedback."""
         self.report = SyncStats()
+        self.warnings: list[str] = []
+        """One-line warnings that have not been shown yet; the same on all ranks."""
 
     @property
     def blocks(self) -> range:

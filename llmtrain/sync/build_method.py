@@ -12,11 +12,11 @@ from llmtrain.config import EditPenaltySection, EverySecondsSection, SyncSection
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms, shard_group
 from llmtrain.parallel.engine import Replica
-from llmtrain.parallel.wake_signal import WakeSignal
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.sync.anchors import Anchors
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.edit_penalty import EditPenalty
+from llmtrain.sync.group_averager import WakeSignal
 from llmtrain.sync.method import Method
 from llmtrain.sync.offload import HostOffload, host_offload
 from llmtrain.sync.outer import build_outer
@@ -43,6 +43,7 @@ def build_method(
     store: dist.Store | None = None,
     timeout_seconds: float = 600,
     clock: Clock = time.monotonic,
+    end_early: Callable[[], bool] = lambda: False,
     wake_signal: Callable[[dist.Store], WakeSignal] = WakeSignal,
     offload_of: Callable[[torch.device], HostOffload | None] = host_offload,
 ) -> Method:
@@ -50,8 +51,8 @@ def build_method(
 
     `replica_comms` and `shard_comms` are the two axes of the mesh (rank = replica x shards + shard). `rates` are the run's
     learning rates. `compiled` rounds messages with compiled code. `store` is the job's key-value store, which the
-    wait-avoiding schedule needs. `clock` times rounds of seconds. `wake_signal` makes a wake signal from the store.
-    `offload_of` returns the anchor offload for a device, or None.
+    wait-avoiding schedule needs. `clock` times rounds of seconds, which also end once `end_early()` is true on a rank.
+    `wake_signal` makes a wake signal from the store. `offload_of` returns the anchor offload for a device, or None.
     """
     outer = build_outer(sync.outer)
     copies = offload_of(replica.blocks[0].shards[0].device) if sync.offload else None
@@ -63,14 +64,12 @@ def build_method(
         # Every step exchanges the time. Over a GPU's backend, the host would wait for all queued device work.
         on_cpu = shard_comms.device.type == "cpu"
         ranks = shard_comms if on_cpu else shard_group(replica_comms, shard_comms, timeout_seconds)
-        period: Period = TimedPeriod(sync.period, warmup, rates.total_steps, replica_comms, ranks, clock)
+        period: Period = TimedPeriod(sync.period, warmup, rates.total_steps, replica_comms, ranks, clock, end_early)
     else:
         period = build_period(sync.period, warmup, rates)
     pull = Pull(sync.pull, block_sync, seed) if sync.pull is not None else None
     penalty = None
     if isinstance(sync.reduction, EditPenaltySection):
         penalty = EditPenalty(sync.reduction, replica_comms.size, len(replica.blocks))
-    parts = ScheduleParts(
-        block_sync, period, penalty, warmup + 1, rates.total_steps, store, wake_signal, timeout_seconds
-    )
+    parts = ScheduleParts(block_sync, period, penalty, rates.total_steps, store, wake_signal, timeout_seconds)
     return Method(replica, period, build_schedule(sync.schedule, parts), pull)

@@ -69,22 +69,22 @@ RULES = (
     Rule(
         *("period", "seconds"),
         {"schedule": ("overlapped", "delayed", "wait_avoiding")},
-        "replicas do different numbers of steps in a round of seconds, so there is no step at which all send or receive",
+        "replicas take different numbers of steps in a round of seconds, so there is no common step at which to send or receive",
     ),
     Rule(
         *("reduction", "edit_penalty"),
         {"schedule": ("overlapped", "delayed", "wait_avoiding")},
-        "a penalty needs everybody's norms before a message is sent, and nobody waits for them",
+        "the penalty needs the norms of all replicas before a message is sent, and these schedules do not wait for them",
     ),
     Rule(
         *("error_feedback", "on"),
         {"wire": ("fp32",)},
-        "nothing is rounded, so there is no error to feed back",
+        "fp32 messages are not rounded, so there is no error to feed back",
     ),
     Rule(
         *("error_feedback", "on"),
         {"schedule": ("wait_avoiding",)},
-        "a late replica's message is sent more than once, and its error would be too",
+        "a message of a late replica is sent more than once, and its error would be added more than once",
     ),
 )
 

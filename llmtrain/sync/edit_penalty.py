@@ -6,14 +6,18 @@ same decision, because the computation is in float64 with operations that round 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from llmtrain.config import EditPenaltySection
+from llmtrain.errors import TrainingError
 
 EPSILON = 1e-6
+WARN_EXCLUSIONS = 5
+"""Rounds in a row in which a block of a replica is excluded before a warning names it."""
 MOMENTS = ("count", "mean", "variance")
 
 
@@ -87,21 +91,60 @@ class EditPenalty:
     def __init__(self, section: EditPenaltySection, replicas: int, blocks: int):
         self.section = section
         self.norms = RunningMoments((replicas, blocks), section.ema)
+        self.excluded = torch.zeros((replicas, blocks), dtype=torch.int64)
+        """Rounds in a row in which a block of a replica has been excluded, up to the last round."""
 
-    def weigh(self, norms: torch.Tensor, steps: torch.Tensor) -> ReplicaWeights:
-        """Return the weights for these norms [replicas, blocks] (float64), and add the norms that are not anomalous
-        to the statistics. `steps` [replicas] has each replica's local steps in the round."""
-        anomalous = ~norms.isfinite()
-        if self.section.z is not None:
-            tested = self.norms.count >= self.section.min_rounds
-            anomalous |= tested & (self.norms.z_scores(norms) > self.section.z)
-        self.norms.update(norms.nan_to_num(0.0, 0.0, 0.0), ~anomalous)
+    def weigh(self, norms: torch.Tensor, steps: torch.Tensor, lr_sums: torch.Tensor) -> ReplicaWeights:
+        """Return the weights for these norms [replicas, blocks] (float64), and update the statistics. `steps` and
+        `lr_sums` [replicas] have the number and the summed learning rates of each replica's local steps in the round."""
+        scaled_norms = norms
+        if self.section.statistics == "adaptive":
+            scaled_norms = norms / torch.where(lr_sums > 0, lr_sums, 1.0)[:, None]
+        anomalous = ~norms.isfinite() | self._is_outlier(scaled_norms)
+        self.excluded = torch.where(anomalous, self.excluded + 1, 0)
+        self._update(scaled_norms, anomalous)
         weights = self._weights(norms, anomalous)
         if self.section.step_weight > 0:
             share = steps[:, None].expand_as(norms).masked_fill(anomalous, 0.0)
             share = share / share.sum(0).clamp(min=1)
             weights = (1 - self.section.step_weight) * weights + self.section.step_weight * share
         return ReplicaWeights(weights, anomalous)
+
+    def check_exclusions(self, names: Sequence[str]) -> list[str]:
+        """Return a warning per replica with blocks that have been excluded WARN_EXCLUSIONS rounds in a row, given the
+        blocks' names. Raises TrainingError if a block has been excluded `max_exclusions` rounds in a row."""
+        warnings, limit = [], self.section.max_exclusions
+        for replica, rounds in enumerate(self.excluded):
+            longest = int(rounds.max())
+            blocks = ", ".join(name for name, count in zip(names, rounds, strict=True) if count == longest)
+            what = f"replica {replica}: {blocks} excluded from the mean {longest} rounds in a row"
+            if limit is not None and longest >= limit:
+                raise TrainingError(
+                    f"{what} (sync.reduction.max_exclusions): norms that stay far above their running mean, or are not finite; "
+                    "look at the loss before the first of these rounds, lower optim.lr, or set max_exclusions to null"
+                )
+            if longest == WARN_EXCLUSIONS:
+                warnings.append(f"{what}: pseudo-gradients far larger than before (sync.reduction.z)")
+        return warnings
+
+    def _is_outlier(self, scaled_norms: torch.Tensor) -> torch.Tensor:
+        if self.section.z is None:
+            return torch.zeros_like(scaled_norms, dtype=torch.bool)
+        tested = self.norms.count >= self.section.min_rounds
+        if self.section.statistics == "adaptive":
+            tested &= self.norms.variance > (EPSILON * self.norms.mean) ** 2  # norms that never varied give no scale
+        return tested & (self.norms.z_scores(scaled_norms) > self.section.z)
+
+    def _update(self, scaled_norms: torch.Tensor, anomalous: torch.Tensor) -> None:
+        """Add the round's norms to the statistics. `paper` does not add an excluded norm. `adaptive` clamps a finite
+        excluded norm to mean + z std 2^(k - 1), where k counts the rounds in a row, and adds it. It does not add norms
+        of 0: a frozen block says nothing about the norms that it will have when it moves."""
+        include = ~anomalous
+        if self.section.statistics == "adaptive" and self.section.z is not None:
+            reach = self.section.z * self.norms.variance.sqrt() * torch.exp2((self.excluded - 1).double())
+            include = scaled_norms.isfinite() & (scaled_norms > 0)
+            scaled_norms = torch.where(anomalous, torch.minimum(scaled_norms, self.norms.mean + reach), scaled_norms)
+        self.norms.update(scaled_norms.nan_to_num(0.0, 0.0, 0.0), include)
 
     def _weights(self, norms: torch.Tensor, anomalous: torch.Tensor) -> torch.Tensor:
         if self.section.temperature is None:
@@ -118,15 +161,16 @@ class EditPenalty:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the statistics as plain lists."""
-        return self.norms.state_dict()
+        return {**self.norms.state_dict(), "excluded": self.excluded.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.norms.load_state_dict(state)
+        self.excluded = torch.tensor(state["excluded"])
 
     def resharded(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the statistics for a run that resumes with a different number of replicas. Each replica starts with
-        the merged statistics of all old replicas."""
+        the merged statistics of all old replicas, and none counts as excluded before."""
         replicas, blocks = self.norms.count.shape
         began = RunningMoments((len(state["count"]), blocks), self.section.ema)
         began.load_state_dict(state)
-        return began.merge(replicas).state_dict()
+        return {**began.merge(replicas).state_dict(), "excluded": torch.zeros_like(self.excluded).tolist()}

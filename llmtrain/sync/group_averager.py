@@ -8,17 +8,50 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.comms import Comms, Traffic
-from llmtrain.parallel.wake_signal import WakeSignal
 from llmtrain.parallel.wire_format import WireFormat
 
 Message = list[torch.Tensor]
 """One CPU tensor per block."""
+WAKE_TIMEOUT = timedelta(days=1)
+"""Time limit of one wait for a wake signal. It is long because a waiting thread delays no replica."""
+
+
+class WakeSignal:
+    """Wake-up signal of the replicas. One thread announces and another waits, each over its own connection to the
+    store. Announcing an iteration twice has no further effect, so several replicas may announce the same one."""
+
+    def __init__(self, store: dist.Store):
+        self._announcing, self._waiting = store, store.clone()
+
+    def announce(self, iteration: int) -> None:
+        """Start iteration `iteration` on all replicas, if it has not started."""
+        self._announcing.set(_wake_key(iteration), b"go")
+
+    def wait(self, iteration: int) -> bool:
+        """Wait until iteration `iteration` has started and return True, or return False once `end` rules it out."""
+        self._waiting.wait([_wake_key(iteration)], WAKE_TIMEOUT)
+        return self._waiting.get(_wake_key(iteration)) == b"go"
+
+    def end(self, iteration: int) -> None:
+        """Announce that iteration `iteration` will never start, so that threads waiting for it return."""
+        self._announcing.set(_wake_key(iteration), b"end")
+
+    def forget(self, iterations: Iterable[int]) -> None:
+        """Delete the keys of iterations that no thread will wait for any longer."""
+        for iteration in iterations:
+            self._announcing.delete_key(_wake_key(iteration))
+
+
+def _wake_key(iteration: int) -> str:
+    return f"llmtrain/activation/{iteration}"
 
 
 class GroupAverager:
@@ -95,7 +128,12 @@ class GroupAverager:
             while self.is_global(iteration):
                 iteration += 1
             self.wake_signal.end(iteration)
-            self._thread.join()
+            self._thread.join(2 * self.timeout_seconds)  # one iteration may be running, and another be due
+            if self._thread.is_alive():
+                raise TrainingError(
+                    f"the last group average has not ended within {2 * self.timeout_seconds:g} s (twice run.timeout_seconds); a peer "
+                    "died or is too slow; start the same command again to continue from the last checkpoint"
+                )
             self._thread = None
 
     def close(self) -> None:

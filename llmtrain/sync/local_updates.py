@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -169,6 +170,9 @@ class LocalUpdates:
     def _after_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         with torch.no_grad():
             self._method.end_step(self.step)
+        for text in self._method.take_warnings():
+            if self._replicas.rank == 0:
+                warnings.warn(f"step {self.step}: {text}", stacklevel=2)
 
     def _average_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -86,6 +86,11 @@ class Method:
         """Return the counters so far."""
         return self.block_sync.report
 
+    def take_warnings(self) -> list[str]:
+        """Return the warnings since the last call. All ranks have the same ones."""
+        taken, self.block_sync.warnings = self.block_sync.warnings, []
+        return taken
+
     def fingerprint(self) -> int:
         """Return the fingerprint of this rank's anchors and momenta (see `Anchors.fingerprint`), which should be equal
         on all replicas; 0 without anchors."""
@@ -104,11 +109,19 @@ class Method:
         """Return state that differs between replicas, by block."""
         return {"error": self.block_sync.errors, **self.schedule.per_replica_state()}
 
+    def total_steps_changed(self, step: int) -> None:
+        """Adapt a state of global step `step`, just loaded, whose run had another number of total steps. Local steps that
+        have begun continue: averaged gradients would not make replicas equal whose moments differ."""
+        if self._phase != "local":
+            self.period.set_warmup(max(self.period.warmup, step))
+        self.period.total_steps_changed(self.is_synchronized)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the remaining state of a run as plain values."""
+        begun = {"warmup": self.period.warmup} if self._phase == "local" else {}
         return {
             "report": self.block_sync.report.state_dict(),
-            "period": self.period.state_dict(),
+            "period": {**self.period.state_dict(), **begun},
             "schedule": self.schedule.state_dict(),
         }
 
@@ -122,6 +135,9 @@ class Method:
         ]
         self.block_sync.report.load_state_dict(state["report"])
         self.period.load_state_dict(state["period"])
+        if "warmup" in state["period"]:
+            self.period.set_warmup(state["period"]["warmup"])
+            self._phase = "local"
         self.schedule.load_state_dict(state["schedule"], tensors)
 
     def reshard_rules(self) -> Rules:

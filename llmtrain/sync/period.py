@@ -17,6 +17,11 @@ class Period(ABC):
     """A division of the run into synchronous steps and rounds of local steps. All ranks decide alike, because all
     replicas take the same steps and the step number alone decides. `TimedPeriod` is the exception."""
 
+    warmup = 0
+    """Synchronous steps before the first round."""
+    ended_early = False
+    """True if all ranks know that the last round ended early because a stop was requested."""
+
     @abstractmethod
     def is_synchronous(self, step: int) -> bool:
         """Return whether the gradients of this step are averaged over the replicas."""
@@ -34,9 +39,22 @@ class Period(ABC):
     def step_in_round(self, step: int) -> int:
         """Return the position of this local step in its round, from 1; 0 in a synchronous phase."""
 
+    def round_number(self, step: int) -> int | None:
+        """Return the number of the round of `step`, from 1; 0 in a synchronous phase. None if no rank knows it in
+        advance, because the rounds are counted when they end."""
+        return 0
+
     def global_step(self, step: int) -> int | None:
         """Return the global step after this replica's step `step`; None if not all ranks know it."""
         return step
+
+    def set_warmup(self, steps: int) -> None:
+        """Set the number of synchronous steps before the first round, for a run that resumes."""
+        self.warmup = steps
+
+    def total_steps_changed(self, is_synchronized: bool) -> None:
+        """Adapt loaded state that depends on the run's total steps, which were others then. `is_synchronized`: no replica
+        has taken a local step since the last synchronization."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the period's state, which is empty if the step number alone decides."""
@@ -85,6 +103,9 @@ class FixedPeriod(Period):
     def step_in_round(self, step: int) -> int:
         return 0 if self.is_synchronous(step) else (step - self.warmup - 1) % self.every + 1
 
+    def round_number(self, step: int) -> int:
+        return 0 if self.is_synchronous(step) else (step - self.warmup - 1) // self.every + 1
+
 
 class QsrPeriod(Period):
     """The quadratic synchronization rule (arXiv 2310.14423): rounds of max(base, floor((alpha / lr)^2)) local steps.
@@ -92,12 +113,17 @@ class QsrPeriod(Period):
     so that the run ends synchronized."""
 
     def __init__(self, base: int, alpha: float, warmup: int, rates: LRSchedule):
-        self.warmup, self._ends = warmup, [warmup]
+        self.base, self.alpha, self.rates = base, alpha, rates
+        self.set_warmup(warmup)
+
+    def set_warmup(self, steps: int) -> None:
+        rates = self.rates
+        self.warmup, self._ends = steps, [steps]
         while self._ends[-1] < rates.total_steps:
             lr = rates.at(max(self._ends[-1] + 1, rates.warmup_steps))
             longest = rates.total_steps - self._ends[-1]
             # The margin keeps (2 x lr / lr)^2 from being 3.99...; a rate of 0 synchronizes only at the run's end.
-            length = max(base, math.floor((alpha / lr) ** 2 * (1 + 1e-12))) if lr > 0 else longest
+            length = max(self.base, math.floor((self.alpha / lr) ** 2 * (1 + 1e-12))) if lr > 0 else longest
             self._ends.append(self._ends[-1] + min(length, longest))
 
     def is_synchronous(self, step: int) -> bool:
@@ -116,6 +142,9 @@ class QsrPeriod(Period):
         if self.is_synchronous(step):
             return 0
         return step - self._ends[bisect_left(self._ends, step) - 1]
+
+    def round_number(self, step: int) -> int:
+        return bisect_left(self._ends, step)
 
 
 def warmup_of(sync: SyncSection, rates: LRSchedule) -> int:

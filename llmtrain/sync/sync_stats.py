@@ -22,9 +22,11 @@ class SyncStats:
     count: int = resharded(0, by=first)
     """Completed rounds."""
     anomalies: int = resharded(0, by=first)
-    """Blocks left out of a mean, counted once per replica."""
+    """Blocks excluded from a mean, counted once per replica."""
     rollbacks: int = resharded(0, by=first)
     """Blocks restored to their anchor because every replica was anomalous."""
+    longest_exclusion: int = resharded(0, by=first)
+    """Rounds in a row, up to the last one, in which a block of a replica was excluded; the largest number."""
     late: int = resharded(0, by=mean_over_replicas)
     """Group averages that this replica was late for."""
     seconds: float = resharded(0.0, by=mean)

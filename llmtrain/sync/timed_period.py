@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,10 @@ class TimedPeriod(Period):
 
     A replica's first shard rank reads the clock for all its ranks. A replica whose time is up waits for the others,
     which are at most one step behind. Then all replicas exchange their step counts. The next exchange comes earlier
-    if, at this pace, the run would complete its steps before it.
+    if, at this pace, the run would complete its steps before it. Whatever the pace becomes, no replica takes more than
+    its share of the run's remaining steps (by its steps since the last exchange, rounded up) before it waits for the
+    others: so the run ends at most one step per replica beyond `total_steps`. `end_early()` returns whether this rank
+    knows that rounds should end now, because a stop was requested.
     """
 
     def __init__(
@@ -32,19 +36,22 @@ class TimedPeriod(Period):
         replica_comms: Comms,
         shard_comms: Comms,
         clock: Clock,
+        end_early: Callable[[], bool] = lambda: False,
     ):
         self.section, self.warmup, self.total_steps = section, warmup, total_steps
         self.replica_comms, self.shard_comms, self.clock = replica_comms, shard_comms, clock
-        self._round_started: float | None = None  # when this round began, on this rank's clock
-        self._length = section.every
+        self.end_early = end_early
+        self._exchanged_at: float | None = None  # time of the last exchange, on this rank's clock
+        self._interval = section.every
         self._last_exchange_step = 0  # this replica's step at the last exchange
         self._summed_steps = 0  # sum over replicas at the last exchange
         self._summed_steps_at_sync = 0  # the same at the last synchronization
-        self._last_length = 0
+        self._last_steps = 0
+        self._step_limit = total_steps  # the round's last step of this replica at the latest
 
     def is_synchronous(self, step: int) -> bool:
-        if step > self.warmup and self._round_started is None:
-            self._round_started = self.clock()
+        if step > self.warmup and self._exchanged_at is None:
+            self._exchanged_at = self.clock()
             self._last_exchange_step = step - 1
             self._summed_steps = self._summed_steps_at_sync = self.replica_comms.size * (step - 1)
         return step <= self.warmup
@@ -52,27 +59,38 @@ class TimedPeriod(Period):
     def ends_round(self, step: int) -> bool:
         if step <= self.warmup:
             return False
-        elapsed = self._elapsed()
-        return elapsed >= self._length and self._exchange_progress(step, elapsed)
+        elapsed, early = self._read_clock()
+        is_due = elapsed >= self._interval or step >= self._step_limit or early
+        return is_due and self._exchange_progress(step, elapsed, early)
 
     def round_length(self, step: int) -> int:
-        return self._last_length if step > self.warmup else 0
+        return self._last_steps if step > self.warmup else 0
 
     def step_in_round(self, step: int) -> int:
         return step - self._last_exchange_step if step > self.warmup else 0
+
+    def round_number(self, step: int) -> int | None:
+        return None if step > self.warmup else 0
 
     def global_step(self, step: int) -> int | None:
         if step <= self.warmup:
             return step
         return self._summed_steps // self.replica_comms.size if self._last_exchange_step == step else None
 
+    def total_steps_changed(self, is_synchronized: bool) -> None:
+        """Start a round of full length, in which each replica takes at most an equal share of the steps that are left."""
+        if is_synchronized:
+            self._summed_steps_at_sync = self._summed_steps
+        left = max(0, self.total_steps - self._summed_steps // self.replica_comms.size)
+        self._interval, self._step_limit = self.section.every, self._last_exchange_step + left
+
     def state_dict(self) -> dict[str, Any]:
-        since = self.clock() - self._round_started if self._round_started is not None else None
+        since = self.clock() - self._exchanged_at if self._exchanged_at is not None else None
         counted = {name: getattr(self, f"_{name}") for name in STATE_FIELDS}
         return {"elapsed": since, **counted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._round_started = self.clock() - state["elapsed"] if state["elapsed"] is not None else None
+        self._exchanged_at = self.clock() - state["elapsed"] if state["elapsed"] is not None else None
         for name in STATE_FIELDS:
             setattr(self, f"_{name}", state[name])
 
@@ -89,28 +107,34 @@ class TimedPeriod(Period):
             "last_exchange_step": step,
             "summed_steps": there,
             "summed_steps_at_sync": there - since,
-            "last_length": round(sum(state["last_length"] for state in states) / len(states)),
+            "last_steps": round(sum(state["last_steps"] for state in states) / len(states)),
+            "step_limit": self.total_steps,
         }
 
-    def _elapsed(self) -> float:
-        mine = torch.tensor(self.clock() - self._round_started, dtype=torch.float64, device=self.shard_comms.device)
-        return float(self.shard_comms.all_gather(mine, "reading the replica's clock")[0])
+    def _read_clock(self) -> tuple[float, bool]:
+        """Return the seconds since the last exchange and whether the next is due at once, both by the replica's first
+        rank."""
+        mine = torch.tensor([self.clock() - self._exchanged_at, self.end_early()], dtype=torch.float64)
+        elapsed, early = self.shard_comms.all_gather(mine.to(self.shard_comms.device), "reading the replica's clock")[0]
+        return float(elapsed), bool(early)
 
-    def _exchange_progress(self, step: int, elapsed: float) -> bool:
-        """Exchange step counts and set the next round's length. Return whether the replicas have taken enough steps
+    def _exchange_progress(self, step: int, elapsed: float, early: bool) -> bool:
+        """Exchange step counts and set the time of the next exchange. Return whether the replicas have taken enough steps
         to synchronize. Waits for all replicas."""
-        mine = torch.tensor([step, elapsed], dtype=torch.float64, device=self.replica_comms.device)
-        steps, seconds = self.replica_comms.all_gather(mine, "meeting the other replicas").cpu().unbind(1)
+        mine = torch.tensor([step, elapsed, early], dtype=torch.float64, device=self.replica_comms.device)
+        steps, seconds, ends = self.replica_comms.all_gather(mine, "exchanging step counts").cpu().unbind(1)
+        self.ended_early = bool(ends.any())
         total = int(steps.sum())
         done, left = total - self._summed_steps, self.replica_comms.size * self.total_steps - total
-        self._last_length, self._last_exchange_step, self._summed_steps = step - self._last_exchange_step, step, total
-        self._length = min(self.section.every, float(seconds.max()) * max(0, left) / done)
-        self._round_started = self.clock()
+        self._last_steps, self._last_exchange_step, self._summed_steps = step - self._last_exchange_step, step, total
+        self._interval = min(self.section.every, float(seconds.max()) * max(0, left) / done)
+        self._step_limit = step + math.ceil(max(0, left) * self._last_steps / done)
+        self._exchanged_at = self.clock()
         if total - self._summed_steps_at_sync < self.section.min_steps:
             return False
         self._summed_steps_at_sync = total
         return True
 
 
-STATE_FIELDS = ("length", "last_exchange_step", "summed_steps", "summed_steps_at_sync", "last_length")
+STATE_FIELDS = ("interval", "last_exchange_step", "summed_steps", "summed_steps_at_sync", "last_steps", "step_limit")
 """State that a resumed run needs in addition to the elapsed time."""

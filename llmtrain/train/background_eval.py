@@ -15,13 +15,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from llmtrain.config import Recipe, SuiteSection
-from llmtrain.train.console import Console
-from llmtrain.train.integrity import list_checkpoints
+from llmtrain.threads import LatestStepWorker
+from llmtrain.train.checkpoint_files import list_checkpoints
+from llmtrain.train.loggers import Console
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
 
@@ -32,9 +33,6 @@ evaluation must not inherit them."""
 GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 LOOK_EVERY_SECONDS = 0.2
-
-Start = Callable[[Sequence[str], Mapping[str, str], Path], subprocess.Popen]
-"""Function that starts a process: (command, environment, log file) -> process. Raises OSError."""
 
 
 def start_in_background(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen:
@@ -69,18 +67,15 @@ class BackgroundEval:
         directory: RunDirectory,
         console: Console,
         stop: StopRequest,
-        start: Start = start_in_background,
     ):
-        self.section, self.run, self.console, self.stop, self.start = section, directory.path, console, stop, start
+        self.section, self.run, self.console, self.stop = section, directory.path, console, stop
         self.total_steps, self.checkpoint_every = recipe.train.total_steps, recipe.checkpoint.every
         self.newest = max((step for step, _ in list_checkpoints(directory.checkpoints)), default=0)
         """Step of the newest checkpoint."""
+        self.start = start_in_background
+        self.worker = LatestStepWorker(self._evaluate, "evaluates checkpoints")
         self._lock = threading.Lock()
-        self._running: int | None = None
-        self._waiting: int | None = None
-        """Steps of the checkpoint being evaluated and of the next one."""
         self._process: subprocess.Popen | None = None
-        self._thread: threading.Thread | None = None
         self._is_over = False
         """True once no evaluation may start. An evaluation that ends after that is not reported as a failure."""
 
@@ -88,21 +83,10 @@ class BackgroundEval:
         """Queue the checkpoint of `step`, which is complete on disk, if an evaluation is due. Returns immediately."""
         if not self._is_due(step):
             return
-        with self._lock:
-            if self._running is None:
-                self._running = step
-                self._thread = threading.Thread(target=self._work, name="evaluates checkpoints", daemon=True)
-                self._thread.start()
-                return
-            left_out, self._waiting = self._waiting, step
-            running = self._running
-        instead = "" if left_out is None else f", instead of step {left_out}"
-        self._say(step, f"waits for the evaluation of step {running}{instead}")
-
-    def pinned_steps(self) -> set[int]:
-        """Return the steps of the checkpoints that must not be deleted yet. Thread-safe."""
-        with self._lock:
-            return {step for step in (self._running, self._waiting) if step is not None}
+        running, replaced = self.worker.submit(step)
+        if running is not None:
+            instead = "" if replaced is None else f", instead of step {replaced}"
+            self._say(step, f"waits for the evaluation of step {running}{instead}")
 
     def __enter__(self) -> BackgroundEval:
         return self
@@ -125,18 +109,9 @@ class BackgroundEval:
         period = (self.checkpoint_every or self.total_steps) * self.section.every
         return step >= self.total_steps or step // period > before // period
 
-    def _work(self) -> None:
-        """Run evaluations one after another until none is waiting."""
-        while (step := self._running) is not None:
-            try:
-                self._evaluate(step)
-            finally:
-                with self._lock:
-                    self._running, self._waiting = self._waiting, None
-
     def _evaluate(self, step: int) -> None:
         log = self.run / "eval" / "log" / f"{self._name}-step-{step:08d}.log"
-        command = [sys.executable, *self._command("--step", str(step), "--device", self.section.device)[1:]]
+        command = [sys.executable, "-m", *self._command("--step", str(step), "--device", self.section.device)]
         try:
             with self._lock:
                 if self._is_over:
@@ -145,7 +120,7 @@ class BackgroundEval:
         except OSError as error:
             self._say(step, f"the evaluation can't be started ({error})")
             return
-        self._say(step, f"evaluating beside training ({log})")
+        self._say(step, f"evaluating in the background ({log})")
         code = self._process.wait()
         if not self._is_over:
             self._report(step, code, log)
@@ -166,30 +141,30 @@ class BackgroundEval:
 
     def _wait(self) -> None:
         """Wait for the last evaluation until it ends, `wait_seconds` have passed, or a signal requests a stop."""
-        if self._thread is None:
+        if not self.worker.has_started:
             return
-        if self._thread.is_alive():
+        if not self.worker.join():
             self.console.print(
                 f"waiting for the evaluation of step {self.newest} on {self._name}, at most {self.section.wait_seconds:g} s "
                 "(eval.suite.wait_seconds)"
             )
         until = time.monotonic() + self.section.wait_seconds
-        while self._thread.is_alive() and time.monotonic() < until and not self.stop.requested:
-            self._thread.join(LOOK_EVERY_SECONDS)
-        if not self._thread.is_alive():
+        while not self.stop.requested and time.monotonic() < until and not self.worker.join(LOOK_EVERY_SECONDS):
+            pass
+        if self.worker.join():
             self.console.print(f"all checkpoints: {shlex.join(self._command('--over-time'))}")
 
     def _end(self) -> None:
         """Terminate the running evaluation. Its finished parts stay in the evaluation cache."""
         with self._lock:
             self._is_over = True
-            step, process, thread = self._running, self._process, self._thread
-        if step is None or thread is None:
+            step, process = self.worker.running, self._process
+        if step is None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
             if process is not None and process.poll() is None:
                 os.killpg(process.pid, number)
-            thread.join(GRACE_SECONDS)
+            self.worker.join(GRACE_SECONDS)
         self._say(step, f"the evaluation was ended; to finish it: {shlex.join(self._command('--over-time'))}")
 
     def _command(self, *arguments: str) -> list[str]:
@@ -197,7 +172,7 @@ class BackgroundEval:
         options = ["--suite", section.name]
         options += [] if section.limit is None else ["--limit", str(section.limit)]
         options += [] if section.data_dir is None else ["--data-dir", section.data_dir]
-        return ["python", "-m", "llmtrain", "eval", str(self.run), *options, *arguments]
+        return ["llmtrain", "eval", str(self.run), *options, *arguments]
 
     def _environment(self) -> dict[str, str]:
         found = {key: value for key, value in os.environ.items() if key not in NAMES and not key.startswith(PREFIXES)}

@@ -1,8 +1,4 @@
-"""Checkpoints: the complete state of a run, written in the background under a temporary name and renamed when
-complete.
-
-    checkpoints/step-00001000/   torch.distributed.checkpoint files and state.json
-    checkpoints/latest           name of the newest checkpoint, written last
+"""Checkpoints: the complete state of a run, and how it is saved and restored. `checkpoint_files` has the files on disk.
 
 Per-replica tensors (weights, optimizer moments, rounding errors) are stored under `replica<r>.`. Shared tensors
 (anchor, outer momentum, means in flight) are stored once. A checkpoint can be loaded on another mesh; see `reshard`.
@@ -12,26 +8,42 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.tensor import DTensor
 
+from llmtrain.best_checkpoint import CheckpointLoss, read_loss
 from llmtrain.config import CheckpointSection, Recipe
-from llmtrain.errors import CheckpointError
+from llmtrain.errors import CheckpointError, one_line
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.recipe_loader import stored_recipe
 from llmtrain.reshard import MeshChange, Rules
 from llmtrain.seeding import derive_seed
 from llmtrain.sync.anchors import flatten
 from llmtrain.sync.method import Method
 from llmtrain.sync.schedules.base import BlockTensors
-from llmtrain.train.checkpoint_reader import CheckpointReader
-from llmtrain.train.checkpoint_writer import CheckpointWriter
-from llmtrain.train.integrity import FORMAT, folder_name, list_checkpoints, read_state, step_of
+from llmtrain.train.checkpoint_files import (
+    FORMAT,
+    CheckpointWriter,
+    folder_name,
+    list_checkpoints,
+    read_metadata,
+    read_state,
+    step_of,
+)
+from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.train.run_dir import check_same_recipe
+from llmtrain.train.run_length import LengthChange
+from llmtrain.waiting import announced
 
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -48,6 +60,8 @@ class LoadedCheckpoint:
     """This rank's plain values, as stored by `Checkpointer.save` and resharded to this mesh."""
     how: str
     """Console text that describes how the state was resharded; empty if it was not."""
+    length: LengthChange | None = None
+    """Change of the run's length; None if it has not changed."""
 
 
 class Checkpointer:
@@ -68,6 +82,8 @@ class Checkpointer:
         complete checkpoints through `note`."""
         self.directory, self.mesh, self.engine, self.method = directory, mesh, engine, method
         self.section, self.timeout_seconds, self.recipe, self.note = section, timeout_seconds, recipe, note
+        self.from_weights: dict[str, Any] | None = None
+        """Path, step and digest of the weights that the run started from; None for random ones. Stored in each checkpoint."""
         self.seconds = 0.0
         """Seconds for which training has stood still for checkpoints."""
         self.on_saved: list[Callable[[int], None]] = []
@@ -75,6 +91,7 @@ class Checkpointer:
         self.pinned_by: list[Callable[[], Collection[int]]] = []
         """Functions that return the steps of checkpoints that must be kept, because they are still being read."""
         self._writing: CheckpointWriter | None = None
+        self._losses: dict[int, CheckpointLoss | None] = {}  # read once from each checkpoint
 
     def save(self, step: int, progress: Callable[[], dict[str, Any]]) -> None:
         """Start writing the state after `step`. All ranks call it at the same step. Returns once the state has been
@@ -99,6 +116,8 @@ class Checkpointer:
         state |= {"shared": _present_blocks(shared), "own": _present_blocks(own)}
         if self.recipe is not None:
             state["recipe"] = self.recipe.model_dump(mode="json")
+        if self.from_weights is not None:
+            state["from_weights"] = self.from_weights
         final, comms = self.directory / folder_name(step), self.mesh.checkpoint_group
         mine = {"method": self.method.state_dict(), **progress()}
         self._writing = CheckpointWriter(final, tensors, state, mine, comms, lambda: self._prune(step))
@@ -110,7 +129,9 @@ class Checkpointer:
         times out."""
         started = time.monotonic()
         if self._writing is not None:
-            self._writing.wait(self.timeout_seconds)
+            speaks = announced(f"{self._writing.final} to be written", self.timeout_seconds)
+            with speaks if self.mesh.is_main else nullcontext():
+                self._writing.wait(self.timeout_seconds)
         self.seconds += time.monotonic() - started
 
     def poll(self) -> None:
@@ -133,36 +154,40 @@ class Checkpointer:
 
         `rules` determine how the values stored by `save` are resharded. Ranks without a predecessor in the old mesh
         derive their random numbers from `seed`. Raises CheckpointError, on every rank, if the checkpoint is damaged
-        or can't be continued on this mesh. Raises RecipeError if it belongs to another recipe.
+        or can't be continued on this mesh. Raises RecipeError if it belongs to another recipe, or has more steps.
         """
-        state = read_state(path)
+        state, length = read_state(path), None
         if self.recipe is not None and "recipe" in state:
+            there = stored_recipe(state["recipe"], str(path))
             # The checkpoint may have been copied into the folder of a run with another name.
-            check_same_recipe(Recipe.model_validate(state["recipe"]), self.recipe, str(path), ignored=["run.name"])
-        here = (
-            self.mesh.replicas,
-            self.mesh.shard_comms.size,
-            self.mesh.replica_comms.rank,
-            self.mesh.shard_comms.rank,
-        )
+            check_same_recipe(there, self.recipe, str(path), ignored=["run.name"])
+            length = LengthChange(there, self.recipe, state["step"])
+            length.check(str(path))
+        place = self.mesh.replica_comms.rank, self.mesh.shard_comms.rank
+        here = self.mesh.replicas, self.mesh.shard_comms.size, *place
         change = MeshChange(*state["mesh"], *here, global_step=state["step"])
         progress = change.apply({**rules, "method": self.method.reshard_rules()}, state["ranks"])
         method = progress.pop("method")
-        generators = self._seeded_generators(seed, state["step"])
+        torch.manual_seed(derive_seed(seed, "rank", *place, "since", state["step"]))  # for a rank without a predecessor
+        generators = self._generators()
         self._read_engine(path, change, generators)
-        self._set_generators(generators)
+        torch.set_rng_state(generators["rng"])
+        if "cuda_rng" in generators:
+            torch.cuda.set_rng_state(generators["cuda_rng"], self.mesh.device)
         of_method = {
             kind: self._read_kind(path, change, prefix, kind, present)
             for prefix, kind, present in self._named_state(state["shared"], state["own"])
         }
         self.method.load_state_dict(method, of_method)
-        return LoadedCheckpoint(state["step"], progress, change.describe())
+        self.from_weights = state.get("from_weights")
+        changed = length if length is not None and not length.is_none else None
+        return LoadedCheckpoint(state["step"], progress, change.describe(), changed)
 
     def _read_engine(self, path: Path, change: MeshChange, generators: dict[str, torch.Tensor]) -> None:
         """Load weights, optimizer moments and generator states. The buffers for reading are freed on return,
         because under ZeRO they are a second copy of the state."""
         tensors = self._of_engine(_no_copy)
-        self._raise_on_all(lambda: self._read(path, change, tensors, generators))
+        raise_on_all(self.mesh, lambda: self._read(path, change, tensors, generators))
         prefix = f"replica{self.mesh.replica_comms.rank}."
         self.engine.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
 
@@ -183,25 +208,13 @@ class Checkpointer:
         there = {f"rank{change.same_rank}.{name}": state for name, state in generators.items()}
         stored.read(tensors | {name: state for name, state in there.items() if name in stored.names})
 
-    def _raise_on_all(self, read: Callable[[], None]) -> None:
-        """Call `read` on each rank and raise the first CheckpointError, in rank order, on all ranks.
-        A collective of all ranks."""
-        error = None
-        try:
-            read()
-        except CheckpointError as caught:
-            error = caught
-        for met in self.mesh.all_ranks.all_gather_object(error, "asking all ranks whether they read the checkpoint"):
-            if met is not None:
-                raise met
-
     def _read_kind(self, path: Path, change: MeshChange, prefix: str, kind: str, present: list[bool]) -> BlockTensors:
         """Read one kind of the method's tensors and return it on the CPU, so that the device holds only one
         kind at a time."""
         blocks = [(block, there) for block, there in zip(self.engine.blocks, present, strict=False)]
         room: BlockTensors = [torch.empty_like(flatten(block)) if there else None for block, there in blocks]
         tensors = self._of_method(prefix, kind, room, _no_copy)
-        self._raise_on_all(lambda: self._read(path, change, tensors, {}))
+        raise_on_all(self.mesh, lambda: self._read(path, change, tensors, {}))
         return [
             self.engine.from_dtensors(
                 block, {name: tensors[f"{prefix}{kind}.{name}"] for name in block.parameter_names}
@@ -233,27 +246,19 @@ class Checkpointer:
             states["cuda_rng"] = torch.cuda.get_rng_state(self.mesh.device)
         return states
 
-    def _seeded_generators(self, seed: int, step: int) -> dict[str, torch.Tensor]:
-        """Seed the generators for a rank that did not exist before `step`, and return their states."""
-        torch.manual_seed(
-            derive_seed(seed, "rank", self.mesh.replica_comms.rank, self.mesh.shard_comms.rank, "since", step)
-        )
-        return self._generators()
-
-    def _set_generators(self, states: dict[str, torch.Tensor]) -> None:
-        torch.set_rng_state(states["rng"])
-        if "cuda_rng" in states:
-            torch.cuda.set_rng_state(states["cuda_rng"], self.mesh.device)
-
     def _named_state(self, shared: dict[str, T], own: dict[str, T]) -> Iterator[tuple[str, str, T]]:
         """Yield (prefix in the checkpoint, kind, value) for every kind of the method's tensors."""
         for prefix, kinds in (("", shared), (f"replica{self.mesh.replica_comms.rank}.sync.", own)):
             yield from ((prefix, kind, given) for kind, given in kinds.items())
 
     def _prune(self, newest: int) -> None:
-        """Delete expired checkpoints that are not pinned. Runs after the new checkpoint is complete."""
-        steps = [step for step, _ in list_checkpoints(self.directory) if step <= newest]
-        for step in self.section.expired(steps):
+        """Delete expired checkpoints that are not pinned. Runs after the new checkpoint is complete, on the main rank."""
+        self._losses = {
+            step: self._losses[step] if step in self._losses else read_loss(path)
+            for step, path in list_checkpoints(self.directory)
+            if step <= newest
+        }
+        for step in self.section.expired(self._losses):
             if not any(step in pinned() for pinned in self.pinned_by):
                 shutil.rmtree(self.directory / folder_name(step), ignore_errors=True)
 
@@ -268,3 +273,68 @@ def _stage_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def _present_blocks(kinds: dict[str, BlockTensors]) -> dict[str, list[bool]]:
     return {kind: [flat is not None for flat in flats] for kind, flats in kinds.items()}
+
+
+class CheckpointReader:
+    """Reader of a checkpoint's tensors by name. Each rank reads only the rows that it needs, without waiting for other
+    ranks."""
+
+    remedy = "delete it to continue from the one before"
+    """Advice to a user whose checkpoint is damaged."""
+
+    def __init__(self, path: Path):
+        """Open the checkpoint. Raises CheckpointError if it is damaged, as does `read`."""
+        self.path = path
+        try:
+            self._reader = _Reader(path)
+        except Exception as error:  # pickle raises many kinds of errors for damage
+            raise self._damaged(error) from error
+        self.names: Collection[str] = self._reader.read_metadata().state_dict_metadata.keys()
+
+    def read(self, into: Mapping[str, torch.Tensor]) -> None:
+        """Fill each tensor with the stored tensor of the same name."""
+        try:
+            dcp.load(dict(into), storage_reader=self._reader, no_dist=True)
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
+            failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
+            raise self._damaged(next(iter(failures))[0]) from error
+
+    def read_mean(self, names: Sequence[str], into: torch.Tensor, factor: float = 1.0) -> None:
+        """Fill `into` with `factor` x the mean of the stored tensors, which are read one at a time. The sum is
+        in float64 and rounded once, so that the mean of equal tensors equals them bit for bit.
+
+        Raises CheckpointError if a tensor contains a non-finite value, because the mean would pass it on to all
+        replicas.
+        """
+        target = _local(into)
+        total = torch.zeros_like(target, dtype=torch.float64)
+        for name in names:
+            one = torch.empty_like(into)
+            self.read({name: one})
+            if not _local(one).isfinite().all():
+                raise CheckpointError(
+                    f"{self.path}: {name} holds a value that is not finite, and so would the mean of {len(names)} replicas; "
+                    f"continue with {len(names)} replicas, or delete this checkpoint to continue from the one before"
+                )
+            total += _local(one)
+        target.copy_(total.div_(len(names)).mul_(factor))
+
+    def _damaged(self, error: BaseException) -> CheckpointError:
+        return CheckpointError(f"{self.path} can't be read: {one_line(error)}; {self.remedy}")
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reader that loads the metadata once instead of once per tensor, with the restricted `read_metadata`."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.metadata = read_metadata(path)
+        self.metadata.storage_meta = StorageMeta(load_id=self.load_id)  # as torch's own reader does
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows, which share memory with `tensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,41 +1,35 @@
-"""Device properties: peak dense bf16 FLOP/s from vendor data sheets (for MFU), memory, and determinism."""
+"""Devices of a rank: their peak speed and memory, determinism, and what happens to them around steps: profiles, pauses
+for garbage collection, and a report when memory runs out."""
 
 from __future__ import annotations
 
+import gc
 import os
-import re
+import pickle
 import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
+from torch.profiler import profile, schedule
 
-from llmtrain.parallel.mesh import local_device
+from llmtrain.config import ProfileSection
+from llmtrain.errors import TrainingError
+from llmtrain.parallel.mesh import local_device, ranks_per_device
 from llmtrain.parallel.world import World
+from llmtrain.plan.cards import card_of
 
-PEAK_BF16 = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A10": 125e12,
-}
-"""Peak FLOP/s by device name. The first entry that matches whole words of the name applies, so an A10G is not an
-A10. The figures for sparse matrices, which are twice as high, are not used."""
+AfterStep = Callable[[int], None]
+"""Function called after each step with the number of the step."""
 
 
 def peak_flops(device: torch.device) -> float | None:
     """Return the device's peak FLOP/s, or None if unknown."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_BF16.items() if re.search(rf"\b{part}\b", name)), None)
+    card = card_of(torch.cuda.get_device_name(device))
+    return None if card is None else card.peak_flops
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -46,10 +40,9 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def memory_of_rank(world: World) -> float:
-    """Return the bytes of memory that this rank may use: all of its GPU's, or its share of the machine's.
-    Raises RecipeError if there are fewer GPUs than ranks."""
-    device = local_device(world)
-    return memory_bytes(device) / (1 if device.type == "cuda" else world.local_size)
+    """Return the bytes of memory that this rank may use: its share of its GPU's, or of the machine's. Raises
+    RecipeError if there are fewer GPUs than ranks, unless they may share."""
+    return memory_bytes(local_device(world)) / ranks_per_device(world)
 
 
 def enable_determinism(device: torch.device) -> None:
@@ -64,3 +57,85 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextmanager
+def collect_garbage_every(steps: int | None) -> Iterator[AfterStep]:
+    """Replace Python's own garbage collection within this context with one after every step that is a multiple of
+    `steps`. None keeps Python's own.
+
+    Python collects after a number of allocations. Ranks reach it at different steps, and all ranks wait for each pause.
+    """
+    if steps is None or not gc.isenabled():
+        yield lambda step: None
+        return
+
+    def after_step(step: int) -> None:
+        if step % steps == 0:
+            gc.collect()
+
+    gc.disable()
+    try:
+        yield after_step
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def profile_steps(
+    section: ProfileSection | None, rank: int, folder: Path, note: Callable[[str], None]
+) -> Iterator[AfterStep]:
+    """Record the steps of `section` with torch.profiler, and write them to `folder` as a Chrome trace of this rank.
+
+    The step before the first one warms up the profiler. A run that resumes within these steps warms up again and records
+    the steps that are left.
+    A trace that cannot be written is reported through `note`, and training continues.
+    """
+    if section is None or rank not in section.ranks:
+        yield lambda step: None
+        return
+    profiler: profile | None = None
+
+    def write(finished: profile) -> None:
+        path = folder / f"rank-{rank:05}.json.gz"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            finished.export_chrome_trace(str(path))
+            note(f"profile of steps {section.first} to {section.last}: {path} (open it in ui.perfetto.dev)")
+        except (OSError, RuntimeError) as error:
+            note(f"the profile could not be written to {path}: {error}")
+
+    def after_step(step: int) -> None:
+        nonlocal profiler
+        if profiler is not None:
+            profiler.step()
+        elif section.first - 2 <= step < section.last - 1:
+            plan = schedule(wait=0, warmup=1, active=section.last - step - 1, repeat=1)
+            profiler = profile(schedule=plan, on_trace_ready=write)
+            profiler.start()
+
+    try:
+        yield after_step
+    finally:
+        if profiler is not None:
+            profiler.stop()
+
+
+@contextmanager
+def explain_out_of_memory(rank: int, device: torch.device, folder: Path) -> Iterator[None]:
+    """Convert torch's out-of-memory error into a one-line TrainingError. Write to `folder` what was allocated:
+    a summary, and a snapshot for https://pytorch.org/memory_viz."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = " ".join(str(error).split()).split(". ")
+        path = folder / f"rank-{rank:05}.txt"
+        with suppress(OSError):  # the disk may be full too
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(torch.cuda.memory_summary(device))
+            snapshot = {"segments": torch.cuda.memory_snapshot(), "device_traces": []}
+            path.with_suffix(".pickle").write_bytes(pickle.dumps(snapshot))
+        raise TrainingError(
+            f"rank {rank} has no memory left on {device} ({'. '.join(said[:2])}); use a smaller train.micro_batch, "
+            f"parallel.activation_checkpointing=true, sync.offload=true or more parallel.shards; what was allocated is in {path}"
+        ) from error

@@ -1,18 +1,28 @@
-"""Destinations of log lines: metrics.jsonl always, TensorBoard and Weights & Biases if the recipe enables them. A new
-destination subclasses `Logger`."""
+"""Destinations of log lines: the console and metrics.jsonl always, TensorBoard and Weights & Biases if the recipe
+enables them. A new destination subclasses `Logger`."""
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
+import sys
+import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+from rich.console import Console as RichConsole
 
 from llmtrain.config import Recipe
-from llmtrain.train.checkpoint_writer import atomic_write, one_line
+from llmtrain.errors import one_line
+from llmtrain.files import atomic_write, read_lines
+from llmtrain.recipe_loader import resolved_yaml
+from llmtrain.startup import seconds_since_command
+from llmtrain.train.progress import DelayedProgress
 from llmtrain.train.run_dir import RunDirectory
 
 
@@ -22,6 +32,10 @@ class Logger(ABC):
     @abstractmethod
     def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
         """Record one line: the global step, training tokens of all replicas, training seconds and values by tag."""
+
+    @abstractmethod
+    def log_sample(self, step: int, tokens: int, text: str) -> None:
+        """Record a text that the model has generated after `step`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -35,6 +49,8 @@ class JsonlLogger(Logger):
         """Open the file and drop the lines after `resumed_step`, which will be logged again."""
         # Without a checkpoint, everything is run again, including the validation before the first step.
         kept = [line for line in read_lines(path) if line["step"] <= resumed_step] if resumed_step else []
+        self.last_step = max((line["step"] for line in kept), default=0)
+        """Step of the last line that was kept."""
         atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", buffering=1)
 
@@ -42,24 +58,76 @@ class JsonlLogger(Logger):
         values = {tag: value if math.isfinite(value) else None for tag, value in tags.items()}
         self._file.write(json.dumps({"step": step, "tokens": tokens, "seconds": round(seconds, 3), **values}) + "\n")
 
+    def log_sample(self, step: int, tokens: int, text: str) -> None:
+        """Do nothing: samples.txt has it."""
+
     def close(self) -> None:
         self._file.close()
 
 
-class TensorBoardLogger(Logger):
-    """Logger to TensorBoard event files."""
+SAMPLE = "==== step {step} ===="
+"""Line above each sample in samples.txt."""
+SAMPLE_STEP = re.compile(SAMPLE.format(step=r"(\d+)"))
 
-    def __init__(self, folder: Path, resumed_step: int):
+
+class SampleLogger(Logger):
+    """Logger of samples to samples.txt, each below a line with its step."""
+
+    def __init__(self, path: Path, resumed_step: int):
+        """Open the file and drop the samples after `resumed_step`, which will be generated again."""
+        self.path = path
+        kept, is_kept = [], resumed_step > 0
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+            if (found := SAMPLE_STEP.fullmatch(line)) is not None:
+                is_kept = 0 < int(found[1]) <= resumed_step
+            if is_kept:
+                kept.append(line + "\n")
+        if path.exists():
+            atomic_write(path, "".join(kept))
+
+    def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
+        """Do nothing: metrics.jsonl has it."""
+
+    def log_sample(self, step: int, tokens: int, text: str) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{SAMPLE.format(step=step)}\n{text}\n\n")
+
+    def close(self) -> None:
+        """Do nothing: the file is closed after each sample."""
+
+
+class TensorBoardLogger(Logger):
+    """Logger to TensorBoard event files: all tags by step, losses also by tokens, the recipe and samples as text."""
+
+    BY_TOKENS = ("train/loss", "eval/loss")
+
+    def __init__(self, recipe: Recipe, folder: Path, resumed_step: int, resumed_tokens: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else 0)
+        self._by_step = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else 0)
+        # TensorBoard knows no other x axis than the step, and a purge drops all later "steps" of a folder.
+        purge = resumed_tokens + 1 if resumed_step else 0
+        self._by_tokens = SummaryWriter(str(folder / "over_tokens"), purge_step=purge)
+        self._by_step.add_text("recipe", _as_markdown(resolved_yaml(recipe)), resumed_step)
 
     def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
         for tag, value in tags.items():
-            self._writer.add_scalar(tag, value, step)
+            self._by_step.add_scalar(tag, value, step)
+        for tag in self.BY_TOKENS:
+            if tag in tags:
+                self._by_tokens.add_scalar(f"loss_over_tokens/{tag.partition('/')[0]}", tags[tag], tokens)
+
+    def log_sample(self, step: int, tokens: int, text: str) -> None:
+        self._by_step.add_text("sample", _as_markdown(text), step)
 
     def close(self) -> None:
-        self._writer.close()
+        self._by_step.close()
+        self._by_tokens.close()
+
+
+def _as_markdown(text: str) -> str:
+    """Return Markdown that shows a text verbatim, whatever is in it."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 class WandbLogger(Logger):
@@ -86,9 +154,17 @@ class WandbLogger(Logger):
             )
         except wandb.Error as error:
             raise OSError(f"log.wandb: {one_line(error)}; `wandb login`, or log.wandb.mode=offline") from error
+        self._run.define_metric("tokens")
+        for group in ("train/*", "eval/*"):  # drawn over tokens at first; steps can be chosen for any chart
+            self._run.define_metric(group, step_metric="tokens")
 
     def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
         self._run.log({"tokens": tokens, "seconds": seconds, **tags}, step=step)
+
+    def log_sample(self, step: int, tokens: int, text: str) -> None:
+        import wandb
+
+        self._run.log({"tokens": tokens, "sample": wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step=step)
 
     def close(self) -> None:
         import wandb
@@ -97,24 +173,168 @@ class WandbLogger(Logger):
         wandb.teardown()  # waits for wandb's own process, which may still write the file when finish() returns
 
 
-def open_loggers(recipe: Recipe, directory: RunDirectory, resumed_step: int) -> Sequence[Logger]:
-    """Open the loggers of a run that continues after `resumed_step` (0 for a new run). Raises OSError."""
-    loggers: list[Logger] = [JsonlLogger(directory.metrics, resumed_step)]
+def open_loggers(
+    recipe: Recipe, directory: RunDirectory, resumed_step: int, resumed_tokens: int, note: Callable[[str], None]
+) -> Sequence[Logger]:
+    """Open the loggers of a run that continues after `resumed_step` (0 for a new run), with `resumed_tokens`. `note`
+    receives a line if earlier lines of metrics.jsonl are lost. Raises OSError."""
+    jsonl = JsonlLogger(directory.metrics, resumed_step)
+    if not recipe.sync.period.is_timed and resumed_step - jsonl.last_step >= recipe.log.every:
+        lost = f"steps {jsonl.last_step + 1} to {resumed_step}"
+        note(f"warning: {directory.metrics} has no line of {lost}, which are before the checkpoint; they stay lost")
+    loggers: list[Logger] = [jsonl, SampleLogger(directory.samples, resumed_step)]
     if recipe.log.tensorboard:
-        loggers.append(TensorBoardLogger(directory.tensorboard, resumed_step))
+        loggers.append(TensorBoardLogger(recipe, directory.tensorboard, resumed_step, resumed_tokens))
     if recipe.log.wandb is not None:
         loggers.append(WandbLogger(recipe, directory, resumed_step))
     return loggers
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a metrics.jsonl. Lines that a crash truncated or a disk corrupted are left out."""
-    lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and "step" in line:
-            lines.append(line)
-    return lines
+LOCAL_LINE_SECONDS = 15.0
+"""Seconds without output after which the first replica reports a step that only it knows."""
+
+
+SAMPLE_CHARACTERS = 100
+"""Characters of a sample that its console line shows."""
+
+
+class Console:
+    """Console output of one run: a progress bar on a terminal, plain lines elsewhere. Silent if not `enabled`, as on every
+    rank except the main rank."""
+
+    def __init__(self, enabled: bool):
+        self.out = RichConsole(file=sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True)
+        self._bars: DelayedProgress | None = None
+        self._has_begun = False
+        self._shown_count, self._shown_memory = 0.0, 0.0
+        self._printed_at = time.monotonic()
+
+    def start(self, step: int, total: int, rounds: int | None) -> None:
+        """Start the display of a run that starts or continues after `step`. `rounds` is the number of rounds of the run,
+        0 if all steps are synchronous, and None if it is not known in advance."""
+        self._total, self._rounds, self._first, self._started = total, rounds, step, time.monotonic()
+        if self._is_shown_live:
+            self._bars = DelayedProgress(self.out)
+            self._task = self._bars.add_task("training", total=total, completed=step)
+            self._bars.start()
+
+    @property
+    def _is_shown_live(self) -> bool:
+        return self.out.is_terminal and not self.out.quiet
+
+    @contextmanager
+    def progress(self, label: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+        """Show a bar for the enclosed code, on a terminal and if it takes long. Yields a function that advances the bar by
+        one of `total`."""
+        if not self._is_shown_live:
+            yield lambda: None
+        elif self._bars is not None:
+            with self._bars.delayed(label, total) as advance:
+                yield advance
+        else:
+            with DelayedProgress(self.out) as bars, bars.delayed(label, total) as advance:
+                yield advance
+
+    def advance(self, step: int, is_alone: bool = False) -> None:
+        """Move the progress bar to `step`. The first call prints the seconds since the command was started. `is_alone`:
+        only this replica knows the step, as within a round of seconds; a line then says now and then how far it is."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.print(f"first step {seconds_since_command():.1f} s after the command was started")
+        if self._bars is not None:
+            self._bars.update(self._task, completed=step)
+        elif is_alone and time.monotonic() - self._printed_at > LOCAL_LINE_SECONDS:
+            self.print(
+                f"step {step}/{self._total} on the first replica; the next line with a loss comes when replicas meet"
+            )
+
+    def log_step(self, step: int, tags: dict[str, float]) -> None:
+        """Print a line of metrics. The replicas' divergence is in lines after a round that measured it, and the memory
+        in lines in which it has grown by 1 %."""
+        parts = [
+            f"step {step}/{self._total}",
+            f"loss {tags['train/loss']:.3f}",
+            f"lr {tags['train/lr']:.1e}",
+            f"gn {tags['train/grad_norm']:.2f}",
+            f"{format_si(tags['perf/tokens_per_second'])} tok/s",
+        ]
+        if "perf/mfu" in tags:
+            parts.append(f"mfu {100 * tags['perf/mfu']:.0f}%")
+        parts.append(self._phase(int(tags["sync/round"])))
+        if sent := tags["comm/bytes_total"]:
+            measured = tags["sync/divergence"] if tags["sync/count"] > self._shown_count else 0.0
+            parts.append(f"{format_si(sent)}B between replicas" + (f", divergence {measured:.2g}" if measured else ""))
+        if tags["perf/peak_memory_gib"] > 1.01 * self._shown_memory:
+            self._shown_memory = tags["perf/peak_memory_gib"]
+            parts.append(f"{self._shown_memory:.2f} GiB")
+        if self._bars is None:
+            parts.append(f"eta {self._time_left(step)}")
+        self._shown_count = tags["sync/count"]
+        self.print(" | ".join(parts))
+
+    def _phase(self, number: int) -> str:
+        if number == 0:
+            return "synchronous" if self._rounds == 0 else "synchronous warm-up"
+        return f"round {number}" if self._rounds is None else f"round {number}/{self._rounds}"
+
+    def log_validation(self, step: int, name: str, tags: dict[str, float]) -> None:
+        """Print a validation result. `name` is empty for the run's own text."""
+        loss, perplexity, bits_per_byte = tags.values()
+        ppl = f"{perplexity:.2f}" if perplexity < 1e6 else f"{perplexity:.1e}"
+        text = f"validation loss {loss:.4f} | ppl {ppl} | {bits_per_byte:.3f} bits per byte"
+        self.print(f"step {step}/{self._total} | {name + ': ' if name else ''}{text}")
+
+    def log_sample(self, step: int, text: str) -> None:
+        """Print the beginning of a text that the model has generated."""
+        line = " ".join(text.split())
+        line = line if len(line) <= SAMPLE_CHARACTERS else f"{line[: SAMPLE_CHARACTERS - 1]}…"
+        self.print(f"step {step}/{self._total} | writes: {line}")
+
+    def warn(self, step: int, text: str) -> None:
+        """Print a warning about the steps since the last log line."""
+        self.print(f"step {step}/{self._total} | warning: {text}")
+
+    def print(self, text: str) -> None:
+        """Print a line verbatim."""
+        self.out.print(text, markup=False)
+        self._printed_at = time.monotonic()
+
+    def stop(self) -> None:
+        """Stop the progress bar."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def _time_left(self, step: int) -> str:
+        left = max(0, self._total - step)
+        seconds = (time.monotonic() - self._started) / max(1, step - self._first) * left
+        minutes, seconds = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
+
+
+def format_si(number: float) -> str:
+    """Format a number with three digits and a unit: 41200 -> 41.2k."""
+    for unit in ("", "k", "M", "G"):
+        if abs(number) < 999.5:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}T"
+
+
+def mesh_line(replicas: int, shards: int, device_type: str, reason: str) -> str:
+    """Return the line about the mesh; `reason` is that of `plan_mesh`."""
+    return f"mesh: {replicas} replicas x {shards} shards on {device_type} ({reason})"
+
+
+def model_line(recipe: Recipe, parameters: int, blocks: int, sequences: int | None) -> str:
+    """Return the line about the model, the run's length and the data, whose number of sequences is None if it is not
+    tokenized yet."""
+    total, train = recipe.train.total_steps, recipe.train
+    data = "not tokenized yet"
+    if sequences is not None:
+        data = f"{format_si(sequences)} sequences, {total * train.global_batch / sequences:.2f} epochs"
+    return (
+        f"model: {format_si(parameters)} parameters in {blocks} blocks · {total} steps of "
+        f"{format_si(train.tokens_per_step)} tokens · data: {data}"
+    )

@@ -155,7 +155,7 @@ class MetricReducer:
             "health/skipped_steps": float(line.column("skipped_total").sum()) / self.mesh.shard_comms.size,
             "health/loss_spikes": float(self._count_spike(loss)),
             "health/nonfinite": float((~loss_sums.isfinite()).sum()),
-            **{tag: value for tag, value in line.common.items() if "/" in tag},
+            **line.common,
         }
         if self.peak is not None:
             tags["perf/mfu"] = rate * self.flops_per_token / (self.peak * self.mesh.world.size)
@@ -179,7 +179,7 @@ class MetricReducer:
         if skipped.max() >= SKIPS_IN_A_ROW:
             rank = int(skipped.argmax())
             raise TrainingError(
-                f"replica {rank // self.mesh.shard_comms.size} left out its last {skipped[rank]:.0f} steps up to step {line.step}: no "
+                f"replica {rank // self.mesh.shard_comms.size} skipped its last {skipped[rank]:.0f} steps up to step {line.step}: no "
                 "gradient was finite (optim.nonfinite); start again to continue from the last checkpoint, with a smaller optim.lr under "
                 "another run.name if it comes back"
             )

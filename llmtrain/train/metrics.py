@@ -18,11 +18,10 @@ from llmtrain.reshard import Rules, first, largest, mean, resharded, rules_of, s
 from llmtrain.sync.method import Method
 from llmtrain.trace import span
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.console import Console
 from llmtrain.train.devices import peak_memory_bytes
-from llmtrain.train.io_errors import IoErrors
-from llmtrain.train.loggers import Logger, open_loggers
+from llmtrain.train.loggers import Console, Logger, open_loggers
 from llmtrain.train.metric_gather import AsyncMetricGather, GatheredMetrics, MetricReducer, RankMetrics
+from llmtrain.train.rank_errors import IoErrors
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
 from llmtrain.train.state import TrainState
@@ -83,10 +82,13 @@ class Metrics:
         self.tokens = 0
         """Training tokens of all replicas, as last counted over all ranks."""
         self.last_line: dict[str, float] = {}
+        self.warnings: list[str] = []
+        """Warnings since this start, by step."""
         self.first_eval: Validation | None = None
         self.last_eval: Validation | None = None
-        self.stop_agreed = False
-        """True once all ranks know that a stop was requested."""
+        self.last_sample: tuple[int, str] | None = None
+        """Step and text of the last sample since this start."""
+        self._stop_agreed = False
         self._gather = AsyncMetricGather(mesh)
         self._displayed: GatheredMetrics | None = None
         self._verified = 0  # synchronizations at the last comparison of anchors
@@ -99,9 +101,17 @@ class Metrics:
         Raises TrainingError, on every rank, if metrics cannot be written.
         """
         if self.mesh.is_main:
-            self._loggers = self._write(lambda: open_loggers(self.recipe, self.directory, state.step)) or ()
+            self._loggers = (
+                self._write(
+                    lambda: open_loggers(
+                        self.recipe, self.directory, state.global_step, self.tokens, self.console.print
+                    )
+                )
+                or ()
+            )
         self.io_errors.check()
-        self.console.start(state.global_step, state.total_steps)
+        rounds = self.method.period.round_number(state.total_steps)
+        self.console.start(state.global_step, state.total_steps, rounds)
         yield
         for logger in self._loggers:
             self._write(logger.close)
@@ -146,7 +156,7 @@ class Metrics:
     def count_step(self, state: TrainState) -> None:
         """Count a step and advance the progress bar."""
         self.interval.steps += 1
-        self.console.advance(state.global_step)
+        self.console.advance(state.step, is_alone=state.step > state.global_step + 1)
 
     def log(self, state: TrainState, lr: float) -> None:
         """Finish the previous log line, then start gathering this interval's metrics."""
@@ -157,10 +167,12 @@ class Metrics:
         common = {
             "train/lr": lr,
             "sync/count": report.count,
+            "sync/round": self._round_number(state),
             "sync/period": self.method.period.round_length(state.step),
             "sync/weights_max": report.weights_max,
             "sync/anomalies": report.anomalies,
             "sync/rollbacks": report.rollbacks,
+            "sync/longest_exclusion": report.longest_exclusion,
             "sync/staleness": self.method.schedule.staleness,
             "perf/checkpoint_seconds": self.checkpointer.seconds,
             "health/slowest_replica": report.slowest_replica,
@@ -191,6 +203,8 @@ class Metrics:
             fingerprint=self._fingerprint(report.count),
         )
         self._gather.submit(state.global_step, self.train_seconds, common, row)
+        for warning in self.method.take_warnings():
+            self._warn(state.global_step, warning)
         self.interval = IntervalMetrics()
 
     def wait(self) -> None:
@@ -204,7 +218,7 @@ class Metrics:
         line, self._displayed = self._displayed or self._display(self._gather.wait_all()), None
         if line is not None:
             self.reducer.check(line)
-            self.stop_agreed |= line.stop_requested
+            self._stop_agreed |= line.stop_requested
             if line.checkpoint_failed:
                 self.checkpointer.wait()  # raises, on all ranks, if the checkpoint failed
                 self.io_errors.check()
@@ -225,7 +239,18 @@ class Metrics:
         for text, validation in found:
             tags |= text.tags(validation)
             self.console.log_validation(state.global_step, text.name, text.tags(validation))
+        if not self.last_eval.loss <= self.first_eval.loss:  # also NaN
+            start = f"{self.first_eval.loss:.4f} before the first step"
+            self._warn(state.global_step, f"validation loss {self.last_eval.loss:.4f}, from {start}: the run diverges")
         self._log(state.global_step, self.tokens, self.train_seconds, tags)
+
+    def log_sample(self, state: TrainState, text: str) -> None:
+        """Log a text that the model has generated. The last one is printed with the report."""
+        self.last_sample = (state.global_step, text)
+        for logger in self._loggers:
+            self._write(lambda logger=logger: logger.log_sample(state.global_step, self.tokens, text))
+        if not state.is_done:
+            self.console.log_sample(state.global_step, text)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is complete; a run writes one at a time. Raises TrainingError, on every rank,
@@ -235,32 +260,14 @@ class Metrics:
         self.io_errors.check()
 
     @property
+    def stop_agreed(self) -> bool:
+        """Return whether all ranks know that a stop was requested."""
+        return self._stop_agreed or self.method.period.ended_early
+
+    @property
     def has_unlogged_steps(self) -> bool:
         """Return whether this rank has trained since its last log line."""
         return self.interval.steps > 0
-
-    def summary(self, state: TrainState, stopped: str) -> dict[str, Any]:
-        """Return the content of summary.json. Sums over ranks are those of the last log line."""
-        report = self.method.report()
-        return {
-            "method": self.recipe.sync.method,
-            "replicas": self.mesh.replicas,
-            "shards": self.mesh.shard_comms.size,
-            "steps": state.global_step,
-            "gradient_steps": self.last_line.get("train/gradient_steps"),
-            "tokens": self.tokens,
-            "train_seconds": round(self.train_seconds, 3),
-            "tokens_per_second": round(self.tokens / self.train_seconds, 1) if self.train_seconds else None,
-            "final_train_loss": self.last_line.get("train/loss"),
-            "final_eval_loss": self.last_eval.loss if self.last_eval else None,
-            "bytes_sent": round(self.last_line.get("comm/bytes_total", 0)),
-            "other_bytes_sent": round(self.last_line.get("comm/other_bytes_total", 0)),
-            "sync_count": report.count,
-            "sync_seconds": round(report.seconds, 3),
-            "exposed_sync_seconds": round(self.exposed_seconds, 3),
-            "peak_memory_bytes": round(self.last_line.get("perf/peak_memory_gib", 0) * 2**30),
-            "stopped": stopped,
-        }
 
     def count_tokens(self, state: TrainState) -> None:
         """Count the training tokens of all replicas. A collective of all ranks."""
@@ -296,6 +303,12 @@ class Metrics:
         self.mesh.replica_comms.traffic.load(**state["traffic"])
         self.mesh.all_ranks.traffic.load(**state["other_traffic"])
 
+    def _round_number(self, state: TrainState) -> int:
+        """Return the number of the present round, from 1; 0 in a synchronous phase."""
+        number = self.method.period.round_number(state.step)
+        # Rounds of seconds are logged when they end, just before they are counted, except for the last one.
+        return self.method.report().count + (not state.is_done) if number is None else number
+
     def _fingerprint(self, count: int) -> int:
         """Return the anchors' fingerprint if their comparison is due after `count` synchronizations, else 0."""
         every = self.recipe.sync.verify_every
@@ -306,10 +319,20 @@ class Metrics:
 
     def _display(self, line: GatheredMetrics | None) -> GatheredMetrics | None:
         if line is not None:
+            spikes, skipped = self.reducer.spikes, self.last_line.get("health/skipped_steps", 0)
             self.last_line, self.tokens = self.reducer.tags(line), line.tokens
+            if self.reducer.spikes > spikes:
+                self._warn(line.step, f"loss {self.last_line['train/loss']:.3f} is a spike, far above its running mean")
+            if self.last_line["health/skipped_steps"] > skipped:
+                count = round(self.last_line["health/skipped_steps"])
+                self._warn(line.step, f"{count} steps skipped so far: no finite gradient (optim.nonfinite)")
             self._log(line.step, line.tokens, line.seconds, self.last_line)
-            self.console.log_step(line.step, line.tokens, self.last_line)
+            self.console.log_step(line.step, self.last_line)
         return line
+
+    def _warn(self, step: int, text: str) -> None:
+        self.warnings.append(f"step {step}: {text}")
+        self.console.warn(step, text)
 
     def _log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
         for logger in self._loggers:

@@ -8,30 +8,32 @@ line, because the checkpoint is still complete on disk.
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.best_checkpoint import STATE_FILE, CheckpointLoss, best_step, loss_of
 from llmtrain.config import CheckpointSection, Recipe
-from llmtrain.errors import CheckpointError, RecipeError, UserError
+from llmtrain.errors import CheckpointError, RecipeError, UserError, one_line
+from llmtrain.files import atomic_write
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
-from llmtrain.train.checkpoint_writer import atomic_write, one_line
-from llmtrain.train.integrity import (
+from llmtrain.threads import LatestStepWorker
+from llmtrain.train.checkpoint_files import (
     NAME,
-    STATE_FILE,
     Digest,
     find_corruption_on_any_rank,
     folder_name,
+    read_losses,
     read_state,
     step_of,
 )
+from llmtrain.train.rank_errors import LOOK_SECONDS, run_on_main
 from llmtrain.train.run_dir import RunDirectory, check_same_recipe
-from llmtrain.train.run_on_main import LOOK_SECONDS, run_on_main
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -53,6 +55,7 @@ class RemoteRun:
         options = {"auto_mkdir": True} if split_protocol(url)[0] in LOCAL else {}
         self._files: AbstractFileSystem
         self._files, self._root = url_to_fs(url, **options)
+        self._losses: dict[int, CheckpointLoss | None] = {}  # read once from each checkpoint
 
     def check_owner(self, recipe: Recipe) -> None:
         """Write the recipe to the mirror. Raises RecipeError if the mirror contains another recipe."""
@@ -68,6 +71,19 @@ class RemoteRun:
     def complete(self) -> list[int]:
         """Return the steps of all complete checkpoints, oldest first."""
         return [step for step in self._steps() if self._files.exists(f"{self._path_of(step)}/{STATE_FILE}")]
+
+    def losses(self) -> dict[int, CheckpointLoss | None]:
+        """Return the validation losses of all complete checkpoints, by step."""
+        known, self._losses = self._losses, {}
+        for step in self.complete():
+            self._losses[step] = known[step] if step in known else self._read_loss(step)
+        return self._losses
+
+    def _read_loss(self, step: int) -> CheckpointLoss | None:
+        try:
+            return loss_of(json.loads(self._files.cat_file(f"{self._path_of(step)}/{STATE_FILE}")))
+        except ValueError:
+            return None
 
     def download(self, step: int, here: Path) -> dict[str, Digest] | str:
         """Copy a checkpoint into the empty folder `here`. Returns its files as listed in state.json, or a
@@ -92,6 +108,7 @@ class RemoteRun:
 
     def upload(self, checkpoint: Path, step: int, metrics: Path) -> None:
         """Copy a complete checkpoint and the metrics to the mirror, replacing a checkpoint of the same step."""
+        self._losses.pop(step, None)
         self._remove(step)
         there = self._path_of(step)
         names = sorted(path.name for path in checkpoint.iterdir() if path.name != STATE_FILE)
@@ -102,9 +119,9 @@ class RemoteRun:
     def retain(self, newest: int, section: CheckpointSection) -> None:
         """Delete expired checkpoints, and incomplete ones older than `newest`, the step of the checkpoint just
         copied."""
-        whole = [step for step in self.complete() if step <= newest]
-        half_copied = {step for step in self._steps() if step < newest} - set(whole)
-        for step in half_copied.union(section.expired(whole)):
+        losses = {step: loss for step, loss in self.losses().items() if step <= newest}
+        half_copied = {step for step in self._steps() if step < newest} - losses.keys()
+        for step in half_copied.union(section.expired(losses)):
             self._remove(step)
 
     def url_of(self, step: int) -> str:
@@ -136,27 +153,40 @@ class RemoteRun:
         self._files.mv(f"{there}.tmp", there)
 
 
+def mirror_url(recipe: Recipe) -> str | None:
+    """Return the URL of the run's mirror, or None if it has none."""
+    base = recipe.checkpoint.mirror
+    return None if base is None else f"{base.rstrip('/')}/{recipe.run.name}"
+
+
+def has_mirrored_checkpoint(recipe: Recipe) -> bool:
+    """Return whether the run's mirror has a checkpoint; False also if it can't be read."""
+    url = mirror_url(recipe)
+    if url is None:
+        return False
+    try:
+        return bool(RemoteRun(url).complete())
+    except Exception:  # every file system has its own exceptions
+        return False
+
+
 class Mirror:
     """Mirror of one run; does nothing without `checkpoint.mirror`. All ranks create one and make the same
     calls. The main rank does the work."""
 
     def __init__(self, recipe: Recipe, directory: RunDirectory, note: Callable[[str], None], is_main: bool):
         """Report copies, fetches and their failures through `note`."""
-        base = recipe.checkpoint.mirror
-        self.url = None if base is None else f"{base.rstrip('/')}/{recipe.run.name}"
+        self.url = mirror_url(recipe)
         self.recipe, self.directory, self.note, self.is_main = recipe, directory, note, is_main
         self.timeout_seconds = recipe.run.timeout_seconds
         self.newest: int | None = None
         """Step of the newest complete checkpoint in the mirror, as far as the main rank knows."""
         self._remote: RemoteRun
         self._problem = ""
-        self._lock = threading.Lock()
-        self._running: int | None = None
-        self._waiting: int | None = None
-        """Steps of the checkpoint being copied and of the next one."""
+        self.worker = LatestStepWorker(self._upload, "copies checkpoints")
         self._last: int | None = None
         """Step of the newest checkpoint submitted for copying."""
-        self._thread: threading.Thread | None = None
+        self._copied_best: int | None = None
 
     # ---- at the start, on all ranks
 
@@ -192,7 +222,7 @@ class Mirror:
                 shutil.rmtree(self._temporary, ignore_errors=True)
         if problem and newer_than < 0:
             raise CheckpointError(
-                f"{problem}; no older checkpoint is whole either, of {len(there)}; restore one, or delete them to train from the start"
+                f"{problem}; no older checkpoint is valid either, of {len(there)}; restore one, or delete them to train from the start"
             )
         return None
 
@@ -207,21 +237,15 @@ class Mirror:
         """Queue the checkpoint of `step`, which is complete on disk, behind the copy in flight. Returns immediately."""
         if self.url is None or not self.is_main:
             return
-        with self._lock:
-            self._last = step
-            if self._running is None:
-                self._running = step
-                self._thread = threading.Thread(target=self._work, name="copies checkpoints", daemon=True)
-                self._thread.start()
-                return
-            left_out, self._waiting, running = self._waiting, step, self._running
-        if left_out is not None:
-            self.note(f"step {left_out} is not copied to {self.url}: step {running} still is, and step {step} is next")
+        self._last = step
+        running, replaced = self.worker.submit(step)
+        if replaced is not None:
+            self.note(f"step {replaced} is not copied to {self.url}: step {running} still is, and step {step} is next")
 
     def pinned_steps(self) -> set[int]:
-        """Return the steps of the checkpoints that must not be deleted from disk yet. Thread-safe."""
-        with self._lock:
-            return {step for step in (self._running, self._waiting) if step is not None}
+        """Return the steps of checkpoints that are copied or wait for it. Thread-safe."""
+        best = self._copied_best
+        return self.worker.pending_steps() | ({best} if best is not None else set())
 
     def finish(self, mesh: Mesh) -> str | None:
         """Wait for the last copy, at most `run.timeout_seconds`. Returns, on every rank, the reason why it is
@@ -236,33 +260,44 @@ class Mirror:
             waiting = ""
         return mesh.broadcast_from_main(self._missing)
 
-    def _work(self) -> None:
-        """Copy checkpoints one after another until none is waiting."""
-        while (step := self._running) is not None:
-            began, self._problem = time.monotonic(), ""
-            try:
-                self._remote.upload(self.directory.checkpoints / folder_name(step), step, self.directory.metrics)
-                self.newest = step
-                self.note(f"copied to {self._remote.url_of(step)} (in {time.monotonic() - began:.1f} s)")
-                self._remote.retain(step, self.recipe.checkpoint)
-            except Exception as error:  # every file system has its own exceptions
-                self._problem = f"step {step} could not be copied to {self.url}: {one_line(error)}"
-                self.note(f"{self._problem}; training goes on, and the next checkpoint is tried again")
-            with self._lock:
-                self._running, self._waiting = self._waiting, None
+    def _upload(self, step: int) -> None:
+        self._problem = ""
+        try:
+            self._copy(step)
+            self.newest = step
+            if self.recipe.checkpoint.keep_best:
+                self._copy_best(step)
+            self._remote.retain(step, self.recipe.checkpoint)
+        except Exception as error:  # every file system has its own exceptions
+            self._problem = f"step {step} could not be copied to {self.url}: {one_line(error)}"
+            self.note(f"{self._problem}; training continues, and the next checkpoint is tried again")
+
+    def _copy(self, step: int) -> None:
+        began = time.monotonic()
+        self._remote.upload(self.directory.checkpoints / folder_name(step), step, self.directory.metrics)
+        self.note(f"copied to {self._remote.url_of(step)} (in {time.monotonic() - began:.1f} s)")
+
+    def _copy_best(self, newest: int) -> None:
+        """Copy the best checkpoint up to `newest`, unless the mirror has it or a better one. It is not there if it was
+        completed during another copy."""
+        here = {step: loss for step, loss in read_losses(self.directory.checkpoints).items() if step <= newest}
+        there = self._remote.losses()
+        self._copied_best = best_step(there | here)
+        try:
+            if self._copied_best is not None and self._copied_best not in there:
+                self._copy(self._copied_best)
+        finally:
+            self._copied_best = None
 
     def _is_busy(self, deadline: float) -> bool:
         left = deadline - time.monotonic()
-        if self._thread is None or left <= 0:
-            return False
-        self._thread.join(min(left, LOOK_SECONDS))
-        return self._thread.is_alive()
+        return left > 0 and not self.worker.join(min(left, LOOK_SECONDS))
 
     def _missing(self) -> str | None:
         if self._last is None or self.newest == self._last:
             return None
         late = f"step {self._last} was not copied to {self.url} within {self.timeout_seconds:g} s (run.timeout_seconds)"
-        return f"{self._problem or late}; it is whole in {self.directory.checkpoints}, start the same command again to copy it"
+        return f"{self._problem or late}; it is complete in {self.directory.checkpoints}, start the same command again to copy it"
 
     # ---- on the main rank
 

@@ -3,48 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from llmtrain.config import Recipe, TraceSection
-from llmtrain.data.index import TOKENIZER, TokenDataset
-from llmtrain.data.loader import Loader, eval_batches
-from llmtrain.data.prefetch import PrefetchLoader
+from llmtrain.data.dataset import TOKENIZER, ChecksumScan, TokenDataset, check_same_tokens
+from llmtrain.data.loader import Loader, PrefetchLoader, eval_batches
 from llmtrain.data.prepare import prepare
-from llmtrain.data.verify import ChecksumScan, check_same_tokens
-from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError
+from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError, first_line
 from llmtrain.lr import LRSchedule
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
 from llmtrain.parallel.build_engine import build_engine, replica_backend
 from llmtrain.parallel.comms import is_lost_peer
 from llmtrain.parallel.mesh import Mesh, open_mesh
+from llmtrain.parallel.public_network import ADVICE
 from llmtrain.parallel.rendezvous import rendezvous
+from llmtrain.parallel.shared_flag import shared_flag
 from llmtrain.parallel.world import World
-from llmtrain.plan.memory import size_of
+from llmtrain.plan.ineffective_keys import ineffective_keys, seconds_of_step
 from llmtrain.plan.mesh_plan import plan_mesh
 from llmtrain.recipe_check import check, check_group, check_vocabulary
 from llmtrain.seeding import derive_seed
-from llmtrain.suites.suite import check_suite_data
+from llmtrain.suites import check_suite_data
 from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.trace import open_trace
 from llmtrain.train.background_eval import BackgroundEval
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.checkpoint_writer import one_line
-from llmtrain.train.console import Console, format_si
-from llmtrain.train.devices import enable_determinism, memory_of_rank, peak_flops
-from llmtrain.train.instruments import collect_garbage_every, explain_out_of_memory, profile_steps
-from llmtrain.train.integrity import checkpoint_folders, latest_valid, step_of
-from llmtrain.train.io_errors import IoErrors
+from llmtrain.train.checkpoint_files import latest_valid, step_of
+from llmtrain.train.devices import (
+    collect_garbage_every,
+    enable_determinism,
+    explain_out_of_memory,
+    memory_of_rank,
+    peak_flops,
+    profile_steps,
+)
+from llmtrain.train.initial_weights import InitialWeights, open_initial_weights
+from llmtrain.train.loggers import Console, mesh_line, model_line
 from llmtrain.train.metric_gather import MetricReducer
 from llmtrain.train.metrics import Metrics
 from llmtrain.train.mirror import Mirror
+from llmtrain.train.rank_errors import IoErrors
 from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.sample import Sampler
 from llmtrain.train.signals import StopRequest, stop_requests
-from llmtrain.train.summary import draw_losses, final_report, write_sample
+from llmtrain.train.summary import print_report, summary_of, write_summary
 from llmtrain.train.trainer import Trainer
 from llmtrain.train.validation import ValidationSet, Validator
 
@@ -60,16 +66,19 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     console, directory = Console(enabled=world.rank == 0), RunDirectory(recipe)
     mirror = Mirror(recipe, directory, console.print, is_main=world.rank == 0)
     timeout = recipe.run.timeout_seconds
-    peers = rendezvous(world, recipe.parallel, lambda: memory_of_rank(world), timeout)
+    with console.progress("waiting for the other ranks"):
+        peers = rendezvous(world, recipe.parallel, lambda: memory_of_rank(world), timeout)
     memory = [rank_info.memory for rank_info in peers.ranks]
     replicas, shard, reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
     check_group(recipe, replicas)
     prepared = prepare_for(recipe, show_progress=world.local_rank == 0)
     check_vocabulary(recipe, prepared.vocab_size)
     with (
+        closing(directory),
         stop_requests() as stop,
         BackgroundEval(recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop) as suites,
         open_mesh(world, replicas, shard, replica_backend(recipe.parallel), timeout, peers) as mesh,
+        _shared_stop(recipe, mesh, stop) as end_early,
     ):
         if mesh.broadcast_from_main(lambda: _is_finished(directory)):
             console.print(directory.completed_message())
@@ -77,9 +86,12 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
         mirror.open(mesh)
         mesh.broadcast_from_main(lambda: _make_ready(directory, prepared))
         resume_from = _newest_anywhere(directory, mirror, mesh, console)
-        trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop)
+        weights = open_initial_weights(recipe, mesh, prepared) if resume_from is None else None
+        with console.progress("building the model"):
+            trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop, end_early, weights)
+        del weights  # its files
         trainer.checkpointer.on_saved += [suites.after_checkpoint, mirror.upload_async]
-        trainer.checkpointer.pinned_by += [suites.pinned_steps, mirror.pinned_steps]
+        trainer.checkpointer.pinned_by += [suites.worker.pending_steps, mirror.pinned_steps]
         try:
             with (
                 _traced(recipe.log.trace, directory.trace_of(world.rank)),
@@ -92,24 +104,31 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
                 mirror.upload_if_newer(resume_from)
                 ended = trainer.fit(resume_from)
             _finish_mirror(mirror, mesh, console, ended)
-            _write_summary(directory, trainer, mirror, mesh, ended)
+            write_summary(trainer, ended, mirror.newest)
         except (RuntimeError, DataError) as error:
             trainer.method.close()
             if mesh.is_main:
                 with suppress(OSError):  # the disk may have ended the run
-                    directory.write_summary(_summary(trainer, mirror, "error"))
+                    directory.write_summary(summary_of(trainer, "error", mirror.newest))
             if isinstance(error, TrainingError | DataError) or not is_lost_peer(error):
                 raise
-            reason = " ".join(str(error).splitlines()[0].split())
             raise TrainingError(
                 f"rank {world.rank} (replica {mesh.replica_comms.rank}, shard {mesh.shard_comms.rank}) lost a peer in step "
-                f"{trainer.state.step}: {reason}; start the same command again to continue from the last checkpoint"
+                f"{trainer.state.step}: {first_line(error)}; start the same command again to continue from the last checkpoint"
             ) from error
         if ended != "done":
             console.print(f"stopped at step {trainer.state.step}; start the same command again to continue")
             return STOPPED_EARLY
-        _print_report(directory, mesh, prepared, trainer)
+        print_report(trainer)
     return DONE
+
+
+def _shared_stop(recipe: Recipe, mesh: Mesh, stop: StopRequest) -> AbstractContextManager[Callable[[], bool]]:
+    """Provide a function that returns whether any rank was asked to stop, if replicas meet too rarely to agree on that
+    at log lines."""
+    if not recipe.sync.period.is_timed:
+        return nullcontext(lambda: False)
+    return shared_flag(mesh.store, "stop", lambda: stop.requested)
 
 
 def _traced(section: TraceSection | None, path: Path) -> AbstractContextManager[None]:
@@ -156,7 +175,7 @@ def _newest_anywhere(directory: RunDirectory, mirror: Mirror, mesh: Mesh, consol
     collective of all ranks."""
     here, problem = None, None
     try:
-        here = latest_valid(checkpoint_folders(directory.checkpoints), mesh, console.print)
+        here = latest_valid(directory.checkpoints, mesh, console.print)
     except CheckpointError as error:
         problem = error
     there = mirror.fetch(mesh, newer_than=-1 if here is None else step_of(here))
@@ -175,27 +194,6 @@ def _finish_mirror(mirror: Mirror, mesh: Mesh, console: Console, ended: str) -> 
     console.print(problem)
 
 
-def _summary(trainer: Trainer, mirror: Mirror, ended: str) -> dict[str, Any]:
-    return trainer.metrics.summary(trainer.state, ended) | {"mirrored": mirror.newest}
-
-
-def _write_summary(directory: RunDirectory, trainer: Trainer, mirror: Mirror, mesh: Mesh, ended: str) -> None:
-    """Write the summary and the plot. All ranks wait until both exist. Raises TrainingError, on every rank, if
-    writing fails."""
-    recipe = trainer.recipe
-
-    def write() -> str | None:
-        try:
-            directory.write_summary(_summary(trainer, mirror, ended))
-            draw_losses(directory.metrics, directory.plot, f"{recipe.run.name} · {recipe.sync.method}")
-        except OSError as error:
-            return f"{directory.path} can't be written: {one_line(error)}; start the same command again when it can"
-        return None
-
-    if (problem := mesh.broadcast_from_main(write)) is not None:
-        raise TrainingError(problem)
-
-
 def build_trainer(
     recipe: Recipe,
     mesh: Mesh,
@@ -204,9 +202,11 @@ def build_trainer(
     console: Console,
     mesh_reason: str,
     stop: StopRequest,
+    end_early: Callable[[], bool] = lambda: False,
+    weights: InitialWeights | None = None,
 ) -> Trainer:
-    """Build this rank's model, engine, method and loader, and return them in a Trainer. `mesh_reason` is shown
-    to the user."""
+    """Build this rank's model, engine, method and loader, and return them in a Trainer. The model starts from `weights`, or
+    from random ones. `mesh_reason` is shown to the user."""
     texts = {"": prepared, **prepare_sets(recipe, prepared, show_progress=False)}
     check_same_tokens(mesh, texts)
     search = ChecksumScan(texts.values(), mesh.world.local_rank, mesh.world.local_size)
@@ -224,6 +224,7 @@ def build_trainer(
         recipe.parallel,
         recipe.optim,
         seed=recipe.run.seed,
+        read=None if weights is None else weights.read,
         gradient_wire=gradient_wire,
         changes_in_forward=recipe.sync.schedule.syncs_in_forward,
     )
@@ -237,6 +238,7 @@ def build_trainer(
         compiled=compiled,
         store=mesh.store,
         timeout_seconds=recipe.run.timeout_seconds,
+        end_early=end_early,
     )
     loader = Loader(
         prepared.tokens("train"),
@@ -250,27 +252,31 @@ def build_trainer(
         seed=recipe.run.seed,
     )
     peak = peak_flops(mesh.device)
-    total = recipe.train.total_steps
-    console.print(
-        f"mesh: {mesh.replicas} replicas x {mesh.shard_comms.size} shards on {mesh.device.type} ({mesh_reason})"
-    )
-    epochs = total * recipe.train.global_batch / loader.num_samples
-    console.print(
-        f"model: {format_si(parameters)} parameters in {len(engine.blocks)} blocks · {total} steps of "
-        f"{format_si(recipe.train.tokens_per_step)} tokens · data: {format_si(loader.num_samples)} sequences, {epochs:.2f} epochs"
-    )
+    console.print(mesh_line(mesh.replicas, mesh.shard_comms.size, mesh.device.type, mesh_reason))
+    console.print(model_line(recipe, parameters, len(engine.blocks), loader.num_samples))
+    if weights is not None:
+        console.print(weights.describe())
+    if mesh.is_main:
+        step_seconds = seconds_of_step(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size)
+        for line in ineffective_keys(recipe, texts, step_seconds):
+            console.print(f"warning: {line}")
+        if mesh.unencrypted and not recipe.parallel.allow_unencrypted:
+            console.print(f"warning: {mesh.unencrypted}; {ADVICE}")
     if peak is None:
         console.print(f"no MFU is shown: the peak of this {mesh.device.type} device is not known")
     section, timeout = recipe.checkpoint, recipe.run.timeout_seconds
     checkpointer = Checkpointer(directory.checkpoints, mesh, engine, method, section, timeout, recipe, console.print)
+    checkpointer.from_weights = None if weights is None else weights.recorded
     reducer, io_errors = MetricReducer(mesh, flops, peak), IoErrors(mesh, search)
+    sets = [_validation_set(recipe, mesh, name, text) for name, text in texts.items()]
+    sampler = Sampler(recipe, engine, mesh, prepared, console, parameters)
     return Trainer(
         recipe,
         engine,
         method,
         PrefetchLoader(loader, timeout, pin=mesh.device.type == "cuda"),
         Metrics(recipe, mesh, engine, method, checkpointer, reducer, console, directory, stop, io_errors),
-        Validator(engine, mesh, [_validation_set(recipe, mesh, name, text) for name, text in texts.items()]),
+        Validator(engine, mesh, sets, sampler, console),
         checkpointer,
     )
 
@@ -286,18 +292,3 @@ def _validation_set(recipe: Recipe, mesh: Mesh, name: str, text: TokenDataset) -
         world=mesh.world.size,
     )
     return ValidationSet(name, batches, text.bytes_per_token("validation"))
-
-
-def _print_report(directory: RunDirectory, mesh: Mesh, prepared: TokenDataset, trainer: Trainer) -> None:
-    recipe, console, metrics = trainer.recipe, trainer.metrics.console, trainer.metrics
-    parameters = size_of(recipe, prepared.vocab_size).parameters
-    if recipe.eval.sample_prompt is not None:
-        text = write_sample(recipe, trainer.engine, mesh, model_config(recipe.model, prepared.vocab_size), prepared)
-        if mesh.is_main:
-            with suppress(OSError):  # the text is printed anyway
-                directory.samples.write_text(text + "\n")
-            console.print(f"\nThe model writes ({directory.samples}):\n\n{text}\n")
-    if mesh.is_main:
-        summary = metrics.summary(trainer.state, "done")
-        for line in final_report(recipe, summary, metrics.first_eval.loss, parameters, directory):
-            console.print(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,11 +13,13 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from llmtrain.config import Recipe
-from llmtrain.data.index import TOKENIZER
-from llmtrain.errors import RecipeError
-from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
-from llmtrain.train.checkpoint_writer import atomic_write
-from llmtrain.train.integrity import list_checkpoints
+from llmtrain.data.dataset import TOKENIZER
+from llmtrain.errors import CheckpointError, RecipeError
+from llmtrain.files import atomic_write, lock_holder, write_lock_holder
+from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml, stored_recipe
+from llmtrain.train.checkpoint_files import list_checkpoints, read_state
+from llmtrain.train.run_length import LengthChange, length_key
+from llmtrain.waiting import announced
 
 RESUMABLE_KEYS = (
     "run.out_dir",
@@ -28,6 +31,8 @@ RESUMABLE_KEYS = (
     "log",
     "eval",
     "data.cache_dir",
+    "train.steps",
+    "train.tokens",
     "train.micro_batch",
     "train.gc_every",
     "parallel.replicas",
@@ -36,6 +41,7 @@ RESUMABLE_KEYS = (
     "parallel.replica_backend",
     "parallel.replica_network",
     "parallel.shard_network",
+    "parallel.allow_unencrypted",
     "parallel.shard_across_nodes",
     "parallel.engine",
     "parallel.zero_stage",
@@ -43,12 +49,14 @@ RESUMABLE_KEYS = (
     "parallel.deepspeed",
 )
 """Keys that may differ when a run is continued. They change nothing in training but the order of additions, except
-for the number of replicas, which has its own rules (`reshard`)."""
+for the number of replicas, which has its own rules (`reshard`), and the length (`run_length`)."""
+KEYS_WITH_LENGTH = ("optim.lr", "schedule")
+"""Keys that may differ if the length does, because they determine together how the learning rate continues."""
 
 
 class RunDirectory:
     """Run directory `runs/<name>/`: recipe.yaml, tokenizer/, metrics.jsonl, tensorboard/, wandb/, trace/, profile/,
-    out_of_memory/, checkpoints/, export/, eval/, summary.json, loss.png, samples.txt, and the files .lock and
+    out_of_memory/, checkpoints/, export/, eval/, summary.json, loss.png, samples.txt, and the files .lock, .lock.holder and
     wandb_id.txt."""
 
     def __init__(self, recipe: Recipe):
@@ -58,25 +66,36 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
+        self.profile = self.path / "profile"
+        self.out_of_memory = self.path / "out_of_memory"
         self.plot = self.path / "loss.png"
         self.samples = self.path / "samples.txt"
         self._lock: FileLock | None = None
 
-    @property
-    def checkpoint_paths(self) -> list[Path]:
-        """Return the complete checkpoints, oldest first."""
-        return [path for _, path in list_checkpoints(self.checkpoints)]
-
     def summary(self) -> dict[str, Any] | None:
-        """Return the content of summary.json, or None if the run has not ended."""
+        """Return the content of summary.json, or None if the run has not ended. Raises RecipeError if it is damaged."""
         path = self.path / "summary.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            summary = json.loads(path.read_text())
+            steps, loss = summary.get("steps", 0), summary.get("final_eval_loss")
+            is_valid = (
+                isinstance(summary["stopped"], str) and isinstance(steps, int) and isinstance(loss, float | int | None)
+            )
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            is_valid = False
+        if not is_valid:
+            raise RecipeError(f"{path} is damaged; delete it, and the run continues from its newest checkpoint")
+        return summary
 
     def finished(self) -> dict[str, Any] | None:
         """Return the summary if this run is complete, else None."""
         summary = self.summary()
         done = (
-            summary is not None and summary["stopped"] == "done" and summary["steps"] >= self.recipe.train.total_steps
+            summary is not None
+            and summary["stopped"] == "done"
+            and summary.get("steps", 0) >= self.recipe.train.total_steps
         )
         return summary if done else None
 
@@ -84,31 +103,42 @@ class RunDirectory:
         """Return the path of a rank's timeline."""
         return self.path / "trace" / f"rank-{rank:05}.jsonl"
 
-    @property
-    def profile(self) -> Path:
-        """Return the folder of torch.profiler's traces."""
-        return self.path / "profile"
-
-    @property
-    def out_of_memory(self) -> Path:
-        """Return the folder for the memory summaries and snapshots of devices that ran out of memory."""
-        return self.path / "out_of_memory"
-
     def completed_message(self) -> str:
         """Return the console message for a complete run."""
-        summary = self.finished()
+        summary, key = self.finished(), length_key(self.recipe)
         assert summary is not None
+        twice = 2 * (self.recipe.train.steps or self.recipe.train.tokens or 0)
         return (
-            f"{self.path} is complete: {summary['steps']} steps, validation loss {summary['final_eval_loss']:.4f}. "
-            f"Start another with run.name=NAME, or delete the folder to train it again."
+            f"{self.path} is complete: {summary['steps']} steps, validation loss {summary['final_eval_loss'] or math.nan:.4f}. "
+            f"Train it longer with more {key}, such as {key}={twice}; start another with run.name=NAME."
         )
 
     def check_recipe(self) -> None:
-        """Raise RecipeError if the directory belongs to a run of another recipe."""
+        """Raise RecipeError if the directory belongs to a run of another recipe, or has trained more steps than the recipe
+        has."""
         there = self.path / "recipe.yaml"
         if not there.exists():
             return
-        check_same_recipe(load_recipe(there), self.recipe, str(self.path))
+        before = load_recipe(there)
+        check_same_recipe(before, self.recipe, str(self.path))
+        change, summary = self.length_change(), self.summary() or {}
+        is_lost = change is None and summary.get("stopped") == "done"
+        if is_lost:
+            change = LengthChange(before, self.recipe, summary["steps"])
+        if change is not None:
+            change.check(str(self.path))
+        if is_lost and not change.is_none and self.finished() is None and self.recipe.checkpoint.mirror is None:
+            raise RecipeError(
+                f"{self.path} is complete after {summary['steps']} steps, but has no checkpoint to continue from; put one back, or "
+                "choose another run.name"
+            )
+
+    def length_change(self) -> LengthChange | None:
+        """Return the change of length since the newest checkpoint; None if there is no such checkpoint that can be read."""
+        with suppress(IndexError, CheckpointError, KeyError):
+            state = read_state(list_checkpoints(self.checkpoints)[-1][1])
+            return LengthChange(stored_recipe(state["recipe"], str(self.path)), self.recipe, state["step"])
+        return None
 
     def open(self) -> None:
         """Create and lock the directory, delete partial checkpoints, and write the resolved recipe. Main rank
@@ -120,6 +150,11 @@ class RunDirectory:
         with self._os_errors_as_recipe_errors():
             atomic_write(self.path / "recipe.yaml", resolved_yaml(self.recipe))
             (self.path / "summary.json").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Unlock the directory, if this process has locked it."""
+        if self._lock is not None:
+            self._lock.release()
 
     def copy_tokenizer(self, folder: Path) -> None:
         """Copy the tokenizer from `folder`, unless a copy exists, so that export does not need the data. Main rank
@@ -144,17 +179,27 @@ class RunDirectory:
             ) from error
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json when the run ends. Main rank only."""
-        atomic_write(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        """Write summary.json when the run ends. Numbers that are not finite become null. Main rank only."""
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in summary.items()
+        }
+        atomic_write(self.path / "summary.json", json.dumps(finite, indent=2, allow_nan=False) + "\n")
 
 
 def check_same_recipe(there: Recipe, recipe: Recipe, where: str, ignored: Sequence[str] = ()) -> None:
     """Raise RecipeError if `recipe` can't continue `there`, the recipe found in `where`."""
-    changed = differences(there, recipe, ignore=(*RESUMABLE_KEYS, *ignored))
+    changed = recipe_changes(there, recipe, ignored)
     if changed:
         raise RecipeError(
             f"{where} holds a run of another recipe ({'; '.join(changed)}); choose another run.name, or delete that folder"
         )
+
+
+def recipe_changes(there: Recipe, recipe: Recipe, ignored: Sequence[str] = ()) -> list[str]:
+    """Return a line for each key that keeps `recipe` from continuing `there`."""
+    with_length = () if there.train.total_steps == recipe.train.total_steps else KEYS_WITH_LENGTH
+    return differences(there, recipe, ignore=(*RESUMABLE_KEYS, *with_length, *ignored))
 
 
 PATIENCE_SECONDS = 10.0
@@ -171,7 +216,11 @@ def lock_folder(folder: Path, otherwise: str) -> FileLock:
     lock = FileLock(folder / ".lock")
     with suppress(NotImplementedError):
         try:
-            lock.acquire(timeout=PATIENCE_SECONDS)
+            with announced(f"the process that works in {folder} to end", PATIENCE_SECONDS):
+                lock.acquire(timeout=PATIENCE_SECONDS)
         except Timeout:
-            raise RecipeError(f"another process works in {folder}; wait until it has ended, or {otherwise}") from None
+            raise RecipeError(
+                f"{lock_holder(folder)} works in {folder}; wait until it has ended, or {otherwise}"
+            ) from None
+    write_lock_holder(folder)
     return lock

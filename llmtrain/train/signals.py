@@ -1,4 +1,5 @@
-"""Stop requests from the operating system. The handler only sets a flag, which `Metrics.log` shares with all ranks.
+"""Stop requests from the operating system. The first signal sets a flag of this process. Ranks agree on it at log lines
+(`Metrics.log`), or in rounds of seconds through a flag in the job's store (`run._shared_stop`).
 
 A different signal is not a second request, because Slurm sends SIGUSR1 ahead of SIGTERM, and the checkpoint
 that the first signal started should be completed.
@@ -33,7 +34,7 @@ class StopRequest:
         """Handle a signal without collectives and without taking a lock."""
         if time.monotonic() - self._asked_at[number] > SAME_REQUEST_SECONDS:
             name = signal.Signals(number).name
-            os.write(2, f"a second {name}: stopped at once; the last whole checkpoint stays\n".encode())
+            os.write(2, f"a second {name}: stopped at once; the last complete checkpoint stays\n".encode())
             os._exit(FAILED)
         self.requested = True
         self._asked_at[number] = min(self._asked_at[number], time.monotonic())

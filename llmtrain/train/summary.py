@@ -1,95 +1,132 @@
-"""Output of a finished run: a plot of the losses, a text sample from the model, and a three-line report."""
+"""Output of a finished run: summary.json, a plot of its losses and costs, its last text, and a three-line report."""
 
 from __future__ import annotations
 
-import json
-import math
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
-import torch
+from llmtrain.best_checkpoint import best_step
+from llmtrain.errors import TrainingError, one_line
+from llmtrain.files import read_lines
+from llmtrain.plan.memory import size_of
+from llmtrain.run_plots import draw_run
+from llmtrain.train.checkpoint_files import read_losses
+from llmtrain.train.loggers import SampleLogger, format_si
+from llmtrain.train.rank_errors import raise_on_all
+from llmtrain.train.trainer import Trainer
 
-from llmtrain.config import Recipe
-from llmtrain.data.index import TokenDataset
-from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.mesh import Mesh
-from llmtrain.seeding import derive_seed
-from llmtrain.train.console import format_si
-from llmtrain.train.run_dir import RunDirectory
-
-
-def draw_losses(metrics: Path, target: Path, title: str) -> None:
-    """Plot training and validation loss over tokens, from metrics.jsonl to a PNG."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
-    lines = [json.loads(text) for text in metrics.read_text().splitlines()]
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    for tag, label, style in (("train/loss", "training", "-"), ("eval/loss", "validation (mean of replicas)", "o--")):
-        points = [(line["tokens"], line[tag]) for line in lines if line.get(tag) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
-    axes.set(xlabel="tokens of all replicas", ylabel="loss (nats per token)", title=title)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(target, dpi=130)
+MAX_WARNINGS = 20
+"""Warnings in summary.json, the newest ones."""
 
 
-def write_sample(recipe: Recipe, engine: Engine, mesh: Mesh, model_config: Any, prepared: TokenDataset) -> str | None:
-    """Generate a continuation of `eval.sample_prompt`. Returns the text on the main rank, None elsewhere. A
-    collective of each shard group."""
-    from transformers import AutoModelForCausalLM
+def summary_of(trainer: Trainer, stopped: str, mirrored: int | None) -> dict[str, Any]:
+    """Return the content of summary.json. Sums over ranks are those of the last log line. `mirrored` is the step of the
+    mirror's newest checkpoint."""
+    metrics, report = trainer.metrics, trainer.method.report()
+    last, losses = metrics.last_line, read_losses(metrics.directory.checkpoints)
+    best = best_step(losses)
+    return {
+        "method": trainer.recipe.sync.method,
+        "replicas": metrics.mesh.replicas,
+        "shards": metrics.mesh.shard_comms.size,
+        "steps": trainer.state.global_step,
+        "gradient_steps": last.get("train/gradient_steps"),
+        "tokens": metrics.tokens,
+        "train_seconds": round(metrics.train_seconds, 3),
+        "tokens_per_second": round(metrics.tokens / metrics.train_seconds, 1) if metrics.train_seconds else None,
+        "final_train_loss": last.get("train/loss"),
+        "final_eval_loss": metrics.last_eval.loss if metrics.last_eval else None,
+        "final_eval_step": trainer.state.last_evaluated if metrics.last_eval else None,
+        "best_checkpoint_step": best,
+        "best_checkpoint_loss": losses[best].loss if best is not None else None,
+        "bytes_sent": round(last.get("comm/bytes_total", 0)),
+        "other_bytes_sent": round(last.get("comm/other_bytes_total", 0)),
+        "sync_count": report.count,
+        "sync_seconds": round(report.seconds, 3),
+        "exposed_sync_seconds": round(metrics.exposed_seconds, 3),
+        "peak_memory_bytes": round(last.get("perf/peak_memory_gib", 0) * 2**30),
+        "from_weights": trainer.checkpointer.from_weights,
+        "stopped": stopped,
+        "mirrored": mirrored,
+        "warnings": metrics.warnings[-MAX_WARNINGS:],
+    }
 
-    weights = engine.full_weights()
-    if not mesh.is_main:
-        return None
-    model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).eval()
-    model.load_state_dict(weights, strict=False)
-    tokenizer = prepared.load_tokenizer()
-    prompt = tokenizer(recipe.eval.sample_prompt or "", add_special_tokens=False)["input_ids"]
-    inputs = torch.tensor([[prepared.eos_id, *prompt]])
-    torch.manual_seed(derive_seed(recipe.run.seed, "sample"))
-    room = recipe.train.sequence_length - inputs.shape[1]
-    written = model.generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        max_new_tokens=max(1, min(recipe.eval.sample_tokens, room)),
-        do_sample=True,
-        temperature=0.7,
-        top_k=40,
-        eos_token_id=prepared.eos_id,
-        pad_token_id=prepared.eos_id,
-    )
-    return tokenizer.decode(written[0, 1:], skip_special_tokens=True)
+
+def write_summary(trainer: Trainer, stopped: str, mirrored: int | None) -> None:
+    """Write summary.json and the plot. All ranks wait until both exist. Raises TrainingError, on every rank, if
+    writing fails."""
+    recipe, mesh, directory = trainer.recipe, trainer.metrics.mesh, trainer.metrics.directory
+
+    def write() -> None:
+        try:
+            directory.write_summary(summary_of(trainer, stopped, mirrored))
+            title = (
+                f"{recipe.run.name} · {recipe.sync.method} · {mesh.replicas} replicas x {mesh.shard_comms.size} shards"
+            )
+            draw_run(read_lines(directory.metrics), directory.plot, title)
+        except OSError as error:
+            raise TrainingError(
+                f"{directory.path} can't be written: {one_line(error)}; start the same command again when it can"
+            ) from error
+
+    raise_on_all(mesh, write if mesh.is_main else lambda: None)
+
+
+def print_report(trainer: Trainer) -> None:
+    """Print a text sample, if `eval.sample_prompt` asks for one, and the report. A collective of all ranks."""
+    metrics, sampler, step = trainer.metrics, trainer.validator.sampler, trainer.state.global_step
+    mesh, directory, console = metrics.mesh, metrics.directory, metrics.console
+    if sampler.is_wanted:
+        sampled_at, text = metrics.last_sample or (None, None)  # the same on all ranks
+        if sampled_at != step:  # a large model, whose first sample this is, or a run that was resumed at its end
+            text = sampler.generate()
+            if text is not None:
+                with suppress(OSError):  # the text is printed anyway
+                    SampleLogger(directory.samples, step - 1).log_sample(step, metrics.tokens, text)
+        if text is not None:
+            console.print(f"\nThe model writes ({directory.samples}):\n\n{text}\n")
+    if mesh.is_main:
+        parameters = size_of(trainer.recipe, sampler.prepared.vocab_size).parameters
+        for line in final_report(trainer, directory.summary(), parameters):
+            console.print(line)
 
 
 COMPARE_WITH = ("diloco", "edit")
 """Methods that a finished run suggests next. Their rounds are counted in steps, so they fit a run of any length."""
 
 
-def final_report(
-    recipe: Recipe, summary: dict[str, Any], first_eval_loss: float | None, parameters: int, directory: RunDirectory
-) -> list[str]:
-    """Return three lines: the result, the traffic, and a suggestion for the next run."""
+def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> list[str]:
+    """Return the lines at the end: the result, the traffic, the best checkpoint if it is not the last, and a suggestion for
+    the next run."""
+    recipe, metrics = trainer.recipe, trainer.metrics
     minutes, seconds = divmod(round(summary["train_seconds"]), 60)
-    fell = f" from {first_eval_loss:.2f}" if first_eval_loss is not None else ""
     happened = (
         f"Trained {summary['steps']} steps, {format_si(summary['tokens'])} tokens, in {minutes} min {seconds} s "
-        f"({format_si(summary['tokens_per_second'])} tokens/s); validation loss{fell} to {summary['final_eval_loss']:.2f} "
-        f"(perplexity {math.exp(summary['final_eval_loss']):.1f})."
+        f"({format_si(summary['tokens_per_second'])} tokens/s); validation loss from {metrics.first_eval.loss:.2f} to "
+        f"{metrics.last_eval.loss:.2f} (perplexity {metrics.last_eval.perplexity:.4g})."
     )
+    if metrics.warnings:
+        happened += f" {len(metrics.warnings)} warnings, the last at {metrics.warnings[-1]}."
     every_step = summary["steps"] * 2 * (summary["replicas"] - 1) * 4 * parameters
+    synchronizations = (
+        "1 synchronization" if summary["sync_count"] == 1 else f"{summary['sync_count']} synchronizations"
+    )
     sent = (
-        f"{summary['replicas']} replicas x {summary['shards']} shards with {summary['method']}: {summary['sync_count']} "
-        f"synchronizations, {format_si(summary['bytes_sent'])}B between replicas"
+        f"{summary['replicas']} replicas x {summary['shards']} shards with {summary['method']}: {synchronizations}, "
+        f"{format_si(summary['bytes_sent'])}B between replicas"
         + (f" (gradients averaged in every step: {format_si(every_step)}B)." if summary["replicas"] > 1 else ".")
     )
     other = next(method for method in COMPARE_WITH if method != recipe.sync.method)
     board = f" · tensorboard --logdir {recipe.run.out_dir}" if recipe.log.tensorboard else ""
+    best, kept = summary["best_checkpoint_step"], []
+    if best is not None and best < summary["steps"]:
+        loss = summary["best_checkpoint_loss"]
+        kept = [
+            f"The best checkpoint is of step {best}, validation loss {loss:.4f} (--step best in export, generate, eval)"
+        ]
     return [
         happened,
         sent,
-        f"Look at {directory.plot}{board} · next: add sync.method={other} run.name={other}",
+        *kept,
+        f"Look at {metrics.directory.plot}{board} · next: add sync.method={other} run.name={other}",
     ]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmtrain.config import Recipe
-from llmtrain.data.prefetch import PrefetchLoader
+from llmtrain.data.loader import PrefetchLoader, grow
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.engine import Engine
 from llmtrain.reshard import Rules, rules_of
@@ -82,10 +82,14 @@ class Trainer:
             call(state.step)
 
     def validate(self) -> None:
-        """Validate the replicas' mean and log its loss. Each replica's own parameters are left as they were."""
+        """Validate the replicas' mean, and log its loss and, after the first step, a text that it generates. Each
+        replica's own parameters are left as they were."""
         if self.state.global_step != self.state.last_evaluated:
             self.metrics.wait()  # validation brings all ranks together anyway
-            self.metrics.log_validation(self.state, self.validator.run(self.method.is_synchronized))
+            found, text = self.validator.run(self.method.is_synchronized, with_sample=self.state.global_step > 0)
+            self.metrics.log_validation(self.state, found)
+            if text is not None:
+                self.metrics.log_sample(self.state, text)
 
     def finish(self) -> None:
         """Synchronize the last, possibly shorter, round, then log and validate. Afterwards all replicas are equal."""
@@ -108,8 +112,15 @@ class Trainer:
         loaded = self.checkpointer.load(path, self.reshard_rules(), self.recipe.run.seed)
         self.state.load_state_dict(loaded.progress, loaded.step)
         self.metrics.load_state_dict(loaded.progress, self.state)
-        self.loader.load_state_dict(loaded.progress["loader"])
-        self.metrics.console.print(f"continuing from {path}{loaded.how}")
+        of_loader, length, note = loaded.progress["loader"], loaded.length, self.metrics.console.print
+        if length is not None:
+            samples = self.loader.num_samples
+            of_loader = grow(of_loader, length.samples_before(samples), samples)
+            self.method.total_steps_changed(loaded.step)
+        self.loader.load_state_dict(of_loader)
+        note(f"continuing from {path}{length.describe() if length else ''}{loaded.how}")
+        if length is not None and (jump := length.rate_jump()):
+            note(f"warning: {jump}")
 
     def state_dict(self) -> dict[str, object]:
         """Return this rank's plain values for a checkpoint."""

@@ -14,6 +14,8 @@ from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.sync.anchors import flatten, unflatten_into
+from llmtrain.train.loggers import Console
+from llmtrain.train.sample import Sampler
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 """Pairs (input_ids, labels), each [micro_batch, T]: this rank's part, with the same number of pairs on every rank."""
@@ -69,14 +71,17 @@ def mean_of_replicas(engine: Engine, mesh: Mesh) -> Iterator[None]:
             engine.parameters_changed(block)
 
 
-def validate(engine: Engine, mesh: Mesh, batches: Callable[[], Batches]) -> Validation:
-    """Return the mean loss over all ranks' `batches`, with the engine's current parameters. A collective of all
-    ranks."""
+def validate(
+    engine: Engine, mesh: Mesh, batches: Callable[[], Batches], advance: Callable[[], None] = lambda: None
+) -> Validation:
+    """Return the mean loss over all ranks' `batches`, with the engine's current parameters. Calls `advance` after each
+    batch. A collective of all ranks."""
     summed, counted = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
     with engine.eval_mode() as summed_loss:
         for input_ids, labels in batches():
             summed += summed_loss(input_ids, labels)  # stays on the device, so that the host runs ahead of it
             counted += int((labels != IGNORE_INDEX).sum())
+            advance()
     totals = torch.tensor([summed.item(), counted], dtype=torch.float64)
     loss, tokens = mesh.all_ranks.all_reduce(totals, "summing validation losses").wait().tolist()
     return Validation(loss / tokens, int(tokens))
@@ -85,12 +90,26 @@ def validate(engine: Engine, mesh: Mesh, batches: Callable[[], Batches]) -> Vali
 class Validator:
     """Validation of the replicas' mean on the run's own text and those of `eval.sets`."""
 
-    def __init__(self, engine: Engine, mesh: Mesh, sets: Sequence[ValidationSet]):
-        self.engine, self.mesh, self.sets = engine, mesh, sets
+    def __init__(self, engine: Engine, mesh: Mesh, sets: Sequence[ValidationSet], sampler: Sampler, console: Console):
+        self.engine, self.mesh, self.sets, self.sampler, self.console = engine, mesh, sets, sampler, console
+        self._batches: int | None = None  # of all texts, known after the first validation
 
-    def run(self, is_synchronized: bool) -> list[tuple[ValidationSet, Validation]]:
-        """Return the loss on each text. A collective of all ranks. Averages the parameters first, unless the replicas
-        are equal anyway (`is_synchronized`)."""
+    def run(
+        self, is_synchronized: bool, with_sample: bool
+    ) -> tuple[list[tuple[ValidationSet, Validation]], str | None]:
+        """Return the loss on each text, and a sample of the model's own text if asked for and cheap. A collective of all
+        ranks. Averages the parameters first, unless the replicas are equal anyway (`is_synchronized`)."""
         are_equal = is_synchronized or self.mesh.replicas == 1
+        done = 0
         with nullcontext() if are_equal else mean_of_replicas(self.engine, self.mesh):
-            return [(text, validate(self.engine, self.mesh, text.batches)) for text in self.sets]
+            with self.console.progress("validating", self._batches) as show:
+
+                def advance() -> None:
+                    nonlocal done
+                    done += 1
+                    show()
+
+                found = [(text, validate(self.engine, self.mesh, text.batches, advance)) for text in self.sets]
+            self._batches = done
+            with_sample = with_sample and self.sampler.is_cheap
+            return found, self.sampler.generate_in_step() if with_sample else None

@@ -17,7 +17,7 @@ from llmtrain.errors import exit_with_status
 from llmtrain.launch.forked_rank import become_a_program
 from llmtrain.parallel.world import World
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.train import checkpoint_writer, run
+from llmtrain.train import checkpoint_files, run
 from llmtrain.train.trainer import Trainer
 
 STEP = 5
@@ -41,14 +41,14 @@ def before(owner: Any, name: str, happen: Callable[[], None], calls: int = 1) ->
 OF_TRAINER: dict[str, Callable[[Trainer, Callable[[], None]], None]] = {
     "in a local step": lambda trainer, happen: before(trainer.engine, "step", happen, STEP),
     "in a synchronization": lambda trainer, happen: before(trainer.method.block_sync, "outer_step", happen, 2),
-    "in a validation": lambda trainer, happen: before(trainer, "_evaluate", happen, 2),
+    "in a validation": lambda trainer, happen: before(trainer, "validate", happen, 2),
     "at the end": lambda trainer, happen: before(trainer.method, "finish", happen),
 }
 OF_MODULE = {
     "while data is prepared": (run, "prepare_for"),
     "while groups are made": (run, "open_mesh"),
-    "while a checkpoint is written": (checkpoint_writer.dcp, "save"),
-    "while a checkpoint is sealed": (checkpoint_writer.CheckpointWriter, "_commit"),
+    "while a checkpoint is written": (checkpoint_files.dcp, "save"),
+    "while a checkpoint is sealed": (checkpoint_files.CheckpointWriter, "_commit"),
 }
 AT_ONCE = "while ranks start"
 PHASES = (AT_ONCE, *OF_MODULE, *OF_TRAINER)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from llmtrain.train.integrity import find_corruption, list_checkpoints, read_state
+from llmtrain.train.checkpoint_files import find_corruption, list_checkpoints, read_state
 from tests.end_to_end.runs import Runs, family_of, is_gone, ranks_of, wait_until
 from tests.mother import Process
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmtrain.config import Recipe
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.train.console import Console
+from llmtrain.train.loggers import Console
 from llmtrain.train.run import build_trainer, prepare_for
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest

@@ -56,7 +56,8 @@ class Oracle:
         self.cuts = cuts or [[np.arange(len(block))] for block in start]
         self.errors = [np.zeros_like(theta) for theta in self.theta]
         """Rounding errors of each replica's messages so far, by block."""
-        self.ordinary_norms: dict[tuple[int, int], list[float]] = defaultdict(list)  # of (replica, block), oldest first
+        self.known_norms: dict[tuple[int, int], list[float]] = defaultdict(list)  # of (replica, block), oldest first
+        self.left_out: dict[tuple[int, int], int] = defaultdict(int)  # rounds in a row, of (replica, block)
         self.count = self.anomalies = self.rollbacks = 0
         self.squares = (0.0, 0.0)
         """Of the last round, in all blocks: replicas x ||D||^2, if they keep an anchor, and the sum of ||D_n - D||^2."""
@@ -214,29 +215,49 @@ class Oracle:
             return np.full(len(norms), 1 / len(norms))
         weights, steps = np.zeros(len(norms)), np.zeros(len(norms))
         for replica, norm in enumerate(norms):
-            if self._is_anomalous(self.ordinary_norms[replica, block], norm):
+            if self._is_left_out(replica, block, norm):
                 self.anomalies += 1
             else:
                 weights[replica] = 1.0 if penalty.temperature is None else np.exp(-norm / penalty.temperature)
                 steps[replica] = len(self.lrs[replica])
-                self.ordinary_norms[replica, block].append(norm)
         if not steps.any():
             return None
         r = penalty.step_weight
         return (1 - r) * weights / weights.sum() + r * steps / steps.sum()
 
-    def _is_anomalous(self, past: list[float], norm: float) -> bool:
-        penalty = self.penalty
+    def _is_left_out(self, replica: int, block: int, norm: float) -> bool:
+        """Return whether the norm is anomalous, and remember it as the rule for statistics says."""
+        penalty, past = self.penalty, self.known_norms[replica, block]
+        if penalty.statistics == "adaptive":
+            norm = norm / (sum(self.lrs[replica]) or 1.0)
         if not np.isfinite(norm):
+            self.left_out[replica, block] += 1
             return True
-        if penalty.z is None or len(past) < penalty.min_rounds:
-            return False
+        mean, deviation = (
+            self._past_norms(past) if penalty.z is not None and len(past) >= penalty.min_rounds else (norm, 0.0)
+        )
+        if (
+            norm > mean
+            and norm - mean > (penalty.z or 0) * deviation
+            and (deviation > 1e-6 * mean or penalty.statistics == "paper")
+        ):
+            self.left_out[replica, block] += 1
+            if penalty.statistics == "adaptive":
+                farthest = penalty.z * deviation * 2 ** (self.left_out[replica, block] - 1)
+                past.append(min(norm, mean + farthest))
+            return True
+        self.left_out[replica, block] = 0
+        if norm > 0 or penalty.statistics == "paper" or penalty.z is None:
+            past.append(norm)
+        return False
+
+    def _past_norms(self, past: list[float]) -> tuple[float, float]:
+        """The weighted mean and standard deviation."""
         age = np.arange(len(past))[::-1]
-        weights = penalty.ema * (1 - penalty.ema) ** age
+        weights = self.penalty.ema * (1 - self.penalty.ema) ** age
         weights /= weights.sum()
         mean = weights @ np.array(past)
-        deviation = np.sqrt(weights @ (np.array(past) - mean) ** 2)
-        return norm > mean and norm - mean > penalty.z * deviation
+        return mean, np.sqrt(weights @ (np.array(past) - mean) ** 2)
 
     def _clipped(self, mean: np.ndarray) -> np.ndarray:
         penalty = self.penalty
@@ -256,7 +277,7 @@ class Oracle:
 
 
 def unit_of(outer: OuterSection, lrs: list[list[float]]) -> float:
-    """g of a round with these learning rates, by replica."""
+    """Return g of a round with these learning rates, by replica."""
     normalize = getattr(outer, "normalize", "none")
     if normalize == "none":
         return 1.0
@@ -268,7 +289,7 @@ def unit_of(outer: OuterSection, lrs: list[list[float]]) -> float:
 def displacement_of(
     outer: OuterSection, before: np.ndarray, mean: np.ndarray, g: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(next momentum, what the anchor moves by), given the momentum before and D = `mean` of a round whose unit is `g`."""
+    """Return (next momentum, displacement of the anchor), given the momentum before and D = `mean` of a round whose unit is `g`."""
     if isinstance(outer, NesterovSection):
         after = outer.momentum * before + mean / g
         return after, outer.lr * (mean + outer.momentum * g * after)

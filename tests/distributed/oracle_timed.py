@@ -22,15 +22,16 @@ class TimedOracle(Oracle):
                 self.agreed[replica].append((step, step))
         done = [len(seen) for seen in self.seen]
         synchronized, length = sum(done), period.every
+        limit = [self.rates.total_steps for _ in self.replicas]
         while sum(done) < wanted:
-            before, longest = sum(done), 0.0
+            before, began, longest = sum(done), list(done), 0.0
             for replica in self.replicas:
                 elapsed = 0.0
                 while True:
                     done[replica] += 1
                     self.train_alone(replica, done[replica])
                     elapsed += self.seconds(replica, done[replica])
-                    if elapsed >= length:
+                    if elapsed >= length or done[replica] >= limit[replica]:
                         break
                 longest = max(longest, elapsed)
             total = sum(done)
@@ -38,6 +39,9 @@ class TimedOracle(Oracle):
                 self.synchronize()
                 synchronized = total
             length = min(period.every, longest * (wanted - total) / (total - before))
+            for replica in self.replicas:  # its share of the steps that are left, rounded up
+                share = max(0, wanted - total) * (done[replica] - began[replica])
+                limit[replica] = done[replica] + -(-share // (total - before))
             for replica in self.replicas:
                 self.agreed[replica].append((done[replica], total // len(self.replicas)))
         self.finish()

@@ -40,7 +40,7 @@ class WagmaOracle:
         self.outer = outer or AverageSection()
         self.momentum = [np.zeros_like(block) for block in start]
         self.lrs: list[float] = []
-        """Of the round so far."""
+        """Learning rates of the round so far."""
         self.theta: Blocks = [np.repeat(block[None], replicas, axis=0) for block in start]
         self.finished: dict[int, Blocks] = {-1: self.theta}
         """Iteration -> W' of all replicas; of a global one, the average."""

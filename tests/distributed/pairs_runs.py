@@ -12,8 +12,7 @@ import torch
 from llmtrain.config import CheckpointSection
 from llmtrain.reshard import first
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.checkpoint_writer import CheckpointWriter
-from llmtrain.train.integrity import folder_name
+from llmtrain.train.checkpoint_files import CheckpointWriter, folder_name
 from tests.distributed.real_engine import SEED, Case, Outcome, Run, mesh_of
 
 TIMEOUT = 60.0
@@ -34,7 +33,7 @@ def held_back() -> Iterator[Callable[[], None]]:
 
 
 def train(case: Case) -> tuple[Outcome, None]:
-    """The run alone."""
+    """Train the case from beginning to end, without a checkpoint."""
     whole = Run(case, mesh_of(case.replicas, case.shard))
     whole.train(case.steps)
     outcome = whole.finish()

@@ -13,7 +13,8 @@ from llmtrain.errors import CheckpointError
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.console import Console
+from llmtrain.train.checkpoint_files import list_checkpoints
+from llmtrain.train.loggers import Console
 from llmtrain.train.run import build_trainer, prepare_for
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
@@ -82,8 +83,8 @@ class _Watching(Console):
         super().__init__(enabled=False)
         self.seen, self.trainer = seen, None
 
-    def start(self, step: int, total: int) -> None:
-        super().start(step, total)
+    def start(self, step: int, total: int, rounds: int | None) -> None:
+        super().start(step, total, rounds)
         self.seen.validation.append(loss_of_mean(self.trainer))
 
     def print(self, text: str) -> None:
@@ -100,7 +101,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
     """On this rank. It stops at its next checkpoint."""
     directory = RunDirectory(part.recipe)
     # A request to stop is agreed on with a log line: the one after the first step, or the one at the checkpoint.
-    log = part.until if directory.checkpoint_paths else part.recipe.train.total_steps
+    log = part.until if list_checkpoints(directory.checkpoints) else part.recipe.train.total_steps
     checkpoint = part.recipe.checkpoint.model_copy(update={"every": part.until})
     # One micro-batch a rank, whatever the mesh: it may change with it.
     train = part.recipe.train.model_copy(
@@ -144,7 +145,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
 
 def newest_of(trainer: Trainer) -> Path | None:
     """The run's newest checkpoint, if it has one."""
-    return next(reversed(trainer.metrics.directory.checkpoint_paths), None)
+    return max((path for _, path in list_checkpoints(trainer.metrics.directory.checkpoints)), default=None)
 
 
 def fit(trainer: Trainer) -> str:

@@ -22,8 +22,7 @@ from llmtrain.errors import DONE, DataError, TrainingError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
 from llmtrain.train import loggers
-from llmtrain.train.checkpoint_writer import CheckpointWriter
-from llmtrain.train.integrity import FORMAT, find_corruption, list_checkpoints, read_state
+from llmtrain.train.checkpoint_files import FORMAT, CheckpointWriter, find_corruption, list_checkpoints, read_state
 from llmtrain.train.loggers import JsonlLogger
 from llmtrain.train.run import run_training
 from llmtrain.train.trainer import Trainer
@@ -150,15 +149,15 @@ def test_a_disk_that_is_full_for_one_rank_is_so_for_all(ranks: RankPool, tmp_pat
 
 def digests_fail(folder: Path) -> tuple[str, float]:
     """On rank 1 alone, which can't read back its share of the files; what came of it after how many seconds."""
-    from llmtrain.train import checkpoint_writer
+    from llmtrain.train import checkpoint_files
 
-    digests, began = checkpoint_writer.digests, time.monotonic()
+    digests, began = checkpoint_files.digests, time.monotonic()
     if dist.get_rank() == 1:
-        checkpoint_writer.digests = refused
+        checkpoint_files.digests = refused
     try:
         return write_unevenly(folder, 10, 1000), time.monotonic() - began
     finally:
-        checkpoint_writer.digests = digests
+        checkpoint_files.digests = digests
 
 
 def refused(*arguments: Any) -> Any:
@@ -260,7 +259,7 @@ def test_a_summary_that_cannot_be_written_fails_the_run_until_it_can(folder: Pat
 
 
 def search_first(trainer: Trainer, recipe: Recipe) -> None:
-    trainer.metrics.io_errors._search.wait()  # so short a run could be over before
+    trainer.metrics.io_errors._search._thread.join()  # so short a run could be over before
 
 
 def test_a_flipped_bit_in_a_token_shard_ends_all_ranks_with_what_to_do(

@@ -137,7 +137,7 @@ def test_a_replica_that_leaves_out_every_step_ends_the_run(ranks: RankPool, fold
     keys = [*METHODS["diloco"], "train.steps=40", "log.every=2", "optim.nonfinite=skip"]
     seen = ranks.run(train, recipe_of(folder, "always", *keys), range(4, 99), world_size=2, timeout=300)
     assert seen[0][0] == seen[1][0]
-    assert seen[0][0].startswith("replica 1 left out its last 11 steps up to step 14: no gradient was finite"), seen[0][
+    assert seen[0][0].startswith("replica 1 skipped its last 11 steps up to step 14: no gradient was finite"), seen[0][
         0
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,20 +15,21 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llmtrain.data.dataset import open_dataset
 from llmtrain.data.loader import eval_batches
 from llmtrain.data.prepare import cache_path as cache_folder
-from llmtrain.data.prepare import open_dataset
+from llmtrain.data.prepare import prepare
 from llmtrain.errors import CheckpointError, DataError, TrainingError, UserError
+from llmtrain.eval.texts import generate, load
 from llmtrain.export import export as export_module
-from llmtrain.export.export import Request, export, exported
+from llmtrain.export.export import export, exported
 from llmtrain.export.folder import read_manifest
-from llmtrain.export.generate import Sampling, generate
 from llmtrain.export.parity import training_logits, training_model
-from llmtrain.export.source import Source, find_source
-from llmtrain.export.weights import MEAN, ChosenWeights, FullTensorReader, WeightSource
+from llmtrain.export.request import MEAN, Request, WeightSource
+from llmtrain.export.source import ChosenWeights, Source, find_source
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.model import model_config
-from llmtrain.train.integrity import dump_state, read_state
+from llmtrain.train.checkpoint_files import dump_state, read_state
 from tests.distributed.export_runs import IN_A_ROUND, LAST, ExportRun, make_run
 from tests.distributed.pool import RankPool
 
@@ -90,7 +92,7 @@ def raw(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def weights_of(source: Source) -> ChosenWeights:
-    return ChosenWeights(FullTensorReader(source.checkpoint), source.state, MEAN)
+    return ChosenWeights(source.open_tensors(), source.state, MEAN)
 
 
 def validation_loss(model: torch.nn.Module, source: Source) -> float:
@@ -157,12 +159,21 @@ def test_the_exported_model_is_the_trained_one(runs: Runs, tmp_path: Path, which
     assert written[0].tolist() == greedy(source, prompt[0].tolist(), 20)
 
 
-def test_the_tokenizer_gives_the_ids_of_training(plain: Path) -> None:
-    source = find_source(plain)
-    tokenizer, text = AutoTokenizer.from_pretrained(exported(source.run)), "Every round: 3 × “steps”,\n\n then\tmore"
-    assert tokenizer(text, add_special_tokens=False) == source.load_tokenizer()(text, add_special_tokens=False)
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert tokenizer.eos_token_id == AutoModelForCausalLM.from_pretrained(exported(source.run)).config.eos_token_id
+def test_the_tokenizer_gives_the_ids_of_training(plain: Path, tmp_path: Path) -> None:
+    """Also of special tokens that a text spells out, and by generate."""
+    source, text = find_source(plain), "Every <unk> round: 3 × “steps”,\n\n then\tmore <|endoftext|> or less"
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}))
+    shutil.copytree(source.tokenizer_folder, tmp_path / "tokenizer")
+    names = {"source": "text.jsonl", "validation": "text.jsonl", "tokenizer": "tokenizer", "cache_dir": "cache"}
+    data = source.recipe.data.model_copy(update={key: f"{tmp_path}/{name}" for key, name in names.items()})
+    tokens = prepare(data, 1, 1, show_progress=False).tokens("train")
+    *ids, eos = tokens.window(0, len(tokens)).tolist()
+    folder = exported(source.run)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+    assert load(folder).tokenizer(text, add_special_tokens=False)["input_ids"] == ids and len(ids) > 30
+    assert tokenizer.decode(ids) == text and not {eos, tokenizer.unk_token_id} & set(ids)
+    assert tokenizer.eos_token_id == eos == AutoModelForCausalLM.from_pretrained(folder).config.eos_token_id
 
 
 def test_anchor_and_replicas_are_their_own(plain: Path, tmp_path: Path) -> None:
@@ -235,9 +246,30 @@ def test_a_model_that_differs_is_an_error_and_leaves_nothing(run: Path, monkeypa
     assert not [path for path in (run / "export").iterdir() if path.is_dir()]
 
 
-def truncate(checkpoint: Path) -> None:
-    with (checkpoint / "__3_0.distcp").open("r+b") as file:
-        file.truncate(5000)
+def test_a_card_that_fails_leaves_no_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> str:
+        raise RuntimeError("no card")
+
+    monkeypatch.setattr(export_module, "model_card", fail)
+    with pytest.raises(RuntimeError, match="no card"):
+        exported(run)
+    assert not [path for path in (run / "export").iterdir() if path.is_dir()]
+
+
+def test_a_complete_export_that_can_not_be_written_is_used(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of another user's run."""
+    folder = exported(run)
+    monkeypatch.setattr(export_module, "can_write", lambda folder: False)
+    monkeypatch.delattr(export_module, "locked")
+    assert exported(run) == folder
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    """In the middle of the file, where the tensors are."""
+    file = checkpoint / "__2_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 def lose_last_byte(checkpoint: Path) -> None:
@@ -245,29 +277,21 @@ def lose_last_byte(checkpoint: Path) -> None:
     os.truncate(file, file.stat().st_size - 1)
 
 
-def overwrite(checkpoint: Path) -> None:
-    with (checkpoint / "__0_0.distcp").open("r+b") as file:
-        file.write(b"\0" * 2000)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncate, r"__3_0\.distcp: 5000 bytes found, \d+ expected; copy the checkpoint again, or export another"),
-        (lose_last_byte, r"__3_0\.distcp: \d+ bytes found, \d+ expected"),
-        (lambda path: (path / "__1_0.distcp").unlink(), r"__1_0\.distcp: no such file, but the checkpoint has weights"),
         (
-            lambda path: (path / ".metadata").unlink(),
-            r"step-00000005 can't be read: .*No such file.*\.metadata.*; copy",
+            lambda path: os.truncate(path / "__3_0.distcp", 5000),
+            r"has 5000 bytes, \d+ were written; copy the",
         ),
-        (
-            lambda path: (path / ".metadata").write_bytes(b"torn"),
-            r"step-00000005 can't be read: .*; copy the checkpoint again",
-        ),
+        (lose_last_byte, r"__3_0\.distcp has \d+ bytes, \d+ were written"),
+        (flip_a_bit, r"step-00000005 is damaged: __2_0\.distcp is not what was written: its digest differs; copy the"),
+        (lambda path: (path / "__1_0.distcp").unlink(), r"__1_0\.distcp is gone"),
+        (lambda path: (path / ".metadata").unlink(), r"step-00000005 is damaged: \.metadata is gone; copy"),
+        (lambda path: (path / ".metadata").write_bytes(b"torn"), r"\.metadata has 4 bytes, \d+ were written"),
         (lambda path: (path / "state.json").write_text("{"), r"state\.json can't be read"),
-        (overwrite, r"step-00000005 can't be read: .*; copy the checkpoint again"),
     ],
-    ids=["truncated", "a byte short", "missing", "no metadata", "damaged metadata", "damaged state", "overwritten"],
+    ids=["truncated", "a byte short", "a bit flipped", "missing", "no metadata", "damaged metadata", "damaged state"],
 )
 def test_a_damaged_checkpoint_is_one_line(run: Path, damage, message: str) -> None:
     damage(run / f"checkpoints/step-{LAST:08d}")
@@ -293,6 +317,16 @@ def test_a_checkpoint_of_another_model(run: Path, old: str, new: str, name: str)
         exported(run)
 
 
+def test_a_checkpoint_of_another_recipe_with_the_same_model(run: Path) -> None:
+    recipe = run / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("lr: 0.01\n", "lr: 0.02\n"))
+    message = (
+        r"step-00000005 is of another recipe than \S+/recipe.yaml \(optim.lr: 0.01 there, 0.02 here\); put back the"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        exported(run)
+
+
 def test_what_a_run_does_not_have(run: Path, tmp_path: Path) -> None:
     for wanted, message in (
         (lambda: find_source(run, 3), r"has no checkpoint of step 3; there are: 4, 5"),
@@ -313,7 +347,7 @@ def test_without_an_anchor(plain: Path, tmp_path: Path) -> None:
     source = find_source(plain, IN_A_ROUND)
     source.state["shared"]["anchor"] = []
     with pytest.raises(UserError, match=r"has no anchor \(.*\); use mean"):
-        weights = ChosenWeights(FullTensorReader(source.checkpoint), source.state, WeightSource.parse("anchor"))
+        weights = ChosenWeights(source.open_tensors(), source.state, WeightSource.parse("anchor"))
         weights.read("model.norm.weight")
 
 
@@ -341,11 +375,11 @@ def test_the_runs_own_copy_of_its_tokenizer_is_enough(run: Path) -> None:
 
 def test_generate_writes_the_same_from_a_run_and_from_its_export(plain: Path) -> None:
     run = plain
-    text = generate(run, "Every round", Sampling(tokens=12, seed=3))
+    text = generate(run, "Every round", tokens=12, seed=3)
     assert text.startswith("Every round") and len(text) > len("Every round")
-    assert generate(exported(run), "Every round", Sampling(tokens=12, seed=3)) == text
-    greedy_text = generate(run, "Every", Sampling(tokens=12, temperature=0, seed=1))
-    assert generate(run, "Every", Sampling(tokens=12, temperature=0, seed=2)) == greedy_text
-    assert generate(run, "", Sampling(tokens=500))  # stops where the model's positions end
+    assert generate(exported(run), "Every round", tokens=12, seed=3) == text
+    greedy_text = generate(run, "Every", tokens=12, temperature=0, seed=1)
+    assert generate(run, "Every", tokens=12, temperature=0, seed=2) == greedy_text
+    assert generate(run, "", tokens=500)  # stops where the model's positions end
     with pytest.raises(UserError, match=r"--prompt has \d+ tokens, the model has room for 64"):
-        generate(run, "Every round " * 40, Sampling())
+        generate(run, "Every round " * 40)

@@ -61,9 +61,8 @@ OUTER = {
     "nesterov-accumulated-qsr": choices("diloco", period=QSR, outer=nesterov(normalize="lr_sum")),
     "edit-accumulated-layerwise": edit(every=3, outer=nesterov(normalize="lr_sum"), penalty={"clip": 0.5}),
     "qsr": choices("qsr", period=QSR),
-    "edit-qsr": edit(every=3, penalty={"temperature": 0.3}).model_copy(
-        update={"period": choices("qsr", period=QSR).period}
-    ),
+    "edit-qsr": edit(every=None, period=QSR, penalty={"temperature": 0.3, "z": 0.5}),
+    "edit-qsr-by-the-paper": edit(every=None, period=QSR, penalty={"z": 0.5, "statistics": "paper"}),
 }
 
 
@@ -184,6 +183,7 @@ TIMED = {
     "steps-as-weights": timed(penalty={"step_weight": 0.4}),
     "steps-alone": timed(penalty={"step_weight": 1.0, "temperature": None}),
     "steps-and-anomalies": timed(every=2.0, penalty={"step_weight": 0.5, "z": 0.5}),
+    "steps-and-anomalies-by-the-paper": timed(every=2.0, penalty={"step_weight": 0.5, "z": 0.5, "statistics": "paper"}),
     "min-steps": timed(every=1.5, min_steps=14),
     "never-enough-steps": timed(every=1.5, min_steps=10_000),
     "one-step-a-round": timed(every=0.25),
@@ -229,6 +229,16 @@ def test_the_run_ends_on_its_steps() -> None:
         done = sum(replica[-1][0] for replica in got.agreed)
         assert 4 * 40 <= done < 4 * (40 + 1)
         assert {replica[-1][1] for replica in got.agreed} == {40}
+
+
+@pytest.mark.parametrize("every", [5.0, 10.0, 600.0])
+def test_the_run_ends_on_its_steps_whatever_the_pace_becomes(every: float) -> None:
+    """Replica 0 does four times as many steps a second from some time on, and replica 1 stops doing so."""
+    fast = {(step, 0): -0.75 for step in range(12, 200)} | {(step, 1): -0.75 for step in range(1, 40)}
+    scenario = Scenario(timed(every=every), 2, 2, steps=40, step_seconds=(1.0, 1.0), delays=fast)
+    (got,) = matches_the_oracle(scenario)
+    done = sum(replica[-1][0] for replica in got.agreed)
+    assert 2 * 40 <= done < 2 * (40 + 1)
 
 
 def test_weights_by_steps() -> None:

@@ -12,7 +12,7 @@ import pytest
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, RecipeError, TrainingError
 from llmtrain.parallel.world import World
-from llmtrain.train.integrity import list_checkpoints
+from llmtrain.train.checkpoint_files import list_checkpoints
 from llmtrain.train.mirror import Mirror, RemoteRun
 from llmtrain.train.run import run_training
 from llmtrain.train.run_dir import RunDirectory
@@ -78,7 +78,7 @@ def test_a_run_whose_last_checkpoint_is_not_copied_has_failed_until_it_is(folder
         there.write_text("a file in the way")
 
     with pytest.raises(
-        TrainingError, match=r"step 9 could not be copied to .*; it is whole in .*, start the same command"
+        TrainingError, match=r"step 9 could not be copied to .*; it is complete in .*, start the same command"
     ):
         run_training(recipe, ALONE, obstruct)
     run = RunDirectory(recipe)

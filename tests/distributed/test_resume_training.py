@@ -13,7 +13,7 @@ import torch
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, RecipeError
 from llmtrain.parallel.world import World
-from llmtrain.train.integrity import list_checkpoints
+from llmtrain.train.checkpoint_files import list_checkpoints
 from llmtrain.train.run import run_training
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.trainer import Trainer

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import DataSection
-from llmtrain.data.index import TokenDataset
+from llmtrain.data.dataset import TokenDataset, check_same_tokens, token_digest
 from llmtrain.data.prepare import prepare
-from llmtrain.data.verify import check_same_tokens, token_digest
 from llmtrain.errors import DataError
 from llmtrain.parallel.mesh import build_mesh
 from llmtrain.parallel.world import World
@@ -55,7 +54,7 @@ def checked_with_a_bad_disk(section: DataSection) -> str:
             raise OSError(5, "Input/output error", "train-00000.npy")
         return token_digest(prepared)
 
-    with mock.patch("llmtrain.data.verify.token_digest", described_there):
+    with mock.patch("llmtrain.data.dataset.token_digest", described_there):
         return checked([section, section])
 
 
@@ -68,7 +67,7 @@ def test_a_disk_that_fails_on_one_host_is_an_error_on_all(ranks, tmp_path: Path)
 def test_what_another_run_has_prepared_beyond_it_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmtrain.data.prepare.BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr("llmtrain.data.extend.BATCH_CHARACTERS", 1000)
     data = section(tmp_path / "a", TEXTS)
     few, many = (data.model_copy(update={"max_tokens": number}) for number in (2000, 3000))
     before = token_digest(prepare(few, 2000, 300))

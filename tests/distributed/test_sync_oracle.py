@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from llmtrain.config import EditPenaltySection
+from llmtrain.errors import TrainingError
 from llmtrain.sync.edit_penalty import EditPenalty
 from tests.distributed.fake_engine import Scenario, choices, edit, replay
 from tests.distributed.threads import simulate
@@ -56,8 +57,10 @@ PENALTIES = {
     "clip-that-never-clips": {"clip": 1e6},
     "temperature": {"temperature": 0.3},
     "z": {"z": 1.0},
+    "z-by-the-paper": {"z": 1.0, "statistics": "paper"},
     "z-and-temperature": {"z": 1.0, "temperature": 0.3},
     "all": ALL_PARTS,
+    "all-by-the-paper": {**ALL_PARTS, "statistics": "paper"},
     "paper-values": {"z": 3.0, "temperature": 1.0, "clip": 10.0, "ema": 0.02, "min_rounds": 10},
 }
 
@@ -73,15 +76,17 @@ def test_penalty_parts(penalty: dict, replicas: int, shard: int) -> None:
     assert_same_run(simulate(scenario), expected)
 
 
+@pytest.mark.parametrize("statistics", ["adaptive", "paper"])
 @pytest.mark.parametrize("schedule", ["blocking", "layerwise"])
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
-def test_an_anomalous_replica(replicas: int, shard: int, schedule: str) -> None:
-    """A spike before `min_rounds` counts, one after it is left out, and leaves no trace in the statistics."""
+def test_an_anomalous_replica(replicas: int, shard: int, schedule: str, statistics: str) -> None:
+    """A spike before `min_rounds` counts, one after it is left out, and leaves little or no trace in the statistics."""
     scales = {(3, 1, 0): 30.0, (9, 1, 1): 30.0, (11, 1, 1): 4.0, (13, 0, 2): 30.0, (13, 1, 3): 30.0}
-    sync = edit(penalty={**ALL_PARTS, "z": 4.0, "min_rounds": 3, "ema": 0.1}, schedule=schedule)
+    rule = {"z": 4.0, "min_rounds": 3, "ema": 0.1, "statistics": statistics}
+    sync = edit(penalty={**ALL_PARTS, **rule}, schedule=schedule)
     scenario = Scenario(sync, replicas, shard, steps=16, scales=scales)
     expected = replay(scenario)
-    assert expected.counts[1] >= 4
+    assert expected.counts[1] >= (4 if statistics == "paper" else 3)  # with 4 times a spike soon after another passes
     assert expected.counts[2] == 0
     assert_same_run(simulate(scenario), expected)
 
@@ -121,17 +126,52 @@ def test_nobody_has_a_weight_where_all_are_anomalous() -> None:
     norms = torch.tensor([[math.nan, 1.0], [math.inf, 1.0]], dtype=torch.float64)
     for temperature in (None, 1.0):
         section = EditPenaltySection(temperature=temperature)
-        assert EditPenalty(section, 2, 2).weigh(norms, torch.ones(2)).weights.tolist() == [[0.0, 0.5], [0.0, 0.5]]
+        assert EditPenalty(section, 2, 2).weigh(norms, torch.ones(2), torch.ones(2)).weights.tolist() == [
+            [0.0, 0.5],
+            [0.0, 0.5],
+        ]
 
 
-def test_a_mean_without_spread() -> None:
-    """Norms that have always been 0 have no deviation: 0 is ordinary, anything above it is infinitely far."""
+@pytest.mark.parametrize(("statistics", "counts"), [("paper", (4, 8, 4)), ("adaptive", (4, 0, 0))])
+def test_a_mean_without_spread(statistics: str, counts: tuple[int, int, int]) -> None:
+    """Norms that have always been 0 have no deviation. To the paper's rule anything above 0 is infinitely far."""
     scales = {(step, replica, block): 0.0 for step in range(1, 7) for replica in range(2) for block in range(4)}
-    sync = edit(penalty={"z": 5.0})
+    sync = edit(penalty={"z": 5.0, "statistics": statistics})
     scenario = Scenario(sync, 2, 2, steps=8, scales=scales, pull=0.0)
     expected = replay(scenario)
-    assert expected.counts == (4, 8, 4)
+    assert expected.counts == counts
     assert_same_run(simulate(scenario), expected)
+
+
+RISES = {(step, replica, block): 8.0 for step in range(41, 81) for replica in range(4) for block in range(4)}
+"""All updates are eight times as large from step 41 on."""
+
+
+@pytest.mark.parametrize("schedule", ["blocking", "layerwise"])
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+def test_a_lasting_rise_is_followed(replicas: int, shard: int, schedule: str) -> None:
+    sync = edit(penalty={"z": 3.0, "ema": 0.02, "min_rounds": 10}, schedule=schedule)
+    scenario = Scenario(sync, replicas, shard, steps=80, scales=RISES)
+    expected = replay(scenario)
+    assert 4 <= expected.counts[2] <= 4 * 10, "four blocks are rolled back, in ten rounds at most"
+    assert_same_run(simulate(scenario), expected)
+
+
+def test_a_lasting_rise_locks_the_papers_rule_in() -> None:
+    changes = {"z": 3.0, "ema": 0.02, "min_rounds": 10, "statistics": "paper", "max_exclusions": None}
+    scenario = Scenario(edit(penalty=changes), 2, 2, steps=80, scales=RISES)
+    expected = replay(scenario)
+    assert expected.counts[2] > 60
+    assert_same_run(simulate(scenario), expected)
+
+
+def test_a_block_that_is_always_left_out_ends_the_run() -> None:
+    """On every rank, in the same round, with the names of replica and block."""
+    scales = {(step, 1, 2): math.nan for step in range(1, 20)}
+    sync = edit(penalty={"max_exclusions": 7})
+    with pytest.raises(TrainingError, match=r"^replica 1: block 2 excluded from the mean 7 rounds in a row"):
+        simulate(Scenario(sync, 2, 2, steps=14, scales=scales))
+    assert simulate(Scenario(sync, 2, 2, steps=12, scales=scales)).counts == (6, 6, 0)
 
 
 FINISHES = {

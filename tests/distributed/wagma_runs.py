@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from llmtrain.config import SyncSection
 from llmtrain.parallel.comms import Comms, PendingCollective
-from llmtrain.parallel.wake_signal import WakeSignal
 from llmtrain.sync.build_method import build_method
-from llmtrain.sync.group_averager import GroupAverager, Message
+from llmtrain.sync.group_averager import GroupAverager, Message, WakeSignal
 from llmtrain.sync.method import Method
 from tests.distributed.fake_engine import FakeEngine, Shards, assemble, choices, load, save
 from tests.distributed.oracle_wagma import PATIENCE, Case, History, Lateness, ends_of_rounds, exchanges, replay

@@ -18,7 +18,8 @@ from tests.emulated_gpu.build import HERE, HOOKS, MODULE
 
 ROOT = HERE.parents[1]
 GIB = 2**30
-FOLDER = "EMULATED_GPU"
+FOLDER, COUNT = "EMULATED_GPU", "EMULATED_GPU_COUNT"
+"""Environment variables: the folder of the libraries, and the number of GPUs, which otherwise is that of ranks."""
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -74,7 +75,7 @@ def _name_devices(torch: Any, emulated: Any) -> None:
         is_initialized=lambda: True,
         init=_nothing(),
         _lazy_init=_nothing(),
-        device_count=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 4)),
+        device_count=lambda: int(os.environ.get(COUNT) or os.environ.get("LOCAL_WORLD_SIZE", 4)),
         current_device=lambda: emulated.current_device(),
         set_device=lambda device: emulated.set_device(index(device)),
         device=Device,
@@ -91,6 +92,9 @@ def _name_devices(torch: Any, emulated: Any) -> None:
         set_rng_state=lambda state, device="cuda": None,  # the CPU's, which is set as such
         manual_seed=_nothing(),
         manual_seed_all=_nothing(),
+        set_sync_debug_mode=_nothing(),
+        max_memory_reserved=lambda device=None: emulated.peak(),
+        _sleep=_nothing(),
     )
     _take_over(torch.cuda.nccl, version=lambda: (2, 0, 0))
     _take_over(torch.cuda.nvtx, range_push=_nothing(), range_pop=_nothing())

@@ -200,7 +200,7 @@ Tensor empty_strided(
 }
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
-  if (!self.is_cuda() && !non_blocking) host_reads++;
+  if (self.is_cuda() != source.is_cuda() && !non_blocking) host_reads++;
   (self.is_cuda() ? on_cpu(self) : self).copy_(source.is_cuda() ? on_cpu(source) : source);
   return self;
 }

@@ -10,7 +10,9 @@ import sys
 import pytest
 
 from llmtrain.errors import DONE, STOPPED_EARLY
+from llmtrain.parallel.world import SHARE_GPU
 from tests import mother
+from tests.emulated_gpu.as_cuda import COUNT
 from tests.end_to_end.runs import ROOT, Runs, exact
 
 pytestmark = pytest.mark.deep
@@ -85,12 +87,33 @@ def test_commands_that_take_a_gpu_if_there_is_one(offloaded: Runs, command: tupl
     assert done.returncode == DONE, done.stdout + done.stderr
 
 
-def test_what_needs_a_real_gpu_passes_here_too(emulation: dict[str, str]) -> None:
-    """Of it, what takes no minutes."""
-    tests = (
-        "tests/distributed/test_offload.py",
-        "tests/distributed/test_layerwise_long.py::test_a_wait_left_out_is_seen",
-    )
+def test_replicas_that_share_a_gpu(emulation: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Over gloo, though the backend is left open; without the user's word it is refused."""
+    for shared in ("0", "1"):
+        runs = Runs(tmp_path_factory.mktemp("one_gpu"), {**emulation, COUNT: "1", SHARE_GPU: shared})
+        code, output = runs.run("shared", "parallel.replicas=2", "parallel.shards=1", "sync.offload=true")
+        if shared == "0":
+            assert code != DONE and "parallel.replicas x parallel.shards" in output, output
+    assert code == DONE, output
+    losses = [line["train/loss"] for line in runs.lines("shared") if "train/loss" in line]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("tests", "outcome"),
+    [
+        (
+            (
+                "tests/distributed/test_offload.py",
+                "tests/distributed/test_layerwise_long.py::test_a_wait_left_out_is_seen",  # of it, what takes no minutes
+            ),
+            "11 passed",
+        ),
+        (("tests/gpu",), "34 passed, 8 skipped"),
+    ],
+    ids=["elsewhere", "tests/gpu"],
+)
+def test_what_needs_a_real_gpu_passes_here_too(emulation: dict[str, str], tests: tuple[str, ...], outcome: str) -> None:
     environment = {**os.environ, **emulation}
     environment.pop(mother.ADDRESS, None)  # ours has no GPUs
     done = subprocess.run(
@@ -99,7 +122,7 @@ def test_what_needs_a_real_gpu_passes_here_too(emulation: dict[str, str]) -> Non
         env=environment,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout
-    assert "11 passed" in done.stdout
+    assert outcome in done.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,17 +12,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmtrain.config import CheckpointSection, ParallelSection, SyncSection
 from llmtrain.parallel.build_engine import replica_backend
-from llmtrain.parallel.fsdp import Fsdp2Engine
-from llmtrain.sync.offload import StreamedCopy, StreamOffload
 from llmtrain.train.checkpoint import Checkpointer
 from tests.distributed.fake_engine import choices, edit
 from tests.distributed.pool import RankFailure, RankPool
 from tests.distributed.real_engine import Case, Outcome, build_case, mesh_of, micro_batches, train
 from tests.emulated_gpu import as_cuda
 from tests.emulated_gpu.races import looked_for
+from tests.gpu.on_gpu import CHANGES, PENALTY
 
 pytestmark = pytest.mark.deep
-PENALTY = {"z": 3.0, "temperature": 1.0, "clip": 0.5}
 OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "alpha": 0.5}
 ZERO_3 = {"precision": "fp32", "engine": "zero", "zero_stage": 3}
 
@@ -87,25 +84,8 @@ def train_and_look(cases: list[Case]) -> None:
         train(cases)
 
 
-def without_the_wait_of_use(cases: list[Case]) -> None:
-    with mock.patch.object(StreamedCopy, "use", lambda self: self._copy):
-        train_and_look(cases)
-
-
-def without_the_wait_of_write_back(cases: list[Case]) -> None:
-    def write_back(self: StreamOffload, resting: object, changed: object) -> None:
-        with torch.cuda.stream(self._stream):
-            resting.copy_(changed, non_blocking=True)
-
-    with mock.patch.object(StreamOffload, "write_back", write_back):
-        train_and_look(cases)
-
-
-def without_the_gather_after_a_change(cases: list[Case]) -> None:
-    """FSDP then gathers from its own stream, which has waited for nothing since the forward pass began."""
-    with mock.patch.object(
-        Fsdp2Engine, "parameters_changed", lambda self, block: self._units[self.blocks.index(block)].reshard()
-    ):
+def train_carelessly(cases: list[Case], careless: str) -> None:
+    with CHANGES[careless]():
         train_and_look(cases)
 
 
@@ -113,12 +93,10 @@ def test_no_stream_overtakes_another(gpu_ranks: RankPool) -> None:
     gpu_ranks.run(train_and_look, [OFFLOADED])
 
 
-@pytest.mark.parametrize(
-    "careless", [without_the_wait_of_use, without_the_wait_of_write_back, without_the_gather_after_a_change]
-)
-def test_a_wait_left_out_is_seen(gpu_ranks: RankPool, careless: object) -> None:
+@pytest.mark.parametrize("careless", [name for name in CHANGES if name.startswith("without")])
+def test_a_wait_left_out_is_seen(gpu_ranks: RankPool, careless: str) -> None:
     with pytest.raises(RankFailure, match="possible data race"):
-        gpu_ranks.run(careless, [OFFLOADED])
+        gpu_ranks.run(train_carelessly, [OFFLOADED], careless)
 
 
 # ---- the host
@@ -159,6 +137,21 @@ def test_the_host_waits_for_the_gpu_only_where_replicas_wait_for_each_other(
     """Or when the first anchor is taken, in step 2."""
     for reads in gpu_ranks.run(reads_by_step, gpu(sync)):
         assert {step for step, count in enumerate(reads, start=1) if count and step != 2} == reading
+
+
+def host_reads_of(kinds: dict[str, bool]) -> dict[str, int]:
+    """Count the waits of the host while a tensor comes to the GPU, by whether it is told not to."""
+    emulated, reads = as_cuda.loaded(), {}
+    for kind, non_blocking in kinds.items():
+        before = emulated.host_reads()
+        torch.ones(3).to("cuda", non_blocking=non_blocking)
+        reads[kind] = emulated.host_reads() - before
+    return reads
+
+
+def test_the_host_waits_for_a_blocking_copy_to_a_gpu(gpu_ranks: RankPool) -> None:
+    [reads] = gpu_ranks.run(host_reads_of, {"blocking": False, "non-blocking": True}, world_size=1)
+    assert reads == {"blocking": 1, "non-blocking": 0}
 
 
 # ---- checkpoints

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from llmtrain.compare import rank
+from llmtrain.compare import faults
 from llmtrain.compare.cluster import Host
 from llmtrain.errors import exit_with_status
 from llmtrain.launch.forked_rank import become_a_program
@@ -38,11 +38,11 @@ def torchrun(output: int, words: Sequence[str]) -> None:
     for stream in (1, 2):
         os.dup2(output, stream)
     at = words.index("-m")
-    assert words[at + 1] == "llmtrain.compare.rank"
+    assert words[at + 1] == "llmtrain.compare.faults"
     with rank_server():
         main([*words[:at], "--start-method", "forkserver", "--run-path", __file__, *words[at + 2 :]])
 
 
 if __name__ == "__main__":
     become_a_program()
-    exit_with_status(lambda: sys.exit(rank.main(*sys.argv[1:])))
+    exit_with_status(lambda: sys.exit(faults.main(*sys.argv[1:])))

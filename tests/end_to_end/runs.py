@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from tests.mother import ROOT, Mother, Process, run_llmtrain, session
 
-RECIPE = "recipes/quickstart.yaml"
+RECIPE = "recipes/edit_llama_stdlib.yaml"
 TINY = [
     *(
         f"model.config.{key}"

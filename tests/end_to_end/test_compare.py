@@ -20,7 +20,7 @@ needs_hosts = pytest.mark.skipif(why_no_cluster() is not None, reason=str(why_no
 FILE = """
 name: small
 out_dir: {out}
-recipe: {root}/recipes/quickstart.yaml
+recipe: {root}/recipes/edit_llama_stdlib.yaml
 overrides: [{overrides}, train.steps={steps}, eval.every=4, checkpoint.every=null]
 hosts: {{count: 2}}
 runs:
@@ -154,4 +154,4 @@ def test_two_hosts_one_run_that_fails_and_an_interruption(tmp_path: Path, runs: 
     sent = sum(host["sent"] for host in made["thin", "diloco"]["hosts"])
     assert sent > summary["bytes_sent"] > 0
     report = (tmp_path / "small" / "report.md").read_text()
-    assert "50 Mbit/s, host 1 sleeps 0.05 s in every step" in report and reason.search(report)
+    assert "bandwidth_mbit: 50.0, delays: {host: 1, seconds: 0.05}" in report and reason.search(report)

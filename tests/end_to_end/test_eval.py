@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import shutil
 import sys
 from functools import partial
@@ -12,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from llmtrain.errors import DataError, ModelError, SuiteError
-from llmtrain.eval import command, units
+from llmtrain.errors import DataError, ModelError, SuiteError, UserError
+from llmtrain.eval import units
 from llmtrain.eval.command import evaluate
 from llmtrain.eval.harness import run_task, task_manager
 from llmtrain.eval.texts import load, losses
-from llmtrain.suites.suite import FILES, TaskSection
+from llmtrain.suites import FILES, TaskSection
 from tests.mother import session
+from tests.unit.test_export_folder import complete
 
 pytest.importorskip(
     "lm_eval", reason="lm-evaluation-harness is not installed: pip install -c constraints.txt -e '.[eval]'"
@@ -150,9 +151,7 @@ def scored(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """What `llmtrain eval` finds, which is also in its file."""
     folder = tmp_path_factory.mktemp("scored")
     (folder / "mine.yaml").write_text(SUITE)
-    (result,) = evaluate(
-        [model], str(folder / "mine.yaml"), data_dir=data, device="cpu", out=folder, console=Console(quiet=True)
-    )
+    (result,) = evaluate([model], str(folder / "mine.yaml"), data_dir=data, device="cpu", out=folder)
     assert json.loads((folder / "tiny/mine.json").read_text()) == result
     return result
 
@@ -253,9 +252,7 @@ def test_an_interrupted_evaluation_continues(
         return run_task(section, *rest)
 
     def again() -> dict[str, Any]:
-        return evaluate([model], suite, data_dir=data, device="cpu", out=tmp_path / "out", console=Console(quiet=True))[
-            0
-        ]
+        return evaluate([model], suite, data_dir=data, device="cpu", out=tmp_path / "out")[0]
 
     monkeypatch.setattr(units, "run_task", counted)
     interrupted_at = "offline_lambada_openai"
@@ -291,7 +288,7 @@ def test_an_answer_that_is_too_long_for_the_model_is_named(model: Path, tmp_path
     (tmp_path / "piqa").mkdir()
     (tmp_path / "piqa/validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "s.yaml").write_text("tasks: [{task: offline_piqa}]")
-    arguments = {"data_dir": tmp_path, "device": "cpu", "out": tmp_path, "console": Console(quiet=True)}
+    arguments = {"data_dir": tmp_path, "device": "cpu", "out": tmp_path}
     with pytest.raises(ModelError) as error:
         evaluate([model], str(tmp_path / "s.yaml"), **arguments)
     assert str(error.value).startswith("task offline_piqa: an answer has 201 tokens and the model sees 128 at once")
@@ -321,7 +318,7 @@ def test_checkpoints_of_runs_over_time_against_a_baseline(model: Path, data: Pat
         for step in steps:
             folder = tmp_path / run / f"export/step-{step:08d}"
             write_model(folder, seed=step + len(run)) if run == "a" else shutil.copytree(model, folder)
-            (folder / "export.json").write_text("{}")
+            complete(folder)
     suite = tmp_path / "quick.yaml"
     suite.write_text(
         "tasks: [{task: offline_piqa}]\ntexts: [{name: stories, file: stories.txt, window: 16}]\n"
@@ -338,8 +335,14 @@ def test_checkpoints_of_runs_over_time_against_a_baseline(model: Path, data: Pat
     tests = {(each["task"], each["metric"]): each["test"] for each in results[0]["against"]["scores"]}
     assert tests == {("offline_piqa", "acc"): "McNemar's exact test", ("stories", "bits_per_byte"): "paired bootstrap"}
     assert [each["prompt"] for each in results[0]["written"]] == ["Tom"]
-    with pytest.raises(command.UserError, match="--over-time is for all checkpoints and --step for one"):
+    with pytest.raises(UserError, match="--over-time is for all checkpoints and --step for one"):
         evaluate([tmp_path / "a"], str(suite), over_time=True, step=10, data_dir=data)
+
+    with (tmp_path / "a/export/step-00000010/model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    with pytest.raises(ModelError, match=r"step-00000010 is damaged, .*its files are not those in export\.json"):
+        evaluate([tmp_path / "a"], str(suite), step=10, data_dir=data)
 
 
 def test_a_text_costs_what_predicting_it_token_by_token_costs(model: Path) -> None:

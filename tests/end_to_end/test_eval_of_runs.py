@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import shutil
@@ -10,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from llmtrain.eval import units
 from llmtrain.eval.command import evaluate
-from llmtrain.suites.suite import load_suite
+from llmtrain.suites import load_suite
 from tests.end_to_end import forked_evaluations
 from tests.end_to_end.runs import ROOT, TOKENS_A_STEP, Runs, exact_lines
 from tests.mother import ADDRESS, session
@@ -77,7 +75,7 @@ def test_checkpoints_are_evaluated_while_training_goes_on(runs: Runs, suite: str
     assert found[12]["results"]["offline_piqa"]["n"] == 6
     assert not list(run.glob("eval/quick-step-0000000[39]*.json"))
     assert next(line for line in lines if "Trained 12 steps" in line)
-    assert lines[-1].startswith(f"all checkpoints: python -m llmtrain eval {run} --suite {suite} --limit 6")
+    assert lines[-1].startswith(f"all checkpoints: llmtrain eval {run} --suite {suite} --limit 6")
 
 
 def test_over_time_everything_is_in_the_cache(
@@ -90,7 +88,7 @@ def test_over_time_everything_is_in_the_cache(
     for name in ("run_task", "load_model"):
         monkeypatch.delattr(units, name)
     monkeypatch.delattr(units.texts, "evaluate_text")
-    results = evaluate([run], suite, over_time=True, limit=6, data_dir=runs.folder, console=Console(quiet=True))
+    results = evaluate([run], suite, over_time=True, limit=6, data_dir=runs.folder)
     kept = [json.loads((run / f"eval/quick-step-{step:08d}.json").read_text()) for step in (6, 12)]
     assert [each["results"] for each in results] == [each["results"] for each in kept]
     assert (run / "eval/quick-over-time.png").read_bytes().startswith(b"\x89PNG")
@@ -99,10 +97,10 @@ def test_over_time_everything_is_in_the_cache(
 @pytest.fixture(scope="module")
 def failing(runs: Runs, suite: str) -> list[str]:
     """Keys of a suite whose only task asks for a column that its data does not have."""
-    task = (ROOT / "llmtrain/suites/files/tasks/piqa.yaml").read_text().replace("offline_piqa", "broken")
+    task = (ROOT / "llmtrain/eval/tasks/piqa.yaml").read_text().replace("offline_piqa", "broken")
     (runs.folder / "tasks").mkdir()
     (runs.folder / "tasks/broken.yaml").write_text(task.replace("goal", "no_such_column"))
-    shutil.copy(ROOT / "llmtrain/suites/files/tasks/local_jsonl.py", runs.folder / "tasks")
+    shutil.copy(ROOT / "llmtrain/eval/tasks/local_jsonl.py", runs.folder / "tasks")
     (runs.folder / "bad.yaml").write_text("task_folders: [tasks]\ntasks: [{task: broken}]\n")
     return [f"eval.suite.name={runs.folder / 'bad.yaml'}", f"eval.suite.data_dir={runs.folder}"]
 
@@ -127,24 +125,26 @@ def test_a_suite_that_lacks_its_data_is_refused_before_anything_else(runs: Runs,
 
 @pytest.mark.deep
 @pytest.mark.timeout(600)
-def test_the_small_suites_tasks_from_local_files(runs: Runs, quick: str, shared_data: Path) -> None:
-    """Of a model trained by the quickstart's recipe and one trained on TinyStories: what eval/README.md documents, with
+def test_the_small_suites_tasks_from_local_files(
+    runs: Runs, quick: str, shared_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a model of Python's source and one of TinyStories: what eval/README.md documents, with
     few steps and documents."""
     text = [f"data.source={shared_data}/tinystories/valid.txt", "data.tokenizer=train:512"]
     code, output = train(runs, "stories", *text)
     assert code == 0, output
-    screen = io.StringIO()
+    monkeypatch.setenv("COLUMNS", "200")
+    capsys.readouterr()
     results = evaluate(
         [runs.path("quick"), runs.path("stories")],
         "offline",
         limit=12,
         data_dir=shared_data / "benchmarks",
         device="cpu",
-        console=Console(file=screen, width=200),
     )
     small = {f"offline_{task.task}" for task in load_suite("small")[1].tasks}
     assert small <= set(results[0]["results"])
-    rows = [line for line in screen.getvalue().splitlines() if " acc " in line or " acc_norm " in line]
+    rows = [line for line in capsys.readouterr().out.splitlines() if " acc " in line or " acc_norm " in line]
     called = 0
     for task in small | {"offline_arc_challenge", "offline_openbookqa", "offline_boolq"}:
         for result in results:

@@ -75,6 +75,31 @@ def test_a_stopped_run_writes_a_checkpoint_exits_with_3_and_continues_to_the_sam
     assert runs.exact("stopped") == exact_lines(runs.reference(2, 1))
 
 
+A_EDIT = ("sync.method=a_edit", "sync.period={kind: seconds, every: 600, min_steps: 1}", "sync.warmup_steps=1")
+
+
+def test_a_round_of_ten_minutes_ends_with_the_steps_of_the_run(runs: Runs):
+    code, output = runs.run("seconds", *TWO, *A_EDIT)
+    assert code == 0, output
+    said = summary(runs.path("seconds"))
+    assert (said["steps"], said["sync_count"]) == (12, 1)
+    assert said["tokens"] == 12 * 16 * 32
+
+
+def test_a_round_of_ten_minutes_ends_when_one_rank_is_asked_to_stop(runs: Runs):
+    """Nothing is logged within the round; the other rank sees the request in the job's store."""
+    process = runs.start(runs.command("asked", *ENDLESS, *A_EDIT))
+    lines = runs.path("asked") / "metrics.jsonl"
+    wait_until(lambda: lines.exists() and len(runs.lines("asked")) == 2, "no line of step 1", SECONDS)
+    rank = ranks_of(process)[1]
+    rank.send_signal(signal.SIGTERM)
+    code, output = runs.end(process)
+    assert code == 3, output
+    said = summary(runs.path("asked"))
+    assert said["stopped"] == "signal" and said["steps"] > 1
+    assert (runs.path("asked") / f"checkpoints/step-{said['steps']:08d}/state.json").is_file()
+
+
 def test_a_run_killed_after_its_last_checkpoint_only_writes_its_summary(runs: Runs):
     reference, path = runs.reference(2, 1), runs.path("ended")
     shutil.copytree(reference, path)
@@ -134,6 +159,26 @@ def test_a_rank_that_dies_ends_the_run_with_an_error(runs: Runs):
     assert process.returncode == 1, output
     assert ("error: rank" in output and "lost a peer" in output) or "a peer died" in output, output
     all_end(family)
+
+
+def test_a_second_interrupt_ends_all_ranks_at_once(runs: Runs):
+    """A log line, at which ranks would agree to stop, is far away."""
+    process = runs.start(runs.command("interrupted", *ENDLESS, "log.every=100000"))
+    runs.wait_for("interrupted", 3)
+    family = family_of(process)
+    process.send_signal(signal.SIGINT)
+    lines = [process.stdout.readline()]
+    while "stopping at the next log line, with a checkpoint; Ctrl-C again" not in lines[-1]:
+        lines.append(process.stdout.readline())
+    assert len(ranks_of(process)) == 2
+    process.send_signal(signal.SIGINT)
+    code, output = runs.end(process)
+    assert code == 1 and "all ranks of this node are ended at once" in output, output
+    all_end(family)
+    said = "".join(lines) + output
+    assert lines[0].startswith("interrupted: edit, 100,000 steps of 512 tokens") and "torch/distributed" not in said, (
+        said
+    )
 
 
 def test_a_launcher_that_is_killed_leaves_no_process(runs: Runs):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from llmtrain.compare.measures import gather
 from llmtrain.compare.report import write_report
 from llmtrain.compare.results import load_trials
 from tests.unit.written_trials import write_comparison
@@ -68,7 +69,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs chromium (the Debian package of that name)")
     folder = tmp_path_factory.mktemp("report")
     planned = write_comparison(folder, conditions=("100mbit",), seeds=(1, 2))
-    return write_report(load_trials([folder]), folder, planned=planned)
+    return write_report(gather(load_trials([folder]), planned=planned), folder)
 
 
 def seen(report: Path, folder: Path, width: int) -> dict[str, Any]:

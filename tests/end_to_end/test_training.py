@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+import shutil
 import sys
 
 import pytest
@@ -12,9 +15,9 @@ from typer.testing import CliRunner
 from llmtrain.cli import app
 from tests.end_to_end.runs import ROOT, Runs, exact_lines, free_port, losses, start, summary
 
-QUICKSTART = [
+STDLIB = [
     *("data.source=stdlib", "data.tokenizer=train:2048", "data.validation_fraction=0.05"),
-    *("eval.every=8", "eval.tokens=4000", "eval.sample_prompt='def '", "checkpoint.every=6"),
+    *("eval.every=8", "eval.tokens=4000", "eval.sample_prompt='<unk> def '", "checkpoint.every=6"),
     *("log.every=2", "log.tensorboard=true"),
 ]
 MESHES = [(1, 1), (2, 1), (2, 2)]
@@ -31,8 +34,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def whole(runs: Runs) -> str:
-    """The output of a run as a user starts it, on the text of the quickstart."""
-    code, output = runs.run("whole", *QUICKSTART, fresh=True)
+    """The output of a run as a user starts it, on Python's own source."""
+    code, output = runs.run("whole", *STDLIB, fresh=True)
     assert code == 0, output
     return output
 
@@ -51,8 +54,22 @@ def test_a_run_leaves_everything_it_promises(runs: Runs, whole: str):
     parameters = 2048 * 32 * 2 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
     assert said["sync_count"] == 3
     assert said["bytes_sent"] == pytest.approx((2 + 3) * 2 * 4 * parameters, rel=0.01)
+    samples = (path / "samples.txt").read_text()
+    assert re.findall(r"^==== step (\d+) ====\n<unk> def ", samples, re.M) == ["8", "12"], (
+        "<unk> is split as in training"
+    )
     assert "The model writes" in whole and "validation loss from" in whole
     assert "\x1b" not in whole, "no colors or bars outside a terminal"
+
+
+def test_a_large_model_writes_only_at_the_end(runs: Runs):
+    """As large as many tokens make a small one: it has no room for them in its sequence."""
+    keys = ["train.steps=4", "eval.every=2", "eval.sample_prompt='def '", "eval.sample_tokens=1_000_000"]
+    code, output = runs.train("late-sample", *keys)
+    assert code == 0, output
+    samples = (runs.path("late-sample") / "samples.txt").read_text()
+    assert samples.startswith("==== step 4 ====\ndef ") and samples.count("====") == 2
+    assert "| writes: " not in output and "The model writes" in output
 
 
 @pytest.mark.fresh
@@ -64,18 +81,19 @@ def test_metrics_have_the_documented_tags_in_every_line(runs: Runs, whole: str):
     for tag in {tag for line in lines for tag in line}:
         assert f"`{tag}`" in documented, f"{tag} is not in docs/metrics.md"
     assert [line["sync/count"] for line in lines if "sync/count" in line] == [0, 0, 0, 0, 1, 1, 3]
+    assert [line["sync/round"] for line in lines if "sync/round" in line] == [0, 0, 1, 1, 2, 2, 3]
 
 
 @pytest.mark.fresh
 def test_the_same_command_again_says_that_the_run_is_complete(runs: Runs, whole: str):
-    code, output = runs.run("whole", *QUICKSTART)
+    code, output = runs.run("whole", *STDLIB)
     assert code == 0
     assert "is complete: 12 steps" in output and "run.name=" in output
 
 
 @pytest.mark.fresh
 def test_another_recipe_in_the_same_directory_is_refused_with_the_keys(runs: Runs, whole: str):
-    code, output = runs.run("whole", *QUICKSTART, "optim.lr=0.5")
+    code, output = runs.run("whole", *STDLIB, "optim.lr=0.5")
     assert code == 2
     assert "optim.lr" in output and "0.5 here" in output and "Traceback" not in output
 
@@ -87,6 +105,34 @@ def test_what_is_sent_and_synchronized_does_not_depend_on_shards(runs: Runs, rep
     assert (said["stopped"], said["steps"], said["sync_count"]) == ("done", 12, 3)
     assert said["bytes_sent"] == pytest.approx((2 + 3) * 2 * 4 * parameters * (replicas - 1), rel=0.01)
     assert losses(runs.reference(replicas, shard))[:3] == pytest.approx(losses(runs.reference(1, 1))[:3], rel=1e-5)
+
+
+def test_a_block_that_is_always_left_out_is_named_and_ends_the_run(runs: Runs):
+    """Norms grow with the learning rate while it warms up; to the paper's rule they are anomalous from some round on."""
+    penalty = ["z=0.1", "min_rounds=2", "statistics=paper", "max_exclusions=8"]
+    keys = [
+        "parallel.shards=1",
+        "train.steps=60",
+        "schedule.warmup_steps=60",
+        "sync.warmup_steps=1",
+        "sync.period.every=2",
+    ]
+    code, output = runs.run("left-out", *keys, *(f"sync.reduction.{key}" for key in penalty), "checkpoint.every=null")
+    assert code == 1 and "Traceback" not in output, output
+    assert "| warning: replica 0: " in output and "excluded from the mean 5 rounds in a row" in output
+    assert "error: replica 0: " in output and "excluded from the mean 8 rounds in a row" in output
+    assert max(line.get("sync/longest_exclusion", 0) for line in runs.lines("left-out")) in (6, 7)
+
+
+def test_a_run_that_diverges_says_so(runs: Runs):
+    keys = ["parallel.shards=1", "optim.lr=30", "optim.clip_norm=null", "sync.method=diloco", "sync.warmup_steps=2"]
+    code, output = runs.run("diverges", *keys)
+    assert code == 0 and "Traceback" not in output, output
+    said = json.loads((runs.path("diverges") / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert said["final_eval_step"] == 12 and said["final_eval_loss"] > 10
+    assert any("the run diverges" in warning and warning.startswith("step 12: ") for warning in said["warnings"])
+    assert "| warning: validation loss " in output and "warnings, the last at step 12: validation loss" in output
+    assert not re.search(r"\d{20}", output), "no perplexity of hundreds of digits"
 
 
 NEO = [
@@ -126,6 +172,7 @@ def test_other_texts_are_validated_beside_the_runs_own(runs: Runs):
     code, output = runs.train("two-texts", "train.steps=4", f"eval.sets={{words: {text}}}")
     assert code == 0, output
     assert "step 4/4 | words: validation loss" in output
+    assert output.count("warning: sync.period.every is 4, but the run has 2 local steps") == 1
     last = [line for line in runs.lines("two-texts") if "eval/loss" in line][-1]
     assert last["eval/words/loss"] != last["eval/loss"]
     for prefix in ("eval/", "eval/words/"):
@@ -181,3 +228,24 @@ def test_help_is_there_for_every_command():
     for command in names:
         shown = CliRunner().invoke(app, [*command, "--help"])
         assert shown.exit_code == 0 and "Usage" in shown.output, command
+
+
+def test_a_run_starts_from_another_and_later_needs_it_no_more(runs: Runs):
+    first = shutil.copytree(runs.reference(1, 1), runs.path("first"))
+    keys = ("parallel.replicas=2", "parallel.shards=1", f"model.from_weights={first}", "sync.method=edit")
+    code, output = runs.run("wrong", *keys, "model.config.hidden_size=64")
+    assert code == 2 and "starting" not in output
+    assert "error: model.from_weights: " in output and " has hidden_size 32, but the recipe's model has 64; " in output
+    code, output = runs.run("further", *keys)
+    assert code == 0, output
+    assert f"weights: from {first}/checkpoints/step-00000012 (21 tensors)" in output
+    undisturbed = runs.exact("further")
+    assert undisturbed[0]["eval/loss"] == pytest.approx(summary(first)["final_eval_loss"], rel=1e-6)
+    record = summary(runs.path("further"))["from_weights"]
+    assert record["path"] == f"{first}/checkpoints/step-00000012"
+    shutil.rmtree(first)
+    shutil.rmtree(runs.path("further") / "checkpoints/step-00000012")
+    (runs.path("further") / "summary.json").unlink()
+    code, output = runs.run("further", *keys)
+    assert code == 0 and "continuing from" in output and "weights: from" not in output, output
+    assert runs.exact("further") == undisturbed and summary(runs.path("further"))["from_weights"] == record

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.compare.cluster import Host, VirtualHost, why_no_cluster
-from llmtrain.compare.cluster.hosts import NAMESPACES
+from llmtrain.compare.cluster import NAMESPACES, Host, VirtualHost, why_no_cluster
 from tests.end_to_end.runs import ROOT, Runs, environment, llmtrain_arguments
 from tests.mother import Process, run_llmtrain, session
 
@@ -54,7 +53,7 @@ def start(host: Host, command: Sequence[str], fresh: bool = False, **variables: 
 
 def fork(host: VirtualHost, fn: Callable[..., Any], *args: Any, **variables: str) -> Process:
     """Call a function in a process on a host, its output to be read."""
-    place = (str(NAMESPACES / host.namespace), str(host.names), host.name)
+    place = (str(NAMESPACES / host.mark), str(host.names), host.name)
     return session().fork(call_inside, place, fn, args, environment=_variables(variables), capture=True)
 
 

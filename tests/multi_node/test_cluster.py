@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import pytest
 
 from llmtrain.compare.cluster import (
+    FOLDERS,
+    NAMESPACES,
     Host,
     HostLimits,
     VirtualHost,
@@ -21,7 +23,6 @@ from llmtrain.compare.cluster import (
     remove_leftovers,
     virtual_cluster,
 )
-from llmtrain.compare.cluster.hosts import FOLDERS, NAMESPACES
 from llmtrain.compare.cluster.limits import controller
 from llmtrain.compare.cluster.processes import cluster_of, marks
 from llmtrain.errors import ClusterError
@@ -305,9 +306,7 @@ def test_an_error_inside_leaves_nothing():
         folder = host.names.parent
         raise ZeroDivisionError
     assert process.returncode == -signal.SIGKILL
-    assert (
-        not folder.exists() and not (NAMESPACES / host.namespace).exists() and not (NAMESPACES / host.switch).exists()
-    )
+    assert not folder.exists() and not (NAMESPACES / host.mark).exists() and not (NAMESPACES / host.switch).exists()
 
 
 @needs_hosts

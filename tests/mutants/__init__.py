@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from tests.mutants import data, launch, parallel, results, sync, train
+from tests.mutants import (
+    command_line,
+    data,
+    exports,
+    launch,
+    length,
+    parallel,
+    results,
+    schedules,
+    shown,
+    sync,
+    train,
+    weights,
+    wrong_inputs,
+)
 from tests.mutants.mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     *sync.MUTANTS,
+    *schedules.MUTANTS,
     *parallel.MUTANTS,
     *train.MUTANTS,
+    *weights.MUTANTS,
+    *length.MUTANTS,
     *data.MUTANTS,
     *launch.MUTANTS,
+    *exports.MUTANTS,
     *results.MUTANTS,
+    *shown.MUTANTS,
+    *command_line.MUTANTS,
+    *wrong_inputs.MUTANTS,
 )
 
 __all__ = ["MUTANTS", "Mutant"]

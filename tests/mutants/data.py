@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+STORIES = ("tests/unit/test_data_stories.py",)
+
 MUTANTS = [
     Mutant(
         "loader: all shards of a replica read the same",
@@ -15,8 +17,8 @@ MUTANTS = [
     Mutant(
         "loader: every epoch in the same order",
         "llmtrain/data/loader.py",
-        "np.random.default_rng([self.seed, epoch])",
-        "np.random.default_rng([self.seed, 0])",
+        "np.random.default_rng([self.seed, epoch, ",
+        "np.random.default_rng([self.seed, 0, ",
         ("tests/unit/test_data_loader.py",),
     ),
     Mutant(
@@ -49,21 +51,21 @@ MUTANTS = [
     ),
     Mutant(
         "ahead: the state is one batch ahead",
-        "llmtrain/data/prefetch.py",
+        "llmtrain/data/loader.py",
         "        return self._state",
         '        __import__("time").sleep(0.05)\n        return self.loader.state_dict()',
         ("tests/unit/test_data_loader.py",),
     ),
     Mutant(
         "ahead: a batch read before a restore is given after it",
-        "llmtrain/data/prefetch.py",
+        "llmtrain/data/loader.py",
         ("        if self._is_coming:\n            self._receive()\n        self.loader.load_state_dict(state)"),
         "        self.loader.load_state_dict(state)",
         ("tests/unit/test_data_loader.py",),
     ),
     Mutant(
         "shards: a window that begins at a shard's end",
-        "llmtrain/data/index.py",
+        "llmtrain/data/dataset.py",
         'side="right"',
         'side="left"',
         (
@@ -73,7 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         "shards: checksum of the last part alone",
-        "llmtrain/data/index.py",
+        "llmtrain/data/dataset.py",
         "self._crc32 = zlib.crc32(raw, self._crc32)",
         "self._crc32 = zlib.crc32(raw)",
         (
@@ -83,7 +85,7 @@ MUTANTS = [
     ),
     Mutant(
         "prepare: eos after every piece of a document",
-        "llmtrain/data/prepare.py",
+        "llmtrain/data/extend.py",
         "end[: int(is_last)])",
         "end)",
         ("tests/unit/test_data_prepare.py",),
@@ -91,13 +93,13 @@ MUTANTS = [
     Mutant(
         "prepare: two bytes for every vocabulary",
         "llmtrain/data/prepare.py",
-        'np.dtype("<u2" if size <= 1 << 16 else "<u4")',
-        'np.dtype("<u2")',
+        '"<u2" if size <= 1 << 16 else "<u4"',
+        '"<u2"',
         ("tests/unit/test_data_prepare.py",),
     ),
     Mutant(
         "prepare: a quoted eos ends a document",
-        "llmtrain/data/prepare.py",
+        "llmtrain/data/extend.py",
         "backend.encode_special_tokens = True",
         "backend.encode_special_tokens = False",
         ("tests/unit/test_data_prepare.py",),
@@ -114,21 +116,49 @@ MUTANTS = [
     ),
     Mutant(
         "damage: every rank reads every shard",
-        "llmtrain/data/verify.py",
+        "llmtrain/data/dataset.py",
         "self._shards = self._shards[share::of]",
         "self._shards = self._shards[:]",
         ("tests/unit/test_data_damage.py",),
     ),
     Mutant(
-        "damage: a folder made larger meanwhile counts as damaged",
-        "llmtrain/data/verify.py",
-        "return Index.model_validate_json((prepared.directory / INDEX).read_bytes()) != prepared.index",
-        "return False",
-        ("tests/unit/test_data_damage.py",),
+        "prepare: an interruption loses what was tokenized",
+        "llmtrain/data/extend.py",
+        "        except BaseException:\n            self._commit()\n            raise",
+        "        except BaseException:\n            raise",
+        ("tests/unit/test_data_prepare.py",),
+    ),
+    Mutant(
+        "prepare: the index is written before its shards",
+        "llmtrain/data/extend.py",
+        "if self._writing is not None:\n            self._writing.result()\n        for split",
+        "for split",
+        ("tests/unit/test_data_prepare.py", "tests/unit/test_data_damage.py"),
+    ),
+    Mutant(
+        "prepare: a split that was read further is read again",
+        "llmtrain/data/extend.py",
+        "if split in missing and stream.documents > starts[split]:",
+        "if split in missing:",
+        ("tests/unit/test_data_prepare.py",),
+    ),
+    Mutant(
+        "prepare: a split goes back to where the other is read",
+        "llmtrain/data/extend.py",
+        "if position.documents >= entry.position.documents:",
+        "if True:",
+        ("tests/unit/test_data_prepare.py",),
+    ),
+    Mutant(
+        "prepare: a hub dataset is read on in its newest commit",
+        "llmtrain/data/sources.py",
+        "self.revision = start.hub_revision or newest",
+        "self.revision = newest",
+        ("tests/unit/test_data_prepare.py",),
     ),
     Mutant(
         "same: only token counts are compared",
-        "llmtrain/data/verify.py",
+        "llmtrain/data/dataset.py",
         'digest.update(tokens.window(int(start), length).astype("<u4").tobytes())',
         "pass",
         ("tests/distributed/test_same_tokens.py",),
@@ -136,8 +166,8 @@ MUTANTS = [
     Mutant(
         "sources: the splits are swapped",
         "llmtrain/data/sources.py",
-        'if _held_out(text, data.validation_fraction) == (split == "validation"):',
-        'if _held_out(text, data.validation_fraction) != (split == "validation"):',
+        '"validation" if is_held_out else "train"',
+        '"train" if is_held_out else "validation"',
         (
             "tests/unit/test_data_sources.py",
             "tests/unit/test_data_prepare.py",
@@ -145,14 +175,14 @@ MUTANTS = [
     ),
     Mutant(
         "index: a shard that is too long passes",
-        "llmtrain/data/index.py",
+        "llmtrain/data/dataset.py",
         "(size := path.stat().st_size) != shard.bytes",
         "(size := path.stat().st_size) < shard.bytes",
         ("tests/unit/test_gaps_data.py",),
     ),
     Mutant(
         "index: tokens per byte, not bytes per token",
-        "llmtrain/data/index.py",
+        "llmtrain/data/dataset.py",
         "self.index.splits[split].text_bytes / self.index.splits[split].tokens",
         "self.index.splits[split].tokens / self.index.splits[split].text_bytes",
         ("tests/unit/test_gaps_data.py",),
@@ -167,8 +197,8 @@ MUTANTS = [
     Mutant(
         "hub: the splits are swapped",
         "llmtrain/data/sources.py",
-        'split = data.split if key == "data.source" else data.validation',
-        'split = data.validation if key == "data.source" else data.split',
+        'split = data.split if self._key == "data.source" else data.validation',
+        'split = data.validation if self._key == "data.source" else data.split',
         ("tests/unit/test_data_hub.py",),
     ),
     Mutant(
@@ -215,5 +245,47 @@ MUTANTS = [
             "tests/unit/test_train_parts.py",
             "tests/unit/test_period.py",
         ),
+    ),
+    Mutant(
+        "prepare: a lost tokenizer is not missed",
+        "llmtrain/data/prepare.py",
+        "if not config.is_file():",
+        "if False:",
+        ("tests/unit/test_data_prepare.py",),
+    ),
+    Mutant(
+        "stories: the notice is a story",
+        "llmtrain/data/sources.py",
+        "islice(_read_txt(_stories_file(), DataSection()), 1, None)",
+        "_read_txt(_stories_file(), DataSection())",
+        STORIES,
+    ),
+    Mutant(
+        "stories: a folder of the same name is passed over",
+        "llmtrain/data/sources.py",
+        "    if local_path(STORIES) is not None:\n",
+        "    if False:\n",
+        STORIES,
+    ),
+    Mutant(
+        "stories: every copy of the package tokenizes them again",
+        "llmtrain/data/sources.py",
+        "hashlib.blake2b(_stories_file().read_bytes(), digest_size=8).hexdigest()",
+        "str(_stories_file())",
+        STORIES,
+    ),
+    Mutant(
+        "stories: a user's separator cuts them",
+        "llmtrain/data/sources.py",
+        "_read_txt(_stories_file(), DataSection())",
+        "_read_txt(_stories_file(), data)",
+        STORIES,
+    ),
+    Mutant(
+        "text: a damaged compressed file is a traceback",
+        "llmtrain/data/sources.py",
+        "DAMAGED_GZIP = (EOFError, ",
+        "DAMAGED_GZIP = (",
+        STORIES,
     ),
 ]

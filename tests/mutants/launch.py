@@ -35,7 +35,7 @@ MUTANTS = [
     ),
     Mutant(
         "processes: each node starts all ranks",
-        "llmtrain/launch/process_count.py",
+        "llmtrain/launch/nodes.py",
         "return max(1, math.prod(parallel.given_on_cpu) // nodes)",
         "return max(1, math.prod(parallel.given_on_cpu))",
         ("tests/unit/test_launch.py",),
@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         "torchrun: SIGUSR1 is not passed on",
         "llmtrain/launch/torchrun.py",
-        'SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"',
-        'SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"',
+        'SIGNALS = "SIGTERM,SIGHUP,SIGQUIT,SIGUSR1"',
+        'SIGNALS = "SIGTERM,SIGHUP,SIGQUIT"',
         ("tests/unit/test_launch.py",),
     ),
     Mutant(
@@ -67,7 +67,7 @@ MUTANTS = [
     Mutant(
         "nodes: MASTER_PORT is ignored",
         "llmtrain/launch/nodes.py",
-        'number("MASTER_PORT", DEFAULT_PORT))',
+        'environment_number("MASTER_PORT", DEFAULT_PORT, 1, MAX_PORT))',
         "DEFAULT_PORT)",
         ("tests/unit/test_launch.py",),
     ),
@@ -171,8 +171,8 @@ MUTANTS = [
     Mutant(
         "config: one checkpoint more is kept",
         "llmtrain/config/recipe.py",
-        "sorted(steps)[: -self.keep]",
-        "sorted(steps)[: -self.keep - 1]",
+        "sorted(losses)[: -self.keep]",
+        "sorted(losses)[: -self.keep - 1]",
         (
             "tests/unit/test_checkpoint_files.py",
             "tests/unit/test_mirror.py",
@@ -186,17 +186,45 @@ MUTANTS = [
         ("tests/unit/test_recipe.py",),
     ),
     Mutant(
+        "roll call: a node that does not reach node 0 is silent",
+        "llmtrain/launch/node_rendezvous.py",
+        "if silent and time.monotonic() - started >= PATIENCE_SECONDS:",
+        "if False:",
+        ("tests/unit/test_launch.py",),
+    ),
+    Mutant(
+        "doctor: warns of a public network although the recipe allows it",
+        "llmtrain/doctor/run_checks.py",
+        "if found and not parallel.allow_unencrypted else []",
+        "if found else []",
+        ("tests/unit/test_doctor.py",),
+    ),
+    Mutant(
+        "run: warns of a public network although the recipe allows it",
+        "llmtrain/train/run.py",
+        "if mesh.unencrypted and not recipe.parallel.allow_unencrypted:",
+        "if mesh.unencrypted:",
+        ("tests/multi_node/test_two_sites.py",),
+    ),
+    Mutant(
+        "run: does not warn of a public network",
+        "llmtrain/parallel/mesh.py",
+        "        unencrypted=unencrypted,\n",
+        "",
+        ("tests/multi_node/test_two_sites.py",),
+    ),
+    Mutant(
         "errors: a wrong recipe ends with exit code 1",
         "llmtrain/errors.py",
-        "_leave(BAD_USAGE)",
-        "_leave(FAILED)",
+        'print(f"error: {error}", file=sys.stderr)\n        _leave(BAD_USAGE)',
+        'print(f"error: {error}", file=sys.stderr)\n        _leave(FAILED)',
         ("tests/unit/test_gaps_launch.py",),
     ),
     Mutant(
         "errors: the first rank of any of two launchers speaks",
         "llmtrain/errors.py",
-        'return all(number == "0"',
-        'return any(number == "0"',
+        'for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):',
+        'for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"),):',
         ("tests/unit/test_gaps_launch.py",),
     ),
     Mutant(
@@ -239,5 +267,19 @@ MUTANTS = [
         "self.first <= self.step <= self.last",
         "self.first <= self.step < self.last",
         ("tests/unit/test_trace.py",),
+    ),
+    Mutant(
+        "watchdog: the second Ctrl-C asks again",
+        "llmtrain/launch/watchdog.py",
+        "        if count == 1:\n",
+        "        if count <= 2:\n",
+        ("tests/end_to_end/test_interruptions.py",),
+    ),
+    Mutant(
+        "watchdog: the first Ctrl-C ends all at once",
+        "llmtrain/launch/watchdog.py",
+        "interrupts = set(psutil.Process().children()), itertools.count(1)",
+        "interrupts = set(psutil.Process().children()), itertools.count(2)",
+        ("tests/end_to_end/test_interruptions.py",),
     ),
 ]

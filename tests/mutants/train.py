@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "trainer: the loader's position is not restored",
         "llmtrain/train/trainer.py",
-        'self.loader.load_state_dict(loaded.progress["loader"])',
+        "self.loader.load_state_dict(of_loader)",
         "pass",
         (
             "tests/distributed/test_resume_training.py",
@@ -77,8 +77,8 @@ MUTANTS = [
     Mutant(
         "trainer: a rank stops when it is asked itself",
         "llmtrain/train/metrics.py",
-        "self.stop_agreed |= line.stop_requested",
-        "self.stop_agreed |= self.stop.requested",
+        "self._stop_agreed |= line.stop_requested",
+        "self._stop_agreed |= self.stop.requested",
         ("tests/distributed/test_resume_training.py",),
     ),
     Mutant(
@@ -95,7 +95,7 @@ MUTANTS = [
     Mutant(
         "checkpoint: random generators not restored",
         "llmtrain/train/checkpoint.py",
-        "        self._set_generators(generators)\n",
+        '        torch.set_rng_state(generators["rng"])\n',
         "",
         (
             "tests/unit/test_checkpoint_state.py",
@@ -124,30 +124,30 @@ MUTANTS = [
     ),
     Mutant(
         "writing: latest is not written",
-        "llmtrain/train/checkpoint_writer.py",
+        "llmtrain/train/checkpoint_files.py",
         ('            atomic_write(self.final.parent / "latest", self.final.name + "\\n")\n'),
         "",
         ("tests/unit/test_checkpoint_files.py",),
     ),
     Mutant(
         "writing: a failed write leaves its files",
-        "llmtrain/train/checkpoint_writer.py",
+        "llmtrain/train/checkpoint_files.py",
         "shutil.rmtree(self.temporary, ignore_errors=True)  # frees",
         "pass  # frees",
         ("tests/distributed/test_bad_disks.py",),
     ),
     Mutant(
         "integrity: digests are not compared",
-        "llmtrain/train/integrity.py",
+        "llmtrain/train/checkpoint_files.py",
         "if _xxh3(path) != digest:",
         "if False:",
         ("tests/unit/test_checkpoint_files.py",),
     ),
     Mutant(
         "integrity: half-written folders count as checkpoints",
-        "llmtrain/train/integrity.py",
-        "if match and (path / STATE_FILE).exists())",
-        "if match)",
+        "llmtrain/train/checkpoint_files.py",
+        "for path in checkpoint_folders(directory) if (path / STATE_FILE).exists()]",
+        "for path in checkpoint_folders(directory)]",
         (
             "tests/unit/test_train_parts.py",
             "tests/unit/test_checkpoint_files.py",
@@ -155,7 +155,7 @@ MUTANTS = [
     ),
     Mutant(
         "integrity: the digest of state.json is not compared",
-        "llmtrain/train/integrity.py",
+        "llmtrain/train/checkpoint_files.py",
         "if seal != _digest_of(state):",
         "if False:",
         ("tests/unit/test_checkpoint_files.py",),
@@ -285,7 +285,7 @@ MUTANTS = [
     ),
     Mutant(
         "mirror: the checkpoint that waits may be deleted",
-        "llmtrain/train/mirror.py",
+        "llmtrain/threads.py",
         "for step in (self._running, self._waiting) if step",
         "for step in (self._running,) if step",
         ("tests/unit/test_mirror.py",),
@@ -299,9 +299,9 @@ MUTANTS = [
     ),
     Mutant(
         "errand: progress does not extend the wait",
-        "llmtrain/train/run_on_main.py",
-        "self._so_far, self._moved = so_far, time.monotonic()",
-        "self._so_far = so_far",
+        "llmtrain/train/rank_errors.py",
+        "so_far, moved = now, time.monotonic()",
+        "so_far = now",
         ("tests/unit/test_mirror.py",),
     ),
     Mutant(
@@ -320,7 +320,7 @@ MUTANTS = [
     ),
     Mutant(
         "console: time left by the steps of the whole run, not of this start",
-        "llmtrain/train/console.py",
+        "llmtrain/train/loggers.py",
         "max(1, step - self._first)",
         "max(1, step)",
         ("tests/unit/test_gaps_results.py",),
@@ -331,5 +331,26 @@ MUTANTS = [
         'float(line.column("bytes_total").sum())',
         'float(line.column("bytes_total").mean())',
         ("tests/unit/test_train_parts.py",),
+    ),
+    Mutant(
+        "metrics: a run that diverges is not named",
+        "llmtrain/train/metrics.py",
+        "if not self.last_eval.loss <= self.first_eval.loss:",
+        "if False:",
+        ("tests/end_to_end/test_training.py",),
+    ),
+    Mutant(
+        "run directory: summary.json may hold NaN",
+        "llmtrain/train/run_dir.py",
+        "None if isinstance(value, float) and not math.isfinite(value) else value",
+        "value",
+        ("tests/unit/test_rundir.py",),
+    ),
+    Mutant(
+        "loggers: lines lost before the checkpoint are not named",
+        "llmtrain/train/loggers.py",
+        "resumed_step - jsonl.last_step >= recipe.log.every",
+        "resumed_step - jsonl.last_step > 10 * recipe.log.every",
+        ("tests/unit/test_loggers.py",),
     ),
 ]

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from llmtrain.config import DataSection
+from llmtrain.data import extend as extending
 from llmtrain.data import prepare as preparing
-from llmtrain.data.index import ShardWriter
-from llmtrain.data.prefetch import PrefetchLoader
+from llmtrain.data.dataset import ShardWriter
+from llmtrain.data.loader import PrefetchLoader
 from llmtrain.errors import DataError, TrainingError, exit_with_status
 from llmtrain.launch import torchrun, watchdog
 
@@ -25,9 +26,9 @@ ERRORS = {
     "CUDA out of memory": RuntimeError("CUDA out of memory"),
 }
 KILLED_AT = {
-    "half written": (ShardWriter, "append", 10),
-    "all written": (Path, "rename", 1),
-    "between": (Path, "rename", 2),
+    "no folder yet": (Path, "rename", 1),
+    "half written": (ShardWriter, "_write_header", 11),
+    "no index yet": (Path, "rename", 4),
 }
 """Where preparing is killed: in which call of what."""
 
@@ -51,7 +52,7 @@ def fail(message: str, on_gpu: bool) -> None:
 
 def prepare_until_killed(data: str, where: str) -> None:
     """Prepare `data`, a DataSection as JSON, and be killed in the middle."""
-    preparing.BATCH_CHARACTERS = 1000
+    extending.BATCH_CHARACTERS, extending.COMMIT_SECONDS = 1000, 0.0
     owner, name, number = KILLED_AT[where]
     setattr(owner, name, _killed_in_call(number, getattr(owner, name)))
     preparing.prepare(DataSection.model_validate_json(data), 10**9, 10**9)

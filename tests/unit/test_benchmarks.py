@@ -22,7 +22,7 @@ from tests.distributed.fake_engine import meeting_store
 from tests.distributed.pool import RankPool
 
 ROOT = Path(__file__).parents[2]
-SHARED = ("loops", "peaks", "table", "titan")
+SHARED = ("gpu_rows", "loops", "peaks", "table", "titan", "titan_model")
 SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in SHARED)
 
 sys.path.append(str(ROOT / "benchmarks"))  # where a script finds the others
@@ -105,6 +105,9 @@ def test_a_script_asks_its_own_processes(tmp_path: Path) -> None:
     script.write_text(start + "is_asked(lambda task: None)\n")
     with pytest.raises(SystemExit, match=r"script\.py: measuring {'number': 21} failed"):
         loops.ask(str(script), 1, {"number": 21})
+    script.write_text("import time; time.sleep(100)")
+    with pytest.raises(loops.RowFailed, match=r"measuring {} took longer than 1 s"):
+        loops.ask(str(script), 1, {}, patience=1)
     assert not loops.is_asked(lambda task: pytest.fail("nobody asked"))
 
 
@@ -147,8 +150,8 @@ def row_of(engine: str, **changes: object) -> dict[str, object]:
 def test_which_rows_a_throughput_has() -> None:
     for engine in throughput.ENGINES:
         for size in throughput.SIZES:
-            assert throughput.is_possible(row_of(engine, size=size))
-        assert throughput.is_possible(row_of(engine, compile=True)) == (engine != "zero3")
+            assert throughput.is_possible(row_of(engine, size=size, checkpoint="no"))
+        assert throughput.is_possible(row_of(engine, compile=True, checkpoint="no")) == (engine != "zero3")
     recipe = throughput.recipe_of(row_of("zero2"), throughput.TINY)
     assert (recipe.parallel.engine, recipe.parallel.zero_stage, recipe.train.global_batch) == ("zero", 2, 4)
     assert recipe.parallel.activation_checkpointing and not recipe.parallel.compile

@@ -11,14 +11,16 @@ import torch
 import torch.nn.functional as F
 
 from llmtrain.config import CheckpointSection
+from llmtrain.errors import RecipeError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Block
 from llmtrain.parallel.world import World
+from llmtrain.recipe_loader import load_recipe
 from llmtrain.reshard import own_step
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.checkpoint_writer import CheckpointWriter
-from llmtrain.train.integrity import folder_name
+from llmtrain.train.checkpoint_files import STATE_FILE, CheckpointWriter, dump_state, folder_name, read_state
 
+ROOT = Path(__file__).parents[2]
 ALONE = SimpleNamespace(rank=0, size=1)
 MESH = SimpleNamespace(
     world=World(0, 1, 0, 1),
@@ -28,6 +30,7 @@ MESH = SimpleNamespace(
     device=torch.device("cpu"),
     checkpoint_group=Comms(None),
     all_ranks=Comms(None),
+    is_main=True,
 )
 
 
@@ -97,3 +100,19 @@ def test_a_resumed_run_drops_what_the_undisturbed_one_drops(tmp_path: Path, back
     training.load()
     training.step()
     assert all(map(torch.equal, training.tensors(), undisturbed))
+
+
+def test_a_checkpoint_of_another_version_is_one_line(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    training.checkpoints.recipe = load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml")
+    training.save()
+    training.load()
+    path = tmp_path / folder_name(1)
+    state = read_state(path)
+    state["recipe"]["sync"]["penalty"] = {"kind": "edit"}
+    (path / STATE_FILE).write_text(dump_state(state))
+    with pytest.raises(
+        RecipeError, match=rf"^the recipe in {path}: sync.penalty .*; another version wrote it"
+    ) as refused:
+        training.load()
+    assert "\n" not in str(refused.value)

@@ -8,15 +8,21 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+from omegaconf import OmegaConf
 
-from llmtrain.cli import main
+from llmtrain import __version__
+from llmtrain.cli import app, main
 from llmtrain.config import Recipe
-from llmtrain.eval import command
-from llmtrain.plan import time_estimate
+from llmtrain.eval import arguments, command
+from llmtrain.plan import hardware
+from llmtrain.recipe_schema import file_schema
 from tests.end_to_end.runs import RECIPE, environment, start, write_text
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 SHORT = ["schedule.warmup_steps=0", "sync.warmup_steps=0", "sync.period.every=2"]
 SHORT += [f"train.{key}" for key in ("sequence_length=32", "micro_batch=2", "global_batch=16", "steps=2")]
 
@@ -57,17 +63,98 @@ def test_check_says_how_much_a_recipe_trains(capsys: pytest.CaptureFixture[str])
     assert "3" in capsys.readouterr().err.removeprefix("error: ")
 
 
-@pytest.mark.parametrize(("options", "rate"), [(["--tflops", "0.25"], "0.25 TFLOP/s"), ([], "0.125 TFLOP/s")])
+@pytest.mark.parametrize(
+    ("options", "rate"),
+    [
+        (["--tflops", "0.25"], "0.25 TFLOP/s of each rank (--tflops)"),
+        ([], "0.125 TFLOP/s of each rank on this CPU (measured here; --gpu, --tflops)"),
+        (["--gpu", "a100", "parallel.precision=bf16"], "125 TFLOP/s of each A100 (40% of the peak in bf16; --tflops)"),
+    ],
+)
 def test_show_counts_time_at_the_rate_that_is_given_or_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], rate: str
 ) -> None:
-    monkeypatch.setattr(time_estimate, "rate_here", lambda recipe: 0.125e12)
+    monkeypatch.setattr(hardware, "rate_here", lambda recipe: 0.125e12)
     shown = said(capsys, "recipe", "show", RECIPE, *options, "--mbit", "50", *SHORT)
-    assert "steps: 2\n" in shown and f"with {rate} of each rank (--tflops) and 50 Mbit/s" in shown
+    assert "steps: 2\n" in shown and f"with {rate} and 50 Mbit/s" in shown
 
 
-def test_schema_is_that_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert json.loads(said(capsys, "recipe", "schema")) == Recipe.model_json_schema()
+def test_schema_is_that_of_every_recipe_and_its_base_files(capsys: pytest.CaptureFixture[str]) -> None:
+    schema = json.loads(said(capsys, "recipe", "schema"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert {"base", *Recipe.model_fields} == schema["properties"].keys()
+    files = [path for folder in (".", "base") for path in sorted((RECIPES / folder).glob("*.yaml"))]
+    assert len(files) > 40
+    for path in files:
+        problems = validator.iter_errors(OmegaConf.to_container(OmegaConf.load(path)))
+        assert not [f"{problem.json_path}: {problem.message}" for problem in problems], path
+        (line,) = (line for line in path.read_text().splitlines() if "yaml-language-server" in line)
+        named = line.removeprefix("# yaml-language-server: $schema=")
+        assert (path.parent / named).resolve() == RECIPES / "schema.json"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [
+        ({"optim": {"lrr": 1}}, "$.optim"),
+        ({"train": {"steps": "ten"}}, "$.train.steps"),
+        ({"sync": {"schedule": "layer"}}, "$.sync.schedule"),
+        ({"sync": {"period": 0}}, "$.sync.period"),
+        ({"trian": {}}, "$"),
+    ],
+    ids=str,
+)
+def test_an_editor_is_shown_mistakes(wrong: dict[str, Any], where: str) -> None:
+    (problem,) = jsonschema.Draft202012Validator(file_schema()).iter_errors(wrong)
+    assert problem.json_path == where
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "--version") == f"llmtrain {__version__}\n"
+
+
+def test_the_shell_completes_commands_and_sections(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def completed(beginning: str) -> list[str]:
+        monkeypatch.setenv("COMP_WORDS", beginning)
+        monkeypatch.setenv("COMP_CWORD", str(beginning.count(" ")))
+        monkeypatch.setenv("_LLMTRAIN_COMPLETE", "complete_bash")
+        with pytest.raises(SystemExit):
+            app(prog_name="llmtrain")
+        return capsys.readouterr().out.split()
+
+    assert {"train", "runs", "recipe"} <= set(completed("llmtrain "))
+    assert completed("llmtrain recipe keys o") == ["optim"]
+
+
+def test_keys_are_listed_with_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    def keys(*section: str) -> dict[str, list[str]]:
+        rows = [re.split(r"\s{2,}", line.strip()) for line in said(capsys, "recipe", "keys", *section).splitlines()]
+        return {row[0]: row[1:] for row in rows if len(row) > 1}
+
+    optim = keys("optim")
+    assert optim["lr"] == ["number > 0", "0.0003", "Peak learning rate."]
+    assert optim["weight_decay"] == ["number ≥ 0", "0.1", "Decoupled weight decay of matrices."]
+    assert keys("optim.lr") == {name: optim[name] for name in ("key", "lr")}
+    assert {"probability", "fragments", "gap_penalty"} <= keys("sync").keys()
+    assert keys("sync.period").keys() == {"key", "kind", "every", "base", "alpha", "min_steps"}
+    everything = keys()
+    assert {key for section in Recipe.model_fields.values() for key in section.annotation.model_fields} <= set(
+        everything
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "hint"),
+    [("optm", "did you mean optim?"), ("optim.lrr", "did you mean optim.lr?"), ("xyz", "sections are run, model")],
+)
+def test_keys_of_an_unknown_section_are_refused(capsys: pytest.CaptureFixture[str], section: str, hint: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["recipe", "keys", section])
+    assert left.value.code == 2
+    assert f"error: {section} is no section and no key of a recipe; {hint}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("is_terminal", "found"), [(True, None), (False, "1")])
@@ -75,6 +162,7 @@ def test_an_evaluation_has_bars_on_a_terminal_only(
     monkeypatch: pytest.MonkeyPatch, is_terminal: bool, found: str | None
 ) -> None:
     seen: list[str | None] = []
+    monkeypatch.setattr(arguments, "check_arguments", lambda *_, **__: None)
     monkeypatch.setattr(command, "evaluate", lambda *_, **__: seen.append(os.environ.get("TQDM_DISABLE")))
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
     monkeypatch.setenv("TQDM_DISABLE", "")
@@ -82,6 +170,12 @@ def test_an_evaluation_has_bars_on_a_terminal_only(
     with pytest.raises(SystemExit):
         main(["eval", "runs/a", "--suite", "offline"])
     assert seen == [found]
+
+
+def test_a_file_that_exists_is_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["export", str(RECIPES / "edit_llama_stdlib.yaml")])
+    assert "is not a run directory" in capsys.readouterr().err
 
 
 def test_a_spawned_worker_that_imports_the_main_module_runs_no_command() -> None:

@@ -12,16 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from llmtrain.compare import cluster
 from llmtrain.compare.cluster import (
     HostLimits,
     VirtualHost,
-    hosts,
     processes,
+    remove_cluster,
     remove_leftovers,
     virtual_cluster,
     why_no_cluster,
 )
-from llmtrain.compare.cluster.hosts import remove_cluster
 from llmtrain.compare.cluster.limits import shape
 from llmtrain.compare.cluster.processes import MARK, CommandError, in_namespace, signal_all
 from llmtrain.errors import ClusterError
@@ -89,7 +89,7 @@ def test_hosts_need_a_kernel_that_makes_them(tmp_path: Path, script: Script, be:
 
 @pytest.mark.parametrize("count", [0, 255])
 def test_a_network_has_addresses_for_so_many_hosts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(hosts, "why_no_cluster", lambda: None)
+    monkeypatch.setattr(cluster, "why_no_cluster", lambda: None)
     with pytest.raises(ClusterError, match=f"^{count} hosts: expected 1 to 254$"):
         virtual_cluster([HostLimits()] * count).__enter__()
 
@@ -119,9 +119,7 @@ def test_a_program_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_process_joins_the_control_group_of_its_host_before_its_namespace(tmp_path: Path, script: Script) -> None:
     script('cat "$GROUP"; echo "$@"', "ip")
     group = tmp_path / "cgroup.procs"
-    host = VirtualHost(
-        *("host0", ("10.77.0.1",), "eth0"), namespace="space", switch="switch", names=tmp_path / "names", group=group
-    )
+    host = VirtualHost("host0", "space", ("10.77.0.1",), "eth0", switch="switch", names=tmp_path / "names", group=group)
     process = host.popen(["true", "a b"], {**os.environ, "GROUP": str(group)}, stdout=subprocess.PIPE, text=True)
     joined, command = process.communicate(timeout=60)[0].splitlines()
     assert joined == str(process.pid)
@@ -142,9 +140,9 @@ def test_a_namespace_that_another_process_has_removed_is_gone(
     for name in (f"{DEAD}-host0", f"{DEAD}-switch", "others"):
         (files / name).touch()
     monkeypatch.setenv("FILES", str(files))
-    monkeypatch.setattr(hosts, "NAMESPACES", files)
-    monkeypatch.setattr(hosts, "FOLDERS", tmp_path / "folders")
-    monkeypatch.setattr(hosts, "controller", lambda: None)
+    monkeypatch.setattr(cluster, "NAMESPACES", files)
+    monkeypatch.setattr(cluster, "FOLDERS", tmp_path / "folders")
+    monkeypatch.setattr(cluster, "controller", lambda: None)
     be(0)
     script(f"{also}; echo 'Cannot remove namespace file' >&2; exit 1", "ip")
     if is_gone:
@@ -178,9 +176,9 @@ def dead_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "run" / DEAD
     folder.mkdir(parents=True)
     (folder.parent / "others").mkdir()
-    monkeypatch.setattr(hosts, "FOLDERS", folder.parent)
-    monkeypatch.setattr(hosts, "NAMESPACES", tmp_path / "netns")
-    monkeypatch.setattr(hosts, "controller", lambda: None)
+    monkeypatch.setattr(cluster, "FOLDERS", folder.parent)
+    monkeypatch.setattr(cluster, "NAMESPACES", tmp_path / "netns")
+    monkeypatch.setattr(cluster, "controller", lambda: None)
     return folder
 
 
@@ -201,8 +199,8 @@ def test_folders_of_dead_clusters_are_found_by_root_alone(
 ) -> None:
     be(user)
     removed: list[str] = []
-    monkeypatch.setattr(hosts, "marks", dict)
-    monkeypatch.setattr(hosts, "remove_cluster", removed.append)
+    monkeypatch.setattr(cluster, "marks", dict)
+    monkeypatch.setattr(cluster, "remove_cluster", removed.append)
     remove_leftovers()
     assert removed == ([DEAD] if user == 0 else [])
 

@@ -12,7 +12,7 @@ import pytest
 from llmtrain.compare import runner
 from llmtrain.errors import STOPPED_EARLY
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[2] / "recipes" / "edit_llama_stdlib.yaml"
 FILE = f"""
 recipe: {RECIPE}
 overrides: [train.steps=60]
@@ -41,7 +41,7 @@ def test_an_interruption_that_python_drops_ends_it_before_the_next_trial(
 
     def make(planned: Any, *_: Any) -> Any:
         made.append(planned.run)
-        return SimpleNamespace(wall_seconds=1.0, state="done", last_lines=[], write=lambda directory: None)
+        return SimpleNamespace(wall_seconds=1.0, state="done", last_lines=[])
 
     def report(*_: Any) -> Path:
         if len(made) == 1:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from llmtrain.compare.measures import find_sweeps, gather
-from llmtrain.compare.plots import draw_loss, draw_throughput, styles
+from llmtrain.compare.plots import draw_loss, draw_throughput
 from llmtrain.compare.results import load_trials
 from tests.unit.written_trials import straight, validation, write_trial
 
@@ -18,13 +18,13 @@ from tests.unit.written_trials import straight, validation, write_trial
 def throughput(folder: Path, planned: Sequence[tuple[str, str, int]] = ()) -> Axes | None:
     results = gather(load_trials([folder]), planned=planned)
     (sweep,) = find_sweeps(list(results.targets))
-    figure = draw_throughput(results, sweep, styles(results))
+    figure = draw_throughput(results, sweep)
     return figure and figure.axes[0]
 
 
 def losses(folder: Path) -> Axes:
     results = gather(load_trials([folder]))
-    figure = draw_loss(results, next(iter(results.targets)), "seconds", styles(results))
+    figure = draw_loss(results, next(iter(results.targets)), "seconds")
     assert figure is not None
     return figure.axes[0]
 

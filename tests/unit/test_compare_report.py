@@ -9,12 +9,11 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from llmtrain.compare import tables
-from llmtrain.compare.measures import gather
-from llmtrain.compare.plots import styles
+from llmtrain.compare import report
+from llmtrain.compare.measures import Results, gather
+from llmtrain.compare.plots import styles, synchronizations, window_seconds, window_start
 from llmtrain.compare.report import html_body, write_report
 from llmtrain.compare.results import load_trials
-from llmtrain.compare.timeline import synchronizations, window_seconds, window_start
 from tests.unit.written_trials import (
     METHODS,
     logged,
@@ -36,14 +35,18 @@ def write(folder: Path, condition: str = "plain", **runs: list[tuple[float, floa
             write_trial(folder, condition, run, seed, lines)
 
 
+def results_of(folder: Path, **options) -> Results:
+    return gather(load_trials([folder]), **options)
+
+
 def headline(folder: Path, **options) -> str:
-    return tables.headline(gather(load_trials([folder]), **options))
+    return report.headline(results_of(folder, **options))
 
 
 def rows(folder: Path, **options) -> dict[str, dict[str, str]]:
     """The table of the first condition, by run."""
-    results = gather(load_trials([folder]), **options)
-    table = tables.runs_table(results, next(iter(results.targets)))
+    results = results_of(folder, **options)
+    table = report.runs_table(results, next(iter(results.targets)))
     return {row["run"]: row for row in table.to_dict("records")}
 
 
@@ -61,9 +64,9 @@ def test_the_fastest_with_its_range_over_seeds_and_its_bytes(tmp_path: Path) -> 
         "speed-up": "5.0 (4.0 to 6.0)",
         "speed-up to its own final loss": "5.0 (4.0 to 6.0)",
         "tokens/s": "45.5 (40 to 50)",
-        "sent in all": "20 B",
+        "sent in total": "20 B",
         "sent to loss 4.000": "20 B",
-        "of the baseline's bytes": "2.0 %",
+        "of the baseline's bytes": "2 %",
         "tokens to loss 4.000": "1 k",
         "training time": "22 s (20 s to 25 s)",
     }
@@ -120,11 +123,11 @@ def test_between_leaders_there_may_be_no_difference(tmp_path: Path) -> None:
 )
 def test_nobody_was_faster(tmp_path: Path, edit: list[tuple[float, float]], target: float | None) -> None:
     write(tmp_path, synchronous=SYNCHRONOUS, edit=edit)
-    assert headline(tmp_path, target=target) == "No run was seen to be faster than the baseline synchronous"
+    assert headline(tmp_path, target=target) == "No run was measurably faster than the baseline synchronous"
 
 
 def test_there_is_nothing_to_compare(tmp_path: Path) -> None:
-    nothing = "Nothing to compare: no other run than the baseline {} has results, or the baseline has no loss to reach"
+    nothing = "Nothing to compare: the baseline {} has no final loss, or no other run has results"
     write_run(tmp_path / "alone" / "mine", straight(10.0, 4.0), "edit")
     assert headline(tmp_path / "alone") == nothing.format("mine")
     write_trial(tmp_path / "failed", "plain", "edit", 1, [], state="failed")
@@ -153,20 +156,21 @@ def test_the_headline_is_the_largest_speed_up_of_all_conditions(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("show", "value", "text"),
     [
-        (tables.seconds, 4.23, "4.2 s"),
-        (tables.seconds, 119.4, "119 s"),
-        (tables.seconds, 130.0, "2.2 min"),
-        (tables.seconds, 7300.0, "2.0 h"),
-        (tables.size, 3244840800, "3.24 GB"),
-        (tables.size, 512, "512 B"),
-        (tables.size, 2.345e12, "2.35 TB"),
-        (tables.size, 4.2e15, "4200 TB"),
-        (tables.count, 999.7, "1 k"),
-        (tables.percent, 0.0213, "2.1 %"),
-        (tables.percent, 0.97, "97 %"),
-        (tables.percent, 0.0001, "less than 0.1 %"),
-        (tables.ratio, 0.966, "0.97"),
-        (tables.ratio, 5.24, "5.2"),
+        (report.seconds, 4.23, "4.2 s"),
+        (report.seconds, 119.4, "119 s"),
+        (report.seconds, 130.0, "2.2 min"),
+        (report.seconds, 7300.0, "2.0 h"),
+        (report.size, 3244840800, "3.24 GB"),
+        (report.size, 512, "512 B"),
+        (report.size, 2.346e12, "2.35 TB"),
+        (report.size, 4.2e15, "4.2 PB"),
+        (report.count, 999.7, "1 k"),
+        (report.percent, 0.0213, "2.1 %"),
+        (report.percent, 0.97, "97 %"),
+        (report.percent, 0.0001, "0.01 %"),
+        (report.percent, 1.234, "120 %"),
+        (report.ratio, 0.966, "0.97"),
+        (report.ratio, 5.24, "5.2"),
     ],
 )
 def test_numbers_as_words(show, value, text: str) -> None:
@@ -202,12 +206,12 @@ def test_windows_hold_two_rounds_of_the_slowest_run_unless_it_dwarfs_the_others(
 def test_every_run_has_a_style_of_its_own(tmp_path: Path) -> None:
     for number in range(12):
         write_trial(tmp_path, "plain", f"run{number:02d}", 1, straight(10.0, 4.0))
-    drawn = styles(gather(load_trials([tmp_path])))
+    drawn = styles(results_of(tmp_path))
     assert len(set(map(str, drawn.values()))) == 12 and drawn["run00"]["color"] == "black"
 
 
 def test_markdown_is_shown_as_it_is_in_html(tmp_path: Path) -> None:
-    name = tables.literal("a*b* <c> `d` [e](f)")
+    name = report.literal("a*b* <c> `d` [e](f)")
     html = html_body(
         f"# {name}\n\n| run | loss |\n| --- | ---: |\n| x\\|y | 4.0 (3.9 to 4.1) |\n\n    one\n      <two>\n", tmp_path
     )
@@ -218,12 +222,12 @@ def test_markdown_is_shown_as_it_is_in_html(tmp_path: Path) -> None:
 
 def test_a_report_of_everything(tmp_path: Path) -> None:
     planned = write_comparison(tmp_path, conditions=("100mbit", "30mbit"), seeds=(1,))
-    path = write_report(load_trials([tmp_path]), tmp_path, planned=planned, command="python -m llmtrain compare x.yaml")
+    path = write_report(results_of(tmp_path, planned=planned), tmp_path, "llmtrain compare x.yaml")
     text, page = (tmp_path / "report.md").read_text(), path.read_text()
     assert path == tmp_path / "report.html"
     titles = [
         *("Runs", "Loss against tokens, time and bytes", "Where the time went", "Timelines"),
-        *("Bytes against interface counters", "Trials that did not finish", "How it was made"),
+        *("Bytes against interface counters", "Trials that did not finish", "How this report was made"),
     ]
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == re.findall(r"<h2>(.*)</h2>", page) == titles
     linked = re.findall(r"\]\((plots/[^)]*)\)", text)
@@ -234,8 +238,8 @@ def test_a_report_of_everything(tmp_path: Path) -> None:
     assert len(re.findall(r'src="data:image/png;base64,', page)) == 10
     assert not re.search(r"<script|<link|src=\"(?!data:)|https?://", page)
     for needed in (
-        *("1.048", "Connection reset by peer", "exit codes of the hosts: 1, 1, -9, 1", "0123abc", "not yet run"),
-        *("python -m llmtrain compare x.yaml", "30 Mbit/s between 4 hosts", "sync.method=edit", *METHODS),
+        *("1.048", "Connection reset by peer", "Exit codes of the hosts: 1, 1, -9, 1", "0123abc", "not yet run"),
+        *("llmtrain compare x.yaml", "30 Mbit/s between 4 hosts", "sync.method=edit", *METHODS),
     ):
         assert needed in text and needed in page, needed
     assert "run.seed=" not in text
@@ -244,11 +248,11 @@ def test_a_report_of_everything(tmp_path: Path) -> None:
 def test_reports_of_little(tmp_path: Path) -> None:
     """One trial that broke at once; then one with a loss that was never finite and no synchronization."""
     write_trial(tmp_path, "plain", "edit", 1, [], state="failed", last_lines=["gone"])
-    text = (write_report(load_trials([tmp_path]), tmp_path).parent / "report.md").read_text()
+    text = (write_report(results_of(tmp_path), tmp_path).parent / "report.md").read_text()
     assert "plots/" not in text and "    gone" in text and "| edit | 1 failed | baseline | – |" in text
     lines = [validation(0, 0.0, None), logged(10, 5.0, sent=0.0), validation(10, 5.0, None)]
     write_trial(tmp_path, "plain", "solo", 1, lines)
-    text = (write_report(load_trials([tmp_path]), tmp_path).parent / "report.md").read_text()
+    text = (write_report(results_of(tmp_path), tmp_path).parent / "report.md").read_text()
     assert (
         "| solo | 1 done | not comparable | – | – |" in text
         and "plots/time-plain.png" in text
@@ -258,9 +262,12 @@ def test_reports_of_little(tmp_path: Path) -> None:
 
 def test_a_report_names_a_given_target_and_shows_no_last_lines_where_there_are_none(tmp_path: Path) -> None:
     write_trial(tmp_path, "plain", "edit", 1, [], state="failed", exit_codes=[1, None])
-    text = (write_report(load_trials([tmp_path]), tmp_path, target=6.0).parent / "report.md").read_text()
-    assert "- Baseline: edit. Target: a validation loss of 6.000, as given." in text
-    assert "Failed, exit codes of the hosts: 1, none; it trained no step.\n\n## How it was made" in text
+    text = (write_report(results_of(tmp_path, target=6.0), tmp_path).parent / "report.md").read_text()
+    assert "- Baseline: edit. Target: a given validation loss of 6.000." in text
+    assert (
+        "State: failed. Exit codes of the hosts: 1, none. Last logged step: none.\n\n## How this report was made"
+        in text
+    )
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
@@ -268,12 +275,12 @@ def test_losses_of_one_validation_each_leave_room_for_the_target(tmp_path: Path)
     """The baseline, whose loss is the target, ends far above all others: its line would be outside of the picture."""
     for run, loss in {"synchronous": 5.95, "edit": 5.78, "diloco": 5.69, "palsgd": 5.64}.items():
         write_trial(tmp_path, "plain", run, 1, straight(20, loss)[1:])
-    write_report(load_trials([tmp_path]), tmp_path, "synchronous")
+    write_report(results_of(tmp_path, baseline="synchronous"), tmp_path)
     assert (tmp_path / "plots/loss_bytes-plain.png").exists()
 
 
 def test_a_table_of_seeds_that_got_there_and_that_did_not(tmp_path: Path) -> None:
     write(tmp_path, synchronous=[(100.0, 4.0)] * 3, edit=[(20.0, 4.0), (10.0, 4.0), (30.0, 4.4)])
-    text = (write_report(load_trials([tmp_path]), tmp_path).parent / "report.md").read_text()
+    text = (write_report(results_of(tmp_path), tmp_path).parent / "report.md").read_text()
     cells = "mixed | 4.000 (4.000 to 4.400) | 20 s (10 s to 20 s in 2 of 3) | 5.0 (5.0 to 10) |"
     assert f"| edit | 3 done | {cells}" in text

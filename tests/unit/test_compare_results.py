@@ -136,7 +136,7 @@ def test_directories_that_hold_nothing_are_named(tmp_path: Path) -> None:
     write_trial(tmp_path / "full", "plain", "diloco", 1, CURVE)
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        ResultsError, match=r"empty holds no run that has ended: expected trial\.json, or metrics\.jsonl"
+        ResultsError, match=r"empty holds no ended run \(trial\.json, or metrics\.jsonl and recipe\.yaml\)"
     ):
         load_trials([tmp_path / "full", tmp_path / "empty"])
 
@@ -151,17 +151,17 @@ def test_two_trials_of_one_name_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("trial.json", b"{", r"trial\.json is damaged \(.*\); delete its folder to run that trial again"),
+        ("trial.json", b"{", r"trial\.json is damaged \(.*\); delete its folder to run it again"),
         ("trial.json", b'{"run": "\xff"}', r"trial\.json is damaged \(.*can't decode byte 0xff.*\); delete its folder"),
-        ("trial.json", b"[]", r"trial\.json holds no JSON object; delete its folder"),
+        ("trial.json", b"[]", r"trial\.json holds no mapping; delete its folder"),
         (
             "trial.json",
             b'{"hosts": [7]}',
-            r"seed-1 is not what a trial leaves behind \(1 validation error .*\); delete it",
+            r"seed-1 is not a valid trial \(1 validation error .*\); delete it",
         ),
         ("recipe.yaml", b"run: [\nsync:", r"recipe\.yaml is damaged \(while parsing a flow .*\); delete its folder"),
         ("recipe.yaml", b"run: \xff", r"recipe\.yaml is damaged \(.*can't decode byte 0xff.*\); delete its folder"),
-        ("recipe.yaml", b"sync: edit", r"seed-1 is not what a trial leaves behind"),
+        ("recipe.yaml", b"sync: edit", r"seed-1 is not a valid trial"),
     ],
     ids=["cut off", "binary", "a list", "a host that is none", "cut off recipe", "binary recipe", "no section"],
 )

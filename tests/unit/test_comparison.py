@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from llmtrain.compare import faults, runner
-from llmtrain.compare.comparison import load_comparison, trials
+from llmtrain.compare.comparison import ConditionSection, load_comparison, trials
 from llmtrain.compare.faults import Faults, GarbageLoader, inject
 from llmtrain.errors import STOPPED_EARLY, RecipeError
 from llmtrain.recipe_check import check
@@ -19,7 +20,7 @@ from llmtrain.recipe_loader import load_recipe
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "recipes" / "compare").glob("*.yaml"))
 SMALL = """
-recipe: ../quickstart.yaml
+recipe: ../edit_llama_stdlib.yaml
 overrides: [train.steps=20]
 hosts: {count: 2}
 runs:
@@ -50,7 +51,7 @@ def test_shipped_comparisons_plan_recipes_that_can_be_trained(file: Path) -> Non
 
 def test_a_run_may_restart_on_more_and_fewer_hosts(tmp_path: Path) -> None:
     text = """
-recipe: ../quickstart.yaml
+recipe: ../edit_llama_stdlib.yaml
 hosts: {count: 4}
 runs:
   elastic: {replicas: 2, restarts: [{after_step: 60, replicas: 4}, {after_step: 120, replicas: 1}]}
@@ -68,28 +69,18 @@ def test_runs_take_turns_under_a_condition_and_seeds_come_last(tmp_path: Path) -
     both = ("synchronous", "diloco")
     assert order == [(seed, condition, run) for seed in (1, 2) for condition in ("thin", "slow") for run in both]
     assert planned[1].directory == Path("runs/small/thin/diloco/seed-1")
-    assert planned[1].recipe == tmp_path / "../quickstart.yaml"
+    assert planned[1].recipe == tmp_path / "../edit_llama_stdlib.yaml"
     overrides = list(planned[0].overrides)
     assert overrides.index("train.steps=20") < overrides.index("sync.warmup_steps=0") < overrides.index("optim.lr=1e-3")
     assert {"run.seed=1", "run.name=seed-1", "parallel.replicas=2"} <= set(overrides)
 
 
-def test_conditions_in_words(tmp_path: Path) -> None:
+def test_the_settings_of_a_condition_are_those_of_its_file(tmp_path: Path) -> None:
     conditions = load_comparison(written(tmp_path, SMALL)).conditions
-    assert conditions["thin"].words() == "100 Mbit/s, host 1: 10 Mbit/s, 0.5 CPUs"
-    assert conditions["slow"].words() == (
-        "no limit on bandwidth, a random host sleeps 0.3 s in every step, host 1 dies after 5 s"
-    )
-
-
-def test_all_that_a_condition_may_hold_in_words(tmp_path: Path) -> None:
-    all_of_it = """{bandwidth_mbit: 30, latency_ms: 2.5, hosts: {1: {latency_ms: 10}}, delays: {host: 1, seconds: 0.3},
-         pauses: [{host: 0, at: 4, seconds: 3}], garbage: {host: 1, first: 5, last: 9}}"""
-    text = SMALL.replace("{bandwidth_mbit: 100, hosts: {1: {bandwidth_mbit: 10, cpus: 0.5}}}", all_of_it)
-    assert load_comparison(written(tmp_path, text)).conditions["thin"].words() == (
-        "30 Mbit/s, 2.5 ms latency, host 1: 10 ms latency, host 1 sleeps 0.3 s in every step, "
-        "host 0 stops for 3 s after 4 s, host 1 reads garbage in steps 5 to 9"
-    )
+    for name, condition in yaml.safe_load(SMALL)["conditions"].items():
+        assert yaml.safe_load(f"{{{conditions[name].settings()}}}") == condition
+    assert conditions["thin"].settings() == "bandwidth_mbit: 100.0, hosts: {1: {bandwidth_mbit: 10.0, cpus: 0.5}}"
+    assert ConditionSection().settings() == "no limits, no faults"
 
 
 @pytest.mark.parametrize(
@@ -107,11 +98,14 @@ def test_all_that_a_condition_may_hold_in_words(tmp_path: Path) -> None:
         (("hosts: {1:", "hosts: {2:"), "conditions.thin names host 2, but hosts.count is 2: they are 0 to 1"),
         (("delays: {host: random", "delays: {host: 7"), "conditions.slow names host 7"),
         (("seeds: [1, 2]", "seeds: []"), "seeds is "),
-        (("recipe: ../quickstart.yaml", ""), "runs.synchronous has no recipe; give runs.synchronous.recipe or recipe"),
+        (
+            ("recipe: ../edit_llama_stdlib.yaml", ""),
+            "runs.synchronous has no recipe; give runs.synchronous.recipe or recipe",
+        ),
         (("hosts: {count: 2}", "baseline: edit"), "baseline is 'edit', which is none of the runs synchronous, diloco"),
         (("runs:", "runs: 5\nrun:"), "run is not a key"),
         (("runs:", "runs: [\n"), "can't be read as a comparison"),
-        (("diloco:", "diloco: {replicas: 3}"), "runs.diloco has 3 replicas, one a host, but hosts.count is 2"),
+        (("diloco:", "diloco: {replicas: 3}"), "runs.diloco has 3 replicas, one per host, but hosts.count is 2"),
         (
             ("diloco:", "diloco: {restarts: [{after_step: 5, replicas: 1}]}"),
             "runs.diloco has restarts, which conditions.slow with its pauses or kills excludes",
@@ -194,7 +188,7 @@ def injected(host: int, **asked: Any) -> tuple[SimpleNamespace, list[Any]]:
     trainer = SimpleNamespace(
         loader=Text(), engine=SimpleNamespace(register_block_hook=hooks.append), state=SimpleNamespace(step=0)
     )
-    inject(Faults(seed=3, hosts=2, **asked), host)(trainer)
+    inject(trainer, Faults(seed=3, hosts=2, **asked), host)
     return trainer, hooks
 
 
@@ -225,7 +219,7 @@ def test_a_host_sleeps_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ONE = f"""
-recipe: {ROOT}/recipes/quickstart.yaml
+recipe: {ROOT}/recipes/edit_llama_stdlib.yaml
 hosts: {{count: 2}}
 runs: {{diloco: {{overrides: [sync.warmup_steps=2]}}}}
 """
@@ -270,5 +264,5 @@ def test_the_folder_of_another_comparison_is_not_gone_on_with(
     with pytest.raises(RecipeError) as refused:
         runner.run_comparison(file, second, shaping=False)
     assert str(refused.value) == (
-        f"runs/small was made by another version of this comparison ({difference}); give another `name:`, or remove the folder"
+        f"runs/small belongs to another version of this comparison ({difference}); give another `name:`, or remove the folder"
     )

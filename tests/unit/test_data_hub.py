@@ -39,8 +39,8 @@ for keys, split in {attempts}:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's API as streaming a data set of jsonl files needs. It never answers what has "silent" in its name, which
-    is the worst that a network can do."""
+    """The part of the hub's API that streaming a data set of jsonl files needs. It never answers a request with "silent" in its path,
+    which is the worst that a network can do."""
 
     protocol_version = "HTTP/1.1"
     closed = threading.Event()

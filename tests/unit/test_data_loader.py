@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.data.index import TokenShards
-from llmtrain.data.loader import IGNORE_INDEX, Loader, eval_batches
-from llmtrain.data.prefetch import PrefetchLoader
+from llmtrain.data.dataset import TokenShards
+from llmtrain.data.loader import Loader, PrefetchLoader, eval_batches, grow, merge_cursors
 from llmtrain.errors import DataError
+from llmtrain.loss import IGNORE_INDEX
 from tests.end_to_end.runs import wait_until
 from tests.mother import session
 from tests.unit import processes
@@ -77,7 +77,7 @@ def test_resume_by_position(before: int) -> None:
     for _ in range(before):
         first.next()
     assert first.state_dict() == {"position": before * BATCH}
-    assert first.epoch == before * BATCH / 29
+    assert first.cursor.num_read == before * BATCH
     second = loader(sequence(29), 1, 2)
     second.next()
     second.load_state_dict(first.state_dict())
@@ -172,3 +172,29 @@ def test_an_error_of_the_thread_is_raised_by_next() -> None:
     broken.next = fail
     with pytest.raises(DataError, match="a shard is gone"):
         PrefetchLoader(broken, timeout_seconds=10).next()
+
+
+@pytest.mark.parametrize("done", [2, 3])
+def test_samples_that_are_added_come_after_those_that_were_there(done: int) -> None:
+    """A hub data set is tokenized as far as a run reads it; a longer run adds to it."""
+    small, large, larger = (sequence(samples) for samples in (24, 40, 56))
+    first, second, third = loader(small), loader(large), loader(larger)
+    before = [first.sample(entry) for entry in range(24)]
+    for _ in range(done):
+        first.next()
+    second.load_state_dict(grow(first.state_dict(), 24, 40))
+    once = [second.sample(entry) for entry in range(40)]
+    assert once[:24] == before and sorted(once[24:]) == list(range(24, 40)) != once[24:]
+    following = [second.sample(entry) for entry in range(40, 80)]
+    assert sorted(following) == list(range(40)), "the next epoch has all"
+    assert set(following[:24]) != set(range(24)), "in one order"
+    assert second.cursor.num_read == done * BATCH
+    state = second.state_dict()
+    assert state == {"position": done * BATCH, "sizes": [24, 40]}
+    again = loader(large)
+    again.load_state_dict(grow(state, 24, 40))
+    assert [again.sample(entry) for entry in range(80)] == [second.sample(entry) for entry in range(80)]
+    third.load_state_dict(grow(state, 24, 56))
+    assert [third.sample(entry) for entry in range(40)] == once and third.sizes == [24, 40, 56]
+    assert merge_cursors([state, state], BATCH)["sizes"] == [24, 40]
+    assert grow(state, 24, 30) == {"position": done * BATCH} == grow(first.state_dict(), 24, 24)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import errno
+import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from llmtrain.config import DataSection
-from llmtrain.data import index
+from llmtrain.data import dataset
+from llmtrain.data import extend as extending
 from llmtrain.data import prepare as module
-from llmtrain.data.index import ShardWriter, TokenShards
-from llmtrain.data.prepare import TokenDataset, open_dataset, prepare, verify
-from llmtrain.data.sources import documents
+from llmtrain.data.dataset import ShardWriter, TokenDataset, TokenShards, open_dataset
+from llmtrain.data.prepare import prepare
+from llmtrain.data.sources import TextStream, documents
 from llmtrain.errors import DataError
 from tests.mother import session
 from tests.unit import processes
+from tests.unit.test_data_damage import searched
 
 TEXTS = [f"Document {i}.\n\n  It says <|endoftext|> {i * i} times.\té" for i in range(400)]
 
@@ -31,8 +36,8 @@ def data(tmp_path: Path) -> DataSection:
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BATCH_CHARACTERS", 1000)
-    monkeypatch.setattr(module, "PIECE_CHARACTERS", 40)
+    monkeypatch.setattr(extending, "BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr(extending, "PIECE_CHARACTERS", 40)
 
 
 def texts_of(prepared: TokenDataset, split: str) -> list[str]:
@@ -55,7 +60,7 @@ def cached(data: DataSection) -> list[str]:
 
 @pytest.mark.usefixtures("small_batches")
 def test_text_survives_and_counts_are_true(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShardWriter.__init__, "__defaults__", (700,))
+    monkeypatch.setattr(dataset, "SHARD_TOKENS", 700)
     prepared = prepare(data, 10**9, 10**9)
     assert prepared.directory.name.startswith("stories-train_320-")
     assert prepared.dtype == np.uint16 and prepared.vocab_size == 320
@@ -67,7 +72,7 @@ def test_text_survives_and_counts_are_true(data: DataSection, monkeypatch: pytes
         assert index.text_bytes == sum(len(text.encode()) for text in expected)
         assert index.tokens == len(prepared.tokens(split)) == sum(shard.tokens for shard in index.shards)
         assert all(shard.tokens == 700 for shard in index.shards[:-1]) and len(index.shards) > 2
-    verify(prepared)
+    assert searched(prepared) is None
 
 
 def test_large_vocabulary_takes_four_bytes(data: DataSection, tmp_path: Path) -> None:
@@ -84,7 +89,7 @@ def test_large_vocabulary_takes_four_bytes(data: DataSection, tmp_path: Path) ->
     prepared = prepare(data.model_copy(update={**keys, "validation": str(tmp_path / "valid.txt")}), 100, 100)
     assert prepared.dtype == np.uint32 and prepared.vocab_size == 70_001
     assert prepared.tokens("train").window(0, 4).tolist() == [69_999, 1, 65_536, 70_000]
-    verify(prepared)
+    assert searched(prepared) is None
 
 
 def at_most(data: DataSection, tokens: int) -> DataSection:
@@ -124,29 +129,125 @@ def test_other_choices_go_to_other_folders(data: DataSection, tmp_path: Path) ->
     assert len(cached(data)) == 5
 
 
+@pytest.fixture
+def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that are tokenized from now on."""
+    texts, tokenize = [], extending._tokenize
+
+    def counted(tokenizer: object, batch: list[tuple[str, str]]) -> object:
+        texts.extend(text for _, text in batch)
+        return tokenize(tokenizer, batch)
+
+    monkeypatch.setattr(extending, "_tokenize", counted)
+    return texts
+
+
+def interrupted_after(count: int, error: type[BaseException]) -> type[TextStream]:
+    class Interrupted(TextStream):
+        def __iter__(self) -> Iterator[tuple[str, str]]:
+            for number, found in enumerate(super().__iter__()):
+                if number == count:
+                    raise error
+                yield found
+
+    return Interrupted
+
+
+def all_tokens(prepared: TokenDataset, split: str) -> list[int]:
+    tokens = TokenDataset(prepared.directory, prepared.index).tokens(split)
+    return tokens.window(0, len(tokens)).tolist()
+
+
 @pytest.mark.usefixtures("small_batches")
-def test_interruption_leaves_nothing_half_done(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = prepare(at_most(data, 500 + 1), 500, 100)
-    killed = before.directory.with_name(f"{before.directory.name}.new-tmp")
-    killed.mkdir()
-    (killed / "train-00000.npy").write_bytes(b"half")
-    tokenize, calls = module._tokenize, []
+@pytest.mark.parametrize("error", [KeyboardInterrupt, DataError])
+def test_what_was_tokenized_before_an_interruption_is_kept(
+    data: DataSection, monkeypatch: pytest.MonkeyPatch, tokenized: list[str], error: type[BaseException]
+) -> None:
+    whole = prepare(data.model_copy(update={"cache_dir": data.cache_dir + "-whole"}), 10**9, 10**9)
+    assert sorted(tokenized) == sorted(TEXTS), "one pass for both splits"
+    tokenized.clear()
 
-    def interrupted(*arguments: object) -> np.ndarray:
-        calls.append(1)
-        if len(calls) > 1:
-            raise KeyboardInterrupt
-        return tokenize(*arguments)
+    monkeypatch.setattr(extending, "TextStream", interrupted_after(150, error))
+    for so_far in (150, 300):
+        with pytest.raises(error):
+            prepare(data, 10**9, 10**9)
+        left = open_dataset(module.cache_path(data))
+        counts = sum(split.documents for split in left.index.splits.values())
+        assert so_far - 150 < counts <= so_far and not left.index.splits["train"].exhausted
+        assert all_tokens(left, "train") == all_tokens(whole, "train")[: left.index.splits["train"].tokens]
+    monkeypatch.setattr(extending, "TextStream", TextStream)
+    prepared = prepare(data, 10**9, 10**9)
+    assert {split: all_tokens(prepared, split) for split in ("train", "validation")} == {
+        split: all_tokens(whole, split) for split in ("train", "validation")
+    }
+    assert sorted(tokenized) == sorted(TEXTS), "none twice"
+    assert searched(prepared) is None
+    named = {shard.name for split in prepared.index.splits.values() for shard in split.shards}
+    assert named == {path.name for path in prepared.directory.glob("*.npy")}
 
-    monkeypatch.setattr(module, "_tokenize", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(at_most(data, 3000 + 1), 3000, 100)
-    assert cached(data) == [before.directory.name]
-    verify(prepare(at_most(data, 500 + 1), 500, 100))
-    monkeypatch.setattr(module, "_tokenize", tokenize)
-    killed.mkdir()
-    verify(prepare(at_most(data, 3000 + 1), 3000, 100))
-    assert cached(data) == [before.directory.name]
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_longer_run_adds_to_what_is_there(
+    data: DataSection, tokenized: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one split was read further than the other, and an interruption comes before it is reached again."""
+    few = prepare(at_most(data, 500), 500, 1500)
+    first = {path.name: path.read_bytes() for path in few.directory.glob("*.npy")}
+    assert few.index.splits["train"].position.documents < few.index.splits["validation"].position.documents
+    more = prepare(at_most(data, 700), 700, 100)
+    assert more.index.splits["validation"] == few.index.splits["validation"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(extending, "TextStream", interrupted_after(30, KeyboardInterrupt))
+        prepare(data, 10**9, 10**9)
+    assert open_dataset(few.directory).index.splits["validation"] == few.index.splits["validation"]
+    everything = prepare(data, 10**9, 10**9)
+    assert len(tokenized) == len(TEXTS) == len(set(tokenized))
+    assert all((few.directory / name).read_bytes() == content for name, content in first.items())
+    for split in ("train", "validation"):
+        assert texts_of(everything, split) == list(documents(data, split))
+    assert searched(few) is None and searched(everything) is None, "a run still looks through its own"
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_commits_are_made_while_text_is_read(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extending, "COMMIT_SECONDS", 0.0)
+    prepared = prepare(data, 10**9, 10**9)
+    assert texts_of(prepared, "train") == list(documents(data, "train"))
+    assert len(prepared.index.splits["train"].shards) > 10
+
+
+def test_a_hub_that_breaks_off_is_read_on(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same commit of the dataset, from the file and the row after the last one that was tokenized."""
+    import datasets
+
+    read, revisions = [], []
+
+    def rows(parts: list[int]) -> Iterator[dict[str, str]]:
+        for part in parts:
+            for row in range(40):
+                if len(read) == 150:
+                    read.append((part, row))
+                    raise ConnectionResetError("connection reset by peer")
+                read.append((part, row))
+                yield {"text": TEXTS[part * 40 + row]}
+
+    def load(name: str, subset: None, *, split: str, streaming: bool, revision: str) -> datasets.IterableDataset:
+        revisions.append(revision)
+        return datasets.IterableDataset.from_generator(rows, gen_kwargs={"parts": list(range(10))})
+
+    newest = iter("abc")
+    monkeypatch.setattr("llmtrain.data.sources.require", lambda *_, **__: next(newest))
+    monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr(extending, "BATCH_CHARACTERS", 1000)
+    local = prepare(data.model_copy(update={"cache_dir": data.cache_dir + "-local"}), 10**9, 10**9)
+    tokenizer = {"tokenizer": str(local.directory / "tokenizer"), "source": "hf:o/d"}
+    with pytest.raises(DataError, match=r"reading it from the hub failed .*; start the same command again"):
+        prepare(data.model_copy(update=tokenizer), 10**9, 10**9)
+    broken = len(read)
+    prepared = prepare(data.model_copy(update=tokenizer), 10**9, 10**9)
+    assert revisions == ["a", "a"] and read[broken][0] == 3, "whole files are passed over"
+    for split in ("train", "validation"):
+        assert all_tokens(prepared, split) == all_tokens(local, split)
 
 
 def test_processes_that_start_together_prepare_once(data: DataSection) -> None:
@@ -156,12 +257,15 @@ def test_processes_that_start_together_prepare_once(data: DataSection) -> None:
     assert times == {f"{made(prepare(data, 500, 100))}\n"} and len(cached(data)) == 1
 
 
-def test_waiting_says_for_what_and_ends(data: DataSection, capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_says_for_what_and_ends(
+    data: DataSection, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path(data.cache_dir).mkdir()
     holder = session().fork(processes.hold_lock, f"{module.cache_path(data)}.lock", capture=True)
     assert holder.stdout.readline() == "held\n"
+    monkeypatch.setattr(module, "LOCK_SECONDS", 0.2)
     with pytest.raises(DataError, match=r"another process has held this lock for 0\.2 s"):
-        prepare(data, 100, 100, show_progress=True, lock_timeout=0.2)
+        prepare(data, 100, 100, show_progress=True)
     assert "waiting for another process that prepares" in capsys.readouterr().out
     holder.kill()
     holder.wait(60)
@@ -190,15 +294,24 @@ def test_damaged_folders_are_refused_with_file_and_sizes(data: DataSection) -> N
     refused(rf"train-00000\.npy: no such file; expected {len(whole)} bytes")
 
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(DataError, match=r"train-00000\.npy on .*: checksum .* found, .* expected"):
-        verify(open_dataset(prepared.directory))
+    assert re.search(
+        r"train-00000\.npy on .*: checksum .* found, .* expected", searched(open_dataset(prepared.directory))
+    )
     index = prepared.directory / "index.json"
-    index.write_text(index.read_text().replace('"format": 1', '"format": 2'))
-    refused(r"index\.json: format: Input should be 1")
+    index.write_text(index.read_text().replace('"format": 2', '"format": 3'))
+    refused(r"index\.json: format: Input should be 2")
     index.write_text("{")
     refused(r"index\.json: the file: Invalid JSON")
     index.unlink()
     refused(r"index\.json: no such file")
+
+
+@pytest.mark.parametrize("tokens", [1000, 10_000], ids=["enough", "too few"])
+def test_a_lost_tokenizer_is_named(data: DataSection, tokens: int) -> None:
+    prepared = prepare(data.model_copy(update={"max_tokens": 2000}), 1000, 100)
+    shutil.rmtree(prepared.directory / "tokenizer")
+    with pytest.raises(DataError, match=r"tokenizer_config.json: no such file; .*; delete .* and prepare again"):
+        prepare(data.model_copy(update={"max_tokens": tokens}), 1000, 100)
 
 
 def test_a_split_without_documents_is_refused(data: DataSection, tmp_path: Path) -> None:
@@ -218,10 +331,10 @@ def test_a_disk_that_fails_is_not_taken_for_a_full_one(data: DataSection, monkey
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(module, "_write", fail)
+    monkeypatch.setattr(module, "extend", fail)
     with pytest.raises(OSError, match="Input/output error") as failed:
         prepare(data, 100, 100)
-    assert not isinstance(failed.value, DataError) and cached(data) == []
+    assert not isinstance(failed.value, DataError)
 
 
 def test_a_tokenizer_in_python_alone_gives_the_text_back(data: DataSection, tmp_path: Path) -> None:
@@ -238,9 +351,11 @@ def test_a_tokenizer_in_python_alone_gives_the_text_back(data: DataSection, tmp_
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
-def test_shards_are_plain_npy_read_as_one_sequence(tmp_path: Path, dtype: str) -> None:
+def test_shards_are_plain_npy_read_as_one_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     everything = np.random.default_rng(0).integers(0, 60_000, 1003).astype(dtype)
-    writer = ShardWriter(tmp_path, "train", np.dtype(dtype), shard_tokens=100)
+    assert dataset.SHARD_TOKENS == 100_000_000
+    monkeypatch.setattr(dataset, "SHARD_TOKENS", 100)
+    writer = ShardWriter(tmp_path, "train", np.dtype(dtype))
     for part in np.array_split(everything, 7):
         writer.append(part.astype(np.uint32))
     writer.close()
@@ -256,4 +371,3 @@ def test_shards_are_plain_npy_read_as_one_sequence(tmp_path: Path, dtype: str) -
     assert len(TokenShards(arrays, 150)) == 150 and len(TokenShards(arrays, 5000)) == 1003
     with pytest.raises(AssertionError):
         TokenShards(arrays, 150).window(100, 51)
-    assert index.SHARD_TOKENS == 100_000_000

@@ -128,9 +128,9 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "cut.jsonl.gz", STORIES)
     (tmp_path / "cut.jsonl.gz").write_bytes((tmp_path / "cut.jsonl.gz").read_bytes()[:-20])
     for name, message in {
-        "nothing": r"data\.source: .*nothing: no such file or folder; expected stdlib, a path, or hf:",
-        "empty": r"empty: no text in this folder; expected files that end in \.txt, \.jsonl",
-        "a.csv": r"a\.csv: unknown kind of file; expected \.txt",
+        "nothing": r"data\.source: .*nothing: no such file or folder; expected stories, stdlib, a path, or hf:",
+        "empty": r"empty: no text in this folder; expected files that end in \.txt, \.txt\.gz, \.jsonl",
+        "a.csv": r"a\.csv: unknown kind of file; expected \.txt, \.txt\.gz",
         "latin.txt": r"latin\.txt: not UTF-8",
         "bad.jsonl": r"bad\.jsonl:2: not JSON",
         "list.jsonl": r"list\.jsonl:1: expected a JSON object a line, found list",
@@ -143,6 +143,19 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match=r"data\.validation: .*nothing: no such file"):
         read("stdlib", validation=str(tmp_path / "nothing"))
+
+
+def test_a_folder_that_can_not_be_listed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("words")
+
+    def refuse(path: Path, pattern: str) -> list[Path]:
+        raise PermissionError(13, "Permission denied", f"{path}/cwd")
+
+    monkeypatch.setattr(Path, "rglob", refuse)
+    with pytest.raises(
+        DataError, match=r"data.source: .*/cwd can't be read \(Permission denied\); give a folder of text"
+    ):
+        list(documents(DataSection(source=str(tmp_path)), "train"))
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])

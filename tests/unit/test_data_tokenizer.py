@@ -57,21 +57,23 @@ def test_long_words_and_null_bytes_can_be_trained_on() -> None:
     assert tokenizer.decode(ids(tokenizer, texts[0])) == texts[0]
 
 
-def test_sample_is_bounded_even_and_deterministic() -> None:
+def test_sample_is_bounded_even_and_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"{i:010d}" for i in range(1000)]
-    kept = sample(texts, size=1000, of=8000)
+    assert sample(texts) == texts
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 1000)
+    monkeypatch.setattr(module, "SAMPLE_FROM_BYTES", 8000)
+    kept = sample(texts)
     assert 500 <= sum(map(len, kept)) <= 1000
     assert len({int(b) - int(a) for a, b in itertools.pairwise(kept)}) == 1
     assert 700 < int(kept[-1]) < 800
-    assert sample(texts, size=10**9, of=10**9) == texts
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("train:x", "expected train:SIZE with a whole number"),
-        ("train:100", "can't be trained on this source: Vocabulary size is smaller than required_chars"),
-        ("train:5000", "can't be trained on this source: Vocabulary size too high"),
+        ("train:100", "this source has more characters than that; give at least train:"),
+        ("train:5000", "too little text for so many pieces; give at most train:"),
     ],
 )
 def test_impossible_training_is_one_line(tmp_path: Path, name: str, message: str) -> None:
@@ -80,6 +82,15 @@ def test_impossible_training_is_one_line(tmp_path: Path, name: str, message: str
         load_tokenizer(DataSection(source=str(tmp_path / "a.txt"), tokenizer=name), tmp_path / "tokenizer")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "tokenizer").exists()
+
+
+def test_no_text_and_no_tokenizer_are_named_without_a_librarys_words(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n")
+    with pytest.raises(DataError, match="train:300: the source has no text to train a tokenizer on"):
+        load_tokenizer(DataSection(source=str(tmp_path / "a.txt"), tokenizer="train:300"), tmp_path / "tokenizer")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty: a folder without a tokenizer"):
+        load_tokenizer(DataSection(source="stdlib", tokenizer=str(tmp_path / "empty")), tmp_path / "tokenizer")
 
 
 def bare_tokenizer(path: Path, special: str | None) -> Path:

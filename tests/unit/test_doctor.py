@@ -8,6 +8,7 @@ import resource
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,22 +17,31 @@ import pytest
 import torch
 from rich.console import Console
 
-from llmtrain.doctor import interfaces, links, machine
+from llmtrain.config import ParallelSection
+from llmtrain.doctor import machine, network_speed
 from llmtrain.doctor.finding import Finding, Level, has_problem, ok, problem, show, verdict, warning
-from llmtrain.doctor.interfaces import Card, carries, listed, listens_at, named_by_environment
-from llmtrain.doctor.links import SECRET_BYTES, SHOWN, Link, LinkServer, links_between, measure, measure_all, tournament
-from llmtrain.doctor.machine import environment
-from llmtrain.doctor.node_ranks import RankIdentity, agreement, group, versions, who_is_where
-from llmtrain.doctor.recipe_fit import fit, round_bytes
+from llmtrain.doctor.machine import Card, axis_interfaces, environment, network_interfaces, replica_interface
+from llmtrain.doctor.network_speed import (
+    SECRET_BYTES,
+    SHOWN,
+    Link,
+    LinkServer,
+    links_between,
+    measure,
+    measure_all,
+    tournament,
+)
+from llmtrain.doctor.run_checks import RankIdentity, agreement, encryption, fit, group, versions, who_is_where
 from llmtrain.parallel.network import Networks
 from llmtrain.parallel.world import World
+from llmtrain.plan.time_estimate import round_bytes
 from llmtrain.recipe_loader import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+STDLIB = ROOT / "recipes" / "edit_llama_stdlib.yaml"
 GIB = 2**30
 SECRET = bytes(range(SECRET_BYTES))
-LOOPBACK, CARD = Card("lo", "127.0.0.1", True, None), Card("eth0", "10.0.0.1", True, 10_000)
+LOOPBACK, CARD = Card("lo", "127.0.0.1", True, 0), Card("eth0", "10.0.0.1", True, 10_000)
 
 
 def levels(findings: list[Finding]) -> list[str]:
@@ -111,8 +121,9 @@ def test_a_folder_that_is_read_only_is_a_problem(monkeypatch, tmp_path):
     assert found.level == "problem" and found.advice == "change data.cache_dir"
 
 
-def test_variables_that_steer_are_listed_and_slow_ones_warned_of():
-    found = environment({"NCCL_DEBUG": "trace", "MASTER_ADDR": "10.0.0.1", "HOME": "/nowhere"})
+def test_variables_that_steer_are_listed_and_slow_ones_warned_of(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"NCCL_DEBUG": "trace", "MASTER_ADDR": "10.0.0.1", "HOME": "/nowhere"})
+    found = environment()
     assert found[0].what == "environment: MASTER_ADDR=10.0.0.1 NCCL_DEBUG=trace"
     assert levels(found) == ["ok", "warning"] and found[1].advice == "unset NCCL_DEBUG"
 
@@ -121,9 +132,10 @@ def test_variables_that_steer_are_listed_and_slow_ones_warned_of():
 
 
 def test_cards_are_listed_with_address_and_speed():
-    down = Card("eth1", None, False, None)
-    assert listed([LOOPBACK, CARD, down]).what == "interfaces: lo (127.0.0.1), eth0 (10.0.0.1, 10 Gbit/s)"
-    assert any(card.name == "lo" for card in interfaces.cards())
+    down = Card("eth1", None, False, 0)
+    found = network_interfaces([LOOPBACK, CARD, down])
+    assert found[0].what == "interfaces: lo (127.0.0.1), eth0 (10.0.0.1, 10 Gbit/s)"
+    assert any(card.name == "lo" for card in machine.network_cards())
 
 
 @pytest.mark.parametrize(
@@ -142,27 +154,28 @@ def test_cards_that_the_environment_names_must_be_here(monkeypatch, variable, va
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, value)
-    found = named_by_environment([LOOPBACK, CARD])
+    first, *found = network_interfaces([LOOPBACK, CARD])
+    assert first.level == Level.OK
     assert levels(found) == ([level] if level else [])
     assert all(f"{variable}={value}" in finding.what and "eth0, lo" in finding.advice for finding in found)
 
 
 def test_loopback_between_hosts_is_a_problem(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(interfaces, "address_of", {"lo": "127.0.0.1", "eth0": "10.0.0.1"}.get)
-    assert levels(carries(Networks(replica="eth0", shard="lo"))) == ["ok", "problem"]
-    assert levels(carries(Networks())) == ["ok", "ok"]
-    assert listens_at(Networks(replica="eth0"), "192.0.2.1") == ("eth0", "10.0.0.1")
-    assert listens_at(Networks(), "192.0.2.1") == ("?", "192.0.2.1")
+    monkeypatch.setattr(machine, "address_of", {"lo": "127.0.0.1", "eth0": "10.0.0.1"}.get)
+    assert levels(axis_interfaces(Networks(replica="eth0", shard="lo"))) == ["ok", "problem"]
+    assert levels(axis_interfaces(Networks())) == ["ok", "ok"]
+    assert replica_interface(Networks(replica="eth0"), "192.0.2.1") == ("eth0", "10.0.0.1")
+    assert replica_interface(Networks(), "192.0.2.1") == ("?", "192.0.2.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert levels(carries(Networks())) == ["problem", "problem"]
+    assert levels(axis_interfaces(Networks())) == ["problem", "problem"]
 
 
 # ---- the recipe
 
 
 def recipe(*overrides: str):
-    return load_recipe(QUICKSTART, overrides)
+    return load_recipe(STDLIB, overrides)
 
 
 def test_a_recipe_that_fits(tmp_path):
@@ -180,7 +193,7 @@ def test_a_recipe_that_fits(tmp_path):
 def test_too_little_memory_is_a_problem_and_little_a_warning(tmp_path, gib, expected):
     found, _ = fit(recipe(f"run.out_dir={tmp_path}", f"data.cache_dir={tmp_path}"), ["a"] * 4, [gib * GIB] * 4)
     assert levels(found) == expected
-    assert "quickstart has 1," in found[0].what or "it may run out" in found[1].what
+    assert "edit_llama_stdlib has 1," in found[0].what or "it may run out" in found[1].what
 
 
 def test_the_smallest_memory_counts(tmp_path):
@@ -220,6 +233,17 @@ def test_ranks_are_listed_by_host():
     ]
     uneven = group([rank(0, "node1"), rank(1, "node1"), rank(2, "node2")])
     assert levels(who_is_where(uneven)) == ["ok", "ok", "warning"]
+
+
+def test_a_public_network_between_hosts_is_a_warning_unless_the_recipe_allows_it():
+    hosts = group([rank(0, "node1"), replace(rank(1, "node2"), address="203.0.113.2")])
+    assert encryption(group([rank(0, "node1"), rank(1, "node2")]), ParallelSection()) == []
+    assert encryption(hosts, ParallelSection(allow_unencrypted=True)) == []
+    [found] = encryption(hosts, ParallelSection())
+    assert found.level == "warning" and "launch/two_sites.md" in found.advice
+    assert found.what == (
+        "messages between 203.0.113.2 (eth0 of node2) and 10.0.0.1 (eth0 of node1) cross a public network unencrypted"
+    )
 
 
 @pytest.mark.parametrize(("name", "level"), [("torch", "problem"), ("recipe", "problem"), ("python", "warning")])
@@ -267,7 +291,9 @@ def test_a_clock_that_is_off_is_seen(server, monkeypatch):
         """Of the server, which runs in a thread of its own, 100 s ahead."""
         return 1100.0 if threading.current_thread() is not threading.main_thread() else 1000.0
 
-    monkeypatch.setattr(links, "time", SimpleNamespace(time=clock, perf_counter=links.time.perf_counter))
+    monkeypatch.setattr(
+        network_speed, "time", SimpleNamespace(time=clock, perf_counter=network_speed.time.perf_counter)
+    )
     link = measure(0, 1, "127.0.0.1", ("127.0.0.1", server.port), SECRET, 5)
     assert link.skew == pytest.approx(100, abs=1)
 
@@ -304,8 +330,7 @@ def test_all_links_are_measured_between_two_hosts():
     assert first == second and [(link.here, link.there, link.error) for link in first] == [(0, 1, "")]
 
 
-def three_hosts():
-    return group([rank(0, "node1"), rank(1, "node2"), rank(2, "node3")])
+THREE_HOSTS = ["node1 (10.0.0.1)", "node2 (10.0.0.2)", "node3 (10.0.0.3)"]
 
 
 def link(here: int, there: int, rate: float = 1e8, skew: float = 0.0, error: str = "") -> Link:
@@ -313,25 +338,24 @@ def link(here: int, there: int, rate: float = 1e8, skew: float = 0.0, error: str
 
 
 def test_pairs_that_can_not_talk_are_named():
-    found = links_between(three_hosts(), [link(0, 1, error="timed out"), link(0, 2), link(1, 2)])
+    found = links_between(THREE_HOSTS, [link(0, 1, error="timed out"), link(0, 2), link(1, 2)])
     assert levels(found) == ["problem", "ok", "ok", "ok"]
     assert found[0].what == "node2 (10.0.0.2) can't reach node1 (10.0.0.1): timed out"
     assert "MASTER_PORT" in found[0].advice
-    assert levels(links_between(three_hosts(), [link(0, 1, error="x")])) == ["problem"]
+    assert levels(links_between(THREE_HOSTS, [link(0, 1, error="x")])) == ["problem"]
 
 
 def test_a_slow_link_and_a_clock_that_is_off_are_warned_of():
-    found = links_between(three_hosts(), [link(0, 1), link(0, 2, rate=1e7), link(1, 2, skew=-3)])
+    found = links_between(THREE_HOSTS, [link(0, 1), link(0, 2, rate=1e7), link(1, 2, skew=-3)])
     assert levels(found) == ["warning", "ok", "ok", "warning"]
     assert found[0].what.startswith("node3 (10.0.0.3) to node1 (10.0.0.1): 0.50 ms there and back, 10.0 MB/s sent")
     assert found[3].what == "the clock of node2 (10.0.0.2) is -3.0 s off that of node3 (10.0.0.3)"
-    fine = links_between(three_hosts(), [link(0, 1, skew=0.002)])
+    fine = links_between(THREE_HOSTS, [link(0, 1, skew=0.002)])
     assert fine[-1].what == "clocks agree to 2.0 ms"
 
 
 def test_of_many_links_the_slowest_are_shown():
-    hosts = group([rank(number, f"node{number}") for number in range(8)])
-    found = links_between(hosts, [link(a, b, rate=1e8 + a) for a, b in combinations(range(8), 2)])
+    found = links_between(list("abcdefgh"), [link(a, b, rate=1e8 + a) for a, b in combinations(range(8), 2)])
     assert len(found) == SHOWN + 2
     assert found[SHOWN].what.startswith("13 more links, none of them slower")
 

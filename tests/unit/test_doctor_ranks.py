@@ -16,21 +16,20 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import Recipe
-from llmtrain.doctor import collective_bench, links
+from llmtrain.doctor import network_speed
 from llmtrain.doctor import run_checks as checks
-from llmtrain.doctor.collective_bench import SMALLEST, bench_collectives
 from llmtrain.doctor.finding import Finding, Level, ok, problem, warning
-from llmtrain.doctor.links import Link, links_between
-from llmtrain.doctor.node_ranks import RankIdentity, group
-from llmtrain.doctor.recipe_fit import Plan, fit, round_bytes
-from llmtrain.doctor.run_checks import ClusterCheck, Sections, run_checks
+from llmtrain.doctor.network_speed import SMALLEST, Link, bench_collectives, links_between
+from llmtrain.doctor.run_checks import ClusterCheck, Plan, Sections, fit, run_checks
 from llmtrain.errors import FAILED, TrainingError
+from llmtrain.parallel import network
 from llmtrain.parallel.network import Networks
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous
 from llmtrain.parallel.world import World
+from llmtrain.plan.time_estimate import round_bytes
 from llmtrain.recipe_loader import load_recipe
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/quickstart.yaml"
+STDLIB = Path(__file__).resolve().parents[2] / "recipes/edit_llama_stdlib.yaml"
 GIB = 2.0**30
 
 
@@ -45,7 +44,7 @@ def meeting_point(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def recipe(tmp_path: Path) -> Callable[..., Recipe]:
     folders = [f"run.out_dir={tmp_path}", f"data.cache_dir={tmp_path}"]
-    return lambda *overrides: load_recipe(QUICKSTART, [*folders, *overrides])
+    return lambda *overrides: load_recipe(STDLIB, [*folders, *overrides])
 
 
 def by_all(ranks: int, do: Callable[[World], Any]) -> list[Any]:
@@ -99,7 +98,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
     monkeypatch.setattr(checks, "fit", fit_alone)
     monkeypatch.setattr(checks, "open_mesh", found.open_mesh)
     monkeypatch.setattr(checks, "bench_collectives", found.axes)
-    monkeypatch.setattr(links, "LONG_ENOUGH", 0.0)
+    monkeypatch.setattr(network_speed, "LONG_ENOUGH", 0.0)
     return found
 
 
@@ -154,16 +153,15 @@ def test_a_host_that_closes_in_the_middle_is_an_error() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(b"12345")
-        assert links._receive(ours, 3) == b"123"
+        assert network_speed._receive(ours, 3) == b"123"
         theirs.close()
         with pytest.raises(ConnectionError, match="the other host closed the connection"):
-            links._drop(ours, 3)
+            network_speed._drop(ours, 3)
 
 
 def test_ports_to_open_are_named_where_the_kernel_tells_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(links, "EPHEMERAL_PORTS", tmp_path / "range")
-    hosts = group([RankIdentity(i, f"n{i}", f"n{i}", "eth0", f"10.0.0.{i}", "cpu", {}) for i in range(2)])
-    broken = [Link(0, 1, error="timed out")]
+    monkeypatch.setattr(network, "PORT_RANGE", tmp_path / "range")
+    hosts, broken = ["n0", "n1"], [Link(0, 1, error="timed out")]
     assert "MASTER_PORT and ports above 1024;" in links_between(hosts, broken)[0].advice
     (tmp_path / "range").write_text("32768\t60999\n")
     assert "MASTER_PORT and ports 32768-60999;" in links_between(hosts, broken)[0].advice
@@ -219,7 +217,7 @@ def test_a_gpus_all_reduce_is_over_when_the_gpu_says_so(monkeypatch: pytest.Monk
     there = SimpleNamespace(is_cuda=True, device="cuda:1")
     fake = SimpleNamespace(zeros=lambda *_, **__: there, tensor=torch.tensor, float64=torch.float64)
     fake.cuda = SimpleNamespace(synchronize=lambda device: calls.append(f"synchronize {device}"))
-    monkeypatch.setattr(collective_bench, "torch", fake)
+    monkeypatch.setattr(network_speed, "torch", fake)
     bench_collectives(mesh, None)
     assert calls[:4] == [
         "all: meeting before a measurement",

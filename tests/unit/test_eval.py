@@ -14,16 +14,25 @@ import pytest
 from rich.console import Console
 
 from llmtrain.errors import DataError, ModelError, SuiteError, UserError
-from llmtrain.eval.cache import Cache, Entry
-from llmtrain.eval.curves import draw_curves, lines_of
 from llmtrain.eval.evaluated_checkpoint import Checkpoint, check_folder, find_checkpoints, labels
-from llmtrain.eval.scores import bits_per_byte, chance_of, per_document, ratio, verdict
-from llmtrain.eval.significance import BOOTSTRAP, MCNEMAR, compare, mcnemar, paired_bootstrap
-from llmtrain.eval.table import Evaluated, Row, cell, scores_on_one_line, table_of
+from llmtrain.eval.harness import per_document
+from llmtrain.eval.scores import (
+    BOOTSTRAP,
+    MCNEMAR,
+    Cache,
+    Entry,
+    bits_per_byte,
+    chance_of,
+    compare,
+    mcnemar,
+    paired_bootstrap,
+    ratio,
+    verdict,
+)
+from llmtrain.eval.table import Evaluated, Row, cell, draw_curves, lines_of, scores_on_one_line, table_of
 from llmtrain.eval.texts import documents
-from llmtrain.eval.units import Options, pieces_of
-from llmtrain.suites.local_tasks import digests, local_tasks
-from llmtrain.suites.suite import FILES, harness_version, load_suite, suite_names
+from llmtrain.eval.units import Options, units_of
+from llmtrain.suites import FILES, digests, harness_version, load_suite, local_tasks, suite_names
 
 TASKS = (FILES / "tasks",)
 
@@ -80,12 +89,12 @@ def options(suite: str, data_dir: Path | None, limit: int | None = None) -> Opti
 
 def test_missing_data_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
-        pieces_of(options("tinystories", None))
+        units_of(options("tinystories", None))
     assert str(error.value) == (
         "text tinystories_valid reads tinystories/valid.txt: give the folder that has it with --data-dir"
     )
     with pytest.raises(DataError) as error:
-        pieces_of(options("tinystories", tmp_path))
+        units_of(options("tinystories", tmp_path))
     assert str(error.value) == (
         f"--data-dir {tmp_path} has no tinystories/valid.txt, which text tinystories_valid reads; see eval/README.md"
     )
@@ -107,22 +116,22 @@ def test_without_the_harness_the_command_to_install_it_is_given(monkeypatch: pyt
         harness_version()
 
 
-def test_a_piece_is_kept_for_one_model_one_setting_and_one_state_of_the_data(tmp_path: Path) -> None:
+def test_a_unit_is_kept_for_one_model_one_setting_and_one_state_of_the_data(tmp_path: Path) -> None:
     (tmp_path / "tinystories").mkdir()
     for name in ("train", "valid"):
         (tmp_path / f"tinystories/{name}.txt").write_text("Once upon a time.")
-    piece = pieces_of(options("tinystories", tmp_path))[0]
+    unit = units_of(options("tinystories", tmp_path))[0]
     entry = Entry(scores={"a": {"loss": 1.5, "loss_stderr": None, "n": 1}}, shown=["a"])
     cache = Cache(tmp_path / "cache", "model 1")
-    assert cache.read(piece.name, piece.key) is None
-    cache.write(piece.name, piece.key, entry)
-    assert cache.read(piece.name, piece.key) == entry
-    assert type(cache.read(piece.name, piece.key).scores["a"]["n"]) is int
-    assert Cache(tmp_path / "cache", "model 2").read(piece.name, piece.key) is None
-    limited = pieces_of(options("tinystories", tmp_path, limit=3))[0]
+    assert cache.read(unit.name, unit.key) is None
+    cache.write(unit.name, unit.key, entry)
+    assert cache.read(unit.name, unit.key) == entry
+    assert type(cache.read(unit.name, unit.key).scores["a"]["n"]) is int
+    assert Cache(tmp_path / "cache", "model 2").read(unit.name, unit.key) is None
+    limited = units_of(options("tinystories", tmp_path, limit=3))[0]
     assert cache.read(limited.name, limited.key) is None
     (tmp_path / "tinystories/valid.txt").write_text("Another time.")
-    changed = pieces_of(options("tinystories", tmp_path))
+    changed = units_of(options("tinystories", tmp_path))
     assert cache.read(changed[0].name, changed[0].key) is None
     assert digests(tmp_path, ["tinystories/train.txt"], "x") == changed[1].key["data"]
 
@@ -182,7 +191,7 @@ def test_a_folder_with_one_model_has_no_steps(tmp_path: Path) -> None:
 def test_several_processes_do_not_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipe.yaml").write_text("")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="several processes can't export it at once; first `python -m llmtrain export"):
+    with pytest.raises(UserError, match="several processes can't export it at once; first `llmtrain export"):
         find_checkpoints(tmp_path, "a", None, False)
 
 
@@ -322,8 +331,47 @@ def test_a_suite_may_bring_its_own_tasks(tmp_path: Path) -> None:
     (tmp_path / "tasks/mine.yaml").write_text(text)
     (tmp_path / "piqa").mkdir()
     (tmp_path / "piqa/validation.jsonl").write_text("{}\n")
-    piece = pieces_of(options(suite_file(tmp_path, "task_folders: [tasks]\ntasks: [{task: mine}]"), tmp_path))[0]
-    assert piece.name == "mine" and list(piece.key["data"]) == ["piqa/validation.jsonl"]
+    unit = units_of(options(suite_file(tmp_path, "task_folders: [tasks]\ntasks: [{task: mine}]"), tmp_path))[0]
+    assert unit.name == "mine" and list(unit.key["data"]) == ["piqa/validation.jsonl"]
     (tmp_path / "tasks/mine.yaml").write_text(text + "description: 'Think.'\n")
-    again = pieces_of(options(suite_file(tmp_path, "task_folders: [tasks]\ntasks: [{task: mine}]"), tmp_path))[0]
-    assert again.key["task_files"] != piece.key["task_files"]
+    again = units_of(options(suite_file(tmp_path, "task_folders: [tasks]\ntasks: [{task: mine}]"), tmp_path))[0]
+    assert again.key["task_files"] != unit.key["task_files"]
+
+
+@pytest.mark.parametrize(
+    ("task", "missing", "reason"),
+    [
+        ("piqa.yaml", "local_jsonl.py", "!function local_jsonl.load"),
+        ("hellaswag.yaml", "hellaswag.py", "!function hellaswag.process_docs"),
+        ("blimp/passive_1.yaml", "../_blimp_template", "include"),
+    ],
+)
+def test_a_copied_task_names_the_file_that_must_lie_beside_it(
+    tmp_path: Path, task: str, missing: str, reason: str
+) -> None:
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    shutil.copy(FILES / "tasks" / task, tasks)
+    if task == "hellaswag.yaml":
+        shutil.copy(FILES / "tasks/local_jsonl.py", tasks)
+    with pytest.raises(SuiteError) as error:
+        units_of(options(suite_file(tmp_path, "task_folders: [tasks]\ntasks: [{task: offline_piqa}]"), tmp_path))
+    assert str(error.value) == (
+        f"{tasks / Path(task).name}: needs {tasks / missing} ({reason}), which is missing; copy "
+        f"{FILES / 'tasks' / Path(missing).name} to there"
+    )
+
+
+def test_a_folder_of_tasks_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """Else its tasks are sought among the thousands of lm-evaluation-harness's."""
+    with pytest.raises(
+        SuiteError, match=r"mine.yaml: task_folders has \S+/task, which is no folder; they are relative to"
+    ):
+        load_suite(suite_file(tmp_path, "task_folders: [task]\ntasks: [{task: mine}]"))
+
+
+def test_a_task_file_that_includes_itself_is_refused(tmp_path: Path) -> None:
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / f"{name}.yaml").write_text(f"include: {other}.yaml")
+    with pytest.raises(SuiteError, match=r"a\.yaml: includes itself; leave out one include of a\.yaml, b\.yaml"):
+        local_tasks([tmp_path])

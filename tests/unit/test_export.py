@@ -11,50 +11,35 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
-from filelock import FileLock
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llmtrain.config import Recipe
-from llmtrain.errors import CheckpointError, DataError, TrainingError, UserError
+from llmtrain.errors import CheckpointError, DataError, ModelError, TrainingError, UserError
+from llmtrain.eval.texts import generate
 from llmtrain.export import card, parity
 from llmtrain.export.card import read_scores
-from llmtrain.export.export import Request
 from llmtrain.export.folder import (
-    Manifest,
-    locked,
-    read_manifest,
-    replacing,
-    sizes,
+    copy_tokenizer,
     write_configs,
-    write_manifest,
     write_weights,
 )
-from llmtrain.export.generate import Sampling, generate
 from llmtrain.export.parity import Parity
-from llmtrain.export.source import Source
-from llmtrain.export.weights import MEAN, FullTensorReader, WeightSource
+from llmtrain.export.request import MEAN, Request, WeightSource
+from llmtrain.export.source import OTHER, Source
 from llmtrain.model import model_config
 from llmtrain.recipe_loader import load_recipe
+from llmtrain.train.stored_weights import FullTensorReader
+from tests.unit.test_export_folder import MANIFEST
 
 ROOT = Path(__file__).resolve().parents[2]
-MANIFEST = Manifest(
-    step=1000,
-    weights="mean",
-    dtype="fp32",
-    checkpoint="abc",
-    max_shard_size="5GB",
-    parameters=1_900_000,
-    parity=Parity(2e-7, 8.0),
-    files={},
-)
 
 
 @pytest.fixture(scope="module")
 def recipe() -> Recipe:
-    return load_recipe(ROOT / "recipes/quickstart.yaml", ["data.source=hf:owner/name", "run.name=mine"])
+    return load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", ["data.source=hf:owner/name", "run.name=mine"])
 
 
 @pytest.fixture
@@ -111,7 +96,8 @@ class FewWeights:
 
 @pytest.mark.parametrize(("size", "files"), [("5GB", 1), ("8KB", 3), ("4KB", 5)])
 def test_weights_are_cut_into_files_that_others_may_read(tmp_path: Path, size: str, files: int) -> None:
-    names = write_weights(FewWeights(), tmp_path, torch.float32, size)
+    write_weights(FewWeights(), tmp_path, torch.float32, size)
+    names = [path.name for path in tmp_path.glob("*.safetensors")]
     assert len(names) == files
     seen = {}
     for name in names:
@@ -130,9 +116,15 @@ def test_weights_are_cut_into_files_that_others_may_read(tmp_path: Path, size: s
         assert names == ["model.safetensors"]
 
 
-def test_a_size_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--max-shard-size is 'many'; expected a size such as 500MB or 5GB"):
-        write_weights(FewWeights(), tmp_path, torch.float32, "many")
+@pytest.mark.parametrize("size", ["many", "5", "5 XB", "GB", "-1GB"])
+def test_a_size_that_is_none(size: str) -> None:
+    with pytest.raises(UserError, match=f"--max-shard-size is '{size}'; expected a size such as 500MB or 5GB"):
+        Request(max_shard_size=size)
+
+
+@pytest.mark.parametrize("size", ["8KB", "1.5 gb", "100MB"])
+def test_a_size_that_the_hub_reads(tmp_path: Path, size: str) -> None:
+    write_weights(FewWeights(), tmp_path, torch.float32, Request(max_shard_size=size).max_shard_size)
 
 
 def test_configurations_name_what_begins_and_ends_a_text(tmp_path: Path) -> None:
@@ -199,6 +191,15 @@ def test_a_card_shows_the_results_of_its_own_step(source: Source) -> None:
     }
 
 
+def test_a_run_that_diverged_has_a_card(source: Source) -> None:
+    source.state["ranks"][0]["last_eval"]["loss"] = 1289.25
+    assert "1289.2500 nats per token (perplexity over e^100)" in card.model_card(source, MANIFEST)
+
+
+def test_models_whose_logits_are_all_0_do_not_differ() -> None:
+    assert Parity(0.0, 0.0, 0.0).relative == 0.0 and "0.0e+00 of the largest" in Parity(0.0, 0.0, 0.0).describe()
+
+
 def test_parity_is_relative_to_the_largest_logit() -> None:
     line = Parity(2e-7, 8.0).describe()
     assert "2.0e-07, 2.5e-08 of the largest logit (allowed: 1e-05)" in line and "bf16" not in line
@@ -240,59 +241,13 @@ def test_an_export_in_another_form_is_another_export(source: Source, request_: R
     assert not request_.is_met_by(MANIFEST, source)
 
 
-def make(folder: Path, text: str = "weights") -> None:
-    (folder / "model.safetensors").write_text(text)
-    write_manifest(folder, MANIFEST.model_copy(update={"files": sizes(folder)}))
-
-
-def test_a_folder_is_complete_or_absent(tmp_path: Path) -> None:
-    final = tmp_path / "export/step-00001000"
-    with locked(final):
-        with pytest.raises(RuntimeError), replacing(final) as folder:
-            make(folder)
-            raise RuntimeError("half-way")
-        assert not final.exists() and read_manifest(final) is None
-        with replacing(final) as folder:
-            make(folder)
-        assert read_manifest(final).files == {"model.safetensors": 7}
-        with replacing(final) as folder:
-            make(folder, "others")
-    assert (final / "model.safetensors").read_text() == "others"
-    assert [path.name for path in final.parent.iterdir() if path.is_dir()] == [final.name]
-    (final / "model.safetensors").write_text("cut")
-    assert read_manifest(final) is None
-
-
-def test_other_folders_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/thesis.txt").write_text("years")
-    with (
-        pytest.raises(UserError, match=r"mine exists and is not an exported model; choose another folder"),
-        replacing(tmp_path / "mine"),
-    ):
-        pass
-    assert (tmp_path / "mine/thesis.txt").read_text() == "years"
-
-
-def test_waiting_for_another_export_ends(tmp_path: Path) -> None:
-    message = r"x: another process has been exporting it for 0\.1 s"
-    with FileLock(tmp_path / ".x.lock"), pytest.raises(UserError, match=message), locked(tmp_path / "x", timeout=0.1):
-        pass
-
-
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    message = r"can't be written \(.*\); choose another folder with --out"
-    with pytest.raises(UserError, match=message), locked(tmp_path / "file/x"):
-        pass
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer(**settings: bool) -> PreTrainedTokenizerFast:
     """A token for each byte."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"]
     bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=tokens[-1], clean_up_tokenization_spaces=False)
+    settings["clean_up_tokenization_spaces"] = False
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=tokens[-1], **settings)
 
 
 @pytest.fixture
@@ -306,15 +261,22 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_prompt_has_a_token_and_leaves_room_for_one(model: Path) -> None:
-    assert generate(model, "abc", Sampling(tokens=2)).startswith("abc")
+    assert generate(model, "abc", tokens=2).startswith("abc")
     with pytest.raises(
         UserError, match="--prompt is empty and this model has no token that begins a text; give a word"
     ):
-        generate(model, "", Sampling())
+        generate(model, "")
     with pytest.raises(
         UserError, match="--prompt has 8 tokens, the model has room for 8 and has to write one; shorten it"
     ):
-        generate(model, "12345678", Sampling())
+        generate(model, "12345678")
+    (model / "generation_config.json").write_text('{"bos_token_id": "x"}')
+    with pytest.raises(ModelError, match=r"generation_config.json has bos_token_id='x', expected a number"):
+        generate(model, "abc")
+    settings = model / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_max_length": "x"}))
+    with pytest.raises(ModelError, match=r"can't be loaded by transformers \(its values are not of the expected kinds"):
+        generate(model, "abc")
 
 
 def test_a_weight_of_another_name_is_found_out(model: Path) -> None:
@@ -328,9 +290,30 @@ def test_a_weight_of_another_name_is_found_out(model: Path) -> None:
     assert "'unexpected_keys': ['model.norm.scale']" in str(refused.value)
 
 
+def test_special_tokens_that_a_text_spells_out_are_split_as_in_training(model: Path, tmp_path: Path) -> None:
+    """A folder that transformers loads without this setting is found out."""
+    with pytest.raises(TrainingError, match=r"they differ on '<unk> or <\|endoftext\|>'; nothing was kept"):
+        parity.check_tokenizer(byte_tokenizer(), model)
+    (tmp_path / "exported").mkdir()
+    byte_tokenizer().save_pretrained(tmp_path / "of training")
+    copy_tokenizer(tmp_path / "of training", tmp_path / "exported")
+    parity.check_tokenizer(byte_tokenizer(), tmp_path / "exported")
+    ids = AutoTokenizer.from_pretrained(tmp_path / "exported")("<|endoftext|>")["input_ids"]
+    assert len(ids) == len("<|endoftext|>") and 256 not in ids
+
+
+def test_weights_that_a_folder_lacks_are_not_drawn_at_random(model: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks weights of the model in its config.json, such as model\.norm\.weight"):
+        generate(model, "abc")
+
+
 @pytest.mark.parametrize(("part", "other"), [("normalizer", normalizers.Lowercase()), ("decoder", decoders.Fuse())])
 def test_a_tokenizer_that_is_not_the_one_of_training_is_found_out(model: Path, part: str, other: object) -> None:
     trained_with = byte_tokenizer()
+    byte_tokenizer(split_special_tokens=True).save_pretrained(model)
     parity.check_tokenizer(trained_with, model)
     setattr(trained_with.backend_tokenizer, part, other)
     with pytest.raises(TrainingError, match=r'they differ on "Once upon .*; nothing was kept, please report'):
@@ -342,16 +325,27 @@ def test_a_tokenizer_that_is_not_the_one_of_training_is_found_out(model: Path, p
 def test_a_value_that_is_not_finite_is_not_exported(tmp_path: Path, value: float) -> None:
     tensors = {"good": torch.ones(3), "bad": torch.tensor([1.0, value])}
     dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
-    stored = FullTensorReader(tmp_path)
+    stored = FullTensorReader(tmp_path, "copy it again", OTHER)
     assert torch.equal(stored.read_full_tensor("good"), torch.ones(3))
     with pytest.raises(CheckpointError, match=r"bad holds a value that is not finite; export another with --step"):
         stored.read_full_tensor("bad")
 
 
 def test_without_its_data_a_tokenizer_can_not_be_found(tmp_path: Path) -> None:
-    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [f"data.source={tmp_path}/gone.txt"])
+    recipe = load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"data.source={tmp_path}/gone.txt"])
     with pytest.raises(DataError) as refused:
         _ = Source(tmp_path, 10, tmp_path, recipe).tokenizer_folder
     said = str(refused.value)
     assert said.startswith(f"the tokenizer of {tmp_path} can't be found (data.source: ") and "gone.txt" in said
-    assert said.endswith(f"prepare its data again: python -m llmtrain prepare {tmp_path}/recipe.yaml")
+    assert said.endswith(f"prepare its data again: llmtrain prepare {tmp_path}/recipe.yaml")
+
+
+def test_a_damaged_tokenizer_is_one_line(recipe: Recipe, tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    source = Source(tmp_path, 10, tmp_path, recipe)
+    assert source.load_tokenizer().split_special_tokens
+    (tmp_path / "tokenizer/tokenizer.json").write_text('{"version": ')
+    with pytest.raises(
+        DataError, match=r"the tokenizer in \S+/tokenizer can't be read \(.*\); copy it again from where"
+    ):
+        source.load_tokenizer()

@@ -13,8 +13,16 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from llmtrain.errors import CheckpointError
-from llmtrain.train.checkpoint_reader import FILE, CheckpointReader, read_metadata
-from llmtrain.train.integrity import STATE_FILE, checkpoint_folders, dump_state, latest_valid, read_state
+from llmtrain.train.checkpoint import CheckpointReader
+from llmtrain.train.checkpoint_files import (
+    METADATA_FILE,
+    STATE_FILE,
+    checkpoint_folders,
+    dump_state,
+    latest_valid,
+    read_metadata,
+    read_state,
+)
 from llmtrain.train.mirror import RemoteRun
 from tests.unit.test_checkpoint_files import ALONE, write
 
@@ -34,7 +42,7 @@ def changed(checkpoint: Path, **changes: Any) -> None:
     metadata = read_metadata(checkpoint)
     for name, value in changes.items():
         setattr(metadata, name, value)
-    (checkpoint / FILE).write_bytes(pickle.dumps(metadata))
+    (checkpoint / METADATA_FILE).write_bytes(pickle.dumps(metadata))
 
 
 @pytest.fixture
@@ -44,7 +52,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_metadata_of_our_own_is_read_as_torch_reads_it(checkpoint: Path) -> None:
-    with (checkpoint / FILE).open("rb") as file:
+    with (checkpoint / METADATA_FILE).open("rb") as file:
         assert read_metadata(checkpoint) == pickle.load(file)
     into = torch.empty(1000)
     CheckpointReader(checkpoint).read({"w": into})
@@ -54,7 +62,7 @@ def test_metadata_of_our_own_is_read_as_torch_reads_it(checkpoint: Path) -> None
 def test_metadata_that_would_run_a_command_runs_none(tmp_path: Path, checkpoint: Path) -> None:
     target = tmp_path / "made by unpickling"
     for attack in (RunsACommand(target), [RunsACommand(target)], Metadata({"w": RunsACommand(target)})):
-        (checkpoint / FILE).write_bytes(pickle.dumps(attack))
+        (checkpoint / METADATA_FILE).write_bytes(pickle.dumps(attack))
         with pytest.raises(CheckpointError, match=r"can't be read: .metadata asks for posix.mkdir, which describes no"):
             CheckpointReader(checkpoint)
     assert not target.exists()
@@ -79,10 +87,10 @@ def test_metadata_names_files_of_its_folder_only(checkpoint: Path, name: str) ->
 def test_an_attribute_of_an_allowed_module_is_no_way_around(checkpoint: Path) -> None:
     for module, name in (("torch", "load"), ("torch.distributed.checkpoint.metadata", "os.mkdir"), ("pathlib", "os")):
         words = b"".join(b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name))
-        (checkpoint / FILE).write_bytes(b"\x80\x04" + words + b"\x93.")  # load the global of this name, stop
+        (checkpoint / METADATA_FILE).write_bytes(b"\x80\x04" + words + b"\x93.")  # load the global of this name, stop
         with pytest.raises(CheckpointError, match=rf"asks for {module}.{name}, which"):
             CheckpointReader(checkpoint)
-    (checkpoint / FILE).write_bytes(pickle.dumps(torch.float32))
+    (checkpoint / METADATA_FILE).write_bytes(pickle.dumps(torch.float32))
     with pytest.raises(CheckpointError, match="holds a dtype, which is no metadata"):
         CheckpointReader(checkpoint)
 
@@ -108,11 +116,11 @@ def test_a_checkpoint_that_lost_its_state_is_named_and_never_trained_over(tmp_pa
         write(tmp_path, step)
     (tmp_path / "step-00000020" / STATE_FILE).unlink()
     (tmp_path / "step-00000030.tmp").mkdir()
-    assert latest_valid(checkpoint_folders(tmp_path), ALONE, said.append) == tmp_path / "step-00000010"
+    assert latest_valid(tmp_path, ALONE, said.append) == tmp_path / "step-00000010"
     assert len(said) == 1 and "step-00000020 is damaged: state.json can't be read" in said[0]
     (tmp_path / "step-00000010" / STATE_FILE).unlink()
     with pytest.raises(
-        CheckpointError, match=r"no older checkpoint is whole either, of 2; restore one, or delete them"
+        CheckpointError, match=r"no older checkpoint is valid either, of 2; restore one, or delete them"
     ):
-        latest_valid(checkpoint_folders(tmp_path), ALONE, said.append)
+        latest_valid(tmp_path, ALONE, said.append)
     assert checkpoint_folders(tmp_path / "nowhere") == []

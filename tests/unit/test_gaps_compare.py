@@ -17,12 +17,12 @@ import torch
 
 from llmtrain.compare import trial
 from llmtrain.compare.comparison import ConditionSection, load_comparison, trials
-from llmtrain.compare.faults import Faults, host_events
+from llmtrain.compare.faults import Faults
 from llmtrain.compare.runner import ComparisonProgress
 from llmtrain.config import EditPenaltySection
-from llmtrain.data.progress_bar import ProgressBar
+from llmtrain.data.extend import ProgressBar
 from llmtrain.sync.edit_penalty import EditPenalty
-from llmtrain.train.console import Console
+from llmtrain.train.loggers import Console
 
 
 class RecordingHost:
@@ -46,7 +46,7 @@ def test_hosts_stop_go_on_and_die_at_their_times() -> None:
     condition = ConditionSection.model_validate(
         {"pauses": [{"host": 0, "at": 4.0, "seconds": 3.0}], "kills": [{"host": 1, "at": 5.0}]}
     )
-    events = host_events(condition, [RecordingHost(number, done) for number in range(2)])
+    events = trial.host_events(condition, [RecordingHost(number, done) for number in range(2)])
     for _, happen in events:
         happen()
     times = [seconds for seconds, _ in events]
@@ -163,7 +163,7 @@ def test_a_run_that_is_over_before_its_restart_has_failed(made: Callable[..., tr
     hosts = ScriptedHost(0, Torchrun(1.0)), ScriptedHost(1)
     record = made("elastic", *hosts)
     assert (record.state, record.exit_codes) == ("failed", [0])
-    assert record.last_lines == ["the run was over before it was stopped after step 60: train longer"]
+    assert record.last_lines == ["the run ended before it was stopped for its restart after step 60; train more steps"]
     assert not hosts[1].commands
 
 
@@ -230,15 +230,16 @@ def test_a_trial_is_recorded_without_a_commit_too(
 @pytest.mark.parametrize(
     ("metrics", "step"),
     [
-        (None, 0),
-        ('{"step": 4', 0),
+        (None, -1),
+        ('{"step": 4', -1),
+        ('{"step": 0}\n', 0),
         ('{"step": 4}\n', 4),
         ('{"step": 4}\n{"step": 8', 4),
         ('{"step": 4}\n\n{"st\n', 4),
         ('{"long": "' + 9000 * "x" + '"}\n{"step": 4}\n', 4),
-        (9000 * "x" + "\n", 0),
+        (9000 * "x" + "\n", -1),
     ],
-    ids=["none", "cut off", "one", "one and a half", "damaged", "after a long one", "nothing but damage"],
+    ids=["none", "cut off", "the first", "one", "one and a half", "damaged", "after a long one", "nothing but damage"],
 )
 def test_the_step_of_a_run_is_that_of_its_last_whole_line(tmp_path: Path, metrics: str | None, step: int) -> None:
     if metrics is not None:
@@ -264,37 +265,40 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_training_has_a_bar_on_a_terminal(terminal: None, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(enabled=True)
-    console.start(3, 8)
+    console.start(3, 8, 4)
     console.advance(4)
     tags = {"train/loss": 4.0, "train/lr": 1e-3, "train/grad_norm": 1.0, "perf/tokens_per_second": 41_200.0}
-    tags |= {"perf/mfu": 0.41, "sync/count": 2.0, "comm/bytes_total": 2e6, "perf/peak_memory_gib": 1.5}
-    console.log_step(4, 100, tags)
+    tags |= {"perf/mfu": 0.41, "sync/count": 2.0, "sync/round": 3, "sync/divergence": 0.25}
+    tags |= {"comm/bytes_total": 2e6, "perf/peak_memory_gib": 1.5}
+    console.log_step(4, tags)
     console.stop()
     shown = capsys.readouterr().out
-    assert "training" in shown and "4/8" in shown and "41.2k tok/s | mfu 41.0% | sync 2 rounds 2MB" in shown
+    assert (
+        "training" in shown
+        and "4/8" in shown
+        and "41.2k tok/s | mfu 41% | round 3/4 | 2MB between replicas, divergence 0.25 | 1.50 GiB" in shown
+    )
     assert "eta" not in shown, "the bar tells it"
 
 
 def test_a_comparison_has_a_bar_for_all_trials_and_one_for_this_one(
     terminal: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bars = ComparisonProgress(3)
     planned = SimpleNamespace(condition="thin", run="diloco", seed=7)
     record = SimpleNamespace(state="failed", wall_seconds=75.0, last_lines=["the reason"])
-    bars.skip()
-    bars.begin(1, planned, 60)
-    bars.advance(30)
-    bars.end(record, 3700.0)
-    bars.close()
+    with ComparisonProgress(total=3, missing=2) as bars:
+        bars.begin(planned, 60)
+        bars.show_step(30)
+        bars.end(record, 3700.0)
     shown = capsys.readouterr().out
     assert "2/3" in shown and "30/60" in shown
-    assert "thin · diloco · seed 7: failed in 1 min 15 s; about 1 h 1 min left" in shown and "the reason" in shown
+    assert "thin · diloco · seed 7: failed in 75 s; about 61.7 min left" in shown and "the reason" in shown
 
 
 def test_preparing_says_how_far_it_is_where_there_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("llmtrain.data.progress_bar.PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr("llmtrain.data.extend.PLAIN_SECONDS", 0.0)
     with ProgressBar("train", 4_000_000, show=True) as progress:
         progress.advance(5_000_000, 1_250_000)
     assert "train: 5.0 MB, 1.25 M tokens" in capsys.readouterr().err.splitlines()[0]

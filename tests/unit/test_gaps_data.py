@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmtrain.data.index import INDEX, Index, ShardWriter, SplitIndex, open_dataset
+from llmtrain.data.dataset import INDEX, Index, ShardWriter, SplitIndex, open_dataset
+from llmtrain.data.sources import Position
 from llmtrain.errors import DataError
 
 
@@ -19,8 +20,10 @@ def folder(tmp_path: Path) -> Path:
         writer = ShardWriter(tmp_path, split, np.dtype("<u2"))
         writer.append(np.arange(5))
         writer.close()
-        splits[split] = SplitIndex(tokens=5, documents=1, text_bytes=20, exhausted=True, shards=tuple(writer.shards))
-    index = Index(format=1, source="s", tokenizer="t", vocab_size=9, eos_id=0, dtype="<u2", splits=splits)
+        splits[split] = SplitIndex(
+            tokens=5, documents=1, text_bytes=20, exhausted=True, position=Position(), shards=tuple(writer.shards)
+        )
+    index = Index(format=2, source="s", tokenizer="t", vocab_size=9, eos_id=0, dtype="<u2", splits=splits)
     (tmp_path / INDEX).write_text(index.model_dump_json())
     return tmp_path
 

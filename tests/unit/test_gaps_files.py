@@ -13,14 +13,13 @@ from llmtrain.compare.comparison import load_comparison
 from llmtrain.config import DataSection
 from llmtrain.data import sources
 from llmtrain.data.sources import documents, fingerprint
-from llmtrain.errors import DataError, ModelError, RecipeError, SuiteError
+from llmtrain.errors import CheckpointError, DataError, ModelError, RecipeError, SuiteError
 from llmtrain.eval import texts
 from llmtrain.eval.evaluated_checkpoint import check_folder, find_checkpoints
-from llmtrain.eval.scores import per_document
+from llmtrain.eval.harness import per_document
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.suites.local_tasks import local_tasks
-from llmtrain.suites.suite import TextSection, load_suite
-from llmtrain.train.integrity import find_corruption
+from llmtrain.suites import TextSection, load_suite, local_tasks
+from llmtrain.train.checkpoint_files import find_corruption
 
 BINARY = b"\xff\xfe\x00 not text"
 
@@ -92,7 +91,7 @@ def test_a_text_to_be_evaluated_that_is_none(tmp_path: Path, content: bytes, mes
 
 def test_a_run_that_has_written_no_checkpoint_has_no_curve(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("")
-    with pytest.raises(ModelError, match=r"has no complete checkpoint; train it until it writes one"):
+    with pytest.raises(CheckpointError, match=r"has no complete checkpoint; train it until it writes one"):
         find_checkpoints(tmp_path, "run", None, over_time=True)
 
 

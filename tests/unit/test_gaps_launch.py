@@ -122,6 +122,14 @@ def test_ranks_try_the_way_to_their_peers_on_other_hosts(replicas: int, shard: i
         assert f"parallel.{axis}_network" in str(error) and "nor do 2 other ranks" in str(error)
 
 
+@pytest.mark.usefixtures("meeting_point")
+def test_hosts_of_the_same_name_do_not_take_their_own_loopback_for_each_other() -> None:
+    places = [RankInfo(f"one:{rank}", "one", None, 1.0, network=f"stack {rank}") for rank in range(2)]
+    meeting = Rendezvous(dist.HashStore(), places, Networks("lo", "lo"))
+    for error in errors_of(2, lambda world: check_connectivity(meeting, world, 2, 1, 20)):
+        assert "rank 0 on one (lo, 127.0.0.1) does not reach rank 1 on one (lo, 127.0.0.1): loopback" in str(error)
+
+
 def test_nobody_waits_again_for_a_launcher_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_rendezvous, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
@@ -148,12 +156,17 @@ def test_launch_leaves_with_the_code_of_its_ranks(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("variables", "speaks"), [({}, True), ({"SLURM_LOCALID": "0"}, True), ({"SLURM_LOCALID": "1"}, False)]
+    ("variables", "speaks"),
+    [
+        ({}, True),
+        ({"SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, True),
+        ({"SLURM_LOCALID": "1", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, False),
+    ],
 )
 def test_a_rank_speaks_for_its_host_if_it_is_the_first_by_all_launchers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, variables: dict[str, str], speaks: bool
 ) -> None:
-    for name in ("RANK", "LOCAL_RANK", "SLURM_LOCALID"):
+    for name in ("RANK", "LOCAL_RANK", "SLURM_LOCALID", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"LOCAL_RANK": "0", **variables}.items():
         monkeypatch.setenv(name, value)

@@ -11,18 +11,16 @@ from types import SimpleNamespace
 import pytest
 
 from llmtrain.compare.measures import gather, measure
+from llmtrain.compare.report import headline
 from llmtrain.compare.results import load_trials
-from llmtrain.compare.tables import headline
-from llmtrain.doctor import links, recipe_fit
+from llmtrain.doctor import network_speed, run_checks
 from llmtrain.doctor.finding import ok
-from llmtrain.doctor.links import links_between
-from llmtrain.doctor.node_ranks import RankIdentity, group
+from llmtrain.doctor.network_speed import SECRET_BYTES, Link, LinkServer, links_between
 from llmtrain.eval import texts
 from llmtrain.eval.units import Options
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.suites.local_tasks import local_tasks
-from llmtrain.suites.suite import Suite, TextSection
-from llmtrain.train import console
+from llmtrain.suites import Suite, TextSection, local_tasks
+from llmtrain.train import loggers
 from tests.unit.written_trials import straight, write_trial
 
 ROOT = Path(__file__).parents[2]
@@ -59,10 +57,10 @@ def test_a_task_file_changes_what_it_includes(tmp_path: Path) -> None:
 def test_clocks_are_compared_by_the_quickest_round_trip(monkeypatch) -> None:
     """What a message takes there and what it takes back differ most in a slow one."""
     pings = itertools.cycle([(0.5, 3.0), (0.01, 0.2), (0.8, -5.0)])
-    monkeypatch.setattr(links, "_ping", lambda connection: next(pings))
-    server = links.LinkServer("127.0.0.1", bytes(links.SECRET_BYTES), 5)
+    monkeypatch.setattr(network_speed, "_ping", lambda connection: next(pings))
+    server = LinkServer("127.0.0.1", bytes(SECRET_BYTES), 5)
     try:
-        link = links.measure(0, 1, "127.0.0.1", ("127.0.0.1", server.port), bytes(links.SECRET_BYTES), 5)
+        link = network_speed.measure(0, 1, "127.0.0.1", ("127.0.0.1", server.port), bytes(SECRET_BYTES), 5)
     finally:
         server.close()
     assert (link.skew, link.milliseconds) == (0.2, pytest.approx(500))
@@ -77,21 +75,20 @@ def test_a_run_of_one_seed_is_pointed_out_beside_a_baseline_of_three(tmp_path: P
 
 
 def test_the_slower_direction_of_a_link_is_what_it_is_worth() -> None:
-    same = {"llmtrain": "1"}
-    hosts = group([RankIdentity(i, f"n{i}", f"n{i}", "eth0", f"10.0.0.{i}", "cpu", same) for i in range(3)])
-    measured = [links.Link(0, 1, 0.5, 1e8, 1e8), links.Link(0, 2, 0.5, 1e8, 1e6), links.Link(1, 2, 0.5, 1e8, 1e8)]
-    levels = [finding.level.value for finding in links_between(hosts, measured)]
+    measured = [Link(0, 1, 0.5, 1e8, 1e8), Link(0, 2, 0.5, 1e8, 1e6), Link(1, 2, 0.5, 1e8, 1e8)]
+    levels = [finding.level.value for finding in links_between(["n0", "n1", "n2"], measured)]
     assert levels == ["warning", "ok", "ok", "ok"], "the slowest first, then the others and the clocks"
 
 
 def test_there_is_to_be_room_for_a_checkpoint_more_than_is_kept(tmp_path: Path, monkeypatch) -> None:
-    """The oldest is deleted when the newest is complete."""
+    """The oldest is deleted when the newest is complete. The best one may be older than those that are kept."""
     needed = []
-    monkeypatch.setattr(recipe_fit, "disk", lambda key, folder, size: needed.append(size) or ok(key))
-    for keep in (1, 3):
-        overrides = [f"run.out_dir={tmp_path}", "data.tokenizer=train:400", f"checkpoint.keep={keep}"]
-        recipe_fit.fit(load_recipe(ROOT / "recipes/quickstart.yaml", overrides), ["node"] * 4, [2.0**34] * 4)
-    assert needed[0] > 0 and needed[2] == 2 * needed[0]
+    monkeypatch.setattr(run_checks, "disk", lambda key, folder, size: needed.append(size) or ok(key))
+    for keep, best in ((1, "false"), (3, "false"), (2, "true")):
+        keys = (f"checkpoint.keep={keep}", f"checkpoint.keep_best={best}")
+        overrides = [f"run.out_dir={tmp_path}", "data.tokenizer=train:400", *keys]
+        run_checks.fit(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", overrides), ["node"] * 4, [2.0**34] * 4)
+    assert needed[0] > 0 and needed[2] == needed[4] == 2 * needed[0]
 
 
 def test_bytes_received_are_known_where_all_hosts_tell(tmp_path: Path) -> None:
@@ -111,10 +108,24 @@ def test_a_span_comes_before_those_within_it(tmp_path: Path) -> None:
 
 
 def test_the_time_left_follows_from_the_steps_since_this_start(monkeypatch, capsys) -> None:
-    now = iter([50.0, 150.0])
-    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    tags = ("train/loss", "train/lr", "train/grad_norm", "perf/tokens_per_second", "sync/count", "comm/bytes_total")
-    shown = console.Console(enabled=True)
-    shown.start(step=900, total=1000)
-    shown.log_step(950, 1, dict.fromkeys((*tags, "perf/peak_memory_gib"), 1.0))
+    now = [50.0]
+    monkeypatch.setattr(loggers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    tags = ("train/loss", "train/lr", "train/grad_norm", "perf/tokens_per_second", "sync/count", "sync/round")
+    tags += ("comm/bytes_total", "sync/divergence", "perf/peak_memory_gib")
+    shown = loggers.Console(enabled=True)
+    shown.start(step=900, total=1000, rounds=9)
+    now[0] = 150.0
+    shown.log_step(950, dict.fromkeys(tags, 1.0))
     assert capsys.readouterr().out.rstrip().endswith("eta 1m40s")
+
+
+def test_a_replica_alone_reports_its_step_now_and_then(monkeypatch, capsys) -> None:
+    now = [0.0]
+    monkeypatch.setattr(loggers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    shown = loggers.Console(enabled=True)
+    shown.start(step=0, total=100, rounds=None)
+    for step, seconds in enumerate(range(0, 50, 5), start=1):
+        now[0] = seconds
+        shown.advance(step, is_alone=step > 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" on")[0] for line in lines[1:]] == ["step 5/100", "step 9/100"]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +20,7 @@ from llmtrain.errors import DataError, RecipeError, TrainingError
 from llmtrain.launch import node_rendezvous
 from llmtrain.launch.attempts import Attempt
 from llmtrain.launch.node_rendezvous import NodeRendezvous, rendezvous_nodes
-from llmtrain.launch.nodes import Nodes
-from llmtrain.launch.process_count import local_world_size
+from llmtrain.launch.nodes import Nodes, check_thread_count, local_world_size
 from llmtrain.launch.torchrun import torchrun_arguments
 from tests.mother import session
 from tests.unit import processes
@@ -50,6 +53,13 @@ JOB = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "alpha,beta"}
 def test_one_process_a_gpu_or_as_the_mesh_asks(monkeypatch, gpus, parallel, nodes, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert local_world_size(ParallelSection(**parallel), nodes) == expected
+
+
+def test_more_processes_than_gpus_if_they_may_share(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LLMTRAIN_SHARE_GPU", "1")
+    assert local_world_size(ParallelSection(replicas=2, shards=1), 1) == 2
+    assert local_world_size(ParallelSection(), 1) == 1
 
 
 @pytest.fixture
@@ -86,7 +96,16 @@ def test_nodes_come_from_the_known_variables_or_from_slurm(nodes_in, variables, 
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"NNODES": "two"}, "NNODES='two' in the environment is not a number"),
+        ({"NNODES": "two"}, "NNODES='two' in the environment is not a whole number of at least 1"),
+        ({"NNODES": "0"}, "NNODES='0' in the environment is not a whole number of at least 1"),
+        ({"NNODES": "-1"}, "NNODES='-1' in the environment is not a whole number of at least 1"),
+        ({"NNODES": "2", "NODE_RANK": "-1", "MASTER_ADDR": "a"}, "NODE_RANK='-1' in the environment"),
+        ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": " "}, "NNODES=2 needs MASTER_ADDR in"),
+        (
+            {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "99999"},
+            "MASTER_PORT='99999' in the environment is not a whole number from 1 to 65535",
+        ),
+        ({**STEP, **JOB, "MASTER_ADDR": "a", "MASTER_PORT": "0"}, "MASTER_PORT='0' in the environment"),
         ({"NNODES": "2"}, "NNODES=2 needs NODE_RANK and MASTER_ADDR"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES=2 needs MASTER_ADDR in"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK=2 is not one of the 2 nodes"),
@@ -97,6 +116,15 @@ def test_nodes_come_from_the_known_variables_or_from_slurm(nodes_in, variables, 
 def test_incomplete_variables_are_refused(nodes_in, variables, message):
     with pytest.raises(RecipeError, match=message):
         nodes_in(variables)
+
+
+@pytest.mark.parametrize("text", ["abc", "", "0", "4,", "1.5"])
+def test_numbers_of_threads_that_are_none_are_refused(monkeypatch, text):
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    with pytest.raises(RecipeError, match=f"OMP_NUM_THREADS='{text}' in the environment is not a number of threads"):
+        check_thread_count()
+    monkeypatch.setenv("OMP_NUM_THREADS", "4, 2")
+    check_thread_count()
 
 
 def test_torchrun_is_told_the_place_of_this_node():
@@ -199,6 +227,14 @@ def test_two_nodes_with_one_number_are_refused(meeting: Meeting, monkeypatch: py
     assert all("NODE_RANK=1" in str(outcome) and "is taken by node 1" in str(outcome) for outcome in outcomes)
 
 
+def test_a_node_that_waits_for_node_0_reports_once_why(meeting: Meeting, monkeypatch, capsys):
+    monkeypatch.setattr(node_rendezvous, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(node_rendezvous, "POLL_SECONDS", 0.02)
+    meeting.hold([1], 2, lambda call: None, seconds=0.4)
+    where = f"node 1 tries to reach node 0 at 127.0.0.1:{meeting.port} (up to 0.4 s): Connection refused"
+    assert capsys.readouterr().out.splitlines() == [where]
+
+
 def test_nodes_that_count_differently_are_refused(meeting: Meeting):
     first, second = meeting.hold([0, 1], 2, lambda call: None, counts={1: 3})
     assert isinstance(second, RecipeError) and f"NNODES=3 on {HERE}, but 2 on node 0" in str(second)
@@ -221,3 +257,17 @@ def test_a_stop_before_training_ends_with_3_in_one_line():
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 3
     assert output == f"stopped by {signal.SIGUSR1.name} before training began; start the same command again\n"
+
+
+@pytest.mark.fresh
+def test_the_first_line_comes_before_torch_is_imported(tmp_path):
+    """Importing it takes seconds on a busy machine."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("import os; os.write(1, b'torch is imported\\n'); os._exit(0)")
+    command = [sys.executable, "-m", "llmtrain", "launch", "recipes/edit_llama_stdlib.yaml", f"run.out_dir={tmp_path}"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=60
+    )
+    first = "edit_llama_stdlib: edit, 300 steps of 4,096 tokens; loading torch\ntorch is imported\n"
+    assert done.stdout.startswith(first), done.stdout + done.stderr

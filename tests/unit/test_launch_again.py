@@ -90,7 +90,7 @@ def test_nodes_that_are_left_are_numbered_anew() -> None:
 
 
 def test_a_node_that_was_given_up_says_so() -> None:
-    with pytest.raises(TrainingError, match="node 2 was silent for too long: the others go on without it"):
+    with pytest.raises(TrainingError, match="node 2 was silent for too long: the others continue without it"):
         Story({0: NodeExit(FAILED), 1: NodeExit(FAILED)}).code()
 
 

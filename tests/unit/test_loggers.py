@@ -1,4 +1,4 @@
-"""Weights & Biases: what a run leaves, and what is said where it cannot."""
+"""Loggers: samples, TensorBoard, Weights & Biases, and the console's lines."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llmtrain import recipe_check
 from llmtrain.config import Recipe
 from llmtrain.errors import RecipeError
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.train.loggers import JsonlLogger, TensorBoardLogger, WandbLogger, open_loggers
+from llmtrain.train.loggers import Console, JsonlLogger, SampleLogger, TensorBoardLogger, WandbLogger, open_loggers
 from llmtrain.train.run_dir import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,7 @@ OFFLINE = "log.wandb={project: across, mode: offline}"
 
 
 def recipe_in(folder: Path, *overrides: str) -> Recipe:
-    return load_recipe(ROOT / "recipes/quickstart.yaml", [f"run.out_dir={folder}", "run.name=a", *overrides])
+    return load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={folder}", "run.name=a", *overrides])
 
 
 def log_two_lines(recipe: Recipe, resumed_step: int) -> list[Path]:
@@ -31,6 +32,7 @@ def log_two_lines(recipe: Recipe, resumed_step: int) -> list[Path]:
     logger = WandbLogger(recipe, directory, resumed_step)
     for step in (resumed_step + 1, resumed_step + 2):
         logger.log(step, 100 * step, 0.5, {"train/loss": 4.0})
+        logger.log_sample(step, 100 * step, f"text of step {step} <b>")
     logger.close()
     return sorted((directory.path / "wandb").glob("offline-run-*/*.wandb"))
 
@@ -40,6 +42,8 @@ def test_an_offline_run_holds_its_recipe_and_its_lines_and_keeps_its_id(tmp_path
     [first] = log_two_lines(recipe, 0)
     content = first.read_bytes()
     assert b"train/loss" in content and b"across" in content and b"sequence_length" in content
+    texts = [path.read_text() for path in (tmp_path / "a" / "wandb").rglob("*.html")]
+    assert any("<pre>text of step 1 &lt;b&gt;</pre>" in text for text in texts), "a text is no HTML"
     assert {path.name for path in log_two_lines(recipe, 2)} == {first.name}, "wandb sync makes one run of both"
     assert len({path.name for path in log_two_lines(recipe, 0)}) == 2, "begun again, it is another run"
 
@@ -48,11 +52,134 @@ def test_loggers_are_those_of_the_recipe(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path)
     directory = RunDirectory(recipe)
     directory.path.mkdir()
-    loggers = open_loggers(recipe, directory, 0)
-    assert [type(logger) for logger in loggers] == [JsonlLogger, TensorBoardLogger]
+    loggers = open_loggers(recipe, directory, 0, 0, pytest.fail)
+    assert [type(logger) for logger in loggers] == [JsonlLogger, SampleLogger, TensorBoardLogger]
     for logger in loggers:
         logger.log(1, 10, 0.1, {"train/loss": 1.0})
         logger.close()
+
+
+@pytest.mark.parametrize(
+    ("steps", "lost"),
+    [((1, 10, 20), None), ((1, 10), "steps 11 to 25"), ((), "steps 1 to 25"), ((1, 10, 20, 30), None)],
+)
+def test_lines_lost_before_the_checkpoint_are_named(tmp_path: Path, steps: tuple[int, ...], lost: str | None) -> None:
+    recipe = recipe_in(tmp_path, "log.tensorboard=false", "log.every=10")
+    directory, notes = RunDirectory(recipe), []
+    directory.path.mkdir()
+    directory.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+    for logger in open_loggers(recipe, directory, 25, 2500, notes.append):
+        logger.close()
+    assert len(notes) == (lost is not None)
+    assert lost is None or f"no line of {lost}, which are before the checkpoint" in notes[0]
+
+
+def test_weights_and_biases_draws_losses_over_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    defined: dict[str, str | None] = {}
+    run = SimpleNamespace(define_metric=lambda name, step_metric=None: defined.update({name: step_metric}))
+    fake = SimpleNamespace(Error=OSError, init=lambda **given: run, Settings=lambda **given: given)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    recipe = recipe_in(tmp_path, OFFLINE)
+    directory = RunDirectory(recipe)
+    directory.path.mkdir()
+    WandbLogger(recipe, directory, 0)
+    assert defined == {"tokens": None, "train/*": "tokens", "eval/*": "tokens"}
+
+
+def test_samples_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "samples.txt"
+    logger = SampleLogger(path, 0)
+    for step in (50, 100, 150):
+        logger.log_sample(step, 10 * step, f"text\n\nof {step}")
+    SampleLogger(path, 100).log_sample(150, 1500, "again")
+    parts = "==== step 50 ====\ntext\n\nof 50\n\n==== step 100 ====\ntext\n\nof 100\n\n==== step 150 ====\nagain\n\n"
+    assert path.read_text() == parts
+    SampleLogger(path, 0)
+    assert path.read_text() == "", "a run that begins again"
+
+
+def events(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
+
+
+def test_tensorboard_has_losses_over_tokens_the_recipe_and_samples(tmp_path: Path) -> None:
+    """Resumed after step 2, the third step is logged again, in both folders."""
+    recipe = recipe_in(tmp_path)
+    for resumed, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        logger = TensorBoardLogger(recipe, tmp_path, resumed, 100 * resumed)
+        for step in steps:
+            logger.log(step, 100 * step, 0.5, {"train/loss": 4.0 + resumed, "eval/loss": 5.0, "sync/count": 0.0})
+        logger.log_sample(steps[-1], 100, "a *text*\n# of two lines")
+        logger.close()
+    by_step, by_tokens = events(tmp_path), events(tmp_path / "over_tokens")
+    assert [(one.step, one.value) for one in by_step.Scalars("train/loss")] == [(1, 4.0), (2, 4.0), (3, 6.0), (4, 6.0)]
+    tags = by_tokens.Tags()["scalars"]
+    assert sorted(tags) == ["loss_over_tokens/eval", "loss_over_tokens/train"]
+    points = [(one.step, one.value) for one in by_tokens.Scalars("loss_over_tokens/train")]
+    assert points == [(100, 4.0), (200, 4.0), (300, 6.0), (400, 6.0)]
+    texts = {tag: by_step.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0] for tag in ("recipe", "sample")}
+    assert texts["sample"] == b"    a *text*\n    # of two lines", "shown as it is, not as Markdown"
+    assert b"    sync:\n" in texts["recipe"]
+
+
+TAGS = {
+    **{"train/loss": 4.0, "train/lr": 1e-3, "train/grad_norm": 1.0, "perf/tokens_per_second": 41_200.0},
+    **{"sync/count": 0.0, "sync/round": 0.0, "sync/divergence": 0.0, "comm/bytes_total": 8e8},
+    **{"perf/peak_memory_gib": 10.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "number", "phase"),
+    [
+        *((0, 0, "synchronous"), (13, 0, "synchronous warm-up"), (None, 0, "synchronous warm-up")),
+        *((13, 2, "round 2/13"), (None, 2, "round 2")),
+    ],
+)
+def test_a_line_names_the_phase(capsys, rounds: int | None, number: int, phase: str) -> None:
+    console = Console(enabled=True)
+    console.start(0, 100, rounds)
+    console.log_step(1, TAGS | {"sync/round": number})
+    assert capsys.readouterr().out.split(" | ")[5] == phase
+
+
+def test_divergence_and_memory_are_shown_when_they_are_new(capsys) -> None:
+    console = Console(enabled=True)
+    console.start(0, 100, 5)
+    changes = [{}, {"sync/count": 1.0, "sync/divergence": 0.25}, {"sync/count": 1.0, "sync/divergence": 0.25}]
+    changes += [{"sync/count": 2.0, "perf/peak_memory_gib": 10.2}, {"sync/count": 2.0, "perf/peak_memory_gib": 10.25}]
+    for step, changed in enumerate(changes, 1):
+        console.log_step(step, TAGS | changed)
+    shown = [line.split(" | ")[6:-1] for line in capsys.readouterr().out.splitlines()]
+    sent = "800MB between replicas"
+    assert shown == [[sent, "10.00 GiB"], [f"{sent}, divergence 0.25"], [sent], [sent, "10.20 GiB"], [sent]]
+
+
+def test_lines_of_a_long_run_fit_a_wide_terminal(capsys) -> None:
+    console = Console(enabled=True)
+    console.start(0, 100_000, 5000)
+    console.log_step(99_000, TAGS | {"sync/round": 4950, "perf/mfu": 0.412, "comm/bytes_total": 80.4e12})
+    console.log_step(99_010, TAGS | {"sync/round": 4950, "perf/mfu": 0.412, "comm/bytes_total": 80.4e12})
+    console.log_step(
+        300, TAGS | {"sync/round": 13, "sync/count": 13, "sync/divergence": 0.123, "comm/bytes_total": 8e8}
+    )
+    _, *lines = capsys.readouterr().out.splitlines()  # the first one also has the memory
+    assert [len(line) <= 140 for line in lines] == [True, True]
+
+
+def test_one_replica_sends_nothing(capsys) -> None:
+    console = Console(enabled=True)
+    console.start(0, 100, 5)
+    console.log_step(1, TAGS | {"comm/bytes_total": 0.0})
+    assert "between replicas" not in capsys.readouterr().out
+
+
+def test_a_sample_is_one_short_line(capsys) -> None:
+    console = Console(enabled=True)
+    console.start(0, 100, 5)
+    console.log_sample(10, "def\n\n  f():" + 200 * " x")
+    line = capsys.readouterr().out
+    assert line.startswith("step 10/100 | writes: def f(): x x") and line.endswith(" …\n") and len(line) < 125
 
 
 def test_a_server_that_refuses_is_an_error_of_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

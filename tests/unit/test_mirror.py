@@ -18,7 +18,7 @@ from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.integrity import STATE_FILE, find_corruption, list_checkpoints, read_state
+from llmtrain.train.checkpoint_files import STATE_FILE, find_corruption, list_checkpoints, read_state
 from llmtrain.train.mirror import Mirror, RemoteRun
 from llmtrain.train.run_dir import RunDirectory
 from tests.unit.test_checkpoint_files import flip, write
@@ -46,7 +46,7 @@ class Machine:
 
     def __init__(self, disk: Path, url: str | None, *overrides: str):
         keys = [f"run.out_dir={disk}", "run.name=a", "checkpoint.keep=2", f"checkpoint.mirror={url or 'null'}"]
-        self.recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [*keys, *overrides])
+        self.recipe = load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [*keys, *overrides])
         self.directory, self.said = RunDirectory(self.recipe), []
         self.mirror = Mirror(self.recipe, self.directory, self.said.append, is_main=True)
 
@@ -58,16 +58,16 @@ class Machine:
         self.directory.metrics.touch()
         return there
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, loss: float | None = None) -> None:
         """A checkpoint, and metrics up to it, and wait for the copy."""
-        self.hand_in(step)
+        self.hand_in(step, loss)
         assert self.mirror.finish(ALONE) is None, self.said
 
-    def hand_in(self, step: int) -> None:
+    def hand_in(self, step: int, loss: float | None = None) -> None:
         self.directory.checkpoints.mkdir(exist_ok=True)
         with self.directory.metrics.open("a") as file:
             file.write(f'{{"step": {step}}}\n')
-        write(self.directory.checkpoints, step)
+        write(self.directory.checkpoints, step, loss=loss)
         self.mirror.upload_async(step)
 
     def steps(self) -> list[int]:
@@ -110,7 +110,7 @@ def test_what_was_copied_comes_back_on_an_empty_machine(tmp_path: Path, url: str
     assert second.said == [f"fetched {url.rstrip('/')}/a/checkpoints/step-00000020"]
     assert sorted(path.name for path in second.directory.checkpoints.iterdir()) == ["latest", "step-00000020"]
     second.mirror.upload_if_newer(there)
-    assert second.mirror.pinned_steps() == set(), "it is there already"
+    assert second.mirror.worker.pending_steps() == set(), "it is there already"
     second.save(30)
     assert steps_at(url) == [20, 30]
 
@@ -232,7 +232,7 @@ def test_a_download_may_take_longer_than_the_timeout_as_long_as_bytes_arrive(
     first.start()
     first.save(10)
     download, clock = RemoteRun.download, Clock()
-    monkeypatch.setattr("llmtrain.train.run_on_main.time", clock)
+    monkeypatch.setattr("llmtrain.train.rank_errors.time", clock)
 
     def slowly(self: RemoteRun, step: int, here: Path) -> object:
         for part in range(4):
@@ -286,21 +286,21 @@ def test_the_newest_goes_next_and_none_on_its_way_is_deleted(tmp_path: Path, mon
     machine.start()
     section = CheckpointSection(keep=1)
     checkpoints = Checkpointer(machine.directory.checkpoints, None, None, None, section, 1.0)
-    checkpoints.pinned_by.append(machine.mirror.pinned_steps)
+    checkpoints.pinned_by.append(machine.mirror.worker.pending_steps)
     machine.hand_in(10)
     assert held.begun.acquire(timeout=30)
     for step in (20, 30, 40):
         machine.hand_in(step)
         checkpoints._prune(step)
     assert machine.steps() == [10, 40], "10 is on its way, 40 is the newest"
-    assert machine.mirror.pinned_steps() == {10, 40}
+    assert machine.mirror.worker.pending_steps() == {10, 40}
     assert [line for line in machine.said if "not copied" in line] == [
         f"step {left_out} is not copied to {there}/a: step 10 still is, and step {step} is next"
         for left_out, step in ((20, 30), (30, 40))
     ]
     held.go.release(2)
     assert machine.mirror.finish(ALONE) is None
-    assert machine.mirror.pinned_steps() == set()
+    assert machine.mirror.worker.pending_steps() == set()
     assert steps_at(there) == [40] and machine.mirror.newest == 40
 
 
@@ -319,10 +319,10 @@ def test_a_copy_that_fails_is_a_line_and_the_next_one_is_tried(tmp_path: Path, m
     machine.hand_in(10)
     lacking = machine.mirror.finish(ALONE)
     assert machine.said[-1] == (
-        f"step 10 could not be copied to {there}/a: the network is gone; training goes on, and the next checkpoint is tried again"
+        f"step 10 could not be copied to {there}/a: the network is gone; training continues, and the next checkpoint is tried again"
     )
     assert lacking == (
-        f"step 10 could not be copied to {there}/a: the network is gone; it is whole in {machine.directory.checkpoints}, "
+        f"step 10 could not be copied to {there}/a: the network is gone; it is complete in {machine.directory.checkpoints}, "
         "start the same command again to copy it"
     )
     assert steps_at(there) == [] and os.listdir(f"{there}/a/checkpoints") == ["step-00000010"], "half copied"
@@ -338,11 +338,11 @@ def test_a_copy_that_hangs_is_waited_for_until_the_timeout(tmp_path: Path, monke
     machine.start()
     machine.hand_in(10)
     assert machine.mirror.finish(ALONE) == (
-        f"step 10 was not copied to {there}/a within 0.2 s (run.timeout_seconds); it is whole in "
+        f"step 10 was not copied to {there}/a within 0.2 s (run.timeout_seconds); it is complete in "
         f"{machine.directory.checkpoints}, start the same command again to copy it"
     )
     held.go.release()
-    machine.mirror._thread.join(30)
+    machine.mirror.worker.join(30)
 
 
 def test_the_mirror_keeps_what_the_disk_keeps(tmp_path: Path, url: str) -> None:
@@ -350,7 +350,7 @@ def test_the_mirror_keeps_what_the_disk_keeps(tmp_path: Path, url: str) -> None:
     machine.start()
     section = machine.recipe.checkpoint
     checkpoints = Checkpointer(machine.directory.checkpoints, None, None, None, section, 1.0)
-    checkpoints.pinned_by.append(machine.mirror.pinned_steps)
+    checkpoints.pinned_by.append(machine.mirror.worker.pending_steps)
     for step in range(10, 80, 10):
         machine.save(step)
         checkpoints._prune(step)
@@ -365,7 +365,7 @@ def test_without_a_mirror_nothing_is_asked_of_anybody(tmp_path: Path) -> None:
     assert machine.mirror.fetch(mesh, -1) is None and machine.mirror.finish(mesh) is None
     machine.mirror.upload_async(10)
     machine.mirror.upload_if_newer(None)
-    assert machine.mirror.newest is None and machine.mirror.pinned_steps() == set() and machine.said == []
+    assert machine.mirror.newest is None and machine.mirror.worker.pending_steps() == set() and machine.said == []
 
 
 def test_a_damaged_local_copy_makes_way_for_the_mirrors(tmp_path: Path, url: str) -> None:

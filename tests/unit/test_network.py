@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError, TrainingError
-from llmtrain.parallel.mesh import local_device, open_mesh
+from llmtrain.parallel.mesh import local_device, open_mesh, ranks_per_device
 from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, address_towards, interface_of, using_interface
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, format_ranks, rendezvous
-from llmtrain.parallel.world import World
+from llmtrain.parallel.world import SHARE_GPU, World
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
 
@@ -91,7 +91,7 @@ def test_ranks_are_listed_in_runs():
 
 
 def test_two_networks_of_nccl_in_one_process_are_refused(monkeypatch):
-    recipe = Path("recipes/quickstart.yaml")
+    recipe = Path("recipes/edit_llama_stdlib.yaml")
     networks = ["parallel.replica_network=eth0", "parallel.shard_network=ib0", "parallel.shard_across_nodes=true"]
     check(load_recipe(recipe, networks), 4)  # gloo, without GPUs
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -146,6 +146,35 @@ def test_a_gpu_for_each_task_is_the_first_that_it_sees(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")  # one task that has started eight processes itself
     with pytest.raises(RecipeError, match="8 processes on a machine with 1 GPUs"):
         local_device(World(3, 8, 3, 8))
+
+
+def test_ranks_share_a_gpu_if_the_user_says_so(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    world = World(3, 4, 3, 4)
+    with pytest.raises(RecipeError, match=r"4 processes on a machine with 2 GPUs.*or set LLMTRAIN_SHARE_GPU=1"):
+        local_device(world)
+    assert ranks_per_device(world) == 1
+    monkeypatch.setenv(SHARE_GPU, "1")
+    assert [local_device(World(rank, 4, rank, 4)).index for rank in range(4)] == [0, 1, 0, 1]
+    assert (ranks_per_device(world), ranks_per_device(World(1, 2, 1, 2))) == (2, 1)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("the mesh was built"))
+    meeting = Rendezvous(None, [RankInfo("a", "alpha", None, 1.0)] * 4, Networks())
+    for shard, backend, reason in (
+        (2, "auto", "parallel.shards is 2, but .*; use parallel.shards=1"),
+        (1, "nccl", "parallel.replica_backend is nccl, but .*; use auto or gloo"),
+    ):
+        with pytest.raises(RecipeError, match=reason), open_mesh(world, 4 // shard, shard, backend, 5.0, meeting):
+            pass
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr("llmtrain.parallel.mesh.build_mesh", lambda *given: given[4])
+    with open_mesh(world, 4, 1, "auto", 5.0, meeting) as backend:
+        assert backend == "gloo"
+    monkeypatch.delenv(SHARE_GPU)
+    with open_mesh(World(1, 2, 1, 2), 2, 1, "auto", 5.0, meeting) as backend:
+        assert backend == "auto"
 
 
 def test_a_host_without_a_way_to_the_others_has_no_address_towards_them():

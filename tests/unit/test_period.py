@@ -10,7 +10,7 @@ import pytest
 from llmtrain.config import EverySecondsSection, EveryStepSection, EveryStepsSection, LRScheduleSection, QsrSection
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
-from llmtrain.sync.period import Period, QsrPeriod, build_period
+from llmtrain.sync.period import EveryStep, FixedPeriod, Period, QsrPeriod, build_period
 from llmtrain.sync.timed_period import TimedPeriod
 
 
@@ -135,3 +135,56 @@ def test_rounds_of_seconds_begin_after_the_warm_up_and_go_on_where_a_run_was_lef
     assert not again.ends_round(5), "9.9 seconds, of which 4.5 before it was left"
     clock[0] = 1005.6
     assert again.ends_round(6) and again.round_length(6) == 2
+
+
+def test_a_request_to_stop_ends_a_round_of_seconds():
+    clock, asked = Hands([0.0]), [False]
+    section = EverySecondsSection(every=10.0, min_steps=0)
+    period = TimedPeriod(section, 0, 100, Comms(None), Comms(None), clock, lambda: asked[0])
+    assert not period.is_synchronous(1) and not period.ends_round(1) and not period.ended_early
+    asked[0] = True
+    assert period.ends_round(2) and period.ended_early and period.global_step(2) == 2
+
+
+def test_a_longer_run_begins_with_a_round_of_full_length():
+    """At a run's end, what is left of it makes rounds short."""
+    clock = Hands([0.0])
+    section = EverySecondsSection(every=10.0, min_steps=5)
+    period, longer = (TimedPeriod(section, 0, total, Comms(None), Comms(None), clock) for total in (4, 20))
+    for step in (1, 2, 3, 4):
+        assert not period.is_synchronous(step)
+        clock[0] = 9.0 * step
+        period.ends_round(step)
+    assert period.global_step(4) == 4
+    longer.load_state_dict(period.state_dict())
+    longer.total_steps_changed(is_synchronized=True)
+    clock[0] += 5.0
+    assert not longer.ends_round(5), "not 10 seconds"
+    clock[0] += 6.0
+    assert not longer.ends_round(6) and longer.global_step(6) == 6, "2 steps since the run's end are too few"
+    shorter = TimedPeriod(section, 0, 7, Comms(None), Comms(None), clock)
+    shorter.load_state_dict(longer.state_dict())
+    shorter.total_steps_changed(is_synchronized=False)
+    assert not shorter.ends_round(7) and shorter.global_step(7) == 7, "its last step, after no time at all"
+
+
+def test_rounds_begin_after_the_warm_up_that_a_run_had():
+    rates = LRSchedule(3e-3, 40, LRScheduleSection(kind="cosine"))
+    for section in (EveryStepsSection(every=4), QsrSection(base=4, alpha=1e-3)):
+        changed, expected = build_period(section, 20, rates), build_period(section, 6, rates)
+        changed.set_warmup(6)
+        for step in range(1, 41):
+            assert changed.is_synchronous(step) == (step <= 6)
+            assert changed.step_in_round(step) == expected.step_in_round(step)
+            assert changed.ends_round(step) == expected.ends_round(step)
+
+
+def test_rounds_are_numbered_and_the_last_number_is_how_many_there_are():
+    fixed = FixedPeriod(3, 2)
+    assert [fixed.round_number(step) for step in range(1, 10)] == [0, 0, 1, 1, 1, 2, 2, 2, 3]
+    assert [EveryStep().round_number(step) for step in (1, 100)] == [0, 0]
+    qsr = QsrPeriod(4, 0.0175, 500, published(**VIT, shape="cosine"))
+    ends = [step for step in range(1, VIT["total"] + 1) if qsr.ends_round(step)]
+    assert [qsr.round_number(step) for step in (500, 501, ends[0], ends[0] + 1)] == [0, 1, 1, 2]
+    assert qsr.round_number(VIT["total"]) == len(ends)
+    assert [timed(Hands([0.0])).round_number(step) for step in (1, 2, 3)] == [0, 0, None], "counted when they end"

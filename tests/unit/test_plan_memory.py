@@ -104,7 +104,7 @@ def test_bytes_of_one_rank_alone(tmp_path) -> None:
     assert memory.activations == pytest.approx((LAYERS + 1 / 4) * layer, abs=2)
     # 32 tokens are fewer than loss_chunk; the head's gradient is what is largest beside its logits
     assert memory.loss == 2 * 4 * 32 * VOCABULARY + 4 * EMBEDDING + 2 * 32 * HIDDEN
-    assert memory.host_total == 0
+    assert memory.host == 0
 
 
 def test_a_large_vocabularys_gradient_is_larger_than_its_logits(tmp_path) -> None:
@@ -190,7 +190,7 @@ def test_zero_shards_by_its_stage(tmp_path, stage: int, weights: float, gradient
 def test_offload_moves_anchors_to_the_host(tmp_path) -> None:
     here, there = planned(tmp_path), planned(tmp_path, "sync.offload=true")
     assert here.anchors > 0
-    assert (there.anchors, there.host_total) == (0, here.anchors)
+    assert (there.anchors, there.host) == (0, here.anchors)
     assert there.device_total < here.device_total
 
 

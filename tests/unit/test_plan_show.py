@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from llmtrain.errors import RecipeError
+from llmtrain.errors import RecipeError, UserError
+from llmtrain.plan.cards import GPU_EFFICIENCY
+from llmtrain.plan.duration import format_duration
+from llmtrain.plan.hardware import Hardware, hardware_of
 from llmtrain.plan.memory import size_of
 from llmtrain.plan.show import show
 from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
 from llmtrain.recipe_loader import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-QUICKSTART = RECIPES / "quickstart.yaml"
+STDLIB = RECIPES / "edit_llama_stdlib.yaml"
 
 
 RATES = HardwareRates(flops=1e10, mbit=100.0)
+CPU = Hardware(RATES, "each rank on this CPU", "measured here", on_gpu=False, is_this_cpu=True)
+GPUS = Hardware(RATES, "each rank", "--tflops", on_gpu=True)
 
 
-def shown(path: Path, *overrides: str, width: int = 100) -> str:
+def shown(path: Path, *overrides: str, width: int = 100, hardware: Hardware = CPU) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    show(load_recipe(path, overrides), console, RATES)
+    show(load_recipe(path, overrides), console, hardware)
     return console.file.getvalue()
 
 
@@ -47,7 +53,7 @@ def is_like_others(path: Path) -> bool:
     ],
 )
 def test_every_recipe_shows_within_100_columns(path: Path) -> None:
-    text = shown(path)
+    text = shown(path, "parallel.replicas=auto", "parallel.shards=auto", hardware=GPUS)
     assert f"name: {path.stem}" in text
     assert "…" not in text
     tables = text[text.index("\nparameters") :]
@@ -57,49 +63,116 @@ def test_every_recipe_shows_within_100_columns(path: Path) -> None:
 
 
 def test_the_recipes_own_mesh_is_shown(tmp_path: Path) -> None:
-    assert len(row(shown(QUICKSTART, "parallel.replicas=4", "parallel.shards=1"), "total")) == 4
-    assert len(row(shown(QUICKSTART), "total")) == 4
-    assert len(row(shown(QUICKSTART, "parallel.on_cpu=null"), "total")) == 3
+    def meshes(*overrides: str, hardware: Hardware = CPU) -> list[str]:
+        text = shown(STDLIB, *overrides, hardware=hardware)
+        estimates = text[text.index("Estimated") :]
+        return re.findall(r"\d+ x \d+", estimates[: estimates.index("weights")])
+
+    for hardware in (CPU, GPUS):
+        assert meshes("parallel.replicas=4", "parallel.shards=1", hardware=hardware) == ["4 x 1"]
+    assert meshes() == ["2 x 2"]
+    assert meshes("parallel.on_cpu=null") == meshes(hardware=GPUS) == ["1 x 1", "1 x 8", "8 x 8"]
+    assert meshes("parallel.replicas=2", hardware=GPUS) == ["2 x 1", "2 x 8"]
+    assert "from each of 2 replicas" in shown(STDLIB)
+
+
+def test_a_cpu_is_no_gpu_and_its_time_is_told_only_for_what_it_holds() -> None:
+    text = shown(STDLIB)
+    assert "MiB on each rank on this CPU, by" in text and "Estimated time with each rank on this CPU, by" in text
+    assert "GPU" not in text[text.index("\nparameters") :]
+    offloaded = shown(STDLIB, "sync.offload=true")
+    assert row(offloaded, "total") == row(text, "total"), "it is the same memory"
+    text = shown(RECIPES / "edit_1b.yaml")
+    assert len(row(text, "total")) == 3
+    assert row(text, "run") == [
+        "more",
+        "than",
+        "a",
+        "year",
+        "on",
+        "this",
+        "machine;",
+        "give",
+        "--gpu",
+        "or",
+        "--tflops",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.00321, "3.2 ms"),
+        (0.5, "500 ms"),
+        (1, "1 seconds"),
+        (85.4, "85 seconds"),
+        (95, "1.6 minutes"),
+        (5399, "90 minutes"),
+        (3 * 3600, "3 hours"),
+        (100 * 3600, "4.2 days"),
+        (364 * 86400, "364 days"),
+        (366 * 86400, "more than a year"),
+        (1.2e13, "more than a year"),
+        (0, "0 seconds"),
+    ],
+)
+def test_durations_have_units_that_people_read(seconds: float, words: str) -> None:
+    assert format_duration(seconds) == words
+
+
+def test_a_card_gives_rate_and_memory() -> None:
+    recipe = load_recipe(RECIPES / "edit_7b.yaml")
+    hardware = hardware_of(recipe, "H100", None, 1000.0)
+    assert hardware.rates.flops == GPU_EFFICIENCY * 989e12 and hardware.on_gpu
+    text = shown(RECIPES / "edit_7b.yaml", hardware=hardware)
+    assert row(text, "fits in 80 GB")[0] == "no" and row(text, "fits in 80 GB")[-1] == "yes"
+    assert "GiB on each H100, by" in text
+    assert f"with {GPU_EFFICIENCY * 989:.3g} TFLOP/s of each H100 (40% of the peak in bf16; --tflops)" in text
+    assert hardware_of(recipe, "h100", 500.0, 1.0).rates.flops == 500e12
+    with pytest.raises(UserError, match=r"--gpu h1000 is not a known card; did you mean h100\?"):
+        hardware_of(recipe, "h1000", None, 1.0)
+    with pytest.raises(RecipeError, match=r"parallel\.precision is fp32"):
+        hardware_of(load_recipe(STDLIB), "h100", None, 1.0)
 
 
 def test_traffic_by_hand() -> None:
     mesh = ["parallel.replicas=4", "parallel.shards=1", "sync.period.every=2", "train.steps=300"]
-    text = shown(QUICKSTART, *mesh, "sync.warmup_steps=0")
+    text = shown(STDLIB, *mesh, "sync.warmup_steps=0")
     parameters = int(row(text, "parameters")[0].strip(",").replace(",", ""))
     per_round = 2 * 3 / 4 * 4 * parameters
     assert f"{per_round / 1e6:.1f} MB from each of 4 replicas a round, 150 rounds of about 2 steps" in text
     assert f": {per_round / 2 / 1e6:.1f} MB a step" in text
     assert f"{per_round / 1e6:.1f} MB a step when synchronous" in text
     assert "as in the first" not in text
-    assert "as in the first 40 steps" in shown(QUICKSTART, *mesh, "sync.warmup_steps=40")
+    assert "as in the first 40 steps" in shown(STDLIB, *mesh, "sync.warmup_steps=40")
 
 
 def test_traffic_of_wires_groups_and_seconds_by_hand() -> None:
     mesh = ["parallel.replicas=4", "parallel.shards=1", "sync.warmup_steps=0", "train.steps=300"]
-    parameters = int(row(shown(QUICKSTART), "parameters")[0].strip(",").replace(",", ""))
+    parameters = int(row(shown(STDLIB), "parameters")[0].strip(",").replace(",", ""))
     int4 = 2 * 3 / 4 * (0.5 + 4 / 128) * parameters
-    assert f"{int4 / 1e6:.1f} MB from each of 4 replicas a round" in shown(QUICKSTART, *mesh, "sync.wire=int4")
-    text = shown(QUICKSTART, *mesh, "sync.method=wagma", "sync.period.every=10")
+    assert f"{int4 / 1e6:.1f} MB from each of 4 replicas a round" in shown(STDLIB, *mesh, "sync.wire=int4")
+    text = shown(STDLIB, *mesh, "sync.method=wagma", "sync.period.every=10")
     in_group, of_all = (2 * (n - 1) / n * 4 * parameters for n in (2, 4))
     assert f"{in_group / 1e6:.1f} MB of it in a step among 2" in text
     assert f": {(9 * in_group + of_all) / 10 / 1e6:.1f} MB a step" in text
-    assert "a round in 600 s" in shown(QUICKSTART, *mesh, "sync.method=a_edit")
+    assert "a round in 600 s" in shown(STDLIB, *mesh, "sync.method=a_edit")
 
 
 def test_traffic_without_rounds_or_replicas() -> None:
-    assert "gradients in every step" in shown(QUICKSTART, "sync.method=synchronous")
-    assert "none between replicas" in shown(QUICKSTART, "parallel.replicas=1", "parallel.shards=4")
+    assert "gradients in every step" in shown(STDLIB, "sync.method=synchronous")
+    assert "none between replicas" in shown(STDLIB, "parallel.replicas=1", "parallel.shards=4")
 
 
 def test_offloaded_anchors_have_a_row() -> None:
-    assert "in CPU memory" not in shown(QUICKSTART)
-    assert "in CPU memory" in shown(QUICKSTART, "sync.offload=true")
+    assert "in CPU memory" not in shown(STDLIB, hardware=GPUS)
+    assert "in CPU memory" in shown(STDLIB, "sync.offload=true", hardware=GPUS)
 
 
 def test_micro_batches_of_each_mesh() -> None:
-    assert row(shown(QUICKSTART, "train.global_batch=128", "train.micro_batch=8"), "micro-batches a step") == [
-        *("16", "2", "uneven", "4")
-    ]
+    keys = ["train.global_batch=128", "train.micro_batch=8"]
+    assert row(shown(STDLIB, *keys), "micro-batches a step") == ["4"]
+    assert row(shown(STDLIB, *keys, hardware=GPUS), "micro-batches a step") == ["16", "2", "uneven"]
 
 
 def test_a_model_from_a_folder_needs_no_download(tmp_path: Path) -> None:
@@ -117,12 +190,12 @@ def test_a_model_from_a_folder_needs_no_download(tmp_path: Path) -> None:
 
 def test_an_impossible_recipe_is_refused() -> None:
     with pytest.raises(RecipeError, match="global_batch"):
-        shown(QUICKSTART, "train.global_batch=30", "parallel.replicas=2", "parallel.shards=2")
+        shown(STDLIB, "train.global_batch=30", "parallel.replicas=2", "parallel.shards=2")
 
 
 def test_time_by_hand() -> None:
     keys = ["sync.method=diloco", "sync.warmup_steps=10", "sync.period.every=10", "train.steps=50"]
-    recipe = load_recipe(QUICKSTART, keys)
+    recipe = load_recipe(STDLIB, keys)
     size = size_of(recipe)
     message = 8 * 2 * 3 / 4 * 4 * size.parameters / 100e6
     found = estimate_time(recipe, size, 4, 1, RATES)
@@ -132,7 +205,7 @@ def test_time_by_hand() -> None:
     assert found.waiting == pytest.approx(14 / 50 * message)
     assert found.computing == pytest.approx(50 * found.step / found.run)
     assert estimate_time(recipe, size, 1, 1, RATES).waiting == 0
-    again = load_recipe(QUICKSTART, [*keys, "parallel.activation_checkpointing=true"])
+    again = load_recipe(STDLIB, [*keys, "parallel.activation_checkpointing=true"])
     assert estimate_time(again, size, 4, 1, RATES).step == pytest.approx(4 / 3 * found.step)
 
 
@@ -140,12 +213,12 @@ def test_what_a_schedule_hides() -> None:
     keys = ["sync.warmup_steps=0", "train.steps=50"]
 
     def waiting(*more: str, every: str = "sync.period.every=10") -> float:
-        recipe = load_recipe(QUICKSTART, [*keys, *more, *([every] if every else [])])
+        recipe = load_recipe(STDLIB, [*keys, *more, *([every] if every else [])])
         return estimate_time(recipe, size_of(recipe), 4, 1, RATES).waiting
 
     blocking = waiting("sync.method=diloco")
     assert waiting("sync.method=edit") == pytest.approx(blocking)
-    recipe = load_recipe(QUICKSTART, keys)
+    recipe = load_recipe(STDLIB, keys)
     step = estimate_time(recipe, size_of(recipe), 4, 1, RATES).step
     overlapped = ["sync.method=streaming_diloco", "sync.wire=fp32", "sync.schedule.fragments=2"]
     assert waiting(*overlapped, "sync.schedule.steps=1") == pytest.approx(max(0, blocking - 2 * step / 10))
@@ -154,13 +227,13 @@ def test_what_a_schedule_hides() -> None:
 
 
 def test_a_rate_is_found_here() -> None:
-    assert 1e8 < rate_here(load_recipe(QUICKSTART, [])) < 1e16
+    assert 1e8 < rate_here(load_recipe(STDLIB, [])) < 1e16
 
 
 @pytest.mark.parametrize(("schedule", "is_hidden"), [("blocking", 0), ("delayed", 1), ("wait_avoiding", 0)])
 def test_what_hides_a_message(schedule: str, is_hidden: int) -> None:
     """Steps are long enough here. A replica waits for the sum over its group at the end of the very step."""
-    recipe = load_recipe(QUICKSTART, ["sync.method=wagma", f"sync.schedule={schedule}", "sync.warmup_steps=0"])
+    recipe = load_recipe(STDLIB, ["sync.method=wagma", f"sync.schedule={schedule}", "sync.warmup_steps=0"])
     found = estimate_time(recipe, size_of(recipe), 4, 1, replace(RATES, mbit=1e5))
     every = recipe.sync.period.every
     assert 0 < found.message < every * found.step

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.config import SyncSection
 from llmtrain.errors import RecipeError, UserError
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe
@@ -78,6 +79,15 @@ WRONG_OVERRIDES = [
     ("parallel.compile=maybe", ['parallel.compile is "maybe"', "expected true or false"]),
     ("data.source=3", ["data.source is 3", "expected text"]),
     ("train=5", ["train is 5", "expected a mapping of keys"]),
+    (
+        "sync.period=2.5",
+        ["sync.period is 2.5", "expected a number of steps, steps, qsr, seconds, every_step or a mapping"],
+    ),
+    ("sync.period=0", ["sync.period.every is 0", "greater than 0"]),
+    ("sync.schedule=3", ["sync.schedule is 3", "expected blocking, layerwise,", "or a mapping of keys"]),
+    ("eval.suite=3", ["eval.suite is 3", "a mapping of keys or null"]),
+    ("eval.suite=smal", ["eval.suite.name smal: there is no such suite", "did you mean small?"]),
+    ("--dry", ["command line: --dry is neither an option", "nor --section.key=value"]),
     ("run.name=a/b", ['run.name is "a/b"', "letters, digits"]),
     ("run.name=null", ["run.name is null", "expected text"]),
     # overrides that are none
@@ -97,7 +107,6 @@ WRONG_OVERRIDES = [
     ("eval.suite.name=smal", ["eval.suite.name smal: there is no such suite", "did you mean small?"]),
     ("eval.suite.name=none.yaml", ["eval.suite.name none.yaml: there is no such file", "or tinystories"]),
     ("eval.suite.name=offline", ["task offline_lambada_openai", "give the folder", "with eval.suite.data_dir"]),
-    ("eval.suite=small", ['eval.suite is "small"', "a mapping of keys or null"]),
     ("eval.suite={every: 2}", ["eval.suite.name is not given", "a suite of the package"]),
     ("eval.suite={name: small, evry: 2}", ["eval.suite.evry is not a key", "did you mean eval.suite.every?"]),
     ("eval.tokens=10", ["eval.tokens is 10", "train.sequence_length = 128", "give at least that many"]),
@@ -136,7 +145,7 @@ WRONG_OVERRIDES = [
     ),
     ("model.config.hidden_size=161", ["model.config", "161", "multiple of the number of attention heads (5)"]),
     ("model.config.num_attention_heads=0", ["model.config.num_attention_heads is 0", "greater than 0"]),
-    ("model.config.num_hidden_layers=many", ["model.config", "'num_hidden_layers' expected int", "'many'"]),
+    ("model.config.num_hidden_layers=many", ['model.config.num_hidden_layers is "many"', "expected int"]),
     ("model.config.num_key_value_heads=2", ["5 attention heads", "num_key_value_heads 2", "change one of them"]),
     ("model.from_config=no/such", ["model.from_config='no/such' can't be read", "give a folder with config.json"]),
     ("train.sequence_length=512", ["train.sequence_length is 512", "256 positions", "max_position_embeddings"]),
@@ -155,7 +164,7 @@ WRONG_OVERRIDES = [
     ),
     (
         "sync={method: diloco, wire: {error_feedback: true}}",
-        ["sync.wire.error_feedback=true", "sync.wire=fp32", "nothing is rounded", "or sync.wire.error_feedback=false"],
+        ["sync.wire.error_feedback=true", "sync.wire=fp32", "are not rounded", "or sync.wire.error_feedback=false"],
     ),
     (
         "sync={method: wagma, wire: {kind: int8, error_feedback: true}}",
@@ -274,6 +283,26 @@ def test_what_the_overrides_start_from_is_right(right: Path) -> None:
 def test_missing_file_suggests_a_neighbor(right: Path) -> None:
     message = refusal(right.with_name("rigth.yaml"))
     assert_one_line_with(message, ["rigth.yaml: there is no such file", "did you mean", "right.yaml?"])
+
+
+@pytest.mark.parametrize("given", ["whatever.yaml", "wrong.yaml", "edit.yaml"])
+def test_a_file_name_that_is_not_close_gets_no_suggestion(right: Path, given: str) -> None:
+    assert_one_line_with(refusal(right.with_name(given)), ["there is no such file", "recipes are YAML files"])
+    assert_one_line_with(refusal(right.parent), ["is a folder; give one of the recipes in it"])
+
+
+def test_short_forms_are_those_of_mappings(right: Path) -> None:
+    short = load_recipe(right, ["sync.period=10", "eval.suite=small"])
+    assert short == load_recipe(right, ["sync.period={kind: steps, every: 10}", "eval.suite={name: small}"])
+    assert load_recipe(right, ["sync.period=10", "sync.period.every=12", "eval.suite=small", "eval.suite.every=2"]) == (
+        load_recipe(right, ["sync.period={kind: steps, every: 12}", "eval.suite={name: small, every: 2}"])
+    )
+    above = right.with_name("above.yaml")
+    above.write_text("base: right.yaml\nrun: {name: right}\nsync: {period: 10}\neval: {suite: small}\n")
+    assert load_recipe(above) == short
+    method = load_recipe(right, ["sync.method=a_edit", "sync.period=10"]).sync
+    assert (method.period.kind, method.period.every) == ("steps", 10), "a number is never one of seconds"
+    assert SyncSection(method="diloco", period=7).period.every == 7
 
 
 def test_circle_over_two_files_is_named(tmp_path: Path) -> None:

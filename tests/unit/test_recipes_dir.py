@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from llmtrain.config import EveryStepsSection, Recipe
+from llmtrain.plan.ineffective_keys import ineffective_keys
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
 from llmtrain.sync.methods import METHODS
@@ -25,6 +26,11 @@ COMPARED = [(method, model) for model in GPT_NEO for method in METHODS] + [(meth
 PROCESSES = {"gpt_neo_8m": 4, "gpt_neo_125m": 4, "1b": 64}
 MAY_DIFFER = ("run.name", "sync")
 """Keys in which recipes that are compared may differ."""
+ALSO_FOR_QUICKSTART = {
+    "qsr": ["sync.period.alpha=0.02"],
+    "a_edit": ["sync.period.every=3", "sync.period.min_steps=0"],
+}
+"""Keys that the quickstart needs in addition to `sync.method`, as docs/methods.md says."""
 OWN_ROUND = {"wagma"}
 """Methods with rounds of a fixed length that is part of the method, and not the comparison's."""
 
@@ -95,6 +101,15 @@ def test_compared_recipes_differ_in_their_method_alone(recipes: dict[str, Recipe
     for method, model in COMPARED:
         baseline, recipe = (recipes[f"{name}_{model}"] for name in ("synchronous", method))
         assert differences(baseline, recipe, ignore=MAY_DIFFER) == [], (method, model)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_the_quickstart_with_rounds_that_fit(method: str) -> None:
+    recipe = load_recipe(ROOT / "quickstart.yaml", [f"sync.method={method}", *ALSO_FOR_QUICKSTART.get(method, [])])
+    check(recipe, 4)
+    assert not ineffective_keys(recipe, {}, step_seconds=0.2)
+    if recipe.sync.period.kind == "steps":
+        assert recipe.train.total_steps / recipe.sync.period.every >= 20, "rounds"
 
 
 @pytest.mark.parametrize("model", GPT_NEO)

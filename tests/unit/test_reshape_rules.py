@@ -15,7 +15,7 @@ from llmtrain.errors import CheckpointError
 from llmtrain.reshard import MeshChange, by_replica, require_equal, rules_of
 from llmtrain.sync.edit_penalty import EditPenalty, RunningMoments
 from llmtrain.sync.sync_stats import RoundStats, SyncStats, average_stats
-from llmtrain.train.checkpoint_reader import CheckpointReader
+from llmtrain.train.checkpoint import CheckpointReader
 from llmtrain.train.metrics import METRICS_RULES
 from llmtrain.train.state import TrainState
 
@@ -56,6 +56,7 @@ def progress_of(replica: int, shard: int) -> dict[str, Any]:
                 "count": 2,
                 "anomalies": 1,
                 "rollbacks": 0,
+                "longest_exclusion": 0,
                 "late": 4 + replica,
                 "seconds": 2.0,
                 "exposed_seconds": 1.0 + rank,
@@ -160,7 +161,8 @@ def test_pooled_statistics_are_those_of_all_values_each_with_its_weight() -> Non
     for norms, include in zip(values, included, strict=True):
         moments.update(torch.tensor(norms), torch.tensor(include))
     penalty = EditPenalty(EditPenaltySection(ema=ema), 5, 2)
-    penalty.load_state_dict(penalty.resharded(moments.state_dict()))
+    penalty.load_state_dict(penalty.resharded({**moments.state_dict(), "excluded": [[4, 0]] * 3}))
+    assert penalty.excluded.tolist() == [[0, 0]] * 5
     for block in (0, 1):
         pool, weights = [], []
         for replica in range(3):
@@ -177,7 +179,7 @@ def test_pooled_statistics_are_those_of_all_values_each_with_its_weight() -> Non
 def test_statistics_of_no_round_are_none() -> None:
     penalty = EditPenalty(EditPenaltySection(), 2, 3)
     state = EditPenalty(EditPenaltySection(), 4, 3).resharded(penalty.state_dict())
-    assert state == {key: [[0] * 3] * 4 for key in ("count", "mean", "variance")}
+    assert state == {key: [[0] * 3] * 4 for key in ("count", "mean", "variance", "excluded")}
 
 
 def test_a_mean_round() -> None:

@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_runs_tokenizer_is_copied_once_and_whole(tmp_path: Path):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/tokenizer.json").write_text("first")
-    directory = RunDirectory(load_recipe(ROOT / "recipes/quickstart.yaml", [f"run.out_dir={tmp_path}", "run.name=a"]))
+    directory = RunDirectory(
+        load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "run.name=a"])
+    )
     directory.open()
     (tmp_path / "a/tokenizer.tmp").mkdir()  # of a copy that was interrupted
     (tmp_path / "a/tokenizer.tmp/half").touch()
@@ -36,11 +38,13 @@ def test_a_runs_tokenizer_is_copied_once_and_whole(tmp_path: Path):
 def test_two_processes_never_train_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The second one would delete the checkpoint that the first one is writing."""
     monkeypatch.setattr(run_dir, "PATIENCE_SECONDS", 0.2)
-    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [f"run.out_dir={tmp_path}", "run.name=a"])
+    recipe = load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "run.name=a"])
     first = RunDirectory(recipe)
     first.open()
     (tmp_path / "a/checkpoints/step-00000003.tmp").mkdir(parents=True)
-    with pytest.raises(RecipeError, match=r"another process works in .*/a; wait until it has ended, or choose another"):
+    with pytest.raises(
+        RecipeError, match=rf"^process {os.getpid()} on \S+ works in .*/a; wait until it has ended, or choose another"
+    ):
         RunDirectory(recipe).open()
     assert (tmp_path / "a/checkpoints/step-00000003.tmp").exists()
     del first  # as when its process ends
@@ -50,9 +54,12 @@ def test_two_processes_never_train_in_one_directory(tmp_path: Path, monkeypatch:
 
 def test_a_run_that_is_killed_has_no_summary_of_the_time_before(tmp_path: Path):
     """What reads summary.json takes a run that has one for ended."""
-    directory = RunDirectory(load_recipe(ROOT / "recipes/quickstart.yaml", [f"run.out_dir={tmp_path}", "run.name=a"]))
+    directory = RunDirectory(
+        load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "run.name=a"])
+    )
     directory.open()
-    directory.write_summary({"stopped": "signal"})
+    directory.write_summary({"stopped": "signal", "final_eval_loss": float("nan"), "warnings": []})
+    assert directory.summary() == {"stopped": "signal", "final_eval_loss": None, "warnings": []}
     directory.open()  # started again, and killed
     assert directory.summary() is None and not (tmp_path / "a/summary.json").exists()
 
@@ -65,7 +72,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_line_and_costs_no_file(tmp_path
         pytest.skip(f"no small disk here: {mounted.stderr.decode().strip()}")
     try:
         keys = [f"run.out_dir={tmp_path}", "run.name=a"]
-        directory = RunDirectory(load_recipe(ROOT / "recipes/quickstart.yaml", keys))
+        directory = RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", keys))
         directory.open()
         directory.write_summary({"stopped": "signal"})
         recipe = (tmp_path / "a/recipe.yaml").read_text()

@@ -14,7 +14,7 @@ import pytest
 
 from llmtrain.errors import UserError
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.suites.suite import check_suite, check_suite_data
+from llmtrain.suites import check_suite, check_suite_data
 from llmtrain.train import background_eval
 from llmtrain.train.background_eval import BackgroundEval, last_log_line, start_in_background
 from llmtrain.train.run_dir import RunDirectory
@@ -55,13 +55,12 @@ class Beside:
     def __init__(self, folder: Path, *overrides: str):
         keys = [f"run.out_dir={folder}", "run.name=a", "train.steps=50", "checkpoint.every=10"]
         suite = ["eval.suite.name=offline", "eval.suite.data_dir=data", "eval.suite.limit=5"]
-        self.recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [*keys, *suite, *overrides])
+        self.recipe = load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [*keys, *suite, *overrides])
         self.lines: list[str] = []
         self.children: list[Child] = []
         self.stop = StopRequest()
-        self.suites = BackgroundEval(
-            self.recipe.eval.suite, self.recipe, RunDirectory(self.recipe), self, self.stop, self.start
-        )
+        self.suites = BackgroundEval(self.recipe.eval.suite, self.recipe, RunDirectory(self.recipe), self, self.stop)
+        self.suites.start = self.start
 
     def print(self, text: str) -> None:
         self.lines.append(text)
@@ -78,7 +77,7 @@ class Beside:
         eventually(lambda: text in self.lines)
 
     def idle(self) -> None:
-        eventually(lambda: not self.suites.pinned_steps())
+        eventually(lambda: not self.suites.worker.pending_steps())
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -126,8 +125,8 @@ def test_a_checkpoint_is_evaluated_by_a_process_that_is_no_rank(
     assert child.command[1:] == ["-m", "llmtrain", "eval", str(tmp_path / "a"), *options]
     assert not set(launchers) & set(child.environment) and child.environment["PATH"] == os.environ["PATH"]
     assert (child.environment["OMP_NUM_THREADS"], child.environment["CUDA_VISIBLE_DEVICES"]) == ("4", "")
-    assert beside.suites.pinned_steps() == {10}
-    beside.says(f"step 10/50 | offline: evaluating beside training ({tmp_path}/a/eval/log/offline-step-00000010.log)")
+    assert beside.suites.worker.pending_steps() == {10}
+    beside.says(f"step 10/50 | offline: evaluating in the background ({tmp_path}/a/eval/log/offline-step-00000010.log)")
     child.end(0)
     beside.idle()
     assert beside.lines[1:] == [f"step 10/50 | offline: {SCORES}"]
@@ -136,7 +135,7 @@ def test_a_checkpoint_is_evaluated_by_a_process_that_is_no_rank(
 def test_training_does_not_wait_and_the_newest_checkpoint_is_next(beside: Beside) -> None:
     for step in (10, 20, 30):
         beside.suites.after_checkpoint(step)
-    assert beside.suites.pinned_steps() == {10, 30}
+    assert beside.suites.worker.pending_steps() == {10, 30}
     beside.child(0).end(0)
     beside.child(1).end(0)
     beside.idle()
@@ -165,7 +164,7 @@ def test_whose_turn_it_is(tmp_path: Path, overrides: list[str], steps: list[int]
     beside, ended = Beside(tmp_path, *overrides), 0
     for step in steps:
         beside.suites.after_checkpoint(step)
-        if step in beside.suites.pinned_steps():
+        if step in beside.suites.worker.pending_steps():
             beside.child(ended).end(0)
             beside.idle()
             ended += 1
@@ -177,7 +176,7 @@ def test_a_run_that_continues_does_not_begin_with_a_stops_checkpoint(tmp_path: P
     (tmp_path / "a/checkpoints/step-00000015/state.json").write_text("{}")
     beside = Beside(tmp_path)
     beside.suites.after_checkpoint(17)
-    assert not beside.suites.pinned_steps() and beside.suites.newest == 17
+    assert not beside.suites.worker.pending_steps() and beside.suites.newest == 17
 
 
 @pytest.mark.parametrize(
@@ -239,7 +238,7 @@ def test_the_end_of_the_run_waits_for_the_last_one(beside: Beside, tmp_path: Pat
         threading.Thread(target=lambda: [beside.child(number).end(0) for number in (0, 1)]).start()
     assert beside.lines[-2:] == [
         f"step 50/50 | offline: {SCORES}",
-        f"all checkpoints: python -m llmtrain eval {tmp_path}/a --suite offline --limit 5 --data-dir data --over-time",
+        f"all checkpoints: llmtrain eval {tmp_path}/a --suite offline --limit 5 --data-dir data --over-time",
     ]
     waiting = "waiting for the evaluation of step 50 on offline, at most 1800 s (eval.suite.wait_seconds)"
     assert waiting in beside.lines
@@ -250,9 +249,9 @@ def test_the_end_of_the_run_does_not_wait_for_one_that_is_done(beside: Beside) -
         beside.suites.after_checkpoint(50)
         beside.child(0).end(0)
         beside.idle()
-        beside.suites._thread.join(60)
+        beside.suites.worker.join(60)
     assert not any("waiting for" in line for line in beside.lines)
-    assert beside.lines[-1].startswith("all checkpoints: python -m llmtrain eval ")
+    assert beside.lines[-1].startswith("all checkpoints: llmtrain eval ")
 
 
 @pytest.mark.parametrize(("device", "devices"), [("cpu", ""), ("cuda:1", "0,1")])
@@ -284,7 +283,7 @@ def test_the_wait_has_an_end(beside: Beside, killed: list[tuple[int, int]], tmp_
         beside.child(0)
     assert killed == [(50, signal.SIGTERM)]
     assert beside.lines[-1] == (
-        "step 50/50 | offline: the evaluation was ended; to finish it: python -m llmtrain eval "
+        "step 50/50 | offline: the evaluation was ended; to finish it: llmtrain eval "
         f"{tmp_path}/a --suite offline --limit 5 --data-dir data --over-time"
     )
     assert not any("failed" in line for line in beside.lines)
@@ -297,7 +296,7 @@ def test_a_run_that_stops_early_ends_its_evaluation_and_starts_no_other(
         beside.suites.after_checkpoint(20)
         beside.suites.after_checkpoint(30)
         beside.child(0)
-    assert killed == [(20, signal.SIGTERM)] and len(beside.children) == 1 and not beside.suites.pinned_steps()
+    assert killed == [(20, signal.SIGTERM)] and len(beside.children) == 1 and not beside.suites.worker.pending_steps()
 
 
 def test_an_error_of_the_run_ends_its_evaluation(beside: Beside, killed: list[tuple[int, int]]) -> None:

@@ -12,20 +12,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from matplotlib.axes import Axes
 
 from llmtrain.config import LRScheduleSection
 from llmtrain.errors import FAILED, CheckpointError, TrainingError
 from llmtrain.lr import LRSchedule
+from llmtrain.plan.cards import CARDS
 from llmtrain.sync.method import Method
 from llmtrain.train import signals
-from llmtrain.train.console import format_si
-from llmtrain.train.devices import PEAK_BF16, enable_determinism, peak_flops
-from llmtrain.train.integrity import FORMAT, list_checkpoints, read_state
-from llmtrain.train.loggers import JsonlLogger
+from llmtrain.train.checkpoint_files import FORMAT, list_checkpoints, read_state
+from llmtrain.train.devices import enable_determinism, peak_flops
+from llmtrain.train.loggers import JsonlLogger, format_si
 from llmtrain.train.metric_gather import GatheredMetrics, MetricReducer, RankMetrics
 from llmtrain.train.signals import stop_requests
-from llmtrain.train.summary import draw_losses
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
@@ -71,7 +69,7 @@ def test_signals_together_are_one_and_a_later_one_of_the_same_kind_ends_at_once(
         assert stop.requested
         with pytest.raises(SystemExit, match=str(FAILED)):
             signal.raise_signal(signal.SIGTERM)
-    assert capfd.readouterr().err == "a second SIGTERM: stopped at once; the last whole checkpoint stays\n"
+    assert capfd.readouterr().err == "a second SIGTERM: stopped at once; the last complete checkpoint stays\n"
 
 
 MESH = SimpleNamespace(replicas=2, shard_comms=SimpleNamespace(size=2), world=SimpleNamespace(size=4))
@@ -161,10 +159,11 @@ def test_the_peak_is_that_of_this_very_card(monkeypatch):
         "NVIDIA L4": "L4",
         "NVIDIA A10G": None,
     }
+    peaks = {card.name: card.peak_flops for card in CARDS}
     for name, card in names.items():
         monkeypatch.setattr("torch.cuda.get_device_name", lambda device, name=name: name)
-        assert peak_flops(torch.device("cuda", 0)) == PEAK_BF16.get(card), name
-    assert PEAK_BF16["H100"] == 989e12
+        assert peak_flops(torch.device("cuda", 0)) == peaks.get(card), name
+    assert peaks["H100"] == 989e12
 
 
 @pytest.mark.parametrize(("device", "asked"), [("cpu", (None, [])), ("cuda", (":4096:8", [True]))])
@@ -267,16 +266,6 @@ def test_lines_that_are_no_lines_of_metrics_are_left_out(tmp_path: Path):
     path.write_text('{"step": 1}\n3\n["step"]\n{"tokens": 7}\n{"step": 2}\n{"step": 3, "tra')
     JsonlLogger(path, 2).close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-def test_a_run_without_validation_has_a_plot_of_its_training_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    drawn = []
-    monkeypatch.setattr(Axes, "plot", lambda self, x, y, style, label, markersize: drawn.append((label, x, y)))
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text('{"tokens": 10, "train/loss": 4.0}\n{"tokens": 20, "train/loss": 3.0, "eval/loss": null}\n')
-    draw_losses(metrics, tmp_path / "loss.png", "a run")
-    assert drawn == [("training", (10, 20), (4.0, 3.0))]
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("is_synchronous", [True, False])

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from llmtrain.config import ParallelSection
-from llmtrain.errors import RecipeError
+from llmtrain.errors import BAD_USAGE, RecipeError, exit_with_status
 from llmtrain.parallel.world import World, master_endpoint, node_name
 from llmtrain.plan.mesh_plan import choose_mesh
 
@@ -49,12 +49,22 @@ def test_ranks_come_from_the_launcher(environment, variables, expected):
     assert World.from_environment() == expected
 
 
-@pytest.mark.parametrize("variables", [{"RANK": "8", "WORLD_SIZE": "8"}, {"RANK": "x", "WORLD_SIZE": "8"}])
-def test_impossible_ranks_are_refused_in_one_line(environment, variables):
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"RANK": "8", "WORLD_SIZE": "8"}, "RANK=8, WORLD_SIZE=8"),
+        ({"RANK": "x", "WORLD_SIZE": "8"}, "RANK=x, WORLD_SIZE=8"),
+        ({"WORLD_SIZE": "2"}, "RANK=nothing, WORLD_SIZE=2"),
+        ({"RANK": "0"}, "RANK=0, WORLD_SIZE=nothing"),
+    ],
+)
+def test_impossible_ranks_are_refused_in_one_line(environment, capsys, variables, named):
     environment(**variables)
-    with pytest.raises(RecipeError, match=f"RANK={variables['RANK']}") as caught:
-        World.from_environment()
-    assert "\n" not in str(caught.value)
+    with pytest.raises(SystemExit) as ended:
+        exit_with_status(World.from_environment)
+    assert ended.value.code == BAD_USAGE
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: environment: ") and named in line
 
 
 def test_the_meeting_point_is_given_or_made_from_the_slurm_job(environment):
@@ -64,6 +74,14 @@ def test_the_meeting_point_is_given_or_made_from_the_slurm_job(environment):
     assert master_endpoint() == ("a", str(15000 + 12345))
     environment(MASTER_ADDR="10.0.0.1")
     with pytest.raises(RecipeError, match="MASTER_PORT=None"):
+        master_endpoint()
+    environment(MASTER_ADDR="", MASTER_PORT="4711")
+    with pytest.raises(RecipeError, match="MASTER_ADDR is empty"):
+        master_endpoint()
+    environment(MASTER_ADDR="a", MASTER_PORT="65536")
+    with pytest.raises(
+        RecipeError, match="MASTER_PORT='65536' in the environment is not a whole number from 1 to 65535"
+    ):
         master_endpoint()
 
 

@@ -11,12 +11,14 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from pydantic import PositiveFloat
 
 from llmtrain.compare.cluster.processes import CommandError, run, signal_all
+from llmtrain.config import Section
 from llmtrain.errors import ClusterError
 
 BURST_SECONDS = 0.001
@@ -43,22 +45,15 @@ BUSY_SECONDS = 5.0
 """Timeout for the removal of a control group, which can be busy for a moment after its last process has ended."""
 
 
-@dataclass(frozen=True)
-class HostLimits:
-    """Limits of one host; None means no limit. Raises ClusterError for values that are not positive and finite."""
+class HostLimits(Section):
+    """Limits of one host; None means no limit."""
 
-    bandwidth_mbit: float | None = None
+    bandwidth_mbit: PositiveFloat | None = None
     """Mbit/s of each network card in each direction, including headers (TCP carries 4.3 % less, as on real cards)."""
-    latency_ms: float | None = None
+    latency_ms: PositiveFloat | None = None
     """Milliseconds by which each sent packet is delayed. Needs netem in the kernel."""
-    cpus: float | None = None
+    cpus: PositiveFloat | None = None
     """Cores' worth of CPU time for all its processes together; 0.5 is half a core."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ClusterError(f"{field.name}={value} of a host: expected a number above 0, or none for no limit")
 
 
 def burst_bytes(mbit: float) -> int:

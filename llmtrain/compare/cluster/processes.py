@@ -20,7 +20,7 @@ import psutil
 
 PREFIX = "llmtrain"
 MARK = "LLMTRAIN_VIRTUAL_HOST"
-"""Environment variable that identifies the processes of a loopback host. They have nothing else in common, because
+"""Environment variable that identifies the processes of a host. On loopback they have nothing else in common, because
 torchrun gives each of its ranks its own session."""
 SECONDS = 10.0
 """Timeout for processes to obey a signal that can't be refused."""

@@ -9,8 +9,8 @@ Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica, one blo
 Memory    anchor and outer momentum: 8 bytes per parameter, sharded like the parameters; in CPU memory with `sync.offload`.
 Defaults  T = 600 s and at least 100 steps over all replicas, from the published code; all others are EDiT's.
 Differs   like EDiT. In addition, time is kept in float64 (the published code's float32 ticks every 128 s), weights by steps
-          count the steps of the round (there, all steps since the start), and the last rounds are shortened so that the
-          run ends on its tokens.
+          count the steps of the round (there, all steps since the start), and rounds are bounded by time and by the steps
+          that are left, so that the run ends on its tokens, at most one step per replica beyond them.
 """
 
 PAPER = "arXiv 2412.07210"
@@ -23,6 +23,8 @@ PRESET = {
         "z": 3.0,
         "ema": 0.02,
         "min_rounds": 10,
+        "statistics": "adaptive",
+        "max_exclusions": 20,
         "temperature": 1.0,
         "clip": 10.0,
         "step_weight": 0.0,

@@ -9,7 +9,8 @@ Memory    anchor, momentum and the mean in flight: 12 bytes per parameter, shard
 Defaults  H = 48, beta = 0.5, lr = 1 and phi = 1 are the published code's. In units of parameters, phi = 1 is
           wide: a phi that clips is near the largest change of a parameter per round.
 Differs   the paper's exact L was not available to us: ours follows from the learning rates and is 1 while they are
-          constant. The published code computes the clipped momentum but does not use it, and averages parameters while
+          constant; the paper's may also depend on the parameters.
+          The published code computes the clipped momentum but does not use it, and averages parameters while
           training changes them; here clipping takes effect, and messages are copies.
 """
 

@@ -1,5 +1,7 @@
 """QSR (Gu et al., arXiv 2310.14423, ICLR 2024): Local SGD whose rounds grow as the learning rate falls.
 
+The paper's aim is generalization: local steps regularize implicitly, and rounds that grow like 1/lr^2 keep that effect.
+
 Rule      a round that starts at learning rate lr has H = max(base, floor((alpha / lr)^2)) local steps; then
           theta <- (1/N) sum_n theta_n. While the learning rate warms up, H follows from its peak. The last round
           is shortened so that the run ends synchronized. Each replica keeps its inner optimizer state.

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import SyncScheduleSection
-from llmtrain.parallel.wake_signal import WakeSignal
 from llmtrain.reshard import require_equal
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.edit_penalty import EditPenalty
+from llmtrain.sync.group_averager import WakeSignal
 from llmtrain.sync.period import Period
 
 BlockTensors = list[torch.Tensor | None]
@@ -86,7 +86,6 @@ class ScheduleParts:
     block_sync: BlockSync
     period: Period
     penalty: EditPenalty | None
-    first_local_step: int
     total_steps: int
     store: dist.Store | None
     """The job's key-value store."""

@@ -36,8 +36,8 @@ class BlockingSchedule(Schedule):
         self._next_block: int | None = None  # of the armed synchronization
         self._replica_weights: ReplicaWeights | None = None
         self._pending: dict[int, PendingReduction] = {}
-        self._spread: torch.Tensor | float = 0.0
-        self._mean: torch.Tensor | float = 0.0
+        self._spread_squared: torch.Tensor | float = 0.0
+        self._mean_squared: torch.Tensor | float = 0.0
         self._opened_at = self._closed_at = time.monotonic()
 
     def end_step(self, step: int, lr: float, ends_round: bool) -> None:
@@ -116,13 +116,16 @@ class BlockingSchedule(Schedule):
         report.slowest_replica = int(gathered[:, 0].argmax())
         self._agreed_round = RoundStats(*gathered[:, 1:4].mean(0).tolist())
         if self.penalty is not None:
-            self._replica_weights = self.penalty.weigh(gathered[:, 4:], gathered[:, 1])
+            self._replica_weights = self.penalty.weigh(gathered[:, 4:], gathered[:, 1], gathered[:, 3])
             report.anomalies += int(self._replica_weights.anomalous.sum())
             report.rollbacks += int(self._replica_weights.anomalous.all(0).sum())
+            report.longest_exclusion = int(self.penalty.excluded.max())
+            names = [block.name for block in self.block_sync.replica.blocks]
+            self.block_sync.warnings += self.penalty.check_exclusions(names)
         report.weights_max = (
             float(self._replica_weights.weights.max()) if self._replica_weights else 1 / replica_comms.size
         )
-        self._spread = self._mean = 0.0
+        self._spread_squared = self._mean_squared = 0.0
 
     def _sync_block(self, index: int) -> None:
         """Finish block `index`. Afterwards its parameters are the next anchor (without anchors, the mean) on every
@@ -138,12 +141,12 @@ class BlockingSchedule(Schedule):
         if index + 1 in self._pending:
             self._pending[index + 1].start_second_phase()
         if self._weight(index) > 0:
-            self._spread = self._spread + (block_sync.payload(index) - mean).square().sum()
+            self._spread_squared = self._spread_squared + (block_sync.payload(index) - mean).square().sum()
         if block_sync.anchors is None:
             block_sync.write_parameters(index, mean)
             return
         squared = torch.linalg.vector_norm(mean, dtype=torch.float64).square()
-        self._mean = self._mean + squared
+        self._mean_squared = self._mean_squared + squared
         if self.penalty is not None and self.penalty.section.clip is not None:
             whole = block_sync.shard_comms.all_reduce(squared, "norm of a pseudo-gradient").wait()
             # All replicas must find the same factor, but GPUs sum in different orders: hence fp64, rounded at the end.
@@ -169,7 +172,7 @@ class BlockingSchedule(Schedule):
         report = self.block_sync.report
         report.count += 1
         report.seconds += self._closed_at - self._opened_at
-        report.mean_squared, report.spread_squared = self._mean, self._spread
+        report.mean_squared, report.spread_squared = self._mean_squared, self._spread_squared
         self._next_block, self._round = None, RoundStats()
 
     def _weight(self, index: int) -> float:

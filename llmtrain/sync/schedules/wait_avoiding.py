@@ -150,7 +150,7 @@ def build_wait_avoiding(section: WaitAvoidingSection, parts: ScheduleParts) -> W
 
     def is_global(iteration: int) -> bool:
         # No iteration beyond the run's end is global, so a search for the next group average always ends.
-        step = parts.first_local_step + iteration
+        step = parts.period.warmup + 1 + iteration
         return step <= parts.total_steps and parts.period.ends_round(step)
 
     for iteration in range(replica.size.bit_length()):  # covers all groups, because they repeat

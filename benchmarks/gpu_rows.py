@@ -1,0 +1,231 @@
+"""Rows of `gpu_day.py`: what is measured in each phase, in the order of its value, and how a result reads in one line."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from table import ROOT
+from throughput import BARE, FLOAT8, GATHERED, TITAN_MODEL
+
+SAMPLE = ROOT / ".gpu"
+"""Folder of text, tokenizer and torchao that `gpu_pack.py` fills."""
+ROW_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class DayRow:
+    """One measurement, which a script makes in processes of its own."""
+
+    name: str
+    script: str
+    task: Mapping[str, Any]
+    line: Callable[[Any], str]
+    limit: float = ROW_SECONDS
+    """Seconds after which it has failed."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Day:
+    """Sizes of the rows: for a GPU, or for a rehearsal, which runs the same rows small."""
+
+    rehearse: bool
+    gpu: bool
+
+    @property
+    def text(self) -> list[str]:
+        """Return the overrides that name the text that was carried here; without it, recipes read their own."""
+        if not SAMPLE.exists():
+            return []
+        source = [f"data.source={SAMPLE / 'train.txt'}", f"data.validation={SAMPLE / 'valid.txt'}"]
+        return [*source, f"data.tokenizer={SAMPLE / 'gpt2'}"]
+
+    def model(self, size: str) -> tuple[str, list[str]]:
+        """Return a size of `throughput.SIZES` and the overrides that go with it."""
+        if not self.rehearse:
+            return size, []
+        return "6M", ["train.sequence_length=64", *(["model.config.vocab_size=50304"] if self.text else [])]
+
+
+def preflight(day: Day) -> list[DayRow]:
+    """Return rows on the machine itself. The first line of every call, its description, is no row."""
+    _, small = day.model("1B")
+    vocabulary = [key for key in small if "vocab" in key]
+    return [
+        DayRow("attention", "preflight.py", {"what": "attention", "quick": day.rehearse}, str),
+        DayRow("tokens", "preflight.py", {"what": "tokens", "override": [*day.text, *vocabulary]}, str),
+    ]
+
+
+def throughput(day: Day) -> list[DayRow]:
+    """Return the speed of one replica, beside a bare loop and torchtitan's model."""
+
+    def row(size: str, engine: str, compiled: bool = True, checkpoint: str = "no", *keys: str, **more: Any) -> DayRow:
+        chosen, changes = day.model(size)
+        how = [*(["compile"] if compiled else []), *([checkpoint] if checkpoint != "no" else [])]
+        named = [f"{key}={value}" for key, value in more.items()]
+        task = {"engine": engine, "size": chosen, "compile": compiled, "checkpoint": checkpoint, "shard": 1, **more}
+        task |= {"turns": 1, "steps": 1, "quick": True} if day.rehearse else {"turns": 3, "steps": 10}
+        task |= {"precision": "bf16" if day.gpu else "fp32", "override": [*day.text, *changes, *keys]}
+        environment = {"PYTHONPATH": _path_with_float8()} if engine == FLOAT8 else {}
+        name = " ".join([size, engine, *how, *keys, *named])
+        return DayRow(name, "throughput.py", task, _speed, environment=environment)
+
+    return [
+        row("1B", BARE),
+        row("1B", "fsdp2"),
+        row("1B", TITAN_MODEL),
+        row("1B", "fsdp2", False),
+        row("1B", BARE, False),
+        row("1B", "fsdp2", True, "selective"),
+        row("1B", "fsdp2", micro_batches=4),
+        row("7B-layers", "fsdp2"),
+        row("7B-layers", TITAN_MODEL),
+        row("1B-2048", "fsdp2"),
+        row("1B-2048", TITAN_MODEL),
+        row("7B-layers", FLOAT8),
+        row("1B", "fsdp2", True, "no", "parallel.loss_kernel=liger"),
+        row("1B", "fsdp2", True, "no", "parallel.loss_chunk=4096"),
+        row("1B", GATHERED),
+        row("160M", "fsdp2"),
+    ]
+
+
+def _path_with_float8() -> str:
+    """Return a PYTHONPATH that also has what only the float8 row may see (`gpu_pack.FLOAT8`)."""
+    return os.pathsep.join(filter(None, (str(SAMPLE / "float8"), str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+def parts(day: Day) -> list[DayRow]:
+    """Return what a step spends its time on."""
+    size, changes = day.model("1B")
+    task = {"size": size, "compile": True, "checkpoint": "no", "shard": 1, "override": [*day.text, *changes]}
+    task |= {"steps": 3, "profiled": 2, "precision": "bf16" if day.gpu else "fp32"}
+    return [DayRow(f"1B {engine}", "step_parts.py", {**task, "engine": engine}, _parts) for engine in ("fsdp2", BARE)]
+
+
+def loss(day: Day) -> list[DayRow]:
+    """Return the cost of head and loss: the 1B model's and Llama 3 8B's."""
+    cases = [("fp32", 256, 64, 512)] if day.rehearse else [("bf16", 16384, 2048, 50304), ("bf16", 8192, 4096, 128256)]
+    counts = {"turns": 1, "times": 1} if day.rehearse else {"turns": 5, "times": 3}
+    return [
+        DayRow(f"{case} chunks of {chunk}", "loss.py", {"case": case, "chunk": chunk, **counts}, _losses)
+        for case in cases
+        for chunk in (1024, 4096)
+    ]
+
+
+def rounding(day: Day) -> list[DayRow]:
+    """Return the cost of rounding a message of 0.5 GB."""
+    values, turns = (2**14, 1) if day.rehearse else (2**27, 5)
+    return [
+        DayRow(kind, "rounding.py", {"kind": kind, "values": values, "turns": turns, "times": 3}, _rounding)
+        for kind in ("int8", "int4", "bf16")
+    ]
+
+
+def sync(day: Day) -> list[DayRow]:
+    """Return the cost of a synchronization's arithmetic, and of offload's copies, with one replica."""
+    size, changes = day.model("1B")
+    task = {"size": size, "replicas": 1, "shard": 1, "wires": ["fp32"], "turns": 1 if day.rehearse else 3, "rounds": 2}
+    task["override"] = [*day.text, *changes, f"parallel.precision={'bf16' if day.gpu else 'fp32'}"]
+    return [
+        DayRow(
+            f"1B {choice}{', offloaded' if offload else ''}",
+            "sync_cost.py",
+            {**task, "choice": choice, "offload": offload},
+            _sync,
+        )
+        for choice, offload in (
+            ("edit", False),
+            ("edit", True),
+            ("edit, blocking", False),
+            ("edit, blocking", True),
+            ("diloco", False),
+            ("diloco", True),
+        )
+    ]
+
+
+def checkpoint(day: Day) -> list[DayRow]:
+    """Return how long training stands still for a checkpoint of GPT-Neo 125M."""
+    small = ["model.config.hidden_size=64", "model.config.num_heads=4"] if day.rehearse else []
+    keys = [*day.text, f"parallel.precision={'bf16' if day.gpu else 'fp32'}", *small]
+    return [
+        DayRow(
+            f"GPT-Neo 125M, {'in the background' if background else 'waiting'}",
+            "checkpoints.py",
+            {"background": background, "override": keys},
+            _checkpoint,
+        )
+        for background in (True, False)
+    ]
+
+
+def run(day: Day) -> list[DayRow]:
+    """Return a real run that is stopped and continued, and two replicas that share the GPU."""
+    size, changes = day.model("160M")
+    steps = 80 if day.rehearse else 400
+    task = {"size": size, "steps": steps, "global_batch": 8 if day.rehearse else 32}
+    task["override"] = [*day.text, *changes, *(["eval.tokens=2000"] if day.rehearse else [])]
+    shared = {**task, "steps": steps // 2, "share": True}
+    return [
+        DayRow("160M, stopped and continued", "gpu_run.py", {**task, "share": False}, _run, 150.0),
+        DayRow("160M, EDiT, two replicas on this GPU", "gpu_run.py", shared, _run, 150.0),
+    ]
+
+
+PHASES: dict[str, Callable[[Day], list[DayRow]]] = {
+    made.__name__: made for made in (preflight, throughput, parts, loss, rounding, sync, checkpoint, run)
+}
+
+
+def _speed(found: Mapping[str, Any]) -> str:
+    rates = sorted(found["tokens"] / seconds for seconds in found["seconds"])
+    rate, peak = statistics.median(rates), found["peak_flops"]
+    mfu = f", MFU {100 * rate * found['flops'] / (peak * found['ranks']):.1f} %" if peak else ""
+    memory = ""
+    if found["peak"]:
+        off = 100 * (found["predicted"] / found["peak"] - 1)
+        memory = f", peak {found['peak'] / 1e9:.1f} GB, predicted {found['predicted'] / 1e9:.1f} ({off:+.1f} %)"
+    spread = f"{rates[0]:,.0f} to {rates[-1]:,.0f}"
+    return f"{rate:,.0f} tokens/s ({spread}){mfu}, first step {found['first']:.1f} s{memory}"
+
+
+def _parts(found: Mapping[str, float]) -> str:
+    largest = sorted(found.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in largest)
+
+
+def _losses(found: Mapping[str, Mapping[str, Any]]) -> str:
+    each = ((name, 1e3 * statistics.median(one["seconds"]), one["peak"] / 1e6) for name, one in found.items())
+    return ", ".join(f"{name} {milliseconds:.1f} ms {peak:,.0f} MB" for name, milliseconds, peak in each)
+
+
+def _rounding(found: Mapping[str, Any]) -> str:
+    middle = {name: 1e3 * statistics.median(seconds) for name, seconds in found["seconds"].items()}
+    return ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in middle.items())
+
+
+def _sync(found: Mapping[str, Any]) -> str:
+    turns = {name: [turn["seconds"] for turn in series] for name, series in found["turns"].items()}
+    local = turns.pop("local")
+    added = {name: statistics.median(a - b for a, b in zip(mine, local, strict=True)) for name, mine in turns.items()}
+    costs = ", ".join(f"{name} adds {1e3 * seconds:.1f} ms a round" for name, seconds in added.items())
+    return f"{costs}; a local step {1e3 * statistics.median(local):.1f} ms, {found['values']:,} values"
+
+
+def _checkpoint(found: Mapping[str, Any]) -> str:
+    stood, written = (", ".join(f"{one:.2f}" for one in found[key]) for key in ("stood_still", "written"))
+    return f"stood still {stood} s, on the disk after {written} s, {found['bytes'] / 1e9:.2f} GB"
+
+
+def _run(found: Mapping[str, Any]) -> str:
+    (_, first), (_, last) = found["losses"][0], found["losses"][-1]
+    speed = f"{found['tokens_per_second']:,.0f} tokens/s" + (f", MFU {found['mfu']:.3f}" if found["mfu"] else "")
+    stops = f"stopped at {found['stopped_at']}, " if found["stopped_at"] else f"{found['rounds']} rounds, "
+    return f"exit codes {found['exit_codes']}, {stops}{len(found['continued'])} x continued, loss {first:.2f} to {last:.2f}, {speed}"

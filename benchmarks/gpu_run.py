@@ -1,0 +1,139 @@
+"""Does a real run train on this machine, stop when it is told to, and continue?
+
+    python benchmarks/gpu_run.py --override data.source=train.txt data.tokenizer=gpt2    # a GPU; minutes
+
+Starts a run by the launcher, sends it SIGTERM at half of its steps, starts it again, and shows its loss curve and speed. With
+`--share`, two replicas on one GPU, to see EDiT at work: gloo carries their messages, so its speed says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from loops import RECIPE, end_with_children, is_asked, on_gpu
+from table import ROOT, metrics_of, parser
+from throughput import SIZES
+
+RUN = (
+    "run.name=gpu_run",
+    "parallel.shards=1",
+    "schedule.warmup_steps=20",
+    "optim.lr=1.0e-3",
+    "eval.tokens=100_000",
+    "eval.sample_prompt=Once upon a time",
+    "log.every=10",
+    "log.tensorboard=false",
+)
+ALONE = ("sync.method=synchronous", "parallel.replicas=1")
+SHARED = ("sync.method=edit", "sync.warmup_steps=20", "sync.period.every=20", "parallel.replicas=2")
+LAST = 4000
+"""Characters of a failed run's output that are shown."""
+
+
+def overrides_of(task: Mapping[str, Any], folder: str) -> list[str]:
+    """Return the overrides of the task's run, which is written to `folder`."""
+    steps, gpu = task["steps"], on_gpu()
+    return [
+        *SIZES[task["size"]],
+        *RUN,
+        *(SHARED if task["share"] else ALONE),
+        f"run.out_dir={folder}",
+        f"train.steps={steps}",
+        f"train.global_batch={task['global_batch']}",
+        f"eval.every={steps // 2}",
+        f"checkpoint.every={steps // 4}",
+        f"parallel.precision={'bf16' if gpu else 'fp32'}",
+        f"parallel.compile={str(gpu).lower()}",
+        *task["override"],
+    ]
+
+
+def start(keys: Sequence[str], share: bool, output: Path) -> subprocess.Popen:
+    """Start the launcher, which writes to `output`."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    if share:
+        variables["LLMTRAIN_SHARE_GPU"] = "1"
+    command = [sys.executable, "-m", "llmtrain", "launch", RECIPE, *keys]
+    with output.open("a") as stream:
+        return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=stream, stderr=subprocess.STDOUT)
+
+
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """Train, stop at half of the steps unless `share`, continue; return the curve, the speed and where it continued."""
+    with tempfile.TemporaryDirectory() as folder:
+        run, output, began = Path(folder) / "gpu_run", Path(folder) / "output", time.monotonic()
+        keys, codes, stopped = overrides_of(task, folder), [], None
+        for stops in (False,) if task["share"] else (True, False):
+            process = start(keys, task["share"], output)
+            try:
+                if stops:
+                    stopped = _stop_at(task["steps"] // 2, run, process)
+                codes.append(process.wait())
+            finally:
+                end_with_children(process)
+            if stops:
+                print(output.read_text()[-LAST:], flush=True)
+            elif codes[-1]:
+                raise SystemExit(f"the run ended with {codes}:\n{output.read_text()[-LAST:]}")
+        losses, validation = (
+            {line["step"]: line[tag] for line in metrics_of(run, tag)} for tag in ("train/loss", "eval/loss")
+        )
+        sample = run / "samples.txt"
+        return {
+            "exit_codes": codes,
+            "stopped_at": stopped,
+            "continued": [line for line in output.read_text().splitlines() if "continuing from" in line],
+            "losses": list(losses.items()),
+            "validation": list(validation.items()),
+            "mfu": _median(run, "perf/mfu"),
+            "tokens_per_second": _median(run, "perf/tokens_per_second"),
+            "rounds": max((line["sync/count"] for line in metrics_of(run, "sync/count")), default=0),
+            "summary": json.loads((run / "summary.json").read_text()),
+            "sample": sample.read_text()[:500] if sample.exists() else "",
+            "seconds": time.monotonic() - began,
+        }
+
+
+def _stop_at(step: int, run: Path, process: subprocess.Popen) -> int:
+    """Send SIGTERM when `step` is logged; return the last step that was."""
+    seen, log = 0, run / "metrics.jsonl"
+    while seen < step and process.poll() is None:
+        time.sleep(0.2)
+        with suppress(ValueError):  # a line is being written
+            seen = max((line["step"] for line in metrics_of(run, "train/loss")), default=0) if log.exists() else 0
+    process.send_signal(signal.SIGTERM)
+    return seen
+
+
+def _median(run: Path, tag: str) -> float | None:
+    values = [line[tag] for line in metrics_of(run, tag)]
+    return statistics.median(values) if values else None
+
+
+def main() -> None:
+    """Run once and print."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--size", choices=SIZES, default="160M" if on_gpu() else "6M")
+    arguments.add_argument("--steps", type=int, default=400)
+    arguments.add_argument("--global-batch", type=int, default=32)
+    arguments.add_argument("--share", action="store_true", help="two replicas share a GPU")
+    arguments.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="laid over the rest")
+    options = arguments.parse_args()
+    keys = ("size", "steps", "global_batch", "share", "override")
+    for name, value in measure({key: getattr(options, key) for key in keys}).items():
+        print(f"{name}: {value}")
+
+
+if __name__ == "__main__" and not is_asked(measure):
+    main()

@@ -1,0 +1,196 @@
+"""Tables of recipe keys and methods for the documentation, generated from the code by `make docs`.
+
+The output is all of docs/recipes.md, the schema of recipe files for editors (recipes/schema.json), the table of methods
+in README.md, and the tables of conflicting choices in docs/methods.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmtrain.recipe_keys import in_code, key_groups, sections
+from llmtrain.recipe_schema import schema_text
+from llmtrain.sync.compatibility import CHOICES, RULES, conflict_between
+from llmtrain.sync.methods import METHODS
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "recipes.md"
+SCHEMA = ROOT / "recipes" / "schema.json"
+README = ROOT / "README.md"
+METHODS_PAGE = ROOT / "docs" / "methods.md"
+METHODS_BEGIN, METHODS_END = "<!-- methods: written by `make docs` -->", "<!-- end of methods -->"
+COMPOSITION_BEGIN, COMPOSITION_END = "<!-- composition: written by `make docs` -->", "<!-- end of composition -->"
+INTRODUCTION = """\
+# Recipes
+
+<!-- Written by `make docs` from llmtrain/config; change it there. -->
+
+A recipe is a YAML file that describes a complete run, in sections of keys. Each key has a default, and a recipe gives only the
+keys that differ.
+
+    llmtrain recipe check RECIPE        # would it start on this machine? (--processes N: with N ranks elsewhere?)
+    llmtrain recipe show RECIPE         # every key's value, the model's size, memory, traffic, time (--gpu h100: on that card)
+    llmtrain recipe keys [SECTION]      # keys with values, defaults and meanings, as on this page
+    llmtrain recipe schema              # JSON schema, for editors
+
+Editors with the YAML language server complete and check keys by `recipes/schema.json`, which each recipe names in a comment:
+`# yaml-language-server: $schema=schema.json`. `llmtrain launch RECIPE --dry-run` checks like `recipe check`, and prints the first
+lines of the run and the memory that each process needs.
+
+**Base files.** `base: FILE` or `base: [FILE, ...]` at the top names recipes, relative to this one, whose values this one
+overrides. They may have base files themselves.
+
+**Overrides.** Every command that takes a recipe takes keys after it, in three equivalent forms. Values are YAML:
+
+    llmtrain train recipes/quickstart.yaml optim.lr=1e-3 --run.name=mine --sync.period.every 32
+
+**Precedence.** Later wins: the method's preset, base files in their order, the file itself, the command line. Mappings merge key
+by key, but a `sync.period`, `reduction`, `outer`, `schedule` or `wire` of another kind replaces the old one completely. If a layer
+names another method than the layers below it, their `reduction`, `outer`, `schedule` and `pull` no longer apply, because they were
+chosen for the old method. Their period, warm-up and wire stay, so that methods are compared at the same round length. There are two
+exceptions: a period of another kind than the new method's is dropped, and so is `warmup_steps` if the new method synchronizes every
+step. There is no interpolation (`${...}`), and the environment is not read.
+
+**Short forms.** A word stands for a mapping with that `kind` (`sync.schedule=layerwise`), a number for a period of steps
+(`sync.period=10`), and a name for a suite (`eval.suite=small`).
+
+**Continued pretraining.** With `model.from_weights`, a new run starts from existing weights, under any method and engine:
+
+    bash launch/train.sh recipes/quickstart.yaml run.name=further run.seed=5 model.from_weights=runs/quickstart
+
+It names a run (its newest checkpoint), one of its checkpoints, an export, or a transformers folder or hub name. A recipe without
+`model.type`, `config` and `from_config` has the architecture of the weights, so this is a complete one for a model from elsewhere:
+
+    model: {from_weights: models/stories260K}
+    data: {source: stories.txt, tokenizer: models/stories260K}
+    train: {tokens: 10000000}
+
+Of a checkpoint, the run takes the mean of the replicas, as its validation does. Step, optimizer, learning rate and data begin anew;
+the same seed and text give the same samples in the same order. Master parameters are fp32, whatever the files hold. Another
+architecture or tokenizer, missing or unexpected tensors, damaged files and pickled ones (`pytorch_model.bin`) are refused in one
+line. A tokenizer may have more tokens than that of the weights, and the model may have more positions. The folder's path and
+digest are recorded in every checkpoint, in `summary.json` and in the model card of an export.
+
+**What is refused.** An unknown key (the message names a near one), a value of another type, and combinations that can't run. Each
+is refused with the reason, before anything starts. A value that has less effect than it seems to have, such as a period longer
+than the run, is a warning, in `recipe check` and before training.
+"""
+PRESETS = """\
+What each method chooses. A recipe that gives part of a mapping keeps the preset's other values, unless it names another
+kind; then, and where the preset has none, the defaults further down hold.
+
+"""
+
+
+def recipe_reference() -> str:
+    """Return the complete docs/recipes.md as Markdown."""
+    parts = [INTRODUCTION]
+    for section in sections():
+        for group in key_groups(section):
+            heading = "##" if group.path == section else "###"
+            parts.append(f"{heading} `{group.title}`\n\n{group.description}\n")
+            rows = ((f"`{key.name}`", key.values, key.default, key.meaning) for key in group.keys)
+            parts.append(_table(("key", "value", "default", "meaning"), rows))
+            if group.path == "sync":
+                parts.append(_presets())
+    return "\n".join(parts)
+
+
+def methods_table() -> str:
+    """Return README's table of the methods and their choices."""
+    rows = []
+    for name, method in METHODS.items():
+        idea = method.__doc__.split("\n")[0].partition(": ")[2].rstrip(".")
+        preset = method.PRESET
+        outer = preset["outer"]["kind"]
+        schedule = preset["schedule"]
+        schedule = schedule if isinstance(schedule, str) else schedule["kind"]
+        paper = method.PAPER.removeprefix("arXiv ")
+        link = f"[{paper}](https://arxiv.org/abs/{paper})" if paper != method.PAPER else ""
+        file = f"[`{name}`](llmtrain/sync/methods/{name}.py)"
+        rows.append((file, link, idea, _when(preset), outer, schedule.replace("_", "-")))
+    return _table(("`sync.method`", "paper", "idea", "synchronizes", "outer step", "schedule"), rows)
+
+
+def _when(preset: dict[str, Any]) -> str:
+    period = preset["period"]
+    words = {"every_step": "every step", "qsr": "more rarely as the learning rate falls"}
+    when = words.get(period["kind"]) or f"every {period['every']:g} {period['kind']}"
+    return f"every step until the learning rate falls, then {when}" if "warmup_until_lr" in preset else when
+
+
+def composition_table() -> str:
+    """Return docs/methods.md's tables of which kinds of two choices cannot be combined, and why."""
+    pairs = [(choice, kind) for choice, kinds in CHOICES.items() for kind in kinds]
+    concerned = [pair for pair in pairs if any(conflict_between(*pair, *other) for other in pairs)]
+    columns = [pair for pair in concerned if pair[0] in ("schedule", "period")]
+    numbers = {id(rule): str(number) for number, rule in enumerate(RULES, start=1)}
+
+    def cell(row: tuple[str, str], column: tuple[str, str]) -> str:
+        if row[0] == column[0]:
+            return ""
+        rule = conflict_between(*row, *column)
+        return "yes" if rule is None else f"no ({numbers[id(rule)]})"
+
+    rows = [(f"{choice}: `{kind}`", *(cell((choice, kind), column) for column in columns)) for choice, kind in pairs]
+    heads = ("", *(f"{choice}: `{kind}`" for choice, kind in columns))
+    reasons = "".join(
+        f"{numbers[id(rule)]}. {rule.choice} `{rule.kind}` and "
+        f"{'; '.join(f'{other} {_kinds(kinds)}' for other, kinds in rule.excludes.items())}: {rule.why}.\n"
+        for rule in RULES
+    )
+    return f"{_table(heads, rows)}\nEvery other pair goes together. Why not:\n\n{reasons}"
+
+
+def _kinds(kinds: Sequence[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds)
+
+
+def readme_with_methods(readme: str) -> str:
+    """Return README's text with a new table between its two marks."""
+    return _between(readme, METHODS_BEGIN, METHODS_END, methods_table())
+
+
+def methods_page_with_composition(page: str) -> str:
+    """Return docs/methods.md's text with new tables between its two marks."""
+    return _between(page, COMPOSITION_BEGIN, COMPOSITION_END, composition_table())
+
+
+def _between(text: str, begin: str, end: str, written: str) -> str:
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n{written}\n{end}{after}"
+
+
+def _presets() -> str:
+    rows = [
+        (
+            f"`{name}`",
+            "<br>".join(f"`{key}:` {in_code(value)}" for key, value in method.PRESET.items()),
+            method.PAPER,
+        )
+        for name, method in METHODS.items()
+    ]
+    return PRESETS + _table(("method", "preset", "paper"), rows)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(
+        "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in line) + " |\n" for line in lines
+    )
+
+
+def main() -> None:
+    """Write docs/recipes.md, recipes/schema.json and the generated tables in README and docs/methods.md."""
+    PAGE.write_text(recipe_reference(), encoding="utf-8")
+    README.write_text(readme_with_methods(README.read_text(encoding="utf-8")), encoding="utf-8")
+    METHODS_PAGE.write_text(methods_page_with_composition(METHODS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    SCHEMA.write_text(schema_text(), encoding="utf-8")
+    print(f"wrote {PAGE}, {SCHEMA} and the tables in {README} and {METHODS_PAGE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""Token dataset: the index and token shards of a prepared folder, and the checks of them.
+
+<cache_dir>/<name>-<hash8>/index.json          read by this module
+                           tokenizer/          as saved by transformers
+                           train-00000.npy     token shards
+                           validation-00000.npy
+
+Sizes and headers are checked whenever a folder is opened. After each start, all nodes are checked to have the same
+tokens, and the ranks of a node compare the shards' checksums in the background.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import socket
+import threading
+import tokenize
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from llmtrain.data.sources import SPLITS, Position, Split
+from llmtrain.errors import DataError, one_line, reason
+from llmtrain.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT = 2
+INDEX = "index.json"
+TOKENIZER = "tokenizer"
+SHARD_TOKENS = 100_000_000
+"""Tokens per full shard: 200 MB as uint16, 400 MB as uint32."""
+
+
+class Shard(BaseModel, extra="forbid", frozen=True):
+    """Index entry of one shard file."""
+
+    name: str
+    tokens: int
+    bytes: int
+    crc32: int
+    """CRC-32 of the tokens, without the .npy header."""
+
+
+class ShardWriter:
+    """Writer of the shards `<split>-00000.npy`, `<split>-00001.npy`, ... Keeps no tokens in memory between calls."""
+
+    def __init__(self, directory: Path, split: str, dtype: np.dtype, shards: Iterable[Shard] = ()) -> None:
+        """Continue after `shards`. A file of a later one, which an interrupted process has left, is overwritten."""
+        self.directory, self.split, self.dtype = directory, split, dtype
+        self.shards = list(shards)
+        self._file: BinaryIO | None = None
+        self._tokens = self._crc32 = 0
+
+    def append(self, ids: np.ndarray) -> None:
+        ids = ids.astype(self.dtype, copy=False)
+        while len(ids):
+            if self._file is None:
+                self._file = (self.directory / f"{self.split}-{len(self.shards):05d}.npy").open("wb")
+                self._write_header()
+            part = ids[: SHARD_TOKENS - self._tokens]
+            raw = part.tobytes()
+            self._file.write(raw)
+            self._crc32 = zlib.crc32(raw, self._crc32)
+            self._tokens += len(part)
+            ids = ids[len(part) :]
+            if self._tokens == SHARD_TOKENS:
+                self.close()
+
+    def close(self) -> None:
+        """Complete the open shard and flush it to disk."""
+        if self._file is None:
+            return
+        size = self._file.tell()
+        self._file.seek(0)
+        self._write_header()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        name = Path(self._file.name).name
+        self.shards.append(Shard(name=name, tokens=self._tokens, bytes=size, crc32=self._crc32))
+        self._file, self._tokens, self._crc32 = None, 0, 0
+
+    def discard(self) -> None:
+        """Close the open file without completing its shard."""
+        if self._file is not None:
+            with suppress(OSError):  # of a full disk, which closing flushes to
+                self._file.close()
+            self._file = None
+
+    def _write_header(self) -> None:
+        # numpy pads headers so that the first axis can grow in place; hence the second header is as long as the first
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self._tokens,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+class TokenShards:
+    """Sequence of tokens over several arrays, read without loading them into memory."""
+
+    def __init__(self, arrays: Sequence[np.ndarray], limit: int | None = None) -> None:
+        """Limit the sequence to its first `limit` tokens."""
+        self._arrays = arrays
+        self._ends = list(itertools.accumulate(map(len, arrays)))
+        total = self._ends[-1] if self._ends else 0
+        self._length = total if limit is None else min(limit, total)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def window(self, start: int, length: int) -> np.ndarray:
+        """Return tokens [start, start + length) in the shards' dtype, joined across shards if necessary. The array
+        may be a read-only view."""
+        assert start >= 0 and length > 0 and start + length <= self._length, (start, length, self._length)
+        index = int(np.searchsorted(self._ends, start, side="right"))
+        parts = []
+        while length:
+            first = start - (self._ends[index] - len(self._arrays[index]))
+            parts.append(self._arrays[index][first : first + length])
+            start, length, index = start + len(parts[-1]), length - len(parts[-1]), index + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class SplitIndex(BaseModel, extra="forbid", frozen=True):
+    """Index entry of one split."""
+
+    tokens: int
+    """Number of tokens, including one eos token per document."""
+    documents: int
+    text_bytes: int
+    """UTF-8 bytes of the documents; nats per token x tokens / text_bytes / ln 2 = bits per byte."""
+    exhausted: bool
+    """True if the source ended before the requested number of tokens was reached."""
+    position: Position
+    """Place in the source after the last of these documents, at which a longer run continues."""
+    shards: tuple[Shard, ...]
+
+
+class Index(BaseModel, extra="forbid", frozen=True):
+    """Schema of index.json."""
+
+    format: Literal[2]
+    source: str
+    tokenizer: str
+    vocab_size: int
+    eos_id: int
+    dtype: Literal["<u2", "<u4"]
+    splits: dict[Split, SplitIndex]
+
+
+@dataclass(frozen=True)
+class TokenDataset:
+    """Prepared token shards on disk, checked when opened."""
+
+    directory: Path
+    index: Index
+    limits: Mapping[Split, int] = field(default_factory=dict)
+    """Tokens per split that the recipe asks for. A run reads the same tokens even if an earlier run prepared more."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.index.vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        return self.index.eos_id
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.index.dtype)
+
+    def tokens(self, split: Split) -> TokenShards:
+        """Return all tokens of a split up to the recipe's limit, memory-mapped."""
+        arrays = [np.load(self.directory / shard.name, mmap_mode="r") for shard in self.index.splits[split].shards]
+        return TokenShards(arrays, self.limits.get(split))
+
+    def bytes_per_token(self, split: Split) -> float:
+        """Return the mean number of UTF-8 bytes of text per token."""
+        return self.index.splits[split].text_bytes / self.index.splits[split].tokens
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer that produced the tokens. Needs no network. Raises DataError if it is damaged."""
+        from transformers import AutoTokenizer
+
+        folder = self.directory / TOKENIZER
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer("a")  # raises for settings of the wrong kind
+            return tokenizer
+        except Exception as error:  # tokenizers raises plain Exceptions
+            raise DataError(
+                f"{folder}: the tokenizer can't be read ({reason(error)}); delete {self.directory} and prepare again"
+            ) from None
+
+
+def open_dataset(directory: Path | str, limits: Mapping[Split, int] | None = None) -> TokenDataset:
+    """Open a prepared folder. Raises DataError if the index or a shard is missing, truncated or inconsistent."""
+    directory = Path(directory)
+    remedy = f"delete {directory} and prepare again"
+    try:
+        index = Index.model_validate_json((directory / INDEX).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"{directory / INDEX}: no such file; expected a folder made by prepare; {remedy}") from None
+    except OSError as error:
+        raise DataError(f"{directory / INDEX}: can't be read ({error.strerror}); {remedy}") from None
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"])) or "the file"
+        raise DataError(f"{directory / INDEX}: {where}: {problem['msg']}; {remedy}") from None
+    if missing := [split for split in SPLITS if split not in index.splits]:
+        raise DataError(f"{directory / INDEX}: splits.{missing[0]}: missing; {remedy}")
+    for split in index.splits.values():
+        for shard in split.shards:
+            path = directory / shard.name
+            if not path.is_file():
+                raise DataError(f"{path}: no such file; expected {shard.bytes} bytes; {remedy}")
+            if (size := path.stat().st_size) != shard.bytes:
+                raise DataError(f"{path}: {size} bytes found, {shard.bytes} expected; {remedy}")
+            try:
+                array = np.load(path, mmap_mode="r")
+                found = f"{array.dtype.str} {array.shape}"
+            except (
+                ValueError,
+                EOFError,
+                SyntaxError,
+                tokenize.TokenError,
+            ) as error:  # NumPy parses the header as Python
+                found = one_line(error)
+            if found != (expected := f"{index.dtype} {(shard.tokens,)}"):
+                raise DataError(f"{path}: another file's content ({found} found, {expected} expected); {remedy}")
+    return TokenDataset(directory, index, limits or {})
+
+
+class ChecksumScan:
+    """Checksum scan in a background thread, because it needs every byte. Starts when constructed and ends at the first
+    damaged shard or after the last. A damaged shard ends the run."""
+
+    def __init__(self, texts: Iterable[TokenDataset], share: int, of: int):
+        """Start reading every `of`-th shard of `texts`, beginning with shard number `share`."""
+        self.problem: str | None = None
+        """One-line description of the first damaged shard found, or None."""
+        self._shards = [
+            (text, shard) for text in texts for split in text.index.splits.values() for shard in split.shards
+        ]
+        self._shards = self._shards[share::of]
+        # A daemon thread, so that a run that ends does not wait for it.
+        self._thread = threading.Thread(target=self._run, name="reads token shards", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        found = (find_damage(text, shard) for text, shard in self._shards)
+        self.problem = next((problem for problem in found if problem is not None), None)
+
+
+def find_damage(prepared: TokenDataset, shard: Shard) -> str | None:
+    """Return a one-line description of a shard's damage, or None if it is as prepared."""
+    path, host = prepared.directory / shard.name, socket.gethostname()
+    remedy = f"delete {prepared.directory} and start the same command again: it prepares the same tokens"
+    try:
+        found = _crc32(path, skip=shard.bytes - shard.tokens * prepared.dtype.itemsize)
+    except OSError as error:
+        return f"{path} on {host}: can't be read ({error.strerror}); {remedy}"
+    if found != shard.crc32:
+        return f"{path} on {host}: checksum {found:08x} found, {shard.crc32:08x} expected; {remedy}"
+    return None
+
+
+def _crc32(path: Path, skip: int) -> int:
+    """Return the CRC-32 of the bytes after the first `skip`. The file is read instead of memory-mapped, because a read
+    that waits for the disk does not block other threads."""
+    crc32, buffer = 0, memoryview(bytearray(1 << 22))
+    with path.open("rb", buffering=0) as file:
+        file.seek(skip)
+        while count := file.readinto(buffer):
+            crc32 = zlib.crc32(buffer[:count], crc32)
+    return crc32
+
+
+STRETCHES, LENGTH = 64, 1024
+"""Number of windows compared per split, and tokens per window."""
+
+
+def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
+    """Raise DataError on every rank if hosts would read different tokens or a rank cannot read its own. Tokens
+    differ if the hub dataset, a local file or Python's standard library is not the same on all hosts. This is a
+    collective of all ranks."""
+    if mesh.world.size == 1:
+        return
+    mine = socket.gethostname(), *_described(texts)
+    of_ranks = mesh.all_ranks.all_gather_object(mine, "comparing token shards")
+    for rank, (host, _, problem) in enumerate(of_ranks):
+        if problem is not None:
+            raise DataError(f"rank {rank} on {host} can't read its token shards: {problem}; see to that disk")
+    first_host, first, _ = of_ranks[0]
+    for rank, (host, theirs, _) in enumerate(of_ranks):
+        for name, text in theirs.items():
+            if text != first[name]:
+                raise DataError(
+                    f"{texts[name].index.source}: rank {rank} on {host} has other tokens ({text}) than rank 0 on {first_host} "
+                    f"({first[name]}); let all hosts see one data.cache_dir, or copy {texts[name].directory} from one to all"
+                )
+
+
+def _described(texts: Mapping[str, TokenDataset]) -> tuple[dict[str, str], str | None]:
+    """Return (digest of each text, None), or (no digests, the error) if a text could not be read."""
+    try:
+        return {name: token_digest(text) for name, text in texts.items()}, None
+    except OSError as error:
+        return {}, str(error)
+
+
+def token_digest(prepared: TokenDataset) -> str:
+    """Return the token counts, the vocabulary size and a digest, as text. The digest covers vocabulary size, eos
+    id, dtype and evenly spaced windows of every split."""
+    counts = {split: prepared.tokens(split) for split in SPLITS}
+    digest = hashlib.sha256(repr((prepared.vocab_size, prepared.eos_id, prepared.index.dtype)).encode())
+    for tokens in counts.values():
+        length = min(LENGTH, len(tokens))
+        for start in np.linspace(0, len(tokens) - length, STRETCHES, dtype=np.int64):
+            digest.update(tokens.window(int(start), length).astype("<u4").tobytes())
+    sizes = " + ".join(f"{len(tokens):,}" for tokens in counts.values())
+    return f"{sizes} of a vocabulary of {prepared.vocab_size:,}, {digest.hexdigest()[:8]}"

@@ -1,0 +1,95 @@
+"""Small files that must survive a crash: written atomically, and read past damaged lines. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmtrain.errors import ResultsError, first_line
+
+
+def local_path(name: str) -> Path | None:
+    """Return the file or folder that a user's text names, with `~` expanded, or None if there is none."""
+    path = os.path.expanduser(name)
+    return Path(path) if os.path.exists(path) else None  # False also for a text that is too long for a path
+
+
+def is_bare_file_name(name: str) -> bool:
+    """Return whether `name` is a plain file name, which can't lead out of its folder."""
+    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Write a file so that a crash leaves either the old or the new content."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # makes the renames durable, too
+    finally:
+        os.close(folder)
+
+
+LOCK_HOLDER = ".lock.holder"
+"""File beside a folder's `.lock` that names the process which locked it last. (Opening the lock again empties it.)"""
+
+
+def write_lock_holder(folder: Path) -> None:
+    """Record that this process works in a folder that it has locked."""
+    (folder / LOCK_HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+
+
+def lock_holder(folder: Path) -> str:
+    """Return which process works in a locked folder, for an error message."""
+    try:
+        return (folder / LOCK_HOLDER).read_text().strip()[:100] or "another process"
+    except (OSError, ValueError):
+        return "another process"
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a metrics.jsonl, or of a trace. Lines that a crash truncated or a disk corrupted are left out."""
+    lines = []
+    for text in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if (
+            isinstance(line, dict)
+            and "step" in line
+            and not any(isinstance(line[tag], str | list | dict) for tag in line if "/" in tag)
+        ):
+            lines.append(line)
+    return lines
+
+
+NUMBERS = ("loss", "seconds", "steps", "sent")
+"""Endings of the keys of a summary.json that have numbers."""
+
+
+def text_for_number(summary: dict[str, Any]) -> str | None:
+    """Return `key=value` for the first value of a summary.json that is no number and should be one, or None."""
+    wrong = (key for key, value in summary.items() if key.endswith(NUMBERS) and isinstance(value, str | list | dict))
+    return next((f"{key}={summary[key]!r}" for key in wrong), None)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON or YAML file, or {} if there is no such file. Raises ResultsError if it is damaged."""
+    parse = json.loads if path.suffix == ".json" else yaml.safe_load
+    try:
+        value = parse(path.read_text()) if path.exists() else None
+    except (OSError, ValueError, yaml.YAMLError) as error:  # no file, invalid JSON or YAML, or not text
+        raise ResultsError(f"{path} is damaged ({first_line(error)}); delete its folder to run it again") from error
+    if not isinstance(value, dict | None):
+        raise ResultsError(f"{path} holds no mapping; delete its folder to run that trial again")
+    return value or {}

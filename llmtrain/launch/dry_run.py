@@ -1,0 +1,40 @@
+"""Dry run: the checks of a start and the first lines that it would print, without a process, a file or a weight."""
+
+from __future__ import annotations
+
+import torch
+
+from llmtrain.config import Recipe
+from llmtrain.launch.nodes import Nodes
+from llmtrain.launch.preflight import Preflight, check_here, notes
+from llmtrain.plan.memory import estimate, size_of
+from llmtrain.plan.mesh_plan import size_or_assumed
+from llmtrain.train.loggers import mesh_line, model_line
+
+GIB = 2**30
+
+
+def dry_run(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None = None) -> list[str]:
+    """Return the lines of a start with these processes, by default those of `launch`. Raises UserError as it would."""
+    preflight = check_here(recipe, nodes, per_node)
+    if preflight.completed is not None:
+        return [*notes(preflight), preflight.completed]
+    prepared = preflight.prepared
+    size = size_or_assumed(recipe) if prepared is None else size_of(recipe, prepared.vocab_size)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    needed = estimate(recipe, size, preflight.replicas, preflight.shards).total(on_gpu=device == "cuda")
+    return [
+        *notes(preflight),
+        mesh_line(preflight.replicas, preflight.shards, device, preflight.reason),
+        model_line(recipe, size.parameters, len(size.block_parameters), _sequences(recipe, preflight)),
+        *([] if preflight.weights is None else [preflight.weights.describe()]),
+        f"memory: about {needed / GIB:.2f} GiB for each of {preflight.processes} processes, which may use "
+        f"{preflight.memory / GIB:.1f} GiB",
+        "dry run: nothing was started or written",
+    ]
+
+
+def _sequences(recipe: Recipe, preflight: Preflight) -> int | None:
+    if preflight.prepared is None:
+        return None
+    return max(len(preflight.prepared.tokens("train")) - 1, 0) // recipe.train.sequence_length

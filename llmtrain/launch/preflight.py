@@ -1,0 +1,236 @@
+"""Checks of a recipe on this machine, before any process is started or any file is written.
+
+`launch` makes those of `check_start` before it prepares data. `recipe check` makes all of them, with the functions
+that a launch, the preparation of data and a rank call themselves. Only the number of tokens in a text that is not
+prepared yet stays unknown.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from llmtrain.config import DataSection, Recipe
+from llmtrain.data.dataset import TokenDataset, open_dataset
+from llmtrain.data.loader import Loader, eval_batches
+from llmtrain.data.prepare import cache_path
+from llmtrain.data.sources import HUB, Split, documents, require
+from llmtrain.data.tokenizer import check_tokenizer_exists, trained_size
+from llmtrain.errors import DataError, RecipeError
+from llmtrain.files import lock_holder
+from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
+from llmtrain.loss import summed_loss
+from llmtrain.model import blocks_of, build, check_initial_values, model_config
+from llmtrain.parallel.network import Networks
+from llmtrain.parallel.world import World
+from llmtrain.plan.ineffective_keys import ineffective_keys, seconds_of_step
+from llmtrain.plan.mesh_plan import plan_mesh, size_or_assumed
+from llmtrain.recipe_check import check, check_group, check_vocabulary
+from llmtrain.run_list import is_locked
+from llmtrain.suites import check_suite_data
+from llmtrain.train.devices import memory_of_rank
+from llmtrain.train.initial_weights import InitialWeights, check_initial_weights
+from llmtrain.train.mirror import RemoteRun
+from llmtrain.train.run_dir import RunDirectory
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """Outcome of the checks."""
+
+    processes: int
+    replicas: int
+    shards: int
+    reason: str
+    """Reason for this mesh, in a few words."""
+    memory: float
+    """Bytes that each process may use; infinite on machines that are not known."""
+    prepared: TokenDataset | None = None
+    """The token shards, if they are prepared."""
+    warnings: Sequence[str] = ()
+    """Values of the recipe that have less effect than they seem to have."""
+    weights: InitialWeights | None = None
+    """Weights that the run starts from, if it starts from any and they are on this machine."""
+    completed: str | None = None
+    """Message about the finished run that the run directory holds; None if there is something to train."""
+
+
+def check_start(recipe: Recipe, nodes: Nodes, per_node: int) -> Preflight:
+    """Choose the mesh. Raises UserError if ranks on nodes like this one would refuse the recipe before they read data."""
+    world, on_gpu = nodes.count * per_node, torch.cuda.is_available()
+    check(recipe, world)
+    each = memory_of_rank(World(per_node - 1, world, per_node - 1, per_node))
+    places = [str(node) for node in range(nodes.count) for _ in range(per_node)]
+    replicas, shards, reason = plan_mesh(recipe, places, [each] * world, on_gpu)
+    check_group(recipe, replicas)
+    summed_loss(recipe.parallel.loss_kernel, recipe.parallel.loss_chunk, recipe.parallel.compile)
+    check_model(recipe)
+    return Preflight(world, replicas, shards, reason, each, weights=check_initial_weights(recipe))
+
+
+def check_elsewhere(recipe: Recipe, processes: int) -> Preflight:
+    """Check a recipe for this number of processes on machines that are not known. Raises UserError for what they would
+    refuse whatever their memory, devices and files."""
+    check(recipe, processes)
+    replicas, shards, reason = plan_mesh(recipe, ["unknown"] * processes, [math.inf] * processes, on_gpu=False)
+    check_group(recipe, replicas)
+    check_model(recipe)
+    warnings = ineffective_keys(recipe, {}, None)
+    return Preflight(processes, replicas, shards, reason, math.inf, warnings=warnings)
+
+
+def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None = None) -> Preflight:
+    """Raise UserError if a start on this machine now would refuse the recipe before its first step. Its processes are
+    those of `launch` by default."""
+    check_thread_count()
+    nodes = nodes or Nodes.from_environment()
+    start = check_start(recipe, nodes, per_node or processes_per_node(recipe.parallel, nodes.count))
+    # Ranks check these, which can differ between nodes, and tell the ranks on other nodes.
+    Networks.from_recipe(recipe.parallel)
+    check_suite_data(recipe.eval.suite)
+    if recipe.parallel.engine == "zero":
+        import llmtrain.parallel.zero  # noqa: F401  raises RecipeError without DeepSpeed
+    directory = RunDirectory(recipe)
+    directory.check_recipe()
+    if is_locked(directory.path):
+        raise RecipeError(
+            f"{lock_holder(directory.path)} works in {directory.path}; wait until it has ended, or choose another run.name"
+        )
+    _check_folder("run.out_dir", directory.path)
+    _check_mirror(recipe.checkpoint.mirror)
+    prepared = check_data(recipe, start.replicas, start.shards)
+    if prepared is not None:  # with the tokenizer of the tokens
+        check_initial_weights(recipe, prepared)
+    vocab_size = prepared.vocab_size if prepared else size_or_assumed(recipe).vocabulary
+    step_seconds = seconds_of_step(recipe, vocab_size, start.replicas, start.shards)
+    warnings, change = (
+        ineffective_keys(recipe, {"": prepared} if prepared else {}, step_seconds),
+        directory.length_change(),
+    )
+    jump = change.rate_jump() if change is not None and not change.is_none else None
+    return replace(
+        start,
+        prepared=prepared,
+        warnings=[*warnings, *([jump] if jump else [])],
+        completed=directory.completed_message() if directory.finished() else None,
+    )
+
+
+def notes(preflight: Preflight) -> list[str]:
+    """Return the lines about what is unknown, or other than the recipe says."""
+    lines = [f"warning: {line}" for line in preflight.warnings]
+    if preflight.prepared is None and preflight.completed is None and preflight.memory < math.inf:
+        lines.append("note: the text is not tokenized yet, so its length is unknown (llmtrain prepare, or the start)")
+    return lines
+
+
+def describe(path: Path, recipe: Recipe, preflight: Preflight) -> list[str]:
+    """Return the lines that `recipe check` prints: notes, and last that the recipe is fine."""
+    length = f"{recipe.train.total_steps:,} steps of {recipe.train.tokens_per_step:,} tokens"
+    mesh = f"{preflight.processes} processes as {preflight.replicas} replicas x {preflight.shards} shards"
+    verdict = f"fine on this machine with {mesh} ({length})"
+    if preflight.memory == math.inf:
+        verdict = f"fine ({length})"
+    elif preflight.completed is not None:
+        verdict = f"fine, but {preflight.completed}"
+    return [*notes(preflight), f"{path}: {verdict}"]
+
+
+def check_model(recipe: Recipe) -> None:
+    """Raise ModelError if the recipe's model can't be built, split into blocks or initialized. Allocates no weights."""
+    model = build(model_config(recipe.model), recipe.parallel.loss_chunk)
+    blocks_of(model)
+    check_initial_values(model)
+
+
+def check_data(recipe: Recipe, replicas: int, shards: int) -> TokenDataset | None:
+    """Return the recipe's token shards, or None if they are not prepared yet. Raises UserError if `prepare` could not
+    begin, or if the prepared tokens are too few or belong to another vocabulary."""
+    for name, text in recipe.eval.sets.items():
+        with _named(f"eval.sets.{name}"):
+            _check_source(recipe.data.model_copy(update={"source": text, "validation": text}))
+    try:
+        prepared = open_dataset(cache_path(recipe.data))
+    except DataError:
+        if cache_path(recipe.data).exists():
+            raise
+        _check_source(recipe.data)
+        check_tokenizer_exists(recipe.data)
+        _check_folder("data.cache_dir", Path(recipe.data.cache_dir))
+        if (size := trained_size(recipe.data.tokenizer)) is not None:
+            check_vocabulary(recipe, size)
+        return None
+    check_vocabulary(recipe, prepared.vocab_size)
+    limits: dict[Split, int] = {"train": recipe.data.max_tokens or prepared.index.splits["train"].tokens}
+    prepared = TokenDataset(prepared.directory, prepared.index, limits)
+    _check_token_count(recipe, prepared, replicas, shards)
+    return prepared
+
+
+def _check_token_count(recipe: Recipe, prepared: TokenDataset, replicas: int, shards: int) -> None:
+    train, splits = recipe.train, prepared.index.splits
+    shape = {"sequence_length": train.sequence_length, "micro_batch": train.micro_batch}
+    if splits["train"].exhausted or splits["train"].tokens >= (recipe.data.max_tokens or math.inf):
+        # the run has all of its tokens; otherwise `prepare` adds what it needs
+        Loader(
+            prepared.tokens("train"),
+            global_batch=train.global_batch,
+            replica=0,
+            replicas=replicas,
+            shard_rank=0,
+            shard=shards,
+            seed=recipe.run.seed,
+            **shape,
+        )
+    elif recipe.data.source.startswith(HUB) and splits["train"].tokens <= train.total_steps * train.tokens_per_step:
+        _check_source(recipe.data)
+    if splits["validation"].exhausted:
+        eval_batches(prepared.tokens("validation"), max_tokens=recipe.eval.tokens, rank=0, world=1, **shape)
+
+
+def _check_source(data: DataSection) -> None:
+    """Raise DataError if the text can't be read: at its first document if it is local, by its name on the hub."""
+    if data.source.startswith(HUB):
+        name = data.source.removeprefix(HUB)
+        require(name, "dataset", key="data.source", instead="data.source=/path/to/files or data.source=stdlib")
+        return
+    cache_path(data)  # lists the files
+    splits: tuple[Split, ...] = ("train",) if data.validation is None else ("train", "validation")
+    for split in splits:
+        if not list(islice(documents(data, split), 1)):
+            raise DataError(f"{data.source}: no {split} documents; give another data.source, or more text")
+
+
+@contextmanager
+def _named(key: str) -> Iterator[None]:
+    """Name the recipe's own key in the messages of `_check_source`."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error).replace("data.source", key)) from None
+
+
+def _check_folder(key: str, folder: Path) -> None:
+    """Raise RecipeError if `folder` can't be created or written. Creates nothing."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise RecipeError(f"{key}: {nearest} is a file; choose another folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise RecipeError(f"{key}: {nearest} can't be written; choose another folder, or change its permissions")
+
+
+def _check_mirror(url: str | None) -> None:
+    if url is None:
+        return
+    try:
+        RemoteRun(url)
+    except (ImportError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise RecipeError(f"checkpoint.mirror: {url}: {reason}; expected a folder or URL that fsspec opens") from None

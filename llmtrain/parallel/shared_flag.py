@@ -1,0 +1,52 @@
+"""Flag that any rank can raise and all ranks see soon, without waiting for each other: a key in the job's store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+POLL_SECONDS = 0.5
+LAST_ANSWER_SECONDS = 5.0
+"""Maximum seconds at the end to wait for the store's answer to a request in flight."""
+
+
+@contextmanager
+def shared_flag(store: dist.Store | None, name: str, raised_here: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
+    """Provide a function that returns whether any rank has raised the flag, as far as this rank knows. It never waits.
+
+    `raised_here()` returns whether this rank raises the flag, which then stays raised. A thread polls the store over a
+    connection of its own. Without a store, this process is the only rank.
+    """
+    if store is None:
+        yield raised_here
+        return
+    raised, closed = threading.Event(), threading.Event()
+    thread = threading.Thread(
+        target=_poll,
+        args=(store.clone(), f"flag/{name}", raised_here, raised, closed),
+        daemon=True,
+        name=f"polls {name}",
+    )
+    thread.start()
+    try:
+        yield raised.is_set
+    finally:
+        closed.set()
+        thread.join(LAST_ANSWER_SECONDS)  # an answer during the interpreter's shutdown would abort the process
+
+
+def _poll(
+    store: dist.Store, key: str, raised_here: Callable[[], bool], raised: threading.Event, closed: threading.Event
+) -> None:
+    while not closed.wait(POLL_SECONDS):
+        try:
+            if raised_here():
+                store.set(key, "raised")
+            if store.check([key]):
+                raised.set()
+                return
+        except dist.DistError:  # the store is gone; this rank's next collective says why
+            return

@@ -1,0 +1,72 @@
+"""GPUs by name: peak rate in dense bf16 matrix products, and memory.
+
+The figures were written down from memory, without the sheets at hand: check one before you publish a number that
+depends on it. They are meant to be those of NVIDIA's data sheets of GB200 NVL72 (per GPU), HGX B200, H200, H100, GH200,
+A100, L40S, L40, L4 and A10. For the GeForce cards they are the rates with fp32 accumulation in NVIDIA's white papers on
+Ada (appendix A) and GA102. Where a sheet gives only the rate for sparse matrices, which is twice as high, half of it is
+used. Cards that were sold with several memories have the larger one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from llmtrain.errors import UserError
+from llmtrain.recipe_messages import closest
+
+GPU_EFFICIENCY = 0.4
+"""Fraction of its bf16 peak that a GPU is assumed to reach in training. Not measured with this package. From memory: Llama 3 reached
+0.38 to 0.43 on 8,192 to 16,384 H100 (arXiv 2407.21783, table 4), PaLM 0.46 (arXiv 2204.02311)."""
+
+
+@dataclass(frozen=True)
+class GpuCard:
+    """A kind of GPU."""
+
+    name: str
+    """Words of the device name that the driver reports."""
+    peak_flops: float
+    """FLOP/s in dense bf16 matrix products."""
+    gigabytes: int
+
+    @property
+    def option(self) -> str:
+        """Return the name as a value of `--gpu`."""
+        return self.name.lower().replace(" ", "-")
+
+
+CARDS = (
+    GpuCard("GB200", 2500e12, 186),
+    GpuCard("B200", 2250e12, 180),
+    GpuCard("H200 NVL", 835e12, 141),
+    GpuCard("H200", 989e12, 141),
+    GpuCard("GH200", 989e12, 96),
+    GpuCard("H100 PCIe", 756e12, 80),
+    GpuCard("H100 NVL", 835e12, 94),
+    GpuCard("H100", 989e12, 80),
+    GpuCard("A100", 312e12, 80),
+    GpuCard("L40S", 362e12, 48),
+    GpuCard("L40", 181e12, 48),
+    GpuCard("L4", 121e12, 24),
+    GpuCard("A10", 125e12, 24),
+    GpuCard("RTX 4090", 165e12, 24),
+    GpuCard("RTX 3090", 71e12, 24),
+)
+"""Known cards. The first one whose name is in a device's name, as whole words, applies, so an A10G is not an A10."""
+
+
+def card_of(device_name: str) -> GpuCard | None:
+    """Return the card of a device name as the driver reports it, or None if it is not known."""
+    return next((card for card in CARDS if re.search(rf"\b{card.name}\b", device_name)), None)
+
+
+def card_named(option: str) -> GpuCard:
+    """Return the card of a `--gpu` option, in any case. Raises UserError for an unknown one."""
+    by_option = {card.option: card for card in CARDS}
+    wanted = option.lower().replace(" ", "-").replace("_", "-")
+    if wanted in by_option:
+        return by_option[wanted]
+    near = closest(wanted, by_option)
+    hint = f"did you mean {near}? " if near else ""
+    raise UserError(f"--gpu {option} is not a known card; {hint}known are {', '.join(by_option)}; or give --tflops")

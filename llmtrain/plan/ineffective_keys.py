@@ -1,0 +1,101 @@
+"""Warnings about values of a recipe that have less effect than they seem to have. Training is possible with each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from llmtrain.config import Recipe, Section
+from llmtrain.data.dataset import TokenDataset
+from llmtrain.lr import LRSchedule
+from llmtrain.plan.duration import format_duration
+from llmtrain.plan.memory import size_of
+from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
+from llmtrain.sync.period import warmup_of
+
+
+def ineffective_keys(recipe: Recipe, texts: Mapping[str, TokenDataset], step_seconds: float | None) -> list[str]:
+    """Return a line for each value that does something else than it says.
+
+    `texts` holds the prepared validation texts by name, "" for the run's own, as far as they are prepared.
+    `step_seconds` is the estimated duration of a step, or None if it is unknown.
+    """
+    return [
+        *_period(recipe, step_seconds),
+        *_validation(recipe, texts),
+        *_checkpoints(recipe),
+        *_recordings(recipe),
+        *_unused(recipe),
+    ]
+
+
+def seconds_of_step(recipe: Recipe, vocab_size: int, replicas: int, shards: int) -> float | None:
+    """Return the estimated seconds of a step on this machine if a warning depends on them, else None."""
+    if not recipe.sync.period.is_timed:
+        return None
+    rates = HardwareRates(rate_here(recipe), mbit=math.inf)
+    return estimate_time(recipe, size_of(recipe, vocab_size), replicas, shards, rates).step
+
+
+def _period(recipe: Recipe, step_seconds: float | None) -> Iterator[str]:
+    sync, total = recipe.sync, recipe.train.total_steps
+    period = sync.period
+    if period.averages_gradients:
+        return
+    local = total - warmup_of(sync, LRSchedule.of(recipe))
+    once = "replicas synchronize once, after the last step"
+    if period.is_timed:
+        if step_seconds is not None and period.every > local * step_seconds:
+            run = format_duration(local * step_seconds)
+            yield f"sync.period.every is {period.every:g} s, but the run's {local:,} local steps take about {run}: {once}"
+    elif period.min_length is not None and period.min_length > local:
+        yield (
+            f"sync.period.{period.shortest_round} is {period.min_length:,}, but the run has {local:,} local steps: {once}"
+        )
+
+
+def _validation(recipe: Recipe, texts: Mapping[str, TokenDataset]) -> Iterator[str]:
+    section = recipe.eval
+    for name, text in texts.items():
+        split = text.index.splits["validation"]
+        if _is_given(section, "tokens") and split.exhausted and split.tokens < section.tokens:
+            what = f"the text {name} of eval.sets" if name else "the validation text"
+            yield f"eval.tokens is {section.tokens:,}, but {what} has {split.tokens:,} tokens: all of them are used"
+    is_cut = section.sample_tokens >= recipe.train.sequence_length
+    if section.sample_prompt is not None and is_cut and _is_given(section, "sample_tokens"):
+        yield (
+            f"eval.sample_tokens is {section.sample_tokens:,}, but a sample with its prompt ends at "
+            f"train.sequence_length = {recipe.train.sequence_length:,} tokens"
+        )
+
+
+def _checkpoints(recipe: Recipe) -> Iterator[str]:
+    section = recipe.checkpoint
+    if section.every is not None and section.keep_every is not None and section.keep_every % section.every:
+        yield (
+            f"checkpoint.keep_every is {section.keep_every:,}, no multiple of checkpoint.every = {section.every:,}: "
+            "only checkpoints at multiples of both are kept for good"
+        )
+
+
+def _recordings(recipe: Recipe) -> Iterator[str]:
+    total = recipe.train.total_steps
+    for key, section in (("trace", recipe.log.trace), ("profile", recipe.log.profile)):
+        if section is not None and section.first > total:
+            yield f"log.{key}.first is {section.first:,}, but the run has {total:,} steps: nothing is recorded"
+
+
+def _unused(recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each key that the other keys make unused."""
+    sync, parallel = recipe.sync, recipe.parallel
+    if sync.period.averages_gradients and sync.warmup_steps:
+        yield f"sync.warmup_steps is {sync.warmup_steps:,}, but sync.method={sync.method} averages gradients in every step"
+    if sync.offload and (sync.period.averages_gradients or not sync.needs_anchor):
+        yield f"sync.offload is true, but sync.method={sync.method} keeps no anchor that could be offloaded"
+    if _is_given(parallel, "zero_stage") and parallel.engine != "zero":
+        yield f"parallel.zero_stage is {parallel.zero_stage}, but parallel.engine is {parallel.engine}, which has no stages"
+
+
+def _is_given(section: Section, key: str) -> bool:
+    """Return whether a recipe, a base file or the command line gives the key."""
+    return key in section.model_fields_set

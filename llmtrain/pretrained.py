@@ -1,0 +1,251 @@
+"""Weights that a run starts from (`model.from_weights`): where they are, and the architecture that they belong to.
+
+They are the newest checkpoint of a run, one of its checkpoints, or a transformers folder with safetensors files, which may be
+an export or on the hub. Only configurations are read here; `train/initial_weights.py` reads the weights.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from llmtrain.config import ModelSection, Recipe
+from llmtrain.data.dataset import TOKENIZER
+from llmtrain.data.sources import require
+from llmtrain.errors import DataError, ModelError, first_line, one_line
+from llmtrain.files import is_bare_file_name, local_path
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+KEY = "model.from_weights"
+STATE, CONFIG = "state.json", "config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+"""Files that are never read, because reading them can run code."""
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
+EXPECTED = "a run, one of its checkpoints, or a folder with config.json and model.safetensors"
+DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt"]
+"""Files that a model on the hub is downloaded with: configurations, weights and tokenizer, and nothing that is pickled."""
+NOT_ARCHITECTURE = {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "quantization_config"}
+"""Keys of a config, in addition to those of every config, that say nothing about a model in training."""
+NOT_COMPARED = ("initializer_range", "max_position_embeddings", "pretraining_tp", "dropout", "pdrop", "summary_")
+"""Parts of the names of keys that a run may change: they change neither the shapes of weights nor, unless its rotary
+positions are scaled, what the model computes from them."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Weights on this machine."""
+
+    name: str
+    """Their path, or their name on the hub, as shown to the user."""
+    folder: Path
+    """The checkpoint, or the transformers folder."""
+    step: int | None = None
+    """Step of a checkpoint."""
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return self.step is not None
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Return the folder of the tokenizer that the weights were trained with, or None if they come without one."""
+        folder = self.folder.resolve().parent.parent / TOKENIZER if self.is_checkpoint else self.folder
+        return folder if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
+
+
+def find_pretrained(name: str, download: bool = False) -> Pretrained | None:
+    """Return the weights that `model.from_weights` names. With `download`, fetch them from the hub if necessary; otherwise
+    return None for a model of the hub that is not on this machine.
+
+    Raises ModelError for a path that holds no weights, and DataError if the hub has none or does not answer.
+    """
+    path = local_path(name)
+    if path is None:
+        folder = _of_hub(name, download)
+        return None if folder is None else Pretrained(name, folder)
+    if (path / STATE).is_file():
+        return Pretrained(str(path), path, _step_of(path))
+    if (path / "recipe.yaml").is_file():
+        complete = sorted((path / "checkpoints").glob(f"step-{'[0-9]' * 8}/{STATE}"))
+        if not complete:
+            raise ModelError(f"{KEY}: the run {path} has no complete checkpoint; train it until it writes one")
+        return Pretrained(str(complete[-1].parent), complete[-1].parent, _step_of(complete[-1].parent))
+    if (path / CONFIG).is_file():
+        return Pretrained(str(path), path)
+    what = "is a folder without a config.json" if path.is_dir() else "is a file"
+    raise ModelError(f"{KEY}: {name} {what}; give {EXPECTED}")
+
+
+def _step_of(checkpoint: Path) -> int:
+    step = _state_of(checkpoint).get("step")
+    if not isinstance(step, int):
+        raise ModelError(f"{KEY}: {checkpoint}/{STATE} is not of a checkpoint; give {EXPECTED}")
+    return step
+
+
+def _state_of(checkpoint: Path) -> dict[str, Any]:
+    """Return state.json without a check of its digest, which the reader of the weights makes."""
+    try:
+        state = json.loads((checkpoint / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{KEY}: {checkpoint}/{STATE} can't be read ({one_line(error)}); copy it again") from None
+    return state if isinstance(state, dict) else {}
+
+
+def _of_hub(name: str, download: bool) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+        if (folder / CONFIG).is_file() and weight_files(folder):
+            return folder
+    except (HFValidationError, LocalEntryNotFoundError, OSError, ModelError):
+        pass  # not there, or not complete
+    require(name, "model", key=KEY, instead=EXPECTED)
+    if not download:
+        return None
+    try:
+        return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
+    except Exception as error:  # httpx, huggingface_hub and the disk have their own
+        raise DataError(
+            f"{KEY}: downloading {name} from the hub failed ({first_line(error)}); start the same command again"
+        ) from None
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of a transformers folder's safetensors files. Raises ModelError if they are not complete, or pickled."""
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    if (folder / INDEX).is_file():
+        try:
+            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise ModelError(f"{KEY}: {folder / INDEX} is damaged; copy it again") from None
+        for name in names:
+            if not is_bare_file_name(name):
+                raise ModelError(f"{KEY}: {folder / INDEX} names {name!r}, which is no file of its folder")
+            if not (folder / name).is_file():
+                raise ModelError(f"{KEY}: {folder / name} is missing; copy it again")
+        return names
+    if pickled := next((path.name for pattern in PICKLED for path in sorted(folder.glob(pattern))), None):
+        raise ModelError(
+            f"{KEY}: {folder} has {pickled} and no {SINGLE}; reading a pickled file can run code, so convert it: "
+            "from_pretrained(OLD).save_pretrained(NEW)"
+        )
+    raise ModelError(f"{KEY}: {folder} has no {SINGLE}; give {EXPECTED}")
+
+
+def pretrained_config(weights: Pretrained, vocab_size: int | None = None) -> PretrainedConfig:
+    """Return the config of the model that the weights belong to. `vocab_size` is the default of a checkpoint whose recipe
+    leaves it to the tokenizer. Raises ModelError if it can't be read."""
+    from llmtrain.model import model_config
+
+    if weights.is_checkpoint:
+        return model_config(_section_of(weights.folder), vocab_size)
+    return _read_config(weights.folder, weights.name)
+
+
+def _section_of(checkpoint: Path) -> ModelSection:
+    recipe = _state_of(checkpoint).get("recipe")
+    try:
+        return ModelSection.model_validate(recipe["model"])
+    except (ValidationError, KeyError, TypeError):
+        raise ModelError(
+            f"{KEY}: {checkpoint} has no recipe of this version in {STATE}; export the run with the version that wrote it"
+        ) from None
+
+
+def _read_config(folder: str | Path, name: str) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds of errors for a damaged file
+        raise ModelError(f"{KEY}: {name}: {CONFIG} can't be read ({first_line(error)}); give {EXPECTED}") from None
+
+
+def with_architecture(recipe: Recipe, run: Path) -> Recipe:
+    """Return the recipe with the architecture of its weights, if it gives weights and no architecture.
+
+    The recipe in the run directory `run` has it since the first start, so that the weights may be gone when the run
+    continues. Raises UserError if there is no such directory and the weights' configuration can't be read.
+    """
+    section = recipe.model
+    if section.from_weights is None or section.config or section.from_config is not None:
+        return recipe
+    found = _recorded(run, section.from_weights) or _architecture_of(section.from_weights)
+    if "type" in section.model_fields_set and section.type != found.type:
+        raise ModelError(
+            f"model.type is {section.type}, but {KEY}={section.from_weights} is a {found.type} model; leave model.type out"
+        )
+    return recipe.model_copy(update={"model": found})
+
+
+def _recorded(run: Path, name: str) -> ModelSection | None:
+    """Return the model in a run's own recipe if it started from weights of this name."""
+    import yaml
+
+    try:
+        section = ModelSection.model_validate(yaml.safe_load((run / "recipe.yaml").read_text())["model"])
+    except (OSError, yaml.YAMLError, ValidationError, KeyError, TypeError):
+        return None
+    return section if section.from_weights == name and section.config else None
+
+
+def _architecture_of(name: str) -> ModelSection:
+    weights = find_pretrained(name)
+    config = _read_config(name, name) if weights is None else pretrained_config(weights)
+    keys = architecture_keys(config)
+    if weights is not None and weights.is_checkpoint:
+        section = _section_of(weights.folder)
+        if section.from_config is None and "vocab_size" not in section.config:
+            keys.pop("vocab_size", None)  # the tokenizer's
+    return ModelSection(type=config.model_type, config=json.loads(json.dumps(keys)), from_weights=name)
+
+
+def architecture_keys(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the keys of a config that describe the model, for a recipe's `model.config`."""
+    from transformers import PretrainedConfig
+
+    other = NOT_ARCHITECTURE | PretrainedConfig().to_dict().keys()
+    return {key: value for key, value in config.to_dict().items() if key not in other and not key.startswith("_")}
+
+
+def check_architecture(
+    section: ModelSection, here: PretrainedConfig, there: PretrainedConfig, weights: Pretrained
+) -> None:
+    """Raise ModelError for the first key in which the recipe's model (`here`) differs from that of the weights (`there`)."""
+    given = "model.from_config" if section.from_config is not None else "model.type and model.config"
+    remedy = f"leave out {given} to take the architecture of the weights"
+    if here.model_type != there.model_type:
+        raise ModelError(
+            f"{KEY}: {weights.name} is a {there.model_type} model, but the recipe's is {here.model_type}; {remedy}"
+        )
+    mine, theirs = architecture_keys(here), architecture_keys(there)
+    # In the order of the config, in which sizes come before what follows from them. Another vocabulary is less of a difference.
+    for key in sorted({**theirs, **mine}, key=lambda key: key == "vocab_size"):
+        if any(part in key for part in NOT_COMPARED) or mine.get(key) == theirs.get(key):
+            continue
+        expected = f"model.config.{key}={_text(theirs.get(key))}"
+        if key == "vocab_size" and section.from_config is None and key not in section.config:
+            folder = weights.tokenizer or "the tokenizer of the weights"
+            raise ModelError(
+                f"{KEY}: {weights.name} has a vocabulary of {theirs[key]}, but the recipe's tokenizer has {mine[key]} tokens; "
+                f"give data.tokenizer={folder}, or if it is that one, {expected}"
+            )
+        raise ModelError(
+            f"{KEY}: {weights.name} has {key} {_text(theirs.get(key))}, but the recipe's model has {_text(mine.get(key))}; "
+            f"give {expected}, or {remedy}"
+        )
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value).replace(" ", "").replace('"', "")

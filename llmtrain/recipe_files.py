@@ -1,0 +1,95 @@
+"""Recipes of the package: found by name, listed and copied."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llmtrain.errors import RecipeError
+
+PACKAGED = Path(__file__).parent / "recipes"
+"""Folder of the recipes. In a checkout it is a link to the top level's recipes/; a wheel has the files."""
+COMPARISONS, SCHEMA = "compare", "schema.json"
+
+
+def find_recipe(given: Path) -> Path:
+    """Return the file that a RECIPE argument names: a file here, or else the package's recipe of that name, such as
+    `quickstart` or `compare/traffic`."""
+    if not given.name or given.suffix or given.is_absolute() or os.path.isfile(given) or ".." in given.parts:
+        return given
+    packaged = PACKAGED / given.with_suffix(".yaml")
+    return packaged if os.path.isfile(packaged) else given  # False also for a name that is too long for a file
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the package's recipes and comparisons, without base files."""
+    files = [*sorted(PACKAGED.glob("*.yaml")), *sorted((PACKAGED / COMPARISONS).glob("*.yaml"))]
+    return [file.relative_to(PACKAGED).with_suffix("").as_posix() for file in files]
+
+
+def list_recipes() -> None:
+    """List the recipes that come with the package.
+
+    A name works like a file: llmtrain launch quickstart
+    """
+    for name in recipe_names():
+        lines = (PACKAGED / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+        # The first line of a comparison is its command, and the second one its question.
+        typer.echo(f"{name:<28} {lines[name.startswith(COMPARISONS)].removeprefix('# ')}")
+
+
+def copy_recipe(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name in llmtrain recipe list, e.g. quickstart.")],
+    to: Annotated[Path, typer.Option(help="Folder to copy to.")] = Path("recipes"),
+) -> None:
+    """Copy a recipe of the package, and the files it is based on, to a folder here.
+
+    A file that exists is kept if it is equal; one that differs is never replaced.
+    """
+    from llmtrain.recipe_messages import closest
+
+    names = recipe_names()
+    if name not in names:
+        near = closest(name, names)
+        hint = f"did you mean {near}?" if near else "llmtrain recipe list shows their names"
+        raise RecipeError(f"{name}: the package has no such recipe; {hint}")
+    texts = {to / file: (PACKAGED / file).read_bytes() for file in [*_with_references(f"{name}.yaml"), SCHEMA]}
+    for path, text in texts.items():
+        if path.exists() and (not path.is_file() or path.read_bytes() != text):
+            raise RecipeError(
+                f"{path} exists and differs from the package's; rename it, or choose another folder: --to"
+            )
+    try:
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text)
+    except OSError as error:
+        raise RecipeError(
+            f"{error.filename} can't be written ({error.strerror}); choose another folder: --to"
+        ) from None
+    for path in texts:
+        typer.echo(path)
+
+
+def _with_references(file: str) -> dict[str, None]:
+    """Return a recipe's file and those that it names in `base:` or `recipe:`, relative to the package's folder, in order."""
+    import yaml
+
+    found = {file: None}
+    for text in _texts(yaml.safe_load((PACKAGED / file).read_text(encoding="utf-8"))):
+        other = os.path.normpath(os.path.join(os.path.dirname(file), text))
+        if text.endswith(".yaml") and (PACKAGED / other).is_file():
+            found |= _with_references(other)
+    return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
+    elif isinstance(value, str):
+        yield value

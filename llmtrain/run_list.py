@@ -1,0 +1,186 @@
+"""List of the run directories in a folder: what each run trains, how far it is, and whether it still runs.
+
+Reads the files that a run writes (`train/run_dir.py`) without importing torch, so that the list appears at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from llmtrain.errors import ResultsError, UserError
+from llmtrain.plan.duration import format_duration
+from llmtrain.recipe_loader import load_recipe
+
+RECIPE, METRICS, SUMMARY, LOCK = "recipe.yaml", "metrics.jsonl", "summary.json", ".lock"
+"""Files of a run directory."""
+STATES = {"done": "done", "signal": "stopped"}
+"""State by the word in summary.json; another word, or no summary, means that the run failed."""
+STYLES = {"done": "green", "running": "cyan", "stopped": "yellow", "failed": "red"}
+KINDS = {"method": str, "steps": int, "stopped": str}
+"""Kinds of the values that are shown of a summary.json. A value of another kind is passed over."""
+WIDTH = 1000
+"""Columns if the output is not a terminal, so that no cell is cut."""
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A run, as far as its files tell."""
+
+    name: str
+    """Path below the listed folder."""
+    method: str | None
+    """None if the recipe can't be read, for example because another version wrote it."""
+    steps: int
+    total_steps: int | None
+    train_loss: float | None
+    validation_loss: float | None
+    state: str
+    """`done`, `running`, `stopped` (with a checkpoint, by a signal) or `failed`."""
+    bytes: int
+    age_seconds: float
+    """Seconds since the run last wrote its recipe, metrics or summary."""
+
+
+def find_runs(folder: Path) -> list[RunRow]:
+    """Return the runs in a folder and its subfolders, the newest last. Raises ResultsError if it is not a folder."""
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise ResultsError(f"{folder} {what}; give the folder of the run directories (run.out_dir, by default runs)")
+    rows = [read_run(path, name_below(folder, path)) for path in run_directories(folder)]
+    return sorted(rows, key=lambda row: -row.age_seconds)
+
+
+def read_run(path: Path, name: str) -> RunRow:
+    """Return the row of one run directory."""
+    last = _last_values(path / METRICS, ("step", "train/loss", "eval/loss"))
+    summary = {
+        name: value for name, value in _summary(path / SUMMARY).items() if isinstance(value, KINDS.get(name, object))
+    }
+    try:
+        recipe = load_recipe(path / RECIPE)
+        method, total = recipe.sync.method, recipe.train.total_steps
+    except UserError:
+        method, total = summary.get("method"), None
+    written = [file.stat().st_mtime for file in (path / name for name in (RECIPE, METRICS, SUMMARY)) if file.exists()]
+    return RunRow(
+        name=name,
+        method=method,
+        steps=int(summary.get("steps", last.get("step", 0))),
+        total_steps=total,
+        train_loss=last.get("train/loss"),
+        validation_loss=last.get("eval/loss"),
+        state="running" if is_locked(path) else STATES.get(summary.get("stopped", ""), "failed"),
+        bytes=_size_of(path),
+        age_seconds=max(0.0, time.time() - max(written)),
+    )
+
+
+def show_runs(rows: list[RunRow], console: Console) -> None:
+    """Print a table with a row per run: with colors on a terminal, as plain columns elsewhere."""
+    plain = not console.is_terminal
+    table = Table(box=None if plain else SIMPLE_HEAD, pad_edge=False, padding=(0, 2) if plain else (0, 1))
+    for head in ("name", "method", "steps", "train loss", "val. loss", "state", "size", "last written"):
+        is_number = head in ("steps", "train loss", "val. loss", "size")
+        table.add_column(head, justify="right" if is_number else "left", overflow="fold", no_wrap=head != "name")
+    for row in rows:
+        table.add_row(*_cells(row))
+    console.print(table)
+
+
+def console_for_output() -> Console:
+    """Return a console for standard output that cuts nothing if there is no terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def as_json(rows: list[RunRow]) -> str:
+    """Return the rows as a JSON list of objects with the fields of RunRow."""
+    return json.dumps([asdict(row) for row in rows], indent=2)
+
+
+def _cells(row: RunRow) -> list[str]:
+    state = f"[{STYLES[row.state]}]{row.state}[/]"
+    steps = f"{row.steps:,}" + (f"/{row.total_steps:,}" if row.total_steps is not None else "")
+    losses = ["-" if loss is None else f"{loss:.4f}" for loss in (row.train_loss, row.validation_loss)]
+    age = f"{format_duration(row.age_seconds)} ago"
+    return [row.name, row.method or "?", steps, *losses, state, decimal(row.bytes), age]
+
+
+def run_directories(folder: Path) -> Iterator[Path]:
+    """Yield the folders that hold a recipe and metrics of a run, without looking into these."""
+    if (folder / RECIPE).is_file():
+        yield folder
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            yield from run_directories(path)
+
+
+def name_below(folder: Path, path: Path) -> str:
+    """Return the path of a run below `folder`, or its name if it is that folder."""
+    return path.resolve().name if path == folder else path.relative_to(folder).as_posix()
+
+
+def _last_values(path: Path, tags: tuple[str, ...]) -> dict[str, Any]:
+    """Return the last number of each tag in a metrics.jsonl, as far as it has one. Damaged lines are passed over."""
+    found: dict[str, float] = {}
+    for text in reversed(path.read_bytes().splitlines()) if path.is_file() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            found = {tag: line[tag] for tag in tags if is_number(line.get(tag))} | found
+        if len(found) == len(tags):
+            break
+    return found
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value from a JSON file is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    try:
+        summary = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def is_locked(run: Path) -> bool:
+    """Return whether a process works in a run directory, by its lock, which stays unchanged."""
+    try:
+        with (run / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file is closed
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock, or a file system without locks
+        return False
+    return False
+
+
+def _size_of(path: Path) -> int:
+    """Return the bytes of all files below a folder. Files that vanish during the count are left out."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except OSError:
+                continue
+    return total

@@ -1,0 +1,328 @@
+"""Files of a checkpoint: their layout, their digests, how they are written in the background, and which are valid.
+
+    checkpoints/step-00001000/   torch.distributed.checkpoint files, and state.json with their sizes and digests
+    checkpoints/latest           name of the newest checkpoint, written last
+
+A checkpoint is written under a temporary name and renamed when it is complete. The digest is XXH3, which is fast enough
+to keep up with disks. The pickled metadata of the tensors may contain only known classes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import pickle
+import re
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from llmtrain.best_checkpoint import STATE_FILE, CheckpointLoss, read_loss
+from llmtrain.errors import CheckpointError, TrainingError, one_line, reason
+from llmtrain.files import atomic_write, is_bare_file_name
+from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.threads import with_current_device
+
+FORMAT = 7
+METADATA_FILE, CHECKSUM_KEY = ".metadata", "sha256"
+NAME = re.compile(r"step-(\d{8})")
+Digest = tuple[int, str]
+"""Size in bytes and 128-bit XXH3 in hex."""
+
+warnings.filterwarnings("ignore", ".*the intent is to (save|load) in a single process", UserWarning)  # it is
+
+
+def folder_name(step: int) -> str:
+    """Return the name of a checkpoint's folder in `checkpoints`."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def checkpoint_folders(directory: Path) -> list[Path]:
+    """Return every checkpoint in a `checkpoints` folder, oldest first, including those that have lost their
+    state.json."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    return sorted(path for path in paths if NAME.fullmatch(path.name))
+
+
+def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """Return (step, path) of all complete checkpoints in a `checkpoints` folder, oldest first."""
+    return [(step_of(path), path) for path in checkpoint_folders(directory) if (path / STATE_FILE).exists()]
+
+
+def read_losses(directory: Path) -> dict[int, CheckpointLoss | None]:
+    """Return the validation losses of all complete checkpoints in a `checkpoints` folder, by step."""
+    return {step: read_loss(path) for step, path in list_checkpoints(directory)}
+
+
+def dump_state(state: dict[str, Any]) -> str:
+    """Return the text of state.json: the state, followed by its own digest."""
+    return json.dumps({**state, CHECKSUM_KEY: _digest_of(state)})
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's state.json. Raises CheckpointError if it is damaged or has another format."""
+    where = path / STATE_FILE
+    try:
+        state = json.loads(where.read_text())
+        seal = state.pop(CHECKSUM_KEY, None)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {STATE_FILE} can't be read ({reason(error)})") from error
+    if state.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {state.get('format')}, this version reads {FORMAT}; use the version that wrote it"
+        )
+    if seal != _digest_of(state):
+        raise CheckpointError(f"{path} is damaged: {STATE_FILE} is not what was written")
+    if strange := [name for name in state.get("files", ()) if not is_bare_file_name(name)]:
+        raise CheckpointError(f"{path} is damaged: {STATE_FILE} lists {strange[0]!r}, which is no file of its folder")
+    return state
+
+
+def _digest_of(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+
+
+def digests(directory: Path, names: Sequence[str]) -> dict[str, Digest]:
+    """Return the size and digest of each file."""
+    return {name: ((directory / name).stat().st_size, _xxh3(directory / name)) for name in names}
+
+
+def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
+    """Describe the first file that is missing, unreadable or changed. Returns None if all files are intact."""
+    for name, (size, digest) in sorted(files.items()):
+        path = directory / name
+        try:
+            found = path.stat().st_size
+            if found != size:
+                return f"{name} has {found} bytes, {size} were written"
+            if _xxh3(path) != digest:
+                return f"{name} is not what was written: its digest differs"
+        except FileNotFoundError:
+            return f"{name} is gone"
+        except OSError as error:
+            return f"{name} can't be read ({error.strerror})"
+    return None
+
+
+def latest_valid(directory: Path, mesh: Mesh, note: Callable[[str], None]) -> Path | None:
+    """Return the newest valid checkpoint in a `checkpoints` folder, or None if it has no checkpoint. A collective of
+    all ranks, each of which reads its share of the files. `note` receives a line for each checkpoint that is rejected.
+
+    Raises CheckpointError, on every rank, if all checkpoints are damaged, because a run never starts from
+    scratch on its own.
+    """
+    paths = mesh.broadcast_from_main(lambda: [str(path) for path in checkpoint_folders(directory)])
+    problem = ""
+    for path in map(Path, reversed(paths)):
+        try:
+            state = mesh.broadcast_from_main(lambda path=path: read_state(path))
+        except CheckpointError as error:
+            problem = str(error)
+        else:
+            if (found := find_corruption_on_any_rank(path, state["files"], mesh)) is None:
+                return path
+            problem = f"{path} is damaged: {found}"
+        note(f"{problem}; going back to the one before")
+    if problem:
+        raise CheckpointError(
+            f"{problem}; no older checkpoint is valid either, of {len(paths)}; restore one, or delete them to train from the start"
+        )
+    return None
+
+
+def find_corruption_on_any_rank(directory: Path, files: Mapping[str, Digest], mesh: Mesh) -> str | None:
+    """Return the first problem that `find_corruption` finds on any rank. Each rank reads its share of the
+    files. A collective of all ranks."""
+    share = sorted(files)[mesh.world.rank :: mesh.world.size]
+    found = find_corruption(directory, {name: files[name] for name in share})
+    of_ranks = mesh.all_ranks.all_gather_object(found, "asking all ranks for damaged files")
+    return next((problem for problem in of_ranks if problem is not None), None)
+
+
+def _xxh3(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+METADATA = "torch.distributed.checkpoint.metadata"
+CLASSES = {
+    (METADATA, "Metadata"),
+    (METADATA, "MetadataIndex"),
+    (METADATA, "StorageMeta"),
+    (METADATA, "TensorStorageMetadata"),
+    (METADATA, "TensorProperties"),
+    (METADATA, "ChunkStorageMetadata"),
+    (METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+}
+"""Classes that the metadata of tensors needs, in addition to torch's dtypes. `BytesStorageMetadata` is excluded,
+because torch unpickles the bytes that it describes."""
+
+
+def read_metadata(checkpoint: Path) -> Metadata:
+    """Return a checkpoint's metadata. Raises UnpicklingError unless it describes tensors in files of its own
+    folder. Damaged metadata raises pickle's own errors."""
+    with (checkpoint / METADATA_FILE).open("rb") as file:
+        metadata = _Unpickler(file).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"{METADATA_FILE} holds a {type(metadata).__name__}, which is no metadata")
+    for stored in (metadata.storage_data or {}).values():
+        if not is_bare_file_name(stored.relative_path):
+            raise pickle.UnpicklingError(
+                f"{METADATA_FILE} names {stored.relative_path!r}, which is no file of this folder"
+            )
+    return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler restricted to `CLASSES` and torch dtypes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in CLASSES:
+            return getattr(importlib.import_module(module), name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"{METADATA_FILE} asks for {module}.{name}, which describes no tensor")
+
+
+class CheckpointWriter:
+    """Writer of one checkpoint. Every rank creates one, over `comms`, which nothing else may use until the
+    writer is done.
+
+    `tensors` must not change until then. `state` is the content of state.json except for `files` and `ranks`;
+    each rank contributes its `progress` to `ranks`. `on_complete` is called on the main rank.
+    """
+
+    def __init__(
+        self,
+        final: Path,
+        tensors: dict[str, torch.Tensor],
+        state: dict[str, Any],
+        progress: dict[str, Any],
+        comms: Comms,
+        on_complete: Callable[[], None],
+    ):
+        self.final, self.temporary, self._tensors, self._comms = final, final.with_suffix(".tmp"), tensors, comms
+        self._state, self._progress, self._on_complete = state, json.dumps(progress), on_complete
+        self._size = sum(tensor.nbytes for tensor in tensors.values())
+        self.seconds = 0.0
+        """Seconds that writing took, set when it is done."""
+        self.error: str | None = None
+        # A daemon, because a hanging disk must not keep the process alive after the run has given up on it.
+        self._thread = threading.Thread(target=with_current_device(self._run), name=f"writes {final.name}", daemon=True)
+
+    def start(self, in_thread: bool) -> None:
+        """Start writing in the background. If not `in_thread`, write before returning."""
+        if in_thread:
+            self._thread.start()
+        else:
+            self._run()
+            self.check()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Wait until the checkpoint is written. Raises TrainingError if writing fails or takes longer than
+        `timeout_seconds`."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_seconds)
+        if not self.is_done:
+            raise TrainingError(
+                f"{self.final} was not written within {timeout_seconds:g} s (run.timeout_seconds); is the disk there? Start the "
+                "same command again to continue from the last checkpoint"
+            )
+        self.check()
+
+    def check(self) -> None:
+        """Raise TrainingError if writing failed."""
+        if self.error is not None:
+            raise TrainingError(
+                f"{self.final} could not be written: {self.error}; older checkpoints are as they were, start the same command "
+                "again to continue from the last one"
+            )
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        try:
+            where = {"process_group": self._comms.group, "no_dist": self._comms.size == 1}
+            # No copies ahead: tensors on the CPU need none, and for each tensor torch would wait for the GPU's stream,
+            # and so for all work that training has queued on it.
+            writer = dcp.FileSystemWriter(self.temporary, per_thread_copy_ahead=0)
+            dcp.save(self._tensors, storage_writer=writer, **where)
+            self._tensors = {}  # frees memory for the next checkpoint
+            self._commit()
+        except CheckpointException as error:  # a BaseException
+            self.error = one_line(next(iter(error.failures.values()))[0])
+        except Exception as error:
+            self.error = one_line(error)
+        if self.error is not None and (free := shutil.disk_usage(self.final.parent).free) < self._size:
+            # torch's writer may report a position in its archive instead
+            self.error = f"no space left: {free / 1e6:.0f} MB are free ({self.error})"
+        if self.error is not None and self._comms.rank == 0:
+            shutil.rmtree(self.temporary, ignore_errors=True)  # frees space if the disk is full
+        self.seconds = time.monotonic() - began
+
+    def _commit(self) -> None:
+        """Gather digests, each rank reading its share of the files, and publish the checkpoint on the main
+        rank. Raises OSError on every rank if any rank fails."""
+        names = self._from_main(_catch_os_error(lambda: sorted(path.name for path in self.temporary.iterdir())))
+        if isinstance(names, str):
+            raise OSError(names)
+        share = names[self._comms.rank :: self._comms.size]
+        mine = self._progress, _catch_os_error(lambda: digests(self.temporary, share))
+        of_ranks = self._comms.all_gather_object(mine, f"gathering digests of {self.final.name}")
+        problem = self._from_main(self._publish(of_ranks) if self._comms.rank == 0 else None)
+        if problem is not None:
+            raise OSError(problem)
+
+    def _publish(self, of_ranks: list[tuple[str, dict | str]]) -> str | None:
+        """Write state.json and rename the folder. Return None, or an error in one line that all ranks can
+        raise."""
+        if problem := next((found for _, found in of_ranks if isinstance(found, str)), None):
+            return problem
+        self._state["ranks"] = [json.loads(progress) for progress, _ in of_ranks]
+        self._state["files"] = {name: digest for _, found in of_ranks for name, digest in found.items()}
+        try:
+            atomic_write(self.temporary / STATE_FILE, dump_state(self._state))
+            if self.final.exists():
+                shutil.rmtree(self.final)
+            self.temporary.rename(self.final)
+            atomic_write(self.final.parent / "latest", self.final.name + "\n")
+            self._on_complete()
+        except OSError as error:
+            return one_line(error)
+        return None
+
+    def _from_main(self, value: Any) -> Any:
+        return self._comms.broadcast_object(value, f"writing {self.final.name}")
+
+
+def _catch_os_error(work: Callable[[], Any]) -> Any:
+    """Return the result of `work`, or its OSError in one line that can be sent to other ranks."""
+    try:
+        return work()
+    except OSError as error:
+        return one_line(error)

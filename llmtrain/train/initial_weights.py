@@ -1,0 +1,247 @@
+"""Weights that a new run starts from (`model.from_weights`): compared with the recipe's model, and verified on every node.
+
+A run that continues from its own checkpoint does not read them. It keeps the record of where it started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from llmtrain.config import Recipe
+from llmtrain.data.dataset import TokenDataset
+from llmtrain.data.tokenizer import existing_tokenizer, trained_size, vocab_size
+from llmtrain.errors import CheckpointError, ModelError, UserError, first_line, one_line
+from llmtrain.files import is_bare_file_name, local_path
+from llmtrain.model import LanguageModel, build, model_config
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.pretrained import KEY, Pretrained, check_architecture, find_pretrained, pretrained_config
+from llmtrain.train.checkpoint_files import (
+    Digest,
+    checkpoint_folders,
+    digests,
+    read_state,
+)
+from llmtrain.train.mirror import has_mirrored_checkpoint
+from llmtrain.train.rank_errors import raise_on_all
+from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.safetensors_reader import SafetensorsReader
+from llmtrain.train.stored_weights import FullTensorReader, StoredWeights, weights_of_replicas
+
+OTHER = f"name another one in {KEY}"
+REMEDY = f"copy it again, or {OTHER}"
+EXPORT = "export.json"
+"""List of the files of a folder that `export` made, with their digests."""
+DERIVED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+"""Ends of the names of masks and frequencies, which old files store and which follow from the config."""
+
+
+class InitialWeights:
+    """Weights that fit a model. `read` takes the model's names, which can differ from the stored ones by a prefix."""
+
+    def __init__(self, pretrained: Pretrained, model: LanguageModel):
+        """Open the weights. Raises ModelError or CheckpointError, in one line that names the first weight that is missing,
+        unexpected or of another shape."""
+        self.pretrained = pretrained
+        self.recorded: dict[str, Any] = {"path": pretrained.name, "step": pretrained.step}
+        """Path and step of the weights, which the run records; `verify` adds their digest."""
+        self._written: dict[str, Digest] | None = None  # when the weights were written; None for those from elsewhere
+        self._reader: StoredWeights | SafetensorsReader
+        self._replicas = 1
+        if pretrained.is_checkpoint:
+            state = read_state(pretrained.folder)
+            self._written, self._replicas = state["files"], state["mesh"][0]
+            stored = FullTensorReader(pretrained.folder, REMEDY, OTHER)
+            self._reader = StoredWeights(stored, weights_of_replicas(range(self._replicas)))
+            self._files = sorted(self._written)
+        else:
+            self._reader = SafetensorsReader(pretrained.folder)
+            self._written, self._files = _of_export(pretrained.folder), self._reader.files
+        self._names = _match(model, self._reader.shapes, pretrained.name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a weight in fp32 on the CPU. Raises ModelError or CheckpointError if it is damaged or not finite."""
+        first, *copies = self._names[name]
+        value = self._reader.read(first)
+        for copy in copies:
+            if not torch.equal(self._reader.read(copy), value):
+                raise ModelError(
+                    f"{KEY}: {self.pretrained.name}: {copy} differs from {first}, but config.json ties them; "
+                    "set its tie_word_embeddings to false"
+                )
+        return value
+
+    def verify(self, mesh: Mesh) -> None:
+        """Compute the digest of the weights. A collective of all ranks, each of which reads its share of its node's files.
+
+        Raises CheckpointError or ModelError, on every rank, if a file is not what was written, or if nodes have other files.
+        """
+        world, folder, host = mesh.world, self.pretrained.folder, socket.gethostname()
+        share = self._files[world.local_rank :: world.local_size]
+        mine: dict[str, Digest] = {}
+
+        def read() -> None:
+            try:
+                mine.update(digests(folder, share))
+            except OSError as error:
+                raise ModelError(f"{KEY}: {folder} on {host} can't be read ({one_line(error)}); {REMEDY}") from None
+            for name in share if self._written is not None else ():
+                if tuple(self._written.get(name, ())) != mine[name]:
+                    raise CheckpointError(
+                        f"{KEY}: {folder} on {host} is damaged: {name} is not what was written; {REMEDY}"
+                    )
+
+        raise_on_all(mesh, read)
+        of_nodes: dict[tuple[int, str], dict[str, Digest]] = {}
+        mine_and_node = (world.rank - world.local_rank, host), mine
+        for node, part in mesh.all_ranks.all_gather_object(mine_and_node, "comparing the weights to start from"):
+            of_nodes.setdefault(node, {}).update(part)
+        (_, first_host), first = next(iter(of_nodes.items()))
+        for (rank, other_host), files in of_nodes.items():
+            if changed := [name for name in self._files if files.get(name) != first.get(name)]:
+                raise ModelError(
+                    f"{KEY}: {self.pretrained.name}: rank {rank} on {other_host} has another {changed[0]} than rank 0 on "
+                    f"{first_host}; copy the folder from one host to all"
+                )
+        text = json.dumps([(name, first[name]) for name in self._files])
+        self.recorded["digest"] = hashlib.sha256(text.encode()).hexdigest()
+
+    def describe(self) -> str:
+        """Return the console line."""
+        what = f"{len(self._names)} tensors"
+        if self._replicas > 1:
+            what += f", the mean of {self._replicas} replicas"
+        return f"weights: from {self.pretrained.name} ({what})"
+
+
+def _of_export(folder: Path) -> dict[str, Digest] | None:
+    """Return the digests in the manifest of an export, or None for a folder that `export` has not made."""
+    try:
+        files = json.loads((folder / EXPORT).read_text())["files"]
+        listed = {str(name): (int(size), str(digest)) for name, (size, digest) in files.items()}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError(f"{KEY}: {folder / EXPORT} is damaged; export the model again") from None
+    if strange := next((name for name in listed if not is_bare_file_name(name)), None):
+        raise ModelError(f"{KEY}: {folder / EXPORT} names {strange!r}, which is no file of its folder")
+    return listed
+
+
+def _match(model: LanguageModel, stored: dict[str, torch.Size], name: str) -> dict[str, list[str]]:
+    """Return the stored names of each weight of the model, of which a tied embedding may have two."""
+    prefix, found = f"{model.causal_lm.base_model_prefix}.", dict[int, list[str]]()
+    for full, parameter in model.causal_lm.named_parameters(remove_duplicate=False):
+        names = dict.fromkeys((full, full.removeprefix(prefix)))  # files of a model without its head have no prefix
+        found.setdefault(id(parameter), []).extend(one for one in names if one in stored)
+    expected = dict(model.causal_lm.named_parameters())
+    missing = [full for full, parameter in expected.items() if not found[id(parameter)]]
+    if missing:
+        raise ModelError(f"{KEY}: {name} lacks {_first_of(missing)} of the recipe's model; give complete weights")
+    known = {one for names in found.values() for one in names}
+    if strange := [one for one in stored if one not in known and not one.endswith(DERIVED)]:
+        raise ModelError(
+            f"{KEY}: {name} has {_first_of(strange)}, which the recipe's model lacks; give weights of this model"
+        )
+    for parameter in expected.values():
+        for one in found[id(parameter)]:
+            if stored[one] != parameter.shape:
+                raise ModelError(
+                    f"{KEY}: {name} has {one} of shape {list(stored[one])}, but the recipe's model has "
+                    f"{list(parameter.shape)}; change model.config, or leave it out to take the architecture of the weights"
+                )
+    return {full: found[id(parameter)] for full, parameter in expected.items()}
+
+
+def _first_of(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"
+
+
+def check_initial_weights(
+    recipe: Recipe, prepared: TokenDataset | None = None, download: bool = False
+) -> InitialWeights | None:
+    """Return the weights that the recipe's run would start from, or None if there are none to check: it starts from random
+    ones, continues from a checkpoint of its own, or the hub's are not on this machine, unless `download` fetches them. Reads
+    headers only.
+
+    Raises UserError if the weights do not fit the recipe's model or tokenizer.
+    """
+    name, directory = recipe.model.from_weights, RunDirectory(recipe)
+    if name is None or checkpoint_folders(directory.checkpoints):
+        return None
+    try:
+        pretrained = find_pretrained(name, download)
+        return None if pretrained is None else _open(recipe, pretrained, prepared)
+    except UserError:
+        if has_mirrored_checkpoint(recipe):
+            return None
+        raise
+
+
+def open_initial_weights(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> InitialWeights | None:
+    """Return the weights that the run starts from, verified, or None for random ones. They are downloaded if necessary. A
+    collective of all ranks.
+
+    Raises UserError, on every rank, if they are not there, damaged, not the same on all nodes, or do not fit.
+    """
+    name = recipe.model.from_weights
+    if name is None:
+        return None
+    # Rank 0 chooses, because the run that writes the checkpoints may still be training.
+    chosen = mesh.broadcast_from_main(lambda: find_pretrained(name, download=True))
+    opened: list[InitialWeights] = []
+
+    def find() -> None:
+        # The hub's files may be elsewhere on another node.
+        here = chosen if local_path(name) is not None else find_pretrained(name, download=True)
+        opened.append(_open(recipe, here, prepared))
+
+    raise_on_all(mesh, find)
+    opened[0].verify(mesh)
+    return opened[0]
+
+
+def _open(recipe: Recipe, pretrained: Pretrained, prepared: TokenDataset | None) -> InitialWeights:
+    tokenizer = existing_tokenizer(recipe.data) if prepared is None else prepared.load_tokenizer()
+    size = trained_size(recipe.data.tokenizer) if tokenizer is None else vocab_size(tokenizer)
+    theirs, their_size = _tokenizer_of(pretrained), size
+    if theirs is not None:
+        their_size = vocab_size(theirs)
+        if tokenizer is not None:
+            check_same_tokenizer(pretrained, theirs, tokenizer, recipe.data.tokenizer)
+    there = pretrained_config(pretrained, their_size)
+    here = model_config(recipe.model, size or getattr(there, "vocab_size", None))
+    check_architecture(recipe.model, here, there, pretrained)
+    return InitialWeights(pretrained, build(here, recipe.parallel.loss_chunk))
+
+
+def _tokenizer_of(pretrained: Pretrained) -> PreTrainedTokenizerBase | None:
+    if pretrained.tokenizer is None:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(pretrained.tokenizer, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise ModelError(
+            f"{KEY}: the tokenizer in {pretrained.tokenizer} can't be read ({first_line(error)}); copy it again"
+        ) from None
+
+
+def check_same_tokenizer(
+    pretrained: Pretrained, theirs: PreTrainedTokenizerBase, mine: PreTrainedTokenizerBase, name: str
+) -> None:
+    """Raise ModelError if a token of the weights' tokenizer has another id in the recipe's, `name`, which may have
+    additional tokens."""
+    ids = mine.get_vocab()
+    for token, number in sorted(theirs.get_vocab().items(), key=lambda item: item[1]):
+        if ids.get(token) != number:
+            raise ModelError(
+                f"{KEY}: {pretrained.name} was trained with another tokenizer than data.tokenizer={name}: its token {number}, "
+                f"{token!r}, {f'is {ids[token]}' if token in ids else 'does not exist'} there; give "
+                f"data.tokenizer={pretrained.tokenizer}"
+            )

@@ -1,0 +1,100 @@
+"""Errors of one rank, raised on every rank: failed reads and writes, damaged data, and failed or hanging work of the main
+rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import TypeVar
+
+from llmtrain.data.dataset import ChecksumScan
+from llmtrain.errors import DataError, TrainingError, UserError, one_line
+from llmtrain.parallel.mesh import Mesh
+
+T = TypeVar("T")
+LOOK_SECONDS = 2.0
+"""Seconds between the messages in which the main rank reports that it is still working."""
+
+
+def raise_on_all(mesh: Mesh, work: Callable[[], None]) -> None:
+    """Call `work` on each rank, and raise the first UserError or TrainingError, in rank order, on every rank. A
+    collective of all ranks."""
+    mine = None
+    try:
+        work()
+    except (UserError, TrainingError) as error:
+        mine = error
+    errors = mesh.all_ranks.all_gather_object(mine, "asking all ranks for errors")
+    errors = [error for error in errors if error is not None]
+    del mine  # a frame that refers to its own error would keep alive what the callers hold, such as locks
+    if errors:
+        raise errors.pop(0)
+
+
+class IoErrors:
+    """I/O errors of one run on this rank, recorded until the next agreed step: failed writes and damaged token shards."""
+
+    def __init__(self, mesh: Mesh, search: ChecksumScan):
+        self._mesh, self._search = mesh, search
+        self._refused: str | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Return whether the next `check` raises because of an error on this rank."""
+        return self._refused is not None or self._search.problem is not None
+
+    def write(self, path: Path, work: Callable[[], T]) -> T | None:
+        """Return the result of `work`, which writes to `path`. On an OSError, record it and return None."""
+        try:
+            return work()
+        except OSError as error:
+            self._refused = self._refused or f"{path} could not be written: {one_line(error)}"
+            return None
+
+    def check(self) -> None:
+        """Raise on all ranks if any rank has recorded an error: DataError for damaged token shards,
+        TrainingError for failed writes. A collective of all ranks."""
+        raise_on_all(self._mesh, self._raise)
+
+    def _raise(self) -> None:
+        if self._search.problem is not None:
+            raise DataError(self._search.problem)
+        if self._refused is not None:
+            raise TrainingError(f"{self._refused}; start the same command again to continue from the last checkpoint")
+
+
+def run_on_main(mesh: Mesh, what: str, work: Callable[[], T], timeout_seconds: float, progress: Callable[[], int]) -> T:
+    """Run `work` on the main rank and return its result on every rank, which waits without hitting the collective
+    timeout. Raises, on every rank, a UserError of `work`, or one that names `what` once `progress()` has not changed for
+    `timeout_seconds`."""
+    result: Future[T] = Future()
+    so_far, moved = 0, time.monotonic()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    def look() -> tuple[T] | None:
+        """Wait at most `LOOK_SECONDS`, then return the result in a tuple, or None if `work` is still running."""
+        nonlocal so_far, moved
+        wait([result], min(LOOK_SECONDS, timeout_seconds))
+        if result.done():
+            return (result.result(),)
+        if (now := progress()) != so_far:
+            so_far, moved = now, time.monotonic()
+        elif time.monotonic() - moved > timeout_seconds:
+            raise UserError(f"{what}: no answer for {timeout_seconds:g} s (run.timeout_seconds)")
+        return None
+
+    if mesh.is_main:
+        so_far = progress()
+        # A daemon, because hanging work must not keep the process alive after the run has given up on it.
+        threading.Thread(target=run, name=what, daemon=True).start()
+    while (answer := mesh.broadcast_from_main(look)) is None:
+        pass
+    return answer[0]

@@ -1,0 +1,78 @@
+"""Length of a run that is continued for more or fewer steps: what is refused, and what happens to the learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmtrain.config import Recipe
+from llmtrain.data.sources import HUB
+from llmtrain.errors import RecipeError
+from llmtrain.lr import LRSchedule
+
+VISIBLE_JUMP = 0.01
+"""Relative change of the learning rate that is reported."""
+
+
+@dataclass(frozen=True)
+class LengthChange:
+    """Difference in length between the recipe that wrote a checkpoint and the one that continues it."""
+
+    before: Recipe
+    after: Recipe
+    step: int
+    """Global step of the checkpoint."""
+
+    @property
+    def is_none(self) -> bool:
+        """Return whether both recipes have the same number of steps."""
+        return self.before.train.total_steps == self.after.train.total_steps
+
+    def check(self, where: str) -> None:
+        """Raise RecipeError unless steps are left, or the checkpoint is the last one of a run of this length."""
+        total = self.after.train.total_steps
+        is_end = self.step == total and self.before.train.total_steps <= self.step
+        if not self.is_none and self.step >= total and not is_end:
+            raise RecipeError(
+                f"{length_key(self.after)} is {_length(self.after)}, but {where} has trained {self.step} steps already; give more to "
+                "continue it, or choose another run.name"
+            )
+
+    def describe(self) -> str:
+        """Return a short description for the console; empty if nothing changes."""
+        old, new = self.before.train.total_steps, self.after.train.total_steps
+        return "" if self.is_none else f", for {new:,} steps instead of {old:,}"
+
+    def rate_jump(self) -> str | None:
+        """Return a line about the jump of the learning rate after the checkpoint that the new length and schedule cause;
+        None if there is no jump."""
+        old, new, following = LRSchedule.of(self.before), LRSchedule.of(self.after), self.step + 1
+        expected, found = old.at(following), new.at(following)
+        if following > new.total_steps or abs(found - expected) <= VISIBLE_JUMP * max(found, expected):
+            return None
+        kind, last = self.after.schedule.kind, old.at(self.step)
+        line = (
+            f"learning rate: from {last:.3g} in step {self.step} to {found:.3g} in step {following}, because "
+            f"schedule.kind={kind} now spans {new.total_steps} steps"
+        )
+        if last > 0 and found > 0:
+            peak = self.after.optim.lr * last / found
+            line += f"; optim.lr={peak:.3g} would continue at {last:.3g}"
+        return line if kind == "constant" else f"{line}; a run with schedule.kind=constant never jumps"
+
+    def samples_before(self, samples: int) -> int:
+        """Return how many of the `samples` of the training text the shorter or longer run had: of a hub data set, which is
+        tokenized as far as a run reads it, those of its steps; otherwise all."""
+        data, train = self.before.data, self.before.train
+        if not data.source.startswith(HUB) or data.max_tokens is not None:
+            return samples
+        return min(samples, train.total_steps * train.global_batch)
+
+
+def length_key(recipe: Recipe) -> str:
+    """Return the key that gives the recipe's length."""
+    return "train.steps" if recipe.train.steps is not None else "train.tokens"
+
+
+def _length(recipe: Recipe) -> str:
+    train = recipe.train
+    return str(train.steps) if train.steps is not None else f"{train.tokens} ({train.total_steps} steps)"

@@ -1,0 +1,117 @@
+"""Check that validation losses of several runs are comparable: they must be of the same text. Losses per
+token also need the same tokenizer; bits per byte do not."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.files import read_mapping
+
+OWN_TEXT = ("validation", "text_key", "separator")
+HELD_OUT = ("validation", "source", "subset", "split", "validation_fraction", "text_key", "separator")
+"""Keys of `data` that determine the validation text, if `data.validation` is given and if not."""
+TOLERANCE = 1e-6
+"""Relative difference up to which two ratios of bytes to tokens are the same. The ratio is a property of a text."""
+
+
+@dataclass(frozen=True)
+class ValidatedText:
+    """Identity of the text on which a run is validated, and of its tokenizer, as far as the run's folder tells."""
+
+    keys: Mapping[str, Any]
+    """Keys of the recipe that name the text. Empty if the recipe has none of them."""
+    tokens: int | None
+    """Number of tokens that are validated, `eval.tokens`."""
+    tokenizer: str | None
+    """Key of the recipe, `data.tokenizer`."""
+    digest: str | None
+    """Digest of the tokenizer's file, if the run has a copy."""
+    bytes_per_token: float | None
+    """UTF-8 bytes of the text per token, measured in a validation."""
+
+    def has_tokenizer_of(self, other: ValidatedText) -> bool:
+        """Return whether both runs have the same tokenizer."""
+        if self.digest is not None and other.digest is not None:
+            return self.digest == other.digest
+        return None in (self.tokenizer, other.tokenizer) or self.tokenizer == other.tokenizer
+
+    def differing_key(self, other: ValidatedText) -> str | None:
+        """Return the recipe's key that makes the texts differ, or None if they are the same. A text may have another path
+        on another machine: it is the same if the same tokenizer cuts it into as many bytes per token."""
+        if not self.keys or not other.keys:
+            return None  # nothing is known
+        if self.tokens != other.tokens:
+            return "eval.tokens"
+        ratios = (self.bytes_per_token, other.bytes_per_token)
+        if self.has_tokenizer_of(other) and None not in ratios and math.isclose(*ratios, rel_tol=TOLERANCE):
+            return None
+        names = dict.fromkeys([*self.keys, *other.keys])
+        return next((name for name in names if self.keys.get(name) != other.keys.get(name)), None)
+
+    def value(self, key: str) -> Any:
+        """Return the value of a key that `differing_key` has returned."""
+        return self.tokens if key == "eval.tokens" else self.keys.get(key)
+
+
+@dataclass(frozen=True)
+class LossUnit:
+    """Unit in which the validation losses of several runs are compared."""
+
+    tag: str = "eval/loss"
+    """Tag of metrics.jsonl that has them."""
+    name: str = "nats per token"
+    note: str = ""
+    """Sentences for the reader: why the unit is another one, or why the runs are not ranked."""
+    is_ranked: bool = True
+    """False if the losses can't be compared in any unit."""
+
+
+def read_validated_text(run: Path, lines: Sequence[Mapping[str, Any]]) -> ValidatedText:
+    """Return the text of a run directory, whose metrics have these lines."""
+    recipe = read_mapping(run / "recipe.yaml")  # not a Recipe, because another version may have written it
+    data = recipe.get("data") if isinstance(recipe.get("data"), dict) else {}
+    evaluation = recipe.get("eval") if isinstance(recipe.get("eval"), dict) else {}
+    names = OWN_TEXT if data.get("validation") is not None else HELD_OUT
+    if str(data.get("source", "")).startswith("hf:"):  # data.validation is then one of its splits
+        names = tuple(dict.fromkeys(["source", "subset", *names]))
+    file = run / "tokenizer" / "tokenizer.json"
+    pairs = ((line.get("eval/loss"), line.get("eval/bpb")) for line in lines)
+    ratios = (loss / math.log(2) / bits for loss, bits in pairs if loss and bits)
+    return ValidatedText(
+        keys={f"data.{name}": data[name] for name in names if name in data},
+        tokens=evaluation.get("tokens"),
+        tokenizer=data.get("tokenizer"),
+        digest=hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None,
+        bytes_per_token=next(ratios, None),
+    )
+
+
+def common_unit(runs: Sequence[tuple[str, ValidatedText]]) -> LossUnit:
+    """Return the unit in which runs (name, text) can be compared: bits per byte if their tokenizers differ. If their
+    texts differ, no unit ranks them. Runs of which nothing is known are taken to be like the others."""
+    known = [(name, text) for name, text in runs if text.keys]
+    for name, text in known[1:]:
+        first, other = known[0]
+        if (key := other.differing_key(text)) is not None:
+            there, here = ("not given" if one is None else one for one in (other.value(key), text.value(key)))
+            values = f"{key} is {there} in {first}, and {here} in {name}"
+            return LossUnit(
+                name="nats per token of different texts",
+                note=f"validated on different texts ({values}): losses can't be compared, and runs are not ranked",
+                is_ranked=False,
+            )
+    for name, text in known[1:]:
+        first, other = known[0]
+        if not other.has_tokenizer_of(text):
+            kinds = " and ".join(dict.fromkeys((str(other.tokenizer), str(text.tokenizer))))
+            return LossUnit(
+                "eval/bpb",
+                "bits per byte",
+                f"{first} and {name} have different tokenizers ({kinds}): compared in bits per byte, not by loss per token",
+            )
+    return LossUnit()

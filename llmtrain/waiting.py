@@ -1,0 +1,25 @@
+"""Waits that announce themselves, so that a slow one is no silence. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+QUIET_SECONDS = 2.0
+"""Seconds of a wait before it is announced."""
+
+
+@contextmanager
+def announced(what: str, at_most: float | None = None, quiet: float | None = None) -> Iterator[None]:
+    """Print one line to stderr if the block takes longer than QUIET_SECONDS, or `quiet`: for what it waits, and its limit."""
+    limit = "" if at_most is None else f" (at most {at_most:g} s)"
+    wait = QUIET_SECONDS if quiet is None else quiet
+    timer = threading.Timer(wait, lambda: print(f"waiting for {what}{limit}", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,177 @@
+"""Runs that are continued for more steps than they were begun with, by every method; and those that can't be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from llmtrain.config import Recipe
+from llmtrain.errors import DONE, STOPPED_EARLY, RecipeError
+from llmtrain.launch.preflight import check_here
+from llmtrain.lr import LRSchedule
+from llmtrain.parallel.world import World
+from llmtrain.train.checkpoint_files import list_checkpoints, read_state
+from llmtrain.train.run import run_training
+from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.stored_weights import FullTensorReader
+from llmtrain.train.trainer import Trainer
+from tests.distributed.pool import RankPool
+from tests.distributed.reshape_runs import recipe_of, write_texts
+from tests.distributed.stored_runs import KEYS, train
+from tests.end_to_end.runs import exact
+
+ALONE = World(0, 1, 0, 1)
+FIRST, SECOND, CHECKPOINT = 7, 20, 14
+"""Steps of the run at first, and when it continues; a checkpoint of the second part. Step 7 is within a round, and the learning
+rate of 20 steps is above half of the peak until step 11."""
+PER_STEP = 12 * 32
+SETTINGS = ("log.every=2", "eval.every=5", f"checkpoint.every={CHECKPOINT}", "sync.warmup_steps=2")
+OLD_PERIOD = {"post_local_sgd": 4}
+"""Synchronous steps by the learning rate of the run's first length; all others have two."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("length")
+    write_texts(folder)
+    return folder
+
+
+def lines_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def replicas_are_equal(checkpoint: Path) -> bool:
+    stored = FullTensorReader(checkpoint, "", "")
+    names = stored.shapes("replica0.weights.")
+    assert names
+    first, second = (
+        {name: stored.read_full_tensor(f"{replica}.weights.{name}") for name in names}
+        for replica in ("replica0", "replica1")
+    )
+    return all(first[name].equal(second[name]) for name in names)
+
+
+FAST = ("post_local_sgd", "streaming_diloco", "wagma", "edit", "a_edit")
+"""Methods with a rule of their own where a run becomes longer."""
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(method, marks=() if method in FAST else pytest.mark.deep) for method in KEYS]
+)
+def test_a_finished_run_continues_for_longer(ranks: RankPool, folder: Path, method: str) -> None:
+    name, keys = f"longer-{method}", (f"sync.method={method}", *KEYS[method], *SETTINGS)
+    recipes = [recipe_of(folder, name, *keys, f"train.steps={steps}") for steps in (FIRST, SECOND)]
+    directory = RunDirectory(recipes[0])
+    for recipe in recipes:
+        assert ranks.run(train, recipe, (2, 1), None, world_size=2) == ["done", "done"]
+    lines, rates = [line for line in lines_of(directory.path) if "train/loss" in line], [*map(LRSchedule.of, recipes)]
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps)) and steps[-1] >= SECOND and FIRST in steps
+    if method != "palsgd":  # whose pulls read no data
+        assert [line["tokens"] // PER_STEP for line in lines] == steps
+    if method != "a_edit":  # whose replicas have steps of their own
+        assert steps[-1] == SECOND
+        for line in lines:
+            assert line["train/lr"] == rates[line["step"] > FIRST].at(line["step"])
+    final = list_checkpoints(directory.checkpoints)[-1][1]
+    if method != "synchronous":
+        counts = {line["step"]: line["sync/count"] for line in lines}
+        assert counts[steps[-1]] > counts[FIRST] >= 1
+        assert all(line["sync/period"] > 0 for line in lines if line["step"] > FIRST), "local steps stay local"
+        assert read_state(final)["ranks"][0]["method"]["period"]["warmup"] == OLD_PERIOD.get(method, 2)
+    assert replicas_are_equal(final)
+    if method in ("post_local_sgd", "qsr", "streaming_diloco", "co2", "wagma"):
+        before = [exact(line) for line in lines_of(directory.path)]
+        shutil.rmtree(final)
+        assert ranks.run(train, recipes[1], (2, 1), None, world_size=2) == ["done", "done"]
+        assert [exact(line) for line in lines_of(directory.path)] == before, "as bits, once it has its new length"
+
+
+@pytest.mark.parametrize("method", ["post_local_sgd", "wagma"])
+def test_local_steps_begin_where_a_run_that_is_cut_short_continues(ranks: RankPool, folder: Path, method: str) -> None:
+    """By the rate of 40 steps they begin after step 21; by that of 13, after step 7, and step 10 is done."""
+    keys = (f"sync.method={method}", *KEYS[method], *SETTINGS, "sync.warmup_until_lr=0.5")
+    recipes = [recipe_of(folder, f"cut-{method}", *keys, f"train.steps={steps}") for steps in (40, 13)]
+    assert ranks.run(train, recipes[0], (2, 1), 8, world_size=2) == ["signal", "signal"]
+    assert ranks.run(train, recipes[1], (2, 1), None, world_size=2) == ["done", "done"]
+    (begun, _), (end, final) = list_checkpoints(RunDirectory(recipes[0]).checkpoints)
+    assert (begun, end) == (10, 13)
+    assert read_state(final)["ranks"][0]["method"]["period"]["warmup"] == 10
+    assert replicas_are_equal(final)
+
+
+def alone(folder: Path, name: str, *keys: str) -> Recipe:
+    return recipe_of(folder, name, "parallel.replicas=1", "parallel.shards=1", "train.micro_batch=12", *SETTINGS, *keys)
+
+
+def test_a_finished_run_says_how_it_is_continued(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    at = folder / "runs/asked"
+    assert run_training(alone(folder, "asked", "train.steps=6"), ALONE) == DONE
+    capsys.readouterr()
+    assert run_training(alone(folder, "asked", "train.steps=6"), ALONE) == DONE
+    said = capsys.readouterr().out
+    assert "is complete: 6 steps" in said and "train.steps=12" in said and said.count("\n") == 1
+    with pytest.raises(RecipeError) as refused:
+        run_training(alone(folder, "asked", "train.steps=5"), ALONE)
+    assert str(refused.value).startswith(f"train.steps is 5, but {at} has trained 6 steps already; give more")
+    same_in_tokens = ("train.steps=null", f"train.tokens={6 * PER_STEP + 7}")
+    assert run_training(alone(folder, "asked", *same_in_tokens), ALONE) == DONE
+    assert "is complete: 6 steps" in capsys.readouterr().out
+    more = ("train.steps=null", f"train.tokens={10 * PER_STEP}")
+    warned = [
+        len(check_here(alone(folder, "asked", *keys), per_node=1).warnings) for keys in (("train.steps=6",), more)
+    ]
+    assert warned[1] == warned[0] + 1, "a dry run says that the learning rate jumps"
+    assert run_training(alone(folder, "asked", *more), ALONE) == DONE
+    said = capsys.readouterr().out
+    assert f"continuing from {at}/checkpoints/step-00000006, for 10 steps instead of 6\n" in said
+    assert said.count("warning: learning rate: from 0.0003 in step 6 to ") == 1
+    assert RunDirectory(alone(folder, "asked", *more)).summary()["steps"] == 10
+    evaluated = [line["step"] for line in lines_of(at) if "eval/loss" in line]
+    assert evaluated == [0, 5, 6, 10], "nothing of the first part is lost"
+    with pytest.raises(RecipeError, match=rf"train.tokens is {8 * PER_STEP} \(8 steps\), but .* has trained 10 steps"):
+        run_training(alone(folder, "asked", "train.steps=null", f"train.tokens={8 * PER_STEP}"), ALONE)
+
+
+def test_the_rate_may_be_chosen_with_the_length_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_training(alone(folder, "rate", "train.steps=4"), ALONE) == DONE
+    smooth = ("schedule.kind=constant", "optim.lr=3e-4")
+    with pytest.raises(RecipeError, match=r"optim.lr: 0.003 there, 0.0003 here"):
+        run_training(alone(folder, "rate", "train.steps=4", *smooth), ALONE)
+    capsys.readouterr()
+    assert run_training(alone(folder, "rate", "train.steps=6", *smooth), ALONE) == DONE
+    assert "learning rate: from" not in capsys.readouterr().out
+    assert [line["train/lr"] for line in lines_of(folder / "runs/rate") if line.get("train/lr")][-1] == 3e-4
+
+
+def test_a_stopped_run_may_become_shorter_but_not_end_within_its_round(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ("log.every=1", "sync.warmup_steps=1")
+
+    def stop_at_once(trainer: Trainer) -> None:
+        trainer.metrics.stop.requested = True
+
+    assert run_training(alone(folder, "shorter", "train.steps=20", *keys), ALONE, stop_at_once) == STOPPED_EARLY
+    [(step, path)] = list_checkpoints(folder / "runs/shorter/checkpoints")
+    assert step == 2
+    with pytest.raises(RecipeError, match=r"train.steps is 2, but .*shorter has trained 2 steps already"):
+        run_training(alone(folder, "shorter", f"train.steps={step}", *keys), ALONE)
+    capsys.readouterr()
+    assert run_training(alone(folder, "shorter", "train.steps=5", *keys), ALONE) == DONE
+    assert f"continuing from {path}, for 5 steps instead of 20\n" in capsys.readouterr().out
+
+
+def test_a_finished_run_without_checkpoints_does_not_begin_anew(folder: Path) -> None:
+    assert run_training(alone(folder, "deleted", "train.steps=4"), ALONE) == DONE
+    shutil.rmtree(folder / "runs/deleted/checkpoints")
+    assert run_training(alone(folder, "deleted", "train.steps=4"), ALONE) == DONE
+    with pytest.raises(RecipeError, match=r"deleted is complete after 4 steps, but has no checkpoint to continue"):
+        run_training(alone(folder, "deleted", "train.steps=8"), ALONE)
+    with pytest.raises(RecipeError, match=r"train.steps is 3, but .*deleted has trained 4 steps already"):
+        run_training(alone(folder, "deleted", "train.steps=3"), ALONE)
+    assert len(lines_of(folder / "runs/deleted")) > 2

@@ -1,0 +1,169 @@
+"""Training on a GPU as these tests need it: cases, delays of a stream, and waits left out on purpose."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from llmtrain.config import ModelSection, SyncSection
+from llmtrain.parallel.fsdp import Fsdp2Engine
+from llmtrain.sync.anchors import flatten
+from llmtrain.sync.offload import StreamedCopy, StreamOffload
+from tests.distributed.fake_engine import edit
+from tests.distributed.real_engine import LLAMA, Case, build_case, mesh_of, micro_batches
+from tests.emulated_gpu import as_cuda
+from tests.inside_torch import occupy_stream
+
+IS_EMULATED = as_cuda.FOLDER in os.environ
+CYCLES = 40_000_000
+"""Length of a delay: some 20 ms, in which the other streams do all that they can."""
+WIDE = ModelSection(
+    type="llama",
+    config={"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16},
+)
+"""Large enough that copies and products take time on a GPU."""
+PENALTY = {"z": 3.0, "temperature": 1.0, "clip": 0.5}
+
+
+def case_of(sync: SyncSection, replicas: int = 1, **changes: Any) -> Case:
+    """Return a case on the GPU, which all its replicas share."""
+    return Case(sync, replicas, 1, device="cuda", **changes)
+
+
+def offloaded(schedule: str) -> Case:
+    """Return EDiT with offload over two replicas: synchronous steps, then rounds of two."""
+    sync = edit(every=2, warmup_steps=2, penalty=PENALTY, schedule=schedule, offload=True)
+    return case_of(sync, 2, model=LLAMA if IS_EMULATED else WIDE, steps=8)
+
+
+# ---- delays
+
+
+@contextmanager
+def side_stream_delayed() -> Iterator[None]:
+    """Let every copy from and to host memory begin late."""
+    prefetch, write_back = StreamOffload.prefetch, StreamOffload.write_back
+
+    def late(self: StreamOffload) -> None:
+        with torch.cuda.stream(self._stream):
+            occupy_stream(CYCLES)
+
+    def prefetch_late(self: StreamOffload, resting: torch.Tensor) -> StreamedCopy:
+        late(self)
+        return prefetch(self, resting)
+
+    def write_back_late(self: StreamOffload, resting: torch.Tensor, changed: torch.Tensor) -> None:
+        late(self)
+        write_back(self, resting, changed)
+
+    with (
+        mock.patch.object(StreamOffload, "prefetch", prefetch_late),
+        mock.patch.object(StreamOffload, "write_back", write_back_late),
+    ):
+        yield
+
+
+@contextmanager
+def main_stream_delayed() -> Iterator[None]:
+    """Let the main stream be late whenever a block has changed: the next block's change, and all reads of both."""
+    changed = Fsdp2Engine.parameters_changed
+
+    def changed_late(self: Fsdp2Engine, block: object) -> None:
+        occupy_stream(CYCLES)
+        changed(self, block)
+
+    with mock.patch.object(Fsdp2Engine, "parameters_changed", changed_late):
+        yield
+
+
+# ---- waits left out
+
+
+@contextmanager
+def without_the_wait_of_use() -> Iterator[None]:
+    """Use copies of anchors that may not have come yet."""
+    with mock.patch.object(StreamedCopy, "use", lambda self: self._copy):
+        yield
+
+
+@contextmanager
+def without_the_wait_of_write_back() -> Iterator[None]:
+    """Copy anchors back that may not have been computed yet."""
+
+    def write_back(self: StreamOffload, resting: torch.Tensor, changed: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            resting.copy_(changed, non_blocking=True)
+
+    with mock.patch.object(StreamOffload, "write_back", write_back):
+        yield
+
+
+@contextmanager
+def without_the_gather_after_a_change() -> Iterator[None]:
+    """Let FSDP gather from its own stream, which has waited for nothing since the forward pass began."""
+
+    def only_reshard(self: Fsdp2Engine, block: Any) -> None:
+        self._units[self.blocks.index(block)].reshard()
+
+    with mock.patch.object(Fsdp2Engine, "parameters_changed", only_reshard):
+        yield
+
+
+CHANGES = {
+    made.__name__: made
+    for made in (
+        side_stream_delayed,
+        main_stream_delayed,
+        without_the_wait_of_use,
+        without_the_wait_of_write_back,
+        without_the_gather_after_a_change,
+    )
+}
+
+
+# ---- training
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Everything that a rank computed."""
+
+    losses: list[float]
+    weights: dict[str, str]
+    """Digests, by block."""
+
+
+def train_to_bits(case: Case, changes: tuple[str, ...] = ()) -> Bits:
+    """Train with deterministic kernels; the host reads nothing from the GPU before the end. `changes` are names of CHANGES,
+    the later ones around the earlier."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # training does not fill it either
+    losses = []
+    try:
+        with sdpa_kernel(SDPBackend.MATH), ExitStack() as stack:
+            for name in changes:
+                stack.enter_context(CHANGES[name]())
+            engine, method = build_case(case, mesh_of(case.replicas, case.shard, case.device), clock=lambda: 0.0)
+            for step in range(1, case.steps + 1):
+                plan = method.begin_step(step, case.optim["lr"])
+                losses.append(engine.forward_backward(micro_batches(case, engine.mesh, step)))
+                engine.step(plan.lr)
+                method.end_step(step)
+            method.finish()
+        weights = {block.name: _digest(flatten(block)) for block in engine.blocks}
+        return Bits(torch.stack(losses).tolist(), weights)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _digest(flat: torch.Tensor) -> str:
+    return hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()

@@ -1,0 +1,82 @@
+"""NCCL with one rank, the most that one GPU allows: its result is right on the stream that has waited, not on the host."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmtrain.parallel.comms import Comms, PendingCollective
+from llmtrain.parallel.mesh import open_mesh
+from llmtrain.parallel.world import World
+from tests.distributed.fake_engine import choices
+from tests.distributed.pool import RankPool
+from tests.distributed.real_engine import build_case, micro_batches
+from tests.gpu.on_gpu import CYCLES, IS_EMULATED, case_of
+from tests.inside_torch import occupy_stream
+
+
+def reduce_after_a_delay() -> tuple[float, float, float, float, float]:
+    """Return the smallest and the largest value, and seconds until `wait` returned, the future's callback ran, and the GPU was
+    done."""
+    group = dist.new_group([0], backend="nccl", timeout=timedelta(seconds=60))
+    comms, device = Comms(group, torch.device("cuda")), torch.device("cuda")
+    comms.begin("warming up", 0, dist.all_reduce, torch.zeros(1, device=device)).wait()
+    tensor = torch.zeros(1 << 20, device=device)
+    torch.cuda.synchronize()
+    called: list[float] = []
+    began = time.perf_counter()
+    occupy_stream(10 * CYCLES)
+    tensor += 3
+    work = comms.begin("reducing", 0, dist.all_reduce, tensor)
+    work.get_future().add_done_callback(lambda future: called.append(time.perf_counter() - began))
+    result = PendingCollective(comms, "reducing", work, tensor).wait()
+    waited = time.perf_counter() - began
+    doubled = 2 * result
+    torch.cuda.synchronize()
+    done = time.perf_counter() - began
+    return float(doubled.min()), float(doubled.max()), waited, called[0] if called else -1.0, done
+
+
+def test_a_result_is_right_on_the_waiting_stream(ranks: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+    [(least, most, waited, called, done)] = ranks.run(reduce_after_a_delay, world_size=1)
+    assert (least, most) == (6.0, 6.0)
+    with capsys.disabled():
+        print(f"\nseconds until wait returned {waited:.4f}, the callback ran {called:.4f}, the GPU was done {done:.4f}")
+    if not IS_EMULATED:
+        assert waited < done / 2, "the host has waited for the GPU"
+
+
+def train_in_a_mesh_of_its_own() -> list[float]:
+    """Leave the pool's group, and train as a run of one process does: over a store of its own and NCCL."""
+    dist.destroy_process_group()
+    case = case_of(choices("synchronous"), parallel={"precision": "bf16"})
+    with open_mesh(World(0, 1, 0, 1), 1, 1, "auto", 60.0) as mesh:
+        engine, method = build_case(case, mesh, clock=lambda: 0.0)
+        losses = []
+        for step in (1, 2, 3):
+            method.begin_step(step, 1e-2)
+            losses.append(float(engine.forward_backward(micro_batches(case, mesh, step))))
+            engine.step(1e-2)
+            method.end_step(step)
+        return losses
+
+
+def test_a_run_of_one_process(ranks: RankPool) -> None:
+    [losses] = ranks.run(train_in_a_mesh_of_its_own, world_size=1)
+    assert losses[-1] < losses[0]
+
+
+def sum_over_gloo() -> float:
+    """Return the sum of a tensor on the GPU, which gloo takes."""
+    tensor = torch.full((1000,), float(dist.get_rank() + 1), device="cuda")
+    group = dist.new_group(list(range(dist.get_world_size())), backend="gloo")
+    dist.all_reduce(tensor, group=group)
+    return float(tensor.mean())
+
+
+def test_gloo_sums_what_is_on_a_gpu(ranks: RankPool) -> None:
+    assert ranks.run(sum_over_gloo, world_size=2) == [3.0, 3.0]

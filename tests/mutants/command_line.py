@@ -1,0 +1,109 @@
+"""Mistakes in what the command line checks, warns of, estimates and lists."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PREFLIGHT = ("tests/unit/test_preflight.py",)
+RECIPES = ("tests/unit/test_recipe_files.py",)
+
+MUTANTS = [
+    Mutant(
+        "preflight: a model that can't be initialized is fine",
+        "llmtrain/launch/preflight.py",
+        "    check_initial_values(model)\n",
+        "",
+        PREFLIGHT,
+    ),
+    Mutant(
+        "preflight: a tokenizer that would be trained is not compared with the model",
+        "llmtrain/launch/preflight.py",
+        "            check_vocabulary(recipe, size)\n",
+        "            pass\n",
+        PREFLIGHT,
+    ),
+    Mutant(
+        "preflight: a run directory of another recipe is fine",
+        "llmtrain/launch/preflight.py",
+        "    directory.check_recipe()\n",
+        "",
+        PREFLIGHT,
+    ),
+    Mutant(
+        "preflight: memory of this machine counts elsewhere",
+        "llmtrain/launch/preflight.py",
+        "[math.inf] * processes",
+        "[1e9] * processes",
+        PREFLIGHT,
+    ),
+    Mutant(
+        "warnings: synchronous steps count as local ones",
+        "llmtrain/plan/ineffective_keys.py",
+        "local = total - warmup_of(sync, LRSchedule.of(recipe))",
+        "local = total",
+        PREFLIGHT,
+    ),
+    Mutant(
+        "warnings: none in training",
+        "llmtrain/train/run.py",
+        'console.print(f"warning: {line}")',
+        "pass",
+        ("tests/end_to_end/test_training.py",),
+    ),
+    Mutant(
+        "show: offloaded memory is free on a CPU",
+        "llmtrain/plan/show.py",
+        "memory.total(hardware.on_gpu)",
+        "memory.device_total",
+        ("tests/unit/test_plan_show.py",),
+    ),
+    Mutant(
+        "show: a card reaches its peak",
+        "llmtrain/plan/hardware.py",
+        "HardwareRates(GPU_EFFICIENCY * card.peak_flops, mbit)",
+        "HardwareRates(card.peak_flops, mbit)",
+        ("tests/unit/test_plan_show.py",),
+    ),
+    Mutant(
+        "runs: a run that is locked has stopped",
+        "llmtrain/run_list.py",
+        "    except BlockingIOError:\n        return True",
+        "    except BlockingIOError:\n        return False",
+        ("tests/unit/test_run_list.py",),
+    ),
+    Mutant(
+        "recipes: a number is a period of seconds",
+        "llmtrain/config/section.py",
+        'return {"kind": "steps", "every": value}',
+        'return {"kind": "seconds", "every": value}',
+        ("tests/unit/test_recipe_wrong.py",),
+    ),
+    Mutant(
+        "recipes: a name of the package wins over a file here",
+        "llmtrain/recipe_files.py",
+        " or os.path.isfile(given) or",
+        " or",
+        RECIPES,
+    ),
+    Mutant(
+        "recipes: a copy replaces a file that differs",
+        "llmtrain/recipe_files.py",
+        "if path.exists() and (not path.is_file() or path.read_bytes() != text):",
+        "if False:",
+        RECIPES,
+    ),
+    Mutant(
+        "recipes: a copy lacks the files it is based on",
+        "llmtrain/recipe_files.py",
+        "            found |= _with_references(other)\n",
+        "            pass\n",
+        RECIPES,
+    ),
+    Mutant(
+        "recipes: compare knows files only",
+        "llmtrain/cli.py",
+        "run_comparison(find_recipe(Path(file)),",
+        "run_comparison(Path(file),",
+        RECIPES,
+    ),
+]

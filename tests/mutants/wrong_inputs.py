@@ -1,0 +1,76 @@
+"""Mistakes in how wrong variables, files and waits are answered."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+VARIABLES = ("tests/unit/test_wrong_variables.py",)
+FILES = ("tests/unit/test_wrong_files.py",)
+COMMANDS = ("tests/unit/test_wrong_commands.py",)
+WAITS = ("tests/unit/test_waiting.py",)
+
+MUTANTS = [
+    Mutant(
+        "errors: a process with LOCAL_RANK=1 alone is silent",
+        "llmtrain/errors.py",
+        "        if 0 <= numbers[0] < numbers[1] and numbers[2] > 0:\n",
+        "        if numbers[2] > 0:\n",
+        VARIABLES,
+    ),
+    Mutant(
+        "errors: a name that is too long ends in a traceback",
+        "llmtrain/errors.py",
+        "error.errno == errno.ENAMETOOLONG",
+        "error.errno == errno.ENOENT",
+        COMMANDS,
+    ),
+    Mutant(
+        "errors: an interpreter's message is shown",
+        "llmtrain/errors.py",
+        "    if isinstance(error, AttributeError | TypeError | LookupError):\n",
+        "    if False:\n",
+        FILES,
+    ),
+    Mutant(
+        "world: a Slurm job's number may be text",
+        "llmtrain/parallel/world.py",
+        'environment_number("SLURM_JOB_ID", 0)',
+        'int(env.get("SLURM_JOB_ID", "0"))',
+        VARIABLES,
+    ),
+    Mutant(
+        "run directory: a damaged summary counts as none",
+        "llmtrain/train/run_dir.py",
+        '            raise RecipeError(f"{path} is damaged; delete it, and the run continues from its newest checkpoint")\n',
+        "            return None\n",
+        FILES,
+    ),
+    Mutant(
+        "suites: a task file's include may be a number",
+        "llmtrain/suites.py",
+        "    _check_task(path, config)\n",
+        "",
+        FILES,
+    ),
+    Mutant(
+        "tokens: an index without a split is fine",
+        "llmtrain/data/dataset.py",
+        "    if missing := [split for split in SPLITS if split not in index.splits]:\n",
+        "    if missing := []:\n",
+        FILES,
+    ),
+    Mutant(
+        "waiting: a slow wait is silent",
+        "llmtrain/waiting.py",
+        "    timer.start()\n",
+        "",
+        WAITS,
+    ),
+    Mutant(
+        "wagma: a last group average that never ends is ignored",
+        "llmtrain/sync/group_averager.py",
+        "            if self._thread.is_alive():\n                raise",
+        "            if False:\n                raise",
+        WAITS,
+    ),
+]

@@ -1,0 +1,91 @@
+"""Which checkpoint is the best, that it is kept, and how it is asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain.best_checkpoint import BEST, CheckpointLoss, best_step, loss_of, read_loss
+from llmtrain.config import CheckpointSection
+from llmtrain.errors import CheckpointError, UserError
+from llmtrain.eval.evaluated_checkpoint import check_path
+from llmtrain.export.request import choose_step, parse_step
+
+
+def losses(**of_step: float | None) -> dict[int, CheckpointLoss | None]:
+    """`step10=1.5`: the checkpoint of step 10 has that loss."""
+    found = {int(name.removeprefix("step")): loss for name, loss in of_step.items()}
+    return {step: None if loss is None else CheckpointLoss(loss, 100) for step, loss in found.items()}
+
+
+def state(step: int, loss: float, evaluated: int | None = None) -> dict[str, Any]:
+    progress = {"last_eval": {"loss": loss, "tokens": 100}, "last_evaluated": step if evaluated is None else evaluated}
+    return {"step": step, "ranks": [progress, progress]}
+
+
+def test_the_lowest_loss_is_the_best_and_the_latest_of_equal_ones() -> None:
+    assert best_step(losses(step1=2.0, step2=1.0, step3=1.5, step4=None)) == 2
+    assert best_step(losses(step1=1.0, step2=1.0, step3=1.5)) == 2
+    assert best_step(losses(step1=None)) is None is best_step({})
+
+
+def test_losses_over_other_tokens_than_the_latest_ones_do_not_count() -> None:
+    assert (
+        best_step({1: CheckpointLoss(1.0, 50), 2: CheckpointLoss(3.0, 100), 3: CheckpointLoss(4.0, 100), 4: None}) == 2
+    )
+
+
+def test_a_checkpoint_has_the_loss_of_its_own_step_if_that_is_finite() -> None:
+    assert loss_of(state(4, 1.5)) == CheckpointLoss(1.5, 100)
+    assert loss_of(state(4, 1.5, evaluated=2)) is None
+    assert loss_of(state(4, math.nan)) is loss_of(state(4, math.inf)) is None
+    assert loss_of({"step": 4, "ranks": [{}]}) is loss_of({"step": 4, "ranks": []}) is None
+
+
+def test_a_damaged_or_missing_state_has_no_loss(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(json.dumps(state(4, math.nan)))
+    assert read_loss(tmp_path) is None
+    (tmp_path / "state.json").write_text(json.dumps(state(4, 1.5)))
+    assert read_loss(tmp_path) == CheckpointLoss(1.5, 100)
+    (tmp_path / "state.json").write_text("{")
+    assert read_loss(tmp_path) is None is read_loss(tmp_path / "none")
+
+
+def test_the_best_stays_beside_the_newest_and_the_multiples() -> None:
+    found = losses(step1=1.5, step2=1.0, step3=3.0, step4=2.0, step5=None)
+    assert CheckpointSection(keep=2).expired(found) == [1, 3]
+    assert CheckpointSection(keep=2, keep_every=3).expired(found) == [1]
+    assert CheckpointSection(keep=2, keep_best=False).expired(found) == [1, 2, 3]
+    assert CheckpointSection(keep=4).expired(found) == [1], "it is among the newest"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step, loss in ((10, 1.5), (20, 1.0), (30, 2.0)):
+        (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
+        (tmp_path / f"checkpoints/step-{step:08d}/state.json").write_text(json.dumps(state(step, loss)))
+    (tmp_path / "recipe.yaml").write_text("")
+    return tmp_path
+
+
+def test_the_best_is_chosen_by_name(run: Path) -> None:
+    assert choose_step(run, BEST) == 20 and choose_step(run) == 30
+    check_path(run, BEST)
+    for path in run.glob("checkpoints/*/state.json"):
+        path.write_text(json.dumps(state(1, math.nan)))
+    for refused in (choose_step, check_path):
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint whose step was validated.* --step of 10, 20, 30, or let"
+        ):
+            refused(run, BEST)
+
+
+def test_a_step_is_a_number_or_best() -> None:
+    assert (parse_step(None), parse_step("best"), parse_step("0012")) == (None, BEST, 12)
+    for wrong in ("newest", "-1", "1.5", ""):
+        with pytest.raises(UserError, match=r"--step is '.*'; expected a number such as 1000, or best"):
+            parse_step(wrong)

@@ -1,0 +1,42 @@
+"""torch.compile of a model's layers: complete graphs of static shapes, compiled once for each shape."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from llmtrain.config import ModelSection, ParallelSection
+from llmtrain.model import blocks_of, build, initialize, model_config
+from llmtrain.parallel.wrapping import wrap_layers
+from tests.distributed.real_engine import GPT_NEO, LLAMA, SEED, VOCABULARY
+from tests.inside_torch import compilations, forget_compilations
+
+
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+@pytest.mark.parametrize(("section", "graphs"), [(LLAMA, 1), (GPT_NEO, 2)], ids=["llama", "gpt_neo"])
+def test_layers_are_compiled_complete_and_static(
+    monkeypatch: pytest.MonkeyPatch, section: ModelSection, graphs: int, checkpointing: bool | str
+) -> None:
+    """One graph for each kind of layer and shape. Without the compiler's last part, which takes seconds."""
+    dynamic: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> torch.fx.GraphModule:
+        dynamic.extend(given for given in inputs if isinstance(given, torch.SymInt))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    model = build(model_config(section, VOCABULARY), loss_chunk=11)
+    blocks = blocks_of(model)
+    parallel = ParallelSection(compile=True, precision="fp32", activation_checkpointing=checkpointing)
+    wrap_layers(blocks, parallel)
+    for block in blocks:
+        initialize(model, block, SEED, torch.device("cpu"), torch.float32)
+    forget_compilations()
+    for shapes, length in enumerate((8, 12, 16), start=1):
+        for _ in range(2):
+            tokens = torch.randint(0, VOCABULARY, (2, length))
+            model.hidden(tokens).sum().backward()
+        assert compilations().graphs == graphs * shapes
+    assert not compilations().breaks and not dynamic

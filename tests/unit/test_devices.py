@@ -1,0 +1,105 @@
+"""Garbage collection at fixed steps, torch.profiler, and what is said and written when a device is out of memory."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+import pickle
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.config import ProfileSection
+from llmtrain.errors import TrainingError
+from llmtrain.train.devices import collect_garbage_every, explain_out_of_memory, profile_steps
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_goes_at_fixed_steps_and_at_no_other() -> None:
+    assert gc.isenabled()
+    with collect_garbage_every(3) as after_step:
+        assert not gc.isenabled()
+        gone = weakref.ref(Cycle())
+        after_step(1)
+        after_step(2)
+        assert gone() is not None
+        after_step(3)
+        assert gone() is None
+    assert gc.isenabled()
+    with collect_garbage_every(None) as after_step:
+        assert gc.isenabled()
+        after_step(3)
+
+
+def steps_in(path: Path) -> list[str]:
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    return sorted(event["name"] for event in events if event.get("name", "").startswith("step "))
+
+
+def profiled(section: ProfileSection, rank: int, folder: Path, steps: range) -> list[str]:
+    """Do the steps; returns what was said."""
+    said: list[str] = []
+    with profile_steps(section, rank, folder, said.append) as after_step:
+        for step in steps:
+            with torch.profiler.record_function(f"step {step}"):
+                torch.ones(3).sum()
+            after_step(step)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("steps", "recorded"),
+    [
+        (range(1, 9), ["step 4", "step 5"]),
+        (range(3, 9), ["step 5"]),  # continued after step 2: step 4 warms up
+        (range(6, 9), None),
+        (range(1, 5), ["step 4"]),  # asked to stop
+    ],
+    ids=["whole", "resumed", "resumed later", "stopped"],
+)
+def test_the_profile_is_of_its_steps(tmp_path: Path, steps: range, recorded: list[str] | None) -> None:
+    said = profiled(ProfileSection(first=4, steps=2), 0, tmp_path / "profile", steps)
+    path = tmp_path / "profile/rank-00000.json.gz"
+    assert path.exists() == (recorded is not None)
+    if recorded is not None:
+        assert steps_in(path) == recorded and said[0].startswith(f"profile of steps 4 to 5: {path} ")
+
+
+def test_a_rank_that_is_not_asked_records_nothing(tmp_path: Path) -> None:
+    assert profiled(ProfileSection(first=3, steps=1, ranks=[1]), 0, tmp_path / "profile", range(1, 6)) == []
+    assert not (tmp_path / "profile").exists()
+
+
+def test_a_profile_that_cannot_be_written_is_a_line(tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("a file in the way")
+    [line] = profiled(ProfileSection(first=3, steps=1), 0, tmp_path / "profile", range(1, 6))
+    assert line.startswith("the profile could not be written to ")
+
+
+def test_out_of_memory_is_one_line_and_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_summary", lambda device: "a table")
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"address": 1}])
+    folder = tmp_path / "out_of_memory"
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB.\nMore"
+    with pytest.raises(TrainingError) as caught, explain_out_of_memory(3, torch.device("cuda:0"), folder):
+        raise torch.OutOfMemoryError(said)
+    assert str(caught.value) == (
+        "rank 3 has no memory left on cuda:0 (CUDA out of memory. Tried to allocate 2.00 GiB); use a smaller train.micro_batch, "
+        "parallel.activation_checkpointing=true, sync.offload=true or more parallel.shards; what was allocated is in "
+        f"{folder}/rank-00003.txt"
+    )
+    assert (folder / "rank-00003.txt").read_text() == "a table"
+    assert pickle.loads((folder / "rank-00003.pickle").read_bytes())["segments"] == [{"address": 1}]
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"^other$"), explain_out_of_memory(0, torch.device("cpu"), tmp_path):
+        raise RuntimeError("other")

@@ -1,0 +1,93 @@
+"""EDiT's statistics on norms made up round by round: what is left out, for how long, and what is remembered."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from llmtrain.config import EditPenaltySection
+from llmtrain.sync.edit_penalty import EditPenalty
+
+ROUNDS, CHANGE = 120, 60
+
+
+def noise(deviation: float, seed: int = 0) -> np.ndarray:
+    return np.exp(deviation * np.random.default_rng(seed).standard_normal(ROUNDS))
+
+
+def left_out(norms: np.ndarray, lr_sums: np.ndarray | None = None, **choices: float | str | None) -> np.ndarray:
+    """Return whether a single replica's single block is left out, by round."""
+    penalty = EditPenalty(EditPenaltySection(**choices), 1, 1)
+    sums = np.ones(len(norms)) if lr_sums is None else lr_sums
+    found = [
+        penalty.weigh(torch.tensor([[norm]]), torch.ones(1), torch.tensor([lr_sum])).anomalous.item()
+        for norm, lr_sum in zip(norms, sums, strict=True)
+    ]
+    return np.array(found)
+
+
+@pytest.mark.parametrize("factor", [1.1, 1.25, 2.0, 8.0, 1000.0])
+@pytest.mark.parametrize("deviation", [0.01, 0.03, 0.1])
+def test_a_lasting_change_is_followed_within_ten_rounds(deviation: float, factor: float) -> None:
+    """The bound that the recipe's key states; 1,000 times as much takes up to four rounds more."""
+    norms = noise(deviation)
+    norms[CHANGE:] *= factor
+    found = left_out(norms)
+    assert found[CHANGE:].sum() <= (14 if factor > 100 else 10)
+    assert not found[CHANGE + 20 :].any()
+
+
+@pytest.mark.parametrize(("deviation", "factor"), [(0.01, 1.1), (0.03, 1.25), (0.1, 8.0)])
+def test_a_lasting_change_locks_the_papers_rule_in(deviation: float, factor: float) -> None:
+    norms = noise(deviation)
+    norms[CHANGE:] *= factor
+    assert left_out(norms, statistics="paper")[CHANGE:].all()
+
+
+@pytest.mark.parametrize("statistics", ["adaptive", "paper"])
+def test_single_spikes_are_left_out_every_time(statistics: str) -> None:
+    norms = noise(0.03)
+    spikes = np.arange(CHANGE, ROUNDS, 10)
+    norms[spikes] *= 5
+    found = left_out(norms, statistics=statistics)
+    assert found[spikes].all() and found.sum() <= len(spikes) + 2
+
+
+def test_norms_that_grow_with_the_learning_rates_are_ordinary() -> None:
+    """QSR's rounds grow; a replica of A-EDiT that gets faster takes more steps in its rounds."""
+    sums = np.where(np.arange(ROUNDS) < CHANGE, 1.0, 4.0)
+    norms = noise(0.03) * sums
+    assert left_out(norms, sums).sum() <= 2
+    assert left_out(norms, sums, statistics="paper")[CHANGE:].all()
+
+
+def test_a_block_that_begins_to_move_is_ordinary() -> None:
+    norms = np.where(np.arange(ROUNDS) < CHANGE, 0.0, noise(0.1))
+    assert left_out(norms)[: CHANGE + 10].sum() == 0
+    assert left_out(norms, statistics="paper")[CHANGE:].all()
+
+
+def test_norms_that_never_varied_give_no_scale() -> None:
+    norms = np.where(np.arange(ROUNDS) < CHANGE, 1.0, 1.0 + noise(0.1))
+    assert left_out(norms)[CHANGE:].sum() <= 10
+    assert left_out(norms, statistics="paper")[CHANGE:].all()
+
+
+def test_a_round_without_a_learning_rate_has_norms_as_they_are() -> None:
+    norms = noise(0.1)
+    assert (left_out(norms, np.zeros(ROUNDS)) == left_out(norms)).all()
+
+
+def test_rounds_in_a_row_are_counted_and_go_on_after_a_resume() -> None:
+    section = EditPenaltySection(min_rounds=2, z=3.0)
+    ones, penalty = torch.ones(2), EditPenalty(section, 2, 1)
+    rows = [[1.0, 1.0], [1.1, 1.1], [9.0, 1.0], [math.nan, 1.05], [1.0, 1.0], [math.inf, 1.0]]
+    for row, expected in zip(rows, ([0, 0], [0, 0], [1, 0], [2, 0], [0, 0], [1, 0]), strict=True):
+        resumed = EditPenalty(section, 2, 1)
+        resumed.load_state_dict(penalty.state_dict())
+        penalty = resumed
+        penalty.weigh(torch.tensor(row, dtype=torch.float64)[:, None], ones, ones)
+        assert penalty.excluded[:, 0].tolist() == expected

@@ -1,0 +1,136 @@
+"""Exported folders: complete or absent, one process at a time, and one line where a disk takes nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from safetensors import SafetensorError
+
+from llmtrain.errors import UserError
+from llmtrain.export import folder
+from llmtrain.export.folder import (
+    Manifest,
+    locked,
+    read_manifest,
+    replacing,
+    write_manifest,
+    written_files,
+)
+from llmtrain.export.parity import Parity
+
+MANIFEST = Manifest(
+    step=1000,
+    weights="mean",
+    dtype="fp32",
+    checkpoint="abc",
+    max_shard_size="5GB",
+    parameters=1_900_000,
+    parity=Parity(2e-7, 8.0),
+    files={},
+)
+
+
+def complete(folder: Path) -> None:
+    """Write the manifest of what is there."""
+    write_manifest(folder, MANIFEST.model_copy(update={"files": written_files(folder)}))
+
+
+def make(folder: Path, text: str = "weights") -> None:
+    (folder / "model.safetensors").write_text(text)
+    complete(folder)
+
+
+def test_a_folder_is_complete_or_absent(tmp_path: Path) -> None:
+    final = tmp_path / "export/step-00001000"
+    with locked(final):
+        with pytest.raises(RuntimeError), replacing(final) as folder:
+            make(folder)
+            raise RuntimeError("half-way")
+        assert not final.exists() and read_manifest(final) is None
+        with replacing(final) as folder:
+            make(folder)
+        assert [(name, size) for name, (size, _) in read_manifest(final).files.items()] == [("model.safetensors", 7)]
+        with replacing(final) as folder:
+            make(folder, "others")
+    assert (final / "model.safetensors").read_text() == "others"
+    assert [path.name for path in final.parent.iterdir() if path.is_dir()] == [final.name]
+    for damaged in ("cut", "otherz"):
+        (final / "model.safetensors").write_text(damaged)
+        assert read_manifest(final) is None
+
+
+def test_a_disk_that_takes_no_more_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final = tmp_path / "x"
+    with replacing(final) as made:
+        make(made)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    message = (
+        r"x can't be written \(No space left on device\); make room, or choose another folder: export RUN --out FOLDER"
+    )
+    with pytest.raises(UserError, match=message), replacing(final):
+        raise full
+    with pytest.raises(UserError, match=r"x can't be written \(Error while serializing\)"), replacing(final):
+        raise SafetensorError("Error while serializing")
+    rename = Path.rename
+
+    def rename_no_second_time(path: Path, target: Path) -> None:
+        if path.name == ".x.tmp":
+            raise full
+        rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_no_second_time)
+    with pytest.raises(UserError, match=message), replacing(final) as made:
+        make(made, "others")
+    assert (final / "model.safetensors").read_text() == "weights"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_other_folders_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years")
+    with (
+        pytest.raises(UserError, match=r"mine exists and is not an exported model; choose another folder"),
+        replacing(tmp_path / "mine"),
+    ):
+        pass
+    assert (tmp_path / "mine/thesis.txt").read_text() == "years"
+
+
+def test_waiting_for_another_export_is_announced_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(folder, "LOCK_SECONDS", 0.1)
+    message = r"x: another process has been exporting it for 0\.1 s"
+    with FileLock(tmp_path / ".x.lock"), pytest.raises(UserError, match=message), locked(tmp_path / "x"):
+        pass
+    assert capsys.readouterr().err == (
+        f"waiting for another process that exports to {tmp_path}/x (it holds {tmp_path}/.x.lock), at most 0.1 s\n"
+    )
+    with locked(tmp_path / "x"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_waiting_is_announced_when_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other process ends as soon as it is mentioned."""
+    monkeypatch.setattr(folder, "LOCK_SECONDS", 4.0)
+    other, started = FileLock(tmp_path / ".x.lock"), time.monotonic()
+    other.acquire()
+    monkeypatch.setattr(folder, "note", lambda text: other.release())
+    with locked(tmp_path / "x"):
+        assert time.monotonic() - started < 3
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in the way, and a folder in which no file can be made: FileLock alone would retry there until its time is over."""
+    monkeypatch.setattr(folder, "LOCK_SECONDS", 0.1)
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file/x", Path("/proc/x")):
+        message = rf"{place} can't be written \(.*\); make room, or choose another folder: export RUN --out FOLDER"
+        with pytest.raises(UserError, match=message), locked(place):
+            pass

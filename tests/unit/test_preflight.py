@@ -1,0 +1,197 @@
+"""`recipe check` refuses what a start on this machine would refuse, and says what would do something else than asked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from llmtrain.cli import main
+from llmtrain.data.prepare import prepare
+from llmtrain.launch import preflight
+from llmtrain.launch.preflight import check_elsewhere, check_here
+from llmtrain.plan import ineffective_keys as ineffective
+from llmtrain.plan.memory import size_of
+from llmtrain.recipe_loader import load_recipe
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "edit_llama_stdlib.yaml"
+SMALL = [f"model.config.{key}" for key in ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=2")]
+SMALL += ["model.config.num_attention_heads=2", "train.sequence_length=32", "train.global_batch=16"]
+SMALL += ["train.micro_batch=2", "train.steps=20", "sync.warmup_steps=2", "sync.period.every=4", "eval.tokens=64"]
+SMALL += ["eval.sample_prompt=null", "schedule.warmup_steps=2"]
+MIXTRAL = ["model.type=mixtral", "model.config.num_key_value_heads=2", "model.config.num_local_experts=2"]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> list[str]:
+    """Overrides that make the recipe a tiny run in a folder of its own."""
+    (tmp_path / "text.txt").write_text("<|endoftext|>".join(f"a text about {number}\n" * 20 for number in range(40)))
+    folders = [f"data.source={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/data", f"run.out_dir={tmp_path}/runs"]
+    return [*SMALL, *folders, "data.tokenizer=train:300", "data.validation_fraction=0.2"]
+
+
+def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        main(["recipe", "check", str(RECIPE), *arguments])
+    output = capsys.readouterr()
+    return left.value.code or 0, output.out, output.err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fragment"),
+    [
+        (["model.type=bert", "model.config.is_decoder=true"], "BertModel has no list of 2 layers"),
+        (MIXTRAL, "no initialization is known"),
+        (["data.tokenizer=train:abc"], "train:SIZE with a whole number"),
+        (["data.tokenizer=train:0"], "train:SIZE with a whole number"),
+        (["train.global_batch=30"], "global_batch is 30, not a multiple"),
+        (["train.micro_batch=64"], "x 4 = 256"),
+        (["data.source=/no/text"], "data.source: /no/text: no such file"),
+        (["data.validation=/no/text"], "data.validation: /no/text: no such file"),
+        (["eval.sets={news: /no/text}"], "eval.sets.news: /no/text: no such file"),
+        (["parallel.replica_network=none0"], "no such network interface"),
+        (["checkpoint.mirror=none://a"], "checkpoint.mirror: none://a"),
+        ([f"run.out_dir={RECIPE}"], "is a file; choose another folder"),
+        ([f"data.cache_dir={RECIPE}"], "is a file; choose another folder"),
+        (["eval.suite={name: offline, data_dir: /no/data}"], "/no/data"),
+        (["model.config.hidden_size=65536", "model.config.num_hidden_layers=99"], "for each process"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_a_start_here_would_refuse_is_refused(
+    capsys: pytest.CaptureFixture[str], keys: list[str], wrong: Sequence[str], fragment: str
+) -> None:
+    code, out, err = outcome(capsys, *keys, *wrong)
+    assert (code, out) == (2, "")
+    assert fragment in err and len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
+
+
+def test_a_folder_that_holds_another_recipe_is_refused(tmp_path: Path, keys: list[str]) -> None:
+    from llmtrain.train.run_dir import RunDirectory
+
+    directory = RunDirectory(load_recipe(RECIPE, keys))
+    directory.open()
+    with pytest.raises(ValueError, match=rf"^process {os.getpid()} on \S+ works in"):
+        check_here(load_recipe(RECIPE, keys))
+    del directory  # and the lock with it
+    check_here(load_recipe(RECIPE, keys))
+    with pytest.raises(ValueError, match=r"holds a run of another recipe \(optim.lr"):
+        check_here(load_recipe(RECIPE, [*keys, "optim.lr=0.5"]))
+
+
+def test_no_processes_are_no_number_of_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = outcome(capsys, "--processes", "0")
+    assert code == 2 and "--processes" in err
+
+
+def test_a_recipe_for_a_cluster_is_checked_without_this_machines_memory_and_files(keys: list[str]) -> None:
+    large = ["model.config.hidden_size=65536", "model.config.num_hidden_layers=99", "data.source=/no/text"]
+    found = check_elsewhere(load_recipe(RECIPE, [*keys, *large, "parallel.shards=4"]), 8)
+    assert (found.replicas, found.shards) == (2, 4)
+    with pytest.raises(ValueError, match="no initialization is known"):
+        check_elsewhere(load_recipe(RECIPE, [*keys, *MIXTRAL]), 8)
+
+
+def test_a_recipe_that_is_fine_says_how_it_would_start(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: list[str]
+) -> None:
+    code, out, _ = outcome(capsys, *keys)
+    note, fine = out.splitlines()
+    assert code == 0 and note.startswith("note: the text is not tokenized yet")
+    assert fine.endswith("fine on this machine with 4 processes as 2 replicas x 2 shards (20 steps of 512 tokens)")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"], "nothing is written"
+
+
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_a_dry_run_prints_the_first_lines_and_writes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: list[str], command: str
+) -> None:
+    def lines(*more: str) -> list[str]:
+        with pytest.raises(SystemExit) as left:
+            main([command, str(RECIPE), "--dry-run", *keys, *more])
+        output = capsys.readouterr()
+        assert left.value.code in (0, None) or output.err
+        return [*output.out.splitlines(), *output.err.splitlines()]
+
+    parameters = size_of(load_recipe(RECIPE, keys)).parameters
+    note, mesh, model, memory, end = lines()
+    assert note.startswith("note: the text is not tokenized yet")
+    expected = "1 replicas x 1 shards on cpu (one process)"
+    if command == "launch":
+        expected = "2 replicas x 2 shards on cpu (no GPU: parallel.on_cpu)"
+    assert mesh == f"mesh: {expected}"
+    assert model.startswith(f"model: {parameters / 1000:.3g}k parameters ") and model.endswith(
+        "in 4 blocks · 20 steps of 512 tokens · data: not tokenized yet"
+    )
+    assert (
+        memory.startswith("memory: about 0.0") and f"for each of {4 if command == 'launch' else 1} processes" in memory
+    )
+    assert end == "dry run: nothing was started or written"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
+    assert lines("train.micro_batch=64")[-1].startswith("error: train.global_batch is 16, not a multiple")
+    prepared = prepare(load_recipe(RECIPE, keys).data, 1, 10**9)
+    sequences = (prepared.index.splits["train"].tokens - 1) // 32
+    assert f"data: {sequences} sequences, {20 * 16 / sequences:.2f} epochs" in lines()[1]
+
+
+def test_prepared_tokens_that_are_too_few_are_refused(capsys: pytest.CaptureFixture[str], keys: list[str]) -> None:
+    recipe = load_recipe(RECIPE, keys)
+    prepared = prepare(recipe.data, 1, 10**9)
+    assert check_here(recipe).prepared is not None
+    code, _, err = outcome(capsys, *keys, "train.global_batch=1024", "train.sequence_length=64")
+    assert code == 2 and "training data: " in err
+    validation = prepared.index.splits["validation"].tokens
+    code, out, _ = outcome(capsys, *keys, "eval.tokens=1e8")
+    assert code == 0
+    assert out.startswith(
+        f"warning: eval.tokens is 100,000,000, but the validation text has {validation:,} tokens: all of them are used\n"
+    )
+    for tokenizer in ("train:300", "train:301"):  # prepared, and not
+        with pytest.raises(ValueError, match=r"model\.config\.vocab_size is 200"):
+            check_here(load_recipe(RECIPE, [*keys, "model.config.vocab_size=200", f"data.tokenizer={tokenizer}"]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        (
+            ["sync.period.every=19"],
+            "sync.period.every is 19, but the run has 18 local steps: replicas synchronize once",
+        ),
+        (["sync.period={kind: qsr, base: 30, alpha: 0.1}"], "sync.period.base is 30, but the run has 18 local steps"),
+        (
+            ["sync.method=a_edit", "sync.period.every=37"],
+            "sync.period.every is 37 s, but the run's 18 local steps take about 36 seconds",
+        ),
+        (["checkpoint.every=4", "checkpoint.keep_every=6"], "checkpoint.keep_every is 6, no multiple of"),
+        (["log.trace.first=21"], "log.trace.first is 21, but the run has 20 steps"),
+        (["sync.method=local_sgd", "sync.offload=true"], "sync.offload is true, but sync.method=local_sgd keeps no"),
+        (["sync.method=synchronous", "sync.period=every_step"], "sync.warmup_steps is 2, but sync.method=synchronous"),
+        (["parallel.zero_stage=2"], "parallel.zero_stage is 2, but parallel.engine is fsdp2"),
+        (["eval.sample_prompt=a", "eval.sample_tokens=32"], "eval.sample_tokens is 32, but a sample"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_value_with_less_effect_than_it_seems_to_have_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, keys: list[str], changed: Sequence[str], line: str
+) -> None:
+    monkeypatch.setattr(ineffective, "estimate_time", lambda *_: ineffective_step(2.0))
+    monkeypatch.setattr(ineffective, "rate_here", lambda recipe: 1e9)
+    recipe = load_recipe(RECIPE, [*keys, *changed])
+    step = preflight.seconds_of_step(recipe, 300, 2, 2)
+    (warning,) = ineffective.ineffective_keys(recipe, {}, step)
+    assert warning.startswith(line)
+
+
+def ineffective_step(seconds: float) -> object:
+    from llmtrain.plan.time_estimate import TimeEstimate
+
+    return TimeEstimate(seconds, 0, 0, 0)
+
+
+def test_no_recipe_of_the_repository_has_a_warning() -> None:
+    for path in sorted(RECIPE.parent.glob("*.yaml")):
+        recipe = load_recipe(path)
+        assert ineffective.ineffective_keys(recipe, {}, None) == [], path.name

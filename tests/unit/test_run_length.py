@@ -1,0 +1,87 @@
+"""The length of a run that continues: what is refused, how far the learning rate jumps, and which samples there were."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from llmtrain.config import Recipe
+from llmtrain.errors import RecipeError
+from llmtrain.recipe_loader import load_recipe
+from llmtrain.train.run_length import LengthChange
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/edit_llama_stdlib.yaml"
+PER_STEP = 32 * 128
+
+
+def recipe(steps: int, *overrides: str) -> Recipe:
+    return load_recipe(QUICKSTART, [f"train.steps={steps}", *overrides])
+
+
+def of_tokens(tokens: int) -> Recipe:
+    return recipe(1, "train.steps=null", f"train.tokens={tokens}")
+
+
+def test_a_run_continues_where_steps_are_left() -> None:
+    for before, after, step in ((40, 80, 40), (40, 30, 20), (40, 40, 41), (80, 80, 80), (40, 41, 41), (40, 40, 20)):
+        LengthChange(recipe(before), recipe(after), step).check("runs/x")
+    LengthChange(recipe(40), of_tokens(41 * PER_STEP), 40).check("runs/x")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "step", "said"),
+    [
+        (
+            recipe(40),
+            recipe(30),
+            40,
+            "train.steps is 30, but runs/x has trained 40 steps already; give more to continue it",
+        ),
+        (recipe(40), recipe(20), 20, "train.steps is 20, but runs/x has trained 20 steps already; "),
+        (
+            recipe(40),
+            of_tokens(30 * PER_STEP + 9),
+            35,
+            "train.tokens is 122889 (30 steps), but runs/x has trained 35 steps",
+        ),
+    ],
+)
+def test_fewer_steps_than_are_done_are_refused(before: Recipe, after: Recipe, step: int, said: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        LengthChange(before, after, step).check("runs/x")
+
+
+def jump(before: Recipe, after: Recipe, step: int) -> str | None:
+    return LengthChange(before, after, step).rate_jump()
+
+
+def test_a_jump_of_the_rate_is_said_with_what_avoids_it() -> None:
+    line = jump(recipe(300), recipe(600), 300)
+    assert line == (
+        "learning rate: from 0.0003 in step 300 to 0.00172 in step 301, because schedule.kind=cosine now spans 600 steps; "
+        "optim.lr=0.000525 would continue at 0.0003; a run with schedule.kind=constant never jumps"
+    )
+    assert jump(recipe(300), recipe(600, "optim.lr=0.000525"), 300) is None, "as it says"
+    shorter = jump(recipe(600), recipe(400), 300)
+    assert shorter is not None and "to 0.000727" in shorter and "now spans 400 steps" in shorter
+
+
+def test_no_jump_is_none() -> None:
+    constant = "schedule.kind=constant"
+    assert jump(recipe(300, constant), recipe(600, constant), 300) is None
+    assert jump(recipe(300), recipe(300), 300) is None
+    to_constant = jump(recipe(300), recipe(600, constant), 300)
+    assert to_constant is not None and to_constant.endswith("optim.lr=0.0003 would continue at 0.0003")
+    from_zero = jump(recipe(300, "schedule.final_ratio=0"), recipe(600, "schedule.final_ratio=0"), 300)
+    assert from_zero is not None and "from 0 in step 300" in from_zero and "optim.lr" not in from_zero
+
+
+def test_a_hub_data_set_had_the_samples_of_the_runs_steps() -> None:
+    hub = "data.source=hf:owner/name"
+    assert LengthChange(recipe(40, hub), recipe(80, hub), 40).samples_before(80 * 32) == 40 * 32
+    assert LengthChange(recipe(40, hub), recipe(80, hub), 40).samples_before(900) == 900, "it has no more"
+    limited = (hub, "data.max_tokens=100000")
+    assert LengthChange(recipe(40, *limited), recipe(80, *limited), 40).samples_before(700) == 700
+    assert LengthChange(recipe(40), recipe(80), 40).samples_before(30_000) == 30_000

@@ -1,0 +1,61 @@
+"""The flag that any rank raises: what reaches the others, and that its thread ends with it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from llmtrain.parallel import shared_flag as module
+from llmtrain.parallel.shared_flag import shared_flag
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Polls as fast as they can."""
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.0)
+    yield
+
+
+class SlowStore:
+    """A store that answers a request only some time after the flag is no longer needed."""
+
+    def __init__(self) -> None:
+        self.asked, self.answer = threading.Event(), threading.Event()
+
+    def clone(self) -> SlowStore:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked.set()
+        self.answer.wait(5)
+        return False
+
+
+def test_a_flag_raised_on_one_rank_is_seen_on_all() -> None:
+    store = dist.TCPStore("localhost", 0, None, True, timeout=timedelta(seconds=10), wait_for_workers=False)
+    raised = threading.Event()
+    with (
+        shared_flag(store, "stop", raised.is_set) as here,
+        shared_flag(store, "stop", lambda: False) as elsewhere,
+        shared_flag(store, "another", lambda: False) as other,
+    ):
+        assert not here() and not elsewhere()
+        raised.set()
+        for _ in range(1000):
+            if here() and elsewhere():
+                break
+            threading.Event().wait(0.01)
+        assert here() and elsewhere() and not other()
+
+
+def test_the_flag_ends_with_its_last_answer() -> None:
+    """A thread that came back from the store during the interpreter's shutdown aborted the process."""
+    store = SlowStore()
+    with shared_flag(store, "slow", lambda: False):
+        assert store.asked.wait(5)
+        threading.Timer(0.1, store.answer.set).start()
+    assert "polls slow" not in [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,35 @@
+"""The number of wrong inputs that tests hold, by area: python -m pytest tests/unit/test_wrong_inputs.py -s"""
+
+from __future__ import annotations
+
+from tests.unit import test_recipe_wrong, test_wrong_commands, test_wrong_files
+from tests.unit.test_wrong_variables import WRONG_VARIABLES
+
+FEWEST = 250
+"""Wrong inputs in tables that run in the fast tier; each row is one input, its exit code and its one line."""
+
+
+def areas() -> dict[str, int]:
+    """Return the number of rows by area. Tests of single mistakes elsewhere and the fuzz tests are not counted."""
+    commands = {f"commands: {area}": len(rows) for area, rows in test_wrong_commands.WRONG_COMMANDS.items()}
+    files = {
+        "recipes": test_wrong_files.RECIPES,
+        "run directories": test_wrong_files.RUN_FILES,
+        "checkpoints": test_wrong_files.CHECKPOINT_FILES,
+        "suites and task files": test_wrong_files.SUITES,
+        "texts": test_wrong_files.TEXTS,
+        "token shards": test_wrong_files.TOKEN_FILES,
+        "tokenizers": test_wrong_files.TOKENIZERS,
+    }
+    return {
+        "keys and overrides": len(test_recipe_wrong.WRONG_OVERRIDES) + len(test_recipe_wrong.WRONG_FILES),
+        **commands,
+        "variables of the environment": len(WRONG_VARIABLES),
+        **{f"files: {area}": len(rows) for area, rows in files.items()},
+    }
+
+
+def test_no_area_is_thin() -> None:
+    found = areas()
+    print("", *(f"{count:4} {area}" for area, count in found.items()), f"{sum(found.values()):4} in all", sep="\n")
+    assert sum(found.values()) >= FEWEST and min(found.values()) >= 7
