@@ -13,7 +13,6 @@ from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from llmtrain.compare.cluster import Host, HostLimits, loopback_cluster, virtual_cluster, why_no_cluster
 from llmtrain.compare.comparison import Comparison, ConditionSection, TrialSpec, load_comparison, trials
@@ -25,6 +24,7 @@ from llmtrain.config import Recipe
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, UserError
 from llmtrain.files import read_mapping
 from llmtrain.launch.nodes import DEFAULT_PORT
+from llmtrain.parallel.network import unused_port
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
 from llmtrain.train.run import prepare_for
@@ -108,7 +108,7 @@ def _make(
     condition = comparison.conditions[planned.condition]
     words = condition.settings() if shaping else "on loopback, without limits"
     with _cluster(comparison, condition, shaping) as hosts:
-        port = DEFAULT_PORT if shaping else get_free_port()
+        port = DEFAULT_PORT if shaping else unused_port()
         return TrialRun(planned, comparison, recipe, hosts, port, words, progress.show_step).run()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import random
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.config import ParallelSection
-from llmtrain.errors import RecipeError
+from llmtrain.errors import RecipeError, TrainingError
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915
@@ -27,6 +28,8 @@ PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 NVIDIA/nccl#388), so this setting of a host is the only one for all ports on which ranks listen."""
 PORTS_TO_TRY = 256
 """Ports at each end of the range of which one must be free; each rank of a node needs up to two for a moment."""
+LOCAL_PORTS = 10000, 32768
+"""First port, and the one after the last, of those from which one is chosen for a server on loopback."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
@@ -126,6 +129,18 @@ def format_port_range() -> str:
     """Return this host's port range as text for users, such as `32768-60999`."""
     found = port_range()
     return "above 1024" if found is None else f"{found[0]}-{found[1]}"
+
+
+def unused_port() -> int:
+    """Return a port of loopback on which nobody listens, for a server that starts later.
+
+    It lies below this host's range, so the kernel gives it to nobody else in the meantime.
+    """
+    end = max((port_range() or (LOCAL_PORTS[1], 0))[0], LOCAL_PORTS[0] + PORTS_TO_TRY)
+    for port in random.SystemRandom().sample(range(LOCAL_PORTS[0], end), PORTS_TO_TRY):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise TrainingError(f"none of {PORTS_TO_TRY} ports from {LOCAL_PORTS[0]} to {end - 1} is free on loopback")
 
 
 def network_stack() -> str:

@@ -217,11 +217,15 @@ def _open_store(world: World, address: str, port: str, timeout_seconds: float) -
             )
         return dist.PrefixStore(_attempt(world), store)
     except (dist.DistError, ValueError) as error:
-        did = "open the store" if leads else "reach rank 0, where ranks meet,"
+        who = f"rank {world.rank} of {world.size} on {socket.gethostname()}"
+        if leads:
+            raise TrainingError(
+                f"{who} can't listen at {address}:{port}, where ranks meet: {first_line(error)}; MASTER_ADDR must be an "
+                "address of this host, and MASTER_PORT a port that is free here"
+            ) from error
         raise TrainingError(
-            f"rank {world.rank} of {world.size} on {socket.gethostname()} could not {did} at {address}:{port} within "
-            f"{timeout_seconds:.0f} s: {first_line(error)}; check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and "
-            f"what lies between the hosts"
+            f"{who} could not reach rank 0, where ranks meet, at {address}:{port} within {timeout_seconds:.0f} s: "
+            f"{first_line(error)}; check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and what lies between the hosts"
         ) from error
 
 

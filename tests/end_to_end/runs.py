@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -220,9 +219,3 @@ def wait_until(condition: Callable[[], object], otherwise: str, seconds: float =
     while not condition():
         assert time.monotonic() < deadline, f"{otherwise} after {seconds:g} s"
         time.sleep(pause)
-
-
-def free_port() -> int:
-    """Return a port of loopback that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as opened:
-        return opened.getsockname()[1]

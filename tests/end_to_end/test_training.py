@@ -13,7 +13,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from llmtrain.cli import app
-from tests.end_to_end.runs import ROOT, Runs, exact_lines, free_port, losses, start, summary
+from llmtrain.parallel.network import unused_port
+from tests.end_to_end.runs import ROOT, Runs, exact_lines, losses, start, summary
 
 STDLIB = [
     *("data.source=stdlib", "data.tokenizer=train:2048", "data.validation_fraction=0.05"),
@@ -210,7 +211,7 @@ def test_one_process_trains_without_a_launcher(runs: Runs):
 def test_python_runs_the_launch_script_as_deepspeed_does(runs: Runs):
     """DeepSpeed's launcher gives ranks by the environment and `--local_rank` before the script's arguments."""
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    variables = {**runs.environment, **ranks, "MASTER_PORT": str(free_port())}
+    variables = {**runs.environment, **ranks, "MASTER_PORT": str(unused_port())}
     command = [sys.executable, "-u", "launch/train.sh", "--local_rank=0", *runs.command("by_python", *ALONE)[2:]]
     code, output = runs.end(start(command, variables, fresh=True))
     assert code == 0, output

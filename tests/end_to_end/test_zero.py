@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import Runs, free_port, losses, start
+from llmtrain.parallel.network import unused_port
+from tests.end_to_end.runs import Runs, losses, start
 
 pytestmark = [
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
@@ -25,7 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def deepspeed(runs: Runs, *arguments: str) -> tuple[int, str]:
     """(exit code, output) of DeepSpeed's launcher on this machine."""
-    command = [LAUNCHER, "--master_port", str(free_port()), *arguments]
+    command = [LAUNCHER, "--master_port", str(unused_port()), *arguments]
     return runs.end(start(command, {**runs.environment, "DS_ACCELERATOR": "cpu"}, fresh=True))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from llmtrain.parallel.network import unused_port
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo", "munged")
 PACKAGES = "slurm-wlm and munge (Debian's names)"
@@ -130,7 +131,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: Callable[[],
 
 def _write_configuration(folder: Path, nodes: int, cpus: int) -> list[list[str]]:
     """Write all files; the commands of the daemons, in order."""
-    controller, *ports = _free_ports(nodes + 1)
+    controller, *ports = (unused_port() for _ in range(nodes + 1))
     names = [f"127.0.0.{1 + node}" for node in range(nodes)]
     (folder / "state").mkdir(parents=True)
     folder.chmod(0o755)
@@ -157,15 +158,6 @@ def _idle(slurm: Slurm) -> int:
     words = ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]
     shown = subprocess.run(words, env=slurm.environment, capture_output=True, text=True, timeout=60)
     return len(shown.stdout.split()) if shown.returncode == 0 else 0
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("", 0)) for _ in range(count)]
-    try:
-        return [opened.getsockname()[1] for opened in sockets]
-    finally:
-        for opened in sockets:
-            opened.close()
 
 
 def _stop(slurm: Slurm, daemons: list[subprocess.Popen]) -> None:

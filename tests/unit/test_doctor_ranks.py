@@ -23,7 +23,7 @@ from llmtrain.doctor.network_speed import SMALLEST, Link, bench_collectives, lin
 from llmtrain.doctor.run_checks import ClusterCheck, Plan, Sections, fit, run_checks
 from llmtrain.errors import FAILED, TrainingError
 from llmtrain.parallel import network
-from llmtrain.parallel.network import Networks
+from llmtrain.parallel.network import Networks, unused_port
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous
 from llmtrain.parallel.world import World
 from llmtrain.plan.time_estimate import round_bytes
@@ -35,8 +35,7 @@ GIB = 2.0**30
 
 @pytest.fixture(autouse=True)
 def meeting_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as opened:
-        monkeypatch.setenv("MASTER_PORT", str(opened.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", str(unused_port()))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 

@@ -20,7 +20,7 @@ from llmtrain.launch import node_rendezvous
 from llmtrain.launch.attempts import NodeExit
 from llmtrain.launch.node_rendezvous import NodeRendezvous
 from llmtrain.parallel.comms import Comms
-from llmtrain.parallel.network import Networks
+from llmtrain.parallel.network import Networks, unused_port
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, check_connectivity, gather_over_store, rendezvous
 from llmtrain.parallel.world import World
 from tests.unit.test_launch import Meeting as Launchers
@@ -28,8 +28,7 @@ from tests.unit.test_launch import Meeting as Launchers
 
 @pytest.fixture
 def meeting_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as opened:
-        monkeypatch.setenv("MASTER_PORT", str(opened.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", str(unused_port()))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
 
 

@@ -22,6 +22,7 @@ from llmtrain.launch.attempts import Attempt
 from llmtrain.launch.node_rendezvous import NodeRendezvous, rendezvous_nodes
 from llmtrain.launch.nodes import Nodes, check_thread_count, local_world_size
 from llmtrain.launch.torchrun import torchrun_arguments
+from llmtrain.parallel.network import unused_port
 from tests.mother import session
 from tests.unit import processes
 
@@ -140,8 +141,7 @@ class Meeting:
     """Launchers of several nodes, each in a thread of this process."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as opened:
-            self.port = opened.getsockname()[1]
+        self.port = unused_port()
 
     def hold(
         self, ranks: list[int], count: int, do: Callable[[NodeRendezvous], object], seconds: float = 20, counts=None

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.errors import TrainingError
 from llmtrain.parallel import network
-from llmtrain.parallel.network import Networks, format_port_range, listen_at_both_ends, port_range
+from llmtrain.parallel.network import Networks, format_port_range, listen_at_both_ends, port_range, unused_port
 from llmtrain.parallel.public_network import NodeAddress, find_unencrypted, is_public, is_vpn
 
 
@@ -94,6 +95,19 @@ def test_ports_at_both_ends_of_the_range_are_tried_and_then_any(monkeypatch: pyt
     finally:
         for listener in opened:
             listener.close()
+
+
+def test_an_unused_port_is_one_that_the_kernel_gives_to_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    given = tmp_path / "range"
+    given.write_text("20000 60999\n")
+    monkeypatch.setattr(network, "PORT_RANGE", given)
+    ports = [unused_port() for _ in range(20)]
+    assert all(10000 <= port < 20000 for port in ports) and len(set(ports)) > 10
+    given.write_text("1024 60999\n")
+    monkeypatch.setattr(network, "PORTS_TO_TRY", 1)
+    port = unused_port()
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(TrainingError, match="none of 1 ports from 10000"):
+        unused_port()
 
 
 def test_the_first_peer_to_which_there_is_a_route_chooses_the_interface(monkeypatch: pytest.MonkeyPatch):
