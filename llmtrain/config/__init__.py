@@ -4,9 +4,9 @@ This package is only the schema; `llmtrain/recipe_loader.py` reads files and ove
 the JSON schema are generated from it.
 """
 
+from llmtrain.config.data import DataSection
 from llmtrain.config.recipe import (
     CheckpointSection,
-    DataSection,
     EvalSection,
     LogSection,
     LRScheduleSection,

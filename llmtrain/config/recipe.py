@@ -1,4 +1,4 @@
-"""All sections of a recipe except `sync`, which is in sync.py."""
+"""All sections of a recipe except `data` and `sync`, which are in files of their own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from llmtrain.best_checkpoint import CheckpointLoss, best_step
+from llmtrain.config.data import DataSection
 from llmtrain.config.section import Count, DecayRate, Fraction, Section, name
 from llmtrain.config.sync import SyncSection
 
@@ -44,32 +45,6 @@ class ModelSection(Section):
     from_weights: str | None = None
     """Weights that the run starts from: a run, one of its checkpoints, an export, or a folder or hub name with safetensors files.
     Without `config` and `from_config`, the architecture is also theirs. `null`: random initialization."""
-
-
-class DataSection(Section):
-    """Training and validation text, its tokenizer, and the folder of its token shards."""
-
-    source: str = "stdlib"
-    """`stories` (4 MB of TinyStories, part of this package), `stdlib` (Python's own source), a file (`.txt`, `.jsonl`, with or
-    without `.gz`; `.parquet`), a folder of those, or `hf:OWNER/NAME` on the Hugging Face hub."""
-    subset: str | None = None
-    """Configuration name of a hub data set (`sample-100BT`)."""
-    split: str = "train"
-    """Split of a hub data set."""
-    text_key: str = "text"
-    """Column or JSON key that holds the text."""
-    separator: str | None = "<|endoftext|>"
-    """Separator of the documents in a text file; `null`: each file is one document."""
-    tokenizer: str = "gpt2"
-    """A tokenizer's name on the hub, a folder or `tokenizer.json`, or `train:SIZE` (sentencepiece BPE trained on the source)."""
-    validation: str | None = None
-    """Source of the validation text: a file, a folder, or a split of the hub data set; `null`: held-out documents."""
-    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    """Fraction of the documents that is held out if `validation` is `null`."""
-    max_tokens: Count | None = None
-    """Maximum number of training tokens to prepare; `null`: whole files, and of a hub data set as much as the run reads."""
-    cache_dir: str = "data"
-    """Folder of the token shards. They are prepared once per source and tokenizer."""
 
 
 class TrainSection(Section):

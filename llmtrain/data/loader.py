@@ -11,10 +11,9 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 
 from llmtrain.data.dataset import TokenShards
+from llmtrain.data.order import SampleCursor, SampleOrder, merge_cursors
 from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.reshard import Rule, by_replica
@@ -33,96 +33,12 @@ REST_SECONDS = 2.0
 abandon."""
 
 
-class SampleCursor:
-    """Cursor over the endless list of samples. The unread entries are those of `left`, then all from `position` on."""
-
-    def __init__(self, position: int = 0, left: Sequence[range] = ()):
-        self.position, self.left = position, list(left)
-
-    @property
-    def num_read(self) -> int:
-        """Return the number of entries read so far."""
-        return self.position - sum(map(len, self.left))
-
-    @property
-    def lowest(self) -> int:
-        """Return the lowest unread entry."""
-        return min([self.position, *(part.start for part in self.left)])
-
-    def peek(self, first: int, count: int) -> list[range]:
-        """Return the `count` unread entries after the next `first` ones as ranges, in order."""
-        found = []
-        for upcoming in (*self.left, range(self.position, self.position + first + count)):
-            here = upcoming[first : first + count]
-            first, count = max(0, first - len(upcoming)), count - len(here)
-            if here:
-                found.append(here)
-        return found
-
-    def advance(self, count: int) -> None:
-        """Mark the next `count` entries as read."""
-        rest = []
-        for part in self.left:
-            used = min(count, len(part))
-            count -= used
-            if used < len(part):
-                rest.append(part[used:])
-        self.left, self.position = rest, self.position + count
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON-serializable values."""
-        leftover = {"left": [[part.start, part.stop] for part in self.left]} if self.left else {}
-        return {"position": self.position, **leftover}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position, self.left = state["position"], [range(*part) for part in state.get("left", [])]
-
-
-def merge_cursors(states: Sequence[dict[str, Any]], global_batch: int) -> dict[str, Any]:
-    """Return the state from which every replica of a continued run starts, given the state of each earlier replica.
-    Each entry that no replica has read occurs exactly once in it. `global_batch` is the number of entries that all
-    replicas together read per step, in equal parts."""
-    replicas = [SampleCursor() for _ in states]
-    for replica, state in zip(replicas, states, strict=True):
-        replica.load_state_dict(state)
-    ahead, share = max(replica.num_read for replica in replicas), global_batch // len(replicas)
-    left = []
-    for number, replica in enumerate(replicas):
-        while replica.num_read < ahead:
-            left += replica.peek(number * share, share)
-            replica.advance(global_batch)
-    first, sizes = replicas[0], {"sizes": states[0]["sizes"]} if "sizes" in states[0] else {}
-    return SampleCursor(first.position, _joined([*left, *first.left])).state_dict() | sizes
-
-
-def grow(state: dict[str, Any], before: int, now: int) -> dict[str, Any]:
-    """Return a loader's state for data that had `before` samples, or its state's `sizes`, and has `now` samples. The new
-    ones come after the old ones of the first epoch. If there are fewer now, the order is that of a run that begins."""
-    sizes = state.get("sizes", [before])
-    sizes = [*sizes, now] if now > sizes[-1] else [now] if now < sizes[-1] else sizes
-    rest = {key: value for key, value in state.items() if key != "sizes"}
-    return rest if len(sizes) == 1 else rest | {"sizes": sizes}
-
-
-def _joined(parts: list[range]) -> list[range]:
-    """Return the ranges in ascending order, with adjacent ones merged."""
-    joined: list[range] = []
-    for part in sorted(parts, key=lambda part: part.start):
-        if joined and joined[-1].stop == part.start:
-            joined[-1] = range(joined[-1].start, part.stop)
-        else:
-            joined.append(part)
-    return joined
-
-
 class Loader:
     """Loader of this rank's part of the global batches.
 
-    The permutations of all epochs, one after the other, form one endless list of samples that is the same on every
-    rank and for every mesh. If the data has grown since the run began (`grow`), the first epoch is a permutation of the
-    samples that existed then, followed by one of those added. A step takes the next global_batch entries. Replica r
-    reads the r-th equal part of them, and shard rank s the s-th equal part of that. After the number of replicas
-    changes, the entries that the earlier replicas left unread come first (`merge_cursors`).
+    A step takes the next global_batch entries of the endless list of samples. Replica r reads the r-th equal part of
+    them, and shard rank s the s-th equal part of that. After the number of replicas changes, the entries that the
+    earlier replicas left unread come first (`merge_cursors`).
     """
 
     def __init__(
@@ -142,14 +58,12 @@ class Loader:
         is smaller than one global batch."""
         assert global_batch % (micro_batch * replicas * shard) == 0, (global_batch, micro_batch, replicas, shard)
         assert 0 <= replica < replicas and 0 <= shard_rank < shard, (replica, replicas, shard_rank, shard)
-        self.tokens, self.sequence_length, self.seed = tokens, sequence_length, seed
+        self.tokens, self.sequence_length = tokens, sequence_length
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.num_samples = max(len(tokens) - 1, 0) // sequence_length
         self.cursor = SampleCursor()
         """Cursor at the entries that no replica has read, provided that all replicas have taken as many steps as
         this one."""
-        self.sizes = [self.num_samples]
-        """Numbers of samples that the data has had since the run began."""
         if self.num_samples < global_batch:
             raise DataError(
                 f"training data: {len(tokens)} tokens there, {global_batch * sequence_length + 1} needed for one step "
@@ -158,38 +72,22 @@ class Loader:
             )
         self._per_rank = global_batch // (replicas * shard)
         self._first = (replica * shard + shard_rank) * self._per_rank
-        self._orders: dict[int, np.ndarray] = {}
+        self._seed, self.order = seed, SampleOrder(self.num_samples, seed)
 
     def next(self) -> list[torch.Tensor]:
         """Return this rank's micro-batches for the next step: int64 [micro_batch, sequence_length + 1] each."""
         windows = [
-            self.tokens.window(self.sample(entry) * self.sequence_length, self.sequence_length + 1)
+            self.tokens.window(self.order.sample(entry) * self.sequence_length, self.sequence_length + 1)
             for part in self.cursor.peek(self._first, self._per_rank)
             for entry in part
         ]
         self.cursor.advance(self.global_batch)
-        oldest = self.cursor.lowest // self.num_samples
-        self._orders = {epoch: order for epoch, order in self._orders.items() if epoch >= oldest}
+        self.order.forget(self.cursor.lowest)
         rows = torch.from_numpy(np.stack(windows).astype(np.int64))
         return list(rows.split(self.micro_batch))
 
-    def sample(self, entry: int) -> int:
-        """Return the sample at an entry of the endless list."""
-        epoch, place = divmod(entry, self.num_samples)
-        if epoch not in self._orders:
-            dtype = np.uint32 if self.num_samples <= 1 << 32 else np.uint64
-            sizes = self.sizes if epoch == 0 else self.sizes[-1:]
-            parts = [
-                np.random.default_rng([self.seed, epoch, *([first] if first else [])]).permutation(
-                    np.arange(first, end, dtype=dtype)
-                )
-                for first, end in pairwise([0, *sizes])
-            ]
-            self._orders[epoch] = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return int(self._orders[epoch][place])
-
     def state_dict(self) -> dict[str, Any]:
-        return self.cursor.state_dict() | ({"sizes": self.sizes} if len(self.sizes) > 1 else {})
+        return self.cursor.state_dict() | ({"sizes": self.order.sizes} if len(self.order.sizes) > 1 else {})
 
     def reshard_rule(self) -> Rule:
         """Return the rule by which `state_dict` is resharded: each sample that no replica has read is read once."""
@@ -197,7 +95,7 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor.load_state_dict(state)
-        self.sizes, self._orders = state.get("sizes", [self.num_samples]), {}
+        self.order = SampleOrder(self.num_samples, self._seed, state.get("sizes", ()))
 
 
 class PrefetchLoader:

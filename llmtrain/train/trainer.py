@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmtrain.config import Recipe
-from llmtrain.data.loader import PrefetchLoader, grow
+from llmtrain.data.loader import PrefetchLoader
+from llmtrain.data.order import grow
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.engine import Engine
 from llmtrain.reshard import Rules, rules_of

@@ -16,9 +16,9 @@ MUTANTS = [
     ),
     Mutant(
         "loader: every epoch in the same order",
-        "llmtrain/data/loader.py",
-        "np.random.default_rng([self.seed, epoch, ",
-        "np.random.default_rng([self.seed, 0, ",
+        "llmtrain/data/order.py",
+        "np.random.default_rng([self._seed, epoch, ",
+        "np.random.default_rng([self._seed, 0, ",
         ("tests/unit/test_data_loader.py",),
     ),
     Mutant(
@@ -44,7 +44,7 @@ MUTANTS = [
     ),
     Mutant(
         "unread: one batch too many counts as unread",
-        "llmtrain/data/loader.py",
+        "llmtrain/data/order.py",
         "while replica.num_read < ahead:",
         "while replica.num_read <= ahead:",
         ("tests/unit/test_data_unread.py",),

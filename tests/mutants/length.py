@@ -98,14 +98,14 @@ MUTANTS = [
     ),
     Mutant(
         "length: data that has grown gets another order",
-        "llmtrain/data/loader.py",
+        "llmtrain/data/order.py",
         "sizes = [*sizes, now] if now > sizes[-1] else",
         "sizes = [now] if now > sizes[-1] else",
         ("tests/unit/test_data_loader.py",),
     ),
     Mutant(
         "length: every epoch has the samples added at its end",
-        "llmtrain/data/loader.py",
+        "llmtrain/data/order.py",
         "sizes = self.sizes if epoch == 0 else self.sizes[-1:]",
         "sizes = self.sizes",
         ("tests/unit/test_data_loader.py",),

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from llmtrain.data.dataset import TokenShards
-from llmtrain.data.loader import Loader, PrefetchLoader, eval_batches, grow, merge_cursors
+from llmtrain.data.loader import Loader, PrefetchLoader, eval_batches
+from llmtrain.data.order import grow, merge_cursors
 from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX
 from tests.end_to_end.runs import wait_until
@@ -179,13 +180,13 @@ def test_samples_that_are_added_come_after_those_that_were_there(done: int) -> N
     """A hub data set is tokenized as far as a run reads it; a longer run adds to it."""
     small, large, larger = (sequence(samples) for samples in (24, 40, 56))
     first, second, third = loader(small), loader(large), loader(larger)
-    before = [first.sample(entry) for entry in range(24)]
+    before = [first.order.sample(entry) for entry in range(24)]
     for _ in range(done):
         first.next()
     second.load_state_dict(grow(first.state_dict(), 24, 40))
-    once = [second.sample(entry) for entry in range(40)]
+    once = [second.order.sample(entry) for entry in range(40)]
     assert once[:24] == before and sorted(once[24:]) == list(range(24, 40)) != once[24:]
-    following = [second.sample(entry) for entry in range(40, 80)]
+    following = [second.order.sample(entry) for entry in range(40, 80)]
     assert sorted(following) == list(range(40)), "the next epoch has all"
     assert set(following[:24]) != set(range(24)), "in one order"
     assert second.cursor.num_read == done * BATCH
@@ -193,8 +194,8 @@ def test_samples_that_are_added_come_after_those_that_were_there(done: int) -> N
     assert state == {"position": done * BATCH, "sizes": [24, 40]}
     again = loader(large)
     again.load_state_dict(grow(state, 24, 40))
-    assert [again.sample(entry) for entry in range(80)] == [second.sample(entry) for entry in range(80)]
+    assert [again.order.sample(entry) for entry in range(80)] == [second.order.sample(entry) for entry in range(80)]
     third.load_state_dict(grow(state, 24, 56))
-    assert [third.sample(entry) for entry in range(40)] == once and third.sizes == [24, 40, 56]
+    assert [third.order.sample(entry) for entry in range(40)] == once and third.order.sizes == [24, 40, 56]
     assert merge_cursors([state, state], BATCH)["sizes"] == [24, 40]
     assert grow(state, 24, 30) == {"position": done * BATCH} == grow(first.state_dict(), 24, 24)

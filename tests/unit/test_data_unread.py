@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from llmtrain.data.loader import SampleCursor, merge_cursors
+from llmtrain.data.order import SampleCursor, merge_cursors
 
 BATCH = 12
 
