@@ -35,7 +35,14 @@ def test_the_recipe_prepares_and_trains_on_fineweb(
         "eval.sets.stories": shared_data / "tinystories/valid.txt",
     }
     given = [*TINY, *(f"{key}={value}" for key, value in keys.items())]
-    few = ["train.steps=6", "train.global_batch=4", "eval.every=null", "eval.tokens=400", "eval.sample_prompt=null"]
+    few = [
+        "train.steps=6",
+        "optim.lr=2e-2",
+        "train.global_batch=4",
+        "eval.every=null",
+        "eval.tokens=400",
+        "eval.sample_prompt=null",
+    ]
     alone = ["parallel.replicas=1", "parallel.shards=1", "checkpoint.every=null", "log.tensorboard=false"]
     recipe = "recipes/edit_llama_fineweb.yaml"
     code, output = runs.end(runs.start([sys.executable, "-m", "llmtrain", "train", recipe, *given, *few, *alone]))
