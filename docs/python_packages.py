@@ -1,4 +1,5 @@
-"""The pinned packages of `data.source: python`, written by `make docs` after constraints.txt has changed.
+"""The pinned packages of `data.source: python`, written by `python -m docs.python_packages` after constraints.txt has changed,
+in an environment with its versions and torch for a CPU.
 
 They are what llmtrain's requirements need on a CPU, directly or not; packages that only torch's CUDA version needs, and
 llmtrain itself, are not among them.
@@ -18,8 +19,8 @@ REQUIREMENTS = Path(__file__).parents[1] / "requirements.txt"
 CUDA = ("nvidia-", "cuda-", "triton")
 """Beginnings of the names of packages that a CPU does not need."""
 HEADER = """\
-# Packages of `data.source: python`, written by `make docs`: version, files, bytes, and a digest of the files' names, sizes
-# and recorded digests. `python` is the standard library.
+# Packages of `data.source: python`, written by `python -m docs.python_packages`: version, files, bytes, and a
+# digest of the files' names, sizes and recorded digests. `python` is the standard library.
 """
 
 

@@ -3,7 +3,7 @@
 `python_packages.txt` pins what `llmtrain` requires, directly or not, with the tested versions and a digest per package.
 Everybody who installed llmtrain has those packages, and what else is installed does not change the text. Other
 versions are read as well; `PythonText.line` and the record beside the tokens name them. Tests are left out, here as in the
-standard library. `make docs` writes the list (docs/python_packages.py).
+standard library. docs/python_packages.py writes the list.
 """
 
 from __future__ import annotations

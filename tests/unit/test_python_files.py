@@ -175,7 +175,7 @@ def test_no_package_and_a_folder_of_that_name_are_one_line(
 def test_the_pinned_packages_are_those_that_llmtrain_requires() -> None:
     real = PythonText()
     names = {pin.name for pin in real.pinned}
-    assert names <= {*required_packages(), LIBRARY}, f"{PINNED.name} is old: make docs"
+    assert names <= {*required_packages(), LIBRARY}, f"{PINNED.name} is old: python -m docs.python_packages"
     installed = {record.name: record for record in real.records}
     assert not [name for name in required_packages() if name not in names and package_named(name).files]
     same = [pin for pin in real.pinned if pin.name in installed and installed[pin.name].version == pin.version]
