@@ -13,7 +13,7 @@ import typer
 import llmtrain
 from llmtrain.errors import UserError, exit_with_status
 from llmtrain.recipe_commands import recipe_app
-from llmtrain.recipe_files import find_recipe
+from llmtrain.recipe_files import find_recipe, paths_short_enough, short_enough
 from llmtrain.startup import imports_without_gc
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -122,7 +122,8 @@ def prepare(context: typer.Context, recipe: RecipeFile) -> None:
 def doctor(
     context: typer.Context,
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="Also check whether this recipe fits.")
+        Path | None,
+        typer.Argument(metavar="[RECIPE]", help="Also check whether this recipe fits.", callback=short_enough),
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=1, max=86_400, help="Timeout of each wait for other ranks, in seconds.")
@@ -146,7 +147,12 @@ def doctor(
 @app.command()
 def compare(
     arguments: Annotated[
-        list[str], typer.Argument(metavar="FILE [KEY=VALUE]... | RUN...", help="A comparison file, or folders of runs.")
+        list[str],
+        typer.Argument(
+            metavar="FILE [KEY=VALUE]... | RUN...",
+            help="A comparison file, or folders of runs.",
+            callback=paths_short_enough,
+        ),
     ],
     shaping: Annotated[
         bool,
@@ -158,7 +164,9 @@ def compare(
     ] = False,
     baseline: Annotated[str | None, typer.Option(help="With --report-only: run that others are set against.")] = None,
     target: Annotated[float | None, typer.Option(help="With --report-only: validation loss to reach.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the report or picture on given runs.")] = Path("runs/report"),
+    out: Annotated[
+        Path, typer.Option(help="Folder of the report or picture on given runs.", callback=short_enough)
+    ] = Path("runs/report"),
 ) -> None:
     """Train several recipes under the same conditions, one after another, and report which reaches a loss first.
 
@@ -191,7 +199,9 @@ def compare(
 
 @app.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder of run directories.")] = Path("runs"),
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="Folder of run directories.", callback=short_enough)
+    ] = Path("runs"),
     in_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
 ) -> None:
     """List the runs in a folder, the newest last: method, steps, losses, state, size and time since the last output.
@@ -211,7 +221,9 @@ def runs(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, e.g. runs/quickstart.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run directory, e.g. runs/quickstart.", callback=short_enough)
+    ],
     step: StepOption = None,
     weights: Annotated[
         str,
@@ -221,7 +233,8 @@ def export(
         ),
     ] = "mean",
     out: Annotated[
-        Path | None, typer.Option(help="Folder to write; by default RUN/export/step-00001000 for step 1000.")
+        Path | None,
+        typer.Option(help="Folder to write; by default RUN/export/step-00001000 for step 1000.", callback=short_enough),
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     max_shard_size: Annotated[
@@ -247,7 +260,10 @@ def export(
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Argument(metavar="RUN|FOLDER", help="A run directory, or an exported folder.")],
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="RUN|FOLDER", help="A run directory, or an exported folder.", callback=short_enough),
+    ],
     prompt: Annotated[str, typer.Option(help="Beginning of the text.")] = "",
     step: StepOption = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to write.")] = 120,
@@ -277,8 +293,13 @@ def generate(
 
 @app.command("eval")
 def evaluate_command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders that transformers loads.")],
-    suite: Annotated[str, typer.Option(help="edit_paper, small, tinystories, offline, or a YAML file.")] = "small",
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Runs, or folders that transformers loads.", callback=short_enough),
+    ],
+    suite: Annotated[
+        str, typer.Option(help="edit_paper, small, tinystories, offline, or a YAML file.", callback=short_enough)
+    ] = "small",
     over_time: Annotated[
         bool, typer.Option("--over-time", help="Evaluate every checkpoint of the runs, and draw curves.")
     ] = False,
@@ -286,13 +307,18 @@ def evaluate_command(
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of documents per task.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences per batch; the suite's by default.")] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of local data, for the suites offline and tinystories.")
+        Path | None,
+        typer.Option(help="Folder of local data, for the suites offline and tinystories.", callback=short_enough),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU by default if there is one.")
     ] = None,
-    baseline: Annotated[Path | None, typer.Option(help="Run or folder to test the others against.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; RUN/eval by default.")] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="Run or folder to test the others against.", callback=short_enough)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the results; RUN/eval by default.", callback=short_enough)
+    ] = None,
 ) -> None:
     """Evaluate checkpoints on a suite of tasks: llmtrain eval runs/quickstart --suite small
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from llmtrain.config.section import Count, Section
+from llmtrain.config.section import Count, PathText, Section
 
 
 class DataSection(Section):
@@ -31,5 +31,5 @@ class DataSection(Section):
     """Fraction of the documents that is held out if `validation` is `null`."""
     max_tokens: Count | None = None
     """Maximum number of training tokens to prepare; `null`: whole files, and of a hub data set as much as the run reads."""
-    cache_dir: str = "data"
+    cache_dir: PathText = "data"
     """Folder of the token shards. They are prepared once per source and tokenizer."""

@@ -92,7 +92,7 @@ def cache_path(data: DataSection) -> Path:
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     labels = (data.source.removeprefix(HUB), data.subset, data.tokenizer.replace(":", "_"))
     name = "-".join(Path(label).name.partition(".")[0] for label in labels if label)
-    return Path(data.cache_dir) / f"{re.sub(r'[^A-Za-z0-9_-]+', '_', name)}-{digest}"
+    return Path(data.cache_dir) / f"{re.sub(r'[^A-Za-z0-9_-]+', '_', name)[:100]}-{digest}"
 
 
 def _is_sufficient(cached: TokenDataset, needed: Mapping[Split, int]) -> bool:

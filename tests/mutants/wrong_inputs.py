@@ -19,10 +19,24 @@ MUTANTS = [
     ),
     Mutant(
         "errors: a name that is too long ends in a traceback",
-        "llmtrain/errors.py",
-        "error.errno == errno.ENAMETOOLONG",
-        "error.errno == errno.ENOENT",
+        "llmtrain/files.py",
+        "    if is_too_long(path):\n",
+        "    if not path:\n",
         COMMANDS,
+    ),
+    Mutant(
+        "config: a key's path may be too long",
+        "llmtrain/config/section.py",
+        "    if is_too_long(path):\n",
+        "    if not path:\n",
+        COMMANDS,
+    ),
+    Mutant(
+        "tokens: a long file name makes a folder's name that is too long",
+        "llmtrain/data/prepare.py",
+        '[:100]}-{digest}"',
+        '}-{digest}"',
+        ("tests/unit/test_data_prepare.py",),
     ),
     Mutant(
         "errors: an interpreter's message is shown",

@@ -371,3 +371,10 @@ def test_shards_are_plain_npy_read_as_one_sequence(tmp_path: Path, monkeypatch: 
     assert len(TokenShards(arrays, 150)) == 150 and len(TokenShards(arrays, 5000)) == 1003
     with pytest.raises(AssertionError):
         TokenShards(arrays, 150).window(100, 51)
+
+
+def test_a_long_file_name_is_cut_in_the_name_of_the_folder(data: DataSection, tmp_path: Path) -> None:
+    source = tmp_path / f"{'x' * 225}.txt"
+    source.write_text("a text")
+    folder = module.cache_path(data.model_copy(update={"source": str(source)}))
+    assert re.fullmatch(r"x{100}-[0-9a-f]{8}", folder.name)
