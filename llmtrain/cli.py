@@ -13,7 +13,7 @@ import typer
 import llmtrain
 from llmtrain.errors import UserError, exit_with_status
 from llmtrain.recipe_commands import recipe_app
-from llmtrain.recipe_files import find_recipe, paths_short_enough, short_enough
+from llmtrain.recipe_files import find_recipe, usable_arguments, usable_paths
 from llmtrain.startup import imports_without_gc
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -123,7 +123,7 @@ def doctor(
     context: typer.Context,
     recipe: Annotated[
         Path | None,
-        typer.Argument(metavar="[RECIPE]", help="Also check whether this recipe fits.", callback=short_enough),
+        typer.Argument(metavar="[RECIPE]", help="Also check whether this recipe fits.", callback=usable_paths),
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=1, max=86_400, help="Timeout of each wait for other ranks, in seconds.")
@@ -151,7 +151,7 @@ def compare(
         typer.Argument(
             metavar="FILE [KEY=VALUE]... | RUN...",
             help="A comparison file, or folders of runs.",
-            callback=paths_short_enough,
+            callback=usable_arguments,
         ),
     ],
     shaping: Annotated[
@@ -165,7 +165,7 @@ def compare(
     baseline: Annotated[str | None, typer.Option(help="With --report-only: run that others are set against.")] = None,
     target: Annotated[float | None, typer.Option(help="With --report-only: validation loss to reach.")] = None,
     out: Annotated[
-        Path, typer.Option(help="Folder of the report or picture on given runs.", callback=short_enough)
+        Path, typer.Option(help="Folder of the report or picture on given runs.", callback=usable_paths)
     ] = Path("runs/report"),
 ) -> None:
     """Train several recipes under the same conditions, one after another, and report which reaches a loss first.
@@ -200,7 +200,7 @@ def compare(
 @app.command()
 def runs(
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="Folder of run directories.", callback=short_enough)
+        Path, typer.Argument(metavar="[FOLDER]", help="Folder of run directories.", callback=usable_paths)
     ] = Path("runs"),
     in_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
 ) -> None:
@@ -222,7 +222,7 @@ def runs(
 @app.command()
 def export(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run directory, e.g. runs/quickstart.", callback=short_enough)
+        Path, typer.Argument(metavar="RUN", help="A run directory, e.g. runs/quickstart.", callback=usable_paths)
     ],
     step: StepOption = None,
     weights: Annotated[
@@ -234,7 +234,7 @@ def export(
     ] = "mean",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder to write; by default RUN/export/step-00001000 for step 1000.", callback=short_enough),
+        typer.Option(help="Folder to write; by default RUN/export/step-00001000 for step 1000.", callback=usable_paths),
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     max_shard_size: Annotated[
@@ -262,7 +262,7 @@ def export(
 def generate(
     model: Annotated[
         Path,
-        typer.Argument(metavar="RUN|FOLDER", help="A run directory, or an exported folder.", callback=short_enough),
+        typer.Argument(metavar="RUN|FOLDER", help="A run directory, or an exported folder.", callback=usable_paths),
     ],
     prompt: Annotated[str, typer.Option(help="Beginning of the text.")] = "",
     step: StepOption = None,
@@ -295,10 +295,10 @@ def generate(
 def evaluate_command(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Runs, or folders that transformers loads.", callback=short_enough),
+        typer.Argument(metavar="RUN...", help="Runs, or folders that transformers loads.", callback=usable_paths),
     ],
     suite: Annotated[
-        str, typer.Option(help="edit_paper, small, tinystories, offline, or a YAML file.", callback=short_enough)
+        str, typer.Option(help="edit_paper, small, tinystories, offline, or a YAML file.", callback=usable_paths)
     ] = "small",
     over_time: Annotated[
         bool, typer.Option("--over-time", help="Evaluate every checkpoint of the runs, and draw curves.")
@@ -308,16 +308,16 @@ def evaluate_command(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences per batch; the suite's by default.")] = None,
     data_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder of local data, for the suites offline and tinystories.", callback=short_enough),
+        typer.Option(help="Folder of local data, for the suites offline and tinystories.", callback=usable_paths),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU by default if there is one.")
     ] = None,
     baseline: Annotated[
-        Path | None, typer.Option(help="Run or folder to test the others against.", callback=short_enough)
+        Path | None, typer.Option(help="Run or folder to test the others against.", callback=usable_paths)
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the results; RUN/eval by default.", callback=short_enough)
+        Path | None, typer.Option(help="Folder of the results; RUN/eval by default.", callback=usable_paths)
     ] = None,
 ) -> None:
     """Evaluate checkpoints on a suite of tasks: llmtrain eval runs/quickstart --suite small

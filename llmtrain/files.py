@@ -23,10 +23,19 @@ def is_too_long(path: str | Path) -> bool:
     return max(map(len, names)) > LONGEST_NAME or sum(map(len, names)) + len(names) > LONGEST_PATH
 
 
-def check_length(path: str | Path) -> None:
-    """Raise UserError if a path is too long for a file system."""
+def check_path(path: str | Path) -> None:
+    """Raise UserError if a path is too long for a file system, or leads through a folder that may not be read.
+
+    The methods of pathlib that ask for a file's kind raise OSError for both.
+    """
     if is_too_long(path):
         raise UserError(f"{str(path)[:60]}... is too long for the name of a file; shorten it")
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        raise UserError(f"{path} can't be looked up ({error.strerror}); choose another path, or allow it") from None
+    except (OSError, ValueError):  # what is missing is for the command to refuse or to make
+        return
 
 
 def local_path(name: str) -> Path | None:

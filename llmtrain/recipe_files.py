@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from llmtrain.errors import RecipeError
-from llmtrain.files import check_length
+from llmtrain.files import check_path
 
 T = TypeVar("T", str, Path | None, list[str], list[Path])
 
@@ -21,25 +21,25 @@ COMPARISONS, SCHEMA = "compare", "schema.json"
 
 def find_recipe(given: Path) -> Path:
     """Return the file that a RECIPE argument names: a file here, or else the package's recipe of that name, such as
-    `quickstart` or `compare/traffic`. Raises UserError if it is too long for a path."""
-    check_length(given)
+    `quickstart` or `compare/traffic`. Raises UserError if the path is not usable."""
+    check_path(given)
     if not given.name or given.suffix or given.is_absolute() or os.path.isfile(given) or ".." in given.parts:
         return given
     packaged = PACKAGED / given.with_suffix(".yaml")
     return packaged if os.path.isfile(packaged) else given
 
 
-def short_enough(given: T) -> T:
+def usable_paths(given: T) -> T:
     """Return the value of an argument or option for paths, none or one or several, as it was given. Raises UserError if
-    one is too long for a file system."""
+    one is too long for a file system, or leads through a folder that may not be read."""
     for path in [given] if isinstance(given, str | Path) else given or ():
-        check_length(path)
+        check_path(path)
     return given
 
 
-def paths_short_enough(arguments: list[str]) -> list[str]:
+def usable_arguments(arguments: list[str]) -> list[str]:
     """Do the same for arguments that are paths, except for `key=value` after the first one."""
-    short_enough([argument for number, argument in enumerate(arguments) if not number or "=" not in argument])
+    usable_paths([argument for number, argument in enumerate(arguments) if not number or "=" not in argument])
     return arguments
 
 
@@ -62,7 +62,7 @@ def list_recipes() -> None:
 
 def copy_recipe(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A name in llmtrain recipe list, e.g. quickstart.")],
-    to: Annotated[Path, typer.Option(help="Folder to copy to.", callback=short_enough)] = Path("recipes"),
+    to: Annotated[Path, typer.Option(help="Folder to copy to.", callback=usable_paths)] = Path("recipes"),
 ) -> None:
     """Copy a recipe of the package, and the files it is based on, to a folder here.
 

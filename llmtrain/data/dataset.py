@@ -220,7 +220,7 @@ def open_dataset(directory: Path | str, limits: Mapping[Split, int] | None = Non
     for split in index.splits.values():
         for shard in split.shards:
             path = directory / shard.name
-            if not path.is_file():
+            if not os.path.isfile(path):
                 raise DataError(f"{path}: no such file; expected {shard.bytes} bytes; {remedy}")
             if (size := path.stat().st_size) != shard.bytes:
                 raise DataError(f"{path}: {size} bytes found, {shard.bytes} expected; {remedy}")

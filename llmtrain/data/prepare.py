@@ -27,6 +27,7 @@ from llmtrain.data.extend import extend
 from llmtrain.data.sources import HUB, SPLITS, Position, Split, fingerprint
 from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, vocab_size
 from llmtrain.errors import DataError
+from llmtrain.files import check_path
 
 NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a disk that is full, over quota or read-only."""
@@ -77,7 +78,8 @@ def _check_tokenizer(directory: Path) -> None:
 
 
 def cache_path(data: DataSection) -> Path:
-    """Return the cache folder of `data`: a readable name and a hash of everything that determines the tokens."""
+    """Return the cache folder of `data`: a readable name and a hash of everything that determines the tokens. Raises
+    UserError if it may not be read."""
     try:
         tokenizer = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(data.tokenizer)]
     except OSError as error:
@@ -92,7 +94,9 @@ def cache_path(data: DataSection) -> Path:
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     labels = (data.source.removeprefix(HUB), data.subset, data.tokenizer.replace(":", "_"))
     name = "-".join(Path(label).name.partition(".")[0] for label in labels if label)
-    return Path(data.cache_dir) / f"{re.sub(r'[^A-Za-z0-9_-]+', '_', name)[:100]}-{digest}"
+    path = Path(data.cache_dir) / f"{re.sub(r'[^A-Za-z0-9_-]+', '_', name)[:100]}-{digest}"
+    check_path(path)
+    return path
 
 
 def _is_sufficient(cached: TokenDataset, needed: Mapping[Split, int]) -> bool:

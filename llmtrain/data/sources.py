@@ -192,7 +192,7 @@ def _files(source: str, key: str) -> list[Path]:
     if path is None or not path.is_dir():
         raise DataError(f"{key}: {source}: no such file or folder; expected stories, stdlib, a path, or hf:OWNER/NAME")
     try:
-        found = sorted(file for file in path.rglob("*") if file.is_file() and _reader(file) is not None)
+        found = sorted(file for file in path.rglob("*") if os.path.isfile(file) and _reader(file) is not None)
     except OSError as error:
         raise DataError(
             f"{key}: {source}: {error.filename} can't be read ({error.strerror}); give a folder of text"

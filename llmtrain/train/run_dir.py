@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from llmtrain.config import Recipe
 from llmtrain.data.dataset import TOKENIZER
 from llmtrain.errors import CheckpointError, RecipeError
-from llmtrain.files import atomic_write, lock_holder, write_lock_holder
+from llmtrain.files import atomic_write, check_path, lock_holder, write_lock_holder
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml, stored_recipe
 from llmtrain.train.checkpoint_files import list_checkpoints, read_state
 from llmtrain.train.run_length import LengthChange, length_key
@@ -62,6 +62,7 @@ class RunDirectory:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.path = Path(recipe.run.out_dir) / recipe.run.name
+        check_path(self.path)
         self.tokenizer = self.path / TOKENIZER
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"

@@ -220,7 +220,7 @@ MUTANTS = [
     Mutant(
         "suites: a folder of tasks that is not there has no tasks",
         "llmtrain/suites.py",
-        "if missing := next((folder for folder in folders if not folder.is_dir()), None):",
+        "if missing := next((folder for folder in folders if not os.path.isdir(folder)), None):",
         "if missing := None:",
         ("tests/unit/test_eval.py",),
     ),

@@ -25,6 +25,20 @@ MUTANTS = [
         COMMANDS,
     ),
     Mutant(
+        "files: a path through a locked folder ends in a traceback",
+        "llmtrain/files.py",
+        "    except PermissionError as error:\n",
+        "    except BlockingIOError as error:\n",
+        COMMANDS,
+    ),
+    Mutant(
+        "suites: a folder's name that is too long ends in a traceback",
+        "llmtrain/suites.py",
+        "not os.path.isdir(folder)",
+        "not folder.is_dir()",
+        FILES,
+    ),
+    Mutant(
         "config: a key's path may be too long",
         "llmtrain/config/section.py",
         "    if is_too_long(path):\n",

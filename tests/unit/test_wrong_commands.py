@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
 import typing
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from llmtrain import files
 from llmtrain.cli import app
 from llmtrain.errors import UserError
 from llmtrain.recipe_commands import recipe_app
@@ -232,6 +234,7 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("compare --report-only {tmp}/run", "holds no ended run"),
     ],
     "paths that are too long": [
+        ("compare {tmp}/long.yaml", "out_dir is .*; input should be a path of at most 3800 bytes"),
         (f"recipe copy quickstart --to {LONG}", TOO_LONG),
         (f"train {Q} --dry-run run.name={LONG}", "run.name is .*, expected at most 230 characters"),
         (f"train {Q} --dry-run run.out_dir={{tmp}}/{LONG}", LONG_KEY.format("run.out_dir")),
@@ -275,6 +278,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("config.json", "tokenizer_config.json", "pytorch_model.bin"):
         (folder / "model" / name).write_text("{}")
     (folder / "a.bin").write_bytes(bytes(range(256)))
+    (folder / "long.yaml").write_text(f"out_dir: {LONG}\nrecipe: {Q}\nruns: {{a: {{}}}}\n")
     (folder / "loop").symlink_to(folder / "loop")
     return folder
 
@@ -293,10 +297,17 @@ def test_a_mistyped_command_ends_with_2_and_one_line(
 
 
 @pytest.mark.parametrize("command", [*app.registered_commands, *recipe_app.registered_commands])
-def test_every_path_of_the_command_line_may_be_too_long(command: typer.models.CommandInfo) -> None:
+def test_every_path_of_the_command_line_is_looked_up_first(
+    command: typer.models.CommandInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str | Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(files.os, "stat", refuse)
     for name, hint in typing.get_type_hints(command.callback, include_extras=True).items():
         kind, *rest = typing.get_args(hint) or (hint,)
         if "Path" not in str(kind) and name not in ("arguments", "suite"):
             continue
-        with pytest.raises(UserError, match=TOO_LONG):
-            rest[0].callback([LONG] if "list" in str(kind) else Path(LONG))
+        for given, message in ((LONG, TOO_LONG), ("locked/a", r"locked/a can't be looked up \(Permission denied\)")):
+            with pytest.raises(UserError, match=message):
+                rest[0].callback([given] if "list" in str(kind) else Path(given))

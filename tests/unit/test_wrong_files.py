@@ -59,6 +59,7 @@ RECIPES: list[tuple[Content, str]] = [
     ("run: {seed: '${oc.env:HOME}'}", "no interpolation"),
     ("base: recipe.yaml", "base files form a circle"),
     ("base: nowhere.yaml", r"nowhere.yaml: there is no such file \(named by `base:` in recipe.yaml\)"),
+    ("base: " + "x" * 300 + ".yaml", "can't be read as a recipe: File name too long"),
     ("base: [3]", r"base is \[3\], expected a file name or a list"),
     ("base: {a: b}", "base is .*, expected a file name or a list"),
 ]
@@ -152,6 +153,7 @@ SUITES: list[tuple[Content, Content, str]] = [
     ("samples: {prompts: []}", "", "samples.prompts"),
     ("samples: {prompts: [a], temperature: 0}", "", "samples.temperature is 0"),
     ("tasks: [{task: a}]\ntask_folders: [nowhere]", "", "nowhere, which is no folder"),
+    ("tasks: [{task: a}]\ntask_folders: [" + "x" * 300 + "]", "", "x, which is no folder"),
     ("texts: [{name: t, file: nowhere.txt}]", "", "has no nowhere.txt, which text t reads"),
     ("texts: [{name: t, file: " + "x" * 300 + "}]", "", "which text t reads"),
     ("texts: [{name: t, file: text.txt, separator: ''}]", "", "texts.0.separator"),
