@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import llmtrain
-from llmtrain.errors import UserError, exit_with_status
+from llmtrain.errors import STOPPED_EARLY, UserError, exit_with_status
 from llmtrain.recipe_commands import recipe_app
 from llmtrain.recipe_files import find_recipe, usable_arguments, usable_paths
 from llmtrain.startup import imports_without_gc
@@ -24,6 +25,8 @@ StepOption = Annotated[
     str | None,
     typer.Option(help="Step of the checkpoint, or best: the lowest validation loss; the newest by default."),
 ]
+path_option = partial(typer.Option, callback=usable_paths)
+path_argument = partial(typer.Argument, callback=usable_paths)
 RecipeFile = Annotated[
     Path,
     typer.Argument(
@@ -105,15 +108,23 @@ def _print_dry_run(
 
 @app.command(context_settings=OVERRIDES)
 def prepare(context: typer.Context, recipe: RecipeFile) -> None:
-    """Tokenize a recipe's text into token shards. Training does so itself if they do not exist yet."""
+    """Tokenize a recipe's text into token shards. Training does so itself if they do not exist yet.
+
+    Ctrl-C ends it with exit code 3. It keeps the tokens that are written, and the same command continues.
+    """
     with imports_without_gc():
+        from llmtrain.data.prepare import describe_kept
         from llmtrain.recipe_check import check
         from llmtrain.recipe_loader import load_recipe
         from llmtrain.train.run import prepare_for
 
     loaded = load_recipe(recipe, context.args)
     check(loaded, None)
-    prepared = prepare_for(loaded, show_progress=True)
+    try:
+        prepared = prepare_for(loaded, show_progress=True)
+    except KeyboardInterrupt:
+        typer.echo(f"stopped: {describe_kept(loaded.data)}; the same command continues")
+        raise typer.Exit(STOPPED_EARLY) from None
     counts = ", ".join(f"{len(prepared.tokens(split)):,} {split} tokens" for split in ("train", "validation"))
     typer.echo(f"{prepared.directory}: {counts}, vocabulary {prepared.vocab_size:,}")
 
@@ -123,7 +134,7 @@ def doctor(
     context: typer.Context,
     recipe: Annotated[
         Path | None,
-        typer.Argument(metavar="[RECIPE]", help="Also check whether this recipe fits.", callback=usable_paths),
+        path_argument(metavar="[RECIPE]", help="Also check whether this recipe fits."),
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=1, max=86_400, help="Timeout of each wait for other ranks, in seconds.")
@@ -164,9 +175,7 @@ def compare(
     ] = False,
     baseline: Annotated[str | None, typer.Option(help="With --report-only: run that others are set against.")] = None,
     target: Annotated[float | None, typer.Option(help="With --report-only: validation loss to reach.")] = None,
-    out: Annotated[
-        Path, typer.Option(help="Folder of the report or picture on given runs.", callback=usable_paths)
-    ] = Path("runs/report"),
+    out: Annotated[Path, path_option(help="Folder of the report or picture on given runs.")] = Path("runs/report"),
 ) -> None:
     """Train several recipes under the same conditions, one after another, and report which reaches a loss first.
 
@@ -199,9 +208,7 @@ def compare(
 
 @app.command()
 def runs(
-    folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="Folder of run directories.", callback=usable_paths)
-    ] = Path("runs"),
+    folder: Annotated[Path, path_argument(metavar="[FOLDER]", help="Folder of run directories.")] = Path("runs"),
     in_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
 ) -> None:
     """List the runs in a folder, the newest last: method, steps, losses, state, size and time since the last output.
@@ -221,9 +228,7 @@ def runs(
 
 @app.command()
 def export(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run directory, e.g. runs/quickstart.", callback=usable_paths)
-    ],
+    run: Annotated[Path, path_argument(metavar="RUN", help="A run directory, e.g. runs/quickstart.")],
     step: StepOption = None,
     weights: Annotated[
         str,
@@ -234,7 +239,7 @@ def export(
     ] = "mean",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder to write; by default RUN/export/step-00001000 for step 1000.", callback=usable_paths),
+        path_option(help="Folder to write; by default RUN/export/step-00001000 for step 1000."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     max_shard_size: Annotated[
@@ -262,7 +267,7 @@ def export(
 def generate(
     model: Annotated[
         Path,
-        typer.Argument(metavar="RUN|FOLDER", help="A run directory, or an exported folder.", callback=usable_paths),
+        path_argument(metavar="RUN|FOLDER", help="A run directory, or an exported folder."),
     ],
     prompt: Annotated[str, typer.Option(help="Beginning of the text.")] = "",
     step: StepOption = None,
@@ -295,11 +300,9 @@ def generate(
 def evaluate_command(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Runs, or folders that transformers loads.", callback=usable_paths),
+        path_argument(metavar="RUN...", help="Runs, or folders that transformers loads."),
     ],
-    suite: Annotated[
-        str, typer.Option(help="edit_paper, small, tinystories, offline, or a YAML file.", callback=usable_paths)
-    ] = "small",
+    suite: Annotated[str, path_option(help="edit_paper, small, tinystories, offline, or a YAML file.")] = "small",
     over_time: Annotated[
         bool, typer.Option("--over-time", help="Evaluate every checkpoint of the runs, and draw curves.")
     ] = False,
@@ -308,17 +311,13 @@ def evaluate_command(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences per batch; the suite's by default.")] = None,
     data_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder of local data, for the suites offline and tinystories.", callback=usable_paths),
+        path_option(help="Folder of local data, for the suites offline and tinystories."),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU by default if there is one.")
     ] = None,
-    baseline: Annotated[
-        Path | None, typer.Option(help="Run or folder to test the others against.", callback=usable_paths)
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the results; RUN/eval by default.", callback=usable_paths)
-    ] = None,
+    baseline: Annotated[Path | None, path_option(help="Run or folder to test the others against.")] = None,
+    out: Annotated[Path | None, path_option(help="Folder of the results; RUN/eval by default.")] = None,
 ) -> None:
     """Evaluate checkpoints on a suite of tasks: llmtrain eval runs/quickstart --suite small
 

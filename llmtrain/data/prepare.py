@@ -99,6 +99,17 @@ def cache_path(data: DataSection) -> Path:
     return path
 
 
+def describe_kept(data: DataSection) -> str:
+    """Return in words what an interrupted preparation has written to the cache folder of `data`."""
+    directory = cache_path(data)
+    try:
+        splits = open_dataset(directory).index.splits
+    except DataError:
+        return "no tokens are written yet"
+    counts = " and ".join(f"{splits[split].tokens:,} {split}" for split in SPLITS)
+    return f"{directory} keeps {counts} tokens"
+
+
 def _is_sufficient(cached: TokenDataset, needed: Mapping[Split, int]) -> bool:
     splits = cached.index.splits
     return all(splits[split].exhausted or splits[split].tokens >= needed[split] for split in SPLITS)

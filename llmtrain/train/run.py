@@ -90,6 +90,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
         with console.progress("building the model"):
             trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop, end_early, weights)
         del weights  # its files
+        mesh.broadcast_from_main(directory.open)  # a run only from here on, because the weights may be damaged
         trainer.checkpointer.on_saved += [suites.after_checkpoint, mirror.upload_async]
         trainer.checkpointer.pinned_by += [suites.worker.pending_steps, mirror.pinned_steps]
         try:
@@ -165,8 +166,8 @@ def _is_finished(directory: RunDirectory) -> bool:
 
 
 def _make_ready(directory: RunDirectory, prepared: TokenDataset) -> None:
-    """Create the run directory and copy the tokenizer into it. Main rank only."""
-    directory.open()
+    """Reserve the run directory and copy the tokenizer into it. Main rank only."""
+    directory.reserve()
     directory.copy_tokenizer(prepared.directory / TOKENIZER)
 
 

@@ -218,6 +218,13 @@ MUTANTS = [
         ("tests/unit/test_gaps_results.py",),
     ),
     Mutant(
+        "generate: a folder's token may be anything",
+        "llmtrain/eval/texts.py",
+        "(type(token) is not int or not 0 <= token < model.config.vocab_size)",
+        "False",
+        ("tests/unit/test_export.py",),
+    ),
+    Mutant(
         "suites: a folder of tasks that is not there has no tasks",
         "llmtrain/suites.py",
         "if missing := next((folder for folder in folders if not os.path.isdir(folder)), None):",

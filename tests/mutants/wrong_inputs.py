@@ -39,6 +39,27 @@ MUTANTS = [
         FILES,
     ),
     Mutant(
+        "prepare: Ctrl-C says nothing",
+        "llmtrain/cli.py",
+        "    except KeyboardInterrupt:\n",
+        "    except ZeroDivisionError:\n",
+        ("tests/unit/test_cli.py",),
+    ),
+    Mutant(
+        "run directory: damaged weights leave a run behind",
+        "llmtrain/train/run.py",
+        "    directory.reserve()\n",
+        "    directory.open()\n",
+        ("tests/end_to_end/test_training.py",),
+    ),
+    Mutant(
+        "runs: a folder that may not be read ends the list",
+        "llmtrain/run_list.py",
+        "    for path, below, files in os.walk(folder):\n",
+        "    for path, below, files in os.walk(folder, onerror=_raise):\n",
+        ("tests/unit/test_run_list.py",),
+    ),
+    Mutant(
         "config: a key's path may be too long",
         "llmtrain/config/section.py",
         "    if is_too_long(path):\n",
