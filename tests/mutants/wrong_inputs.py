@@ -56,7 +56,7 @@ MUTANTS = [
         "runs: a folder that may not be read ends the list",
         "llmtrain/run_list.py",
         "    for path, below, files in os.walk(folder):\n",
-        "    for path, below, files in os.walk(folder, onerror=_raise):\n",
+        "    for path, below, files in os.walk(folder, onerror=os.fspath):\n",
         ("tests/unit/test_run_list.py",),
     ),
     Mutant(
