@@ -54,10 +54,12 @@ def list_recipes() -> None:
 
     A name works like a file: llmtrain launch quickstart
     """
-    for name in recipe_names():
+    names = recipe_names()
+    width = max(map(len, names))
+    for name in names:
         lines = (PACKAGED / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
         # The first line of a comparison is its command, and the second one its question.
-        typer.echo(f"{name:<28} {lines[name.startswith(COMPARISONS)].removeprefix('# ')}")
+        typer.echo(f"{name:<{width}}  {lines[name.startswith(COMPARISONS)].removeprefix('# ')}")
 
 
 def copy_recipe(

@@ -13,8 +13,9 @@ class DataSection(Section):
     """Training and validation text, its tokenizer, and the folder of its token shards."""
 
     source: str = "stdlib"
-    """`stories` (4 MB of TinyStories, part of this package), `stdlib` (Python's own source), a file (`.txt`, `.jsonl`, with or
-    without `.gz`; `.parquet`), a folder of those, or `hf:OWNER/NAME` on the Hugging Face hub."""
+    """`stories` (4 MB of TinyStories, part of this package), `stdlib` (Python's own source), `python` (that, and the
+    Python files of the packages that llmtrain requires, 198 MB), a file (`.txt`, `.jsonl`, with or without `.gz`; `.parquet`), a
+    folder of those, or `hf:OWNER/NAME` on the Hugging Face hub."""
     subset: str | None = None
     """Configuration name of a hub data set (`sample-100BT`)."""
     split: str = "train"
@@ -28,7 +29,7 @@ class DataSection(Section):
     validation: str | None = None
     """Source of the validation text: a file, a folder, or a split of the hub data set; `null`: held-out documents."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    """Fraction of the documents that is held out if `validation` is `null`."""
+    """Fraction of the documents that is held out if `validation` is `null`; of `python`, fraction of the bytes, in whole packages."""
     max_tokens: Count | None = None
     """Maximum number of training tokens to prepare; `null`: whole files, and of a hub data set as much as the run reads."""
     cache_dir: PathText = "data"

@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import FORMAT, INDEX, TOKENIZER, Index, SplitIndex, TokenDataset, open_dataset
 from llmtrain.data.extend import extend
+from llmtrain.data.python_files import PYTHON, python_text
 from llmtrain.data.sources import HUB, SPLITS, Position, Split, fingerprint
 from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, vocab_size
 from llmtrain.errors import DataError
@@ -31,6 +32,8 @@ from llmtrain.files import check_path
 
 NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a disk that is full, over quota or read-only."""
+PACKAGES = "packages.txt"
+"""File that records the packages of `python`: versions, sizes and digests, one package per line."""
 LOCK_SECONDS = 24 * 3600.0
 """Seconds to wait for another process that prepares the same folder."""
 
@@ -59,6 +62,8 @@ def prepare(data: DataSection, train_tokens: int, eval_tokens: int, *, show_prog
     with _lock(directory, show_progress), _full_disk_as_data_error(directory):
         if not directory.exists():
             _create(directory, data)
+        if show_progress and data.source == PYTHON:
+            print(python_text().line(data.validation_fraction), flush=True)
         cached = open_dataset(directory, needed)
         _check_tokenizer(directory)
         if not _is_sufficient(cached, needed):
@@ -170,6 +175,8 @@ def _create(directory: Path, data: DataSection) -> None:
             splits=dict.fromkeys(SPLITS, empty),
         )
         (new / INDEX).write_text(index.model_dump_json(indent=1))
+        if data.source == PYTHON:
+            (new / PACKAGES).write_text(python_text().record)
         for path in (new / INDEX, *(new / TOKENIZER).rglob("*"), new / TOKENIZER, new):
             _fsync(path)
         new.rename(directory)

@@ -97,7 +97,7 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("prepare {tmp}/nope.yaml", NO_FILE),
         (
             f"prepare {Q} data.source=/nowhere",
-            "data.source: /nowhere: no such file or folder; expected stories, stdlib, a path",
+            "data.source: /nowhere: no such file or folder; expected stories, stdlib, python, a path",
         ),
         (f"prepare {Q} data.source={{tmp}}/empty", "no text in this folder; expected files that end in .txt"),
         (f"prepare {Q} data.source={{tmp}}/a.bin", "unknown kind of file; expected .txt"),
