@@ -24,9 +24,11 @@ from filelock import FileLock, Timeout
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import FORMAT, INDEX, TOKENIZER, Index, SplitIndex, TokenDataset, open_dataset
 from llmtrain.data.extend import extend
+from llmtrain.data.ready_made import describe, find_ready_made, index_of, is_measured, measured
 from llmtrain.data.sources import HUB, SPLITS, Position, Split, fingerprint
 from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, vocab_size
 from llmtrain.errors import DataError
+from llmtrain.files import atomic_write
 
 NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a disk that is full, over quota or read-only."""
@@ -60,7 +62,9 @@ def prepare(data: DataSection, train_tokens: int, eval_tokens: int, *, show_prog
             _create(directory, data)
         cached = open_dataset(directory, needed)
         _check_tokenizer(directory)
-        if not _is_sufficient(cached, needed):
+        if cached.index.ready_made is not None:
+            cached = _measure(cached, show_progress)
+        elif not _is_sufficient(cached, needed):
             extend(directory, cached.index, data, cached.load_tokenizer(), needed, show_progress)
             cached = open_dataset(directory, needed)
             _check_documents(cached, data)
@@ -83,9 +87,10 @@ def cache_path(data: DataSection) -> Path:
     except OSError as error:
         raise DataError(f"data.tokenizer: {error.filename}: can't be read ({error.strerror}); copy it again") from None
     keys = ("text_key", "separator", "validation_fraction")
+    ready_made = find_ready_made(data)
     identity = {
         "format": FORMAT,
-        "source": fingerprint(data),
+        "source": fingerprint(data) if ready_made is None else ready_made.stamps(),
         "tokenizer": tokenizer or data.tokenizer,
         **{key: getattr(data, key) for key in keys},
     }
@@ -97,7 +102,20 @@ def cache_path(data: DataSection) -> Path:
 
 def _is_sufficient(cached: TokenDataset, needed: Mapping[Split, int]) -> bool:
     splits = cached.index.splits
-    return all(splits[split].exhausted or splits[split].tokens >= needed[split] for split in SPLITS)
+    return is_measured(cached) and all(
+        splits[split].exhausted or splits[split].tokens >= needed[split] for split in SPLITS
+    )
+
+
+def _measure(cached: TokenDataset, show_progress: bool) -> TokenDataset:
+    """Return ready-made tokens after adding to their index the bytes of the validation tokens that the run reads."""
+    if show_progress:
+        print(*describe(cached), sep="\n", flush=True)
+    if is_measured(cached):
+        return cached
+    index = measured(cached)
+    atomic_write(cached.directory / INDEX, index.model_dump_json(indent=1))
+    return TokenDataset(cached.directory, index, cached.limits)
 
 
 @contextmanager
@@ -154,6 +172,8 @@ def _create(directory: Path, data: DataSection) -> None:
             dtype="<u2" if size <= 1 << 16 else "<u4",
             splits=dict.fromkeys(SPLITS, empty),
         )
+        if (files := find_ready_made(data)) is not None:
+            index = index_of(files, data, index)
         (new / INDEX).write_text(index.model_dump_json(indent=1))
         for path in (new / INDEX, *(new / TOKENIZER).rglob("*"), new / TOKENIZER, new):
             _fsync(path)
