@@ -26,7 +26,7 @@ from llmtrain.data.dataset import FORMAT, INDEX, TOKENIZER, Index, SplitIndex, T
 from llmtrain.data.extend import extend
 from llmtrain.data.ready_made import describe, find_ready_made, index_of, is_measured, measured
 from llmtrain.data.sources import HUB, SPLITS, Position, Split, fingerprint
-from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, vocab_size
+from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, trained_size, vocab_size
 from llmtrain.errors import DataError
 from llmtrain.files import atomic_write
 
@@ -94,6 +94,9 @@ def cache_path(data: DataSection) -> Path:
         "tokenizer": tokenizer or data.tokenizer,
         **{key: getattr(data, key) for key in keys},
     }
+    sample = data.tokenizer_sample_bytes
+    if trained_size(data.tokenizer) is not None and sample != DataSection().tokenizer_sample_bytes:
+        identity["tokenizer_sample_bytes"] = sample
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     labels = (data.source.removeprefix(HUB), data.subset, data.tokenizer.replace(":", "_"))
     name = "-".join(Path(label).name.partition(".")[0] for label in labels if label)

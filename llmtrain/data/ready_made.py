@@ -25,9 +25,10 @@ from llmtrain.data.dataset import (
     TokenDataset,
     TokenShards,
 )
-from llmtrain.data.sources import READERS, Position, Split
+from llmtrain.data.sources import READERS, Position
 from llmtrain.data.token_files import TokenFile, find_token_files, read_headers
 from llmtrain.data.token_ids import Vocabulary
+from llmtrain.data.trained_tokenizer import TRAIN
 from llmtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def find_ready_made(data: DataSection) -> ReadyMadeFiles | None:
                 "token files under eval.sets"
             )
         return None
-    if data.tokenizer.startswith("train:"):
+    if data.tokenizer.startswith(TRAIN):
         raise DataError(
             f"data.tokenizer: {data.tokenizer}: data.source={data.source} is tokens already; name the tokenizer that made them"
         )
