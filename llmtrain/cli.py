@@ -127,7 +127,7 @@ def prepare(
         from llmtrain.recipe_loader import load_recipe
         from llmtrain.train.run import prepare_for
 
-    chosen = parse_kind(kind) if export_to is not None else None
+    chosen = parse_kind(kind, export_to) if export_to is not None else None
     loaded = load_recipe(recipe, context.args)
     check(loaded, None)
     prepared = prepare_for(loaded, show_progress=True)

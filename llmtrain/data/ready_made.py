@@ -173,13 +173,15 @@ def _border(files: Sequence[TokenFile], data: DataSection, eos: int) -> int:
     return border
 
 
-def _border_of_index(files: Sequence[TokenFile], target: int) -> int | None:
-    first = 0
+def _border_of_index(files: Sequence[TokenFile], target: int) -> int:
+    first = border = 0
     for file in files:
-        if file.index is not None and (border := file.index.border_after(max(target - first, 0))) is not None:
-            return first + border
+        assert file.index is not None, file
+        border = first + file.index.border_near(max(target - first, 0))
+        if border >= target:
+            break
         first += file.tokens
-    return None
+    return border
 
 
 def _border_at_eos(tokens: TokenShards, target: int, eos: int) -> int | None:
@@ -220,14 +222,16 @@ def count_text_bytes(tokens: TokenShards, prepared: TokenDataset) -> int:
     tokenizer, count = prepared.load_tokenizer(), 0
     documents: list[list[int]] = []
     for document in _documents(tokens, prepared):
-        documents.append(document)
         if sum(map(len, documents)) >= DECODED_TOKENS:
             count += sum(len(text.encode()) for text in _decoded(tokenizer, documents))
             documents = []
-    texts = _decoded(tokenizer, documents)
-    if texts and tokens.window(len(tokens) - 1, 1)[0] != prepared.eos_id:
-        texts[-1] = texts[-1].rstrip("\N{REPLACEMENT CHARACTER}")
-    return count + sum(len(text.encode()) for text in texts)
+        documents.append(document)
+    *ended, last = documents  # the last one is empty if the tokens end with eos
+    for cut in range(4):
+        text = _decoded(tokenizer, [last[: len(last) - cut]])[0]
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            break
+    return count + sum(len(text.encode()) for text in [*_decoded(tokenizer, ended), text])
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, documents: list[list[int]]) -> list[str]:

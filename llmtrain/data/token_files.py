@@ -96,19 +96,19 @@ class DocumentIndex:
         """Return the first sequence of each document, and last the number of sequences, memory-mapped."""
         return np.memmap(self.path, "<i8", "r", MEGATRON_HEADER.size + 12 * self.sequences, (self.borders,))
 
-    def border_after(self, token: int) -> int | None:
-        """Return the first token of the first document that begins at `token` or later, or None."""
+    def border_near(self, token: int) -> int:
+        """Return the first token of the first document that begins at `token` or later or, if there is none, of the last
+        document that is not empty."""
         first, pointers = self.first_sequences(), self.pointers()
-        low, high = 0, self.documents
+        low, high = 0, int(np.searchsorted(first, self.sequences))
+        documents = high
         while low < high:
             middle = (low + high) // 2
-            if first[middle] < self.sequences and pointers[first[middle]] // self.itemsize < token:
+            if pointers[first[middle]] // self.itemsize < token:
                 low = middle + 1
             else:
                 high = middle
-        if low == self.documents or first[low] == self.sequences:
-            return None
-        return int(pointers[first[low]]) // self.itemsize
+        return int(pointers[first[min(low, documents - 1)]]) // self.itemsize
 
 
 def find_token_files(source: str, key: str, text_endings: tuple[str, ...]) -> list[Path] | None:

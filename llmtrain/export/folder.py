@@ -118,6 +118,12 @@ def cannot_write(final: Path, error: Exception, command: str = "export RUN --out
     return UserError(f"{final} can't be written ({reason}); make room, or choose another folder: {command}")
 
 
+def check_replaceable(final: Path, manifest: str, what: str, command: str) -> None:
+    """Raise UserError if `final` exists and is neither an export nor an empty folder; see `replacing`."""
+    if final.exists() and not (final.is_dir() and ((final / manifest).is_file() or not any(final.iterdir()))):
+        raise UserError(f"{final} exists and is not {what}; choose another folder: {command}")
+
+
 @contextmanager
 def replacing(
     final: Path, manifest: str = MANIFEST, what: str = "an exported model", command: str = "export RUN --out FOLDER"
@@ -128,8 +134,7 @@ def replacing(
     neither an export nor an empty folder, or if the disk takes no more. An export has a file `manifest`, is `what`, and
     is made by `command`.
     """
-    if final.exists() and not (final.is_dir() and ((final / manifest).is_file() or not any(final.iterdir()))):
-        raise UserError(f"{final} exists and is not {what}; choose another folder: {command}")
+    check_replaceable(final, manifest, what, command)
     temporary, retired = (final.with_name(f".{final.name}.{word}") for word in ("tmp", "old"))
     for leftover in (temporary, retired):  # left by a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)

@@ -19,10 +19,12 @@ from llmtrain.data.dataset import TOKENIZER, TokenDataset, TokenShards, token_di
 from llmtrain.data.sources import SPLITS
 from llmtrain.data.token_files import HEADER_INTS, LLM_C_KINDS, MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC, Kind
 from llmtrain.errors import UserError
-from llmtrain.export.folder import CARD, locked, note, replacing
+from llmtrain.export.folder import CARD, check_replaceable, locked, note, replacing
 
 MANIFEST = "tokens.json"
 KINDS: tuple[Kind, ...] = get_args(Kind)
+WORDS = ("exported tokens", "prepare RECIPE --export FOLDER")
+"""What such a folder is, and how it is made, for messages."""
 NAMES = {"train": "train", "validation": "val"}
 """Beginnings of file names by split, as nanoGPT and llm.c have them."""
 SHARD_TOKENS = 100_000_000
@@ -57,8 +59,9 @@ class TokenManifest(BaseModel, frozen=True):
     splits: dict[str, ExportedSplit]
 
 
-def parse_kind(name: str | None) -> Kind:
-    """Return the format of this name. Raises UserError if there is none."""
+def parse_kind(name: str | None, final: Path) -> Kind:
+    """Return the format of this name. Raises UserError if there is none, or if `final` can't be replaced by an export."""
+    check_replaceable(final, MANIFEST, *WORDS)
     found = next((kind for kind in KINDS if kind == name), None)
     if found is None:
         given = "is missing" if name is None else f"is {name}"
@@ -79,7 +82,7 @@ def export_tokens(prepared: TokenDataset, data: DataSection, kind: Kind, final: 
     """Write all prepared tokens, of training at most `data.max_tokens`, to folder `final`. Raises UserError."""
     prepared = TokenDataset(prepared.directory, prepared.index, {"train": data.max_tokens} if data.max_tokens else {})
     check_kind(kind, prepared.vocab_size)
-    with locked(final), replacing(final, MANIFEST, "exported tokens", "prepare RECIPE --export FOLDER") as folder:
+    with locked(final), replacing(final, MANIFEST, *WORDS) as folder:
         manifest = TokenManifest(
             format=kind,
             dtype=np.dtype(_dtype(kind, prepared.vocab_size)).name,
@@ -112,7 +115,7 @@ def _dtype(kind: Kind, vocab_size: int) -> str:
 def _write_split(prepared: TokenDataset, split: str, kind: Kind, folder: Path) -> ExportedSplit:
     tokens, entry = prepared.tokens(split), prepared.index.splits[split]
     note(f"writing {len(tokens):,} {split} tokens ({kind})")
-    ends = _Documents(prepared.eos_id)
+    ends = DocumentLengths(prepared.eos_id)
     files = WRITERS[kind](tokens, NAMES[split], folder, np.dtype(_dtype(kind, prepared.vocab_size)), ends)
     is_complete = len(tokens) == entry.tokens and prepared.index.ready_made is None
     return ExportedSplit(
@@ -123,7 +126,7 @@ def _write_split(prepared: TokenDataset, split: str, kind: Kind, folder: Path) -
     )
 
 
-class _Documents:
+class DocumentLengths:
     """Lengths of the documents of a stream of tokens, each with its eos."""
 
     def __init__(self, eos: int) -> None:
@@ -144,11 +147,11 @@ class _Documents:
         return found
 
 
-Writer = Callable[[TokenShards, str, Path, np.dtype, _Documents], list[str]]
+Writer = Callable[[TokenShards, str, Path, np.dtype, DocumentLengths], list[str]]
 
 
 def _parts(
-    tokens: TokenShards, start: int, end: int, dtype: np.dtype, documents: _Documents
+    tokens: TokenShards, start: int, end: int, dtype: np.dtype, documents: DocumentLengths
 ) -> Iterator[memoryview | bytes]:
     """Yield the bytes of tokens [start, end), and count their documents."""
     for first in range(start, end, CHUNK):
@@ -157,13 +160,17 @@ def _parts(
         yield ids.tobytes()
 
 
-def _write_nanogpt(tokens: TokenShards, name: str, folder: Path, dtype: np.dtype, documents: _Documents) -> list[str]:
+def _write_nanogpt(
+    tokens: TokenShards, name: str, folder: Path, dtype: np.dtype, documents: DocumentLengths
+) -> list[str]:
     with (folder / f"{name}.bin").open("wb") as file:
         file.writelines(_parts(tokens, 0, len(tokens), dtype, documents))
     return [f"{name}.bin"]
 
 
-def _write_llm_c(tokens: TokenShards, name: str, folder: Path, dtype: np.dtype, documents: _Documents) -> list[str]:
+def _write_llm_c(
+    tokens: TokenShards, name: str, folder: Path, dtype: np.dtype, documents: DocumentLengths
+) -> list[str]:
     magic, version = next((magic, version) for magic, (version, held) in LLM_C_KINDS.items() if dtype == np.dtype(held))
     files = []
     for start in range(0, len(tokens), SHARD_TOKENS):
@@ -177,7 +184,9 @@ def _write_llm_c(tokens: TokenShards, name: str, folder: Path, dtype: np.dtype, 
     return files
 
 
-def _write_megatron(tokens: TokenShards, name: str, folder: Path, dtype: np.dtype, documents: _Documents) -> list[str]:
+def _write_megatron(
+    tokens: TokenShards, name: str, folder: Path, dtype: np.dtype, documents: DocumentLengths
+) -> list[str]:
     _write_nanogpt(tokens, name, folder, dtype, documents)
     lengths = documents.lengths()
     code = next(code for code, held in MEGATRON_DTYPES.items() if dtype == np.dtype(held))
@@ -189,7 +198,7 @@ def _write_megatron(tokens: TokenShards, name: str, folder: Path, dtype: np.dtyp
     return [f"{name}.bin", f"{name}.idx"]
 
 
-def _write_npy(tokens: TokenShards, name: str, folder: Path, dtype: np.dtype, documents: _Documents) -> list[str]:
+def _write_npy(tokens: TokenShards, name: str, folder: Path, dtype: np.dtype, documents: DocumentLengths) -> list[str]:
     header = {"descr": dtype.str, "fortran_order": False, "shape": (len(tokens),)}
     with (folder / f"{name}.npy").open("wb") as file:
         np.lib.format.write_array_header_1_0(file, header)
