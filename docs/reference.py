@@ -57,6 +57,9 @@ step. There is no interpolation (`${...}`), and the environment is not read.
 **Short forms.** A word stands for a mapping with that `kind` (`sync.schedule=layerwise`), a number for a period of steps
 (`sync.period=10`), and a name for a suite (`eval.suite=small`).
 
+**Ready-made tokens.** `data.source` may be token files of nanoGPT, llm.c, Megatron-LM or NumPy, and `llmtrain prepare RECIPE
+--export FOLDER` writes ours for them: [tokens.md](tokens.md), also about SentencePiece models and trained tokenizers.
+
 **Continued pretraining.** With `model.from_weights`, a new run starts from existing weights, under any method and engine:
 
     bash launch/train.sh recipes/quickstart.yaml run.name=further run.seed=5 model.from_weights=runs/quickstart

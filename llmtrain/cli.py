@@ -107,17 +107,32 @@ def _print_dry_run(
 
 
 @app.command(context_settings=OVERRIDES)
-def prepare(context: typer.Context, recipe: RecipeFile) -> None:
+def prepare(
+    context: typer.Context,
+    recipe: RecipeFile,
+    export_to: Annotated[
+        Path | None,
+        path_option("--export", metavar="FOLDER", help="Also write the tokens for other tools to a folder."),
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option("--format", help="Format for --export: nanogpt, llm.c, megatron or npy.")
+    ] = None,
+) -> None:
     """Tokenize a recipe's text into token shards. Training does so itself if they do not exist yet.
 
     Ctrl-C ends it with exit code 3. It keeps the tokens that are written, and the same command continues.
+    llmtrain prepare RECIPE --export FOLDER --format megatron writes the tokens in the format of another tool.
     """
+    if kind is not None and export_to is None:
+        raise UserError("--format is for --export; add --export FOLDER, or leave it out")
     with imports_without_gc():
         from llmtrain.data.prepare import describe_kept
+        from llmtrain.export.token_export import describe, export_tokens, parse_kind
         from llmtrain.recipe_check import check
         from llmtrain.recipe_loader import load_recipe
         from llmtrain.train.run import prepare_for
 
+    chosen = parse_kind(kind, export_to) if export_to is not None else None
     loaded = load_recipe(recipe, context.args)
     check(loaded, None)
     try:
@@ -127,6 +142,8 @@ def prepare(context: typer.Context, recipe: RecipeFile) -> None:
         raise typer.Exit(STOPPED_EARLY) from None
     counts = ", ".join(f"{len(prepared.tokens(split)):,} {split} tokens" for split in ("train", "validation"))
     typer.echo(f"{prepared.directory}: {counts}, vocabulary {prepared.vocab_size:,}")
+    if export_to is not None and chosen is not None:
+        typer.echo(describe(export_to, export_tokens(prepared, loaded.data, chosen, export_to)))
 
 
 @app.command(context_settings=OVERRIDES)

@@ -15,7 +15,8 @@ class DataSection(Section):
     source: str = "stdlib"
     """`stories` (4 MB of TinyStories, part of this package), `stdlib` (Python's own source), `python` (that, and the
     Python files of the packages that llmtrain requires, 198 MB), a file (`.txt`, `.jsonl`, with or without `.gz`; `.parquet`), a
-    folder of those, or `hf:OWNER/NAME` on the Hugging Face hub."""
+    folder of those, or `hf:OWNER/NAME` on the Hugging Face hub. Or token files, read in place: `.bin` of nanoGPT, llm.c or
+    Megatron (with `.idx`), `.npy`, a folder or pattern (`tokens/*.bin`) of those."""
     subset: str | None = None
     """Configuration name of a hub data set (`sample-100BT`)."""
     split: str = "train"
@@ -25,11 +26,16 @@ class DataSection(Section):
     separator: str | None = "<|endoftext|>"
     """Separator of the documents in a text file; `null`: each file is one document."""
     tokenizer: str = "gpt2"
-    """A tokenizer's name on the hub, a folder or `tokenizer.json`, or `train:SIZE` (sentencepiece BPE trained on the source)."""
+    """A tokenizer's name on the hub, a folder, a `tokenizer.json`, a SentencePiece `tokenizer.model`, or `train:SIZE`
+    (sentencepiece BPE trained on the source). Of token files: the tokenizer that made them."""
+    tokenizer_sample_bytes: Count = 10_000_000
+    """Maximum bytes of text on which `train:SIZE` trains: documents spread evenly over the first 20 times as many bytes."""
     validation: str | None = None
-    """Source of the validation text: a file, a folder, or a split of the hub data set; `null`: held-out documents."""
+    """Source of the validation text: a file, a folder, or a split of the hub data set; `null`: held-out documents. Of token
+    files: token files; `null`: those in the folder with `val` in their name, or else the last part of the tokens."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    """Fraction of the documents that is held out if `validation` is `null`; of `python`, fraction of the bytes, in whole packages."""
+    """Fraction of the documents (of token files: of the tokens; of `python`: of the bytes, in whole packages) that is held out if
+    `validation` is `null`."""
     max_tokens: Count | None = None
     """Maximum number of training tokens to prepare; `null`: whole files, and of a hub data set as much as the run reads."""
     cache_dir: PathText = "data"

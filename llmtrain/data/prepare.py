@@ -25,10 +25,11 @@ from llmtrain.config import DataSection
 from llmtrain.data.dataset import FORMAT, INDEX, TOKENIZER, Index, SplitIndex, TokenDataset, open_dataset
 from llmtrain.data.extend import extend
 from llmtrain.data.python_files import PYTHON, python_text
+from llmtrain.data.ready_made import describe, find_ready_made, index_of, is_measured, measured
 from llmtrain.data.sources import HUB, SPLITS, Position, Split, fingerprint
-from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, vocab_size
+from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, trained_size, vocab_size
 from llmtrain.errors import DataError
-from llmtrain.files import check_path
+from llmtrain.files import atomic_write, check_path
 
 NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a disk that is full, over quota or read-only."""
@@ -66,7 +67,9 @@ def prepare(data: DataSection, train_tokens: int, eval_tokens: int, *, show_prog
             print(python_text().line(data.validation_fraction), flush=True)
         cached = open_dataset(directory, needed)
         _check_tokenizer(directory)
-        if not _is_sufficient(cached, needed):
+        if cached.index.ready_made is not None:
+            cached = _measure(cached, show_progress)
+        elif not _is_sufficient(cached, needed):
             extend(directory, cached.index, data, cached.load_tokenizer(), needed, show_progress)
             cached = open_dataset(directory, needed)
             _check_documents(cached, data)
@@ -90,12 +93,16 @@ def cache_path(data: DataSection) -> Path:
     except OSError as error:
         raise DataError(f"data.tokenizer: {error.filename}: can't be read ({error.strerror}); copy it again") from None
     keys = ("text_key", "separator", "validation_fraction")
+    ready_made = find_ready_made(data)
     identity = {
         "format": FORMAT,
-        "source": fingerprint(data),
+        "source": fingerprint(data) if ready_made is None else ready_made.stamps(),
         "tokenizer": tokenizer or data.tokenizer,
         **{key: getattr(data, key) for key in keys},
     }
+    sample = data.tokenizer_sample_bytes
+    if trained_size(data.tokenizer) is not None and sample != DataSection().tokenizer_sample_bytes:
+        identity["tokenizer_sample_bytes"] = sample
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     labels = (data.source.removeprefix(HUB), data.subset, data.tokenizer.replace(":", "_"))
     name = "-".join(Path(label).name.partition(".")[0] for label in labels if label)
@@ -117,7 +124,20 @@ def describe_kept(data: DataSection) -> str:
 
 def _is_sufficient(cached: TokenDataset, needed: Mapping[Split, int]) -> bool:
     splits = cached.index.splits
-    return all(splits[split].exhausted or splits[split].tokens >= needed[split] for split in SPLITS)
+    return is_measured(cached) and all(
+        splits[split].exhausted or splits[split].tokens >= needed[split] for split in SPLITS
+    )
+
+
+def _measure(cached: TokenDataset, show_progress: bool) -> TokenDataset:
+    """Return ready-made tokens after adding to their index the bytes of the validation tokens that the run reads."""
+    if show_progress:
+        print(*describe(cached), sep="\n", flush=True)
+    if is_measured(cached):
+        return cached
+    index = measured(cached)
+    atomic_write(cached.directory / INDEX, index.model_dump_json(indent=1))
+    return TokenDataset(cached.directory, index, cached.limits)
 
 
 @contextmanager
@@ -174,6 +194,8 @@ def _create(directory: Path, data: DataSection) -> None:
             dtype="<u2" if size <= 1 << 16 else "<u4",
             splits=dict.fromkeys(SPLITS, empty),
         )
+        if (files := find_ready_made(data)) is not None:
+            index = index_of(files, data, index)
         (new / INDEX).write_text(index.model_dump_json(indent=1))
         if data.source == PYTHON:
             (new / PACKAGES).write_text(python_text().record)

@@ -21,6 +21,7 @@ from llmtrain.config import DataSection, Recipe
 from llmtrain.data.dataset import TokenDataset, open_dataset
 from llmtrain.data.loader import Loader, eval_batches
 from llmtrain.data.prepare import cache_path
+from llmtrain.data.ready_made import check_separators, find_ready_made
 from llmtrain.data.sources import HUB, Split, documents, require
 from llmtrain.data.tokenizer import check_tokenizer_exists, trained_size
 from llmtrain.errors import DataError, RecipeError
@@ -170,6 +171,8 @@ def check_data(recipe: Recipe, replicas: int, shards: int) -> TokenDataset | Non
     check_vocabulary(recipe, prepared.vocab_size)
     limits: dict[Split, int] = {"train": recipe.data.max_tokens or prepared.index.splits["train"].tokens}
     prepared = TokenDataset(prepared.directory, prepared.index, limits)
+    if recipe.train.document_mask:
+        check_separators(prepared, "train.document_mask")
     _check_token_count(recipe, prepared, replicas, shards)
     return prepared
 
@@ -201,7 +204,9 @@ def _check_source(data: DataSection) -> None:
         name = data.source.removeprefix(HUB)
         require(name, "dataset", key="data.source", instead="data.source=/path/to/files or data.source=stdlib")
         return
-    cache_path(data)  # lists the files
+    cache_path(data)  # lists the files, and reads the headers of token files
+    if find_ready_made(data) is not None:
+        return
     splits: tuple[Split, ...] = ("train",) if data.validation is None else ("train", "validation")
     for split in splits:
         if not list(islice(documents(data, split), 1)):

@@ -13,6 +13,7 @@ from llmtrain.config import Recipe, TraceSection
 from llmtrain.data.dataset import TOKENIZER, ChecksumScan, TokenDataset, check_same_tokens
 from llmtrain.data.loader import Loader, PrefetchLoader, eval_batches
 from llmtrain.data.prepare import prepare
+from llmtrain.data.ready_made import check_separators
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError, first_line
 from llmtrain.lr import LRSchedule
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
@@ -140,6 +141,8 @@ def prepare_for(recipe: Recipe, show_progress: bool) -> TokenDataset:
     """Return the token shards that a recipe needs, preparing them if they are missing."""
     tokens = recipe.train.total_steps * recipe.train.tokens_per_step + 1
     prepared = prepare(recipe.data, tokens, recipe.eval.tokens + 1, show_progress=show_progress)
+    if recipe.train.document_mask:
+        check_separators(prepared, "train.document_mask")
     prepare_sets(recipe, prepared, show_progress)
     return prepared
 

@@ -190,7 +190,7 @@ MUTANTS = [
     ),
     Mutant(
         "tokenizer: the stride of the sample does not double",
-        "llmtrain/data/tokenizer.py",
+        "llmtrain/data/trained_tokenizer.py",
         "kept, stride = kept[::2], stride * 2",
         "kept, stride = kept[::2], stride",
         ("tests/unit/test_data_tokenizer.py",),
