@@ -13,11 +13,10 @@ import typer
 
 import llmtrain
 from llmtrain.errors import STOPPED_EARLY, UserError, exit_with_status
-from llmtrain.recipe_commands import recipe_app
+from llmtrain.recipe_commands import OVERRIDES, RecipeFile, recipe_app
 from llmtrain.recipe_files import find_recipe, usable_arguments, usable_paths
 from llmtrain.startup import imports_without_gc
 
-OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Make every check, print the first lines, and start and write nothing.")
 ]
@@ -27,12 +26,6 @@ StepOption = Annotated[
 ]
 path_option = partial(typer.Option, callback=usable_paths)
 path_argument = partial(typer.Argument, callback=usable_paths)
-RecipeFile = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RECIPE", help="A recipe's file, or a name in llmtrain recipe list (quickstart).", callback=find_recipe
-    ),
-]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -358,56 +351,6 @@ def evaluate_command(
         from llmtrain.eval.command import evaluate
 
     evaluate(runs, suite, limit=limit, batch_size=batch_size, **asked)
-
-
-@recipe_app.command("check", context_settings=OVERRIDES)
-def recipe_check(
-    context: typer.Context,
-    recipe: RecipeFile,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Check for this number of processes elsewhere, such as on a cluster.")
-    ] = None,
-) -> None:
-    """Check whether launch/train.sh would train a recipe on this machine, without starting or writing anything.
-
-    Refuses what a start would refuse: keys, mesh, memory, devices, text, tokenizer, the run's folder. With --processes,
-    the memory, devices and files of this machine do not matter.
-    """
-    with imports_without_gc():
-        from llmtrain.launch.preflight import check_elsewhere, check_here, describe
-        from llmtrain.recipe_loader import load_recipe
-
-    loaded = load_recipe(recipe, context.args)
-    preflight = check_here(loaded) if processes is None else check_elsewhere(loaded, processes)
-    for line in describe(recipe, loaded, preflight):
-        typer.echo(line)
-
-
-@recipe_app.command("show", context_settings=OVERRIDES)
-def recipe_show(
-    context: typer.Context,
-    recipe: RecipeFile,
-    gpu: Annotated[
-        str | None, typer.Option(help="Card of each rank: h100, h200, a100, l40s, ...; this machine by default.")
-    ] = None,
-    tflops: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-6, help="Rate that a rank reaches in training, in TFLOP/s; the card's or measured by default."
-        ),
-    ] = None,
-    mbit: Annotated[float, typer.Option(min=1e-6, help="Bandwidth between two replicas, in Mbit/s.")] = 1000.0,
-) -> None:
-    """Show the resolved recipe, its model's size, and the memory and time that it needs."""
-    with imports_without_gc():
-        from rich.console import Console
-
-        from llmtrain.plan.hardware import hardware_of
-        from llmtrain.plan.show import show
-        from llmtrain.recipe_loader import load_recipe
-
-    loaded = load_recipe(recipe, context.args)
-    show(loaded, Console(highlight=False), hardware_of(loaded, gpu, tflops, mbit))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import glob
+import os
 import struct
 import tokenize
 from collections.abc import Sequence
@@ -126,14 +127,14 @@ def find_token_files(source: str, key: str, text_endings: tuple[str, ...]) -> li
         return _without_indexes(found)
     if path is None:
         pair = [Path(f"{source}{ending}").expanduser() for ending in (".bin", ".idx")]
-        return pair[:1] if all(file.is_file() for file in pair) else None
-    if path.is_file():
+        return pair[:1] if all(os.path.isfile(file) for file in pair) else None
+    if os.path.isfile(path):
         return _without_indexes([path]) if path.name.lower().endswith(ENDINGS) else None
     try:
         visible = [
             file
             for file in sorted(path.rglob("*"))
-            if not any(part.startswith(".") for part in file.relative_to(path).parts) and file.is_file()
+            if not any(part.startswith(".") for part in file.relative_to(path).parts) and os.path.isfile(file)
         ]
     except OSError:  # reported by the reader of text
         return None
@@ -172,7 +173,7 @@ def read_header(path: Path) -> TokenFile:
     if path.suffix.lower() == ".npy":
         return _read_npy(path)
     index = path.with_suffix(".idx")
-    if index.is_file():
+    if os.path.isfile(index):  # False also for a name that is too long
         return _read_megatron(path, index)
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -264,8 +264,8 @@ MUTANTS = [
     Mutant(
         "stories: a folder of the same name is passed over",
         "llmtrain/data/sources.py",
-        "    if local_path(STORIES) is not None:\n",
-        "    if False:\n",
+        '    _refuse_local(STORIES, "this package\'s text")\n',
+        "",
         STORIES,
     ),
     Mutant(

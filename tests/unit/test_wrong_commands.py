@@ -100,7 +100,8 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
             "data.source: /nowhere: no such file or folder; expected stories, stdlib, python, a path",
         ),
         (f"prepare {Q} data.source={{tmp}}/empty", "no text in this folder; expected files that end in .txt"),
-        (f"prepare {Q} data.source={{tmp}}/a.bin", "unknown kind of file; expected .txt"),
+        (f"prepare {Q} data.source={{tmp}}/a.bin", "a.bin is tokens already; name the tokenizer that made them"),
+        (f"prepare {Q} data.source={{tmp}}/a.pdf", "unknown kind of file; expected .txt"),
         (f"prepare {Q} data.source=", r"data\.source is null, expected text"),
         (f"prepare {Q} data.source=hf:", r'data\.source is .*"hf": null.*, expected text'),
         (f"prepare {Q} data.source=hf:a/b", "needs the Hugging Face hub, which can't be used from here"),
@@ -277,7 +278,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / "recipe.yaml").write_text("train: {steps: 3000}\n")
     for name in ("config.json", "tokenizer_config.json", "pytorch_model.bin"):
         (folder / "model" / name).write_text("{}")
-    (folder / "a.bin").write_bytes(bytes(range(256)))
+    for name in ("a.bin", "a.pdf"):
+        (folder / name).write_bytes(bytes(range(256)))
     (folder / "long.yaml").write_text(f"out_dir: {LONG}\nrecipe: {Q}\nruns: {{a: {{}}}}\n")
     (folder / "loop").symlink_to(folder / "loop")
     return folder
