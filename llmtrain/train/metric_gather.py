@@ -31,6 +31,8 @@ class RankMetrics:
     steps: float
     loss_sum: float
     predicted_tokens: float
+    positions: float
+    """Predicted tokens and padding."""
     tokens_total: float
     steps_total: float
     gradients_total: float
@@ -157,6 +159,8 @@ class MetricReducer:
             "health/nonfinite": float((~loss_sums.isfinite()).sum()),
             **line.common,
         }
+        if (positions := line.column("positions")).sum() > tokens.sum():
+            tags["data/padding"] = 1 - float(tokens.sum() / positions.sum())
         if self.peak is not None:
             tags["perf/mfu"] = rate * self.flops_per_token / (self.peak * self.mesh.world.size)
         return tags
