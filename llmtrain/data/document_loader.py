@@ -70,13 +70,13 @@ class BucketedOrder:
 
     def _window(self, entry: int) -> range:
         """Return the entries that are sorted together with the given one; without it if its batch is not sorted."""
-        part, batch = self._shuffled_together(entry), self._global_batch
+        part, batch = self._shuffled_part(entry), self._global_batch
         first, end = -(-part.start // batch) * batch, part.stop // batch * batch
         size = WINDOW_BATCHES * batch
         start = first + (entry - first) // size * size
         return range(start, min(start + size, end)) if first <= entry else range(0)
 
-    def _shuffled_together(self, entry: int) -> range:
+    def _shuffled_part(self, entry: int) -> range:
         """Return the entries of an epoch, or of the first epoch those of the samples that the data got at once."""
         count = self.order.num_samples
         epoch = entry // count

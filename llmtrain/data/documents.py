@@ -50,7 +50,9 @@ class DocumentSamples:
 
     def count_within(self, tokens: int) -> int:
         """Return how many of the first samples have at most this many tokens together."""
-        return min(int(np.searchsorted(self._starts[1:], tokens, side="right")), self._count)
+        if tokens >= len(self.tokens):
+            return self._count
+        return int(np.searchsorted(self._starts[1:], tokens, side="right"))
 
     def attended_length(self) -> float:
         """Return the length of the sample in which a token is, averaged over all tokens."""

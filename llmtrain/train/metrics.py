@@ -40,8 +40,8 @@ class IntervalMetrics:
     gradients: int = resharded(0, by=mean)
     """Inner steps: neither pulls nor steps skipped for a non-finite gradient."""
     predicted_tokens: int = resharded(0, by=split_evenly)
-    positions: int = resharded(0, by=split_evenly)
-    """Predicted tokens and padding."""
+    padding: int = resharded(0, by=split_evenly)
+    """Positions beyond the ends of documents."""
     step_seconds: float = resharded(0.0, by=largest)
     data_seconds: float = resharded(0.0, by=largest)
 
@@ -154,7 +154,7 @@ class Metrics:
         self.interval.grad_norm += grad_norm
         self.interval.gradients += 1
         self.interval.predicted_tokens += tokens
-        self.interval.positions += count_positions(micro_batches)
+        self.interval.padding += count_positions(micro_batches) - tokens
 
     def count_step(self, state: TrainState) -> None:
         """Count a step and advance the progress bar."""
@@ -184,7 +184,7 @@ class Metrics:
             steps=interval.steps,
             loss_sum=loss,
             predicted_tokens=interval.predicted_tokens,
-            positions=interval.positions,
+            padding=interval.padding,
             tokens_total=state.predicted_tokens,
             steps_total=state.step,
             gradients_total=state.gradients,

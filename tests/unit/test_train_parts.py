@@ -87,6 +87,7 @@ def line(step: int = 10, **changed: list[float]) -> GatheredMetrics:
         "skipped_total": [0.0, 0.0, 2.0, 2.0],
         "skipped_in_a_row": [0.0] * 4,
         "predicted_tokens": [50.0] * 4,
+        "padding": [0.0] * 4,
         "grad_norm": [1.0, 1.0, 3.0, 3.0],
         "step_seconds": [2.0, 2.0, 2.0, 2.5],
         "data_seconds": [0.1] * 4,
