@@ -12,6 +12,7 @@ The starts are found once per split and sequence length, and kept beside the sha
 from __future__ import annotations
 
 import os
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,7 +131,7 @@ def _stored(path: Path, tokens: TokenShards, eos_id: int, sequence_length: int) 
     """Return the starts in a file, memory-mapped, or None if they are not there or can't be those of `tokens`."""
     try:
         starts = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError, SyntaxError):  # NumPy parses the header as Python
+    except (OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError):  # NumPy parses the header as Python
         return None
     is_plausible = (
         starts.dtype == np.int64

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants import (
     command_line,
     data,
+    documents,
     exports,
     launch,
     length,
@@ -27,6 +28,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *weights.MUTANTS,
     *length.MUTANTS,
     *data.MUTANTS,
+    *documents.MUTANTS,
     *launch.MUTANTS,
     *exports.MUTANTS,
     *results.MUTANTS,

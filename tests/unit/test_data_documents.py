@@ -163,7 +163,7 @@ def test_resume_at_any_step_with_another_micro_batch(before: int) -> None:
     for _ in range(60):
         expected, got, regrouped = first.next(), same.next(), other.next()
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-        assert sum(map(documents_in, regrouped), []) == sum(map(documents_in, expected), [])
+        assert [*itertools.chain(*map(documents_in, regrouped))] == [*itertools.chain(*map(documents_in, expected))]
         assert first.replica_tokens == same.replica_tokens == other.replica_tokens
 
 
@@ -173,7 +173,7 @@ def test_after_a_change_of_replicas_the_documents_that_none_has_read_come_first(
     for one, count in zip(ranks, (9, 4), strict=True):
         for _ in range(count):
             seen.update(row for batch in one.next() for row in documents_in(batch))
-    change = MeshChange(old_replicas=2, old_shards=1, replicas=4, shards=1, global_step=6)
+    change = MeshChange(old_replicas=2, old_shards=1, replicas=4, shards=1, replica=0, shard=0, global_step=6)
     state = ranks[0].reshard_rule()(change, [one.state_dict() for one in ranks])
     assert state["left"] and state["unit"] == 1
     four = [rank(samples, replica, 4) for replica in range(4)]
@@ -208,7 +208,9 @@ def test_a_longer_run_reads_what_is_left_and_then_what_was_added() -> None:
 
 def test_another_text_under_a_checkpoint_is_refused() -> None:
     loader = rank(drawn(100))
-    with pytest.raises(DataError, match=r"training data: \d+ documents there, 41 when the run's checkpoint was written"):
+    with pytest.raises(
+        DataError, match=r"training data: \d+ documents there, 41 when the run's checkpoint was written"
+    ):
         loader.load_state_dict({"position": 8, "sizes": [41], "unit": 1})
 
 
@@ -242,7 +244,7 @@ def test_validation_is_of_the_first_documents_each_on_one_rank(world: int, max_t
     assert sorted(found) == sorted(tuple(samples.read(sample)[1:].tolist()) for sample in range(count))
     ends = np.cumsum(samples.lengths(np.arange(len(samples))))
     assert count == max(1, int((ends <= max_tokens).sum()))
-    with pytest.raises(DataError, match="validation data: no documents; raise data.validation_fraction"):
+    with pytest.raises(DataError, match="validation data: no documents"):
         document_eval_batches(samples_of(text([3]), limit=0), rank=0, **shape)
 
 
@@ -281,7 +283,9 @@ def test_starts_are_found_once_and_read_from_then_on(tmp_path: Path, monkeypatch
     first = document_samples(dataset, "train", 4)
     assert file.exists() and len(searches) == 2
     again = document_samples(dataset, "train", 4)
-    assert len(searches) == 2 and [again.read(i).tolist() for i in range(8)] == [first.read(i).tolist() for i in range(8)]
+    assert len(searches) == 2 and [again.read(i).tolist() for i in range(8)] == [
+        first.read(i).tolist() for i in range(8)
+    ]
     limited = TokenDataset(tmp_path, dataset.index, {"train": 13})
     assert len(document_samples(limited, "train", 4)) == 5 and len(searches) == 2
     grown = prepared(tmp_path, np.concatenate([ids, text([2])]))

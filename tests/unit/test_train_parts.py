@@ -127,6 +127,13 @@ def test_tags_are_reduced_over_ranks():
     assert line(7).tokens == 700
 
 
+def test_padding_is_its_share_of_all_positions():
+    summarizer = MetricReducer(MESH, 1e9, None)
+    assert "data/padding" not in summarizer.tags(line())
+    tags = summarizer.tags(line(padding=[0.0, 10.0, 30.0, 10.0]))
+    assert tags["data/padding"] == 50 / 250 and tags["train/loss"] == summarizer.tags(line())["train/loss"]
+
+
 def test_an_interval_without_a_gradient_has_no_loss():
     tags = MetricReducer(MESH, 1e9, None).tags(line(loss_sum=[0.0] * 4, predicted_tokens=[0.0] * 4))
     assert math.isnan(tags["train/loss"]) and tags["perf/tokens_per_second"] == 0
