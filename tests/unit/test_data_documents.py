@@ -69,6 +69,7 @@ def test_a_limit_cuts_the_last_document(limit: int) -> None:
     rows = [samples.read(sample).tolist()[1:] for sample in range(len(samples))]
     assert list(itertools.chain.from_iterable(rows)) == ids[:limit].tolist() and all(rows)
     ends = np.cumsum([len(row) for row in rows])
+    assert samples.lengths(np.arange(len(samples))).tolist() == [len(row) for row in rows]
     for tokens in range(30):
         assert samples.count_within(tokens) == (ends <= tokens).sum()
 
