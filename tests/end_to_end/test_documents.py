@@ -15,7 +15,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def test_a_run_continues_to_the_same_losses_and_counts_real_tokens(runs: Runs) -> None:
-    code, output = runs.run("whole", *DOCUMENTS)
+    code, output = runs.train("whole", *DOCUMENTS)
     assert code == 0 and "12 steps of at most 256 tokens" in output and " documents, " in output, output
     whole, lines = runs.exact("whole"), runs.lines("whole")
     trained = [line for line in lines if "train/loss" in line]
@@ -26,7 +26,7 @@ def test_a_run_continues_to_the_same_losses_and_counts_real_tokens(runs: Runs) -
     assert len(steps) > 3 and max(steps) <= 8 * 32
     assert summary(runs.path("whole"))["tokens"] == tokens[-1]
     forget_after(runs.path("whole"), 6)
-    code, output = runs.run("whole", *DOCUMENTS)
+    code, output = runs.train("whole", *DOCUMENTS)
     assert code == 0 and "step-00000006" in output, output
     assert runs.exact("whole") == whole
 
