@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -38,5 +38,14 @@ class DataSection(Section):
     `validation` is `null`."""
     max_tokens: Count | None = None
     """Maximum number of training tokens to prepare; `null`: whole files, and of a hub data set as much as the run reads."""
+    packing: Literal["packed", "none"] = "packed"
+    """`packed`: documents follow each other, and each sequence is the next `train.sequence_length` tokens. `none`: each sequence
+    is one document, or the next part of a longer one. Sequences of similar length share a micro-batch and are padded to its
+    longest. Padding does not count in the loss, and steps differ in their number of tokens."""
     cache_dir: PathText = "data"
     """Folder of the token shards. They are prepared once per source and tokenizer."""
+
+    @property
+    def at_most(self) -> str:
+        """Return the words that belong before the tokens per step: "at most " without packing, else none."""
+        return "at most " if self.packing == "none" else ""

@@ -3,7 +3,7 @@
 Sample i is the window of sequence_length + 1 tokens that starts at token i x sequence_length. Its first
 sequence_length tokens are the inputs, its last sequence_length tokens the labels. Documents are packed: a window
 may contain the end of one and the start of the next, separated by eos. Nothing is padded, and tokens that do not
-fill the last window are dropped.
+fill the last window are dropped. `document_loader` has the batches of documents that are not packed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -60,29 +60,49 @@ class Loader:
         assert 0 <= replica < replicas and 0 <= shard_rank < shard, (replica, replicas, shard_rank, shard)
         self.tokens, self.sequence_length = tokens, sequence_length
         self.global_batch, self.micro_batch = global_batch, micro_batch
-        self.num_samples = max(len(tokens) - 1, 0) // sequence_length
+        self.num_samples = self._count_samples()
         self.cursor = SampleCursor()
         """Cursor at the entries that no replica has read, provided that all replicas have taken as many steps as
         this one."""
         if self.num_samples < global_batch:
-            raise DataError(
-                f"training data: {len(tokens)} tokens there, {global_batch * sequence_length + 1} needed for one step "
-                f"of {global_batch} sequences of {sequence_length}; give more text (data.source, data.max_tokens), "
-                "or lower train.global_batch or train.sequence_length"
-            )
-        self._per_rank = global_batch // (replicas * shard)
+            raise DataError(f"training data: {self._shortage()}")
+        self.replica_tokens = global_batch * sequence_length / replicas
+        """Tokens of the last step's global batch, divided by the number of replicas."""
+        self._replicas, self._per_rank = replicas, global_batch // (replicas * shard)
         self._first = (replica * shard + shard_rank) * self._per_rank
         self._seed, self.order = seed, SampleOrder(self.num_samples, seed)
 
+    @property
+    def attended_length(self) -> float:
+        """Return the length of the sequence in which a token is, averaged over all tokens."""
+        return self.sequence_length
+
     def next(self) -> list[torch.Tensor]:
         """Return this rank's micro-batches for the next step: int64 [micro_batch, sequence_length + 1] each."""
-        windows = [
-            self.tokens.window(self.order.sample(entry) * self.sequence_length, self.sequence_length + 1)
-            for part in self.cursor.peek(self._first, self._per_rank)
-            for entry in part
-        ]
+        micro_batches = self._read(self._samples(self._first, self._per_rank))
         self.cursor.advance(self.global_batch)
         self.order.forget(self.cursor.lowest)
+        return micro_batches
+
+    def _samples(self, first: int, count: int) -> list[int]:
+        """Return the `count` samples after the next `first` ones."""
+        return [self.order.sample(entry) for part in self.cursor.peek(first, count) for entry in part]
+
+    def _count_samples(self) -> int:
+        return max(len(self.tokens) - 1, 0) // self.sequence_length
+
+    def _shortage(self) -> str:
+        """Return what is missing if there are fewer samples than one step needs."""
+        return (
+            f"{len(self.tokens)} tokens there, {self.global_batch * self.sequence_length + 1} needed for one step of "
+            f"{self.global_batch} sequences of {self.sequence_length}; give more text (data.source, data.max_tokens), "
+            "or lower train.global_batch or train.sequence_length"
+        )
+
+    def _read(self, samples: Sequence[int]) -> list[torch.Tensor]:
+        """Return this rank's part of a step as micro-batches."""
+        length = self.sequence_length
+        windows = [self.tokens.window(sample * length, length + 1) for sample in samples]
         rows = torch.from_numpy(np.stack(windows).astype(np.int64))
         return list(rows.split(self.micro_batch))
 
@@ -111,17 +131,19 @@ class PrefetchLoader:
         self._read: SimpleQueue[list[torch.Tensor] | BaseException] = SimpleQueue()
         self._is_coming = False
         self._state = loader.state_dict()
+        self.replica_tokens = loader.replica_tokens
+        """Tokens of the global batch that `next` has returned last, divided by the number of replicas."""
         # A daemon thread, because a hung disk must not keep the process alive after the run has given up on it.
         threading.Thread(target=with_current_device(self._worker), name="reads ahead", daemon=True).start()
         atexit.register(self._drain)
 
     def next(self) -> list[torch.Tensor]:
-        """Return this rank's micro-batches for the next step: int64 [micro_batch, sequence_length + 1] each. Raises
-        DataError if they do not arrive within `timeout_seconds`."""
+        """Return this rank's micro-batches for the next step, as the loader does. Raises DataError if they do not arrive
+        within `timeout_seconds`."""
         if not self._is_coming:
             self._request()
         batches = self._receive()
-        self._state = self.loader.state_dict()
+        self._state, self.replica_tokens = self.loader.state_dict(), self.loader.replica_tokens
         self._request()
         return batches
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from llmtrain.config import Recipe, TraceSection
+from llmtrain.data.build_loader import build_loader, validation_batches
 from llmtrain.data.dataset import TOKENIZER, ChecksumScan, TokenDataset, check_same_tokens
-from llmtrain.data.loader import Loader, PrefetchLoader, eval_batches
+from llmtrain.data.documents import document_samples
+from llmtrain.data.loader import PrefetchLoader
 from llmtrain.data.prepare import prepare
 from llmtrain.data.ready_made import check_separators
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError, first_line
@@ -143,7 +144,12 @@ def prepare_for(recipe: Recipe, show_progress: bool) -> TokenDataset:
     prepared = prepare(recipe.data, tokens, recipe.eval.tokens + 1, show_progress=show_progress)
     if recipe.train.document_mask:
         check_separators(prepared, "train.document_mask")
-    prepare_sets(recipe, prepared, show_progress)
+    sets = prepare_sets(recipe, prepared, show_progress)
+    if recipe.data.packing == "none":  # now, because it takes a while, and later all ranks need it
+        check_separators(prepared, "data.packing")
+        document_samples(prepared, "train", recipe.train.sequence_length)
+        for text in (prepared, *sets.values()):
+            document_samples(text, "validation", recipe.train.sequence_length)
     return prepared
 
 
@@ -217,9 +223,18 @@ def build_trainer(
     if recipe.train.deterministic:
         enable_determinism(mesh.device)
     torch.manual_seed(derive_seed(recipe.run.seed, "rank", mesh.world.rank))
-    separator = prepared.eos_id if recipe.train.document_mask else None
+    is_packed = recipe.data.packing == "packed"
+    separator = prepared.eos_id if recipe.train.document_mask and is_packed else None
     model = build(model_config(recipe.model, prepared.vocab_size), recipe.parallel.loss_chunk, separator)
-    parameters, flops = count_parameters(model), flops_per_token(model, recipe.train.sequence_length)
+    loader = build_loader(
+        recipe,
+        prepared,
+        replica=mesh.replica_comms.rank,
+        replicas=mesh.replicas,
+        shard_rank=mesh.shard_comms.rank,
+        shard=mesh.shard_comms.size,
+    )
+    parameters, flops = count_parameters(model), flops_per_token(model, loader.attended_length)
     compiled = recipe.parallel.compile
     gradient_wire = build_wire(recipe.sync.wire.kind, compiled) if recipe.sync.wire.gradients else None
     engine = build_engine(
@@ -231,6 +246,7 @@ def build_trainer(
         read=None if weights is None else weights.read,
         gradient_wire=gradient_wire,
         changes_in_forward=recipe.sync.schedule.syncs_in_forward,
+        lengths_vary=not is_packed,
     )
     method = build_method(
         recipe.sync,
@@ -243,17 +259,6 @@ def build_trainer(
         store=mesh.store,
         timeout_seconds=recipe.run.timeout_seconds,
         end_early=end_early,
-    )
-    loader = Loader(
-        prepared.tokens("train"),
-        sequence_length=recipe.train.sequence_length,
-        global_batch=recipe.train.global_batch,
-        micro_batch=recipe.train.micro_batch,
-        replica=mesh.replica_comms.rank,
-        replicas=mesh.replicas,
-        shard_rank=mesh.shard_comms.rank,
-        shard=mesh.shard_comms.size,
-        seed=recipe.run.seed,
     )
     peak = peak_flops(mesh.device)
     console.print(mesh_line(mesh.replicas, mesh.shard_comms.size, mesh.device.type, mesh_reason))
@@ -286,13 +291,5 @@ def build_trainer(
 
 
 def _validation_set(recipe: Recipe, mesh: Mesh, name: str, text: TokenDataset) -> ValidationSet:
-    batches = partial(
-        eval_batches,
-        text.tokens("validation"),
-        max_tokens=recipe.eval.tokens,
-        sequence_length=recipe.train.sequence_length,
-        micro_batch=recipe.train.micro_batch,
-        rank=mesh.world.rank,
-        world=mesh.world.size,
-    )
+    batches = validation_batches(recipe, text, rank=mesh.world.rank, world=mesh.world.size)
     return ValidationSet(name, batches, text.bytes_per_token("validation"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants import (
     command_line,
     data,
+    documents,
     exports,
     launch,
     length,
@@ -29,6 +30,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *length.MUTANTS,
     *data.MUTANTS,
     *token_files.MUTANTS,
+    *documents.MUTANTS,
     *launch.MUTANTS,
     *exports.MUTANTS,
     *results.MUTANTS,

@@ -25,8 +25,8 @@ MUTANTS = [
     Mutant(
         "loader: one window too many",
         "llmtrain/data/loader.py",
-        "self.num_samples = max(len(tokens) - 1, 0) // sequence_length",
-        "self.num_samples = len(tokens) // sequence_length",
+        "return max(len(self.tokens) - 1, 0) // self.sequence_length",
+        "return len(self.tokens) // self.sequence_length",
         ("tests/unit/test_data_loader.py",),
     ),
     Mutant(

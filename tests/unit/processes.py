@@ -90,7 +90,7 @@ def hold_lock(path: str) -> None:
 class _Disk:
     """A loader of many tensors, or one that never answers."""
 
-    state_dict = dict
+    state_dict, replica_tokens = dict, 1.0
 
     def __init__(self, answers: bool) -> None:
         self._answers = answers
