@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -31,5 +31,10 @@ class DataSection(Section):
     """Fraction of the documents that is held out if `validation` is `null`."""
     max_tokens: Count | None = None
     """Maximum number of training tokens to prepare; `null`: whole files, and of a hub data set as much as the run reads."""
+    shuffle: Literal["auto", "all", "blocks"] = "auto"
+    """Samples that are shuffled with one another in the first epoch. `all`: all, so the first step waits for the last token.
+    `blocks`: those of consecutive blocks of the source (2 M tokens, then twice as many each, at most 64 M), so a run begins
+    with the first block and tokenizes the others while it trains; the order is that of the seed and the source, whatever is
+    there when. `auto`: `blocks` for a hub data set, `all` for files. Later epochs always shuffle all."""
     cache_dir: str = "data"
     """Folder of the token shards. They are prepared once per source and tokenizer."""

@@ -11,7 +11,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ import numpy as np
 
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import INDEX, Index, ShardWriter
+from llmtrain.data.order import block_of
 from llmtrain.data.sources import Split, TextStream, source_keys, splits_of
 from llmtrain.files import atomic_write
 
@@ -50,9 +51,12 @@ def extend(
     tokenizer: PreTrainedTokenizerBase,
     needed: Mapping[Split, int],
     show_progress: bool,
+    report: Callable[[int], None] | None = None,
 ) -> None:
-    """Tokenize until each split has the tokens needed or its source has ended. The caller must hold the folder's lock."""
-    folder = _GrowingFolder(directory, index)
+    """Tokenize until each split has the tokens needed or its source has ended. The caller must hold the folder's lock.
+    If a run reads meanwhile, `report` is called after each batch with the number of training tokens, and blocks are
+    committed when they are complete."""
+    folder = _GrowingFolder(directory, index, report)
     for key in source_keys(data):
         missing = {split: needed[split] for split in splits_of(data, key) if folder.lacks(split, needed[split])}
         if missing:
@@ -151,7 +155,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> Sequence[En
 class _GrowingFolder:
     """Prepared folder while it is extended."""
 
-    def __init__(self, directory: Path, index: Index) -> None:
+    def __init__(self, directory: Path, index: Index, report: Callable[[int], None] | None) -> None:
         self.index = index
         """The index with the counts of now. The one on disk, and the shards, are those of the last commit."""
         self._directory = directory
@@ -160,7 +164,8 @@ class _GrowingFolder:
             split: ShardWriter(directory, split, dtype, entry.shards) for split, entry in index.splits.items()
         }
         self._writing: Future | None = None
-        self._committed = time.monotonic()
+        self._committed, self._report = time.monotonic(), report
+        self._train_committed = index.splits["train"].tokens
 
     def lacks(self, split: Split, tokens: int) -> bool:
         """Return whether a split has fewer tokens although its source has more."""
@@ -183,8 +188,16 @@ class _GrowingFolder:
             if position.documents >= entry.position.documents:  # else this split was read further before
                 counts = {name: getattr(entry, name) + getattr(part, name) for name in COUNTS}
                 self._update(split, position=position, **counts)
-        if self.is_due:
+        if self.is_due or self._completes_block():
             self._commit()
+        if self._report is not None:
+            self._report(self.index.splits["train"].tokens)
+
+    def _completes_block(self) -> bool:
+        """Return whether a run that reads meanwhile could read a block that is not committed yet. The window of a block's
+        last sample ends one token after the block."""
+        tokens = self.index.splits["train"].tokens
+        return self._report is not None and tokens > block_of(max(self._train_committed - 1, 0))[1]
 
     def end(self, splits: Iterable[Split], at: TextStream) -> None:
         """Record that the source of these splits has ended."""
@@ -227,6 +240,7 @@ class _GrowingFolder:
             self._update(split, shards=tuple(writer.shards))
         if all(sum(shard.tokens for shard in entry.shards) == entry.tokens for entry in self.index.splits.values()):
             atomic_write(self._directory / INDEX, self.index.model_dump_json(indent=1))
+            self._train_committed = self.index.splits["train"].tokens
         self._committed = time.monotonic()
 
 
