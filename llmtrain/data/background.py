@@ -27,6 +27,7 @@ from llmtrain.data.stream import STATUS, write_status
 from llmtrain.errors import STOPPED_EARLY, DataError, exit_with_status
 from llmtrain.waiting import announced
 
+COMMAND = (sys.executable, "-m", "llmtrain.data.background")
 NICENESS = 10
 """Added to the process's niceness, so that it takes the processor time that training leaves."""
 ATTEMPTS = 3
@@ -83,7 +84,7 @@ class BackgroundTokenizer:
             if key not in RANK_VARIABLES and not key.startswith(RANK_PREFIXES)
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "llmtrain.data.background"],
+            COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -29,10 +29,11 @@ from pydantic import BaseModel, ValidationError
 
 from llmtrain.data.sources import SPLITS, Position, Split
 from llmtrain.errors import DataError, one_line, reason
-from llmtrain.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from llmtrain.parallel.mesh import Mesh
 
 FORMAT = 2
 INDEX = "index.json"

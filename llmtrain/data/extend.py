@@ -75,10 +75,10 @@ def _read_on(
     """Tokenize the stream until no split of `missing` lacks tokens, and commit it, whatever happens."""
     label = f"{' and '.join(sorted(missing))} tokens"
     remaining = sum(tokens - folder.index.splits[split].tokens for split, tokens in missing.items())
-    with ProgressBar(label, remaining, show_progress) as progress, folder.committed(), ThreadPoolExecutor(1) as pool:
+    with ProgressBar(label, remaining, show_progress) as progress, folder.committed():
         for texts in _batches(stream, folder, missing):
             parts = _tokenize(tokenizer, texts)
-            folder.add(pool, parts, list(missing), stream)
+            folder.add(parts, list(missing), stream)
             progress.advance(
                 sum(part.text_bytes for part in parts.values()), sum(part.tokens for part in parts.values())
             )
@@ -175,23 +175,21 @@ class _GrowingFolder:
     def is_due(self) -> bool:
         return time.monotonic() - self._committed >= COMMIT_SECONDS
 
-    def add(
-        self, pool: ThreadPoolExecutor, parts: Mapping[Split, _Part], read: Iterable[Split], at: TextStream
-    ) -> None:
+    def add(self, parts: Mapping[Split, _Part], read: Iterable[Split], at: TextStream) -> None:
         """Add what was tokenized of the splits `read`. One thread writes while all cores tokenize the next batch."""
         if self._writing is not None:
             self._writing.result()
-        self._writing = pool.submit(self._write, parts)
+        self._writing = self._pool.submit(self._write, parts)
         position = at.position()
         for split in read:
             entry, part = self.index.splits[split], parts.get(split, _Part())
             if position.documents >= entry.position.documents:  # else this split was read further before
                 counts = {name: getattr(entry, name) + getattr(part, name) for name in COUNTS}
                 self._update(split, position=position, **counts)
-        if self.is_due or self._completes_block():
-            self._commit()
         if self._report is not None:
             self._report(self.index.splits["train"].tokens)
+        if self.is_due or self._completes_block():
+            self._commit()
 
     def _completes_block(self) -> bool:
         """Return whether a run that reads meanwhile could read a block that is not committed yet. The window of a block's
@@ -220,19 +218,25 @@ class _GrowingFolder:
     @contextmanager
     def committed(self) -> Iterator[None]:
         """Commit at the end, also after an error, unless the disk is what failed."""
-        try:
-            yield
-        except OSError:
-            for writer in self._writers.values():
-                writer.discard()
-            raise
-        except BaseException:
-            self._commit()
-            raise
-        self._commit()
+        with ThreadPoolExecutor(1) as self._pool:
+            try:
+                yield
+                self._commit()
+            except OSError:
+                for writer in self._writers.values():
+                    writer.discard()
+                raise
+            except BaseException:
+                self._commit()
+                raise
 
     def _commit(self) -> None:
-        """Complete the shards, then the index. Commits nothing if an interruption has separated their counts."""
+        """Complete the shards, then the index, in the thread that writes. An interruption of this one, such as Ctrl-C,
+        would leave a shard that is half completed."""
+        self._pool.submit(self._complete).result()
+
+    def _complete(self) -> None:
+        """Commit. Commits nothing if an interruption has separated the counts of shards and index."""
         if self._writing is not None:
             self._writing.result()
         for split, writer in self._writers.items():

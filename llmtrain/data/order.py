@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-
 FIRST_BLOCK, LARGEST_BLOCK = 2_000_000, 64_000_000
 """Tokens of a stream's first block, which a run waits for before its first step, and of its largest ones."""
 
