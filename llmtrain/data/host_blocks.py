@@ -37,12 +37,9 @@ class HostBlocks:
         self._store, self._hosts = store.clone(), hosts
 
     def agree(self, tokens: GrowingTokens, needed: int) -> None:
-        """Wait until all hosts have the block of token number `needed` - 1. Raises DataError if their texts differ, or if
-        one of them has failed or adds nothing for the run's timeout."""
-        block = min(needed, len(tokens)) - 1
-        if block < 0:
-            return
-        start, _ = block_of(block)
+        """Wait until all hosts have the block that ends before token number `needed`, the label of its last token. Raises
+        DataError if their texts differ, or if one of them has failed or adds nothing for the run's timeout."""
+        start, _ = block_of(max(min(needed, len(tokens)) - 2, 0))
         keys = [f"text/{host}/{start}" for host in self._hosts]
         tokens.wait_until(lambda: self._store.check(keys), needed, self._status)
         posts = [json.loads(self._store.get(key)) for key in keys]
@@ -59,7 +56,10 @@ class HostBlocks:
         keys = [f"text/{host}" for host in self._hosts]
         found = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
         errors = [status["error"] for status in found if "error" in status]
-        return {"hosts": found, **({"error": errors[0]} if errors else {})}
+        slowest = min(
+            (max(status["committed"], status.get("tokens", 0)) for status in found if "committed" in status), default=0
+        )
+        return {"hosts": found, "on_slowest_host": slowest, **({"error": errors[0]} if errors else {})}
 
 
 @contextmanager

@@ -144,12 +144,12 @@ class GrowingTokens:
                 before, moved = progress, now
             if now - moved > self._timeout:
                 raise DataError(
-                    f"{self.source}: no text was tokenized for {self._timeout:g} s (run.timeout_seconds) while {len(self):,} of "
-                    f"{tokens:,} tokens were there; look at {self.directory}, and start the same command again"
+                    f"{self.source}: no text was tokenized for {self._timeout:g} s (run.timeout_seconds) while {tokens:,} tokens "
+                    f"were needed and {len(self):,} were on this host; look at {self.directory}, and start the same command again"
                 )
             if self._announce and now - shown >= REPEAT_SECONDS:
                 shown = now
-                there = max(len(self), status.get("tokens", 0))
+                there = status.get("on_slowest_host", max(len(self), status.get("tokens", 0)))
                 line = (
                     f"waiting for the tokenizer of {self.source}: {there / 1e6:,.1f} M of {tokens / 1e6:,.1f} M tokens"
                 )
