@@ -6,6 +6,7 @@ import sysconfig
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from llmtrain.config import CheckpointSection, Recipe
@@ -123,13 +124,14 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
     trainer = build_trainer(recipe, mesh, prepared, directory, console, "", stop)
     console.trainer = trainer
     trainer.loader = trainer.loader.loader  # what is read ahead is not used yet
-    sample, following = trainer.loader.sample, trainer.loader.next
+    tokens, following = trainer.loader.tokens, trainer.loader.next
+    window = tokens.window
 
-    def recorded(entry: int) -> int:
-        seen.samples.append(sample(entry))
-        return seen.samples[-1]
+    def recorded(start: int, length: int) -> np.ndarray:
+        seen.samples.append(start // recipe.train.sequence_length)
+        return window(start, length)
 
-    trainer.loader.sample = recorded
+    tokens.window = recorded
     if part.seconds:
         steps = 0
 
