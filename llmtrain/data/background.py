@@ -111,11 +111,11 @@ class BackgroundTokenizer:
             attempts, before = (attempts + 1 if tokens == before else 1), tokens
             error = self._explain(code, list(lines))
             if attempts >= ATTEMPTS:
-                self.problem = error
+                self.problem = f"{error} (attempt {attempts} without new text)"
                 with suppress(OSError):  # of a full disk; ranks that wait then end because no text is added
-                    write_status(self.directory, error=error)
+                    write_status(self.directory, error=self.problem)
                 return
-            print(f"{error}; it is started again", file=sys.stderr, flush=True)
+            print(f"{error}; the tokenizer is started again", file=sys.stderr, flush=True)
             with self._lock:
                 if self._is_over:
                     return
@@ -133,7 +133,7 @@ class BackgroundTokenizer:
             return errors[-1]
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         why = f" ({lines[-1]})" if lines and code > 0 else ""
-        return f"the tokenizer of {self.directory} {how}{why}; start the same command again, it continues from there"
+        return f"the tokenizer of {self.directory} {how}{why}"
 
 
 class RunEnded(BaseException):

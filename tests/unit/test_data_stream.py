@@ -216,7 +216,7 @@ def small(batches: int, then: str) -> tuple[str, ...]:
     return (sys.executable, "-c", SMALL.format(batches=batches, then=then))
 
 
-KILLED = r"the tokenizer of .* was killed by SIGKILL; start the same command again"
+KILLED = r"the tokenizer of .* was killed by SIGKILL; the tokenizer is started again"
 FAILURES = {
     KILL: KILLED,
     FAIL: r"hf:o/d: reading it from the hub failed \(gone\)",
@@ -258,17 +258,15 @@ def test_one_that_adds_nothing_ends_the_run_with_its_line(
     script = f"read job; echo noise >&2; echo 'error: {data.source}: it is gone' >&2; exit 2"
     monkeypatch.setattr(background, "COMMAND", ("bash", "-c", script))
     with BackgroundTokenizer(data, MANY, 100) as tokenizer:
-        with pytest.raises(DataError, match=f"^{data.source}: it is gone$"):
+        with pytest.raises(DataError, match=rf"^{data.source}: it is gone \(attempt 3 without new text\)$"):
             growing(prepared).wait_for(MANY)
         tokenizer._thread.join(60)
-        assert tokenizer.problem == f"{data.source}: it is gone"
-    assert capsys.readouterr().err.count("; it is started again\n") == background.ATTEMPTS - 1
+        assert tokenizer.problem == f"{data.source}: it is gone (attempt 3 without new text)"
+    assert capsys.readouterr().err.count("; the tokenizer is started again\n") == background.ATTEMPTS - 1
     monkeypatch.setattr(background, "COMMAND", ("bash", "-c", "read job; echo Traceback >&2; exit 1"))
     with BackgroundTokenizer(data, MANY, 100) as tokenizer:
         tokenizer._thread.join(60)
-    assert tokenizer.problem.endswith(
-        "ended with code 1 (Traceback); start the same command again, it continues from there"
-    )
+    assert tokenizer.problem.endswith("ended with code 1 (Traceback) (attempt 3 without new text)")
 
 
 @pytest.mark.parametrize("ended", [pytest.param("exit", marks=pytest.mark.deep), "killed"])
