@@ -24,6 +24,7 @@ from llmtrain.data.sources import TextStream
 from llmtrain.data.stream import GrowingTokens, first_block, shuffles_in_blocks, write_status
 from llmtrain.errors import DataError
 from tests.end_to_end.runs import is_gone, wait_until
+from tests.unit.test_data_damage import searched
 from tests.unit.test_data_prepare import TEXTS
 
 MANY = 10**9
@@ -308,3 +309,24 @@ def test_a_signal_to_the_process_alone_does_not_end_the_run(
         tokenizer._process.send_signal(signal.SIGTERM)
         assert growing(prepared).wait_for(MANY) == len(expected)
     assert cache_path(data) == prepared.directory
+
+
+def test_ctrl_c_within_a_commit_leaves_no_half_shard(
+    data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush, interrupted = os.fsync, []
+
+    def interrupt(handle: int) -> None:
+        if not interrupted:
+            interrupted.append(handle)
+            os.kill(os.getpid(), signal.SIGINT)
+        flush(handle)
+
+    begun(data)
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(data, MANY, 100)
+    kept = open_dataset(cache_path(data))
+    assert searched(kept) is None
+    assert tokens_of(kept) == expected[: kept.index.splits["train"].tokens]
+    assert tokens_of(prepare(data, MANY, 100)) == expected
