@@ -11,6 +11,7 @@ import itertools
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ PIECE_CHARACTERS = 1_000_000
 COMMIT_SECONDS = 60.0
 """Seconds of work that a killed process loses at most."""
 COUNTS = ("tokens", "documents", "text_bytes")
+RATE_SECONDS = 60.0
+"""Seconds over which the rate of the progress line is measured."""
 PLAIN_SECONDS = 10.0
 """Seconds between lines of progress if the output is not a terminal."""
 
@@ -261,7 +264,9 @@ class ProgressBar:
         columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
         self._task = self._bar.add_task(label, total=needed)
-        self._start = self._shown = time.monotonic()
+        self._shown = time.monotonic()
+        self._marks = deque([(self._shown, 0)])
+        """Times of the last RATE_SECONDS, and one before, and the tokens so far at each."""
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -270,16 +275,20 @@ class ProgressBar:
     def advance(self, text_bytes: int, tokens: int) -> None:
         self.text_bytes += text_bytes
         self.tokens += tokens
+        self._marks.append((time.monotonic(), self.tokens))
+        while len(self._marks) > 2 and self._marks[1][0] <= self._marks[-1][0] - RATE_SECONDS:
+            self._marks.popleft()
         self._bar.update(self._task, completed=self.tokens, description=self.line())
         if not self._console.is_terminal and time.monotonic() - self._shown >= PLAIN_SECONDS:
             self._shown = time.monotonic()
             self._print()
 
     def line(self) -> str:
-        rate = self.tokens / max(time.monotonic() - self._start, 1e-9)
+        (first, before), (last, now) = self._marks[0], self._marks[-1]
+        rate = (now - before) / max(last - first, 1e-9)
         counts = f"{self.text_bytes / 1e6:,.1f} MB, {self.tokens / 1e6:,.2f} M tokens"
         line = f"{self.label}: {counts}, {rate / 1e6:.2f} M tokens/s"
-        if 0 < self.tokens < self._needed < sys.maxsize:  # a file's number of tokens is unknown
+        if 0 < self.tokens < self._needed < sys.maxsize and rate > 0:  # a file's number of tokens is unknown
             line += f", {(self._needed - self.tokens) / rate / 60:.0f} min left"
         return line
 

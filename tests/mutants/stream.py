@@ -101,6 +101,13 @@ MUTANTS = [
         STREAM,
     ),
     Mutant(
+        "stream: the rate is that of all the time",
+        "llmtrain/data/extend.py",
+        "self._marks.popleft()",
+        "break",
+        ("tests/unit/test_data_prepare.py",),
+    ),
+    Mutant(
         "stream: hosts do not compare what has come since",
         "llmtrain/data/host_blocks.py",
         'if post["digest"] != posts[0]["digest"]:',
