@@ -4,7 +4,7 @@
     python benchmarks/stream.py --megabytes 40 --interruptions 3
 
 The text: the Python files of the standard library and of all installed packages, repeated with a salt, as a data set of
-jsonl files on a stand-in for the hub (`local_hub`) that breaks off every tenth answer. Its tokens are made twice. *Undisturbed*:
+jsonl files on a stand-in for the hub (`local_hub`) that breaks off every fifth answer. Its tokens are made twice. *Undisturbed*:
 by `llmtrain prepare`, with connections that hold. *Disturbed*: by runs of a small model that begin with the first block, and
 that are interrupted (Ctrl-C), killed (SIGKILL of all processes), or lose their tokenizing process to SIGKILL, in turn, at
 random moments; after the last interruption, a run or `prepare` goes on to the end of the text. The table says how long
@@ -36,7 +36,7 @@ from loops import MODEL, RECIPE, end_with_children
 from table import RESULTS, ROOT, markdown, parser, show, write_page
 
 FILE_BYTES = 50_000_000
-DROP = 0.1
+DROP = 0.2
 KINDS = ("Ctrl-C", "SIGKILL of the run", "SIGKILL of the tokenizer")
 FIRST_STEP_SECONDS, END_SECONDS = 300.0, 120.0
 COLUMNS = ("what", "value")
@@ -182,7 +182,7 @@ def main() -> None:
             began = time.monotonic()
             undisturbed = Command(folder, hub, size).prepare("undisturbed", options.tokenizer)
             undisturbed_seconds = time.monotonic() - began
-        with LocalHub(files, drop=DROP) as hub:
+        with LocalHub(files, drop=DROP, seed=1) as hub:
             command = Command(folder, hub, size)
             tokenizer = str(undisturbed / "tokenizer")  # which is not trained again
             seconds, done = disturb(command, tokenizer, options.interruptions, random.Random(0))

@@ -24,8 +24,8 @@ MUTANTS = [
     Mutant(
         "loader: one window too many",
         "llmtrain/data/loader.py",
-        "self.num_samples = max(len(tokens) - 1, 0) // sequence_length",
-        "self.num_samples = len(tokens) // sequence_length",
+        "self.num_samples = max(tokens.most - 1, 0) // sequence_length",
+        "self.num_samples = tokens.most // sequence_length",
         ("tests/unit/test_data_loader.py",),
     ),
     Mutant(
@@ -124,8 +124,8 @@ MUTANTS = [
     Mutant(
         "prepare: an interruption loses what was tokenized",
         "llmtrain/data/extend.py",
-        "        except BaseException:\n            self._commit()\n            raise",
-        "        except BaseException:\n            raise",
+        "            except BaseException:\n                self._commit()\n                raise",
+        "            except BaseException:\n                raise",
         ("tests/unit/test_data_prepare.py",),
     ),
     Mutant(

@@ -31,13 +31,6 @@ MUTANTS = [
         BLOCKS,
     ),
     Mutant(
-        "blocks: a later epoch has blocks, too",
-        "llmtrain/data/order.py",
-        "        if epoch:\n            return 0, self.num_samples\n",
-        "",
-        BLOCKS,
-    ),
-    Mutant(
         "blocks: what has been read stays in memory",
         "llmtrain/data/order.py",
         "if epoch * self.num_samples + first + len(part) > before",

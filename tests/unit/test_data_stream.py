@@ -277,7 +277,7 @@ def test_the_process_ends_with_the_run_and_keeps_what_it_has(
     """A killed run closes the pipe as one that ends does, but does not wait."""
     prepared = begun(data)
     before = prepared.index.splits["train"].tokens
-    monkeypatch.setattr(background, "COMMAND", small(4, HANG))
+    monkeypatch.setattr(background, "COMMAND", small(2, HANG))  # before a block is completed
     tokenizer = BackgroundTokenizer(data, MANY, 100)
     with tokenizer:
         process = psutil.Process(tokenizer._process.pid)
