@@ -42,6 +42,11 @@ class DataSection(Section):
     """`packed`: documents follow each other, and each sequence is the next `train.sequence_length` tokens. `none`: each sequence
     is one document, or the next part of a longer one. Sequences of similar length share a micro-batch and are padded to its
     longest. Padding does not count in the loss, and steps differ in their number of tokens."""
+    shuffle: Literal["auto", "all", "blocks"] = "auto"
+    """Samples that are shuffled with one another in the first epoch. `all`: all, so the first step waits for the last token.
+    `blocks`: those of consecutive blocks of the source (2 M tokens, then twice as many each, at most 64 M), so a run begins
+    with the first block and tokenizes the others while it trains; the order is that of the seed and the source, whatever is
+    there when. `auto`: `blocks` for a hub data set, `all` for files. Later epochs always shuffle all."""
     cache_dir: PathText = "data"
     """Folder of the token shards. They are prepared once per source and tokenizer."""
 

@@ -12,6 +12,7 @@ from llmtrain.data.dataset import TokenDataset
 from llmtrain.data.document_loader import DocumentLoader, document_eval_batches
 from llmtrain.data.documents import document_samples
 from llmtrain.data.loader import Loader, eval_batches
+from llmtrain.data.stream import GrowingTokens
 
 
 def build_loader(
@@ -22,10 +23,11 @@ def build_loader(
     replicas: int,
     shard_rank: int,
     shard: int,
+    tokens: GrowingTokens | None = None,
     write: bool = True,
 ) -> Loader:
-    """Return the loader of a rank. With `write`, the starts of documents are stored beside the shards. Raises DataError
-    if the text is shorter than a step."""
+    """Return the loader of a rank. `tokens`, if given, are those of a folder that grows, and are shuffled in blocks. With
+    `write`, the starts of documents are stored beside the shards. Raises DataError if the text is shorter than a step."""
     train = recipe.train
     shape = {
         "sequence_length": train.sequence_length,
@@ -39,6 +41,8 @@ def build_loader(
     }
     if recipe.data.packing == "none":
         return DocumentLoader(document_samples(prepared, "train", train.sequence_length, write), **shape)
+    if tokens is not None:
+        return Loader(tokens, **shape, in_blocks=True)
     return Loader(prepared.tokens("train"), **shape)
 
 

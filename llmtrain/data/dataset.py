@@ -30,10 +30,11 @@ from pydantic import BaseModel, Field, ValidationError
 from llmtrain.data.sources import SPLITS, Position, Split
 from llmtrain.data.token_ids import Vocabulary
 from llmtrain.errors import DataError, one_line, reason
-from llmtrain.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from llmtrain.parallel.mesh import Mesh
 
 FORMAT = 2
 INDEX = "index.json"
@@ -122,6 +123,19 @@ class TokenShards:
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def most(self) -> int:
+        """Return the largest number of tokens that there can ever be."""
+        return self._length
+
+    def wait_for(self, tokens: int) -> int:
+        """Return the number of tokens: all are there."""
+        return self._length
+
+    def is_waiting(self, seconds: float) -> bool:
+        """Return False: nothing is waited for."""
+        return False
 
     def window(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length) in the shards' dtype, joined across shards if necessary. The array
@@ -240,6 +254,15 @@ class TokenDataset:
 def open_dataset(directory: Path | str, limits: Mapping[Split, int] | None = None) -> TokenDataset:
     """Open a prepared folder. Raises DataError if the index or a shard is missing, truncated or inconsistent."""
     directory = Path(directory)
+    index = read_index(directory)
+    for split in index.splits.values():
+        for shard in split.shards:
+            check_shard(directory, index, shard)
+    return TokenDataset(directory, index, limits or {})
+
+
+def read_index(directory: Path) -> Index:
+    """Return the index of a prepared folder. Raises DataError if it is missing or damaged."""
     remedy = f"delete {directory} and prepare again"
     try:
         index = Index.model_validate_json((directory / INDEX).read_bytes())
@@ -253,28 +276,25 @@ def open_dataset(directory: Path | str, limits: Mapping[Split, int] | None = Non
         raise DataError(f"{directory / INDEX}: {where}: {problem['msg']}; {remedy}") from None
     if missing := [split for split in SPLITS if split not in index.splits]:
         raise DataError(f"{directory / INDEX}: splits.{missing[0]}: missing; {remedy}")
-    for split in index.splits.values():
-        for shard in split.shards:
-            path = directory / shard.name
-            if not os.path.isfile(path):
-                raise DataError(f"{path}: no such file; expected {shard.bytes} bytes; {remedy}")
-            if (size := path.stat().st_size) != shard.bytes:
-                raise DataError(f"{path}: {size} bytes found, {shard.bytes} expected; {remedy}")
-            if shard.offset is not None:  # its header was read when this index was written
-                continue
-            try:
-                array = np.load(path, mmap_mode="r")
-                found = f"{array.dtype.str} {array.shape}"
-            except (
-                ValueError,
-                EOFError,
-                SyntaxError,
-                tokenize.TokenError,
-            ) as error:  # NumPy parses the header as Python
-                found = one_line(error)
-            if found != (expected := f"{index.dtype} {(shard.tokens,)}"):
-                raise DataError(f"{path}: another file's content ({found} found, {expected} expected); {remedy}")
-    return TokenDataset(directory, index, limits or {})
+    return index
+
+
+def check_shard(directory: Path, index: Index, shard: Shard) -> None:
+    """Raise DataError if the file of a shard is missing, of another size, or has another header."""
+    path, remedy = directory / shard.name, f"delete {directory} and prepare again"
+    if not os.path.isfile(path):  # False also for a name that is too long
+        raise DataError(f"{path}: no such file; expected {shard.bytes} bytes; {remedy}")
+    if (size := path.stat().st_size) != shard.bytes:
+        raise DataError(f"{path}: {size} bytes found, {shard.bytes} expected; {remedy}")
+    if shard.offset is not None:  # its header was read when this index was written
+        return
+    try:
+        array = np.load(path, mmap_mode="r")
+        found = f"{array.dtype.str} {array.shape}"
+    except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # NumPy parses the header as Python
+        found = one_line(error)
+    if found != (expected := f"{index.dtype} {(shard.tokens,)}"):
+        raise DataError(f"{path}: another file's content ({found} found, {expected} expected); {remedy}")
 
 
 class ChecksumScan:

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from llmtrain.data.dataset import TokenShards
-from llmtrain.data.order import SampleCursor, SampleOrder, merge_cursors
+from llmtrain.data.order import SampleCursor, SampleOrder, block_of_sample, merge_cursors
+from llmtrain.data.stream import GrowingTokens
 from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.reshard import Rule, by_replica
@@ -43,7 +44,7 @@ class Loader:
 
     def __init__(
         self,
-        tokens: TokenShards,
+        tokens: TokenShards | GrowingTokens,
         *,
         sequence_length: int,
         global_batch: int,
@@ -53,14 +54,16 @@ class Loader:
         shard_rank: int,
         shard: int,
         seed: int,
+        in_blocks: bool = False,
     ) -> None:
-        """Set the shape of the batches, counted in sequences; `micro_batch` is per rank. Raises DataError if the data
-        is smaller than one global batch."""
+        """Set the shape of the batches, counted in sequences; `micro_batch` is per rank. With `in_blocks`, the first epoch is
+        shuffled in blocks, which are waited for. Raises DataError if the data is smaller than one global batch."""
         assert global_batch % (micro_batch * replicas * shard) == 0, (global_batch, micro_batch, replicas, shard)
         assert 0 <= replica < replicas and 0 <= shard_rank < shard, (replica, replicas, shard_rank, shard)
         self.tokens, self.sequence_length = tokens, sequence_length
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.num_samples = self._count_samples()
+        """Number of samples in the data; for a source of unknown length that has not ended, the largest possible one."""
         self.cursor = SampleCursor()
         """Cursor at the entries that no replica has read, provided that all replicas have taken as many steps as
         this one."""
@@ -70,7 +73,8 @@ class Loader:
         """Tokens of the last step's global batch, divided by the number of replicas."""
         self._replicas, self._per_rank = replicas, global_batch // (replicas * shard)
         self._first = (replica * shard + shard_rank) * self._per_rank
-        self._seed, self.order = seed, SampleOrder(self.num_samples, seed)
+        self._seed, self._in_blocks = seed, in_blocks
+        self.order = self._new_order()
 
     @property
     def attended_length(self) -> float:
@@ -79,6 +83,8 @@ class Loader:
 
     def next(self) -> list[torch.Tensor]:
         """Return this rank's micro-batches for the next step: int64 [micro_batch, sequence_length + 1] each."""
+        # all ranks wait for the text of a step at its start, so that none waits in a collective for those that wait for text
+        self.order.wait_for(max(part[-1] for part in self.cursor.peek(0, self.global_batch)))
         micro_batches = self._read(self._samples(self._first, self._per_rank))
         self.cursor.advance(self.global_batch)
         self.order.forget(self.cursor.lowest)
@@ -89,7 +95,7 @@ class Loader:
         return [self.order.sample(entry) for part in self.cursor.peek(first, count) for entry in part]
 
     def _count_samples(self) -> int:
-        return max(len(self.tokens) - 1, 0) // self.sequence_length
+        return max(self.tokens.most - 1, 0) // self.sequence_length
 
     def _shortage(self) -> str:
         """Return what is missing if there are fewer samples than one step needs."""
@@ -115,7 +121,21 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor.load_state_dict(state)
-        self.order = SampleOrder(self.num_samples, self._seed, state.get("sizes", ()))
+        self.order = self._new_order(state.get("sizes", ()))
+
+    def _new_order(self, sizes: Sequence[int] = ()) -> SampleOrder:
+        if not self._in_blocks:
+            return SampleOrder(self.num_samples, self._seed, sizes)
+        block = partial(block_of_sample, sequence_length=self.sequence_length)
+        return SampleOrder(self.num_samples, self._seed, sizes, block=block, wait=self._wait_for_samples)
+
+    def _wait_for_samples(self, samples: int) -> int:
+        """Wait until so many samples exist or the source has ended. Return how many exist. Raises DataError if they are
+        fewer than one global batch."""
+        there = max(self.tokens.wait_for(samples * self.sequence_length + 1) - 1, 0) // self.sequence_length
+        if there < min(samples, self.global_batch):
+            raise DataError(f"training data: {self._shortage()}")
+        return there
 
 
 class PrefetchLoader:
@@ -179,25 +199,27 @@ class PrefetchLoader:
         self._orders.put(None)
 
     def _get(self, seconds: float) -> list[torch.Tensor] | BaseException | None:
-        """Return what was read within `seconds`, or announce that the disk is slow and return None."""
-        try:
-            return self._read.get(timeout=seconds)
-        except Empty:
+        """Return what was read within `seconds`, or None. Time in which text is tokenized does not count: that wait
+        announces itself and has a limit of its own."""
+        while True:
+            try:
+                return self._read.get(timeout=seconds)
+            except Empty:
+                if not self.loader.tokens.is_waiting(seconds):
+                    return None
+
+    def _receive(self) -> list[torch.Tensor]:
+        quiet = min(QUIET_SECONDS, self._timeout)
+        if (batches := self._get(quiet)) is None:
             print(
                 f"waiting for the disk with the token shards (at most {self._timeout:g} s)", file=sys.stderr, flush=True
             )
-            return None
-
-    def _receive(self) -> list[torch.Tensor]:
-        try:
-            quiet = min(QUIET_SECONDS, self._timeout)
-            if (batches := self._get(quiet)) is None:
-                batches = self._read.get(timeout=self._timeout - quiet)
-        except Empty:
+            batches = self._get(self._timeout - quiet)
+        if batches is None:
             raise DataError(
                 f"no batch could be read in {self._timeout:g} s (run.timeout_seconds): the disk that holds the token shards does "
                 "not answer; start the same command again when it does, to continue from the last checkpoint"
-            ) from None
+            )
         self._is_coming = False
         if isinstance(batches, BaseException):
             raise batches

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import FORMAT, INDEX, TOKENIZER, Index, SplitIndex, TokenDataset, open_dataset
 from llmtrain.data.extend import extend
+from llmtrain.data.order import FIRST_BLOCK
 from llmtrain.data.python_files import PYTHON, python_text
 from llmtrain.data.ready_made import describe, find_ready_made, index_of, is_measured, measured
 from llmtrain.data.sources import HUB, SPLITS, Position, Split, fingerprint
@@ -39,7 +40,15 @@ LOCK_SECONDS = 24 * 3600.0
 """Seconds to wait for another process that prepares the same folder."""
 
 
-def prepare(data: DataSection, train_tokens: int, eval_tokens: int, *, show_progress: bool = False) -> TokenDataset:
+def prepare(
+    data: DataSection,
+    train_tokens: int,
+    eval_tokens: int,
+    *,
+    show_progress: bool = False,
+    first_block_only: bool = False,
+    report: Callable[[int], None] | None = None,
+) -> TokenDataset:
     """Return the token shards of `data`, from the cache or newly prepared.
 
     `train_tokens` and `eval_tokens` are the tokens that a run reads. The training split of a local source is
@@ -48,13 +57,17 @@ def prepare(data: DataSection, train_tokens: int, eval_tokens: int, *, show_prog
     The validation split is tokenized only as far as the run reads it. A cached folder is reused if it has enough
     tokens or its source has no more; otherwise tokens are added to it, also after an interruption. If several processes
     start together, one prepares and the others wait for it. Raises DataError.
+
+    With `first_block_only`, of the training tokens only the first block must be there: another process tokenizes the
+    others while a run reads the folder. That process gives `report`, which is called with the number of training tokens.
     """
     # one more than the run reads, because the last token is only a label
     whole = train_tokens + 1 if data.source.startswith(HUB) else sys.maxsize
-    needed: dict[Split, int] = {"train": data.max_tokens or whole, "validation": eval_tokens + 1}
+    limits: dict[Split, int] = {"train": data.max_tokens or whole, "validation": eval_tokens + 1}
+    needed = {**limits, "train": min(limits["train"], FIRST_BLOCK + 1)} if first_block_only else limits
     directory = cache_path(data)
     try:
-        cached = open_dataset(directory, needed)
+        cached = open_dataset(directory, limits)
     except DataError:  # absent; checked again under the lock
         cached = None
     if cached is not None and _is_sufficient(cached, needed):
@@ -65,13 +78,13 @@ def prepare(data: DataSection, train_tokens: int, eval_tokens: int, *, show_prog
             _create(directory, data)
         if show_progress and data.source == PYTHON:
             print(python_text().line(data.validation_fraction), flush=True)
-        cached = open_dataset(directory, needed)
+        cached = open_dataset(directory, limits)
         _check_tokenizer(directory)
         if cached.index.ready_made is not None:
             cached = _measure(cached, show_progress)
         elif not _is_sufficient(cached, needed):
-            extend(directory, cached.index, data, cached.load_tokenizer(), needed, show_progress)
-            cached = open_dataset(directory, needed)
+            extend(directory, cached.index, data, cached.load_tokenizer(), needed, show_progress, report)
+            cached = open_dataset(directory, limits)
             _check_documents(cached, data)
     return cached
 

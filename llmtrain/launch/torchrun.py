@@ -89,8 +89,8 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
     directory = RunDirectory(recipe)
 
     def prepare_node() -> None:
-        """Prepare the data, and download weights of the hub."""
-        prepared = prepare_for(recipe, show_progress=True)
+        """Prepare the data that the first step needs, and download weights of the hub."""
+        prepared = prepare_for(recipe, show_progress=True, to_begin=True)
         check_vocabulary(recipe, prepared.vocab_size)
         check_initial_weights(recipe, prepared, download=True)
 

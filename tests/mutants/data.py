@@ -25,8 +25,8 @@ MUTANTS = [
     Mutant(
         "loader: one window too many",
         "llmtrain/data/loader.py",
-        "return max(len(self.tokens) - 1, 0) // self.sequence_length",
-        "return len(self.tokens) // self.sequence_length",
+        "return max(self.tokens.most - 1, 0) // self.sequence_length",
+        "return self.tokens.most // self.sequence_length",
         ("tests/unit/test_data_loader.py",),
     ),
     Mutant(
@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "prepare: an interruption loses what was tokenized",
         "llmtrain/data/extend.py",
-        "        except BaseException:\n            self._commit()\n            raise",
-        "        except BaseException:\n            raise",
+        "            except BaseException:\n                self._commit()\n                raise",
+        "            except BaseException:\n                raise",
         ("tests/unit/test_data_prepare.py",),
     ),
     Mutant(
