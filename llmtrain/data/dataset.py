@@ -255,9 +255,8 @@ def open_dataset(directory: Path | str, limits: Mapping[Split, int] | None = Non
     """Open a prepared folder. Raises DataError if the index or a shard is missing, truncated or inconsistent."""
     directory = Path(directory)
     index = read_index(directory)
-    for split in index.splits.values():
-        for shard in split.shards:
-            check_shard(directory, index, shard)
+    for shard in itertools.chain.from_iterable(split.shards for split in index.splits.values()):
+        check_shard(directory, index, shard)
     return TokenDataset(directory, index, limits or {})
 
 
