@@ -83,8 +83,9 @@ class Loader:
 
     def next(self) -> list[torch.Tensor]:
         """Return this rank's micro-batches for the next step: int64 [micro_batch, sequence_length + 1] each."""
-        # all ranks wait for the text of a step at its start, so that none waits in a collective for those that wait for text
-        self.order.wait_for(max(part[-1] for part in self.cursor.peek(0, self.global_batch)))
+        if self._in_blocks:
+            # All ranks wait for the text of a step at its start. Otherwise those that have theirs would wait in a collective.
+            self.order.wait_for(max(part[-1] for part in self.cursor.peek(0, self.global_batch)))
         micro_batches = self._read(self._samples(self._first, self._per_rank))
         self.cursor.advance(self.global_batch)
         self.order.forget(self.cursor.lowest)
