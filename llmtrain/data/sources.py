@@ -5,6 +5,8 @@
 `python`          those, and the .py files of the packages that llmtrain requires; validation is of other packages
 a file or folder  .txt and .txt.gz (cut at `data.separator`), .jsonl, .jsonl.gz, .json.gz, .parquet; a folder's files sorted by path
 `hf:OWNER/NAME`   a dataset on the Hugging Face hub, streamed
+
+Token files of other tools are sources, too: see `ready_made`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -181,21 +184,23 @@ def _files(source: str, key: str) -> list[Path]:
     path, known = local_path(source), ", ".join(READERS)
     if path is not None and path.is_file():
         if _reader(path) is None:
-            raise DataError(f"{key}: {source}: unknown kind of file; expected {known}")
+            raise DataError(f"{key}: {source}: unknown kind of file; expected {known}, or tokens: .bin, .npy")
         return [path]
     if path is None or not path.is_dir():
         raise DataError(
             f"{key}: {source}: no such file or folder; expected stories, stdlib, python, a path, or hf:OWNER/NAME"
         )
     try:
-        found = sorted(file for file in path.rglob("*") if file.is_file() and _reader(file) is not None)
+        found = sorted(file for file in path.rglob("*") if os.path.isfile(file) and _reader(file) is not None)
     except OSError as error:
         raise DataError(
             f"{key}: {source}: {error.filename} can't be read ({error.strerror}); give a folder of text"
         ) from None
     found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not found:
-        raise DataError(f"{key}: {source}: no text in this folder; expected files that end in {known}")
+        raise DataError(
+            f"{key}: {source}: no text in this folder; expected files that end in {known}, or tokens: .bin, .npy"
+        )
     return found
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 
 from llmtrain.config import DataSection, Recipe
+from llmtrain.data.build_loader import build_loader, validation_batches
 from llmtrain.data.dataset import TokenDataset, open_dataset
-from llmtrain.data.loader import Loader, eval_batches
 from llmtrain.data.prepare import cache_path
+from llmtrain.data.ready_made import check_separators, find_ready_made
 from llmtrain.data.sources import HUB, Split, documents, require
 from llmtrain.data.tokenizer import check_tokenizer_exists, trained_size
 from llmtrain.errors import DataError, RecipeError
@@ -133,7 +134,7 @@ def notes(preflight: Preflight) -> list[str]:
 
 def describe(path: Path, recipe: Recipe, preflight: Preflight) -> list[str]:
     """Return the lines that `recipe check` prints: notes, and last that the recipe is fine."""
-    length = f"{recipe.train.total_steps:,} steps of {recipe.train.tokens_per_step:,} tokens"
+    length = f"{recipe.train.total_steps:,} steps of {recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
     mesh = f"{preflight.processes} processes as {preflight.replicas} replicas x {preflight.shards} shards"
     verdict = f"fine on this machine with {mesh} ({length})"
     if preflight.memory == math.inf:
@@ -170,29 +171,21 @@ def check_data(recipe: Recipe, replicas: int, shards: int) -> TokenDataset | Non
     check_vocabulary(recipe, prepared.vocab_size)
     limits: dict[Split, int] = {"train": recipe.data.max_tokens or prepared.index.splits["train"].tokens}
     prepared = TokenDataset(prepared.directory, prepared.index, limits)
+    if recipe.train.document_mask:
+        check_separators(prepared, "train.document_mask")
     _check_token_count(recipe, prepared, replicas, shards)
     return prepared
 
 
 def _check_token_count(recipe: Recipe, prepared: TokenDataset, replicas: int, shards: int) -> None:
     train, splits = recipe.train, prepared.index.splits
-    shape = {"sequence_length": train.sequence_length, "micro_batch": train.micro_batch}
     if splits["train"].exhausted or splits["train"].tokens >= (recipe.data.max_tokens or math.inf):
         # the run has all of its tokens; otherwise `prepare` adds what it needs
-        Loader(
-            prepared.tokens("train"),
-            global_batch=train.global_batch,
-            replica=0,
-            replicas=replicas,
-            shard_rank=0,
-            shard=shards,
-            seed=recipe.run.seed,
-            **shape,
-        )
+        build_loader(recipe, prepared, replica=0, replicas=replicas, shard_rank=0, shard=shards, write=False)
     elif recipe.data.source.startswith(HUB) and splits["train"].tokens <= train.total_steps * train.tokens_per_step:
         _check_source(recipe.data)
     if splits["validation"].exhausted:
-        eval_batches(prepared.tokens("validation"), max_tokens=recipe.eval.tokens, rank=0, world=1, **shape)
+        validation_batches(recipe, prepared, rank=0, world=1, write=False)()
 
 
 def _check_source(data: DataSection) -> None:
@@ -201,7 +194,9 @@ def _check_source(data: DataSection) -> None:
         name = data.source.removeprefix(HUB)
         require(name, "dataset", key="data.source", instead="data.source=/path/to/files or data.source=stdlib")
         return
-    cache_path(data)  # lists the files
+    cache_path(data)  # lists the files, and reads the headers of token files
+    if find_ready_made(data) is not None:
+        return
     splits: tuple[Split, ...] = ("train",) if data.validation is None else ("train", "validation")
     for split in splits:
         if not list(islice(documents(data, split), 1)):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from llmtrain.config import Recipe, TraceSection
+from llmtrain.data.build_loader import build_loader, validation_batches
 from llmtrain.data.dataset import TOKENIZER, ChecksumScan, TokenDataset, check_same_tokens
-from llmtrain.data.loader import Loader, PrefetchLoader, eval_batches
+from llmtrain.data.documents import document_samples
+from llmtrain.data.loader import PrefetchLoader
 from llmtrain.data.prepare import prepare
+from llmtrain.data.ready_made import check_separators
+from llmtrain.data.stream import first_block, shuffles_in_blocks
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError, first_line
 from llmtrain.lr import LRSchedule
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
@@ -51,6 +54,7 @@ from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.sample import Sampler
 from llmtrain.train.signals import StopRequest, stop_requests
 from llmtrain.train.summary import print_report, summary_of, write_summary
+from llmtrain.train.train_text import TrainText, open_train_text, tokens_read
 from llmtrain.train.trainer import Trainer
 from llmtrain.train.validation import ValidationSet, Validator
 
@@ -71,7 +75,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     memory = [rank_info.memory for rank_info in peers.ranks]
     replicas, shard, reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
     check_group(recipe, replicas)
-    prepared = prepare_for(recipe, show_progress=world.local_rank == 0)
+    prepared = prepare_for(recipe, show_progress=world.local_rank == 0, to_begin=True)
     check_vocabulary(recipe, prepared.vocab_size)
     with (
         closing(directory),
@@ -79,6 +83,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
         BackgroundEval(recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop) as suites,
         open_mesh(world, replicas, shard, replica_backend(recipe.parallel), timeout, peers) as mesh,
         _shared_stop(recipe, mesh, stop) as end_early,
+        open_train_text(recipe, mesh, prepared) as text,
     ):
         if mesh.broadcast_from_main(lambda: _is_finished(directory)):
             console.print(directory.completed_message())
@@ -88,8 +93,9 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
         resume_from = _newest_anywhere(directory, mirror, mesh, console)
         weights = open_initial_weights(recipe, mesh, prepared) if resume_from is None else None
         with console.progress("building the model"):
-            trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop, end_early, weights)
+            trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop, end_early, weights, text)
         del weights  # its files
+        mesh.broadcast_from_main(directory.open)  # a run only from here on, because the weights may be damaged
         trainer.checkpointer.on_saved += [suites.after_checkpoint, mirror.upload_async]
         trainer.checkpointer.pinned_by += [suites.worker.pending_steps, mirror.pinned_steps]
         try:
@@ -135,11 +141,24 @@ def _traced(section: TraceSection | None, path: Path) -> AbstractContextManager[
     return nullcontext() if section is None else open_trace(path, section.first, section.first + section.steps - 1)
 
 
-def prepare_for(recipe: Recipe, show_progress: bool) -> TokenDataset:
-    """Return the token shards that a recipe needs, preparing them if they are missing."""
-    tokens = recipe.train.total_steps * recipe.train.tokens_per_step + 1
-    prepared = prepare(recipe.data, tokens, recipe.eval.tokens + 1, show_progress=show_progress)
-    prepare_sets(recipe, prepared, show_progress)
+def prepare_for(recipe: Recipe, show_progress: bool, to_begin: bool = False) -> TokenDataset:
+    """Return the token shards that a recipe needs, preparing them if they are missing. With `to_begin`, those that it needs
+    for its first step, if it can tokenize the others while it trains."""
+    prepared = prepare(
+        recipe.data,
+        tokens_read(recipe),
+        recipe.eval.tokens + 1,
+        show_progress=show_progress,
+        first_block_only=to_begin and shuffles_in_blocks(recipe.data),
+    )
+    if recipe.train.document_mask:
+        check_separators(prepared, "train.document_mask")
+    sets = prepare_sets(recipe, prepared, show_progress)
+    if recipe.data.packing == "none":  # now, because it takes a while, and later all ranks need it
+        check_separators(prepared, "data.packing")
+        document_samples(prepared, "train", recipe.train.sequence_length)
+        for text in (prepared, *sets.values()):
+            document_samples(text, "validation", recipe.train.sequence_length)
     return prepared
 
 
@@ -165,8 +184,8 @@ def _is_finished(directory: RunDirectory) -> bool:
 
 
 def _make_ready(directory: RunDirectory, prepared: TokenDataset) -> None:
-    """Create the run directory and copy the tokenizer into it. Main rank only."""
-    directory.open()
+    """Reserve the run directory and copy the tokenizer into it. Main rank only."""
+    directory.reserve()
     directory.copy_tokenizer(prepared.directory / TOKENIZER)
 
 
@@ -204,18 +223,29 @@ def build_trainer(
     stop: StopRequest,
     end_early: Callable[[], bool] = lambda: False,
     weights: InitialWeights | None = None,
+    train_text: TrainText | None = None,
 ) -> Trainer:
     """Build this rank's model, engine, method and loader, and return them in a Trainer. The model starts from `weights`, or
-    from random ones. `mesh_reason` is shown to the user."""
+    from random ones. `mesh_reason` is shown to the user. `train_text`, if given, grows while the run reads it."""
     texts = {"": prepared, **prepare_sets(recipe, prepared, show_progress=False)}
-    check_same_tokens(mesh, texts)
+    check_same_tokens(mesh, texts if train_text is None else {**texts, "": first_block(prepared)})
     search = ChecksumScan(texts.values(), mesh.world.local_rank, mesh.world.local_size)
     if recipe.train.deterministic:
         enable_determinism(mesh.device)
     torch.manual_seed(derive_seed(recipe.run.seed, "rank", mesh.world.rank))
-    separator = prepared.eos_id if recipe.train.document_mask else None
+    is_packed = recipe.data.packing == "packed"
+    separator = prepared.eos_id if recipe.train.document_mask and is_packed else None
     model = build(model_config(recipe.model, prepared.vocab_size), recipe.parallel.loss_chunk, separator)
-    parameters, flops = count_parameters(model), flops_per_token(model, recipe.train.sequence_length)
+    loader = build_loader(
+        recipe,
+        prepared,
+        replica=mesh.replica_comms.rank,
+        replicas=mesh.replicas,
+        shard_rank=mesh.shard_comms.rank,
+        shard=mesh.shard_comms.size,
+        tokens=None if train_text is None else train_text.tokens,
+    )
+    parameters, flops = count_parameters(model), flops_per_token(model, loader.attended_length)
     compiled = recipe.parallel.compile
     gradient_wire = build_wire(recipe.sync.wire.kind, compiled) if recipe.sync.wire.gradients else None
     engine = build_engine(
@@ -227,6 +257,7 @@ def build_trainer(
         read=None if weights is None else weights.read,
         gradient_wire=gradient_wire,
         changes_in_forward=recipe.sync.schedule.syncs_in_forward,
+        lengths_vary=not is_packed,
     )
     method = build_method(
         recipe.sync,
@@ -240,20 +271,10 @@ def build_trainer(
         timeout_seconds=recipe.run.timeout_seconds,
         end_early=end_early,
     )
-    loader = Loader(
-        prepared.tokens("train"),
-        sequence_length=recipe.train.sequence_length,
-        global_batch=recipe.train.global_batch,
-        micro_batch=recipe.train.micro_batch,
-        replica=mesh.replica_comms.rank,
-        replicas=mesh.replicas,
-        shard_rank=mesh.shard_comms.rank,
-        shard=mesh.shard_comms.size,
-        seed=recipe.run.seed,
-    )
     peak = peak_flops(mesh.device)
     console.print(mesh_line(mesh.replicas, mesh.shard_comms.size, mesh.device.type, mesh_reason))
-    console.print(model_line(recipe, parameters, len(engine.blocks), loader.num_samples))
+    samples = loader.num_samples if train_text is None or train_text.tokens.is_complete else None
+    console.print(model_line(recipe, parameters, len(engine.blocks), samples))
     if weights is not None:
         console.print(weights.describe())
     if mesh.is_main:
@@ -267,7 +288,10 @@ def build_trainer(
     section, timeout = recipe.checkpoint, recipe.run.timeout_seconds
     checkpointer = Checkpointer(directory.checkpoints, mesh, engine, method, section, timeout, recipe, console.print)
     checkpointer.from_weights = None if weights is None else weights.recorded
-    reducer, io_errors = MetricReducer(mesh, flops, peak), IoErrors(mesh, search)
+    reducer, io_errors = (
+        MetricReducer(mesh, flops, peak),
+        IoErrors(mesh, search, None if train_text is None else train_text.problem),
+    )
     sets = [_validation_set(recipe, mesh, name, text) for name, text in texts.items()]
     sampler = Sampler(recipe, engine, mesh, prepared, console, parameters)
     return Trainer(
@@ -282,13 +306,5 @@ def build_trainer(
 
 
 def _validation_set(recipe: Recipe, mesh: Mesh, name: str, text: TokenDataset) -> ValidationSet:
-    batches = partial(
-        eval_batches,
-        text.tokens("validation"),
-        max_tokens=recipe.eval.tokens,
-        sequence_length=recipe.train.sequence_length,
-        micro_batch=recipe.train.micro_batch,
-        rank=mesh.world.rank,
-        world=mesh.world.size,
-    )
+    batches = validation_batches(recipe, text, rank=mesh.world.rank, world=mesh.world.size)
     return ValidationSet(name, batches, text.bytes_per_token("validation"))

@@ -25,8 +25,8 @@ MUTANTS = [
     Mutant(
         "loader: one window too many",
         "llmtrain/data/loader.py",
-        "self.num_samples = max(len(tokens) - 1, 0) // sequence_length",
-        "self.num_samples = len(tokens) // sequence_length",
+        "return max(self.tokens.most - 1, 0) // self.sequence_length",
+        "return self.tokens.most // self.sequence_length",
         ("tests/unit/test_data_loader.py",),
     ),
     Mutant(
@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "prepare: an interruption loses what was tokenized",
         "llmtrain/data/extend.py",
-        "        except BaseException:\n            self._commit()\n            raise",
-        "        except BaseException:\n            raise",
+        "            except BaseException:\n                self._commit()\n                raise",
+        "            except BaseException:\n                raise",
         ("tests/unit/test_data_prepare.py",),
     ),
     Mutant(
@@ -190,7 +190,7 @@ MUTANTS = [
     ),
     Mutant(
         "tokenizer: the stride of the sample does not double",
-        "llmtrain/data/tokenizer.py",
+        "llmtrain/data/trained_tokenizer.py",
         "kept, stride = kept[::2], stride * 2",
         "kept, stride = kept[::2], stride",
         ("tests/unit/test_data_tokenizer.py",),
@@ -264,8 +264,8 @@ MUTANTS = [
     Mutant(
         "stories: a folder of the same name is passed over",
         "llmtrain/data/sources.py",
-        "    if local_path(STORIES) is not None:\n",
-        "    if False:\n",
+        '    _refuse_local(STORIES, "this package\'s text")\n',
+        "",
         STORIES,
     ),
     Mutant(
