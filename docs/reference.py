@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from docs import python_packages
 from llmtrain.recipe_keys import in_code, key_groups, sections
 from llmtrain.recipe_schema import schema_text
 from llmtrain.sync.compatibility import CHOICES, RULES, conflict_between
@@ -188,14 +187,12 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    """Write docs/recipes.md, recipes/schema.json, the packages of `data.source: python` and the tables in README and
-    docs/methods.md."""
+    """Write docs/recipes.md, recipes/schema.json and the generated tables in README and docs/methods.md."""
     PAGE.write_text(recipe_reference(), encoding="utf-8")
     README.write_text(readme_with_methods(README.read_text(encoding="utf-8")), encoding="utf-8")
     METHODS_PAGE.write_text(methods_page_with_composition(METHODS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     SCHEMA.write_text(schema_text(), encoding="utf-8")
-    python_packages.write()
-    print(f"wrote {PAGE}, {SCHEMA}, {python_packages.PINNED} and the tables in {README} and {METHODS_PAGE}")
+    print(f"wrote {PAGE}, {SCHEMA} and the tables in {README} and {METHODS_PAGE}")
 
 
 if __name__ == "__main__":
