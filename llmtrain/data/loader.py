@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from llmtrain.data.dataset import TokenShards
-from llmtrain.data.order import SampleCursor, SampleOrder, merge_cursors
+from llmtrain.data.order import SampleCursor, SampleOrder, grow, merge_cursors
 from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.reshard import Rule, by_replica
@@ -31,6 +31,11 @@ from llmtrain.waiting import QUIET_SECONDS
 REST_SECONDS = 2.0
 """Seconds that process exit waits for a read in flight. A read that hangs longer holds no tensors and is safe to
 abandon."""
+
+
+SamplesBefore = Callable[[str, int, Callable[[int], int]], int]
+"""Function from (name of a text, its number of samples now, function from a number of sequences of the run to those that
+are of this text) to its number of samples in a run of another length (`LengthChange.samples_before`)."""
 
 
 class Loader:
@@ -72,7 +77,12 @@ class Loader:
             )
         self._per_rank = global_batch // (replicas * shard)
         self._first = (replica * shard + shard_rank) * self._per_rank
-        self._seed, self.order = seed, SampleOrder(self.num_samples, seed)
+        self.seed = seed
+        self.order = self.open_order(())
+
+    def open_order(self, sizes: Sequence[Any]) -> SampleOrder:
+        """Return the order of samples. `sizes` is what `SampleOrder.state_dict` has under that name, or empty."""
+        return SampleOrder(self.num_samples, self.seed, sizes)
 
     def next(self) -> list[torch.Tensor]:
         """Return this rank's micro-batches for the next step: int64 [micro_batch, sequence_length + 1] each."""
@@ -87,7 +97,7 @@ class Loader:
         return list(rows.split(self.micro_batch))
 
     def state_dict(self) -> dict[str, Any]:
-        return self.cursor.state_dict() | ({"sizes": self.order.sizes} if len(self.order.sizes) > 1 else {})
+        return self.cursor.state_dict() | self.order.state_dict()
 
     def reshard_rule(self) -> Rule:
         """Return the rule by which `state_dict` is resharded: each sample that no replica has read is read once."""
@@ -95,7 +105,16 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor.load_state_dict(state)
-        self.order = SampleOrder(self.num_samples, self._seed, state.get("sizes", ()))
+        self.order = self.open_order(state.get("sizes", ()))
+
+    def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
+        """Return a state of a run that was shorter or longer. `before` returns how many samples of a text that had."""
+        return grow(state, before("", self.num_samples, lambda entries: entries), self.num_samples)
+
+    def read_by_text(self, states: Sequence[dict[str, Any]]) -> dict[str, int]:
+        """Return the sequences that a run has read of each text, by name, given the state of each replica. Empty if the
+        run has one text."""
+        return {}
 
 
 class PrefetchLoader:

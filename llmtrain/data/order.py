@@ -39,6 +39,10 @@ class SampleOrder:
             self._epochs[epoch] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return int(self._epochs[epoch][index])
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what another order needs to be the same, beside the number of samples."""
+        return {"sizes": self.sizes} if len(self.sizes) > 1 else {}
+
     def forget(self, before: int) -> None:
         """Free the memory of epochs whose entries are all before the given one."""
         oldest = before // self.num_samples

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from llmtrain.config import Recipe
 from llmtrain.data.loader import PrefetchLoader
-from llmtrain.data.order import grow
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.engine import Engine
 from llmtrain.reshard import Rules, rules_of
@@ -115,8 +114,7 @@ class Trainer:
         self.metrics.load_state_dict(loaded.progress, self.state)
         of_loader, length, note = loaded.progress["loader"], loaded.length, self.metrics.console.print
         if length is not None:
-            samples = self.loader.num_samples
-            of_loader = grow(of_loader, length.samples_before(samples), samples)
+            of_loader = self.loader.loader.grown(of_loader, length.samples_before)
             self.method.total_steps_changed(loaded.step)
         self.loader.load_state_dict(of_loader)
         note(f"continuing from {path}{length.describe() if length else ''}{loaded.how}")
