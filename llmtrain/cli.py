@@ -109,13 +109,16 @@ def prepare(context: typer.Context, recipe: RecipeFile) -> None:
     with imports_without_gc():
         from llmtrain.recipe_check import check
         from llmtrain.recipe_loader import load_recipe
-        from llmtrain.train.run import prepare_for
+        from llmtrain.train.run import prepare_sets
+        from llmtrain.train.run_texts import prepare_texts
 
     loaded = load_recipe(recipe, context.args)
     check(loaded, None)
-    prepared = prepare_for(loaded, show_progress=True)
-    counts = ", ".join(f"{len(prepared.tokens(split)):,} {split} tokens" for split in ("train", "validation"))
-    typer.echo(f"{prepared.directory}: {counts}, vocabulary {prepared.vocab_size:,}")
+    texts = prepare_texts(loaded, None, show_progress=True)
+    prepare_sets(loaded, next(iter(texts.values())), show_progress=True)
+    for prepared in texts.values():
+        counts = ", ".join(f"{len(prepared.tokens(split)):,} {split} tokens" for split in ("train", "validation"))
+        typer.echo(f"{prepared.directory}: {counts}, vocabulary {prepared.vocab_size:,}")
 
 
 @app.command(context_settings=OVERRIDES)

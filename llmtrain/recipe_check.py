@@ -16,7 +16,7 @@ from llmtrain.config import (
     Recipe,
     TrainSection,
 )
-from llmtrain.data.tokenizer import trained_size
+from llmtrain.data.text_list import check_replicas, check_text_list
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.recipe_messages import closest
@@ -68,7 +68,7 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     ranks = world_size or _explicit_ranks(recipe.parallel)
     if ranks is not None:
         _check_batch(recipe.train, ranks)
-    trained_size(recipe.data.tokenizer)
+    check_text_list(recipe.data, recipe.eval.sets)
     _check_model(recipe)
     _check_log(recipe)
     check_suite(recipe.eval.suite)
@@ -204,7 +204,9 @@ def _check_sync(recipe: Recipe) -> None:
 
 
 def check_group(recipe: Recipe, replicas: int) -> None:
-    """Raise RecipeError if the schedule's groups can't be formed from `replicas` replicas."""
+    """Raise RecipeError if the schedule's groups can't be formed from `replicas` replicas, or if these are more than
+    `data.per_replica` has texts for."""
+    check_replicas(recipe.data, replicas)
     recipe.sync.schedule.resolve_group_size(replicas)
 
 

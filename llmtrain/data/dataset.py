@@ -289,9 +289,9 @@ STRETCHES, LENGTH = 64, 1024
 
 
 def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
-    """Raise DataError on every rank if hosts would read different tokens or a rank cannot read its own. Tokens
-    differ if the hub dataset, a local file or Python's standard library is not the same on all hosts. This is a
-    collective of all ranks."""
+    """Raise DataError on every rank if ranks would read different tokens of a text with the same name, or a rank cannot
+    read its own. Tokens differ if the hub dataset, a local file or Python's standard library is not the same on all
+    hosts. This is a collective of all ranks."""
     if mesh.world.size == 1:
         return
     mine = socket.gethostname(), *_described(texts)
@@ -299,13 +299,17 @@ def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
     for rank, (host, _, problem) in enumerate(of_ranks):
         if problem is not None:
             raise DataError(f"rank {rank} on {host} can't read its token shards: {problem}; see to that disk")
-    first_host, first, _ = of_ranks[0]
+    first: dict[str, tuple[int, str, str]] = {}
     for rank, (host, theirs, _) in enumerate(of_ranks):
         for name, text in theirs.items():
-            if text != first[name]:
+            other, other_host, there = first.setdefault(name, (rank, host, text))
+            if text != there:
+                what, folder = (
+                    (texts[name].index.source, texts[name].directory) if name in texts else (name, "its tokens")
+                )
                 raise DataError(
-                    f"{texts[name].index.source}: rank {rank} on {host} has other tokens ({text}) than rank 0 on {first_host} "
-                    f"({first[name]}); let all hosts see one data.cache_dir, or copy {texts[name].directory} from one to all"
+                    f"{what}: rank {rank} on {host} has other tokens ({text}) than rank {other} on {other_host} "
+                    f"({there}); let all hosts see one data.cache_dir, or copy {folder} from one to all"
                 )
 
 

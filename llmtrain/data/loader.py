@@ -222,18 +222,23 @@ def eval_batches(
     Every rank yields the same number of batches, all of the same shape. Labels of rows without a window are
     IGNORE_INDEX. Raises DataError if the data has no complete window.
     """
+    windows = count_windows(tokens, max_tokens, sequence_length)
+    per_batch = world * micro_batch
+    return (
+        _eval_batch(tokens, range(first + rank, min(first + per_batch, windows), world), sequence_length, micro_batch)
+        for first in range(0, windows, per_batch)
+    )
+
+
+def count_windows(tokens: TokenShards, max_tokens: int, sequence_length: int) -> int:
+    """Return the number of windows that are validated. Raises DataError if the data has no complete window."""
     there = max(len(tokens) - 1, 0) // sequence_length
     if not there:
         raise DataError(
             f"validation data: {len(tokens)} tokens there, {sequence_length + 1} needed for one sequence; raise "
             "data.validation_fraction, give data.validation, or lower train.sequence_length"
         )
-    windows = min(max(max_tokens // sequence_length, 1), there)
-    per_batch = world * micro_batch
-    return (
-        _eval_batch(tokens, range(first + rank, min(first + per_batch, windows), world), sequence_length, micro_batch)
-        for first in range(0, windows, per_batch)
-    )
+    return min(max(max_tokens // sequence_length, 1), there)
 
 
 def _eval_batch(

@@ -37,4 +37,5 @@ def dry_run(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None = N
 def _sequences(recipe: Recipe, preflight: Preflight) -> int | None:
     if preflight.prepared is None:
         return None
-    return max(len(preflight.prepared.tokens("train")) - 1, 0) // recipe.train.sequence_length
+    length = recipe.train.sequence_length
+    return sum(max(len(text.tokens("train")) - 1, 0) // length for text in preflight.texts.values())

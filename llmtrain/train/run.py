@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from llmtrain.config import Recipe, TraceSection
-from llmtrain.data.dataset import TOKENIZER, ChecksumScan, TokenDataset, check_same_tokens
-from llmtrain.data.loader import Loader, PrefetchLoader, eval_batches
+from llmtrain.data.dataset import TOKENIZER, TokenDataset
+from llmtrain.data.loader import PrefetchLoader
 from llmtrain.data.prepare import prepare
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError, first_line
 from llmtrain.lr import LRSchedule
@@ -48,11 +47,12 @@ from llmtrain.train.metrics import Metrics
 from llmtrain.train.mirror import Mirror
 from llmtrain.train.rank_errors import IoErrors
 from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.run_texts import RunTexts, prepare_texts
 from llmtrain.train.sample import Sampler
 from llmtrain.train.signals import StopRequest, stop_requests
 from llmtrain.train.summary import print_report, summary_of, write_summary
 from llmtrain.train.trainer import Trainer
-from llmtrain.train.validation import ValidationSet, Validator
+from llmtrain.train.validation import Validator
 
 
 def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] = lambda trainer: None) -> int:
@@ -71,7 +71,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     memory = [rank_info.memory for rank_info in peers.ranks]
     replicas, shard, reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
     check_group(recipe, replicas)
-    prepared = prepare_for(recipe, show_progress=world.local_rank == 0)
+    prepared = prepare_for(recipe, show_progress=world.local_rank == 0, replicas=[world.rank // shard])
     check_vocabulary(recipe, prepared.vocab_size)
     with (
         closing(directory),
@@ -135,10 +135,10 @@ def _traced(section: TraceSection | None, path: Path) -> AbstractContextManager[
     return nullcontext() if section is None else open_trace(path, section.first, section.first + section.steps - 1)
 
 
-def prepare_for(recipe: Recipe, show_progress: bool) -> TokenDataset:
-    """Return the token shards that a recipe needs, preparing them if they are missing."""
-    tokens = recipe.train.total_steps * recipe.train.tokens_per_step + 1
-    prepared = prepare(recipe.data, tokens, recipe.eval.tokens + 1, show_progress=show_progress)
+def prepare_for(recipe: Recipe, show_progress: bool, replicas: Iterable[int] | None = None) -> TokenDataset:
+    """Return the token shards that a recipe needs, or the first of several, preparing those that are missing. Of
+    `data.per_replica`, only the texts of the given replicas are prepared; of all, if None."""
+    prepared = next(iter(prepare_texts(recipe, replicas, show_progress).values()))
     prepare_sets(recipe, prepared, show_progress)
     return prepared
 
@@ -207,9 +207,9 @@ def build_trainer(
 ) -> Trainer:
     """Build this rank's model, engine, method and loader, and return them in a Trainer. The model starts from `weights`, or
     from random ones. `mesh_reason` is shown to the user."""
-    texts = {"": prepared, **prepare_sets(recipe, prepared, show_progress=False)}
-    check_same_tokens(mesh, texts)
-    search = ChecksumScan(texts.values(), mesh.world.local_rank, mesh.world.local_size)
+    own = prepare_texts(recipe, [mesh.replica_comms.rank], show_progress=False)
+    texts = RunTexts.open(recipe, mesh, own, prepare_sets(recipe, prepared, show_progress=False))
+    search = texts.scan()
     if recipe.train.deterministic:
         enable_determinism(mesh.device)
     torch.manual_seed(derive_seed(recipe.run.seed, "rank", mesh.world.rank))
@@ -240,25 +240,17 @@ def build_trainer(
         timeout_seconds=recipe.run.timeout_seconds,
         end_early=end_early,
     )
-    loader = Loader(
-        prepared.tokens("train"),
-        sequence_length=recipe.train.sequence_length,
-        global_batch=recipe.train.global_batch,
-        micro_batch=recipe.train.micro_batch,
-        replica=mesh.replica_comms.rank,
-        replicas=mesh.replicas,
-        shard_rank=mesh.shard_comms.rank,
-        shard=mesh.shard_comms.size,
-        seed=recipe.run.seed,
-    )
+    loader = texts.loader()
     peak = peak_flops(mesh.device)
     console.print(mesh_line(mesh.replicas, mesh.shard_comms.size, mesh.device.type, mesh_reason))
-    console.print(model_line(recipe, parameters, len(engine.blocks), loader.num_samples))
+    console.print(model_line(recipe, parameters, len(engine.blocks), sum(texts.samples(loader).values())))
+    for line in texts.describe(loader):
+        console.print(line)
     if weights is not None:
         console.print(weights.describe())
     if mesh.is_main:
         step_seconds = seconds_of_step(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size)
-        for line in ineffective_keys(recipe, texts, step_seconds):
+        for line in ineffective_keys(recipe, texts.all, step_seconds):
             console.print(f"warning: {line}")
         if mesh.unencrypted and not recipe.parallel.allow_unencrypted:
             console.print(f"warning: {mesh.unencrypted}; {ADVICE}")
@@ -268,7 +260,6 @@ def build_trainer(
     checkpointer = Checkpointer(directory.checkpoints, mesh, engine, method, section, timeout, recipe, console.print)
     checkpointer.from_weights = None if weights is None else weights.recorded
     reducer, io_errors = MetricReducer(mesh, flops, peak), IoErrors(mesh, search)
-    sets = [_validation_set(recipe, mesh, name, text) for name, text in texts.items()]
     sampler = Sampler(recipe, engine, mesh, prepared, console, parameters)
     return Trainer(
         recipe,
@@ -276,19 +267,7 @@ def build_trainer(
         method,
         PrefetchLoader(loader, timeout, pin=mesh.device.type == "cuda"),
         Metrics(recipe, mesh, engine, method, checkpointer, reducer, console, directory, stop, io_errors),
-        Validator(engine, mesh, sets, sampler, console),
+        Validator(engine, mesh, texts.validation_sets(), sampler, console),
         checkpointer,
+        texts,
     )
-
-
-def _validation_set(recipe: Recipe, mesh: Mesh, name: str, text: TokenDataset) -> ValidationSet:
-    batches = partial(
-        eval_batches,
-        text.tokens("validation"),
-        max_tokens=recipe.eval.tokens,
-        sequence_length=recipe.train.sequence_length,
-        micro_batch=recipe.train.micro_batch,
-        rank=mesh.world.rank,
-        world=mesh.world.size,
-    )
-    return ValidationSet(name, batches, text.bytes_per_token("validation"))

@@ -64,7 +64,8 @@ class LengthChange:
         """Return how many of the `samples` of a training text the shorter or longer run had: of a hub data set, which is
         tokenized as far as a run reads it, those of its steps; otherwise all. `of_text` returns how many of a number of
         sequences are of this text."""
-        data, train = self.before.data.texts()[name], self.before.train
+        texts = {**self.after.data.texts(), **self.before.data.texts()}
+        data, train = texts[name], self.before.train
         if not data.source.startswith(HUB) or data.max_tokens is not None:
             return samples
         return min(samples, of_text(train.total_steps * train.global_batch))

@@ -14,6 +14,7 @@ from llmtrain.sync.method import Method
 from llmtrain.trace import span, step_span
 from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.metrics import METRICS_RULES, Metrics
+from llmtrain.train.run_texts import RunTexts
 from llmtrain.train.state import TrainState
 from llmtrain.train.validation import Validator
 
@@ -30,9 +31,10 @@ class Trainer:
         metrics: Metrics,
         validator: Validator,
         checkpointer: Checkpointer,
+        texts: RunTexts,
     ):
         self.recipe, self.engine, self.method, self.loader = recipe, engine, method, loader
-        self.metrics, self.validator, self.checkpointer = metrics, validator, checkpointer
+        self.metrics, self.validator, self.checkpointer, self.texts = metrics, validator, checkpointer, texts
         self.lr, self.state = LRSchedule.of(recipe), TrainState(recipe.train.total_steps)
         self.after_step: list[Callable[[int], None]] = []  # called after each step with its number
 

@@ -80,7 +80,9 @@ def test_no_jump_is_none() -> None:
 
 def test_a_hub_data_set_had_the_samples_of_the_runs_steps() -> None:
     def before(samples: int, *keys: str, name: str = "") -> int:
-        return LengthChange(recipe(40, *keys), recipe(80, *keys), 40).samples_before(name, samples, lambda all: all // part)
+        return LengthChange(recipe(40, *keys), recipe(80, *keys), 40).samples_before(
+            name, samples, lambda all: all // part
+        )
 
     hub, part = "data.source=hf:owner/name", 1
     assert before(80 * 32, hub) == 40 * 32
