@@ -157,6 +157,10 @@ class PrefetchLoader:
         """Return the rule by which `state_dict` is resharded."""
         return self.loader.reshard_rule()
 
+    def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
+        """Return a state of a run that was shorter or longer."""
+        return self.loader.grown(state, before)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state, after discarding batches read ahead."""
         if self._is_coming:

@@ -53,7 +53,8 @@ def summary_of(
         "stopped": stopped,
         "mirrored": mirrored,
         "warnings": metrics.warnings[-MAX_WARNINGS:],
-        **({"texts": texts, "eval_loss_spread": loss_spread(texts)} if texts else {}),
+        **({"texts": texts} if texts else {}),
+        **({"site_loss_spread": loss_spread(texts)} if texts and trainer.recipe.data.per_replica else {}),
     }
 
 
@@ -111,8 +112,8 @@ def read_lines_of(summary: Mapping[str, Any]) -> list[str]:
         epochs = "" if text["epochs"] is None else f", {text['epochs']:.2f} epochs"
         loss = "" if text["eval_loss"] is None else f", validation loss {text['eval_loss']:.4f}"
         parts.append(f"{name}: {text['sequences']:,} sequences{epochs}{loss}")
-    spread = summary.get("eval_loss_spread")
-    apart = "" if spread is None else f"; the losses differ by up to {spread:.4f}"
+    spread = summary.get("site_loss_spread")
+    apart = "" if spread is None else f"; the sites' losses differ by up to {spread:.4f}"
     return [f"Read of {' · '.join(parts)}{apart}."] if parts else []
 
 

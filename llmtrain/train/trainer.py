@@ -116,7 +116,7 @@ class Trainer:
         self.metrics.load_state_dict(loaded.progress, self.state)
         of_loader, length, note = loaded.progress["loader"], loaded.length, self.metrics.console.print
         if length is not None:
-            of_loader = self.loader.loader.grown(of_loader, length.samples_before)
+            of_loader = self.loader.grown(of_loader, length.samples_before)
             self.method.total_steps_changed(loaded.step)
         self.loader.load_state_dict(of_loader)
         note(f"continuing from {path}{length.describe() if length else ''}{loaded.how}")
