@@ -141,13 +141,15 @@ class Validator:
                     done += 1
                     show()
 
-                found = [pair for text in self.sets for pair in self._validate(text, advance)]
+                found = [pair for text in self.sets for pair in self.losses_of(text, advance)]
             self._batches = done
             with_sample = with_sample and self.sampler.is_cheap
             return found, self.sampler.generate_in_step() if with_sample else None
 
-    def _validate(self, text: ValidationSet, advance: Callable[[], None]) -> list[tuple[ValidationSet, Validation]]:
-        """Return the loss of a text, and then of its parts."""
+    def losses_of(
+        self, text: ValidationSet, advance: Callable[[], None] = lambda: None
+    ) -> list[tuple[ValidationSet, Validation]]:
+        """Return the loss of a text with the engine's current parameters, and then of its parts. A collective of all ranks."""
         if not text.parts:
             return [(text, validate(self.engine, self.mesh, text.batches, advance))]
         found = validate_each(self.engine, self.mesh, [part.batches for part in text.parts], advance)
