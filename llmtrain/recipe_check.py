@@ -53,6 +53,7 @@ def check(recipe: Recipe, world_size: int | None) -> None:
 
     `world_size` is the number of processes. With None, the checks that need it are skipped.
     """
+    check_text_list(recipe.data, recipe.eval.sets)
     _check_length(recipe)
     _check_sync(recipe)
     _check_engine(recipe.parallel)
@@ -68,7 +69,6 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     ranks = world_size or _explicit_ranks(recipe.parallel)
     if ranks is not None:
         _check_batch(recipe.train, ranks)
-    check_text_list(recipe.data, recipe.eval.sets)
     _check_model(recipe)
     _check_log(recipe)
     check_suite(recipe.eval.suite)
