@@ -94,9 +94,8 @@ def _keys_of(data: Mapping[str, Any]) -> dict[str, Any]:
     order."""
     for key in ("sources", "per_replica"):
         if isinstance(entries := data.get(key), list) and entries:
-            texts = [
-                _text_keys(entry) | ({"weight": entry["weight"]} if "weight" in entry else {}) for entry in entries
-            ]
+            weights = [{"weight": entry["weight"]} if "weight" in entry else {} for entry in entries]
+            texts = [_text_keys(entry) | weight for entry, weight in zip(entries, weights, strict=True)]
             return {f"data.{key}": sorted({json.dumps(text, sort_keys=True) for text in texts})}
     return {f"data.{name}": value for name, value in _text_keys(data).items()}
 

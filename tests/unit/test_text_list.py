@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -137,7 +138,7 @@ def test_every_text_is_checked_before_a_start_by_its_key(tmp_path: Path, keys: l
         check_here(sites)
     assert list(prepare_texts(sites, [0], show_progress=False)) == ["a"], "the other site's text is not needed"
     short = recipe(
-        *keys[:-1], f"data.tokenizer={tmp_path}/tokenizer", f"data.per_replica={entries}", "data.max_tokens=90"
+        *keys[:-1], f"data.tokenizer={tmp_path}/tokenizer", f"data.per_replica={entries}", "data.max_tokens=300"
     )
     prepare_texts(short, [0], show_progress=False)
     check_here(short, Nodes(2, 0), 1)
@@ -174,3 +175,16 @@ def test_losses_of_lists_are_compared_if_the_texts_are_the_same(tmp_path: Path) 
     sites = "data.per_replica=[{source: a}, {source: b}]"
     assert unit_of(sites, "data.per_replica=[{source: b}, {source: a}, {source: a}]").is_ranked
     assert not unit_of(sites, "data.per_replica=[{source: b}, {source: c}]").is_ranked
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_recipes_of_the_page_are_right(tmp_path: Path, number: int) -> None:
+    page = (RECIPE.parents[1] / "docs" / "texts.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    (tmp_path / "recipe.yaml").write_text(
+        blocks[number].replace("quickstart.yaml", str(RECIPE.parent / "quickstart.yaml"))
+    )
+    made = load_recipe(tmp_path / "recipe.yaml")
+    check(made, made.parallel.replicas * made.parallel.shards if number else None)
+    assert list(made.data.texts()) == ["stories", "stdlib"]
