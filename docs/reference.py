@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from docs import python_packages
 from llmtrain.recipe_keys import in_code, key_groups, sections
 from llmtrain.recipe_schema import schema_text
 from llmtrain.sync.compatibility import CHOICES, RULES, conflict_between
@@ -58,6 +59,9 @@ step. There is no interpolation (`${...}`), and the environment is not read.
 
 **Short forms.** A word stands for a mapping with that `kind` (`sync.schedule=layerwise`), a number for a period of steps
 (`sync.period=10`), and a name for a suite (`eval.suite=small`).
+
+**Ready-made tokens.** `data.source` may be token files of nanoGPT, llm.c, Megatron-LM or NumPy, and `llmtrain prepare RECIPE
+--export FOLDER` writes ours for them: [tokens.md](tokens.md), also about SentencePiece models and trained tokenizers.
 
 **Continued pretraining.** With `model.from_weights`, a new run starts from existing weights, under any method and engine:
 
@@ -187,12 +191,14 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    """Write docs/recipes.md, recipes/schema.json and the generated tables in README and docs/methods.md."""
+    """Write docs/recipes.md, recipes/schema.json, the packages of `data.source: python` and the tables in README and
+    docs/methods.md."""
     PAGE.write_text(recipe_reference(), encoding="utf-8")
     README.write_text(readme_with_methods(README.read_text(encoding="utf-8")), encoding="utf-8")
     METHODS_PAGE.write_text(methods_page_with_composition(METHODS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     SCHEMA.write_text(schema_text(), encoding="utf-8")
-    print(f"wrote {PAGE}, {SCHEMA} and the tables in {README} and {METHODS_PAGE}")
+    python_packages.write()
+    print(f"wrote {PAGE}, {SCHEMA}, {python_packages.PINNED} and the tables in {README} and {METHODS_PAGE}")
 
 
 if __name__ == "__main__":

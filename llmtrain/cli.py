@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import llmtrain
-from llmtrain.errors import UserError, exit_with_status
-from llmtrain.recipe_commands import recipe_app
-from llmtrain.recipe_files import find_recipe
+from llmtrain.errors import STOPPED_EARLY, UserError, exit_with_status
+from llmtrain.recipe_commands import OVERRIDES, RecipeFile, recipe_app
+from llmtrain.recipe_files import find_recipe, usable_arguments, usable_paths
 from llmtrain.startup import imports_without_gc
 
-OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Make every check, print the first lines, and start and write nothing.")
 ]
@@ -24,12 +24,8 @@ StepOption = Annotated[
     str | None,
     typer.Option(help="Step of the checkpoint, or best: the lowest validation loss; the newest by default."),
 ]
-RecipeFile = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RECIPE", help="A recipe's file, or a name in llmtrain recipe list (quickstart).", callback=find_recipe
-    ),
-]
+path_option = partial(typer.Option, callback=usable_paths)
+path_argument = partial(typer.Argument, callback=usable_paths)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -104,28 +100,56 @@ def _print_dry_run(
 
 
 @app.command(context_settings=OVERRIDES)
-def prepare(context: typer.Context, recipe: RecipeFile) -> None:
-    """Tokenize a recipe's text into token shards. Training does so itself if they do not exist yet."""
+def prepare(
+    context: typer.Context,
+    recipe: RecipeFile,
+    export_to: Annotated[
+        Path | None,
+        path_option("--export", metavar="FOLDER", help="Also write the tokens for other tools to a folder."),
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option("--format", help="Format for --export: nanogpt, llm.c, megatron or npy.")
+    ] = None,
+) -> None:
+    """Tokenize a recipe's text into token shards. Training does so itself if they do not exist yet.
+
+    Ctrl-C ends it with exit code 3. It keeps the tokens that are written, and the same command continues.
+    llmtrain prepare RECIPE --export FOLDER --format megatron writes the tokens in the format of another tool.
+    """
+    if kind is not None and export_to is None:
+        raise UserError("--format is for --export; add --export FOLDER, or leave it out")
     with imports_without_gc():
+        from llmtrain.data.prepare import describe_kept
+        from llmtrain.export.token_export import describe, export_tokens, parse_kind
         from llmtrain.recipe_check import check
         from llmtrain.recipe_loader import load_recipe
-        from llmtrain.train.run import prepare_sets
+        from llmtrain.train.run import prepare_for
         from llmtrain.train.run_texts import prepare_texts
 
+    chosen = parse_kind(kind, export_to) if export_to is not None else None
     loaded = load_recipe(recipe, context.args)
     check(loaded, None)
-    texts = prepare_texts(loaded, None, show_progress=True)
-    prepare_sets(loaded, next(iter(texts.values())), show_progress=True)
-    for prepared in texts.values():
+    if export_to is not None and loaded.data.is_list:
+        raise UserError("--export writes the tokens of one text; give it as data.source=TEXT")
+    try:
+        prepare_for(loaded, show_progress=True)
+    except KeyboardInterrupt:
+        kept = "; ".join(map(describe_kept, loaded.data.texts().values()))
+        typer.echo(f"stopped: {kept}; the same command continues")
+        raise typer.Exit(STOPPED_EARLY) from None
+    for prepared in prepare_texts(loaded, None, show_progress=False).values():
         counts = ", ".join(f"{len(prepared.tokens(split)):,} {split} tokens" for split in ("train", "validation"))
         typer.echo(f"{prepared.directory}: {counts}, vocabulary {prepared.vocab_size:,}")
+        if export_to is not None and chosen is not None:
+            typer.echo(describe(export_to, export_tokens(prepared, loaded.data, chosen, export_to)))
 
 
 @app.command(context_settings=OVERRIDES)
 def doctor(
     context: typer.Context,
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="Also check whether this recipe fits.")
+        Path | None,
+        path_argument(metavar="[RECIPE]", help="Also check whether this recipe fits."),
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=1, max=86_400, help="Timeout of each wait for other ranks, in seconds.")
@@ -149,7 +173,12 @@ def doctor(
 @app.command()
 def compare(
     arguments: Annotated[
-        list[str], typer.Argument(metavar="FILE [KEY=VALUE]... | RUN...", help="A comparison file, or folders of runs.")
+        list[str],
+        typer.Argument(
+            metavar="FILE [KEY=VALUE]... | RUN...",
+            help="A comparison file, or folders of runs.",
+            callback=usable_arguments,
+        ),
     ],
     shaping: Annotated[
         bool,
@@ -161,7 +190,7 @@ def compare(
     ] = False,
     baseline: Annotated[str | None, typer.Option(help="With --report-only: run that others are set against.")] = None,
     target: Annotated[float | None, typer.Option(help="With --report-only: validation loss to reach.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the report or picture on given runs.")] = Path("runs/report"),
+    out: Annotated[Path, path_option(help="Folder of the report or picture on given runs.")] = Path("runs/report"),
 ) -> None:
     """Train several recipes under the same conditions, one after another, and report which reaches a loss first.
 
@@ -194,7 +223,7 @@ def compare(
 
 @app.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder of run directories.")] = Path("runs"),
+    folder: Annotated[Path, path_argument(metavar="[FOLDER]", help="Folder of run directories.")] = Path("runs"),
     in_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
 ) -> None:
     """List the runs in a folder, the newest last: method, steps, losses, state, size and time since the last output.
@@ -214,7 +243,7 @@ def runs(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, e.g. runs/quickstart.")],
+    run: Annotated[Path, path_argument(metavar="RUN", help="A run directory, e.g. runs/quickstart.")],
     step: StepOption = None,
     weights: Annotated[
         str,
@@ -224,7 +253,8 @@ def export(
         ),
     ] = "mean",
     out: Annotated[
-        Path | None, typer.Option(help="Folder to write; by default RUN/export/step-00001000 for step 1000.")
+        Path | None,
+        path_option(help="Folder to write; by default RUN/export/step-00001000 for step 1000."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     max_shard_size: Annotated[
@@ -250,7 +280,10 @@ def export(
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Argument(metavar="RUN|FOLDER", help="A run directory, or an exported folder.")],
+    model: Annotated[
+        Path,
+        path_argument(metavar="RUN|FOLDER", help="A run directory, or an exported folder."),
+    ],
     prompt: Annotated[str, typer.Option(help="Beginning of the text.")] = "",
     step: StepOption = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to write.")] = 120,
@@ -280,8 +313,11 @@ def generate(
 
 @app.command("eval")
 def evaluate_command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders that transformers loads.")],
-    suite: Annotated[str, typer.Option(help="edit_paper, small, tinystories, offline, or a YAML file.")] = "small",
+    runs: Annotated[
+        list[Path],
+        path_argument(metavar="RUN...", help="Runs, or folders that transformers loads."),
+    ],
+    suite: Annotated[str, path_option(help="edit_paper, small, tinystories, offline, or a YAML file.")] = "small",
     over_time: Annotated[
         bool, typer.Option("--over-time", help="Evaluate every checkpoint of the runs, and draw curves.")
     ] = False,
@@ -289,13 +325,14 @@ def evaluate_command(
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of documents per task.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences per batch; the suite's by default.")] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of local data, for the suites offline and tinystories.")
+        Path | None,
+        path_option(help="Folder of local data, for the suites offline and tinystories."),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU by default if there is one.")
     ] = None,
-    baseline: Annotated[Path | None, typer.Option(help="Run or folder to test the others against.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; RUN/eval by default.")] = None,
+    baseline: Annotated[Path | None, path_option(help="Run or folder to test the others against.")] = None,
+    out: Annotated[Path | None, path_option(help="Folder of the results; RUN/eval by default.")] = None,
 ) -> None:
     """Evaluate checkpoints on a suite of tasks: llmtrain eval runs/quickstart --suite small
 
@@ -319,56 +356,6 @@ def evaluate_command(
         from llmtrain.eval.command import evaluate
 
     evaluate(runs, suite, limit=limit, batch_size=batch_size, **asked)
-
-
-@recipe_app.command("check", context_settings=OVERRIDES)
-def recipe_check(
-    context: typer.Context,
-    recipe: RecipeFile,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Check for this number of processes elsewhere, such as on a cluster.")
-    ] = None,
-) -> None:
-    """Check whether launch/train.sh would train a recipe on this machine, without starting or writing anything.
-
-    Refuses what a start would refuse: keys, mesh, memory, devices, text, tokenizer, the run's folder. With --processes,
-    the memory, devices and files of this machine do not matter.
-    """
-    with imports_without_gc():
-        from llmtrain.launch.preflight import check_elsewhere, check_here, describe
-        from llmtrain.recipe_loader import load_recipe
-
-    loaded = load_recipe(recipe, context.args)
-    preflight = check_here(loaded) if processes is None else check_elsewhere(loaded, processes)
-    for line in describe(recipe, loaded, preflight):
-        typer.echo(line)
-
-
-@recipe_app.command("show", context_settings=OVERRIDES)
-def recipe_show(
-    context: typer.Context,
-    recipe: RecipeFile,
-    gpu: Annotated[
-        str | None, typer.Option(help="Card of each rank: h100, h200, a100, l40s, ...; this machine by default.")
-    ] = None,
-    tflops: Annotated[
-        float | None,
-        typer.Option(
-            min=1e-6, help="Rate that a rank reaches in training, in TFLOP/s; the card's or measured by default."
-        ),
-    ] = None,
-    mbit: Annotated[float, typer.Option(min=1e-6, help="Bandwidth between two replicas, in Mbit/s.")] = 1000.0,
-) -> None:
-    """Show the resolved recipe, its model's size, and the memory and time that it needs."""
-    with imports_without_gc():
-        from rich.console import Console
-
-        from llmtrain.plan.hardware import hardware_of
-        from llmtrain.plan.show import show
-        from llmtrain.recipe_loader import load_recipe
-
-    loaded = load_recipe(recipe, context.args)
-    show(loaded, Console(highlight=False), hardware_of(loaded, gpu, tflops, mbit))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

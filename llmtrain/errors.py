@@ -6,7 +6,6 @@ error in a library) indicates a defect or a broken machine and keeps its traceba
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import traceback
@@ -75,8 +74,7 @@ def reason(error: BaseException) -> str:
 def exit_with_status(command: Callable[[], object]) -> None:
     """Run a command and turn its errors into exit codes.
 
-    A UserError or TrainingError prints one line, and so does a name that is too long for a file system, which only a user
-    can have given. Any other exception prints its traceback.
+    A UserError or TrainingError prints one line. Any other exception prints its traceback.
     """
     try:
         command()
@@ -87,12 +85,7 @@ def exit_with_status(command: Callable[[], object]) -> None:
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
         _leave(FAILED)
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            print(
-                f"error: {str(error.filename)[:60]}... is too long for the name of a file; shorten it", file=sys.stderr
-            )
-            _leave(BAD_USAGE)
+    except Exception:
         traceback.print_exc()
         _leave(FAILED)
 

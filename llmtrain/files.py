@@ -10,7 +10,32 @@ from typing import Any
 
 import yaml
 
-from llmtrain.errors import ResultsError, first_line
+from llmtrain.errors import ResultsError, UserError, first_line
+
+LONGEST_NAME, LONGEST_PATH = 230, 3800
+"""Maximum lengths of a name and of a path that a user gives, in bytes. File systems take 255 and 4,095; the rest is for
+what is appended, such as the ending of a temporary file."""
+
+
+def is_too_long(path: str | Path) -> bool:
+    """Return whether a path is too long for a file system."""
+    names = os.fsencode(path).split(b"/")
+    return max(map(len, names)) > LONGEST_NAME or sum(map(len, names)) + len(names) > LONGEST_PATH
+
+
+def check_path(path: str | Path) -> None:
+    """Raise UserError if a path is too long for a file system, or leads through a folder that may not be read.
+
+    The methods of pathlib that ask for a file's kind raise OSError for both.
+    """
+    if is_too_long(path):
+        raise UserError(f"{str(path)[:60]}... is too long for the name of a file; shorten it")
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        raise UserError(f"{path} can't be looked up ({error.strerror}); choose another path, or allow it") from None
+    except (OSError, ValueError):  # what is missing is for the command to refuse or to make
+        return
 
 
 def local_path(name: str) -> Path | None:

@@ -18,6 +18,14 @@ SummedLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Te
 """(hidden [..., d], weight [V, d], bias [V] or None, labels [...]) -> a scalar."""
 
 
+def inputs_and_labels(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs and labels [B, T] of token ids [B, T + 1] that are padded on the right with `IGNORE_INDEX`.
+
+    A padded input is token 0, which changes nothing: attention is causal, so no token sees it, and its label is ignored.
+    """
+    return ids[:, :-1].clamp(min=0), ids[:, 1:]
+
+
 def _loss_and_gradient(
     logits: torch.Tensor, labels: torch.Tensor, wide: torch.dtype, needs_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -39,8 +47,9 @@ def _loss_and_gradient(
 
 
 @cache
-def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    return torch.compile(_loss_and_gradient, dynamic=False)  # two shapes: a full chunk and the remainder
+def _compiled(dynamic: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    # Two shapes, a full chunk and the remainder, unless batches differ in length.
+    return torch.compile(_loss_and_gradient, dynamic=dynamic)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -50,7 +59,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, chunk, compiled):
+    def forward(ctx, hidden, weight, bias, labels, chunk, compiled, dynamic):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         needs_grad = any(ctx.needs_input_grad[:3])
         loss = torch.zeros((), dtype=wide, device=hidden.device)
@@ -58,7 +67,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_grad and bias is not None else None
         # Validation, which needs no gradient, is not worth another compilation.
-        loss_and_gradient = _compiled() if compiled and needs_grad else _loss_and_gradient
+        loss_and_gradient = _compiled(dynamic) if compiled and needs_grad else _loss_and_gradient
         for start in range(0, hidden.shape[0], chunk):
             h, y = hidden[start : start + chunk], labels[start : start + chunk]
             summed, grad = loss_and_gradient(F.linear(h, weight, bias), y, wide, needs_grad)
@@ -79,7 +88,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, upstream):
         # In place, because most of a step's memory is in use now. torch raises in a second backward pass.
         scaled = (None if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in ctx.saved_tensors)
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None
 
 
 def summed_cross_entropy(
@@ -89,15 +98,16 @@ def summed_cross_entropy(
     labels: torch.Tensor,
     chunk: int,
     compiled: bool = False,
+    dynamic: bool = False,
 ) -> torch.Tensor:
     """Return the sum over positions of -log softmax(hidden @ weight.T + bias)[label], in at least fp32.
 
     The shapes are hidden [..., d], weight [V, d] and labels [...], with `IGNORE_INDEX` at positions that are
     excluded. At most `chunk` rows of logits exist at once. With `compiled`, torch.compile fuses the work between the
-    matrix products if gradients are needed.
+    matrix products if gradients are needed, once for all numbers of positions if `dynamic`, else for each.
     """
     return _ChunkedCrossEntropy.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), chunk, compiled
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), chunk, compiled, dynamic
     )
 
 
@@ -118,10 +128,10 @@ def liger_cross_entropy(
     )
 
 
-def summed_loss(kernel: str, chunk: int, compiled: bool) -> SummedLoss:
-    """Return the loss that `parallel.loss_kernel` names. Raises ModelError if it is not available here."""
+def summed_loss(kernel: str, chunk: int, compiled: bool, dynamic: bool = False) -> SummedLoss:
+    """Return the loss that `parallel.loss_kernel` names; see `summed_cross_entropy`. Raises ModelError if it is not available here."""
     if kernel == "torch":
-        return partial(summed_cross_entropy, chunk=chunk, compiled=compiled)
+        return partial(summed_cross_entropy, chunk=chunk, compiled=compiled, dynamic=dynamic)
     if importlib.util.find_spec("liger_kernel") is None:
         raise ModelError(
             "parallel.loss_kernel is liger, but liger-kernel is not installed; pip install liger-kernel, or use torch"
@@ -145,9 +155,9 @@ class LossHead(nn.Linear):
         head.choose("torch", compiled=False)
         return head
 
-    def choose(self, kernel: str, compiled: bool) -> None:
+    def choose(self, kernel: str, compiled: bool, dynamic: bool = False) -> None:
         """Choose the implementation of the loss; see `summed_loss`."""
-        self._summed_loss = summed_loss(kernel, self.chunk, compiled)
+        self._summed_loss = summed_loss(kernel, self.chunk, compiled, dynamic)
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         if labels is None:

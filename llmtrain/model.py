@@ -263,7 +263,7 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def flops_per_token(model: LanguageModel, sequence_length: int) -> float:
+def flops_per_token(model: LanguageModel, sequence_length: float) -> float:
     """Return the floating-point operations of forward and backward per token (arXiv 2204.02311, appendix B, PaLM).
 
     They are 6 per weight that multiplies (all but embedding look-ups), and 12 x layers x hidden x T for attention.

@@ -7,6 +7,7 @@ an export or on the hub. Only configurations are read here; `train/initial_weigh
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,7 +133,7 @@ def weight_files(folder: Path) -> list[str]:
         for name in names:
             if not is_bare_file_name(name):
                 raise ModelError(f"{KEY}: {folder / INDEX} names {name!r}, which is no file of its folder")
-            if not (folder / name).is_file():
+            if not os.path.isfile(folder / name):
                 raise ModelError(f"{KEY}: {folder / name} is missing; copy it again")
         return names
     if pickled := next((path.name for pattern in PICKLED for path in sorted(folder.glob(pattern))), None):

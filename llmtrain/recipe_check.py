@@ -152,6 +152,11 @@ def _check_length(recipe: Recipe) -> None:
     if (train.steps is None) == (train.tokens is None):
         both = "both are" if train.steps is not None else "neither is"
         raise RecipeError(f"train.steps and train.tokens: {both} given, expected one of them; it is the run's length")
+    if train.tokens is not None and recipe.data.packing == "none":
+        raise RecipeError(
+            f"train.tokens is {train.tokens}, but with data.packing=none a step has as many tokens as its documents; give "
+            "train.steps (and train.tokens=null)"
+        )
     if total == 0:
         raise RecipeError(
             f"train.tokens is {train.tokens}, less than one step of global_batch x sequence_length = "

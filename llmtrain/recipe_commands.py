@@ -1,12 +1,22 @@
-"""Commands that list, copy and describe recipes. Those that check or show one are in cli.py."""
+"""Commands that list, copy, describe, check and show recipes."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from llmtrain.recipe_files import copy_recipe, list_recipes
+from llmtrain.recipe_files import copy_recipe, find_recipe, list_recipes
+from llmtrain.startup import imports_without_gc
+
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+RecipeFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RECIPE", help="A recipe's file, or a name in llmtrain recipe list (quickstart).", callback=find_recipe
+    ),
+]
 
 recipe_app = typer.Typer(help="List, copy, check or show recipes without running them.", no_args_is_help=True)
 recipe_app.command("list")(list_recipes)
@@ -43,3 +53,53 @@ def recipe_schema() -> None:
     from llmtrain.recipe_schema import schema_text
 
     typer.echo(schema_text(), nl=False)
+
+
+@recipe_app.command("check", context_settings=OVERRIDES)
+def recipe_check(
+    context: typer.Context,
+    recipe: RecipeFile,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Check for this number of processes elsewhere, such as on a cluster.")
+    ] = None,
+) -> None:
+    """Check whether launch/train.sh would train a recipe on this machine, without starting or writing anything.
+
+    Refuses what a start would refuse: keys, mesh, memory, devices, text, tokenizer, the run's folder. With --processes,
+    the memory, devices and files of this machine do not matter.
+    """
+    with imports_without_gc():
+        from llmtrain.launch.preflight import check_elsewhere, check_here, describe
+        from llmtrain.recipe_loader import load_recipe
+
+    loaded = load_recipe(recipe, context.args)
+    preflight = check_here(loaded) if processes is None else check_elsewhere(loaded, processes)
+    for line in describe(recipe, loaded, preflight):
+        typer.echo(line)
+
+
+@recipe_app.command("show", context_settings=OVERRIDES)
+def recipe_show(
+    context: typer.Context,
+    recipe: RecipeFile,
+    gpu: Annotated[
+        str | None, typer.Option(help="Card of each rank: h100, h200, a100, l40s, ...; this machine by default.")
+    ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-6, help="Rate that a rank reaches in training, in TFLOP/s; the card's or measured by default."
+        ),
+    ] = None,
+    mbit: Annotated[float, typer.Option(min=1e-6, help="Bandwidth between two replicas, in Mbit/s.")] = 1000.0,
+) -> None:
+    """Show the resolved recipe, its model's size, and the memory and time that it needs."""
+    with imports_without_gc():
+        from rich.console import Console
+
+        from llmtrain.plan.hardware import hardware_of
+        from llmtrain.plan.show import show
+        from llmtrain.recipe_loader import load_recipe
+
+    loaded = load_recipe(recipe, context.args)
+    show(loaded, Console(highlight=False), hardware_of(loaded, gpu, tflops, mbit))

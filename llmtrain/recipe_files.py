@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from llmtrain.errors import RecipeError
+from llmtrain.files import check_path
+
+T = TypeVar("T", str, Path | None, list[str], list[Path])
 
 PACKAGED = Path(__file__).parent / "recipes"
 """Folder of the recipes. In a checkout it is a link to the top level's recipes/; a wheel has the files."""
@@ -18,11 +21,26 @@ COMPARISONS, SCHEMA = "compare", "schema.json"
 
 def find_recipe(given: Path) -> Path:
     """Return the file that a RECIPE argument names: a file here, or else the package's recipe of that name, such as
-    `quickstart` or `compare/traffic`."""
+    `quickstart` or `compare/traffic`. Raises UserError if the path is not usable."""
+    check_path(given)
     if not given.name or given.suffix or given.is_absolute() or os.path.isfile(given) or ".." in given.parts:
         return given
     packaged = PACKAGED / given.with_suffix(".yaml")
-    return packaged if os.path.isfile(packaged) else given  # False also for a name that is too long for a file
+    return packaged if os.path.isfile(packaged) else given
+
+
+def usable_paths(given: T) -> T:
+    """Return the value of an argument or option for paths, none or one or several, as it was given. Raises UserError if
+    one is too long for a file system, or leads through a folder that may not be read."""
+    for path in [given] if isinstance(given, str | Path) else given or ():
+        check_path(path)
+    return given
+
+
+def usable_arguments(arguments: list[str]) -> list[str]:
+    """Do the same for arguments that are paths, except for `key=value` after the first one."""
+    usable_paths([argument for number, argument in enumerate(arguments) if not number or "=" not in argument])
+    return arguments
 
 
 def recipe_names() -> list[str]:
@@ -36,15 +54,17 @@ def list_recipes() -> None:
 
     A name works like a file: llmtrain launch quickstart
     """
-    for name in recipe_names():
+    names = recipe_names()
+    width = max(map(len, names))
+    for name in names:
         lines = (PACKAGED / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
         # The first line of a comparison is its command, and the second one its question.
-        typer.echo(f"{name:<28} {lines[name.startswith(COMPARISONS)].removeprefix('# ')}")
+        typer.echo(f"{name:<{width}}  {lines[name.startswith(COMPARISONS)].removeprefix('# ')}")
 
 
 def copy_recipe(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A name in llmtrain recipe list, e.g. quickstart.")],
-    to: Annotated[Path, typer.Option(help="Folder to copy to.")] = Path("recipes"),
+    to: Annotated[Path, typer.Option(help="Folder to copy to.", callback=usable_paths)] = Path("recipes"),
 ) -> None:
     """Copy a recipe of the package, and the files it is based on, to a folder here.
 

@@ -181,6 +181,7 @@ def _expected(problem: dict[str, Any]) -> str:
     by_type = {
         "missing": "one more value",
         "too_long": f"at most {problem.get('ctx', {}).get('max_length')} values",
+        "string_too_long": f"at most {problem.get('ctx', {}).get('max_length')} characters",
         "tuple_type": "a list",
         "string_pattern_mismatch": "letters, digits, '.', '_' and '-', the first a letter or digit",
         "model_type": "a mapping of keys",

@@ -164,6 +164,8 @@ def _combine(rules: Rules, change: MeshChange, values: Sequence[dict[str, Any]])
     assert not missing, f"no rule says what becomes of {missing} on another mesh"
     combined: dict[str, Any] = {}
     for name, rule in rules.items():
+        if name not in values[0]:
+            continue  # of a later version than the checkpoint
         inner = [value[name] for value in values]
         combined[name] = rule(change, inner) if callable(rule) else _combine(rule, change, inner)
     return combined

@@ -23,6 +23,7 @@ from rich.table import Table
 from llmtrain.errors import ResultsError, UserError
 from llmtrain.plan.duration import format_duration
 from llmtrain.recipe_loader import load_recipe
+from llmtrain.waiting import announced
 
 RECIPE, METRICS, SUMMARY, LOCK = "recipe.yaml", "metrics.jsonl", "summary.json", ".lock"
 """Files of a run directory."""
@@ -56,10 +57,11 @@ class RunRow:
 
 def find_runs(folder: Path) -> list[RunRow]:
     """Return the runs in a folder and its subfolders, the newest last. Raises ResultsError if it is not a folder."""
-    if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "does not exist"
+    if not os.path.isdir(folder):
+        what = "is no folder" if os.path.exists(folder) else "does not exist"
         raise ResultsError(f"{folder} {what}; give the folder of the run directories (run.out_dir, by default runs)")
-    rows = [read_run(path, name_below(folder, path)) for path in run_directories(folder)]
+    with announced(f"all folders below {folder} to be searched for runs"):
+        rows = [read_run(path, name_below(folder, path)) for path in run_directories(folder)]
     return sorted(rows, key=lambda row: -row.age_seconds)
 
 
@@ -74,7 +76,6 @@ def read_run(path: Path, name: str) -> RunRow:
         method, total = recipe.sync.method, recipe.train.total_steps
     except UserError:
         method, total = summary.get("method"), None
-    written = [file.stat().st_mtime for file in (path / name for name in (RECIPE, METRICS, SUMMARY)) if file.exists()]
     return RunRow(
         name=name,
         method=method,
@@ -84,7 +85,7 @@ def read_run(path: Path, name: str) -> RunRow:
         validation_loss=last.get("eval/loss"),
         state="running" if is_locked(path) else STATES.get(summary.get("stopped", ""), "failed"),
         bytes=_size_of(path),
-        age_seconds=max(0.0, time.time() - max(written)),
+        age_seconds=max(0.0, time.time() - _last_written(path)),
     )
 
 
@@ -120,13 +121,11 @@ def _cells(row: RunRow) -> list[str]:
 
 
 def run_directories(folder: Path) -> Iterator[Path]:
-    """Yield the folders that hold a recipe and metrics of a run, without looking into these."""
-    if (folder / RECIPE).is_file():
-        yield folder
-        return
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink():
-            yield from run_directories(path)
+    """Yield the folders that hold a run's recipe, without looking into these. Folders that may not be read are left out."""
+    for path, below, files in os.walk(folder):
+        if RECIPE in files:
+            yield Path(path)
+        below[:] = [] if RECIPE in files else sorted(below)
 
 
 def name_below(folder: Path, path: Path) -> str:
@@ -137,7 +136,11 @@ def name_below(folder: Path, path: Path) -> str:
 def _last_values(path: Path, tags: tuple[str, ...]) -> dict[str, Any]:
     """Return the last number of each tag in a metrics.jsonl, as far as it has one. Damaged lines are passed over."""
     found: dict[str, float] = {}
-    for text in reversed(path.read_bytes().splitlines()) if path.is_file() else ():
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:  # nothing is logged yet, or it may not be read
+        return found
+    for text in reversed(lines):
         try:
             line = json.loads(text)
         except ValueError:
@@ -172,6 +175,17 @@ def is_locked(run: Path) -> bool:
     except OSError:  # no lock, or a file system without locks
         return False
     return False
+
+
+def _last_written(run: Path) -> float:
+    """Return when a run last wrote its recipe, metrics or summary, as a Unix time."""
+    times = []
+    for name in (RECIPE, METRICS, SUMMARY):
+        try:
+            times.append(os.stat(run / name).st_mtime)
+        except OSError:
+            continue
+    return max(times, default=time.time())
 
 
 def _size_of(path: Path) -> int:

@@ -115,7 +115,7 @@ def load_suite(name: str, key: str = "--suite") -> tuple[str, Suite, list[Path]]
     if twice:
         raise SuiteError(f"{path}: {twice} is there twice; leave one out, or put it into another suite")
     folders = [path.parent / folder for folder in suite.task_folders]
-    if missing := next((folder for folder in folders if not folder.is_dir()), None):
+    if missing := next((folder for folder in folders if not os.path.isdir(folder)), None):
         raise SuiteError(
             f"{path}: task_folders has {missing}, which is no folder; they are relative to the suite's file"
         )

@@ -16,6 +16,7 @@ from llmtrain.files import read_mapping
 OWN_TEXT = ("validation", "text_key", "separator")
 HELD_OUT = ("validation", "source", "subset", "split", "validation_fraction", "text_key", "separator")
 """Keys of `data` that determine the validation text, if `data.validation` is given and if not."""
+PACKING = "data.packing"
 TOLERANCE = 1e-6
 """Relative difference up to which two ratios of bytes to tokens are the same. The ratio is a property of a text."""
 
@@ -32,6 +33,8 @@ class ValidatedText:
     """Key of the recipe, `data.tokenizer`."""
     digest: str | None
     """Digest of the tokenizer's file, if the run has a copy."""
+    packing: str
+    """Key of the recipe, `data.packing`: whether a token is predicted from the documents before its own."""
     bytes_per_token: float | None
     """UTF-8 bytes of the text per token, measured in a validation."""
 
@@ -42,10 +45,13 @@ class ValidatedText:
         return None in (self.tokenizer, other.tokenizer) or self.tokenizer == other.tokenizer
 
     def differing_key(self, other: ValidatedText) -> str | None:
-        """Return the recipe's key that makes the texts differ, or None if they are the same. A text may have another path
-        on another machine: it is the same if the same tokenizer cuts it into as many bytes per token."""
+        """Return the recipe's key that makes the texts differ, or what their tokens are predicted from; None if both are the
+        same. A text may have another path on another machine: it is the same if the same tokenizer cuts it into as many
+        bytes per token."""
         if not self.keys or not other.keys:
             return None  # nothing is known
+        if self.packing != other.packing:
+            return PACKING
         if self.tokens != other.tokens:
             return "eval.tokens"
         ratios = (self.bytes_per_token, other.bytes_per_token)
@@ -56,7 +62,7 @@ class ValidatedText:
 
     def value(self, key: str) -> Any:
         """Return the value of a key that `differing_key` has returned."""
-        return self.tokens if key == "eval.tokens" else self.keys.get(key)
+        return {"eval.tokens": self.tokens, PACKING: self.packing}.get(key, self.keys.get(key))
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ def read_validated_text(run: Path, lines: Sequence[Mapping[str, Any]]) -> Valida
         keys=_keys_of(data),
         tokens=evaluation.get("tokens"),
         tokenizer=data.get("tokenizer"),
+        packing=data.get("packing", "packed"),  # a recipe of an earlier version has no such key
         digest=hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None,
         bytes_per_token=next(ratios, None),
     )
@@ -116,9 +123,10 @@ def common_unit(runs: Sequence[tuple[str, ValidatedText]]) -> LossUnit:
         if (key := other.differing_key(text)) is not None:
             there, here = ("not given" if one is None else one for one in (other.value(key), text.value(key)))
             values = f"{key} is {there} in {first}, and {here} in {name}"
+            what = "contexts" if key == PACKING else "texts"
             return LossUnit(
-                name="nats per token of different texts",
-                note=f"validated on different texts ({values}): losses can't be compared, and runs are not ranked",
+                name=f"nats per token of different {what}",
+                note=f"validated on different {what} ({values}): losses can't be compared, and runs are not ranked",
                 is_ranked=False,
             )
     for name, text in known[1:]:

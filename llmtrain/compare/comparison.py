@@ -16,10 +16,9 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Validati
 
 from llmtrain.compare.cluster import HostLimits
 from llmtrain.config import Section, TraceSection
+from llmtrain.config.section import FileName, PathText
 from llmtrain.errors import RecipeError
 from llmtrain.recipe_messages import explain_in
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 @dataclass(frozen=True)
@@ -128,17 +127,17 @@ class TargetSection(Section):
 class Comparison(Section):
     """Runs, conditions and seeds. Each run is made under each condition with each seed."""
 
-    name: Name
+    name: FileName
     """Directory below `out_dir`; defaults to the file's name."""
-    out_dir: str = "runs"
+    out_dir: PathText = "runs"
     recipe: str | None = None
     """Recipe of the runs that name none, relative to this file."""
     overrides: list[str] = Field(default_factory=list)
     """`key=value` strings for all runs."""
     hosts: HostsSection = Field(default_factory=HostsSection)
-    runs: Annotated[dict[Name, ComparedRunSection], Field(min_length=1)]
+    runs: Annotated[dict[FileName, ComparedRunSection], Field(min_length=1)]
     conditions: Annotated[
-        dict[Name, ConditionSection], Field(min_length=1, default_factory=lambda: {"plain": ConditionSection()})
+        dict[FileName, ConditionSection], Field(min_length=1, default_factory=lambda: {"plain": ConditionSection()})
     ]
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1, default_factory=lambda: [1234])]
     """`run.seed` of each repetition."""

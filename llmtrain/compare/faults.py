@@ -23,6 +23,7 @@ with imports_without_gc():
     from llmtrain.config import Section
     from llmtrain.data.loader import PrefetchLoader
     from llmtrain.errors import exit_with_status
+    from llmtrain.loss import IGNORE_INDEX
     from llmtrain.parallel.world import World
     from llmtrain.recipe_loader import load_recipe
     from llmtrain.trace import span
@@ -89,7 +90,12 @@ class GarbageLoader:
         if not self._is_on():
             return batches
         return [
-            torch.randint(int(b.max()) + 1, b.shape, generator=self._drawn, dtype=b.dtype).to(b.device) for b in batches
+            torch.where(
+                b == IGNORE_INDEX,  # padding stays
+                b,
+                torch.randint(int(b.max()) + 1, b.shape, generator=self._drawn, dtype=b.dtype).to(b.device),
+            )
+            for b in batches
         ]
 
     def __getattr__(self, name: str) -> Any:

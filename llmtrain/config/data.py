@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from llmtrain.config.section import Count, Section
+from llmtrain.config.section import Count, FileName, PathText, Section
 
 LISTS = ("sources", "per_replica")
 """Keys of `data` that name several texts instead of `source`."""
@@ -20,7 +20,7 @@ class SiteSection(Section):
 
     source: str
     """Text, as in `data.source`."""
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: FileName
     """Name of the site in metrics and checkpoints. The default is the file name of the source, without its ending."""
     subset: str | None = None
     """As in `data`."""
@@ -39,7 +39,7 @@ class SiteSection(Section):
 class SourceSection(SiteSection):
     """Entry of `data.sources`: one text of a mixture. Keys that it does not give are those of `data`."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: FileName
     """Name of the text in metrics. The default is the file name of the source, without its ending."""
     weight: PositiveFloat = 1.0
     """Share of the sequences, relative to the weights of the other entries."""
@@ -49,9 +49,11 @@ class DataSection(Section):
     """Training and validation text, its tokenizer, and the folder of its token shards."""
 
     source: str | None = "stdlib"
-    """`stories` (4 MB of TinyStories, part of this package), `stdlib` (Python's own source), a file (`.txt`, `.jsonl`, with or
-    without `.gz`; `.parquet`), a folder of those, or `hf:OWNER/NAME` on the Hugging Face hub. `null` with `sources` or
-    `per_replica`, which name texts instead."""
+    """`stories` (4 MB of TinyStories, part of this package), `stdlib` (Python's own source), `python` (that, and the
+    Python files of the packages that llmtrain requires, 198 MB), a file (`.txt`, `.jsonl`, with or without `.gz`; `.parquet`), a
+    folder of those, or `hf:OWNER/NAME` on the Hugging Face hub. Or token files, read in place: `.bin` of nanoGPT, llm.c or
+    Megatron (with `.idx`), `.npy`, a folder or pattern (`tokens/*.bin`) of those. `null` with `sources` or `per_replica`, which
+    name texts instead."""
     sources: tuple[SourceSection, ...] = ()
     """Mixture of texts, `[{source, weight}, ...]`. In every 1,000 sequences each text has its share to within one, in an order
     set by the seed; every text has its own epochs, and its own validation text of `eval.tokens`. The run's validation loss
@@ -70,16 +72,30 @@ class DataSection(Section):
     separator: str | None = "<|endoftext|>"
     """Separator of the documents in a text file; `null`: each file is one document."""
     tokenizer: str = "gpt2"
-    """A tokenizer's name on the hub, a folder or `tokenizer.json`, or `train:SIZE` (sentencepiece BPE trained on the source; on the
-    first of `sources`)."""
+    """A tokenizer's name on the hub, a folder, a `tokenizer.json`, a SentencePiece `tokenizer.model`, or `train:SIZE`
+    (sentencepiece BPE trained on the source; on the first of `sources`). Of token files: the tokenizer that made them."""
+    tokenizer_sample_bytes: Count = 10_000_000
+    """Maximum bytes of text on which `train:SIZE` trains: documents spread evenly over the first 20 times as many bytes."""
     validation: str | None = None
-    """Source of the validation text: a file, a folder, or a split of the hub data set; `null`: held-out documents."""
+    """Source of the validation text: a file, a folder, or a split of the hub data set; `null`: held-out documents. Of token
+    files: token files; `null`: those in the folder with `val` in their name, or else the last part of the tokens."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    """Fraction of the documents that is held out if `validation` is `null`."""
+    """Fraction of the documents (of token files: of the tokens; of `python`: of the bytes, in whole packages) that is held out if
+    `validation` is `null`."""
     max_tokens: Count | None = None
     """Maximum number of training tokens to prepare, of each text; `null`: whole files, and of a hub data set as much as the run
     reads."""
-    cache_dir: str = "data"
+    packing: Literal["packed", "none"] = "packed"
+    """`packed`: documents follow each other, and each sequence is the next `train.sequence_length` tokens. `none`: each sequence
+    is one document, or the next part of a longer one. Sequences of similar length share a micro-batch and are padded to its
+    longest. Padding does not count in the loss, and steps differ in their number of tokens."""
+    shuffle: Literal["auto", "all", "blocks"] = "auto"
+    """Samples that are shuffled with one another in the first epoch. `all`: all, so the first step waits for the last token.
+    `blocks`: those of consecutive blocks of the source (2 M tokens, then twice as many each, at most 64 M), so a run begins
+    with the first block and tokenizes the others while it trains; the order is that of the seed and the source, whatever is
+    there when. `auto`: `blocks` for a hub data set, `all` for files, mixtures and texts per replica. Later epochs always shuffle
+    all."""
+    cache_dir: PathText = "data"
     """Folder of the token shards. They are prepared once per source and tokenizer."""
 
     @model_validator(mode="before")
@@ -95,6 +111,11 @@ class DataSection(Section):
         return {**instead, **data, **completed}
 
     @property
+    def at_most(self) -> str:
+        """Return the words that belong before the tokens per step: "at most " without packing, else none."""
+        return "at most " if self.packing == "none" else ""
+
+    @property
     def is_list(self) -> bool:
         """Return whether the recipe has several texts, or one for each replica."""
         return bool(self.sources or self.per_replica)
@@ -105,7 +126,7 @@ class DataSection(Section):
         if not entries:
             return {"": self}
         keys = SiteSection.model_fields.keys() - {"name"}
-        alone: dict[str, Any] = dict.fromkeys(LISTS, ())
+        alone: dict[str, Any] = {**dict.fromkeys(LISTS, ()), "shuffle": "all"}
         return {
             entry.name: self.model_copy(update={**{key: getattr(entry, key) for key in keys}, **alone})
             for entry in entries

@@ -9,16 +9,16 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, Posi
 
 from llmtrain.best_checkpoint import CheckpointLoss, best_step
 from llmtrain.config.data import DataSection
-from llmtrain.config.section import Count, DecayRate, Fraction, Section, name
+from llmtrain.config.section import Count, DecayRate, FileName, Fraction, PathText, Section, name
 from llmtrain.config.sync import SyncSection
 
 
 class RunSection(Section):
     """Name, directory and seed of a run, and its reaction to failures."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: FileName
     """Name of the run's directory below `out_dir`. The default is the file name of the recipe."""
-    out_dir: str = "runs"
+    out_dir: PathText = "runs"
     """Parent folder of run directories."""
     seed: NonNegativeInt = 1234
     """The one seed. Initialization, data order and every other random choice derive theirs from it by name."""
@@ -195,7 +195,7 @@ class CheckpointSection(Section):
     background: bool = True
     """Write checkpoints from a copy in host memory while training continues; `false`: training waits, and the copy is never
     larger than one tensor."""
-    mirror: str | None = None
+    mirror: PathText | None = None
     """Folder or fsspec URL (`s3://bucket/runs`) to which complete checkpoints are copied while training continues. A run that
     resumes fetches them if they are newer than those in its run directory."""
 
@@ -266,7 +266,7 @@ class SuiteSection(Section):
     """Checkpoints between evaluations. The last checkpoint is always evaluated."""
     limit: Count | None = 200
     """Maximum number of documents per task; `null`: the limit of the suite."""
-    data_dir: str | None = None
+    data_dir: PathText | None = None
     """Folder of local data, for suites like `offline` that read it."""
     device: str = "cpu"
     """Device of the evaluation. On a GPU it shares memory with training."""
@@ -283,7 +283,7 @@ class EvalSection(Section):
     """Steps between validations; `null`: only after the last step."""
     tokens: Count = 1_000_000
     """Number of validation tokens, at most those of the source. Every validation uses the same ones."""
-    sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")], str] = Field(default_factory=dict)
+    sets: dict[FileName, str] = Field(default_factory=dict)
     """Additional validation texts by name, each a file or folder (`{news: news.txt}`), read like `data.validation`."""
     suite: Annotated[SuiteSection | None, BeforeValidator(name)] = None
     """Benchmarks on checkpoints while training continues; `NAME` is short for `{name: NAME}`, and `null`: none."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
+from pydantic_core import PydanticCustomError
+
+from llmtrain.files import LONGEST_NAME, LONGEST_PATH, is_too_long
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -16,6 +19,17 @@ def _count(value: Any) -> Any:
 
 
 Count = Annotated[PositiveInt, BeforeValidator(_count)]
+
+
+def _short_enough(path: str) -> str:
+    if is_too_long(path):
+        rule = f"a path of at most {LONGEST_PATH} bytes, with names of at most {LONGEST_NAME}"
+        raise PydanticCustomError("path_too_long", f"Input should be {rule}")
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_short_enough)]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)]
 
 
 def kind(value: Any) -> Any:

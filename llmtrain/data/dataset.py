@@ -25,14 +25,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from llmtrain.data.sources import SPLITS, Position, Split
+from llmtrain.data.token_ids import Vocabulary
 from llmtrain.errors import DataError, one_line, reason
-from llmtrain.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 FORMAT = 2
 INDEX = "index.json"
@@ -42,13 +43,19 @@ SHARD_TOKENS = 100_000_000
 
 
 class Shard(BaseModel, extra="forbid", frozen=True):
-    """Index entry of one shard file."""
+    """Index entry of one shard file, or of a part of a token file that another tool wrote."""
 
     name: str
+    """Name in the folder, or the absolute path of another tool's file."""
     tokens: int
     bytes: int
-    crc32: int
-    """CRC-32 of the tokens, without the .npy header."""
+    """Size of the file."""
+    crc32: int | None = None
+    """CRC-32 of the tokens, without the .npy header; None for another tool's file."""
+    offset: int | None = None
+    """Bytes before the tokens in another tool's file, or None for an .npy file of this folder."""
+    dtype: str | None = None
+    """Type of the tokens in another tool's file."""
 
 
 class ShardWriter:
@@ -116,6 +123,19 @@ class TokenShards:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def most(self) -> int:
+        """Return the largest number of tokens that there can ever be."""
+        return self._length
+
+    def wait_for(self, tokens: int) -> int:
+        """Return the number of tokens: all are there."""
+        return self._length
+
+    def is_waiting(self, seconds: float) -> bool:
+        """Return False: nothing is waited for."""
+        return False
+
     def window(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length) in the shards' dtype, joined across shards if necessary. The array
         may be a read-only view."""
@@ -135,13 +155,25 @@ class SplitIndex(BaseModel, extra="forbid", frozen=True):
     tokens: int
     """Number of tokens, including one eos token per document."""
     documents: int
+    """Number of documents; 0 if another tool's files do not tell it."""
     text_bytes: int
-    """UTF-8 bytes of the documents; nats per token x tokens / text_bytes / ln 2 = bits per byte."""
+    """UTF-8 bytes of the documents; nats per token x tokens / text_bytes / ln 2 = bits per byte. 0 for another tool's
+    files: see `ReadyMade.validation_bytes`."""
     exhausted: bool
     """True if the source ended before the requested number of tokens was reached."""
     position: Position
     """Place in the source after the last of these documents, at which a longer run continues."""
     shards: tuple[Shard, ...]
+
+
+class ReadyMade(BaseModel, extra="forbid", frozen=True):
+    """What is known about the token files of another tool."""
+
+    kind: str
+    has_eos: bool
+    """True if the tokenizer's eos token occurs in the tokens that were looked at."""
+    validation_bytes: dict[int, int] = Field(default_factory=dict)
+    """UTF-8 bytes of text by number of tokens: those of the first so many tokens of the validation split."""
 
 
 class Index(BaseModel, extra="forbid", frozen=True):
@@ -154,6 +186,8 @@ class Index(BaseModel, extra="forbid", frozen=True):
     eos_id: int
     dtype: Literal["<u2", "<u4"]
     splits: dict[Split, SplitIndex]
+    ready_made: ReadyMade | None = None
+    """Given if the tokens are in files of another tool, outside of this folder."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +204,10 @@ class TokenDataset:
         return self.index.vocab_size
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.index.tokenizer, self.index.vocab_size)
+
+    @property
     def eos_id(self) -> int:
         return self.index.eos_id
 
@@ -179,11 +217,22 @@ class TokenDataset:
 
     def tokens(self, split: Split) -> TokenShards:
         """Return all tokens of a split up to the recipe's limit, memory-mapped."""
-        arrays = [np.load(self.directory / shard.name, mmap_mode="r") for shard in self.index.splits[split].shards]
-        return TokenShards(arrays, self.limits.get(split))
+        return TokenShards(list(map(self.open, self.index.splits[split].shards)), self.limits.get(split))
+
+    def open(self, shard: Shard) -> np.ndarray:
+        """Return the tokens of a shard, memory-mapped."""
+        path = self.directory / shard.name  # the path of another tool's file is absolute
+        if shard.offset is None:
+            return np.load(path, mmap_mode="r")
+        return np.memmap(path, np.dtype(shard.dtype), "r", shard.offset, (shard.tokens,))
 
     def bytes_per_token(self, split: Split) -> float:
-        """Return the mean number of UTF-8 bytes of text per token."""
+        """Return the mean number of UTF-8 bytes of text per token: of another tool's files, in the validation tokens that
+        the recipe asks for."""
+        if self.index.ready_made is not None:
+            assert split == "validation", split
+            tokens = len(self.tokens(split))
+            return self.index.ready_made.validation_bytes[tokens] / tokens
         return self.index.splits[split].text_bytes / self.index.splits[split].tokens
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -204,6 +253,14 @@ class TokenDataset:
 def open_dataset(directory: Path | str, limits: Mapping[Split, int] | None = None) -> TokenDataset:
     """Open a prepared folder. Raises DataError if the index or a shard is missing, truncated or inconsistent."""
     directory = Path(directory)
+    index = read_index(directory)
+    for shard in itertools.chain.from_iterable(split.shards for split in index.splits.values()):
+        check_shard(directory, index, shard)
+    return TokenDataset(directory, index, limits or {})
+
+
+def read_index(directory: Path) -> Index:
+    """Return the index of a prepared folder. Raises DataError if it is missing or damaged."""
     remedy = f"delete {directory} and prepare again"
     try:
         index = Index.model_validate_json((directory / INDEX).read_bytes())
@@ -217,26 +274,25 @@ def open_dataset(directory: Path | str, limits: Mapping[Split, int] | None = Non
         raise DataError(f"{directory / INDEX}: {where}: {problem['msg']}; {remedy}") from None
     if missing := [split for split in SPLITS if split not in index.splits]:
         raise DataError(f"{directory / INDEX}: splits.{missing[0]}: missing; {remedy}")
-    for split in index.splits.values():
-        for shard in split.shards:
-            path = directory / shard.name
-            if not path.is_file():
-                raise DataError(f"{path}: no such file; expected {shard.bytes} bytes; {remedy}")
-            if (size := path.stat().st_size) != shard.bytes:
-                raise DataError(f"{path}: {size} bytes found, {shard.bytes} expected; {remedy}")
-            try:
-                array = np.load(path, mmap_mode="r")
-                found = f"{array.dtype.str} {array.shape}"
-            except (
-                ValueError,
-                EOFError,
-                SyntaxError,
-                tokenize.TokenError,
-            ) as error:  # NumPy parses the header as Python
-                found = one_line(error)
-            if found != (expected := f"{index.dtype} {(shard.tokens,)}"):
-                raise DataError(f"{path}: another file's content ({found} found, {expected} expected); {remedy}")
-    return TokenDataset(directory, index, limits or {})
+    return index
+
+
+def check_shard(directory: Path, index: Index, shard: Shard) -> None:
+    """Raise DataError if the file of a shard is missing, of another size, or has another header."""
+    path, remedy = directory / shard.name, f"delete {directory} and prepare again"
+    if not os.path.isfile(path):  # False also for a name that is too long
+        raise DataError(f"{path}: no such file; expected {shard.bytes} bytes; {remedy}")
+    if (size := path.stat().st_size) != shard.bytes:
+        raise DataError(f"{path}: {size} bytes found, {shard.bytes} expected; {remedy}")
+    if shard.offset is not None:  # its header was read when this index was written
+        return
+    try:
+        array = np.load(path, mmap_mode="r")
+        found = f"{array.dtype.str} {array.shape}"
+    except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # NumPy parses the header as Python
+        found = one_line(error)
+    if found != (expected := f"{index.dtype} {(shard.tokens,)}"):
+        raise DataError(f"{path}: another file's content ({found} found, {expected} expected); {remedy}")
 
 
 class ChecksumScan:
@@ -264,6 +320,14 @@ def find_damage(prepared: TokenDataset, shard: Shard) -> str | None:
     """Return a one-line description of a shard's damage, or None if it is as prepared."""
     path, host = prepared.directory / shard.name, socket.gethostname()
     remedy = f"delete {prepared.directory} and start the same command again: it prepares the same tokens"
+    if shard.offset is not None:
+        try:
+            wrong = prepared.vocabulary.find_wrong(
+                path, shard.dtype or prepared.index.dtype, shard.offset, shard.tokens
+            )
+        except OSError as error:
+            return f"{path} on {host}: can't be read ({error.strerror}); copy it again"
+        return None if wrong is None else f"{wrong} (on {host})"
     try:
         found = _crc32(path, skip=shard.bytes - shard.tokens * prepared.dtype.itemsize)
     except OSError as error:
@@ -286,39 +350,6 @@ def _crc32(path: Path, skip: int) -> int:
 
 STRETCHES, LENGTH = 64, 1024
 """Number of windows compared per split, and tokens per window."""
-
-
-def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
-    """Raise DataError on every rank if ranks would read different tokens of a text with the same name, or a rank cannot
-    read its own. Tokens differ if the hub dataset, a local file or Python's standard library is not the same on all
-    hosts. This is a collective of all ranks."""
-    if mesh.world.size == 1:
-        return
-    mine = socket.gethostname(), *_described(texts)
-    of_ranks = mesh.all_ranks.all_gather_object(mine, "comparing token shards")
-    for rank, (host, _, problem) in enumerate(of_ranks):
-        if problem is not None:
-            raise DataError(f"rank {rank} on {host} can't read its token shards: {problem}; see to that disk")
-    first: dict[str, tuple[int, str, str]] = {}
-    for rank, (host, theirs, _) in enumerate(of_ranks):
-        for name, text in theirs.items():
-            other, other_host, there = first.setdefault(name, (rank, host, text))
-            if text != there:
-                what, folder = (
-                    (texts[name].index.source, texts[name].directory) if name in texts else (name, "its tokens")
-                )
-                raise DataError(
-                    f"{what}: rank {rank} on {host} has other tokens ({text}) than rank {other} on {other_host} "
-                    f"({there}); let all hosts see one data.cache_dir, or copy {folder} from one to all"
-                )
-
-
-def _described(texts: Mapping[str, TokenDataset]) -> tuple[dict[str, str], str | None]:
-    """Return (digest of each text, None), or (no digests, the error) if a text could not be read."""
-    try:
-        return {name: token_digest(text) for name, text in texts.items()}, None
-    except OSError as error:
-        return {}, str(error)
 
 
 def token_digest(prepared: TokenDataset) -> str:

@@ -11,7 +11,8 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ import numpy as np
 
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import INDEX, Index, ShardWriter
+from llmtrain.data.order import block_of
 from llmtrain.data.sources import Split, TextStream, source_keys, splits_of
 from llmtrain.files import atomic_write
 
@@ -39,6 +41,8 @@ PIECE_CHARACTERS = 1_000_000
 COMMIT_SECONDS = 60.0
 """Seconds of work that a killed process loses at most."""
 COUNTS = ("tokens", "documents", "text_bytes")
+RATE_SECONDS = 60.0
+"""Seconds over which the rate of the progress line is measured."""
 PLAIN_SECONDS = 10.0
 """Seconds between lines of progress if the output is not a terminal."""
 
@@ -50,9 +54,12 @@ def extend(
     tokenizer: PreTrainedTokenizerBase,
     needed: Mapping[Split, int],
     show_progress: bool,
+    report: Callable[[int], None] | None = None,
 ) -> None:
-    """Tokenize until each split has the tokens needed or its source has ended. The caller must hold the folder's lock."""
-    folder = _GrowingFolder(directory, index)
+    """Tokenize until each split has the tokens needed or its source has ended. The caller must hold the folder's lock.
+    If a run reads meanwhile, `report` is called after each batch with the number of training tokens, and blocks are
+    committed when they are complete."""
+    folder = _GrowingFolder(directory, index, report)
     for key in source_keys(data):
         missing = {split: needed[split] for split in splits_of(data, key) if folder.lacks(split, needed[split])}
         if missing:
@@ -71,10 +78,10 @@ def _read_on(
     """Tokenize the stream until no split of `missing` lacks tokens, and commit it, whatever happens."""
     label = f"{' and '.join(sorted(missing))} tokens"
     remaining = sum(tokens - folder.index.splits[split].tokens for split, tokens in missing.items())
-    with ProgressBar(label, remaining, show_progress) as progress, folder.committed(), ThreadPoolExecutor(1) as pool:
+    with ProgressBar(label, remaining, show_progress) as progress, folder.committed():
         for texts in _batches(stream, folder, missing):
             parts = _tokenize(tokenizer, texts)
-            folder.add(pool, parts, list(missing), stream)
+            folder.add(parts, list(missing), stream)
             progress.advance(
                 sum(part.text_bytes for part in parts.values()), sum(part.tokens for part in parts.values())
             )
@@ -151,7 +158,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> Sequence[En
 class _GrowingFolder:
     """Prepared folder while it is extended."""
 
-    def __init__(self, directory: Path, index: Index) -> None:
+    def __init__(self, directory: Path, index: Index, report: Callable[[int], None] | None) -> None:
         self.index = index
         """The index with the counts of now. The one on disk, and the shards, are those of the last commit."""
         self._directory = directory
@@ -160,7 +167,8 @@ class _GrowingFolder:
             split: ShardWriter(directory, split, dtype, entry.shards) for split, entry in index.splits.items()
         }
         self._writing: Future | None = None
-        self._committed = time.monotonic()
+        self._committed, self._report = time.monotonic(), report
+        self._train_committed = index.splits["train"].tokens
 
     def lacks(self, split: Split, tokens: int) -> bool:
         """Return whether a split has fewer tokens although its source has more."""
@@ -170,21 +178,27 @@ class _GrowingFolder:
     def is_due(self) -> bool:
         return time.monotonic() - self._committed >= COMMIT_SECONDS
 
-    def add(
-        self, pool: ThreadPoolExecutor, parts: Mapping[Split, _Part], read: Iterable[Split], at: TextStream
-    ) -> None:
+    def add(self, parts: Mapping[Split, _Part], read: Iterable[Split], at: TextStream) -> None:
         """Add what was tokenized of the splits `read`. One thread writes while all cores tokenize the next batch."""
         if self._writing is not None:
             self._writing.result()
-        self._writing = pool.submit(self._write, parts)
+        self._writing = self._pool.submit(self._write, parts)
         position = at.position()
         for split in read:
             entry, part = self.index.splits[split], parts.get(split, _Part())
             if position.documents >= entry.position.documents:  # else this split was read further before
                 counts = {name: getattr(entry, name) + getattr(part, name) for name in COUNTS}
                 self._update(split, position=position, **counts)
-        if self.is_due:
+        if self._report is not None:
+            self._report(self.index.splits["train"].tokens)
+        if self.is_due or self._completes_block():
             self._commit()
+
+    def _completes_block(self) -> bool:
+        """Return whether a run that reads meanwhile could read a block that is not committed yet. The window of a block's
+        last sample ends one token after the block."""
+        tokens = self.index.splits["train"].tokens
+        return self._report is not None and tokens > block_of(max(self._train_committed - 1, 0))[1]
 
     def end(self, splits: Iterable[Split], at: TextStream) -> None:
         """Record that the source of these splits has ended."""
@@ -207,19 +221,25 @@ class _GrowingFolder:
     @contextmanager
     def committed(self) -> Iterator[None]:
         """Commit at the end, also after an error, unless the disk is what failed."""
-        try:
-            yield
-        except OSError:
-            for writer in self._writers.values():
-                writer.discard()
-            raise
-        except BaseException:
-            self._commit()
-            raise
-        self._commit()
+        with ThreadPoolExecutor(1) as self._pool:
+            try:
+                yield
+                self._commit()
+            except OSError:
+                for writer in self._writers.values():
+                    writer.discard()
+                raise
+            except BaseException:
+                self._commit()
+                raise
 
     def _commit(self) -> None:
-        """Complete the shards, then the index. Commits nothing if an interruption has separated their counts."""
+        """Complete the shards, then the index, in the thread that writes. An interruption of this one, such as Ctrl-C,
+        would leave a shard that is half completed."""
+        self._pool.submit(self._complete).result()
+
+    def _complete(self) -> None:
+        """Commit. Commits nothing if an interruption has separated the counts of shards and index."""
         if self._writing is not None:
             self._writing.result()
         for split, writer in self._writers.items():
@@ -227,6 +247,7 @@ class _GrowingFolder:
             self._update(split, shards=tuple(writer.shards))
         if all(sum(shard.tokens for shard in entry.shards) == entry.tokens for entry in self.index.splits.values()):
             atomic_write(self._directory / INDEX, self.index.model_dump_json(indent=1))
+            self._train_committed = self.index.splits["train"].tokens
         self._committed = time.monotonic()
 
 
@@ -243,7 +264,9 @@ class ProgressBar:
         columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
         self._task = self._bar.add_task(label, total=needed)
-        self._start = self._shown = time.monotonic()
+        self._shown = time.monotonic()
+        self._marks = deque([(self._shown, 0)])
+        """Times of the last RATE_SECONDS, and one before, and the tokens so far at each."""
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -252,16 +275,20 @@ class ProgressBar:
     def advance(self, text_bytes: int, tokens: int) -> None:
         self.text_bytes += text_bytes
         self.tokens += tokens
+        self._marks.append((time.monotonic(), self.tokens))
+        while len(self._marks) > 2 and self._marks[1][0] <= self._marks[-1][0] - RATE_SECONDS:
+            self._marks.popleft()
         self._bar.update(self._task, completed=self.tokens, description=self.line())
         if not self._console.is_terminal and time.monotonic() - self._shown >= PLAIN_SECONDS:
             self._shown = time.monotonic()
             self._print()
 
     def line(self) -> str:
-        rate = self.tokens / max(time.monotonic() - self._start, 1e-9)
+        (first, before), (last, now) = self._marks[0], self._marks[-1]
+        rate = (now - before) / max(last - first, 1e-9)
         counts = f"{self.text_bytes / 1e6:,.1f} MB, {self.tokens / 1e6:,.2f} M tokens"
         line = f"{self.label}: {counts}, {rate / 1e6:.2f} M tokens/s"
-        if 0 < self.tokens < self._needed < sys.maxsize:  # a file's number of tokens is unknown
+        if 0 < self.tokens < self._needed < sys.maxsize and rate > 0:  # a file's number of tokens is unknown
             line += f", {(self._needed - self.tokens) / rate / 60:.0f} min left"
         return line
 

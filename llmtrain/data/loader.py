@@ -3,7 +3,7 @@
 Sample i is the window of sequence_length + 1 tokens that starts at token i x sequence_length. Its first
 sequence_length tokens are the inputs, its last sequence_length tokens the labels. Documents are packed: a window
 may contain the end of one and the start of the next, separated by eos. Nothing is padded, and tokens that do not
-fill the last window are dropped.
+fill the last window are dropped. `document_loader` has the batches of documents that are not packed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from llmtrain.data.dataset import TokenShards
-from llmtrain.data.order import SampleCursor, SampleOrder, grow, merge_cursors
+from llmtrain.data.order import SampleCursor, SampleOrder, block_of_sample, grow, merge_cursors
+from llmtrain.data.stream import GrowingTokens
 from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.reshard import Rule, by_replica
@@ -48,7 +49,7 @@ class Loader:
 
     def __init__(
         self,
-        tokens: TokenShards,
+        tokens: TokenShards | GrowingTokens,
         *,
         sequence_length: int,
         global_batch: int,
@@ -58,41 +59,62 @@ class Loader:
         shard_rank: int,
         shard: int,
         seed: int,
+        in_blocks: bool = False,
     ) -> None:
-        """Set the shape of the batches, counted in sequences; `micro_batch` is per rank. Raises DataError if the data
-        is smaller than one global batch."""
+        """Set the shape of the batches, counted in sequences; `micro_batch` is per rank. With `in_blocks`, the first epoch is
+        shuffled in blocks, which are waited for. Raises DataError if the data is smaller than one global batch."""
         assert global_batch % (micro_batch * replicas * shard) == 0, (global_batch, micro_batch, replicas, shard)
         assert 0 <= replica < replicas and 0 <= shard_rank < shard, (replica, replicas, shard_rank, shard)
         self.tokens, self.sequence_length = tokens, sequence_length
         self.global_batch, self.micro_batch = global_batch, micro_batch
-        self.num_samples = max(len(tokens) - 1, 0) // sequence_length
+        self.num_samples = self._count_samples()
+        """Number of samples in the data; for a source of unknown length that has not ended, the largest possible one."""
         self.cursor = SampleCursor()
         """Cursor at the entries that no replica has read, provided that all replicas have taken as many steps as
         this one."""
         if self.num_samples < global_batch:
-            raise DataError(
-                f"training data: {len(tokens)} tokens there, {global_batch * sequence_length + 1} needed for one step "
-                f"of {global_batch} sequences of {sequence_length}; give more text (data.source, data.max_tokens), "
-                "or lower train.global_batch or train.sequence_length"
-            )
-        self._per_rank = global_batch // (replicas * shard)
+            raise DataError(f"training data: {self._shortage()}")
+        self.replica_tokens = global_batch * sequence_length / replicas
+        """Tokens of the last step's global batch, divided by the number of replicas."""
+        self._replicas, self._per_rank = replicas, global_batch // (replicas * shard)
         self._first = (replica * shard + shard_rank) * self._per_rank
-        self.seed = seed
-        self.order = self.open_order(())
+        self._seed, self._in_blocks = seed, in_blocks
+        self.order = self._new_order()
 
-    def open_order(self, sizes: Sequence[Any]) -> SampleOrder:
-        """Return the order of samples. `sizes` is what `SampleOrder.state_dict` has under that name, or empty."""
-        return SampleOrder(self.num_samples, self.seed, sizes)
+    @property
+    def attended_length(self) -> float:
+        """Return the length of the sequence in which a token is, averaged over all tokens."""
+        return self.sequence_length
 
     def next(self) -> list[torch.Tensor]:
         """Return this rank's micro-batches for the next step: int64 [micro_batch, sequence_length + 1] each."""
-        windows = [
-            self.tokens.window(self.order.sample(entry) * self.sequence_length, self.sequence_length + 1)
-            for part in self.cursor.peek(self._first, self._per_rank)
-            for entry in part
-        ]
+        if self._in_blocks:
+            # All ranks wait for the text of a step at its start. Otherwise those that have theirs would wait in a collective.
+            self.order.wait_for(max(part[-1] for part in self.cursor.peek(0, self.global_batch)))
+        micro_batches = self._read(self._samples(self._first, self._per_rank))
         self.cursor.advance(self.global_batch)
         self.order.forget(self.cursor.lowest)
+        return micro_batches
+
+    def _samples(self, first: int, count: int) -> list[int]:
+        """Return the `count` samples after the next `first` ones."""
+        return [self.order.sample(entry) for part in self.cursor.peek(first, count) for entry in part]
+
+    def _count_samples(self) -> int:
+        return max(self.tokens.most - 1, 0) // self.sequence_length
+
+    def _shortage(self) -> str:
+        """Return what is missing if there are fewer samples than one step needs."""
+        return (
+            f"{len(self.tokens)} tokens there, {self.global_batch * self.sequence_length + 1} needed for one step of "
+            f"{self.global_batch} sequences of {self.sequence_length}; give more text (data.source, data.max_tokens), "
+            "or lower train.global_batch or train.sequence_length"
+        )
+
+    def _read(self, samples: Sequence[int]) -> list[torch.Tensor]:
+        """Return this rank's part of a step as micro-batches."""
+        length = self.sequence_length
+        windows = [self.tokens.window(sample * length, length + 1) for sample in samples]
         rows = torch.from_numpy(np.stack(windows).astype(np.int64))
         return list(rows.split(self.micro_batch))
 
@@ -105,7 +127,7 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor.load_state_dict(state)
-        self.order = self.open_order(state.get("sizes", ()))
+        self.order = self._new_order(state.get("sizes", ()))
 
     def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
         """Return a state of a run that was shorter or longer. `before` returns how many samples of a text that had."""
@@ -115,6 +137,20 @@ class Loader:
         """Return the sequences that a run has read of each text, by name, given the state of each replica. Empty if the
         run has one text."""
         return {}
+
+    def _new_order(self, sizes: Sequence[int] = ()) -> SampleOrder:
+        if not self._in_blocks:
+            return SampleOrder(self.num_samples, self._seed, sizes)
+        block = partial(block_of_sample, sequence_length=self.sequence_length)
+        return SampleOrder(self.num_samples, self._seed, sizes, block=block, wait=self._wait_for_samples)
+
+    def _wait_for_samples(self, samples: int) -> int:
+        """Wait until so many samples exist or the source has ended. Return how many exist. Raises DataError if they are
+        fewer than one global batch."""
+        there = max(self.tokens.wait_for(samples * self.sequence_length + 1) - 1, 0) // self.sequence_length
+        if there < min(samples, self.global_batch):
+            raise DataError(f"training data: {self._shortage()}")
+        return there
 
 
 class PrefetchLoader:
@@ -130,17 +166,19 @@ class PrefetchLoader:
         self._read: SimpleQueue[list[torch.Tensor] | BaseException] = SimpleQueue()
         self._is_coming = False
         self._state = loader.state_dict()
+        self.replica_tokens = loader.replica_tokens
+        """Tokens of the global batch that `next` has returned last, divided by the number of replicas."""
         # A daemon thread, because a hung disk must not keep the process alive after the run has given up on it.
         threading.Thread(target=with_current_device(self._worker), name="reads ahead", daemon=True).start()
         atexit.register(self._drain)
 
     def next(self) -> list[torch.Tensor]:
-        """Return this rank's micro-batches for the next step: int64 [micro_batch, sequence_length + 1] each. Raises
-        DataError if they do not arrive within `timeout_seconds`."""
+        """Return this rank's micro-batches for the next step, as the loader does. Raises DataError if they do not arrive
+        within `timeout_seconds`."""
         if not self._is_coming:
             self._request()
         batches = self._receive()
-        self._state = self.loader.state_dict()
+        self._state, self.replica_tokens = self.loader.state_dict(), self.loader.replica_tokens
         self._request()
         return batches
 
@@ -180,25 +218,27 @@ class PrefetchLoader:
         self._orders.put(None)
 
     def _get(self, seconds: float) -> list[torch.Tensor] | BaseException | None:
-        """Return what was read within `seconds`, or announce that the disk is slow and return None."""
-        try:
-            return self._read.get(timeout=seconds)
-        except Empty:
+        """Return what was read within `seconds`, or None. Time in which text is tokenized does not count: that wait
+        announces itself and has a limit of its own."""
+        while True:
+            try:
+                return self._read.get(timeout=seconds)
+            except Empty:
+                if not self.loader.tokens.is_waiting(seconds):
+                    return None
+
+    def _receive(self) -> list[torch.Tensor]:
+        quiet = min(QUIET_SECONDS, self._timeout)
+        if (batches := self._get(quiet)) is None:
             print(
                 f"waiting for the disk with the token shards (at most {self._timeout:g} s)", file=sys.stderr, flush=True
             )
-            return None
-
-    def _receive(self) -> list[torch.Tensor]:
-        try:
-            quiet = min(QUIET_SECONDS, self._timeout)
-            if (batches := self._get(quiet)) is None:
-                batches = self._read.get(timeout=self._timeout - quiet)
-        except Empty:
+            batches = self._get(self._timeout - quiet)
+        if batches is None:
             raise DataError(
                 f"no batch could be read in {self._timeout:g} s (run.timeout_seconds): the disk that holds the token shards does "
                 "not answer; start the same command again when it does, to continue from the last checkpoint"
-            ) from None
+            )
         self._is_coming = False
         if isinstance(batches, BaseException):
             raise batches

@@ -106,10 +106,25 @@ class MixedShards:
     def __len__(self) -> int:
         return int(self._starts[-1]) + 1  # the last token is only a label
 
+    @property
+    def most(self) -> int:
+        """Return the largest number of tokens that there can ever be."""
+        return len(self)
+
     def window(self, start: int, length: int) -> np.ndarray:
         """Return the sample of `length` tokens at `start`, which must be the start of a sample."""
         text = int(np.searchsorted(self._starts, start, side="right")) - 1
         return self._texts[text].window(start - int(self._starts[text]), length)
+
+
+def count_samples(name: str, tokens: TokenShards, sequence_length: int) -> int:
+    """Return the number of samples of a text. Raises DataError if there is none."""
+    if len(tokens) <= sequence_length:
+        raise DataError(
+            f"training data: {len(tokens)} tokens of {name}, {sequence_length + 1} needed for one sequence of {sequence_length}; "
+            "give more text (data.sources, data.max_tokens), or lower train.sequence_length"
+        )
+    return (len(tokens) - 1) // sequence_length
 
 
 class MixtureLoader(Loader):
@@ -121,23 +136,16 @@ class MixtureLoader(Loader):
         """Take `shape` as `Loader` does. Raises DataError if a text has no complete sample, or all together are smaller
         than one global batch."""
         length = shape["sequence_length"]
-        self.samples = {name: max(len(tokens) - 1, 0) // length for name, tokens in texts.items()}
+        self.samples = {name: count_samples(name, tokens, length) for name, tokens in texts.items()}
         """Number of samples of each text."""
-        for name, number in self.samples.items():
-            if not number:
-                raise DataError(
-                    f"training data: {len(texts[name])} tokens of {name}, {length + 1} needed for one sequence of {length}; give "
-                    "more text (data.sources, data.max_tokens), or lower train.sequence_length"
-                )
         self.weights = weights
         super().__init__(MixedShards(list(texts.values()), length), **shape)
 
-    def open_order(self, sizes: Sequence[Sequence[int]]) -> MixtureOrder:
-        """Return the order of samples. `sizes` is what `MixtureOrder.state_dict` has under that name, or empty."""
+    def _new_order(self, sizes: Sequence[Sequence[int]] = ()) -> MixtureOrder:
         given = sizes or [()] * len(self.samples)
         numbers = self.samples.values()
-        orders = [SampleOrder(number, self.seed, before) for number, before in zip(numbers, given, strict=True)]
-        return MixtureOrder(orders, self.weights, self.seed)
+        orders = [SampleOrder(number, self._seed, before) for number, before in zip(numbers, given, strict=True)]
+        return MixtureOrder(orders, self.weights, self._seed)
 
     def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
         """Return a state of a run that was shorter or longer. `before` returns how many samples of a text that had."""

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
+FIRST_BLOCK, LARGEST_BLOCK = 2_000_000, 64_000_000
+"""Tokens of a stream's first block, which a run waits for before its first step, and of its largest ones."""
+
+
+def block_of(token: int) -> tuple[int, int]:
+    """Return the first token of the block that has this token, and the first one after it. Each block is twice as large as
+    the one before it, up to LARGEST_BLOCK."""
+    start, size = 0, FIRST_BLOCK
+    while size < LARGEST_BLOCK and token >= start + size:
+        start, size = start + size, min(2 * size, LARGEST_BLOCK)
+    start += (token - start) // size * size
+    return start, start + size
+
+
+def block_of_sample(sample: int, sequence_length: int) -> tuple[int, int]:
+    """Return the first sample of the block that has this sample, and the first one after it. A sample belongs to the block
+    of the last of its inputs."""
+    start, end = block_of((sample + 1) * sequence_length - 1)
+    return start // sequence_length, end // sequence_length
 
 
 class SampleOrder:
@@ -15,38 +34,75 @@ class SampleOrder:
     It depends on the seed and the number of samples alone, so it is the same on every rank and for every mesh. If the data
     has grown since the run began (`grow`), the first epoch is a permutation of the samples that existed then, followed by
     one of those added.
+
+    With blocks, the first epoch is a permutation of the samples of the first block, followed by one of those of the second,
+    and so on. Blocks also end where the data ended before it grew. The order then does not depend on how many samples exist
+    when an entry is looked up: one in a block that is not complete is waited for. Later epochs have no blocks.
     """
 
-    def __init__(self, num_samples: int, seed: int, sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        num_samples: int,
+        seed: int,
+        sizes: Sequence[int] = (),
+        *,
+        block: Callable[[int], tuple[int, int]] | None = None,
+        wait: Callable[[int], int] | None = None,
+    ) -> None:
+        """Order `num_samples` samples. `block` returns the block of a sample. `wait` blocks until so many samples exist or
+        the source has ended, and returns how many exist; if there are fewer than `num_samples`, an epoch has that many."""
         self.num_samples = num_samples
         self.sizes = [*sizes] or [num_samples]
         """Numbers of samples that the data has had since the run began."""
-        self._seed = seed
-        self._epochs: dict[int, np.ndarray] = {}
+        self._seed, self._block, self._wait = seed, block, wait
+        self._parts: dict[tuple[int, int], np.ndarray] = {}
+        """Permutations by their epoch and their first sample."""
 
     def sample(self, entry: int) -> int:
         """Return the sample at an entry of the list."""
-        epoch, index = divmod(entry, self.num_samples)
-        if epoch not in self._epochs:
-            dtype = np.uint32 if self.num_samples <= 1 << 32 else np.uint64
-            sizes = self.sizes if epoch == 0 else self.sizes[-1:]
-            parts = [
-                np.random.default_rng([self._seed, epoch, *([first] if first else [])]).permutation(
-                    np.arange(first, end, dtype=dtype)
-                )
-                for first, end in pairwise([0, *sizes])
-            ]
-            self._epochs[epoch] = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return int(self._epochs[epoch][index])
+        epoch, first, _ = self._part_at(entry)
+        return int(self._parts[epoch, first][entry - epoch * self.num_samples - first])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what another order needs to be the same, beside the number of samples."""
         return {"sizes": self.sizes} if len(self.sizes) > 1 else {}
 
     def forget(self, before: int) -> None:
-        """Free the memory of epochs whose entries are all before the given one."""
-        oldest = before // self.num_samples
-        self._epochs = {epoch: order for epoch, order in self._epochs.items() if epoch >= oldest}
+        """Free the memory of permutations whose entries are all before the given one."""
+        self._parts = {
+            (epoch, first): part
+            for (epoch, first), part in self._parts.items()
+            if epoch * self.num_samples + first + len(part) > before
+        }
+
+    def wait_for(self, entry: int) -> None:
+        """Wait until the sample at an entry exists."""
+        self._part_at(entry)
+
+    def _part_at(self, entry: int) -> tuple[int, int, int]:
+        """Return the epoch of an entry, and the first and the end of the samples with which its sample is shuffled. Their
+        permutation is then in memory."""
+        epoch, index = divmod(entry, self.num_samples)
+        first, end = self._bounds(epoch, index)
+        if (epoch, first) not in self._parts:
+            # in a later epoch, all samples of the first one must be known
+            least = end if epoch == 0 else self.num_samples
+            if self._wait is not None and (there := self._wait(least)) < least:
+                self.num_samples = there  # the source has ended
+                return self._part_at(entry)
+            dtype = np.uint32 if end <= 1 << 32 else np.uint64
+            generator = np.random.default_rng([self._seed, epoch, *([first] if first else [])])
+            self._parts[epoch, first] = generator.permutation(np.arange(first, end, dtype=dtype))
+        return epoch, first, end
+
+    def _bounds(self, epoch: int, index: int) -> tuple[int, int]:
+        """Return the first and the end of the samples with which sample number `index` is shuffled in an epoch."""
+        if epoch:
+            return 0, self.num_samples
+        ends = [*self.sizes, self.num_samples]
+        first, end = (0, self.num_samples) if self._block is None else self._block(index)
+        first = max([first, *(size for size in ends if size <= index)])
+        return first, min([end, *(size for size in ends if size > index)])
 
 
 class SampleCursor:

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,17 +24,31 @@ from filelock import FileLock, Timeout
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import FORMAT, INDEX, TOKENIZER, Index, SplitIndex, TokenDataset, open_dataset
 from llmtrain.data.extend import extend
+from llmtrain.data.order import FIRST_BLOCK
+from llmtrain.data.python_files import PYTHON, python_text
+from llmtrain.data.ready_made import describe, find_ready_made, index_of, is_measured, measured
 from llmtrain.data.sources import HUB, SPLITS, Position, Split, fingerprint
-from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, vocab_size
+from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, trained_size, vocab_size
 from llmtrain.errors import DataError
+from llmtrain.files import atomic_write, check_path
 
 NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a disk that is full, over quota or read-only."""
+PACKAGES = "packages.txt"
+"""File that records the packages of `python`: versions, sizes and digests, one package per line."""
 LOCK_SECONDS = 24 * 3600.0
 """Seconds to wait for another process that prepares the same folder."""
 
 
-def prepare(data: DataSection, train_tokens: int, eval_tokens: int, *, show_progress: bool = False) -> TokenDataset:
+def prepare(
+    data: DataSection,
+    train_tokens: int,
+    eval_tokens: int,
+    *,
+    show_progress: bool = False,
+    first_block_only: bool = False,
+    report: Callable[[int], None] | None = None,
+) -> TokenDataset:
     """Return the token shards of `data`, from the cache or newly prepared.
 
     `train_tokens` and `eval_tokens` are the tokens that a run reads. The training split of a local source is
@@ -43,13 +57,17 @@ def prepare(data: DataSection, train_tokens: int, eval_tokens: int, *, show_prog
     The validation split is tokenized only as far as the run reads it. A cached folder is reused if it has enough
     tokens or its source has no more; otherwise tokens are added to it, also after an interruption. If several processes
     start together, one prepares and the others wait for it. Raises DataError.
+
+    With `first_block_only`, of the training tokens only the first block must be there: another process tokenizes the
+    others while a run reads the folder. That process gives `report`, which is called with the number of training tokens.
     """
     # one more than the run reads, because the last token is only a label
     whole = train_tokens + 1 if data.source.startswith(HUB) else sys.maxsize
-    needed: dict[Split, int] = {"train": data.max_tokens or whole, "validation": eval_tokens + 1}
+    limits: dict[Split, int] = {"train": data.max_tokens or whole, "validation": eval_tokens + 1}
+    needed = {**limits, "train": min(limits["train"], FIRST_BLOCK + 1)} if first_block_only else limits
     directory = cache_path(data)
     try:
-        cached = open_dataset(directory, needed)
+        cached = open_dataset(directory, limits)
     except DataError:  # absent; checked again under the lock
         cached = None
     if cached is not None and _is_sufficient(cached, needed):
@@ -58,11 +76,15 @@ def prepare(data: DataSection, train_tokens: int, eval_tokens: int, *, show_prog
     with _lock(directory, show_progress), _full_disk_as_data_error(directory):
         if not directory.exists():
             _create(directory, data)
-        cached = open_dataset(directory, needed)
+        if show_progress and data.source == PYTHON:
+            print(python_text().line(data.validation_fraction), flush=True)
+        cached = open_dataset(directory, limits)
         _check_tokenizer(directory)
-        if not _is_sufficient(cached, needed):
-            extend(directory, cached.index, data, cached.load_tokenizer(), needed, show_progress)
-            cached = open_dataset(directory, needed)
+        if cached.index.ready_made is not None:
+            cached = _measure(cached, show_progress)
+        elif not _is_sufficient(cached, needed):
+            extend(directory, cached.index, data, cached.load_tokenizer(), needed, show_progress, report)
+            cached = open_dataset(directory, limits)
             _check_documents(cached, data)
     return cached
 
@@ -77,27 +99,58 @@ def _check_tokenizer(directory: Path) -> None:
 
 
 def cache_path(data: DataSection) -> Path:
-    """Return the cache folder of `data`: a readable name and a hash of everything that determines the tokens."""
+    """Return the cache folder of `data`: a readable name and a hash of everything that determines the tokens. Raises
+    UserError if it may not be read."""
     try:
         tokenizer = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(data.tokenizer)]
     except OSError as error:
         raise DataError(f"data.tokenizer: {error.filename}: can't be read ({error.strerror}); copy it again") from None
     keys = ("text_key", "separator", "validation_fraction")
+    ready_made = find_ready_made(data)
     identity = {
         "format": FORMAT,
-        "source": fingerprint(data),
+        "source": fingerprint(data) if ready_made is None else ready_made.stamps(),
         "tokenizer": tokenizer or data.tokenizer,
         **{key: getattr(data, key) for key in keys},
     }
+    sample = data.tokenizer_sample_bytes
+    if trained_size(data.tokenizer) is not None and sample != DataSection().tokenizer_sample_bytes:
+        identity["tokenizer_sample_bytes"] = sample
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     labels = (data.source.removeprefix(HUB), data.subset, data.tokenizer.replace(":", "_"))
     name = "-".join(Path(label).name.partition(".")[0] for label in labels if label)
-    return Path(data.cache_dir) / f"{re.sub(r'[^A-Za-z0-9_-]+', '_', name)}-{digest}"
+    path = Path(data.cache_dir) / f"{re.sub(r'[^A-Za-z0-9_-]+', '_', name)[:100]}-{digest}"
+    check_path(path)
+    return path
+
+
+def describe_kept(data: DataSection) -> str:
+    """Return in words what an interrupted preparation has written to the cache folder of `data`."""
+    directory = cache_path(data)
+    try:
+        splits = open_dataset(directory).index.splits
+    except DataError:
+        return "no tokens are written yet"
+    counts = " and ".join(f"{splits[split].tokens:,} {split}" for split in SPLITS)
+    return f"{directory} keeps {counts} tokens"
 
 
 def _is_sufficient(cached: TokenDataset, needed: Mapping[Split, int]) -> bool:
     splits = cached.index.splits
-    return all(splits[split].exhausted or splits[split].tokens >= needed[split] for split in SPLITS)
+    return is_measured(cached) and all(
+        splits[split].exhausted or splits[split].tokens >= needed[split] for split in SPLITS
+    )
+
+
+def _measure(cached: TokenDataset, show_progress: bool) -> TokenDataset:
+    """Return ready-made tokens after adding to their index the bytes of the validation tokens that the run reads."""
+    if show_progress:
+        print(*describe(cached), sep="\n", flush=True)
+    if is_measured(cached):
+        return cached
+    index = measured(cached)
+    atomic_write(cached.directory / INDEX, index.model_dump_json(indent=1))
+    return TokenDataset(cached.directory, index, cached.limits)
 
 
 @contextmanager
@@ -154,7 +207,11 @@ def _create(directory: Path, data: DataSection) -> None:
             dtype="<u2" if size <= 1 << 16 else "<u4",
             splits=dict.fromkeys(SPLITS, empty),
         )
+        if (files := find_ready_made(data)) is not None:
+            index = index_of(files, data, index)
         (new / INDEX).write_text(index.model_dump_json(indent=1))
+        if data.source == PYTHON:
+            (new / PACKAGES).write_text(python_text().record)
         for path in (new / INDEX, *(new / TOKENIZER).rglob("*"), new / TOKENIZER, new):
             _fsync(path)
         new.rename(directory)

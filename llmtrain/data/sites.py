@@ -90,6 +90,12 @@ class SiteLoader(Loader):
         return self._batch // replicas * members
 
 
+def check_site(tokens: TokenShards, sites: Sequence[str], site: str, global_batch: int, sequence_length: int) -> None:
+    """Raise DataError if the text of a site is smaller than one step of it. `sites` has the site of each replica."""
+    shape = {"sequence_length": sequence_length, "micro_batch": 1, "shard_rank": 0, "shard": 1, "seed": 0}
+    SiteLoader(tokens, sites, sites.index(site), global_batch=global_batch, **shape)
+
+
 @dataclass(frozen=True)
 class SiteText:
     """Text of a site, as far as other sites know it."""

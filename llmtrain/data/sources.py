@@ -2,8 +2,11 @@
 
 `stories`         5,269 stories of TinyStories, which are part of this package (tinystories/README.md)
 `stdlib`          the .py files of the running Python's standard library, one document each
+`python`          those, and the .py files of the packages that llmtrain requires; validation is of other packages
 a file or folder  .txt and .txt.gz (cut at `data.separator`), .jsonl, .jsonl.gz, .json.gz, .parquet; a folder's files sorted by path
 `hf:OWNER/NAME`   a dataset on the Hugging Face hub, streamed
+
+Token files of other tools are sources, too: see `ready_made`.
 """
 
 from __future__ import annotations
@@ -12,8 +15,6 @@ import gzip
 import hashlib
 import json
 import os
-import platform
-import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -23,6 +24,7 @@ from typing import IO, Any, Literal
 from pydantic import BaseModel
 
 from llmtrain.config import DataSection
+from llmtrain.data.python_files import LIBRARY, PYTHON, STDLIB, PythonText, package_named, python_text, read_stdlib
 from llmtrain.errors import DataError, first_line
 from llmtrain.files import local_path
 from llmtrain.waiting import announced
@@ -34,9 +36,6 @@ HUB = "hf:"
 STORIES = "stories"
 STORIES_FILE = Path(__file__).parent / "tinystories" / "stories.txt.gz"
 """Stories between separators, after a first part that says whose they are and how they were selected."""
-NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-"""Names of folders to skip in the standard library: tests, third-party packages and bytecode caches."""
-
 
 SourceKey = Literal["data.source", "data.validation"]
 
@@ -57,7 +56,8 @@ class TextStream:
     position on.
 
     Without `data.validation`, a hash of each document's text decides whether it is held out for validation. The
-    splits are therefore disjoint in any order, and equal texts are always in the same split.
+    splits are therefore disjoint in any order, and equal texts are always in the same split. Of `python`, whole packages
+    are held out, and of equal texts only the first one is read.
     """
 
     def __init__(self, data: DataSection, key: SourceKey, start: Position | None = None) -> None:
@@ -72,13 +72,17 @@ class TextStream:
         if data.source.startswith(HUB):
             split = data.split if self._key == "data.source" else data.validation
             self._hub = _HubDataset(data, split or data.split, self._key, self._start)
-            texts: Iterator[str] = iter(self._hub)
+            texts: Iterator[tuple[str | None, str]] = ((None, text) for text in self._hub)
         else:
             texts = islice(_read(data, self._key), self._start.documents, None)
         splits = splits_of(data, self._key)
-        for text in texts:
+        chosen = _python_text().validation_packages(data.validation_fraction) if data.source == PYTHON else set()
+        for package, text in texts:
             self.documents += 1
-            is_held_out = _held_out(text, data.validation_fraction) if len(splits) > 1 else self._key != "data.source"
+            if len(splits) == 1:
+                yield splits[0], text
+                continue
+            is_held_out = package in chosen if package else _held_out(text, data.validation_fraction)
             yield ("validation" if is_held_out else "train"), text
 
     def position(self) -> Position:
@@ -114,10 +118,10 @@ def fingerprint(data: DataSection) -> dict[str, Any]:
     identity: dict[str, Any] = {}
     if data.source == STORIES:
         identity["stories"] = hashlib.blake2b(_stories_file().read_bytes(), digest_size=8).hexdigest()
-    elif data.source == "stdlib":
-        root = _stdlib_root()
-        sizes = [(path.relative_to(root).as_posix(), path.stat().st_size) for path in _stdlib_files()]
-        identity["stdlib"] = [platform.python_version(), sizes]
+    elif data.source == STDLIB:
+        identity["stdlib"] = package_named(LIBRARY).record
+    elif data.source == PYTHON:
+        identity["python"] = _python_text().records
     else:
         identity["files"] = _stamps(_files(data.source, "data.source"))
     if data.validation is not None:
@@ -125,12 +129,20 @@ def fingerprint(data: DataSection) -> dict[str, Any]:
     return identity
 
 
-def _read(data: DataSection, key: SourceKey) -> Iterator[str]:
-    """Yield all documents of a text on this machine: `data.source` or `data.validation`, whichever `key` names."""
+def _read(data: DataSection, key: SourceKey) -> Iterator[tuple[str | None, str]]:
+    """Yield all documents of a text on this machine, `data.source` or `data.validation`, whichever `key` names, each after
+    the name of its package if it is of one."""
+    if data.source == PYTHON and key == "data.source":
+        yield from _python_text().documents()
+    else:
+        yield from ((None, text) for text in _read_plain(data, key))
+
+
+def _read_plain(data: DataSection, key: SourceKey) -> Iterator[str]:
     if data.source == STORIES and key == "data.source":
         yield from islice(_read_txt(_stories_file(), DataSection()), 1, None)
-    elif data.source == "stdlib" and key == "data.source":
-        yield from _read_stdlib()
+    elif data.source == STDLIB and key == "data.source":
+        yield from read_stdlib()
     else:
         for path in _files(data.source if key == "data.source" else data.validation or "", key):
             yield from _reader(path)(path, data)
@@ -146,37 +158,22 @@ def _held_out(text: str, fraction: float) -> bool:
 
 def _stories_file() -> Path:
     """Return the file of this package's stories. Raises DataError if the same name is also a file or folder here."""
-    if local_path(STORIES) is not None:
-        raise DataError(
-            f"data.source: {STORIES} is this package's text, but also a file or folder here; write ./{STORIES} for that, "
-            "or start in another folder"
-        )
+    _refuse_local(STORIES, "this package's text")
     return STORIES_FILE
 
 
-def _stdlib_root() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
+def _python_text() -> PythonText:
+    """Return the text of `python`. Raises DataError if the same name is also a file or folder here."""
+    _refuse_local(PYTHON, "the installed packages' text")
+    return python_text()
 
 
-def _stdlib_files() -> list[Path]:
-    found: list[Path] = []
-    for folder, subfolders, names in os.walk(_stdlib_root()):
-        subfolders[:] = [name for name in subfolders if name not in NOT_STDLIB]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(found)
-
-
-def _read_stdlib() -> Iterator[str]:
-    files = _stdlib_files()
-    if not files:
-        raise DataError(f"data.source: stdlib: no .py files in {_stdlib_root()}; use data.source=/path/to/files")
-    for path in files:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:  # a few files declare another encoding
-            continue
-        if text.strip():
-            yield text
+def _refuse_local(name: str, meaning: str) -> None:
+    if local_path(name) is not None:
+        raise DataError(
+            f"data.source: {name} is {meaning}, but also a file or folder here; write ./{name} for that, "
+            "or start in another folder"
+        )
 
 
 # ---- local files
@@ -187,19 +184,23 @@ def _files(source: str, key: str) -> list[Path]:
     path, known = local_path(source), ", ".join(READERS)
     if path is not None and path.is_file():
         if _reader(path) is None:
-            raise DataError(f"{key}: {source}: unknown kind of file; expected {known}")
+            raise DataError(f"{key}: {source}: unknown kind of file; expected {known}, or tokens: .bin, .npy")
         return [path]
     if path is None or not path.is_dir():
-        raise DataError(f"{key}: {source}: no such file or folder; expected stories, stdlib, a path, or hf:OWNER/NAME")
+        raise DataError(
+            f"{key}: {source}: no such file or folder; expected stories, stdlib, python, a path, or hf:OWNER/NAME"
+        )
     try:
-        found = sorted(file for file in path.rglob("*") if file.is_file() and _reader(file) is not None)
+        found = sorted(file for file in path.rglob("*") if os.path.isfile(file) and _reader(file) is not None)
     except OSError as error:
         raise DataError(
             f"{key}: {source}: {error.filename} can't be read ({error.strerror}); give a folder of text"
         ) from None
     found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not found:
-        raise DataError(f"{key}: {source}: no text in this folder; expected files that end in {known}")
+        raise DataError(
+            f"{key}: {source}: no text in this folder; expected files that end in {known}, or tokens: .bin, .npy"
+        )
     return found
 
 

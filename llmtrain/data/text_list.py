@@ -21,6 +21,14 @@ def check_text_list(data: DataSection, sets: Collection[str]) -> None:
     if len(given) != 1:
         what = f"{' and '.join(f'data.{key}' for key in given)} are given" if given else "no text is given"
         raise RecipeError(f"data: {what}, expected one of data.source, data.sources and data.per_replica")
+    if data.is_list and data.packing == "none":
+        raise RecipeError(
+            f"data.packing is none, which needs one text, but data.{given[0]} is a list; use packing=packed"
+        )
+    if data.is_list and data.shuffle == "blocks":
+        raise RecipeError(
+            f"data.shuffle is blocks, which needs one text, but data.{given[0]} is a list; use auto or all"
+        )
     _check_names(data, sets)
     _check_weights(data)
     if data.per_replica and trained_size(data.tokenizer) is not None:

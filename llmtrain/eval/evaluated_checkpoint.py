@@ -121,7 +121,7 @@ def check_folder(folder: Path) -> None:
     Weights in pytorch_model*.bin files are accepted without a check.
     """
     for name, what in (("config.json", "a model"), ("tokenizer_config.json", "a tokenizer")):
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):
             raise ModelError(
                 f"{folder} has no {name}, so it is not a folder with {what} that transformers loads; "
                 "give a run, or what `llmtrain export` made"
@@ -134,7 +134,7 @@ def check_folder(folder: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ModelError(f"{index} is damaged; export the model again") from None
     for path in [folder / name for name in names or ["model.safetensors"]]:
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ModelError(f"{path} is missing; export the model again")
         try:
             with safe_open(path, framework="numpy"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmtrain.errors import DataError, ModelError, UserError, reason
 from llmtrain.eval.evaluated_checkpoint import check_path
@@ -204,11 +204,9 @@ def generate(
     """
     loaded = load(folder_to_load(run_or_export, step))
     model, tokenizer = loaded.model, loaded.tokenizer
+    # Nothing else of the folder's, whose other keys would change what the options ask for.
+    model.generation_config = GenerationConfig(**_special_tokens(model, run_or_export))
     begin = model.generation_config.bos_token_id
-    if not isinstance(begin, int | None):
-        raise ModelError(
-            f"{run_or_export}: generation_config.json has bos_token_id={begin!r}, expected a number; export it again"
-        )
     ids = [*([] if begin is None else [begin]), *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     room = getattr(model.config, "max_position_embeddings", None)
     if room is not None and len(ids) >= room:
@@ -222,6 +220,19 @@ def generate(
         model, ids, tokens if room is None else min(tokens, room - len(ids)), seed, do_sample=temperature > 0, **how
     )
     return prompt + tokenizer.decode(new, skip_special_tokens=True)
+
+
+def _special_tokens(model: PreTrainedModel, folder: Path) -> dict[str, int | list[int] | None]:
+    """Return the tokens of a model's generation_config.json. Raises ModelError if one is not a token of the model."""
+    found = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    for name, given in found.items():
+        is_list = name == "eos_token_id" and isinstance(given, list) and given
+        for token in given if is_list else [given]:
+            if token is not None and (type(token) is not int or not 0 <= token < model.config.vocab_size):
+                raise ModelError(
+                    f"{folder}: generation_config.json has {name}={given!r}, expected the number of a token; export it again"
+                )
+    return found
 
 
 def _continuation(model: PreTrainedModel, ids: list[int], tokens: int, seed: int, **how: Any) -> list[int]:

@@ -112,23 +112,29 @@ def locked(final: Path) -> Iterator[None]:
         lock.release()
 
 
-def cannot_write(final: Path, error: Exception) -> UserError:
+def cannot_write(final: Path, error: Exception, command: str = "export RUN --out FOLDER") -> UserError:
     """Return the error for an export that failed because `final` can't be written."""
     reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
-    return UserError(
-        f"{final} can't be written ({reason}); make room, or choose another folder: export RUN --out FOLDER"
-    )
+    return UserError(f"{final} can't be written ({reason}); make room, or choose another folder: {command}")
+
+
+def check_replaceable(final: Path, manifest: str, what: str, command: str) -> None:
+    """Raise UserError if `final` exists and is neither an export nor an empty folder; see `replacing`."""
+    if final.exists() and not (final.is_dir() and ((final / manifest).is_file() or not any(final.iterdir()))):
+        raise UserError(f"{final} exists and is not {what}; choose another folder: {command}")
 
 
 @contextmanager
-def replacing(final: Path) -> Iterator[Path]:
+def replacing(
+    final: Path, manifest: str = MANIFEST, what: str = "an exported model", command: str = "export RUN --out FOLDER"
+) -> Iterator[Path]:
     """Yield an empty temporary folder next to `final`, which then replaces `final`.
 
     If the caller's block raises, the temporary folder is deleted instead. Raises UserError if `final` exists and is
-    neither an export nor an empty folder, or if the disk takes no more.
+    neither an export nor an empty folder, or if the disk takes no more. An export has a file `manifest`, is `what`, and
+    is made by `command`.
     """
-    if final.exists() and not (final.is_dir() and ((final / MANIFEST).is_file() or not any(final.iterdir()))):
-        raise UserError(f"{final} exists and is not an exported model; choose another folder with --out")
+    check_replaceable(final, manifest, what, command)
     temporary, retired = (final.with_name(f".{final.name}.{word}") for word in ("tmp", "old"))
     for leftover in (temporary, retired):  # left by a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
@@ -143,7 +149,7 @@ def replacing(final: Path) -> Iterator[Path]:
             retired.rename(final)
         if isinstance(error, OSError) and error.errno is None:  # transformers raises such errors for other reasons
             raise
-        raise cannot_write(final, error) from error
+        raise cannot_write(final, error, command) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(retired, ignore_errors=True)

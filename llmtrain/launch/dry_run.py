@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from llmtrain.config import Recipe
+from llmtrain.data.documents import document_samples
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.preflight import Preflight, check_here, notes
 from llmtrain.plan.memory import estimate, size_of
@@ -38,4 +39,6 @@ def _sequences(recipe: Recipe, preflight: Preflight) -> int | None:
     if preflight.prepared is None:
         return None
     length = recipe.train.sequence_length
+    if recipe.data.packing == "none":
+        return len(document_samples(preflight.prepared, "train", length, write=False))
     return sum(max(len(text.tokens("train")) - 1, 0) // length for text in preflight.texts.values())

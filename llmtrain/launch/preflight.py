@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 
 from llmtrain.config import DataSection, Recipe
+from llmtrain.data.build_loader import build_loader, validation_batches
 from llmtrain.data.dataset import TokenDataset, open_dataset
-from llmtrain.data.loader import Loader, eval_batches
-from llmtrain.data.mixture import MixtureLoader
+from llmtrain.data.mixture import count_samples
 from llmtrain.data.prepare import cache_path
-from llmtrain.data.sites import SiteLoader
+from llmtrain.data.ready_made import check_separators, find_ready_made
+from llmtrain.data.sites import check_site
 from llmtrain.data.sources import HUB, Split, documents, require
 from llmtrain.data.text_list import key_of, texts_of, with_tokenizer_of
 from llmtrain.data.tokenizer import check_tokenizer_exists, trained_size
@@ -147,7 +148,7 @@ def notes(preflight: Preflight) -> list[str]:
 
 def describe(path: Path, recipe: Recipe, preflight: Preflight) -> list[str]:
     """Return the lines that `recipe check` prints: notes, and last that the recipe is fine."""
-    length = f"{recipe.train.total_steps:,} steps of {recipe.train.tokens_per_step:,} tokens"
+    length = f"{recipe.train.total_steps:,} steps of {recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
     mesh = f"{preflight.processes} processes as {preflight.replicas} replicas x {preflight.shards} shards"
     verdict = f"fine on this machine with {mesh} ({length})"
     if preflight.memory == math.inf:
@@ -185,6 +186,8 @@ def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) 
     prepared = {name: TokenDataset(text.directory, text.index, limits[name]) for name, text in prepared.items()}
     for name, text in prepared.items():
         with _named(key_of(recipe.data, name)):
+            if recipe.train.document_mask:
+                check_separators(text, "train.document_mask")
             _check_token_count(recipe, name, text, replicas, shards)
     return prepared
 
@@ -208,29 +211,19 @@ def _find_prepared(recipe: Recipe, section: DataSection) -> TokenDataset | None:
 
 def _check_token_count(recipe: Recipe, name: str, prepared: TokenDataset, replicas: int, shards: int) -> None:
     train, splits, data = recipe.train, prepared.index.splits, recipe.data.texts()[name]
-    shape = {"sequence_length": train.sequence_length, "micro_batch": train.micro_batch}
     if splits["train"].exhausted or splits["train"].tokens >= (data.max_tokens or math.inf):
         # the run has all of its tokens; otherwise `prepare` adds what it needs
-        tokens, seed = prepared.tokens("train"), recipe.run.seed
-        shape_of_rank = shape | {"shard_rank": 0, "shard": shards, "seed": seed}
         if recipe.data.per_replica:
             sites = [entry.name for entry in recipe.data.per_replica[:replicas]]
-            SiteLoader(tokens, sites, sites.index(name), global_batch=train.global_batch, **shape_of_rank)
+            check_site(prepared.tokens("train"), sites, name, train.global_batch, train.sequence_length)
         elif recipe.data.sources:
-            MixtureLoader(
-                {name: tokens},
-                [1.0],
-                global_batch=1,
-                replica=0,
-                replicas=1,
-                **shape_of_rank | {"shard": 1, "micro_batch": 1},
-            )
+            count_samples(name, prepared.tokens("train"), train.sequence_length)
         else:
-            Loader(tokens, global_batch=train.global_batch, replica=0, replicas=replicas, **shape_of_rank)
+            build_loader(recipe, prepared, replica=0, replicas=replicas, shard_rank=0, shard=shards, write=False)
     elif data.source.startswith(HUB) and splits["train"].tokens <= train.total_steps * train.tokens_per_step:
         _check_source(data)
     if splits["validation"].exhausted:
-        eval_batches(prepared.tokens("validation"), max_tokens=recipe.eval.tokens, rank=0, world=1, **shape)
+        validation_batches(recipe, prepared, rank=0, world=1, write=False)()
 
 
 def _check_source(data: DataSection) -> None:
@@ -239,7 +232,9 @@ def _check_source(data: DataSection) -> None:
         name = data.source.removeprefix(HUB)
         require(name, "dataset", key="data.source", instead="data.source=/path/to/files or data.source=stdlib")
         return
-    cache_path(data)  # lists the files
+    cache_path(data)  # lists the files, and reads the headers of token files
+    if find_ready_made(data) is not None:
+        return
     splits: tuple[Split, ...] = ("train",) if data.validation is None else ("train", "validation")
     for split in splits:
         if not list(islice(documents(data, split), 1)):

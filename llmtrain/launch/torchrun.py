@@ -71,8 +71,8 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     note_command_start()
     check_thread_count()
     recipe = load_recipe(recipe_path, overrides)
-    steps, tokens = recipe.train.total_steps, recipe.train.tokens_per_step
-    print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens:,} tokens; loading torch", flush=True)
+    steps, tokens = recipe.train.total_steps, f"{recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
+    print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)
     with rank_server():
         return _launch_with_server(recipe_path, overrides, recipe)
 
@@ -92,8 +92,8 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
     directory = RunDirectory(recipe)
 
     def prepare_node() -> None:
-        """Prepare the data, and download weights of the hub."""
-        prepared = prepare_for(recipe, show_progress=True, replicas=start.replicas_of(nodes))
+        """Prepare the data that the first step needs, and download weights of the hub."""
+        prepared = prepare_for(recipe, show_progress=True, to_begin=True, replicas=start.replicas_of(nodes))
         check_vocabulary(recipe, prepared.vocab_size)
         check_initial_weights(recipe, prepared, download=True)
 

@@ -20,18 +20,19 @@ def build_engine(
     read: ReadWeight | None = None,
     gradient_wire: WireFormat | None = None,
     changes_in_forward: bool = False,
+    lengths_vary: bool = False,
 ) -> Engine:
     """Build the engine for one replica of `model`, which is on the meta device. A collective of all ranks.
 
     Weights are those that `read` returns, or random ones. `gradient_wire` is the format to which averaged gradients are
-    rounded. `changes_in_forward` means that hooks change blocks during forward. Raises RecipeError if a required
-    library is missing.
+    rounded. `changes_in_forward` means that hooks change blocks during forward, `lengths_vary` that micro-batches
+    differ in length. Raises RecipeError if a required library is missing.
     """
     if parallel.engine == "fsdp2":
-        return Fsdp2Engine(model, mesh, parallel, optim, seed, read, gradient_wire)
+        return Fsdp2Engine(model, mesh, parallel, optim, seed, read, gradient_wire, lengths_vary)
     from llmtrain.parallel.zero import ZeroEngine  # DeepSpeed takes seconds to import
 
-    return ZeroEngine(model, mesh, parallel, optim, seed, read, gradient_wire, changes_in_forward)
+    return ZeroEngine(model, mesh, parallel, optim, seed, read, gradient_wire, changes_in_forward, lengths_vary)
 
 
 def replica_backend(parallel: ParallelSection) -> str:

@@ -10,11 +10,23 @@ from dataclasses import dataclass, field
 
 import torch
 
+from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.comms import Comms
 from llmtrain.trace import span
 
 MicroBatch = torch.Tensor
-"""Token ids [micro_batch, sequence_length + 1]. Inputs are all but the last, labels all but the first."""
+"""Token ids [micro_batch, T + 1], int64. Inputs are all but the last, labels all but the first. T is sequence_length, or
+without packing the length of the longest document in it; shorter ones are padded on the right with IGNORE_INDEX."""
+
+
+def count_positions(micro_batches: Sequence[MicroBatch]) -> int:
+    """Return the number of labels, with padding."""
+    return sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches)
+
+
+def count_tokens(micro_batches: Sequence[MicroBatch]) -> int:
+    """Return the number of labels that are not padding."""
+    return sum(int((batch[:, 1:] != IGNORE_INDEX).sum()) for batch in micro_batches)
 
 
 @dataclass
@@ -77,9 +89,15 @@ class Engine(Replica):
         self.gradient_wait_seconds += time.monotonic() - started
 
     @abstractmethod
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Compute the gradients of the replica's mean loss for one step. Return this rank's summed
-        loss, still on the device."""
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], replica_tokens: float | None = None
+    ) -> torch.Tensor:
+        """Compute the gradients of the replica's loss for one step. Return this rank's summed loss, still on the device.
+
+        The replica's summed loss is divided by `replica_tokens`: the tokens of the global batch divided by the number of
+        replicas. The mean of the replicas' gradients is therefore that of the mean over all tokens, whatever part of
+        them each rank has. With None, all ranks have as many tokens as this one, and none is padding.
+        """
 
     @abstractmethod
     def step(self, lr: float) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """FSDP2 engine: every block is sharded over the shard axis, with torch's public API alone.
 
-The loss is divided by the replica's tokens, and gradients are *summed* over the shard group. The gradient is
-therefore the replica's mean, with or without other replicas. In the synchronous phase, a hook after each
+The loss is divided by the replica's tokens (`Engine.forward_backward`), and gradients are *summed* over the shard group.
+The gradient is therefore the replica's mean, with or without other replicas. In the synchronous phase, a hook after each
 reduce-scatter averages it over the replicas.
 """
 
@@ -17,9 +17,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from llmtrain.config import OptimSection, ParallelSection
+from llmtrain.loss import inputs_and_labels
 from llmtrain.model import LanguageModel, ModelBlock, ReadWeight, blocks_of, initialize
 from llmtrain.parallel.comms import PendingCollective
-from llmtrain.parallel.engine import Block, Engine, MicroBatch, gradient_norm
+from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.parallel.wrapping import COMPUTE, build_optimizer, decay_groups, named_parameters_of, wrap_layers
@@ -38,6 +39,7 @@ class Fsdp2Engine(Engine):
         seed: int,
         read: ReadWeight | None = None,
         gradient_wire: WireFormat | None = None,
+        lengths_vary: bool = False,
     ):
         self.model, self.mesh, self._gradient_wire = model, mesh, gradient_wire
         self._clip_norm, self._skips_nonfinite = optim.clip_norm, optim.nonfinite != "stop"
@@ -46,7 +48,7 @@ class Fsdp2Engine(Engine):
         self._in_forward = False
         master = torch.float64 if parallel.precision == "fp64" else torch.float32
         model_blocks = blocks_of(model)
-        wrap_layers(model_blocks, parallel)
+        wrap_layers(model_blocks, parallel, lengths_vary)
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE[parallel.precision], reduce_dtype=master)
         for index, block in enumerate(model_blocks):
             initialize(model, block, seed, mesh.device, master, read)
@@ -69,17 +71,20 @@ class Fsdp2Engine(Engine):
     def register_block_hook(self, hook: Callable[[int], None]) -> None:
         self._hooks.append(hook)
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches) * self.mesh.shard_comms.size
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], replica_tokens: float | None = None
+    ) -> torch.Tensor:
+        if replica_tokens is None:
+            replica_tokens = count_positions(micro_batches) * self.mesh.shard_comms.size
         total = torch.zeros((), device=self.mesh.device)
         for number, batch in enumerate(micro_batches, start=1):
             # Gradients accumulate unsharded on this rank; only the last micro-batch reduces them.
             self.model.set_requires_gradient_sync(number == len(micro_batches))
             batch = batch.to(self.mesh.device, non_blocking=True)
             self._in_forward = True
-            loss = self.model(batch[:, :-1], batch[:, 1:])
+            loss = self.model(*inputs_and_labels(batch))
             self._in_forward = False
-            (loss / tokens).backward()
+            (loss / replica_tokens).backward()
             total = total + loss.detach()
         return total
 

@@ -29,19 +29,23 @@ def named_parameters_of(model: LanguageModel, block: ModelBlock) -> list[tuple[s
     return [(name, p) for name, p in model.named_parameters() if id(p) in owners]
 
 
-def wrap_layers(blocks: Sequence[ModelBlock], parallel: ParallelSection) -> None:
+def wrap_layers(blocks: Sequence[ModelBlock], parallel: ParallelSection, lengths_vary: bool = False) -> None:
     """Apply activation checkpointing, then torch.compile, to every layer's forward if the recipe asks for them, and
-    choose the head's loss. Hooks stay outside both, so they run once per forward."""
+    choose the head's loss. Hooks stay outside both, so they run once per forward.
+
+    If the lengths of micro-batches vary, each kind of layer is compiled once for all of them; static kernels would be
+    compiled for each, up to torch's limit of eight.
+    """
     for layer in (m for block in blocks if block.name.startswith("layer") for m in block.modules):
         forward = layer.forward
         if parallel.activation_checkpointing:
             forward = _checkpointed(forward, selective=parallel.activation_checkpointing == "selective")
         if parallel.compile:
-            forward = torch.compile(forward, dynamic=False)  # one shape per run; dynamic kernels are slower
+            forward = torch.compile(forward, dynamic=lengths_vary)  # dynamic kernels are slower
         if forward != layer.forward:  # not `is not`: each access makes a new bound method
             layer.forward = forward
     for head in (m for block in blocks for m in block.modules if isinstance(m, LossHead)):
-        head.choose(parallel.loss_kernel, parallel.compile)
+        head.choose(parallel.loss_kernel, parallel.compile, dynamic=lengths_vary)
 
 
 def _checkpointed(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:

@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.errors import RecipeError
+from llmtrain.loss import inputs_and_labels
 from llmtrain.model import PREFIX, LanguageModel, ModelBlock, ReadWeight, blocks_of, initialize
-from llmtrain.parallel.engine import Block, Engine, MicroBatch, gradient_norm
+from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.parallel.wrapping import COMPUTE, build_optimizer, decay_groups, named_parameters_of, wrap_layers
@@ -68,6 +69,7 @@ class ZeroEngine(Engine):
         read: ReadWeight | None = None,
         gradient_wire: WireFormat | None = None,
         changes_in_forward: bool = False,
+        lengths_vary: bool = False,
     ):
         """Build the engine. `changes_in_forward` means that hooks change blocks in forward, so no block may be
         gathered ahead of its turn."""
@@ -85,7 +87,7 @@ class ZeroEngine(Engine):
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         config = deepspeed_config(parallel, changes_in_forward)
         model_blocks = blocks_of(model)
-        wrap_layers(model_blocks, parallel)
+        wrap_layers(model_blocks, parallel, lengths_vary)
         grouped = self._build_weights(model_blocks, config, parallel, optim, seed, read)
         self.optimizer = build_optimizer([group for groups in grouped for group in groups], optim)
         self._parameters = [[group["params"] for group in groups] for groups in grouped]  # DeepSpeed empties its own
@@ -124,8 +126,11 @@ class ZeroEngine(Engine):
     def register_block_hook(self, hook: Callable[[int], None]) -> None:
         self._hooks.append(hook)
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches)
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], replica_tokens: float | None = None
+    ) -> torch.Tensor:
+        ranks = self.mesh.shard_comms.size
+        tokens = count_positions(micro_batches) if replica_tokens is None else replica_tokens / ranks
         total = torch.zeros((), device=self.mesh.device)
         if self.stage < 3:
             for index in range(len(self.blocks)):
@@ -135,9 +140,9 @@ class ZeroEngine(Engine):
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             batch = batch.to(self.mesh.device, non_blocking=True)
             self._in_forward = True
-            loss = self._engine(batch[:, :-1], batch[:, 1:])
+            loss = self._engine(*inputs_and_labels(batch))
             self._in_forward = False
-            # DeepSpeed averages over the shard group, whose ranks all have the same number of tokens.
+            # DeepSpeed averages over the shard group, so each rank divides by an equal share of the replica's tokens.
             self._engine.backward(loss / tokens, scale_wrt_gas=False)
             total = total + loss.detach()
         return total

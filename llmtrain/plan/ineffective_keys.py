@@ -93,6 +93,8 @@ def _unused(recipe: Recipe) -> Iterator[str]:
         yield f"sync.warmup_steps is {sync.warmup_steps:,}, but sync.method={sync.method} averages gradients in every step"
     if sync.offload and (sync.period.averages_gradients or not sync.needs_anchor):
         yield f"sync.offload is true, but sync.method={sync.method} keeps no anchor that could be offloaded"
+    if recipe.train.document_mask and recipe.data.packing == "none":
+        yield "train.document_mask is true, but with data.packing=none a sequence never has two documents"
     if _is_given(parallel, "zero_stage") and parallel.engine != "zero":
         yield f"parallel.zero_stage is {parallel.zero_stage}, but parallel.engine is {parallel.engine}, which has no stages"
 

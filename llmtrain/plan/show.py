@@ -62,8 +62,11 @@ def _figures(recipe: Recipe, size: ModelSize, replicas: int) -> Table:
     table.add_row(
         "blocks", f"{len(size.block_parameters)}: {_si(layer)} in a layer, {_si(largest)} in the largest block"
     )
-    table.add_row("tokens", f"{_si(steps * per_step)}: {steps:,} steps of {per_step:,}")
-    table.add_row("FLOPs", f"{_si(size.flops_per_token)} a token, {size.flops_per_token * steps * per_step:.2e} in all")
+    at_most = recipe.data.at_most
+    table.add_row("tokens", f"{at_most}{_si(steps * per_step)}: {steps:,} steps of {at_most}{per_step:,}")
+    table.add_row(
+        "FLOPs", f"{_si(size.flops_per_token)} a token, {at_most}{size.flops_per_token * steps * per_step:.2e} in all"
+    )
     table.add_row("traffic", traffic(recipe, size, replicas))
     return table
 

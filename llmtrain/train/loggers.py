@@ -333,8 +333,9 @@ def model_line(recipe: Recipe, parameters: int, blocks: int, sequences: int | No
     total, train = recipe.train.total_steps, recipe.train
     data = "not tokenized yet"
     if sequences is not None:
-        data = f"{format_si(sequences)} sequences, {total * train.global_batch / sequences:.2f} epochs"
+        what = "documents" if recipe.data.packing == "none" else "sequences"
+        data = f"{format_si(sequences)} {what}, {total * train.global_batch / sequences:.2f} epochs"
     return (
         f"model: {format_si(parameters)} parameters in {blocks} blocks · {total} steps of "
-        f"{format_si(train.tokens_per_step)} tokens · data: {data}"
+        f"{recipe.data.at_most}{format_si(train.tokens_per_step)} tokens · data: {data}"
     )

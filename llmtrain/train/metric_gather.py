@@ -31,6 +31,8 @@ class RankMetrics:
     steps: float
     loss_sum: float
     predicted_tokens: float
+    padding: float
+    """Positions beyond the ends of documents."""
     tokens_total: float
     steps_total: float
     gradients_total: float
@@ -157,6 +159,8 @@ class MetricReducer:
             "health/nonfinite": float((~loss_sums.isfinite()).sum()),
             **line.common,
         }
+        if padding := float(line.column("padding").sum()):
+            tags["data/padding"] = padding / (padding + float(tokens.sum()))
         if self.peak is not None:
             tags["perf/mfu"] = rate * self.flops_per_token / (self.peak * self.mesh.world.size)
         return tags

@@ -12,7 +12,7 @@ import torch
 
 from llmtrain.config import Recipe
 from llmtrain.parallel.comms import Traffic
-from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.engine import Engine, count_positions, count_tokens
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.reshard import Rules, first, largest, mean, resharded, rules_of, split_evenly
 from llmtrain.sync.method import Method
@@ -40,6 +40,8 @@ class IntervalMetrics:
     gradients: int = resharded(0, by=mean)
     """Inner steps: neither pulls nor steps skipped for a non-finite gradient."""
     predicted_tokens: int = resharded(0, by=split_evenly)
+    padding: int = resharded(0, by=split_evenly)
+    """Positions beyond the ends of documents."""
     step_seconds: float = resharded(0.0, by=largest)
     data_seconds: float = resharded(0.0, by=largest)
 
@@ -144,7 +146,7 @@ class Metrics:
     ) -> None:
         """Count one gradient: its tokens on this rank, their summed loss and the replica's gradient norm. Of a skipped
         gradient, only the tokens count."""
-        tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches)
+        tokens = count_tokens(micro_batches)
         state.count_gradient(tokens, skipped)
         if skipped:
             return
@@ -152,6 +154,7 @@ class Metrics:
         self.interval.grad_norm += grad_norm
         self.interval.gradients += 1
         self.interval.predicted_tokens += tokens
+        self.interval.padding += count_positions(micro_batches) - tokens
 
     def count_step(self, state: TrainState) -> None:
         """Count a step and advance the progress bar."""
@@ -181,6 +184,7 @@ class Metrics:
             steps=interval.steps,
             loss_sum=loss,
             predicted_tokens=interval.predicted_tokens,
+            padding=interval.padding,
             tokens_total=state.predicted_tokens,
             steps_total=state.step,
             gradients_total=state.gradients,

@@ -35,16 +35,19 @@ def raise_on_all(mesh: Mesh, work: Callable[[], None]) -> None:
 
 
 class IoErrors:
-    """I/O errors of one run on this rank, recorded until the next agreed step: failed writes and damaged token shards."""
+    """I/O errors of one run on this rank, recorded until the next agreed step: failed writes, damaged token shards, and text
+    that can't be tokenized."""
 
-    def __init__(self, mesh: Mesh, search: ChecksumScan):
+    def __init__(self, mesh: Mesh, search: ChecksumScan, text_problem: Callable[[], str | None] | None = None):
+        """`text_problem()` returns why no more text is tokenized on this host, or None."""
         self._mesh, self._search = mesh, search
+        self._text_problem = text_problem or (lambda: None)
         self._refused: str | None = None
 
     @property
     def pending(self) -> bool:
         """Return whether the next `check` raises because of an error on this rank."""
-        return self._refused is not None or self._search.problem is not None
+        return any(problem is not None for problem in (self._refused, self._search.problem, self._text_problem()))
 
     def write(self, path: Path, work: Callable[[], T]) -> T | None:
         """Return the result of `work`, which writes to `path`. On an OSError, record it and return None."""
@@ -62,6 +65,8 @@ class IoErrors:
     def _raise(self) -> None:
         if self._search.problem is not None:
             raise DataError(self._search.problem)
+        if (problem := self._text_problem()) is not None:
+            raise DataError(problem)
         if self._refused is not None:
             raise TrainingError(f"{self._refused}; start the same command again to continue from the last checkpoint")
 

@@ -10,8 +10,10 @@ import torch
 
 from llmtrain.config import Recipe, TraceSection
 from llmtrain.data.dataset import TOKENIZER, TokenDataset
+from llmtrain.data.documents import document_samples
 from llmtrain.data.loader import PrefetchLoader
 from llmtrain.data.prepare import prepare
+from llmtrain.data.ready_made import check_separators
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError, first_line
 from llmtrain.lr import LRSchedule
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
@@ -51,6 +53,7 @@ from llmtrain.train.run_texts import RunTexts, prepare_texts
 from llmtrain.train.sample import Sampler
 from llmtrain.train.signals import StopRequest, stop_requests
 from llmtrain.train.summary import print_report, summary_of, write_summary
+from llmtrain.train.train_text import TrainText, open_train_text
 from llmtrain.train.trainer import Trainer
 from llmtrain.train.validation import Validator
 
@@ -71,7 +74,8 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     memory = [rank_info.memory for rank_info in peers.ranks]
     replicas, shard, reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
     check_group(recipe, replicas)
-    prepared = prepare_for(recipe, show_progress=world.local_rank == 0, replicas=[world.rank // shard])
+    here = [world.rank // shard]
+    prepared = prepare_for(recipe, show_progress=world.local_rank == 0, to_begin=True, replicas=here)
     check_vocabulary(recipe, prepared.vocab_size)
     with (
         closing(directory),
@@ -79,6 +83,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
         BackgroundEval(recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop) as suites,
         open_mesh(world, replicas, shard, replica_backend(recipe.parallel), timeout, peers) as mesh,
         _shared_stop(recipe, mesh, stop) as end_early,
+        open_train_text(recipe, mesh, prepared) as text,
     ):
         if mesh.broadcast_from_main(lambda: _is_finished(directory)):
             console.print(directory.completed_message())
@@ -88,8 +93,9 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
         resume_from = _newest_anywhere(directory, mirror, mesh, console)
         weights = open_initial_weights(recipe, mesh, prepared) if resume_from is None else None
         with console.progress("building the model"):
-            trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop, end_early, weights)
+            trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop, end_early, weights, text)
         del weights  # its files
+        mesh.broadcast_from_main(directory.open)  # a run only from here on, because the weights may be damaged
         trainer.checkpointer.on_saved += [suites.after_checkpoint, mirror.upload_async]
         trainer.checkpointer.pinned_by += [suites.worker.pending_steps, mirror.pinned_steps]
         try:
@@ -135,17 +141,29 @@ def _traced(section: TraceSection | None, path: Path) -> AbstractContextManager[
     return nullcontext() if section is None else open_trace(path, section.first, section.first + section.steps - 1)
 
 
-def prepare_for(recipe: Recipe, show_progress: bool, replicas: Iterable[int] | None = None) -> TokenDataset:
-    """Return the token shards that a recipe needs, or the first of several, preparing those that are missing. Of
+def prepare_for(
+    recipe: Recipe, show_progress: bool, to_begin: bool = False, replicas: Iterable[int] | None = None
+) -> TokenDataset:
+    """Return the token shards that a recipe needs, or the first of several, preparing those that are missing. With
+    `to_begin`, those that it needs for its first step, if it can tokenize the others while it trains. Of
     `data.per_replica`, only the texts of the given replicas are prepared; of all, if None."""
-    prepared = next(iter(prepare_texts(recipe, replicas, show_progress).values()))
-    prepare_sets(recipe, prepared, show_progress)
+    texts = prepare_texts(recipe, replicas, show_progress, to_begin)
+    prepared = next(iter(texts.values()))
+    if recipe.train.document_mask:
+        for text in texts.values():
+            check_separators(text, "train.document_mask")
+    sets = prepare_sets(recipe, prepared, show_progress)
+    if recipe.data.packing == "none":  # now, because it takes a while, and later all ranks need it
+        check_separators(prepared, "data.packing")
+        document_samples(prepared, "train", recipe.train.sequence_length)
+        for text in (prepared, *sets.values()):
+            document_samples(text, "validation", recipe.train.sequence_length)
     return prepared
 
 
 def prepare_sets(recipe: Recipe, prepared: TokenDataset, show_progress: bool) -> dict[str, TokenDataset]:
     """Return the texts of `eval.sets`, tokenized with the run's tokenizer. Only their validation split is used."""
-    tokenizer, least = str(prepared.directory / TOKENIZER), {"max_tokens": 1}
+    tokenizer, least = str(prepared.directory / TOKENIZER), {"max_tokens": 1, "sources": (), "per_replica": ()}
     return {
         name: prepare(
             recipe.data.model_copy(update={"source": text, "validation": text, "tokenizer": tokenizer, **least}),
@@ -165,8 +183,8 @@ def _is_finished(directory: RunDirectory) -> bool:
 
 
 def _make_ready(directory: RunDirectory, prepared: TokenDataset) -> None:
-    """Create the run directory and copy the tokenizer into it. Main rank only."""
-    directory.open()
+    """Reserve the run directory and copy the tokenizer into it. Main rank only."""
+    directory.reserve()
     directory.copy_tokenizer(prepared.directory / TOKENIZER)
 
 
@@ -204,18 +222,23 @@ def build_trainer(
     stop: StopRequest,
     end_early: Callable[[], bool] = lambda: False,
     weights: InitialWeights | None = None,
+    train_text: TrainText | None = None,
 ) -> Trainer:
     """Build this rank's model, engine, method and loader, and return them in a Trainer. The model starts from `weights`, or
-    from random ones. `mesh_reason` is shown to the user."""
-    own = prepare_texts(recipe, [mesh.replica_comms.rank], show_progress=False)
-    texts = RunTexts.open(recipe, mesh, own, prepare_sets(recipe, prepared, show_progress=False))
+    from random ones. `mesh_reason` is shown to the user. `train_text`, if given, grows while the run reads it."""
+    own = {"": prepared}
+    if recipe.data.is_list:
+        own = prepare_texts(recipe, [mesh.replica_comms.rank], show_progress=False)
+    texts = RunTexts.open(recipe, mesh, own, prepare_sets(recipe, prepared, show_progress=False), train_text)
     search = texts.scan()
     if recipe.train.deterministic:
         enable_determinism(mesh.device)
     torch.manual_seed(derive_seed(recipe.run.seed, "rank", mesh.world.rank))
-    separator = prepared.eos_id if recipe.train.document_mask else None
+    is_packed = recipe.data.packing == "packed"
+    separator = prepared.eos_id if recipe.train.document_mask and is_packed else None
     model = build(model_config(recipe.model, prepared.vocab_size), recipe.parallel.loss_chunk, separator)
-    parameters, flops = count_parameters(model), flops_per_token(model, recipe.train.sequence_length)
+    loader = texts.loader()
+    parameters, flops = count_parameters(model), flops_per_token(model, loader.attended_length)
     compiled = recipe.parallel.compile
     gradient_wire = build_wire(recipe.sync.wire.kind, compiled) if recipe.sync.wire.gradients else None
     engine = build_engine(
@@ -227,6 +250,7 @@ def build_trainer(
         read=None if weights is None else weights.read,
         gradient_wire=gradient_wire,
         changes_in_forward=recipe.sync.schedule.syncs_in_forward,
+        lengths_vary=not is_packed,
     )
     method = build_method(
         recipe.sync,
@@ -240,10 +264,12 @@ def build_trainer(
         timeout_seconds=recipe.run.timeout_seconds,
         end_early=end_early,
     )
-    loader = texts.loader()
     peak = peak_flops(mesh.device)
     console.print(mesh_line(mesh.replicas, mesh.shard_comms.size, mesh.device.type, mesh_reason))
-    console.print(model_line(recipe, parameters, len(engine.blocks), sum(texts.samples(loader).values())))
+    samples = texts.samples(loader)
+    console.print(
+        model_line(recipe, parameters, len(engine.blocks), None if samples is None else sum(samples.values()))
+    )
     for line in texts.describe(loader):
         console.print(line)
     if weights is not None:
@@ -259,7 +285,10 @@ def build_trainer(
     section, timeout = recipe.checkpoint, recipe.run.timeout_seconds
     checkpointer = Checkpointer(directory.checkpoints, mesh, engine, method, section, timeout, recipe, console.print)
     checkpointer.from_weights = None if weights is None else weights.recorded
-    reducer, io_errors = MetricReducer(mesh, flops, peak), IoErrors(mesh, search)
+    reducer, io_errors = (
+        MetricReducer(mesh, flops, peak),
+        IoErrors(mesh, search, None if train_text is None else train_text.problem),
+    )
     sampler = Sampler(recipe, engine, mesh, prepared, console, parameters)
     return Trainer(
         recipe,

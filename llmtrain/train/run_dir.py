@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from llmtrain.config import Recipe
 from llmtrain.data.dataset import TOKENIZER
 from llmtrain.errors import CheckpointError, RecipeError
-from llmtrain.files import atomic_write, lock_holder, write_lock_holder
+from llmtrain.files import atomic_write, check_path, lock_holder, write_lock_holder
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml, stored_recipe
 from llmtrain.train.checkpoint_files import list_checkpoints, read_state
 from llmtrain.train.run_length import LengthChange, length_key
@@ -63,6 +63,7 @@ class RunDirectory:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.path = Path(recipe.run.out_dir) / recipe.run.name
+        check_path(self.path)
         self.tokenizer = self.path / TOKENIZER
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
@@ -141,13 +142,17 @@ class RunDirectory:
             return LengthChange(stored_recipe(state["recipe"], str(self.path)), self.recipe, state["step"])
         return None
 
-    def open(self) -> None:
-        """Create and lock the directory, delete partial checkpoints, and write the resolved recipe. Main rank
-        only. Raises RecipeError if the directory can't be written or another process trains in it."""
+    def reserve(self) -> None:
+        """Create and lock the directory, and delete partial checkpoints. Without a recipe it is no run yet. Main rank only.
+        Raises RecipeError if the directory can't be written or another process trains in it."""
         with self._os_errors_as_recipe_errors():
             self._lock = self._lock or lock_folder(self.path, "choose another run.name")
         for half_written in self.checkpoints.glob("*.tmp"):  # first, because they may be filling the disk
             shutil.rmtree(half_written, ignore_errors=True)
+
+    def open(self) -> None:
+        """Reserve the directory, and write the resolved recipe. Main rank only. Raises RecipeError as `reserve` does."""
+        self.reserve()
         with self._os_errors_as_recipe_errors():
             atomic_write(self.path / "recipe.yaml", resolved_yaml(self.recipe))
             (self.path / "summary.json").unlink(missing_ok=True)

@@ -10,22 +10,29 @@ from typing import Any
 import torch
 
 from llmtrain.config import Recipe
-from llmtrain.data.dataset import ChecksumScan, TokenDataset, check_same_tokens
-from llmtrain.data.loader import Loader, count_windows, eval_batches
+from llmtrain.data.build_loader import build_loader, validation_batches
+from llmtrain.data.dataset import ChecksumScan, TokenDataset
+from llmtrain.data.loader import Loader, count_windows
 from llmtrain.data.mixture import BLOCK, MixtureLoader, most_of, shares_of
 from llmtrain.data.prepare import prepare
+from llmtrain.data.same_tokens import check_same_tokens
 from llmtrain.data.sites import SiteLoader, Sites, SiteText, gather_sites, tokenizer_digest
+from llmtrain.data.stream import first_block, shuffles_in_blocks
 from llmtrain.data.text_list import texts_of, with_tokenizer_of
 from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.train.loggers import format_si
+from llmtrain.train.train_text import TrainText
 from llmtrain.train.validation import Batches, ValidationSet, joined
 
 
-def prepare_texts(recipe: Recipe, replicas: Iterable[int] | None, show_progress: bool) -> dict[str, TokenDataset]:
+def prepare_texts(
+    recipe: Recipe, replicas: Iterable[int] | None, show_progress: bool, to_begin: bool = False
+) -> dict[str, TokenDataset]:
     """Return the token shards of each text by name, preparing those that are missing. Of `data.per_replica`, only the
-    texts of the given replicas are read; of all, if None.
+    texts of the given replicas are read; of all, if None. With `to_begin`, a single text that can be tokenized in training
+    is prepared for the first step alone.
 
     A mixture's tokenizer is trained on its first text.
     """
@@ -38,7 +45,13 @@ def prepare_texts(recipe: Recipe, replicas: Iterable[int] | None, show_progress:
         read = most_of(share, sequences) if data.sources else sequences
         tokens = read * train.sequence_length + 1
         own = with_tokenizer_of(prepared.values(), section)
-        prepared[name] = prepare(own, tokens, recipe.eval.tokens + 1, show_progress=show_progress)
+        prepared[name] = prepare(
+            own,
+            tokens,
+            recipe.eval.tokens + 1,
+            show_progress=show_progress,
+            first_block_only=to_begin and shuffles_in_blocks(own),
+        )
     return prepared
 
 
@@ -52,17 +65,25 @@ class RunTexts:
     """Texts that this rank reads, by name; "" is the only one of a run without a list of texts."""
     sets: Mapping[str, TokenDataset]
     """Texts of `eval.sets`, by name."""
+    train_text: TrainText | None = None
+    """Training text, if it grows while the run reads it."""
     sites: Sites | None = None
     """Sites of the run, if it has a text for each replica."""
 
     @classmethod
     def open(
-        cls, recipe: Recipe, mesh: Mesh, texts: Mapping[str, TokenDataset], sets: Mapping[str, TokenDataset]
+        cls,
+        recipe: Recipe,
+        mesh: Mesh,
+        texts: Mapping[str, TokenDataset],
+        sets: Mapping[str, TokenDataset],
+        train_text: TrainText | None = None,
     ) -> RunTexts:
         """Compare the texts with those of other ranks. Raises DataError, on every rank, if they differ although they should
         not. A collective of all ranks."""
-        check_same_tokens(mesh, {**texts, **sets})
-        own = cls(recipe, mesh, texts, sets)
+        there = texts if train_text is None else {name: first_block(text) for name, text in texts.items()}
+        check_same_tokens(mesh, {**there, **sets})
+        own = cls(recipe, mesh, texts, sets, train_text)
         return replace(own, sites=gather_sites(mesh, own._site_text())) if recipe.data.per_replica else own
 
     @property
@@ -81,22 +102,22 @@ class RunTexts:
     def loader(self) -> Loader:
         """Return this rank's loader."""
         mesh, data, train = self.mesh, self.recipe.data, self.recipe.train
+        rank = {"shard_rank": mesh.shard_comms.rank, "shard": mesh.shard_comms.size}
+        replica = {"replica": mesh.replica_comms.rank, "replicas": mesh.replicas}
+        if not data.is_list:
+            growing = None if self.train_text is None else self.train_text.tokens
+            return build_loader(self.recipe, self.texts[""], **rank, **replica, tokens=growing)
         tokens = {name: text.tokens("train") for name, text in self.texts.items()}
-        shape = {
+        shape = rank | {
             "sequence_length": train.sequence_length,
             "global_batch": train.global_batch,
             "micro_batch": train.micro_batch,
-            "shard_rank": mesh.shard_comms.rank,
-            "shard": mesh.shard_comms.size,
             "seed": self.recipe.run.seed,
         }
         if data.per_replica:
             (own,) = tokens.values()
             return SiteLoader(own, self._site_of_replica(), mesh.replica_comms.rank, **shape)
-        shape |= {"replica": mesh.replica_comms.rank, "replicas": mesh.replicas}
-        if data.sources:
-            return MixtureLoader(tokens, [entry.weight for entry in data.sources], **shape)
-        return Loader(tokens[""], **shape)
+        return MixtureLoader(tokens, [entry.weight for entry in data.sources], **shape, **replica)
 
     def validation_sets(self) -> list[ValidationSet]:
         """Return the run's own text, which may have parts, then those of `eval.sets`."""
@@ -111,11 +132,14 @@ class RunTexts:
             own = self._everywhere("")
         return [own, *map(self._everywhere, self.sets)]
 
-    def samples(self, loader: Loader) -> dict[str, int]:
-        """Return the number of samples of each text of the run, by name."""
+    def samples(self, loader: Loader) -> dict[str, int] | None:
+        """Return the number of samples of each text of the run, by name; None while it is not known."""
         if self.sites is not None:
             return {name: site.samples for name, site in self.sites.texts.items()}
-        return loader.samples if isinstance(loader, MixtureLoader) else {"": loader.num_samples}
+        if isinstance(loader, MixtureLoader):
+            return loader.samples
+        is_growing = self.train_text is not None and not self.train_text.tokens.is_complete
+        return None if is_growing else {"": loader.num_samples}
 
     def describe(self, loader: Loader) -> list[str]:
         """Return the console's lines about the texts of a mixture or of sites."""
@@ -194,15 +218,7 @@ class RunTexts:
         return replace(own, batches=partial(_padded, own.batches, batches), share=site.validated)
 
     def _validation_set(self, name: str, text: TokenDataset, rank: int, world: int) -> ValidationSet:
-        batches = partial(
-            eval_batches,
-            text.tokens("validation"),
-            max_tokens=self.recipe.eval.tokens,
-            sequence_length=self.recipe.train.sequence_length,
-            micro_batch=self.recipe.train.micro_batch,
-            rank=rank,
-            world=world,
-        )
+        batches = validation_batches(self.recipe, text, rank=rank, world=world)
         return ValidationSet(name, batches, text.bytes_per_token("validation"))
 
 

@@ -73,7 +73,7 @@ class Trainer:
             micro_batches = metrics.time_data(self.loader.next) if plan.takes_batch else []
             if plan.computes_gradient:
                 with span("gradient"):
-                    loss = self.engine.forward_backward(micro_batches)
+                    loss = self.engine.forward_backward(micro_batches, self.loader.replica_tokens)
                     grad_norm = self.engine.step(plan.lr)
                 if self.engine.skipped and self.recipe.optim.nonfinite == "rollback":
                     self.method.roll_back()

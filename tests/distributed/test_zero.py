@@ -14,6 +14,7 @@ import torch
 
 from llmtrain.config import SyncSection
 from llmtrain.sync.anchors import flatten
+from tests.distributed.document_runs import SGD, assert_is_plain, train_on_documents
 from tests.distributed.fake_engine import choices, edit
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import GPT_NEO, Case, Outcome, Run, mesh_of, train, zero_pool
@@ -93,6 +94,13 @@ def assert_equal_runs(got: Outcome, expected: Outcome, rtol: float, what: str) -
 )
 def test_thirty_steps(zero_ranks: RankPool, sync: SyncSection) -> None:
     compare(zero_ranks, Case(sync, 2, 2, steps=30, global_batch=16))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_padded_documents_are_those_of_a_loop_over_documents(zero_ranks: RankPool, stage: int) -> None:
+    case = Case(replicas=2, shard=2, optim=SGD, steps=2, global_batch=16)
+    case = on(replace(case, parallel={"precision": "fp32"}), f"zero{stage}")
+    assert_is_plain([one for [one] in zero_ranks.run(train_on_documents, [case])], case, rtol=1e-5)
 
 
 @pytest.mark.parametrize("clip_norm", [0.5, None])

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -158,6 +159,15 @@ def write_text(folder: Path) -> Path:
             os.link(partial, path)
         partial.unlink()
     return path
+
+
+def forget_after(path: Path, step: int) -> None:
+    """As if the run had been killed after its checkpoint of `step`."""
+    for checkpoint in (path / "checkpoints").glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+    (path / "checkpoints" / "latest").write_text(f"step-{step:08d}\n")
+    (path / "summary.json").unlink()
 
 
 def lines_of(run: Path) -> list[dict]:

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 
-from tests.end_to_end.runs import TOKENS_A_STEP, Runs, losses, summary
+from tests.end_to_end.runs import TOKENS_A_STEP, Runs, forget_after, losses, summary
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
-
-
-def forget_after(path: Path, step: int) -> None:
-    """As if the run had been killed after its checkpoint of `step`."""
-    for checkpoint in (path / "checkpoints").glob("step-*"):
-        if int(checkpoint.name.removeprefix("step-")) > step:
-            shutil.rmtree(checkpoint)
-    (path / "checkpoints" / "latest").write_text(f"step-{step:08d}\n")
-    (path / "summary.json").unlink()
 
 
 RESUMED = {

@@ -7,14 +7,18 @@ import math
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from llmtrain.cli import app
 from llmtrain.parallel.network import unused_port
+from llmtrain.run_list import find_runs
 from tests.end_to_end.runs import ROOT, Runs, exact_lines, losses, start, summary
+from tests.in_process import run_here
 
 STDLIB = [
     *("data.source=stdlib", "data.tokenizer=train:2048", "data.validation_fraction=0.05"),
@@ -250,3 +254,15 @@ def test_a_run_starts_from_another_and_later_needs_it_no_more(runs: Runs):
     code, output = runs.run("further", *keys)
     assert code == 0 and "continuing from" in output and "weights: from" not in output, output
     assert runs.exact("further") == undisturbed and summary(runs.path("further"))["from_weights"] == record
+
+
+def test_weights_that_are_not_finite_leave_no_run(runs: Runs, tmp_path: Path):
+    weights = tmp_path / "weights"
+    assert run_here(["export", str(runs.reference(1, 1)), "--out", str(weights)])[0] == 0
+    (weights / "export.json").unlink()  # another program wrote them
+    tensors = load_file(weights / "model.safetensors")
+    tensors["model.norm.weight"][3] = math.nan
+    save_file(tensors, weights / "model.safetensors", {"format": "pt"})
+    code, output = runs.train("damaged", f"model.from_weights={weights}")
+    assert code == 2 and "model.norm.weight holds a value that is not finite; give other weights" in output, output
+    assert (runs.path("damaged") / ".lock").exists() and not find_runs(runs.path("damaged"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 STORIES = ("tests/unit/test_data_stories.py",)
+PYTHON = ("tests/unit/test_python_files.py",)
 
 MUTANTS = [
     Mutant(
@@ -24,8 +25,8 @@ MUTANTS = [
     Mutant(
         "loader: one window too many",
         "llmtrain/data/loader.py",
-        "self.num_samples = max(len(tokens) - 1, 0) // sequence_length",
-        "self.num_samples = len(tokens) // sequence_length",
+        "return max(self.tokens.most - 1, 0) // self.sequence_length",
+        "return self.tokens.most // self.sequence_length",
         ("tests/unit/test_data_loader.py",),
     ),
     Mutant(
@@ -124,8 +125,8 @@ MUTANTS = [
     Mutant(
         "prepare: an interruption loses what was tokenized",
         "llmtrain/data/extend.py",
-        "        except BaseException:\n            self._commit()\n            raise",
-        "        except BaseException:\n            raise",
+        "            except BaseException:\n                self._commit()\n                raise",
+        "            except BaseException:\n                raise",
         ("tests/unit/test_data_prepare.py",),
     ),
     Mutant(
@@ -189,7 +190,7 @@ MUTANTS = [
     ),
     Mutant(
         "tokenizer: the stride of the sample does not double",
-        "llmtrain/data/tokenizer.py",
+        "llmtrain/data/trained_tokenizer.py",
         "kept, stride = kept[::2], stride * 2",
         "kept, stride = kept[::2], stride",
         ("tests/unit/test_data_tokenizer.py",),
@@ -263,8 +264,8 @@ MUTANTS = [
     Mutant(
         "stories: a folder of the same name is passed over",
         "llmtrain/data/sources.py",
-        "    if local_path(STORIES) is not None:\n",
-        "    if False:\n",
+        '    _refuse_local(STORIES, "this package\'s text")\n',
+        "",
         STORIES,
     ),
     Mutant(
@@ -287,5 +288,82 @@ MUTANTS = [
         "DAMAGED_GZIP = (EOFError, ",
         "DAMAGED_GZIP = (",
         STORIES,
+    ),
+    Mutant(
+        "python: files held out one by one",
+        "llmtrain/data/sources.py",
+        "package in chosen if package else _held_out(text, data.validation_fraction)",
+        "_held_out(text, data.validation_fraction)",
+        PYTHON,
+    ),
+    Mutant(
+        "python: equal files read again",
+        "llmtrain/data/python_files.py",
+        "if text and digest not in seen:",
+        "if text:",
+        PYTHON,
+    ),
+    Mutant(
+        "python: one package after the other",
+        "llmtrain/data/python_files.py",
+        'sorted(files, key=lambda pair: _name_hash(f"{pair[0]}/{pair[1].name}"))',
+        "sorted(files)",
+        PYTHON,
+    ),
+    Mutant(
+        "python: tests are read",
+        "llmtrain/data/python_files.py",
+        '{"..", *TESTS} & set(file.parts)',
+        '{".."} & set(file.parts)',
+        PYTHON,
+    ),
+    Mutant(
+        "python: another version has the same digest and name",
+        "llmtrain/data/python_files.py",
+        "return PackageRecord(self.name, self.version, len(self.files)",
+        'return PackageRecord(self.name, "1.0", len(self.files)',
+        PYTHON,
+    ),
+    Mutant(
+        "python: a digest of names and sizes only",
+        "llmtrain/data/python_files.py",
+        'f"{file.name} {file.bytes} {file.recorded}"',
+        'f"{file.name} {file.bytes}"',
+        PYTHON,
+    ),
+    Mutant(
+        "python: other versions hold out other packages",
+        "llmtrain/data/python_files.py",
+        "for pin in sorted(self.pinned, key=lambda pin: _name_hash(pin.name)):",
+        "for pin in sorted(self.records, key=lambda pin: _name_hash(pin.name)):",
+        PYTHON,
+    ),
+    Mutant(
+        "python: too much held out",
+        "llmtrain/data/python_files.py",
+        "                room -= pin.bytes\n",
+        "",
+        PYTHON,
+    ),
+    Mutant(
+        "python: the same tokens for another text",
+        "llmtrain/data/sources.py",
+        'identity["python"] = _python_text().records',
+        'identity["python"] = []',
+        PYTHON,
+    ),
+    Mutant(
+        "python: nothing on record",
+        "llmtrain/data/prepare.py",
+        "(new / PACKAGES).write_text(python_text().record)",
+        '(new / PACKAGES).write_text("")',
+        PYTHON,
+    ),
+    Mutant(
+        "python: the list forgets a required package",
+        "docs/python_packages.py",
+        "if name.startswith(CUDA) or",
+        'if name.startswith((*CUDA, "torch")) or',
+        PYTHON,
     ),
 ]

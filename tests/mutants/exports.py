@@ -218,9 +218,16 @@ MUTANTS = [
         ("tests/unit/test_gaps_results.py",),
     ),
     Mutant(
+        "generate: a folder's token may be anything",
+        "llmtrain/eval/texts.py",
+        "(type(token) is not int or not 0 <= token < model.config.vocab_size)",
+        "False",
+        ("tests/unit/test_export.py",),
+    ),
+    Mutant(
         "suites: a folder of tasks that is not there has no tasks",
         "llmtrain/suites.py",
-        "if missing := next((folder for folder in folders if not folder.is_dir()), None):",
+        "if missing := next((folder for folder in folders if not os.path.isdir(folder)), None):",
         "if missing := None:",
         ("tests/unit/test_eval.py",),
     ),

@@ -106,9 +106,9 @@ MUTANTS = [
     Mutant(
         "length: every epoch has the samples added at its end",
         "llmtrain/data/order.py",
-        "sizes = self.sizes if epoch == 0 else self.sizes[-1:]",
-        "sizes = self.sizes",
-        ("tests/unit/test_data_loader.py",),
+        "        if epoch:\n            return 0, self.num_samples\n",
+        "",
+        ("tests/unit/test_data_loader.py", "tests/unit/test_data_blocks.py"),
     ),
     Mutant(
         "best: a checkpoint has the loss of an earlier step",

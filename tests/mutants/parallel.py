@@ -76,8 +76,8 @@ MUTANTS = [
     Mutant(
         "fsdp: loss divided by the tokens of one shard",
         "llmtrain/parallel/fsdp.py",
-        "for batch in micro_batches) * self.mesh.shard_comms.size",
-        "for batch in micro_batches)",
+        "count_positions(micro_batches) * self.mesh.shard_comms.size",
+        "count_positions(micro_batches)",
         (
             "tests/distributed/test_engine.py",
             "tests/distributed/test_pairs.py",
@@ -208,7 +208,7 @@ MUTANTS = [
     Mutant(
         "wrapping: layers are compiled for dynamic shapes",
         "llmtrain/parallel/wrapping.py",
-        "torch.compile(forward, dynamic=False)",
+        "torch.compile(forward, dynamic=lengths_vary)",
         "torch.compile(forward)",
         ("tests/unit/test_compile.py",),
     ),

@@ -196,7 +196,7 @@ MUTANTS = [
     Mutant(
         "launch: the first line waits for torch",
         "llmtrain/launch/torchrun.py",
-        '    print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens:,} tokens; loading torch", flush=True)',
+        '    print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)',
         "    import torch  # noqa: F401",
         ("tests/unit/test_launch.py",),
     ),

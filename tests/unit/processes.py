@@ -15,7 +15,7 @@ import torch
 from llmtrain.config import DataSection
 from llmtrain.data import extend as extending
 from llmtrain.data import prepare as preparing
-from llmtrain.data.dataset import ShardWriter
+from llmtrain.data.dataset import ShardWriter, TokenShards
 from llmtrain.data.loader import PrefetchLoader
 from llmtrain.errors import DataError, TrainingError, exit_with_status
 from llmtrain.launch import torchrun, watchdog
@@ -90,7 +90,7 @@ def hold_lock(path: str) -> None:
 class _Disk:
     """A loader of many tensors, or one that never answers."""
 
-    state_dict = dict
+    state_dict, tokens, replica_tokens = dict, TokenShards([]), 1.0
 
     def __init__(self, answers: bool) -> None:
         self._answers = answers

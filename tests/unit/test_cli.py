@@ -17,10 +17,12 @@ from omegaconf import OmegaConf
 from llmtrain import __version__
 from llmtrain.cli import app, main
 from llmtrain.config import Recipe
+from llmtrain.data import extend
 from llmtrain.eval import arguments, command
 from llmtrain.plan import hardware
 from llmtrain.recipe_schema import file_schema
 from tests.end_to_end.runs import RECIPE, environment, start, write_text
+from tests.in_process import run_here
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SHORT = ["schedule.warmup_steps=0", "sync.warmup_steps=0", "sync.period.every=2"]
@@ -181,3 +183,26 @@ def test_a_file_that_exists_is_no_run(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_spawned_worker_that_imports_the_main_module_runs_no_command() -> None:
     """multiprocessing does that, under this name."""
     assert runpy.run_module("llmtrain.__main__", run_name="__mp_main__")["main"] is main
+
+
+def test_an_interrupted_preparation_says_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, tokenize, calls = tmp_path / "data", extend._tokenize, []
+    keys = [f"data.source={write_text(tmp_path)}", "data.tokenizer=train:400", f"data.cache_dir={folder}", *SHORT]
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return tokenize(*arguments)
+
+    monkeypatch.setattr(extend, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(extend, "_tokenize", interrupted)
+    code, output = run_here(["prepare", RECIPE, *keys, "eval.tokens=64", "data.validation_fraction=0.2"])
+    kept = re.search(
+        r"^stopped: \S+ keeps ([\d,]+) train and [\d,]+ validation tokens; the same command continues$", output, re.M
+    )
+    assert code == 3 and kept is not None, output
+    monkeypatch.undo()
+    code, output = run_here(["prepare", RECIPE, *keys, "eval.tokens=64", "data.validation_fraction=0.2"])
+    found = re.search(r"([\d,]+) train tokens", output)
+    assert code == 0 and 0 < int(kept[1].replace(",", "")) < int(found[1].replace(",", "")), output

@@ -165,6 +165,20 @@ def test_runs_on_different_texts_are_not_ranked(tmp_path: Path, capsys) -> None:
         assert runs[["speed_up", "own_speed_up"]].xs("median", axis=1, level=1).isna().all(axis=None)
 
 
+def test_runs_whose_tokens_have_other_contexts_are_not_ranked(tmp_path: Path, capsys) -> None:
+    """Of the same text, and with as many bytes per token."""
+    a, b = write(tmp_path, "a", 4.5), write(tmp_path, "b", 4.25, "data.packing=none")
+    recipe = (a / "recipe.yaml").read_text()
+    (a / "recipe.yaml").write_text(recipe.replace("  packing: packed\n", ""))  # as earlier versions wrote it
+    assert (a / "recipe.yaml").read_text() != recipe
+    _, output, _ = compared(capsys, a, b, "--out", tmp_path)
+    _, first, _, warning, _ = output.splitlines()
+    assert first.split()[0] == "a", "in the order given"
+    assert "different contexts (data.packing is packed in a, and none in b)" in warning
+    _, output, _ = compared(capsys, a, write(tmp_path, "c", 4.25), "--out", tmp_path)
+    assert output.splitlines()[1].split()[0] == "c"
+
+
 @pytest.mark.parametrize(
     ("keys", "tokenizer", "ratio", "key"),
     [

@@ -14,6 +14,7 @@ from llmtrain.compare import faults, runner
 from llmtrain.compare.comparison import ConditionSection, load_comparison, trials
 from llmtrain.compare.faults import Faults, GarbageLoader, inject
 from llmtrain.errors import STOPPED_EARLY, RecipeError
+from llmtrain.loss import IGNORE_INDEX
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
 
@@ -180,6 +181,15 @@ def test_garbage_takes_the_place_of_text_and_uses_it_up() -> None:
     first, second, third = (loader.next()[0] for _ in range(3))
     assert (first == 1001).all() and (third == 1003).all()
     assert second.shape == (2, 5) and second.unique().numel() > 1 and second.min() >= 0 and second.max() <= 1002
+
+
+def test_garbage_leaves_padding_where_it_is() -> None:
+    text = Text()
+    padded = torch.full((2, 5), 40)
+    padded[1, 3:] = IGNORE_INDEX
+    text.next = lambda: [padded]
+    (garbage,) = GarbageLoader(text, lambda: True, seed=1).next()
+    assert torch.equal(garbage == IGNORE_INDEX, padded == IGNORE_INDEX) and garbage.unique().numel() > 3
 
 
 def injected(host: int, **asked: Any) -> tuple[SimpleNamespace, list[Any]]:

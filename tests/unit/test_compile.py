@@ -40,3 +40,25 @@ def test_layers_are_compiled_complete_and_static(
             model.hidden(tokens).sum().backward()
         assert compilations().graphs == graphs * shapes
     assert not compilations().breaks and not dynamic
+
+
+@pytest.mark.parametrize("section", [pytest.param(LLAMA, marks=pytest.mark.deep), GPT_NEO], ids=["llama", "gpt_neo"])
+def test_layers_for_all_lengths_are_compiled_before_torch_gives_up(
+    monkeypatch: pytest.MonkeyPatch, section: ModelSection
+) -> None:
+    """Also GPT-Neo, whose layers differ and whose local attention is another one for sequences within the window."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = build(model_config(section, VOCABULARY), loss_chunk=11)
+    blocks = blocks_of(model)
+    wrap_layers(blocks, ParallelSection(compile=True, precision="fp32"), lengths_vary=True)
+    for block in blocks:
+        initialize(model, block, SEED, torch.device("cpu"), torch.float32)
+    forget_compilations()
+    graphs = []
+    for length in (8, 3, 16, 12, 5, 20, 9, 4, 24):
+        tokens = torch.randint(0, VOCABULARY, (2, length))
+        model.hidden(tokens).sum().backward()
+        with torch.no_grad():
+            model.hidden(tokens)
+        graphs.append(compilations().graphs)
+    assert graphs[-1] == graphs[2] < 8 and not compilations().breaks

@@ -153,7 +153,7 @@ def test_a_hub_text_is_prepared_as_far_as_the_mixture_reads_it(entries: int) -> 
 def test_old_blocks_and_epochs_are_forgotten() -> None:
     one = loader()
     read(one, 5 * BLOCK // BATCH)
-    assert len(one.order._blocks) <= 2 and all(len(order._epochs) <= 2 for order in one.order.orders[:2])
+    assert len(one.order._blocks) <= 2 and all(len(order._parts) <= 2 for order in one.order.orders[:2])
 
 
 def test_samples_are_found_in_their_texts() -> None:

@@ -128,7 +128,7 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "cut.jsonl.gz", STORIES)
     (tmp_path / "cut.jsonl.gz").write_bytes((tmp_path / "cut.jsonl.gz").read_bytes()[:-20])
     for name, message in {
-        "nothing": r"data\.source: .*nothing: no such file or folder; expected stories, stdlib, a path, or hf:",
+        "nothing": r"data\.source: .*nothing: no such file or folder; expected stories, stdlib, python, a path, or hf:",
         "empty": r"empty: no text in this folder; expected files that end in \.txt, \.txt\.gz, \.jsonl",
         "a.csv": r"a\.csv: unknown kind of file; expected \.txt, \.txt\.gz",
         "latin.txt": r"latin\.txt: not UTF-8",

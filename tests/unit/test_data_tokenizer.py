@@ -9,9 +9,13 @@ import pytest
 
 from llmtrain.config import DataSection
 from llmtrain.data import tokenizer as module
+from llmtrain.data import trained_tokenizer
 from llmtrain.data.sources import documents
-from llmtrain.data.tokenizer import load_tokenizer, sample, train_tokenizer, vocab_size
+from llmtrain.data.tokenizer import load_tokenizer, vocab_size
+from llmtrain.data.trained_tokenizer import sample, train_tokenizer
 from llmtrain.errors import DataError
+
+SAMPLE = 10_000_000
 
 ODD = ["", " ", "  a\t\tb\n\n  c  ", "\u2581x \u2581", "<unk>", "<0x41>", "<|endoftext|>", "日本語 ü \0 \r\n", "🙂" * 3]
 
@@ -25,15 +29,12 @@ def python_files() -> list[str]:
     return list(itertools.islice(documents(DataSection(source="stdlib"), "train"), 20))
 
 
-def test_trained_tokenizer_round_trips_and_agrees_with_sentencepiece(
-    python_files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trained_tokenizer_round_trips_and_agrees_with_sentencepiece(python_files: list[str], tmp_path: Path) -> None:
+    from sentencepiece import SentencePieceProcessor
     from transformers import AutoTokenizer
 
-    trained = []
-    convert = module.fast_tokenizer
-    monkeypatch.setattr(module, "fast_tokenizer", lambda pieces: trained.append(pieces) or convert(pieces))
-    tokenizer = train_tokenizer(python_files, 1000)
+    new = train_tokenizer(python_files, 1000, SAMPLE, "stdlib")
+    tokenizer, pieces = new.tokenizer, SentencePieceProcessor(model_proto=new.model)
     assert vocab_size(tokenizer) == 1000 and tokenizer.eos_token_id == 1
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
@@ -42,27 +43,27 @@ def test_trained_tokenizer_round_trips_and_agrees_with_sentencepiece(
         assert ids(loaded, text) == ids(tokenizer, text)
         assert loaded.eos_token_id not in ids(loaded, text)
     for text in python_files[:10]:
-        assert ids(loaded, text) == trained[0].encode(text)
+        assert ids(loaded, text) == pieces.encode(text)
     assert sum(len(ids(loaded, text)) for text in python_files) < 0.5 * sum(map(len, python_files))
 
 
 def test_training_is_deterministic(python_files: list[str]) -> None:
-    first, second = (train_tokenizer(python_files[:5], 400) for _ in range(2))
-    assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
+    first, second = (train_tokenizer(python_files[:5], 400, SAMPLE, "stdlib") for _ in range(2))
+    assert first.tokenizer.backend_tokenizer.to_str() == second.tokenizer.backend_tokenizer.to_str()
+    assert first.trained_on == second.trained_on and first.trained_on.documents == 5
 
 
 def test_long_words_and_null_bytes_can_be_trained_on() -> None:
     texts = ["語" * 20_000 + "\0", "a b c d e f g" * 50]
-    tokenizer = train_tokenizer(texts, 275)
+    tokenizer = train_tokenizer(texts, 275, SAMPLE, "a").tokenizer
     assert tokenizer.decode(ids(tokenizer, texts[0])) == texts[0]
 
 
 def test_sample_is_bounded_even_and_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"{i:010d}" for i in range(1000)]
-    assert sample(texts) == texts
-    monkeypatch.setattr(module, "SAMPLE_BYTES", 1000)
-    monkeypatch.setattr(module, "SAMPLE_FROM_BYTES", 8000)
-    kept = sample(texts)
+    assert sample(texts, SAMPLE) == texts
+    monkeypatch.setattr(trained_tokenizer, "SPREAD", 8)
+    kept = sample(texts, 1000)
     assert 500 <= sum(map(len, kept)) <= 1000
     assert len({int(b) - int(a) for a, b in itertools.pairwise(kept)}) == 1
     assert 700 < int(kept[-1]) < 800

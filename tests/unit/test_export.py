@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,13 +271,22 @@ def test_a_prompt_has_a_token_and_leaves_room_for_one(model: Path) -> None:
         UserError, match="--prompt has 8 tokens, the model has room for 8 and has to write one; shorten it"
     ):
         generate(model, "12345678")
-    (model / "generation_config.json").write_text('{"bos_token_id": "x"}')
-    with pytest.raises(ModelError, match=r"generation_config.json has bos_token_id='x', expected a number"):
-        generate(model, "abc")
     settings = model / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_max_length": "x"}))
     with pytest.raises(ModelError, match=r"can't be loaded by transformers \(its values are not of the expected kinds"):
         generate(model, "abc")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("bos_token_id", "x"), ("eos_token_id", "x"), ("eos_token_id", [1, "x"]), ("pad_token_id", 257)]
+)
+def test_a_token_that_the_model_lacks_is_named(model: Path, key: str, value: object) -> None:
+    (model / "generation_config.json").write_text(json.dumps({key: value, "repetition_penalty": "x"}))
+    message = rf"generation_config.json has {key}={re.escape(repr(value))}, expected the number of a token"
+    with pytest.raises(ModelError, match=message):
+        generate(model, "abc")
+    (model / "generation_config.json").write_text(json.dumps({key: 3, "repetition_penalty": "x"}))
+    assert generate(model, "abc", tokens=2).startswith("abc")
 
 
 def test_a_weight_of_another_name_is_found_out(model: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from llmtrain.compare.comparison import load_comparison
 from llmtrain.config import DataSection
-from llmtrain.data import sources
 from llmtrain.data.sources import documents, fingerprint
 from llmtrain.errors import CheckpointError, DataError, ModelError, RecipeError, SuiteError
 from llmtrain.eval import texts
@@ -57,7 +56,7 @@ def test_json_lines_may_have_empty_ones_between_them(tmp_path: Path) -> None:
 
 
 def test_an_interpreter_without_its_librarys_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_stdlib_root", lambda: tmp_path)
+    monkeypatch.setattr("llmtrain.data.python_files.stdlib_root", lambda: tmp_path)
     with pytest.raises(DataError, match=r"stdlib: no \.py files in .*; use data\.source=/path/to/files"):
         list(documents(DataSection(source="stdlib"), "train"))
     (tmp_path / "latin.py").write_bytes("# -*- coding: latin-1 -*-\n# \xe9t\xe9".encode("latin-1"))

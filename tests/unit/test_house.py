@@ -40,7 +40,6 @@ LAYERS = [
         "recipe_loader",
         "recipe_messages",
         "recipe_check",
-        "recipe_commands",
         "recipe_files",
         "recipe_keys",
         "recipe_schema",
@@ -55,6 +54,7 @@ LAYERS = [
     {"train"},
     {"launch", "doctor", "export"},
     {"compare", "eval"},
+    {"recipe_commands"},
     {"cli", "__main__"},
 ]
 """A module imports from its own layer and those above it in this list."""

@@ -70,7 +70,7 @@ def test_compiled_loss_and_gradients_are_those_of_cross_entropy(dtype, chunk, cl
 def test_a_loss_that_is_traced_for_compilation_is_the_same(monkeypatch):
     """Without the compiler itself, which takes seconds."""
     traced = torch.compile(loss._loss_and_gradient, dynamic=False, backend="eager")
-    monkeypatch.setattr(loss, "_compiled", lambda: traced)
+    monkeypatch.setattr(loss, "_compiled", lambda dynamic: traced)
     *inputs, labels = drawn(torch.float64, with_bias=True)
     ours = found(summed_cross_entropy(*inputs, labels, 6, compiled=True), inputs)
     for mine, theirs in zip(ours, expected(*inputs, labels), strict=True):

@@ -170,6 +170,10 @@ def test_prepared_tokens_that_are_too_few_are_refused(capsys: pytest.CaptureFixt
         (["sync.method=local_sgd", "sync.offload=true"], "sync.offload is true, but sync.method=local_sgd keeps no"),
         (["sync.method=synchronous", "sync.period=every_step"], "sync.warmup_steps is 2, but sync.method=synchronous"),
         (["parallel.zero_stage=2"], "parallel.zero_stage is 2, but parallel.engine is fsdp2"),
+        (
+            ["data.packing=none", "train.document_mask=true"],
+            "train.document_mask is true, but with data.packing=none a sequence never has two documents",
+        ),
         (["eval.sample_prompt=a", "eval.sample_tokens=32"], "eval.sample_tokens is 32, but a sample"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -132,6 +132,9 @@ WRONG_OVERRIDES = [
     # length
     ("train.tokens=1e6", ["train.steps and train.tokens", "both are given", "one of them"]),
     ("train.steps=null", ["train.steps and train.tokens", "neither is given", "one of them"]),
+    ("data.packing=None", ['data.packing is "None"', "expected 'packed' or 'none'"]),
+    ("data.packing=null", ["data.packing is null", "expected 'packed' or 'none'"]),
+    ("data.packing=false", ["data.packing is false", "expected 'packed' or 'none'"]),
     ("train={steps: null, tokens: 100}", ["train.tokens is 100", "4096 tokens", "give more tokens or a smaller batch"]),
     ("schedule.warmup_steps=201", ["schedule.warmup_steps is 201", "the run has 200 steps", "lower it"]),
     # a suite
@@ -239,6 +242,10 @@ WRONG_OVERRIDES = [
 ]
 
 WRONG_FILES = [
+    (
+        "data: {packing: none}\ntrain: {tokens: 100000}\nsync: {method: local_sgd}\n",
+        ["train.tokens is 100000", "with data.packing=none a step has as many tokens as its documents", "train.steps"],
+    ),
     (
         "model: {type: gemma3}\ntrain: {steps: 10}\nsync: {method: local_sgd}\n",
         ["gemma3 is more than a language model", "choose its text model, as gemma3_text"],

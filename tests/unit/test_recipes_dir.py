@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
-from llmtrain.config import EveryStepsSection, Recipe
+from llmtrain.config import EveryStepsSection, ParallelSection, Recipe
 from llmtrain.plan.ineffective_keys import ineffective_keys
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
@@ -21,9 +22,33 @@ RECIPES = sorted(path for path in ROOT.rglob("*.yaml") if path not in [*BASES, *
 
 GPT_NEO = ("gpt_neo_8m", "gpt_neo_125m")
 ON_1B = ("synchronous", "local_sgd", "diloco", "streaming_diloco", "co2", "palsgd", "edit", "a_edit")
-COMPARED = [(method, model) for model in GPT_NEO for method in METHODS] + [(method, "1b") for method in ON_1B]
+PAIRS = ("3b", "7b", "gpt_neo_125m_fineweb", "llama_fineweb", "llama_python", "llama_stdlib", "llama_tinystories")
+"""Models with a recipe of EDiT and a synchronous one."""
+COMPARED = [
+    *((method, model) for model in GPT_NEO for method in METHODS),
+    *((method, "1b") for method in ON_1B),
+    *((method, "350m") for method in ("synchronous", "edit", "qsr")),
+    *((method, model) for model in PAIRS for method in ("synchronous", "edit")),
+]
 """(method, model) of the recipes that are comparisons of methods: `<method>_<model>.yaml`."""
-PROCESSES = {"gpt_neo_8m": 4, "gpt_neo_125m": 4, "1b": 64}
+PROCESSES = {
+    **dict.fromkeys(("gpt_neo_8m", "gpt_neo_125m", "gpt_neo_125m_fineweb"), 4),
+    **dict.fromkeys(("350m", "1b", "3b", "7b"), 64),
+    **dict.fromkeys(("llama_python", "llama_stdlib", "llama_tinystories"), 4),
+    "llama_fineweb": 2,
+}
+ZERO = {"edit_1b_zero1": (1, False), "edit_7b_zero3": (3, False), "edit_7b_zero_offload": (3, True)}
+ZERO_ON_CPU = {"edit_llama_stdlib_zero3": (3, False)}
+"""Recipes of DeepSpeed's engine: ZeRO's stage, and whether it offloads."""
+TEXTS = {
+    "stories",
+    "stdlib",
+    "python",
+    "hf:roneneldan/TinyStories",
+    "hf:HuggingFaceFW/fineweb",
+    "hf:HuggingFaceFW/fineweb-edu",
+}
+"""Values of `data.source`: what is on every machine, and the data sets that llmtrain is for."""
 MAY_DIFFER = ("run.name", "sync")
 """Keys in which recipes that are compared may differ."""
 ALSO_FOR_QUICKSTART = {
@@ -84,7 +109,8 @@ def test_a_header_has_the_recipes_tokens(recipes: dict[str, Recipe]) -> None:
 def test_a_base_is_used_and_says_nothing_of_one_run() -> None:
     # A `sync` section would bring choices of one method into the recipes of another.
     assert not [path.name for path in BASES if {"run", "sync"} & yaml.safe_load(path.read_text()).keys()]
-    assert {path.resolve() for path in BASES} == set().union(*map(bases_of, RECIPES))
+    used = set().union(*map(bases_of, RECIPES))
+    assert {path.resolve() for path in BASES} == used - {path.resolve() for path in RECIPES}
 
 
 def test_every_method_has_its_recipe_and_no_other_has_its_name(recipes: dict[str, Recipe]) -> None:
@@ -101,6 +127,36 @@ def test_compared_recipes_differ_in_their_method_alone(recipes: dict[str, Recipe
     for method, model in COMPARED:
         baseline, recipe = (recipes[f"{name}_{model}"] for name in ("synchronous", method))
         assert differences(baseline, recipe, ignore=MAY_DIFFER) == [], (method, model)
+
+
+def test_a_recipe_of_a_method_has_a_synchronous_partner(recipes: dict[str, Recipe]) -> None:
+    parts = {name: method for name in recipes for method in METHODS if name.startswith(f"{method}_")}
+    models = {
+        name: name.removeprefix(f"{method}_") for name, method in parts.items() if name not in {**ZERO, **ZERO_ON_CPU}
+    }
+    assert recipes.keys() - models.keys() == {"quickstart", *ZERO, *ZERO_ON_CPU}
+    assert set(models.values()) == PROCESSES.keys()
+    assert not [model for model in models.values() if f"synchronous_{model}" not in recipes]
+
+
+def test_recipes_of_zero_change_the_engine_alone(recipes: dict[str, Recipe]) -> None:
+    for name, (stage, offload) in {**ZERO, **ZERO_ON_CPU}.items():
+        recipe, same = recipes[name], recipes[name.partition("_zero")[0]]
+        assert (recipe.parallel.engine, recipe.parallel.zero_stage, recipe.parallel.zero_offload) == (
+            "zero",
+            stage,
+            offload,
+        )
+        assert differences(same, recipe, ignore=("run.name", "parallel")) == []
+        check(recipe, 4 if name in ZERO_ON_CPU else 64)
+
+
+def test_every_engine_text_model_and_method_occurs(recipes: dict[str, Recipe]) -> None:
+    engines = get_args(ParallelSection.model_fields["engine"].annotation)
+    assert {recipe.parallel.engine for recipe in recipes.values()} == set(engines)
+    assert {recipe.data.source for recipe in recipes.values()} == TEXTS
+    assert {recipe.model.type for recipe in recipes.values()} == {"llama", "gpt_neo"}
+    assert {recipe.sync.method for recipe in recipes.values()} == METHODS.keys()
 
 
 @pytest.mark.parametrize("method", METHODS)

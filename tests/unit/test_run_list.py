@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -96,6 +97,21 @@ def test_what_is_damaged_or_missing_is_left_open(folder: Path, capsys: pytest.Ca
     assert (row.method, row.total_steps, row.train_loss, row.steps) == (None, None, None, 0)
     code, out, _ = listed(capsys, str(folder))
     assert code == 0 and out.splitlines()[1].split()[:6] == ["old", "?", "0", "-", "-", "failed"]
+
+
+def test_what_may_not_be_read_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests may run as root, so the folder only says that it is locked."""
+    written(folder, "a", "done")
+    (folder / "locked" / "b").mkdir(parents=True)
+    locked, scan = str(folder / "locked"), os.scandir
+
+    def refuse(path: str) -> Any:
+        if os.fspath(path).startswith(locked):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert [row.name for row in find_runs(folder)] == ["a"]
 
 
 def test_a_pipe_gets_plain_columns_and_json_all_values(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

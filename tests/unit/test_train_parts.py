@@ -87,6 +87,7 @@ def line(step: int = 10, **changed: list[float]) -> GatheredMetrics:
         "skipped_total": [0.0, 0.0, 2.0, 2.0],
         "skipped_in_a_row": [0.0] * 4,
         "predicted_tokens": [50.0] * 4,
+        "padding": [0.0] * 4,
         "grad_norm": [1.0, 1.0, 3.0, 3.0],
         "step_seconds": [2.0, 2.0, 2.0, 2.5],
         "data_seconds": [0.1] * 4,
@@ -124,6 +125,13 @@ def test_tags_are_reduced_over_ranks():
     # Shards count for their replica once.
     assert (tags["train/steps"], tags["train/gradient_steps"], tags["sync/late"]) == (11.0, 8.5, 3.0)
     assert line(7).tokens == 700
+
+
+def test_padding_is_its_share_of_all_positions():
+    summarizer = MetricReducer(MESH, 1e9, None)
+    assert "data/padding" not in summarizer.tags(line())
+    tags = summarizer.tags(line(padding=[0.0, 10.0, 30.0, 10.0]))
+    assert tags["data/padding"] == 50 / 250 and tags["train/loss"] == summarizer.tags(line())["train/loss"]
 
 
 def test_an_interval_without_a_gradient_has_no_loss():

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
+import typing
 from pathlib import Path
 
 import pytest
+import typer
 
+from llmtrain import files
+from llmtrain.cli import app
+from llmtrain.errors import UserError
+from llmtrain.recipe_commands import recipe_app
 from tests.fuzz.draws import problem_of
 from tests.fuzz.kinds import write_text
 from tests.in_process import message_of, run_here
@@ -19,6 +26,7 @@ NO_FILE = r"nope\.yaml: there is no such file; recipes are YAML files"
 NO_OPTION = r"neither an option of this command .*nor --section\.key=value"
 NOT_IN_RANGE = r"Input should be (greater|less) than or equal to"
 NO_NUMBER = r"Input should be a valid (integer|number)"
+LONG_KEY = "{} is .*, expected a path of at most 3800 bytes, with names of at most 230"
 NO_STEP = r"--step is '.*'; expected a number such as 1000, or best"
 TOO_LONG = r"is too long for the name of a file; shorten it"
 NO_MODEL = r"there is no such folder; give a run .*or a folder that transformers loads"
@@ -41,13 +49,13 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
         (f"launch {Q} optim.lr=-1", r"optim\.lr is -1, expected a number greater than 0"),
         (f"launch {Q} --nproc 2", NO_OPTION),
         (f"launch --dry-run {Q} sync.period=0", r"sync\.period\.every is 0"),
-        (f"launch {LONG}.yaml", r"can't be read as a recipe: File name too long"),
+        (f"launch {LONG}.yaml", TOO_LONG),
     ],
     "recipe check": [
         ("recipe", "Usage: "),
         ("recipe chek", "No such command 'chek'"),
         ("recipe check", "Missing argument 'RECIPE'"),
-        (f"recipe check {LONG}.yaml", r"can't be read as a recipe: File name too long"),
+        (f"recipe check {LONG}.yaml", TOO_LONG),
         ("recipe check ''", r"is a folder; give one of the recipes in it"),
         ("recipe check /dev/null", r"train\.steps and train\.tokens: neither is given"),
         ("recipe check /dev/zero", r"/dev/zero: can't be read as a recipe"),
@@ -89,17 +97,18 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("prepare {tmp}/nope.yaml", NO_FILE),
         (
             f"prepare {Q} data.source=/nowhere",
-            "data.source: /nowhere: no such file or folder; expected stories, stdlib, a path",
+            "data.source: /nowhere: no such file or folder; expected stories, stdlib, python, a path",
         ),
         (f"prepare {Q} data.source={{tmp}}/empty", "no text in this folder; expected files that end in .txt"),
-        (f"prepare {Q} data.source={{tmp}}/a.bin", "unknown kind of file; expected .txt"),
+        (f"prepare {Q} data.source={{tmp}}/a.bin", "a.bin is tokens already; name the tokenizer that made them"),
+        (f"prepare {Q} data.source={{tmp}}/a.pdf", "unknown kind of file; expected .txt"),
         (f"prepare {Q} data.source=", r"data\.source is null, expected text"),
         (f"prepare {Q} data.source=hf:", r'data\.source is .*"hf": null.*, expected text'),
         (f"prepare {Q} data.source=hf:a/b", "needs the Hugging Face hub, which can't be used from here"),
         (f"prepare {Q} data.source={LONG}", "no such file or folder"),
         (f"prepare {TEXT} data.cache_dir={{tmp}}/text.txt", "File exists; expected a folder to write in"),
         (f"prepare {TEXT} data.cache_dir=/proc/x", "data.cache_dir: /proc/x: .*expected a folder to write in"),
-        (f"prepare {TEXT} data.cache_dir={{tmp}}/{LONG}", "File name too long; expected a folder to write in"),
+        (f"prepare {TEXT} data.cache_dir={{tmp}}/{LONG}", LONG_KEY.format("data.cache_dir")),
         (f"prepare {TEXT} data.tokenizer=train:5", r"train:5: this source has more characters .* at least train:\d+"),
         (f"prepare {TEXT} data.tokenizer=train:99999", r"too little text for so many pieces; give at most train:\d+"),
         (f"prepare {TEXT} data.tokenizer=train:", r'data\.tokenizer is .*"train": null.*, expected text'),
@@ -151,7 +160,7 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("export {tmp}/run --out {tmp}/text.txt", "text.txt exists and is not an exported model"),
         ("export {tmp}/run --out {tmp}/text.txt/a", r"can't be written \(File exists\); make room, or choose another"),
         ("export {tmp}/run --out /proc/x", "/proc/x can't be written"),
-        (f"export {{tmp}}/run --out {{tmp}}/{LONG}", r"can't be written \(File name too long\)"),
+        (f"export {{tmp}}/run --out {{tmp}}/{LONG}", TOO_LONG),
         ("export {tmp}/run --out", "requires an argument"),
         ("export {tmp}/run x", "unexpected extra argument"),
     ],
@@ -186,12 +195,12 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("eval {tmp}/model --suite smal", r"--suite smal: there is no such suite; did you mean small\?"),
         ("eval {tmp}/model --suite ''", "there is no such suite; suites are edit_paper"),
         ("eval {tmp}/model --suite none.yaml", "--suite none.yaml: there is no such file"),
-        (f"eval {{tmp}}/model --suite {LONG}.yaml", "there is no such file"),
+        (f"eval {{tmp}}/model --suite {LONG}.yaml", TOO_LONG),
         ("eval {tmp}/model --suite tinystories", "give the folder that has it with --data-dir"),
         ("eval {tmp}/model --suite offline", "give the folder that has it with --data-dir"),
         ("eval {tmp}/model --suite tinystories --data-dir {tmp}/nope", "is not a folder, so it has no tinystories"),
         ("eval {tmp}/model --suite tinystories --data-dir {tmp}/empty", r"has no tinystories/valid\.txt"),
-        (f"eval {{tmp}}/model --suite tinystories --data-dir {LONG}", "is not a folder"),
+        (f"eval {{tmp}}/model --suite tinystories --data-dir {LONG}", TOO_LONG),
         ("eval {tmp}/model --device cud", "--device cud: there is no such device; give cpu, cuda"),
         ("eval {tmp}/model --device cuda:-1", "--device cuda:-1: there is no such device"),
         ("eval {tmp}/model --device ''", "there is no such device"),
@@ -212,6 +221,9 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("compare {tmp}/nope.yaml", "there is no such file; comparisons are YAML files"),
         ("compare {tmp}/empty", "holds no run; give run directories"),
         (f"compare {LONG}", TOO_LONG),
+        (f"compare {{tmp}}/run {LONG}", TOO_LONG),
+        (f"compare {{tmp}}/run {{tmp}}/run --out {LONG}", TOO_LONG),
+        (f"compare --report-only {LONG}", TOO_LONG),
         (f"compare {Q}", r"base is not a key; did you mean baseline\?"),
         (f"compare {ROUNDS} nope=1", "nope is not a section"),
         (f"compare {ROUNDS} x", "'x' is not an override"),
@@ -222,6 +234,22 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("compare --report-only {tmp}/text.txt", "holds no ended run"),
         ("compare --report-only {tmp}/run", "holds no ended run"),
     ],
+    "paths that are too long": [
+        ("compare {tmp}/long.yaml", "out_dir is .*; input should be a path of at most 3800 bytes"),
+        (f"recipe copy quickstart --to {LONG}", TOO_LONG),
+        (f"train {Q} --dry-run run.name={LONG}", "run.name is .*, expected at most 230 characters"),
+        (f"train {Q} --dry-run run.out_dir={{tmp}}/{LONG}", LONG_KEY.format("run.out_dir")),
+        (f"train {Q} --dry-run run.out_dir={'x/' * 2000}", LONG_KEY.format("run.out_dir")),
+        (f"train {Q} --dry-run checkpoint.mirror={{tmp}}/{LONG}", LONG_KEY.format("checkpoint.mirror")),
+        (f"train {Q} --dry-run data.source={LONG}", "no such file or folder"),
+        (f"train {Q} --dry-run data.validation={LONG}", "no such file or folder"),
+        (f"train {Q} --dry-run data.tokenizer={LONG}.json", "neither a file or folder here nor a model name"),
+        (f"train {Q} --dry-run model.from_config={LONG}", "can't be read .*; give a folder"),
+        (f"train {Q} --dry-run model.from_weights={LONG}", "neither a file or folder here nor a model name"),
+        (f"train {Q} --dry-run eval.suite={LONG}.yaml", "there is no such file"),
+        (f"train {Q} --dry-run eval.sets.{LONG}=a.txt", "expected at most 230 characters"),
+        (f"train {Q} --dry-run eval.sets.a={LONG}", "no such file or folder"),
+    ],
     "doctor and completion": [
         ("doctor --timeout 0", NOT_IN_RANGE),
         ("doctor --timeout -5", NOT_IN_RANGE),
@@ -230,6 +258,7 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("doctor --timeout x", NO_NUMBER),
         ("doctor {tmp}/nope.yaml", NO_FILE),
         (f"doctor {Q} optim.lrr=1", r"did you mean optim\.lr\?"),
+        (f"doctor {LONG}", TOO_LONG),
         ("doctor optim.lr=1", "optim.lr=1: there is no such file"),
     ],
 }
@@ -249,7 +278,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / "recipe.yaml").write_text("train: {steps: 3000}\n")
     for name in ("config.json", "tokenizer_config.json", "pytorch_model.bin"):
         (folder / "model" / name).write_text("{}")
-    (folder / "a.bin").write_bytes(bytes(range(256)))
+    for name in ("a.bin", "a.pdf"):
+        (folder / name).write_bytes(bytes(range(256)))
+    (folder / "long.yaml").write_text(f"out_dir: {LONG}\nrecipe: {Q}\nruns: {{a: {{}}}}\n")
     (folder / "loop").symlink_to(folder / "loop")
     return folder
 
@@ -265,3 +296,20 @@ def test_a_mistyped_command_ends_with_2_and_one_line(
     code, output = run_here(words)
     assert code == 2 and problem_of(code, output) is None, output
     assert re.search(pattern, message_of(output) or output), output
+
+
+@pytest.mark.parametrize("command", [*app.registered_commands, *recipe_app.registered_commands])
+def test_every_path_of_the_command_line_is_looked_up_first(
+    command: typer.models.CommandInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str | Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(files.os, "stat", refuse)
+    for name, hint in typing.get_type_hints(command.callback, include_extras=True).items():
+        kind, *rest = typing.get_args(hint) or (hint,)
+        if "Path" not in str(kind) and name not in ("arguments", "suite"):
+            continue
+        for given, message in ((LONG, TOO_LONG), ("locked/a", r"locked/a can't be looked up \(Permission denied\)")):
+            with pytest.raises(UserError, match=message):
+                rest[0].callback([given] if "list" in str(kind) else Path(given))

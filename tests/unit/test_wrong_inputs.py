@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit import test_recipe_wrong, test_wrong_commands, test_wrong_files
+from tests.unit import test_recipe_wrong, test_wrong_commands, test_wrong_files, test_wrong_tokens
 from tests.unit.test_wrong_variables import WRONG_VARIABLES
 
 FEWEST = 250
@@ -20,6 +20,8 @@ def areas() -> dict[str, int]:
         "texts": test_wrong_files.TEXTS,
         "token shards": test_wrong_files.TOKEN_FILES,
         "tokenizers": test_wrong_files.TOKENIZERS,
+        "token files of other tools": test_wrong_tokens.READY_MADE,
+        "token files beside other keys": test_wrong_tokens.COMBINED,
     }
     return {
         "keys and overrides": len(test_recipe_wrong.WRONG_OVERRIDES) + len(test_recipe_wrong.WRONG_FILES),

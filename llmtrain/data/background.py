@@ -1,0 +1,182 @@
+"""Tokenizing beside training: a process of low priority per host, and its supervisor in the host's first rank.
+
+The process is `python -m llmtrain.data.background`. It holds the folder's lock and commits blocks as they are completed. It
+ends with the rank, however that ends: its standard input is a pipe whose other end is the rank's. It then commits what it
+has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from llmtrain.config import DataSection
+from llmtrain.data.dataset import read_index
+from llmtrain.data.prepare import cache_path, prepare
+from llmtrain.data.stream import STATUS, write_status
+from llmtrain.errors import STOPPED_EARLY, DataError, exit_with_status
+from llmtrain.waiting import announced
+
+COMMAND = (sys.executable, "-m", "llmtrain.data.background")
+NICENESS = 10
+"""Added to the process's niceness, so that it takes the processor time that training leaves."""
+ATTEMPTS = 3
+"""Number of processes in a row that may end without having added tokens."""
+END_SECONDS = 60.0
+"""Maximum seconds in which the process commits what it has when the run ends."""
+STATUS_SECONDS = 1.0
+"""Seconds between two reports of the process about how far it is."""
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
+"""Environment variables that mark a process as one rank of many, which this process must not inherit."""
+
+
+class BackgroundTokenizer:
+    """Supervisor of a host's tokenizing process. A process that ends early, also one that is killed, is started again if it
+    has added tokens or is not the third one in a row; else its error line ends the run. Use it as a context manager."""
+
+    def __init__(self, data: DataSection, train_tokens: int, eval_tokens: int) -> None:
+        self.directory = cache_path(data)
+        job = {"data": data.model_dump(mode="json"), "train_tokens": train_tokens, "eval_tokens": eval_tokens}
+        self._job = json.dumps(job) + "\n"
+        self.problem: str | None = None
+        """Error line that ends the run, or None."""
+        self._process: subprocess.Popen[str] | None = None
+        self._is_over, self._lock = False, threading.Lock()
+        self._thread = threading.Thread(target=self._supervise, name="supervises the tokenizer", daemon=True)
+
+    def __enter__(self) -> BackgroundTokenizer:
+        (self.directory / STATUS).unlink(missing_ok=True)  # of an earlier run
+        self._start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._is_over, process = True, self._process
+        if process is None:
+            return
+        with suppress(OSError):
+            process.stdin.close()
+        with announced(f"the tokenizer of {self.directory} to keep what it has", END_SECONDS):
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._thread.join()
+
+    def _start(self) -> None:
+        """Start a process. Its first line of input is its job; the input's end is the end of the run."""
+        environment = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in RANK_VARIABLES and not key.startswith(RANK_PREFIXES)
+        }
+        self._process = subprocess.Popen(
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C reaches the run alone, which may need more text to end
+            # the tokens are made on the CPU; libraries would still take some of a GPU's memory
+            env={**environment, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "true"},
+        )
+        with suppress(OSError):  # it has ended already; the thread finds that
+            self._process.stdin.write(self._job)
+            self._process.stdin.flush()
+
+    def _supervise(self) -> None:
+        """Wait for the process, and start it again or report its error, until it or the run has ended."""
+        attempts, before = 0, self._tokens()
+        while True:
+            process = self._process
+            lines = deque((line.strip() for line in process.stderr), maxlen=20)
+            code = process.wait()
+            if self._is_over or code == 0:
+                return
+            tokens = self._tokens()
+            attempts, before = (attempts + 1 if tokens == before else 1), tokens
+            error = self._explain(code, list(lines))
+            if attempts >= ATTEMPTS:
+                self.problem = f"{error} (attempt {attempts} without new text)"
+                with suppress(OSError):  # of a full disk; ranks that wait then end because no text is added
+                    write_status(self.directory, error=self.problem)
+                return
+            print(f"{error}; the tokenizer is started again", file=sys.stderr, flush=True)
+            with self._lock:
+                if self._is_over:
+                    return
+                self._start()
+
+    def _tokens(self) -> int:
+        with suppress(DataError):
+            return sum(split.tokens for split in read_index(self.directory).splits.values())
+        return -1
+
+    def _explain(self, code: int, lines: list[str]) -> str:
+        """Return in one line why the process has ended."""
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        if errors:
+            return errors[-1]
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        why = f" ({lines[-1]})" if lines and code > 0 else ""
+        return f"the tokenizer of {self.directory} {how}{why}"
+
+
+class RunEnded(BaseException):
+    """End of the run that this process tokenizes for. Not an Exception, so that no library swallows it."""
+
+
+def main() -> None:
+    """Tokenize as the first line of standard input says, until that is done or the input ends."""
+    os.nice(NICENESS)
+    job = json.loads(sys.stdin.readline())
+    signal.signal(signal.SIGTERM, _end)
+    threading.Thread(target=_watch_input, daemon=True).start()
+    data = DataSection(**job["data"])
+    try:
+        prepare(data, job["train_tokens"], job["eval_tokens"], report=_Report(cache_path(data)))
+    except RunEnded:
+        sys.exit(STOPPED_EARLY)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise RunEnded
+
+
+def _watch_input() -> None:
+    """Interrupt the main thread once the run has ended, and end the process if that does not."""
+    while os.read(0, 1 << 10):  # sys.stdin's lock would abort an interpreter that ends meanwhile
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(END_SECONDS)
+    os._exit(1)
+
+
+class _Report:
+    """Report of the number of training tokens, for ranks that wait."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._written = directory, 0.0
+
+    def __call__(self, tokens: int) -> None:
+        if time.monotonic() - self._written >= STATUS_SECONDS:
+            self._written = time.monotonic()
+            write_status(self._directory, tokens=tokens)
+
+
+if __name__ == "__main__":
+    exit_with_status(main)

@@ -1,0 +1,64 @@
+"""Training and validation batches as a recipe describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from llmtrain.config import Recipe
+from llmtrain.data.dataset import TokenDataset
+from llmtrain.data.document_loader import DocumentLoader, document_eval_batches
+from llmtrain.data.documents import document_samples
+from llmtrain.data.loader import Loader, eval_batches
+from llmtrain.data.stream import GrowingTokens
+
+
+def build_loader(
+    recipe: Recipe,
+    prepared: TokenDataset,
+    *,
+    replica: int,
+    replicas: int,
+    shard_rank: int,
+    shard: int,
+    tokens: GrowingTokens | None = None,
+    write: bool = True,
+) -> Loader:
+    """Return the loader of a rank. `tokens`, if given, are those of a folder that grows, and are shuffled in blocks. With
+    `write`, the starts of documents are stored beside the shards. Raises DataError if the text is shorter than a step."""
+    train = recipe.train
+    shape = {
+        "sequence_length": train.sequence_length,
+        "global_batch": train.global_batch,
+        "micro_batch": train.micro_batch,
+        "replica": replica,
+        "replicas": replicas,
+        "shard_rank": shard_rank,
+        "shard": shard,
+        "seed": recipe.run.seed,
+    }
+    if recipe.data.packing == "none":
+        return DocumentLoader(document_samples(prepared, "train", train.sequence_length, write), **shape)
+    if tokens is not None:
+        return Loader(tokens, **shape, in_blocks=True)
+    return Loader(prepared.tokens("train"), **shape)
+
+
+def validation_batches(
+    recipe: Recipe, text: TokenDataset, *, rank: int, world: int, write: bool = True
+) -> Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return a function that returns an iterator over a rank's validation batches (input_ids, labels). It raises DataError
+    if the text is shorter than a sequence, or without packing has no documents."""
+    length = recipe.train.sequence_length
+    shape = {
+        "max_tokens": recipe.eval.tokens,
+        "sequence_length": length,
+        "micro_batch": recipe.train.micro_batch,
+        "rank": rank,
+        "world": world,
+    }
+    if recipe.data.packing == "none":
+        return partial(document_eval_batches, document_samples(text, "validation", length, write), **shape)
+    return partial(eval_batches, text.tokens("validation"), **shape)

@@ -1,0 +1,116 @@
+"""Agreement of several hosts on a text that each of them tokenizes while a run reads it.
+
+A thread of each host's first rank posts, in the job's store, a digest of each block that the host has. A rank reads a block
+once all hosts have posted it and their digests are equal: hosts never train on different text, and a rank never waits in a
+collective for another host's tokenizer. A host's error is an error of all ranks that wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from llmtrain.data.order import block_of
+from llmtrain.data.stream import POLL_SECONDS, GrowingTokens, read_status
+from llmtrain.errors import DataError
+from llmtrain.parallel.mesh import Mesh
+
+STRETCHES, LENGTH = 16, 1024
+"""Number of windows compared per block, and tokens per window."""
+LAST_ANSWER_SECONDS = 5.0
+"""Maximum seconds at the end to wait for the store's answer to a request in flight."""
+
+
+class HostBlocks:
+    """Digests of the blocks of all hosts, in the job's store."""
+
+    def __init__(self, store: dist.Store, hosts: Sequence[int]) -> None:
+        """Name each host by the number of its first rank."""
+        self._store, self._hosts = store.clone(), hosts
+
+    def agree(self, tokens: GrowingTokens, needed: int) -> None:
+        """Wait until all hosts have the block that ends before token number `needed`, the label of its last token. Raises
+        DataError if their texts differ, or if one of them has failed or adds nothing for the run's timeout."""
+        start, _ = block_of(max(min(needed, len(tokens)) - 2, 0))
+        keys = [f"text/{host}/{start}" for host in self._hosts]
+        tokens.wait_until(lambda: self._store.check(keys), needed, self._status)
+        posts = [json.loads(self._store.get(key)) for key in keys]
+        for post in posts:
+            if post["digest"] != posts[0]["digest"]:
+                raise DataError(
+                    f"{tokens.source}: {post['host']} has other tokens ({post['digest']}) than {posts[0]['host']} "
+                    f"({posts[0]['digest']}) from token {start:,} on; let all hosts see one data.cache_dir, or copy "
+                    f"{tokens.directory} from one to all"
+                )
+
+    def _status(self) -> Mapping[str, Any]:
+        """Return how far each host is, and the error of one that has failed."""
+        keys = [f"text/{host}" for host in self._hosts]
+        found = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+        errors = [status["error"] for status in found if "error" in status]
+        slowest = min(
+            (max(status["committed"], status.get("tokens", 0)) for status in found if "committed" in status), default=0
+        )
+        return {"hosts": found, "on_slowest_host": slowest, **({"error": errors[0]} if errors else {})}
+
+
+@contextmanager
+def posted_blocks(store: dist.Store, rank: int, tokens: GrowingTokens) -> Iterator[None]:
+    """Post the blocks of this host, which `tokens` reads for this purpose alone, from a thread."""
+    closed = threading.Event()
+    thread = threading.Thread(
+        target=_post, args=(store.clone(), f"text/{rank}", tokens, closed), name="posts blocks of text", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        thread.join(LAST_ANSWER_SECONDS)  # an answer during the interpreter's shutdown would abort the process
+
+
+def _post(store: dist.Store, key: str, tokens: GrowingTokens, closed: threading.Event) -> None:
+    before, start = "", 0
+    try:
+        while not closed.is_set():
+            tokens.refresh()
+            while not closed.is_set() and (post := _describe(tokens, start)) is not None:
+                store.set(f"{key}/{start}", json.dumps(post))
+                start = block_of(start)[1]
+            status = json.dumps({"committed": len(tokens), **read_status(tokens.directory)})
+            if status != before:
+                store.set(key, status)
+                before = status
+            if tokens.is_complete and start >= len(tokens):
+                return
+            closed.wait(POLL_SECONDS)
+    except DataError as error:
+        store.set(key, json.dumps({"error": f"{socket.gethostname()}: {error}"}))
+    except dist.DistError:  # the store is gone; this rank's next collective says why
+        return
+
+
+def _describe(tokens: GrowingTokens, start: int) -> dict[str, str] | None:
+    """Return the digest of the block that begins at token `start`, or None if it is not complete."""
+    end = min(block_of(start)[1] + 1, tokens.most)
+    if start >= len(tokens) or (len(tokens) < end and not tokens.is_complete):
+        return None
+    end = min(end, len(tokens))
+    length, digest = min(LENGTH, end - start), hashlib.sha256()
+    for at in np.linspace(start, end - length, STRETCHES, dtype=np.int64):
+        digest.update(tokens.window(int(at), length).astype("<u4").tobytes())
+    return {"host": socket.gethostname(), "digest": f"{end - start:,} tokens, {digest.hexdigest()[:8]}"}
+
+
+def hosts_of(mesh: Mesh) -> list[int]:
+    """Return the first rank of each host. A collective of all ranks."""
+    local = mesh.all_ranks.all_gather_object(mesh.world.local_rank, "counting hosts")
+    return [rank for rank, number in enumerate(local) if number == 0]

@@ -1,0 +1,177 @@
+"""Training tokens of a folder to which a process adds more while a run reads them.
+
+The folder's index is read again when a rank needs tokens that it does not know of. Beside it, the process that tokenizes
+keeps `tokenizing.json`: how far it is, or why it has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmtrain.config import DataSection
+from llmtrain.data.dataset import INDEX, Shard, TokenDataset, TokenShards, check_shard, read_index
+from llmtrain.data.order import FIRST_BLOCK
+from llmtrain.data.sources import HUB
+from llmtrain.errors import DataError
+from llmtrain.waiting import QUIET_SECONDS
+
+STATUS = "tokenizing.json"
+POLL_SECONDS = 0.2
+REPEAT_SECONDS = 60.0
+"""Seconds between lines about the same wait."""
+OPEN_SHARDS = 256
+"""Maximum number of shards that are memory-mapped at a time: each needs a file descriptor, of which a process often has
+1,024."""
+
+
+def shuffles_in_blocks(data: DataSection) -> bool:
+    """Return whether the first epoch is shuffled in blocks, so that a run may begin before all of its text is tokenized."""
+    if data.is_list:
+        return False
+    if data.packing == "none":  # the number of samples is known only when all documents are there
+        return False
+    return data.shuffle == "blocks" or (data.shuffle == "auto" and data.source.startswith(HUB))
+
+
+def first_block(prepared: TokenDataset) -> TokenDataset:
+    """Return the part of a prepared folder that exists on every host before the first step."""
+    least = min(prepared.limits.get("train", sys.maxsize), FIRST_BLOCK + 1)
+    return replace(prepared, limits={**prepared.limits, "train": least})
+
+
+def read_status(directory: Path) -> Mapping[str, Any]:
+    """Return what the process that tokenizes has written last: its training `tokens`, or an `error`. Empty if nothing."""
+    try:
+        status = json.loads((directory / STATUS).read_text())
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def write_status(directory: Path, **status: Any) -> None:
+    """Replace what ranks read about the process that tokenizes. A reader never sees half of it."""
+    temporary = directory / f"{STATUS}.tmp"
+    temporary.write_text(json.dumps(status))
+    temporary.rename(directory / STATUS)
+
+
+class GrowingTokens:
+    """Sequence of the training tokens of a folder, which another process may extend up to the recipe's limit."""
+
+    def __init__(
+        self,
+        prepared: TokenDataset,
+        timeout_seconds: float,
+        *,
+        announce: bool = True,
+        agree: Callable[[GrowingTokens, int], None] = lambda tokens, needed: None,
+    ) -> None:
+        """Read a folder that has at least its first block. A wait without any progress fails after `timeout_seconds`.
+        `agree(self, tokens)` is called once for each number of tokens that was waited for; it may wait for other hosts, and
+        raises DataError if they have other tokens. With `announce`, waits are printed."""
+        self.directory, self.source = prepared.directory, prepared.index.source
+        self.most = prepared.limits.get("train", sys.maxsize)
+        """Largest number of tokens that there can ever be; sys.maxsize if the length of the source is not known."""
+        self.closed = threading.Event()
+        """Set at the end of the run, to end a wait."""
+        self.is_complete = False
+        """True once all tokens that the run needs, or all of its source, are there."""
+        self._timeout, self._announce, self._agree = timeout_seconds, announce, agree
+        self._dtype = prepared.index.dtype
+        self._shards: list[_LazyShard] = []
+        self._tokens = TokenShards([])
+        self._stamp, self._last_wait = 0, -math.inf
+        self._agreed = 0
+        self._open = lru_cache(maxsize=OPEN_SHARDS)(prepared.open)
+        self.refresh()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def window(self, start: int, length: int) -> np.ndarray:
+        """Return tokens [start, start + length), which must be there, as `TokenShards.window` does."""
+        return self._tokens.window(start, length)
+
+    def wait_for(self, tokens: int) -> int:
+        """Wait until there are so many tokens or the source has ended. Return how many there are. Raises DataError if the
+        tokenizing process has failed, or if nothing is added for `timeout_seconds`."""
+        tokens = min(tokens, self.most)
+        if tokens > self._agreed:
+            if tokens > len(self) and not self.is_complete:
+                self.wait_until(lambda: tokens <= len(self) or self.is_complete, tokens)
+            self._agree(self, tokens)
+            self._agreed = tokens
+        return len(self)
+
+    def is_waiting(self, seconds: float) -> bool:
+        """Return whether text was waited for within the last `seconds`."""
+        return time.monotonic() - self._last_wait < seconds + POLL_SECONDS
+
+    def refresh(self) -> None:
+        """Read the index if it has changed. Raises DataError if it or a new shard is damaged."""
+        with suppress(OSError):  # read_index says why
+            if (stamp := (self.directory / INDEX).stat().st_mtime_ns) == self._stamp:
+                return
+        index = read_index(self.directory)
+        entry = index.splits["train"]
+        for shard in entry.shards[len(self._shards) :]:
+            check_shard(self.directory, index, shard)
+            self._shards.append(_LazyShard(shard, self._open))
+        self._tokens = TokenShards(self._shards, self.most)
+        self.is_complete = entry.exhausted or entry.tokens >= self.most
+        self._stamp = stamp
+
+    def wait_until(
+        self, condition: Callable[[], bool], tokens: int, elsewhere: Callable[[], Mapping[str, Any]] = dict
+    ) -> None:
+        """Wait for a condition that tokens here or the status `elsewhere` make true. Raises DataError as `wait_for`."""
+        begun = moved = time.monotonic()
+        shown, before = begun + QUIET_SECONDS - REPEAT_SECONDS, None
+        while not condition():
+            self._last_wait = now = time.monotonic()
+            status = {**read_status(self.directory), **elsewhere()}
+            if "error" in status:
+                raise DataError(status["error"])
+            if (progress := (len(self), status)) != before:
+                before, moved = progress, now
+            if now - moved > self._timeout:
+                raise DataError(
+                    f"{self.source}: no text was tokenized for {self._timeout:g} s (run.timeout_seconds) while {tokens:,} tokens "
+                    f"were needed and {len(self):,} were on this host; look at {self.directory}, and start the same command again"
+                )
+            if self._announce and now - shown >= REPEAT_SECONDS:
+                shown = now
+                there = status.get("on_slowest_host", max(len(self), status.get("tokens", 0)))
+                line = (
+                    f"waiting for the tokenizer of {self.source}: {there / 1e6:,.1f} M of {tokens / 1e6:,.1f} M tokens"
+                )
+                print(line, file=sys.stderr, flush=True)
+            if self.closed.wait(POLL_SECONDS):
+                raise DataError(f"{self.source}: the run has ended while it waited for text")
+            self.refresh()
+        self._last_wait = time.monotonic() if before else self._last_wait
+
+
+class _LazyShard:
+    """Shard that is memory-mapped when it is read."""
+
+    def __init__(self, shard: Shard, load: Callable[[Shard], np.ndarray]) -> None:
+        self._shard, self._load = shard, load
+
+    def __len__(self) -> int:
+        return self._shard.tokens
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        return self._load(self._shard)[part]

@@ -1,0 +1,233 @@
+"""Export of prepared tokens in the formats of other tools: nanoGPT, llm.c, Megatron-LM and NumPy.
+
+Tokens are read and written in parts. The folder appears complete or not at all, with the tokenizer, and with tokens.json,
+which says what the tokens are.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from pydantic import BaseModel
+
+from llmtrain.config import DataSection
+from llmtrain.data.dataset import TOKENIZER, TokenDataset, TokenShards, token_digest
+from llmtrain.data.sources import SPLITS
+from llmtrain.data.token_files import HEADER_INTS, LLM_C_KINDS, MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC, Kind
+from llmtrain.errors import UserError
+from llmtrain.export.folder import CARD, check_replaceable, locked, note, replacing
+
+MANIFEST = "tokens.json"
+KINDS: tuple[Kind, ...] = get_args(Kind)
+WORDS = ("exported tokens", "prepare RECIPE --export FOLDER")
+"""What such a folder is, and how it is made, for messages."""
+NAMES = {"train": "train", "validation": "val"}
+"""Beginnings of file names by split, as nanoGPT and llm.c have them."""
+SHARD_TOKENS = 100_000_000
+"""Tokens per file of llm.c, as in its own data sets."""
+CHUNK = 1 << 22
+LARGEST_UINT16 = 1 << 16
+
+
+class ExportedSplit(BaseModel, frozen=True):
+    """Entry of tokens.json for one split."""
+
+    files: list[str]
+    tokens: int
+    documents: int
+    """Number of eos tokens, which end documents."""
+    text_bytes: int | None
+    """UTF-8 bytes of the text, if known."""
+
+
+class TokenManifest(BaseModel, frozen=True):
+    """Schema of tokens.json."""
+
+    format: Kind
+    dtype: str
+    source: str
+    tokenizer: str
+    vocab_size: int
+    eos: str
+    eos_id: int
+    digest: str
+    """Numbers of tokens, size of the vocabulary, and digest of windows of the tokens."""
+    splits: dict[str, ExportedSplit]
+
+
+def parse_kind(name: str | None, final: Path) -> Kind:
+    """Return the format of this name. Raises UserError if there is none, or if `final` can't be replaced by an export."""
+    check_replaceable(final, MANIFEST, *WORDS)
+    found = next((kind for kind in KINDS if kind == name), None)
+    if found is None:
+        given = "is missing" if name is None else f"is {name}"
+        raise UserError(f"--format {given}, expected {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    return found
+
+
+def check_kind(kind: Kind, vocab_size: int) -> None:
+    """Raise UserError if the format can't hold the tokens of so large a vocabulary."""
+    if kind == "nanogpt" and vocab_size > LARGEST_UINT16:
+        raise UserError(
+            f"--format {kind}: a vocabulary of {vocab_size:,}, but nanoGPT's files hold uint16, up to {LARGEST_UINT16:,}; choose "
+            "llm.c, megatron or npy"
+        )
+
+
+def export_tokens(prepared: TokenDataset, data: DataSection, kind: Kind, final: Path) -> TokenManifest:
+    """Write all prepared tokens, of training at most `data.max_tokens`, to folder `final`. Raises UserError."""
+    prepared = TokenDataset(prepared.directory, prepared.index, {"train": data.max_tokens} if data.max_tokens else {})
+    check_kind(kind, prepared.vocab_size)
+    with locked(final), replacing(final, MANIFEST, *WORDS) as folder:
+        manifest = TokenManifest(
+            format=kind,
+            dtype=np.dtype(_dtype(kind, prepared.vocab_size)).name,
+            source=prepared.index.source,
+            tokenizer=prepared.index.tokenizer,
+            vocab_size=prepared.vocab_size,
+            eos=prepared.load_tokenizer().eos_token,
+            eos_id=prepared.eos_id,
+            digest=token_digest(prepared),
+            splits={NAMES[split]: _write_split(prepared, split, kind, folder) for split in SPLITS},
+        )
+        shutil.copytree(prepared.directory / TOKENIZER, folder / TOKENIZER)
+        (folder / CARD).write_text(_card(manifest, final))
+        (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
+    return manifest
+
+
+def describe(folder: Path, manifest: TokenManifest) -> str:
+    """Return the line that the command prints."""
+    counts = ", ".join(f"{split.tokens:,} {name} tokens" for name, split in manifest.splits.items())
+    return f"{folder}: {counts} in {manifest.dtype}, format {manifest.format}"
+
+
+def _dtype(kind: Kind, vocab_size: int) -> str:
+    if vocab_size <= LARGEST_UINT16:
+        return "<u2"
+    return "<i4" if kind == "megatron" else "<u4"
+
+
+def _write_split(prepared: TokenDataset, split: str, kind: Kind, folder: Path) -> ExportedSplit:
+    tokens, entry = prepared.tokens(split), prepared.index.splits[split]
+    note(f"writing {len(tokens):,} {split} tokens ({kind})")
+    ends = DocumentLengths(prepared.eos_id)
+    files = WRITERS[kind](tokens, NAMES[split], folder, np.dtype(_dtype(kind, prepared.vocab_size)), ends)
+    is_complete = len(tokens) == entry.tokens and prepared.index.ready_made is None
+    return ExportedSplit(
+        files=files,
+        tokens=len(tokens),
+        documents=ends.count,
+        text_bytes=entry.text_bytes if is_complete else None,
+    )
+
+
+class DocumentLengths:
+    """Lengths of the documents of a stream of tokens, each with its eos."""
+
+    def __init__(self, eos: int) -> None:
+        self._eos, self._lengths, self._open, self.count = eos, [], 0, 0
+
+    def add(self, ids: np.ndarray) -> None:
+        ends = np.flatnonzero(ids == self._eos) + 1
+        lengths = np.diff(ends, prepend=-self._open)
+        self._open = len(ids) - int(ends[-1]) if len(ends) else self._open + len(ids)
+        self._lengths.append(lengths)
+        self.count += len(ends)
+
+    def lengths(self) -> np.ndarray:
+        """Return the lengths in tokens; the last document may lack its eos."""
+        found = np.concatenate([*self._lengths, np.array([self._open] * bool(self._open), dtype=np.int64)])
+        if (longest := found.max(initial=0)) >= 1 << 31:
+            raise UserError(f"--format megatron: a document of {longest:,} tokens; its index holds up to 2,147,483,647")
+        return found
+
+
+Writer = Callable[[TokenShards, str, Path, np.dtype, DocumentLengths], list[str]]
+
+
+def _parts(
+    tokens: TokenShards, start: int, end: int, dtype: np.dtype, documents: DocumentLengths
+) -> Iterator[memoryview | bytes]:
+    """Yield the bytes of tokens [start, end), and count their documents."""
+    for first in range(start, end, CHUNK):
+        ids = tokens.window(first, min(CHUNK, end - first)).astype(dtype, copy=False)
+        documents.add(ids)
+        yield ids.tobytes()
+
+
+def _write_nanogpt(
+    tokens: TokenShards, name: str, folder: Path, dtype: np.dtype, documents: DocumentLengths
+) -> list[str]:
+    with (folder / f"{name}.bin").open("wb") as file:
+        file.writelines(_parts(tokens, 0, len(tokens), dtype, documents))
+    return [f"{name}.bin"]
+
+
+def _write_llm_c(
+    tokens: TokenShards, name: str, folder: Path, dtype: np.dtype, documents: DocumentLengths
+) -> list[str]:
+    magic, version = next((magic, version) for magic, (version, held) in LLM_C_KINDS.items() if dtype == np.dtype(held))
+    files = []
+    for start in range(0, len(tokens), SHARD_TOKENS):
+        end = min(start + SHARD_TOKENS, len(tokens))
+        header = np.zeros(HEADER_INTS, "<i4")
+        header[:3] = magic, version, end - start
+        files.append(f"{name}_{len(files):06d}.bin")
+        with (folder / files[-1]).open("wb") as file:
+            file.write(header.tobytes())
+            file.writelines(_parts(tokens, start, end, dtype, documents))
+    return files
+
+
+def _write_megatron(
+    tokens: TokenShards, name: str, folder: Path, dtype: np.dtype, documents: DocumentLengths
+) -> list[str]:
+    _write_nanogpt(tokens, name, folder, dtype, documents)
+    lengths = documents.lengths()
+    code = next(code for code, held in MEGATRON_DTYPES.items() if dtype == np.dtype(held))
+    pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
+    with (folder / f"{name}.idx").open("wb") as file:
+        file.write(MEGATRON_HEADER.pack(MEGATRON_MAGIC, 1, code, len(lengths), len(lengths) + 1))
+        for array in (lengths.astype("<i4"), pointers.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8")):
+            file.write(array.tobytes())
+    return [f"{name}.bin", f"{name}.idx"]
+
+
+def _write_npy(tokens: TokenShards, name: str, folder: Path, dtype: np.dtype, documents: DocumentLengths) -> list[str]:
+    header = {"descr": dtype.str, "fortran_order": False, "shape": (len(tokens),)}
+    with (folder / f"{name}.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        file.writelines(_parts(tokens, 0, len(tokens), dtype, documents))
+    return [f"{name}.npy"]
+
+
+WRITERS: dict[Kind, Writer] = {
+    "nanogpt": _write_nanogpt,
+    "llm.c": _write_llm_c,
+    "megatron": _write_megatron,
+    "npy": _write_npy,
+}
+
+
+def _card(manifest: TokenManifest, final: Path) -> str:
+    rows = [
+        f"| {', '.join(split.files[:1] + split.files[-1:][: len(split.files) - 1])} | {split.tokens:,} | {split.documents:,} |"
+        for split in manifest.splits.values()
+    ]
+    return "\n".join(
+        [
+            f"# Tokens of {manifest.source}\n",
+            f"Tokenized with {manifest.tokenizer} (folder `{TOKENIZER}`), a vocabulary of {manifest.vocab_size:,}; written by "
+            f"llmtrain as {manifest.dtype} in the format {manifest.format}. Every document ends with `{manifest.eos}` "
+            f"({manifest.eos_id}); no other special tokens were added. `{MANIFEST}` says the same for programs.\n",
+            "| files | tokens | documents |",
+            "| --- | --- | --- |",
+            *rows,
+            f"\nTo train on them: `data.source={final} data.tokenizer={final / TOKENIZER}`\n",
+        ]
+    )

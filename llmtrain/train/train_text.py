@@ -1,0 +1,53 @@
+"""The training text of a run that tokenizes while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from llmtrain.config import Recipe
+from llmtrain.data.background import BackgroundTokenizer
+from llmtrain.data.dataset import TokenDataset
+from llmtrain.data.host_blocks import HostBlocks, hosts_of, posted_blocks
+from llmtrain.data.stream import GrowingTokens, shuffles_in_blocks
+from llmtrain.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class TrainText:
+    """Training tokens of a run that may begin before all of them exist."""
+
+    tokens: GrowingTokens
+    problem: Callable[[], str | None]
+    """Returns the error line of this host's tokenizing process that ends the run, or None."""
+
+
+def tokens_read(recipe: Recipe) -> int:
+    """Return the number of training tokens that a run reads."""
+    return recipe.train.total_steps * recipe.train.tokens_per_step + 1
+
+
+@contextmanager
+def open_train_text(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> Iterator[TrainText | None]:
+    """Provide the training tokens if the first epoch is shuffled in blocks, else None. The first rank of each host starts the
+    process that tokenizes what is missing, and ends it on exit. A collective of all ranks."""
+    if not shuffles_in_blocks(recipe.data):
+        yield None
+        return
+    timeout, is_first = recipe.run.timeout_seconds, mesh.world.local_rank == 0
+    hosts = [0] if mesh.store is None else hosts_of(mesh)
+    with ExitStack() as stack:
+        problem: Callable[[], str | None] = lambda: None  # noqa: E731
+        if is_first and not GrowingTokens(prepared, timeout).is_complete:
+            tokenizer = BackgroundTokenizer(recipe.data, tokens_read(recipe), recipe.eval.tokens + 1)
+            stack.enter_context(tokenizer)
+            problem = lambda: tokenizer.problem  # noqa: E731
+        if len(hosts) == 1:
+            tokens = GrowingTokens(prepared, timeout, announce=is_first)
+        else:
+            if is_first:
+                stack.enter_context(posted_blocks(mesh.store, mesh.world.rank, GrowingTokens(prepared, timeout)))
+            tokens = GrowingTokens(prepared, timeout, announce=is_first, agree=HostBlocks(mesh.store, hosts).agree)
+        stack.callback(tokens.closed.set)
+        yield TrainText(tokens, problem)

@@ -1,0 +1,332 @@
+"""Tokens that are read while a process adds to them: waits that end, errors that are told, and nothing lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from llmtrain.config import DataSection
+from llmtrain.data import background, order, stream
+from llmtrain.data import extend as extending
+from llmtrain.data.background import BackgroundTokenizer
+from llmtrain.data.dataset import TokenDataset, open_dataset
+from llmtrain.data.prepare import cache_path, prepare
+from llmtrain.data.sources import TextStream
+from llmtrain.data.stream import GrowingTokens, first_block, shuffles_in_blocks, write_status
+from llmtrain.errors import DataError
+from tests.end_to_end.runs import is_gone, wait_until
+from tests.unit.test_data_damage import searched
+from tests.unit.test_data_prepare import TEXTS
+
+MANY = 10**9
+FIRST = 600
+"""Tokens of the first block."""
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataSection:
+    monkeypatch.setattr(order, "FIRST_BLOCK", FIRST)
+    monkeypatch.setattr(order, "LARGEST_BLOCK", 4 * FIRST)
+    for module in ("prepare", "stream"):
+        monkeypatch.setattr(f"llmtrain.data.{module}.FIRST_BLOCK", FIRST)
+    monkeypatch.setattr(extending, "BATCH_CHARACTERS", 1000)
+    for name in ("POLL_SECONDS", "QUIET_SECONDS"):
+        monkeypatch.setattr(stream, name, 0.001)
+    (tmp_path / "stories.txt").write_text("\n~~~\n".join(TEXTS))
+    keys = {"tokenizer": "train:320", "validation_fraction": 0.2, "cache_dir": str(tmp_path / "cache")}
+    return DataSection(source=str(tmp_path / "stories.txt"), separator="\n~~~\n", shuffle="blocks", **keys)
+
+
+def tokens_of(prepared: TokenDataset, split: str = "train") -> list[int]:
+    tokens = TokenDataset(prepared.directory, prepared.index).tokens(split)
+    return tokens.window(0, len(tokens)).tolist()
+
+
+@pytest.fixture
+def expected(data: DataSection) -> list[int]:
+    return tokens_of(prepare(data.model_copy(update={"cache_dir": data.cache_dir + "-undisturbed"}), MANY, MANY))
+
+
+def begun(data: DataSection, limit: int | None = None) -> TokenDataset:
+    return prepare(data.model_copy(update={"max_tokens": limit}), MANY, 100, first_block_only=True)
+
+
+def growing(prepared: TokenDataset, timeout: float = 60.0, **options: object) -> GrowingTokens:
+    return GrowingTokens(prepared, timeout, **options)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let this process's tokenizing thread read so many documents more."""
+    may_read = threading.Semaphore(0)
+
+    class Gated(TextStream):
+        def __iter__(self) -> Iterator[tuple[str, str]]:
+            for found in super().__iter__():
+                assert may_read.acquire(timeout=60)
+                yield found
+
+    monkeypatch.setattr(extending, "TextStream", Gated)
+    return may_read.release
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_which_texts_are_shuffled_in_blocks() -> None:
+    hub, files = DataSection(source="hf:o/d"), DataSection()
+    assert shuffles_in_blocks(hub) and not shuffles_in_blocks(files)
+    assert not shuffles_in_blocks(hub.model_copy(update={"shuffle": "all"}))
+    assert shuffles_in_blocks(files.model_copy(update={"shuffle": "blocks"}))
+
+
+def test_a_run_begins_with_the_first_block_and_reads_the_others_as_they_are_completed(
+    data: DataSection, expected: list[int], gate: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gate(400)
+    prepared = begun(data)
+    assert FIRST < prepared.index.splits["train"].tokens < 2 * FIRST and not prepared.index.splits["train"].exhausted
+    assert len(first_block(prepared).tokens("train")) == FIRST + 1
+    left = 400
+    while left:  # what the first start did not read
+        left -= 1
+        if not gate.__self__.acquire(blocking=False):
+            break
+    reports: list[int] = []
+    thread = in_thread(lambda: prepare(data, MANY, 100, report=reports.append))
+    tokens = growing(prepared)
+    assert tokens.wait_for(FIRST + 1) == len(tokens) and not tokens.is_complete
+    assert capsys.readouterr().err == ""
+    found: list[int] = []
+    reader = in_thread(lambda: found.append(tokens.wait_for(3 * FIRST + 1)))
+    wait_until(lambda: tokens.is_waiting(0.0), "does not wait")
+    gate(100)
+    reader.join(60)
+    assert found == [len(tokens)] and 3 * FIRST < len(tokens) < len(expected), "committed as soon as it is complete"
+    assert reports and max(reports) >= len(tokens)
+    assert tokens.window(0, len(tokens)).tolist() == expected[: len(tokens)]
+    line = capsys.readouterr().err.splitlines()
+    assert line[0].startswith(f"waiting for the tokenizer of {data.source}: 0.0 M of 0.0 M tokens") and len(line) == 1
+    gate(400)
+    assert tokens.wait_for(MANY) == len(expected) and tokens.is_complete
+    assert tokens.window(0, len(tokens)).tolist() == expected
+    thread.join(60)
+
+
+def test_only_the_tokens_of_the_run_are_read(data: DataSection, expected: list[int]) -> None:
+    prepared = begun(data, 2000)
+    prepare(data, MANY, 100)
+    tokens = growing(prepared)
+    assert tokens.most == len(tokens) == tokens.wait_for(MANY) == 2000 and tokens.is_complete
+    assert first_block(begun(data, 400)).limits["train"] == 400
+
+
+def test_a_wait_without_progress_ends_and_one_with_progress_does_not(
+    data: DataSection, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = begun(data)
+    with pytest.raises(
+        DataError, match=r"no text was tokenized for 0\.05 s \(run\.timeout_seconds\) while 3,000 tokens were"
+    ):
+        growing(prepared, 0.05).wait_for(3000)
+    assert capsys.readouterr().err.count("waiting for the tokenizer") == 1
+    clock = iter(range(0, 1000, 30))
+    monkeypatch.setattr(stream.time, "monotonic", lambda: float(next(clock)))  # 30 s a look
+    tokens, looks = growing(prepared, 50.0), iter(range(1, 100))
+
+    def progress() -> bool:
+        write_status(prepared.directory, tokens=(look := next(looks)) * 10**6)
+        return look > 10
+
+    tokens.wait_until(progress, 10**8)
+    lines = capsys.readouterr().err.splitlines()
+    assert 3 <= len(lines) <= 6 and lines[-1].endswith(" M of 100.0 M tokens"), "a line a minute"
+    assert lines[0] != lines[-1]
+
+
+def test_errors_end_a_wait(data: DataSection) -> None:
+    prepared = begun(data)
+    write_status(prepared.directory, error="hf:o/d: no column data.text_key=text; it has body")
+    with pytest.raises(DataError, match=r"^hf:o/d: no column data\.text_key=text; it has body$"):
+        growing(prepared).wait_for(3000)
+    (prepared.directory / stream.STATUS).write_text("half of")
+    tokens = growing(prepared)
+    tokens.closed.set()
+    with pytest.raises(DataError, match="the run has ended while it waited for text"):
+        tokens.wait_for(3000)
+    tokens.closed.clear()
+    prepare(data, MANY, 100)
+    shard = prepared.directory / open_dataset(prepared.directory).index.splits["train"].shards[-1].name
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"train-\d+\.npy: \d+ bytes found, \d+ expected; delete"):
+        tokens.wait_for(3000)
+    (prepared.directory / "index.json").unlink()
+    with pytest.raises(DataError, match=r"index\.json: no such file"):
+        growing(prepared)
+
+
+def test_few_shards_are_open_at_a_time(data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extending, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(stream, "OPEN_SHARDS", 2)
+    prepared = prepare(data, MANY, 100)
+    assert len(prepared.index.splits["train"].shards) > 10
+    tokens = growing(prepared)
+    assert tokens.window(0, len(expected)).tolist() == expected
+    assert np.array_equal(tokens.window(len(expected) - 9, 9), expected[-9:])
+    assert tokens._open.cache_info().currsize == 2
+
+
+# ---- the process
+
+SMALL = """
+import sys
+from llmtrain.data import background, extend, order
+extend.BATCH_CHARACTERS, background.STATUS_SECONDS = 1000, 0.0
+order.FIRST_BLOCK, order.LARGEST_BLOCK = 600, 2400
+tokenize, count = extend._tokenize, 0
+def counted(*arguments):
+    global count
+    count += 1
+    if count == {batches}:
+        {then}
+    return tokenize(*arguments)
+extend._tokenize = counted
+from llmtrain.errors import exit_with_status
+exit_with_status(background.main)
+"""
+KILL = "import os; os.kill(os.getpid(), 9)"
+FULL = "raise OSError(28, 'No space left on device')"
+FAIL = "from llmtrain.errors import DataError; raise DataError('hf:o/d: reading it from the hub failed (gone)')"
+HANG = "import threading; threading.Event().wait()"
+
+
+def small(batches: int, then: str) -> tuple[str, ...]:
+    """A tokenizing process with small batches and blocks, to which something happens in one of its batches."""
+    return (sys.executable, "-c", SMALL.format(batches=batches, then=then))
+
+
+KILLED = r"the tokenizer of .* was killed by SIGKILL; the tokenizer is started again"
+FAILURES = {
+    KILL: KILLED,
+    FAIL: r"hf:o/d: reading it from the hub failed \(gone\)",
+    FULL: "data.cache_dir: .*: No space left",
+}
+
+
+@pytest.mark.parametrize("failures", [[KILL], pytest.param([FAIL, KILL, FULL], marks=pytest.mark.deep)], ids=len)
+def test_a_process_that_is_killed_or_fails_is_started_again_and_nothing_is_lost(
+    data: DataSection,
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failures: list[str],
+) -> None:
+    prepared = begun(data)
+    commands = iter([*(small(5, failure) for failure in failures), background.COMMAND])
+
+    class Started(BackgroundTokenizer):
+        def _start(self) -> None:
+            monkeypatch.setattr(background, "COMMAND", next(commands))
+            super()._start()
+
+    tokens = growing(prepared)
+    with Started(data, MANY, 100) as tokenizer:
+        assert tokens.wait_for(MANY) == len(expected)
+        tokenizer._thread.join(60)
+    assert tokens.window(0, len(expected)).tolist() == expected and tokenizer.problem is None
+    lines = [line for line in capsys.readouterr().err.splitlines() if "started again" in line]
+    assert len(lines) == len(failures)
+    assert all(re.match(FAILURES[failure], line) for failure, line in zip(failures, lines, strict=True)), lines
+    assert prepare(data, MANY, 100).index.splits["train"].exhausted
+
+
+def test_one_that_adds_nothing_ends_the_run_with_its_line(
+    data: DataSection, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared = begun(data)
+    script = f"read job; echo noise >&2; echo 'error: {data.source}: it is gone' >&2; exit 2"
+    monkeypatch.setattr(background, "COMMAND", ("bash", "-c", script))
+    with BackgroundTokenizer(data, MANY, 100) as tokenizer:
+        with pytest.raises(DataError, match=rf"^{data.source}: it is gone \(attempt 3 without new text\)$"):
+            growing(prepared).wait_for(MANY)
+        tokenizer._thread.join(60)
+        assert tokenizer.problem == f"{data.source}: it is gone (attempt 3 without new text)"
+    assert capsys.readouterr().err.count("; the tokenizer is started again\n") == background.ATTEMPTS - 1
+    monkeypatch.setattr(background, "COMMAND", ("bash", "-c", "read job; echo Traceback >&2; exit 1"))
+    with BackgroundTokenizer(data, MANY, 100) as tokenizer:
+        tokenizer._thread.join(60)
+    assert tokenizer.problem.endswith("ended with code 1 (Traceback) (attempt 3 without new text)")
+
+
+@pytest.mark.parametrize("ended", [pytest.param("exit", marks=pytest.mark.deep), "killed"])
+def test_the_process_ends_with_the_run_and_keeps_what_it_has(
+    data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch, ended: str
+) -> None:
+    """A killed run closes the pipe as one that ends does, but does not wait."""
+    prepared = begun(data)
+    before = prepared.index.splits["train"].tokens
+    monkeypatch.setattr(background, "COMMAND", small(2, HANG))  # before a block is completed
+    tokenizer = BackgroundTokenizer(data, MANY, 100)
+    with tokenizer:
+        process = psutil.Process(tokenizer._process.pid)
+        wait_until(
+            lambda: stream.read_status(prepared.directory).get("tokens", 0) > before + 300, "nothing is reported"
+        )
+        assert open_dataset(prepared.directory).index.splits["train"].tokens == before, "not committed yet"
+        assert process.nice() >= background.NICENESS
+        if ended == "killed":
+            tokenizer._is_over = True
+            os.close(tokenizer._process.stdin.fileno())
+            wait_until(lambda: is_gone(process), "it has not ended")
+    assert is_gone(process)
+    kept = open_dataset(prepared.directory)
+    assert before + 300 < kept.index.splits["train"].tokens < len(expected)
+    assert tokens_of(kept) == expected[: kept.index.splits["train"].tokens]
+    assert tokens_of(prepare(data, MANY, 100)) == expected
+
+
+@pytest.mark.deep
+def test_a_signal_to_the_process_alone_does_not_end_the_run(
+    data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = begun(data)
+    monkeypatch.setattr(background, "COMMAND", small(4, HANG))
+    with BackgroundTokenizer(data, MANY, 100) as tokenizer:
+        wait_until(lambda: stream.read_status(prepared.directory).get("tokens"), "nothing is reported")
+        monkeypatch.setattr(background, "COMMAND", small(10**6, HANG))
+        tokenizer._process.send_signal(signal.SIGTERM)
+        assert growing(prepared).wait_for(MANY) == len(expected)
+    assert cache_path(data) == prepared.directory
+
+
+def test_ctrl_c_within_a_commit_leaves_no_half_shard(
+    data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush, interrupted = os.fsync, []
+
+    def interrupt(handle: int) -> None:
+        if not interrupted:
+            interrupted.append(handle)
+            os.kill(os.getpid(), signal.SIGINT)
+        flush(handle)
+
+    begun(data)
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(data, MANY, 100)
+    kept = open_dataset(cache_path(data))
+    assert searched(kept) is None
+    assert tokens_of(kept) == expected[: kept.index.splits["train"].tokens]
+    assert tokens_of(prepare(data, MANY, 100)) == expected
