@@ -19,8 +19,8 @@ def check_text_list(data: DataSection, sets: Collection[str]) -> None:
     trained_size(data.tokenizer)
     given = [key for key in ("source", *LISTS) if getattr(data, key)]
     if len(given) != 1:
-        what = f"{' and '.join(f'data.{key}' for key in given)} are given" if given else "no text is given"
-        raise RecipeError(f"data: {what}, expected one of data.source, data.sources and data.per_replica")
+        what = f"{' and '.join(f'data.{key}' for key in given)} are given" if given else "data.source is null"
+        raise RecipeError(f"{what}, expected one of data.source, data.sources and data.per_replica, which name texts")
     if data.is_list and data.packing == "none":
         raise RecipeError(
             f"data.packing is none, which needs one text, but data.{given[0]} is a list; use packing=packed"

@@ -53,7 +53,15 @@ WRONG_OVERRIDES = [
         "data={sources: [{source: a}], per_replica: [{source: b}]}",
         ["data.sources and data.per_replica are given", "expected one of"],
     ),
-    ("data.source=null", ["data: no text is given", "expected one of data.source"]),
+    (
+        "data={sources: [{source: a}], packing: none}",
+        ["data.packing is none, which needs one text", "data.sources is a list", "packing=packed"],
+    ),
+    (
+        "data={sources: [{source: a}], shuffle: blocks}",
+        ["data.shuffle is blocks, which needs one text", "use auto or all"],
+    ),
+    ("data.source=null", ["data.source is null", "expected one of data.source, data.sources and data.per_replica"]),
     ("data.per_replica=[{source: a}, {source: b}]", ["data.tokenizer is train:2048", "each site would train another"]),
     (
         "data={per_replica: [{source: a}], tokenizer: gpt2}",
