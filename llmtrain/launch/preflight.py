@@ -20,7 +20,7 @@ import torch
 from llmtrain.config import DataSection, Recipe
 from llmtrain.data.build_loader import build_loader, validation_batches
 from llmtrain.data.dataset import TokenDataset, open_dataset
-from llmtrain.data.mixture import count_samples
+from llmtrain.data.mixture_loader import count_samples
 from llmtrain.data.prepare import cache_path
 from llmtrain.data.ready_made import check_separators, find_ready_made
 from llmtrain.data.sites import check_site

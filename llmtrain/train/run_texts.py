@@ -13,7 +13,8 @@ from llmtrain.config import Recipe
 from llmtrain.data.build_loader import build_loader, validation_batches
 from llmtrain.data.dataset import ChecksumScan, TokenDataset
 from llmtrain.data.loader import Loader, count_windows
-from llmtrain.data.mixture import BLOCK, MixtureLoader, most_of, shares_of
+from llmtrain.data.mixture import BLOCK, most_of, shares_of
+from llmtrain.data.mixture_loader import MixtureLoader
 from llmtrain.data.prepare import prepare
 from llmtrain.data.same_tokens import check_same_tokens
 from llmtrain.data.sites import SiteLoader, Sites, SiteText, gather_sites, tokenizer_digest

@@ -35,14 +35,14 @@ MUTANTS = [
     ),
     Mutant(
         "mixture: what slow replicas have left counts as read",
-        "llmtrain/data/mixture.py",
+        "llmtrain/data/mixture_loader.py",
         "counts -= self.order.count(range(start, stop))",
         "pass",
         MIXTURE,
     ),
     Mutant(
         "mixture: a resumed run forgets that a text has grown",
-        "llmtrain/data/mixture.py",
+        "llmtrain/data/mixture_loader.py",
         "given = sizes or [()] * len(self.samples)",
         "given = [()] * len(self.samples)",
         MIXTURE,
@@ -56,7 +56,7 @@ MUTANTS = [
     ),
     Mutant(
         "mixture: texts are joined with their tails",
-        "llmtrain/data/mixture.py",
+        "llmtrain/data/mixture_loader.py",
         "self._starts = np.cumsum([0, *(number * sequence_length for number in samples)])",
         "self._starts = np.cumsum([0, *map(len, texts)])",
         MIXTURE,

@@ -11,7 +11,8 @@ import torch
 
 from llmtrain.data.dataset import TokenShards
 from llmtrain.data.loader import Loader
-from llmtrain.data.mixture import BLOCK, MixedShards, MixtureLoader, MixtureOrder, most_of, shares_of
+from llmtrain.data.mixture import BLOCK, MixtureOrder, most_of, shares_of
+from llmtrain.data.mixture_loader import MixedShards, MixtureLoader
 from llmtrain.data.order import SampleOrder, merge_cursors
 from llmtrain.errors import DataError
 

@@ -1,0 +1,86 @@
+"""Batches from several texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from llmtrain.data.dataset import TokenShards
+from llmtrain.data.loader import Loader, SamplesBefore
+from llmtrain.data.mixture import MixtureOrder, most_of
+from llmtrain.data.order import SampleOrder, grow, merge_cursors
+from llmtrain.errors import DataError
+
+
+class MixedShards:
+    """Tokens of several texts, one after the other, each cut to complete samples. Read like `TokenShards`."""
+
+    def __init__(self, texts: Sequence[TokenShards], sequence_length: int) -> None:
+        self._texts = texts
+        samples = [max(len(tokens) - 1, 0) // sequence_length for tokens in texts]
+        self._starts = np.cumsum([0, *(number * sequence_length for number in samples)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1]) + 1  # the last token is only a label
+
+    @property
+    def most(self) -> int:
+        """Return the largest number of tokens that there can ever be."""
+        return len(self)
+
+    def window(self, start: int, length: int) -> np.ndarray:
+        """Return the sample of `length` tokens at `start`, which must be the start of a sample."""
+        text = int(np.searchsorted(self._starts, start, side="right")) - 1
+        return self._texts[text].window(start - int(self._starts[text]), length)
+
+
+def count_samples(name: str, tokens: TokenShards, sequence_length: int) -> int:
+    """Return the number of samples of a text. Raises DataError if there is none."""
+    if len(tokens) <= sequence_length:
+        raise DataError(
+            f"training data: {len(tokens)} tokens of {name}, {sequence_length + 1} needed for one sequence of {sequence_length}; "
+            "give more text (data.sources, data.max_tokens), or lower train.sequence_length"
+        )
+    return (len(tokens) - 1) // sequence_length
+
+
+class MixtureLoader(Loader):
+    """Loader of batches from several texts."""
+
+    order: MixtureOrder
+
+    def __init__(self, texts: Mapping[str, TokenShards], weights: Sequence[float], **shape: int) -> None:
+        """Take `shape` as `Loader` does. Raises DataError if a text has no complete sample, or all together are smaller
+        than one global batch."""
+        length = shape["sequence_length"]
+        self.samples = {name: count_samples(name, tokens, length) for name, tokens in texts.items()}
+        """Number of samples of each text."""
+        self.weights = weights
+        super().__init__(MixedShards(list(texts.values()), length), **shape)
+
+    def _new_order(self, sizes: Sequence[Sequence[int]] = ()) -> MixtureOrder:
+        given = sizes or [()] * len(self.samples)
+        numbers = self.samples.values()
+        orders = [SampleOrder(number, self._seed, before) for number, before in zip(numbers, given, strict=True)]
+        return MixtureOrder(orders, self.weights, self._seed)
+
+    def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
+        """Return a state of a run that was shorter or longer. `before` returns how many samples of a text that had."""
+        rest = {key: value for key, value in state.items() if key != "sizes"}
+        sizes = []
+        for index, (name, now) in enumerate(self.samples.items()):
+            earlier = before(name, now, partial(most_of, self.order.shares[index]))
+            of_text = {"sizes": state["sizes"][index]} if "sizes" in state else {}
+            sizes.append(grow(of_text, earlier, now).get("sizes", [now]))
+        return rest if all(len(of_text) == 1 for of_text in sizes) else rest | {"sizes": sizes}
+
+    def read_by_text(self, states: Sequence[dict[str, Any]]) -> dict[str, int]:
+        """Return the sequences that a run has read of each text, by name, given the state of each replica."""
+        merged = merge_cursors(states, self.global_batch)
+        counts = self.order.count(range(merged["position"]))
+        for start, stop in merged.get("left", []):
+            counts -= self.order.count(range(start, stop))
+        return dict(zip(self.samples, counts.tolist(), strict=True))
