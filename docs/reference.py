@@ -54,6 +54,9 @@ chosen for the old method. Their period, warm-up and wire stay, so that methods 
 exceptions: a period of another kind than the new method's is dropped, and so is `warmup_steps` if the new method synchronizes every
 step. There is no interpolation (`${...}`), and the environment is not read.
 
+**Texts.** A recipe names one text (`data.source`), a mixture (`data.sources`) or a text for each replica (`data.per_replica`):
+[texts.md](texts.md). A layer that names texts replaces those of the layers below it.
+
 **Short forms.** A word stands for a mapping with that `kind` (`sync.schedule=layerwise`), a number for a period of steps
 (`sync.period=10`), and a name for a suite (`eval.suite=small`).
 

@@ -27,7 +27,7 @@ def loss_of(state: Mapping[str, Any]) -> CheckpointLoss | None:
     """Return the loss in the content of a state.json; None if it has no finite loss of its own step."""
     try:
         progress = state["ranks"][0]
-        found = CheckpointLoss(**progress["last_eval"])
+        found = CheckpointLoss(progress["last_eval"]["loss"], progress["last_eval"]["tokens"])
         is_own = progress["last_evaluated"] == state["step"]
     except (KeyError, IndexError, TypeError):
         return None

@@ -124,19 +124,24 @@ def prepare(
         from llmtrain.recipe_check import check
         from llmtrain.recipe_loader import load_recipe
         from llmtrain.train.run import prepare_for
+        from llmtrain.train.run_texts import prepare_texts
 
     chosen = parse_kind(kind, export_to) if export_to is not None else None
     loaded = load_recipe(recipe, context.args)
     check(loaded, None)
+    if export_to is not None and loaded.data.is_list:
+        raise UserError("--export writes the tokens of one text; give it as data.source=TEXT")
     try:
-        prepared = prepare_for(loaded, show_progress=True)
+        prepare_for(loaded, show_progress=True)
     except KeyboardInterrupt:
-        typer.echo(f"stopped: {describe_kept(loaded.data)}; the same command continues")
+        kept = "; ".join(map(describe_kept, loaded.data.texts().values()))
+        typer.echo(f"stopped: {kept}; the same command continues")
         raise typer.Exit(STOPPED_EARLY) from None
-    counts = ", ".join(f"{len(prepared.tokens(split)):,} {split} tokens" for split in ("train", "validation"))
-    typer.echo(f"{prepared.directory}: {counts}, vocabulary {prepared.vocab_size:,}")
-    if export_to is not None and chosen is not None:
-        typer.echo(describe(export_to, export_tokens(prepared, loaded.data, chosen, export_to)))
+    for prepared in prepare_texts(loaded, None, show_progress=False).values():
+        counts = ", ".join(f"{len(prepared.tokens(split)):,} {split} tokens" for split in ("train", "validation"))
+        typer.echo(f"{prepared.directory}: {counts}, vocabulary {prepared.vocab_size:,}")
+        if export_to is not None and chosen is not None:
+            typer.echo(describe(export_to, export_tokens(prepared, loaded.data, chosen, export_to)))
 
 
 @app.command(context_settings=OVERRIDES)

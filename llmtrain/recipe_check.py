@@ -16,7 +16,7 @@ from llmtrain.config import (
     Recipe,
     TrainSection,
 )
-from llmtrain.data.tokenizer import trained_size
+from llmtrain.data.text_list import check_replicas, check_text_list
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.recipe_messages import closest
@@ -53,6 +53,7 @@ def check(recipe: Recipe, world_size: int | None) -> None:
 
     `world_size` is the number of processes. With None, the checks that need it are skipped.
     """
+    check_text_list(recipe.data, recipe.eval.sets)
     _check_length(recipe)
     _check_sync(recipe)
     _check_engine(recipe.parallel)
@@ -68,7 +69,6 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     ranks = world_size or _explicit_ranks(recipe.parallel)
     if ranks is not None:
         _check_batch(recipe.train, ranks)
-    trained_size(recipe.data.tokenizer)
     _check_model(recipe)
     _check_log(recipe)
     check_suite(recipe.eval.suite)
@@ -209,7 +209,9 @@ def _check_sync(recipe: Recipe) -> None:
 
 
 def check_group(recipe: Recipe, replicas: int) -> None:
-    """Raise RecipeError if the schedule's groups can't be formed from `replicas` replicas."""
+    """Raise RecipeError if the schedule's groups can't be formed from `replicas` replicas, or if these are more than
+    `data.per_replica` has texts for."""
+    check_replicas(recipe.data, replicas)
     recipe.sync.schedule.resolve_group_size(replicas)
 
 

@@ -122,7 +122,8 @@ def _without_marks(markdown: str) -> str:
 
 
 def _groups(path: str, value: dict[str, Any], schema: dict[str, Any]) -> Iterator[KeyGroup]:
-    for mapping in (_resolve(option, schema) for option in _options(value) if "$ref" in option):
+    inside = [option.get("items", option) for option in _options(value)]
+    for mapping in (_resolve(option, schema) for option in inside if "$ref" in option):
         from_preset = PRESET_KEYS if path == "sync" else ()
         kind = mapping["properties"].get("kind", {}).get("const")
         yield KeyGroup(path, kind, mapping["description"], tuple(_keys(mapping, schema, from_preset)))

@@ -5,7 +5,8 @@ but a value with a `kind` (`sync.period`, `sync.outer`, ...) is replaced complet
 names another method than the layers below it, their `reduction`, `outer`, `schedule` and `pull` are dropped, because
 they were chosen for the old method. Period, warm-up and wire stay, so that methods are compared at the same round
 length. There are two exceptions: a period of another kind than the new method's is dropped, and so is `warmup_steps`
-if that method synchronizes every step. There is no interpolation, and the environment is not read.
+if that method synchronizes every step. A layer that names texts (`data.source`, `sources`, `per_replica`) drops those of
+the layers below it. There is no interpolation, and the environment is not read.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from omegaconf.errors import KeyValidationError, OmegaConfBaseException
 from pydantic import ValidationError
 
 from llmtrain.config import Recipe, SyncSection
+from llmtrain.config.data import LISTS
 from llmtrain.config.section import kind, name, steps_or_kind
 from llmtrain.errors import RecipeError, reason
 from llmtrain.recipe_files import recipe_names
@@ -32,6 +34,8 @@ from llmtrain.sync.methods import METHODS
 COMMAND_LINE = "command line"
 UNION_KEYS = ("period", "reduction", "outer", "schedule", "wire")
 """Keys of `sync` whose value has a `kind`."""
+TEXT_KEYS = ("source", *LISTS)
+"""Keys of `data` of which a recipe gives one."""
 SHORT_FORMS: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
     "sync": dict.fromkeys(UNION_KEYS, kind) | {"period": steps_or_kind},
     "eval": {"suite": name},
@@ -51,7 +55,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     layers = [Overlay(str(path), {"run": {"name": path.stem}}), *_on_preset(layers)]
     data: dict[str, Any] = {}
     for layer in layers:
-        data = _merge(data, layer.data)
+        data = _merge(_without_other_texts(data, layer.data), layer.data)
     run = data["run"]
     if isinstance(run, dict) and type(run["name"]) in (int, float):  # a run may be called 2024
         run["name"] = str(run["name"])
@@ -228,6 +232,14 @@ def _for_method(data: dict[str, Any], preset: Mapping[str, Any]) -> dict[str, An
     if kind == "every_step":
         dropped.add("warmup_steps")
     return data | {"sync": {key: value for key, value in sync.items() if key not in dropped}}
+
+
+def _without_other_texts(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return `under` without its texts if `over` names texts."""
+    below, above = under.get("data"), over.get("data")
+    if not isinstance(below, dict) or not isinstance(above, dict) or not any(above.get(key) for key in TEXT_KEYS):
+        return under
+    return under | {"data": {key: value for key, value in below.items() if key not in TEXT_KEYS}}
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any], tagged: Sequence[str] = ()) -> dict[str, Any]:

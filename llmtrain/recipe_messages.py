@@ -92,17 +92,23 @@ def _key_path(loc: Sequence[str | int], data: Any) -> list[str]:
             data = data[part]
             path.append(str(part))
         elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
             path[-1] += f"[{part}]"
-            break
     return path
+
+
+def _inside(data: Any, part: str) -> Any:
+    """Return the value of a part of a key path in the mapping above it: that of `key`, or an entry of it, `key[0]`."""
+    name, _, index = part.partition("[")
+    value = data[name]
+    return value[int(index.removesuffix("]"))] if index else value
 
 
 def _contains(data: Any, path: Sequence[str]) -> bool:
     for part in path:
-        name = part.partition("[")[0]
-        if not isinstance(data, dict) or name not in data:
+        if not isinstance(data, dict) or part.partition("[")[0] not in data:
             return False
-        data = data[name]
+        data = _inside(data, part)
     return True
 
 
@@ -137,9 +143,9 @@ def _takes_null(path: Sequence[str], data: dict[str, Any]) -> bool:
 def _section(path: Sequence[str], data: dict[str, Any]) -> type[Section]:
     """Return the section class of the mapping at `path`; if there are several kinds, that of the kind in `data`."""
     section: type[Section] = Recipe
-    for name in path:
-        data = data[name]
-        candidates = list(_sections_in(section.model_fields[name].annotation))
+    for part in path:
+        data = _inside(data, part)
+        candidates = list(_sections_in(section.model_fields[part.partition("[")[0]].annotation))
         if not candidates:
             return Section  # a mapping with keys of the user's choice
         by_kind = {c.model_fields["kind"].default: c for c in candidates if "kind" in c.model_fields}
@@ -150,9 +156,9 @@ def _section(path: Sequence[str], data: dict[str, Any]) -> type[Section]:
 def _variants(path: Sequence[str]) -> dict[str, type[Section]]:
     """Return {kind: class} for a tagged value, or {} for a plain section."""
     section: type[Section] = Recipe
-    for name in path[:-1]:
-        section = next(_sections_in(section.model_fields[name].annotation))
-    candidates = list(_sections_in(section.model_fields[path[-1]].annotation))
+    for part in path[:-1]:
+        section = next(_sections_in(section.model_fields[part.partition("[")[0]].annotation))
+    candidates = list(_sections_in(section.model_fields[path[-1].partition("[")[0]].annotation))
     return {c.model_fields["kind"].default: c for c in candidates} if len(candidates) > 1 else {}
 
 

@@ -74,15 +74,27 @@ class MeshChange:
 
     def apply(self, rules: Rules, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return this rank's values, given those of all old ranks. `rules` has an entry for every name."""
+        from_all = {name: rule for name, rule in rules.items() if isinstance(rule, FromAllRanks)}
+        values = {name: rule.combine(self, [rank[name] for rank in ranks]) for name, rule in from_all.items()}
         if self.is_identity:
-            return ranks[self.replica * self.shards + self.shard]
+            return ranks[self.replica * self.shards + self.shard] | values
         sources = [ranks[r * self.old_shards + s] for r in self.source_replicas for s in range(self.old_shards)]
-        return _combine(rules, self, sources)
+        rest = [{name: value for name, value in source.items() if name not in from_all} for source in sources]
+        return _combine({name: rule for name, rule in rules.items() if name not in from_all}, self, rest) | values
 
 
 Rule = Callable[[MeshChange, list], Any]
 """Function from the values of a rank's source ranks to the rank's own value."""
-Rules = Mapping[str, "Rule | Rules"]
+
+
+@dataclass(frozen=True)
+class FromAllRanks:
+    """Rule at the top level of a state that sees the values of all old ranks, also where the mesh is the same."""
+
+    combine: Rule
+
+
+Rules = Mapping[str, "Rule | FromAllRanks | Rules"]
 """Rules by name, nested like the state that they reshard."""
 
 

@@ -4,6 +4,7 @@ token also need the same tokenizer; bits per byte do not."""
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,20 +83,35 @@ def read_validated_text(run: Path, lines: Sequence[Mapping[str, Any]]) -> Valida
     recipe = read_mapping(run / "recipe.yaml")  # not a Recipe, because another version may have written it
     data = recipe.get("data") if isinstance(recipe.get("data"), dict) else {}
     evaluation = recipe.get("eval") if isinstance(recipe.get("eval"), dict) else {}
-    names = OWN_TEXT if data.get("validation") is not None else HELD_OUT
-    if str(data.get("source", "")).startswith("hf:"):  # data.validation is then one of its splits
-        names = tuple(dict.fromkeys(["source", "subset", *names]))
     file = run / "tokenizer" / "tokenizer.json"
     pairs = ((line.get("eval/loss"), line.get("eval/bpb")) for line in lines)
     ratios = (loss / math.log(2) / bits for loss, bits in pairs if loss and bits)
     return ValidatedText(
-        keys={f"data.{name}": data[name] for name in names if name in data},
+        keys=_keys_of(data),
         tokens=evaluation.get("tokens"),
         tokenizer=data.get("tokenizer"),
         packing=data.get("packing", "packed"),  # a recipe of an earlier version has no such key
         digest=hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None,
         bytes_per_token=next(ratios, None),
     )
+
+
+def _keys_of(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that determine the validation text. A list of texts is one key: the texts, with their weights, in any
+    order."""
+    for key in ("sources", "per_replica"):
+        if isinstance(entries := data.get(key), list) and entries:
+            weights = [{"weight": entry["weight"]} if "weight" in entry else {} for entry in entries]
+            texts = [_text_keys(entry) | weight for entry, weight in zip(entries, weights, strict=True)]
+            return {f"data.{key}": sorted({json.dumps(text, sort_keys=True) for text in texts})}
+    return {f"data.{name}": value for name, value in _text_keys(data).items()}
+
+
+def _text_keys(data: Mapping[str, Any]) -> dict[str, Any]:
+    names = OWN_TEXT if data.get("validation") is not None else HELD_OUT
+    if str(data.get("source", "")).startswith("hf:"):  # data.validation is then one of its splits
+        names = tuple(dict.fromkeys(["source", "subset", *names]))
+    return {name: data[name] for name in names if name in data}
 
 
 def common_unit(runs: Sequence[tuple[str, ValidatedText]]) -> LossUnit:

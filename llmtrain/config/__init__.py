@@ -4,7 +4,7 @@ This package is only the schema; `llmtrain/recipe_loader.py` reads files and ove
 the JSON schema are generated from it.
 """
 
-from llmtrain.config.data import DataSection
+from llmtrain.config.data import DataSection, SiteSection, SourceSection
 from llmtrain.config.recipe import (
     CheckpointSection,
     EvalSection,
@@ -90,6 +90,8 @@ __all__ = [
     "RunSection",
     "Section",
     "SgdSection",
+    "SiteSection",
+    "SourceSection",
     "SuiteSection",
     "SyncScheduleSection",
     "SyncSection",

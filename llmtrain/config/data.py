@@ -2,21 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat, model_validator
 
-from llmtrain.config.section import Count, PathText, Section
+from llmtrain.config.section import Count, FileName, PathText, Section
+
+LISTS = ("sources", "per_replica")
+"""Keys of `data` that name several texts instead of `source`."""
+
+
+class SiteSection(Section):
+    """Entry of `data.per_replica`: the text of one replica. Keys that it does not give are those of `data`."""
+
+    source: str
+    """Text, as in `data.source`."""
+    name: FileName
+    """Name of the site in metrics and checkpoints. The default is the file name of the source, without its ending."""
+    subset: str | None = None
+    """As in `data`."""
+    split: str = "train"
+    """As in `data`."""
+    text_key: str = "text"
+    """As in `data`."""
+    separator: str | None = "<|endoftext|>"
+    """As in `data`."""
+    validation: str | None = None
+    """As in `data`."""
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """As in `data`."""
+
+
+class SourceSection(SiteSection):
+    """Entry of `data.sources`: one text of a mixture. Keys that it does not give are those of `data`."""
+
+    name: FileName
+    """Name of the text in metrics. The default is the file name of the source, without its ending."""
+    weight: PositiveFloat = 1.0
+    """Share of the sequences, relative to the weights of the other entries."""
 
 
 class DataSection(Section):
     """Training and validation text, its tokenizer, and the folder of its token shards."""
 
-    source: str = "stdlib"
+    source: str | None = "stdlib"
     """`stories` (4 MB of TinyStories, part of this package), `stdlib` (Python's own source), `python` (that, and the
     Python files of the packages that llmtrain requires, 198 MB), a file (`.txt`, `.jsonl`, with or without `.gz`; `.parquet`), a
     folder of those, or `hf:OWNER/NAME` on the Hugging Face hub. Or token files, read in place: `.bin` of nanoGPT, llm.c or
-    Megatron (with `.idx`), `.npy`, a folder or pattern (`tokens/*.bin`) of those."""
+    Megatron (with `.idx`), `.npy`, a folder or pattern (`tokens/*.bin`) of those. `null` with `sources` or `per_replica`, which
+    name texts instead."""
+    sources: tuple[SourceSection, ...] = ()
+    """Mixture of texts, `[{source, weight}, ...]`. In every 1,000 sequences each text has its share to within one, in an order
+    set by the seed; every text has its own epochs, and its own validation text of `eval.tokens`. The run's validation loss
+    is the mean by weight."""
+    per_replica: tuple[SiteSection, ...] = ()
+    """A text for each replica, `[{source}, ...]`: replica r reads entry r, and a node prepares only the texts of its own replicas.
+    Replicas with equal entries form a site, which reads its text in equal parts. A continued run may have other entries, in any
+    order: a site, known by its name, goes on where it stopped, also after an absence, and a new one begins. Entries beyond the
+    number of replicas are not read."""
     subset: str | None = None
     """Configuration name of a hub data set (`sample-100BT`)."""
     split: str = "train"
@@ -27,7 +73,7 @@ class DataSection(Section):
     """Separator of the documents in a text file; `null`: each file is one document."""
     tokenizer: str = "gpt2"
     """A tokenizer's name on the hub, a folder, a `tokenizer.json`, a SentencePiece `tokenizer.model`, or `train:SIZE`
-    (sentencepiece BPE trained on the source). Of token files: the tokenizer that made them."""
+    (sentencepiece BPE trained on the source; on the first of `sources`). Of token files: the tokenizer that made them."""
     tokenizer_sample_bytes: Count = 10_000_000
     """Maximum bytes of text on which `train:SIZE` trains: documents spread evenly over the first 20 times as many bytes."""
     validation: str | None = None
@@ -37,7 +83,8 @@ class DataSection(Section):
     """Fraction of the documents (of token files: of the tokens; of `python`: of the bytes, in whole packages) that is held out if
     `validation` is `null`."""
     max_tokens: Count | None = None
-    """Maximum number of training tokens to prepare; `null`: whole files, and of a hub data set as much as the run reads."""
+    """Maximum number of training tokens to prepare, of each text; `null`: whole files, and of a hub data set as much as the run
+    reads."""
     packing: Literal["packed", "none"] = "packed"
     """`packed`: documents follow each other, and each sequence is the next `train.sequence_length` tokens. `none`: each sequence
     is one document, or the next part of a longer one. Sequences of similar length share a micro-batch and are padded to its
@@ -46,11 +93,55 @@ class DataSection(Section):
     """Samples that are shuffled with one another in the first epoch. `all`: all, so the first step waits for the last token.
     `blocks`: those of consecutive blocks of the source (2 M tokens, then twice as many each, at most 64 M), so a run begins
     with the first block and tokenizes the others while it trains; the order is that of the seed and the source, whatever is
-    there when. `auto`: `blocks` for a hub data set, `all` for files. Later epochs always shuffle all."""
+    there when. `auto`: `blocks` for a hub data set, `all` for files, mixtures and texts per replica. Later epochs always shuffle
+    all."""
     cache_dir: PathText = "data"
     """Folder of the token shards. They are prepared once per source and tokenizer."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        """Give the entries of lists their names and the keys that they share, so that they are complete when stored."""
+        if not isinstance(data, Mapping):
+            return data
+        shared = {key: data[key] for key in SiteSection.model_fields if key in data and key != "source"}
+        lists = {key: data[key] for key in LISTS if isinstance(data.get(key), list | tuple)}
+        instead = {"source": None} if any(lists.values()) else {}
+        completed = {key: tuple(_completed(entry, shared) for entry in entries) for key, entries in lists.items()}
+        return {**instead, **data, **completed}
 
     @property
     def at_most(self) -> str:
         """Return the words that belong before the tokens per step: "at most " without packing, else none."""
         return "at most " if self.packing == "none" else ""
+
+    @property
+    def is_list(self) -> bool:
+        """Return whether the recipe has several texts, or one for each replica."""
+        return bool(self.sources or self.per_replica)
+
+    def texts(self) -> dict[str, DataSection]:
+        """Return the section of each text by its name, as if it were the only one; "" is the name of `source`."""
+        entries = self.sources or self.per_replica
+        if not entries:
+            return {"": self}
+        keys = SiteSection.model_fields.keys() - {"name"}
+        alone: dict[str, Any] = {**dict.fromkeys(LISTS, ()), "shuffle": "all"}
+        return {
+            entry.name: self.model_copy(update={**{key: getattr(entry, key) for key in keys}, **alone})
+            for entry in entries
+        }
+
+
+def _completed(entry: Any, shared: Mapping[str, Any]) -> Any:
+    if not isinstance(entry, Mapping):
+        return entry
+    source = entry.get("source")
+    named = {"name": _name_of(source)} if isinstance(source, str) else {}
+    return {**shared, **named, **entry}
+
+
+def _name_of(source: str) -> str:
+    """Return `fineweb` for `hf:HuggingFaceFW/fineweb` or `texts/fineweb.jsonl.gz`."""
+    name = PurePath(source.removeprefix("hf:")).name.partition(".")[0]
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-_") or "text"

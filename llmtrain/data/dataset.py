@@ -34,7 +34,6 @@ from llmtrain.errors import DataError, one_line, reason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from llmtrain.parallel.mesh import Mesh
 
 FORMAT = 2
 INDEX = "index.json"
@@ -255,9 +254,8 @@ def open_dataset(directory: Path | str, limits: Mapping[Split, int] | None = Non
     """Open a prepared folder. Raises DataError if the index or a shard is missing, truncated or inconsistent."""
     directory = Path(directory)
     index = read_index(directory)
-    for split in index.splits.values():
-        for shard in split.shards:
-            check_shard(directory, index, shard)
+    for shard in itertools.chain.from_iterable(split.shards for split in index.splits.values()):
+        check_shard(directory, index, shard)
     return TokenDataset(directory, index, limits or {})
 
 
@@ -352,39 +350,6 @@ def _crc32(path: Path, skip: int) -> int:
 
 STRETCHES, LENGTH = 64, 1024
 """Number of windows compared per split, and tokens per window."""
-
-
-def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
-    """Raise DataError on every rank if hosts would read different tokens or a rank cannot read its own. Tokens
-    differ if the hub dataset, a local file or Python's standard library is not the same on all hosts. This is a
-    collective of all ranks."""
-    if mesh.world.size == 1:
-        return
-    mine = socket.gethostname(), *_described(texts)
-    of_ranks = mesh.all_ranks.all_gather_object(mine, "comparing token shards")
-    for rank, (host, _, problem) in enumerate(of_ranks):
-        if problem is not None:
-            raise DataError(f"rank {rank} on {host} can't read its token shards: {problem}; see to that disk")
-    first_host, first, _ = of_ranks[0]
-    for rank, (host, theirs, _) in enumerate(of_ranks):
-        for name, text in theirs.items():
-            if text != first[name]:
-                index = texts[name].index
-                remedy = f"let all hosts see one data.cache_dir, or copy {texts[name].directory} from one to all"
-                if index.ready_made is not None:
-                    remedy = "copy these files from one host to all"
-                raise DataError(
-                    f"{index.source}: rank {rank} on {host} has other tokens ({text}) than rank 0 on {first_host} "
-                    f"({first[name]}); {remedy}"
-                )
-
-
-def _described(texts: Mapping[str, TokenDataset]) -> tuple[dict[str, str], str | None]:
-    """Return (digest of each text, None), or (no digests, the error) if a text could not be read."""
-    try:
-        return {name: token_digest(text) for name, text in texts.items()}, None
-    except OSError as error:
-        return {}, str(error)
 
 
 def token_digest(prepared: TokenDataset) -> str:

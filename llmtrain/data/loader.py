@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from llmtrain.data.dataset import TokenShards
-from llmtrain.data.order import SampleCursor, SampleOrder, block_of_sample, merge_cursors
+from llmtrain.data.order import SampleCursor, SampleOrder, block_of_sample, grow, merge_cursors
 from llmtrain.data.stream import GrowingTokens
 from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX
@@ -32,6 +32,11 @@ from llmtrain.waiting import QUIET_SECONDS
 REST_SECONDS = 2.0
 """Seconds that process exit waits for a read in flight. A read that hangs longer holds no tensors and is safe to
 abandon."""
+
+
+SamplesBefore = Callable[[str, int, Callable[[int], int]], int]
+"""Function from (name of a text, its number of samples now, function from a number of sequences of the run to those that
+are of this text) to its number of samples in a run of another length (`LengthChange.samples_before`)."""
 
 
 class Loader:
@@ -83,8 +88,9 @@ class Loader:
 
     def next(self) -> list[torch.Tensor]:
         """Return this rank's micro-batches for the next step: int64 [micro_batch, sequence_length + 1] each."""
-        # all ranks wait for the text of a step at its start, so that none waits in a collective for those that wait for text
-        self.order.wait_for(max(part[-1] for part in self.cursor.peek(0, self.global_batch)))
+        if self._in_blocks:
+            # All ranks wait for the text of a step at its start. Otherwise those that have theirs would wait in a collective.
+            self.order.wait_for(max(part[-1] for part in self.cursor.peek(0, self.global_batch)))
         micro_batches = self._read(self._samples(self._first, self._per_rank))
         self.cursor.advance(self.global_batch)
         self.order.forget(self.cursor.lowest)
@@ -113,7 +119,7 @@ class Loader:
         return list(rows.split(self.micro_batch))
 
     def state_dict(self) -> dict[str, Any]:
-        return self.cursor.state_dict() | ({"sizes": self.order.sizes} if len(self.order.sizes) > 1 else {})
+        return self.cursor.state_dict() | self.order.state_dict()
 
     def reshard_rule(self) -> Rule:
         """Return the rule by which `state_dict` is resharded: each sample that no replica has read is read once."""
@@ -122,6 +128,15 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor.load_state_dict(state)
         self.order = self._new_order(state.get("sizes", ()))
+
+    def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
+        """Return a state of a run that was shorter or longer. `before` returns how many samples of a text that had."""
+        return grow(state, before("", self.num_samples, lambda entries: entries), self.num_samples)
+
+    def read_by_text(self, states: Sequence[dict[str, Any]]) -> dict[str, int]:
+        """Return the sequences that a run has read of each text, by name, given the state of each replica. Empty if the
+        run has one text."""
+        return {}
 
     def _new_order(self, sizes: Sequence[int] = ()) -> SampleOrder:
         if not self._in_blocks:
@@ -179,6 +194,10 @@ class PrefetchLoader:
     def reshard_rule(self) -> Rule:
         """Return the rule by which `state_dict` is resharded."""
         return self.loader.reshard_rule()
+
+    def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
+        """Return a state of a run that was shorter or longer."""
+        return self.loader.grown(state, before)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state, after discarding batches read ahead."""
@@ -247,18 +266,23 @@ def eval_batches(
     Every rank yields the same number of batches, all of the same shape. Labels of rows without a window are
     IGNORE_INDEX. Raises DataError if the data has no complete window.
     """
+    windows = count_windows(tokens, max_tokens, sequence_length)
+    per_batch = world * micro_batch
+    return (
+        _eval_batch(tokens, range(first + rank, min(first + per_batch, windows), world), sequence_length, micro_batch)
+        for first in range(0, windows, per_batch)
+    )
+
+
+def count_windows(tokens: TokenShards, max_tokens: int, sequence_length: int) -> int:
+    """Return the number of windows that are validated. Raises DataError if the data has no complete window."""
     there = max(len(tokens) - 1, 0) // sequence_length
     if not there:
         raise DataError(
             f"validation data: {len(tokens)} tokens there, {sequence_length + 1} needed for one sequence; raise "
             "data.validation_fraction, give data.validation, or lower train.sequence_length"
         )
-    windows = min(max(max_tokens // sequence_length, 1), there)
-    per_batch = world * micro_batch
-    return (
-        _eval_batch(tokens, range(first + rank, min(first + per_batch, windows), world), sequence_length, micro_batch)
-        for first in range(0, windows, per_batch)
-    )
+    return min(max(max_tokens // sequence_length, 1), there)
 
 
 def _eval_batch(

@@ -63,6 +63,10 @@ class SampleOrder:
         epoch, first, _ = self._part_at(entry)
         return int(self._parts[epoch, first][entry - epoch * self.num_samples - first])
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what another order needs to be the same, beside the number of samples."""
+        return {"sizes": self.sizes} if len(self.sizes) > 1 else {}
+
     def forget(self, before: int) -> None:
         """Free the memory of permutations whose entries are all before the given one."""
         self._parts = {

@@ -38,6 +38,8 @@ OPEN_SHARDS = 256
 
 def shuffles_in_blocks(data: DataSection) -> bool:
     """Return whether the first epoch is shuffled in blocks, so that a run may begin before all of its text is tokenized."""
+    if data.is_list:
+        return False
     if data.packing == "none":  # the number of samples is known only when all documents are there
         return False
     return data.shuffle == "blocks" or (data.shuffle == "auto" and data.source.startswith(HUB))

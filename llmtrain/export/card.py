@@ -13,6 +13,7 @@ import transformers
 from huggingface_hub import EvalResult, ModelCardData
 
 import llmtrain
+from llmtrain.config import DataSection
 from llmtrain.data.sources import HUB
 from llmtrain.export.folder import Manifest
 from llmtrain.export.request import WeightSource
@@ -47,7 +48,7 @@ def model_card(source: Source, manifest: Manifest) -> str:
 
 def _header(source: Source, scores: list[Score]) -> str:
     recipe = source.recipe
-    hub = recipe.data.source.startswith(HUB)
+    hub = [text.source.removeprefix(HUB) for text in recipe.data.texts().values() if text.source.startswith(HUB)]
     results = [
         EvalResult(
             task_type="text-generation",
@@ -62,7 +63,7 @@ def _header(source: Source, scores: list[Score]) -> str:
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["llmtrain", recipe.sync.method, recipe.model.type],
-        datasets=[recipe.data.source.removeprefix(HUB)] if hub else None,
+        datasets=hub or None,
         model_name=recipe.run.name if results else None,
         eval_results=results or None,
     ).to_yaml()
@@ -80,7 +81,7 @@ def _facts(source: Source, manifest: Manifest) -> list[tuple[str, str]]:
         ("started from", None if start is None else f"`{start['path']}`, digest `{start['digest']}`"),
         ("steps", f"{source.step:,} of {recipe.train.total_steps:,}"),
         ("tokens", f"{source.tokens:,}, sequences of {recipe.train.sequence_length:,}"),
-        ("data", f"`{recipe.data.source}`, tokenizer `{recipe.data.tokenizer}`"),
+        ("data", f"{_texts(recipe.data)}, tokenizer `{recipe.data.tokenizer}`"),
         ("mesh", f"{replicas} replicas x {shard} shards ({engine}), {recipe.parallel.precision}"),
         (
             "training loss",
@@ -97,6 +98,11 @@ def _facts(source: Source, manifest: Manifest) -> list[tuple[str, str]]:
         ("exported with", f"torch {torch.__version__}, transformers {transformers.__version__}"),
     ]
     return [(key, text) for key, text in facts if text is not None]
+
+
+def _texts(data: DataSection) -> str:
+    weights = {entry.name: f" (weight {entry.weight:g})" for entry in data.sources}
+    return ", ".join(f"`{text.source}`{weights.get(name, '')}" for name, text in data.texts().items())
 
 
 def _loss(validation: dict[str, Any], step: int) -> str:

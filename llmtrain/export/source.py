@@ -80,7 +80,7 @@ class Source:
             return copy
         remedy = f"export where the run was trained, or prepare its data again: llmtrain prepare {self.run}/recipe.yaml"
         try:
-            path = cache_path(data) / TOKENIZER
+            path = cache_path(next(iter(data.texts().values()))) / TOKENIZER  # all texts have one tokenizer
         except DataError as error:
             raise DataError(f"the tokenizer of {self.run} can't be found ({error}); {remedy}") from None
         if not (path / TOKENIZER_CONFIG).is_file():

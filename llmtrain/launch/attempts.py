@@ -3,7 +3,7 @@ nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmtrain.errors import BAD_USAGE, FAILED, TrainingError
@@ -28,6 +28,8 @@ class Attempt:
     """Counted from 0."""
     nodes: Nodes
     """Nodes that take part, numbered without gaps."""
+    members: Sequence[int] = ()
+    """Their numbers in the first attempt."""
 
 
 ExchangeExits = Callable[[int, NodeExit, bool], Mapping[int, NodeExit]]
@@ -51,7 +53,8 @@ def train_with_restarts(
     members = list(range(nodes.count))
     number = 0
     while True:
-        mine = run(Attempt(number, Nodes(len(members), members.index(nodes.rank), nodes.address, nodes.port)))
+        left = Nodes(len(members), members.index(nodes.rank), nodes.address, nodes.port)
+        mine = run(Attempt(number, left, tuple(members)))
         endings = exchange_exits(number, mine, allow_node_loss)
         if nodes.rank not in endings:
             raise TrainingError(f"node {nodes.rank} was silent for too long: the others continue without it")

@@ -41,4 +41,4 @@ def _sequences(recipe: Recipe, preflight: Preflight) -> int | None:
     length = recipe.train.sequence_length
     if recipe.data.packing == "none":
         return len(document_samples(preflight.prepared, "train", length, write=False))
-    return max(len(preflight.prepared.tokens("train")) - 1, 0) // length
+    return sum(max(len(text.tokens("train")) - 1, 0) // length for text in preflight.texts.values())

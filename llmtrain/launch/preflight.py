@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -20,9 +20,12 @@ import torch
 from llmtrain.config import DataSection, Recipe
 from llmtrain.data.build_loader import build_loader, validation_batches
 from llmtrain.data.dataset import TokenDataset, open_dataset
+from llmtrain.data.mixture import count_samples
 from llmtrain.data.prepare import cache_path
 from llmtrain.data.ready_made import check_separators, find_ready_made
+from llmtrain.data.sites import check_site
 from llmtrain.data.sources import HUB, Split, documents, require
+from llmtrain.data.text_list import key_of, texts_of, with_tokenizer_of
 from llmtrain.data.tokenizer import check_tokenizer_exists, trained_size
 from llmtrain.errors import DataError, RecipeError
 from llmtrain.files import lock_holder
@@ -53,14 +56,24 @@ class Preflight:
     """Reason for this mesh, in a few words."""
     memory: float
     """Bytes that each process may use; infinite on machines that are not known."""
-    prepared: TokenDataset | None = None
-    """The token shards, if they are prepared."""
+    texts: Mapping[str, TokenDataset] = field(default_factory=dict)
+    """The token shards of each text by name, if all are prepared; otherwise empty."""
     warnings: Sequence[str] = ()
     """Values of the recipe that have less effect than they seem to have."""
     weights: InitialWeights | None = None
     """Weights that the run starts from, if it starts from any and they are on this machine."""
     completed: str | None = None
     """Message about the finished run that the run directory holds; None if there is something to train."""
+
+    @property
+    def prepared(self) -> TokenDataset | None:
+        """Return the token shards of the first text, if all are prepared."""
+        return next(iter(self.texts.values()), None)
+
+    def replicas_of(self, nodes: Nodes) -> range:
+        """Return the replicas of which this node has ranks."""
+        per_node = self.processes // nodes.count
+        return range(nodes.rank * per_node // self.shards, -(-(nodes.rank + 1) * per_node // self.shards))
 
 
 def check_start(recipe: Recipe, nodes: Nodes, per_node: int) -> Preflight:
@@ -106,19 +119,20 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
         )
     _check_folder("run.out_dir", directory.path)
     _check_mirror(recipe.checkpoint.mirror)
-    prepared = check_data(recipe, start.replicas, start.shards)
+    texts = check_data(recipe, start.replicas, start.shards, start.replicas_of(nodes))
+    prepared = next(iter(texts.values()), None)
     if prepared is not None:  # with the tokenizer of the tokens
         check_initial_weights(recipe, prepared)
     vocab_size = prepared.vocab_size if prepared else size_or_assumed(recipe).vocabulary
     step_seconds = seconds_of_step(recipe, vocab_size, start.replicas, start.shards)
     warnings, change = (
-        ineffective_keys(recipe, {"": prepared} if prepared else {}, step_seconds),
+        ineffective_keys(recipe, texts, step_seconds),
         directory.length_change(),
     )
     jump = change.rate_jump() if change is not None and not change.is_none else None
     return replace(
         start,
-        prepared=prepared,
+        texts=texts,
         warnings=[*warnings, *([jump] if jump else [])],
         completed=directory.completed_message() if directory.finished() else None,
     )
@@ -151,39 +165,63 @@ def check_model(recipe: Recipe) -> None:
     check_initial_values(model)
 
 
-def check_data(recipe: Recipe, replicas: int, shards: int) -> TokenDataset | None:
-    """Return the recipe's token shards, or None if they are not prepared yet. Raises UserError if `prepare` could not
-    begin, or if the prepared tokens are too few or belong to another vocabulary."""
+def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) -> dict[str, TokenDataset]:
+    """Return the token shards of the recipe's texts by name, or none if one is not prepared yet. Raises UserError if
+    `prepare` could not begin, or if the prepared tokens are too few or belong to another vocabulary. Of `data.per_replica`,
+    only the texts of the replicas `here` are read."""
     for name, text in recipe.eval.sets.items():
         with _named(f"eval.sets.{name}"):
             _check_source(recipe.data.model_copy(update={"source": text, "validation": text}))
-    try:
-        prepared = open_dataset(cache_path(recipe.data))
-    except DataError:
-        if cache_path(recipe.data).exists():
-            raise
-        _check_source(recipe.data)
-        check_tokenizer_exists(recipe.data)
-        _check_folder("data.cache_dir", Path(recipe.data.cache_dir))
-        if (size := trained_size(recipe.data.tokenizer)) is not None:
-            check_vocabulary(recipe, size)
-        return None
-    check_vocabulary(recipe, prepared.vocab_size)
-    limits: dict[Split, int] = {"train": recipe.data.max_tokens or prepared.index.splits["train"].tokens}
-    prepared = TokenDataset(prepared.directory, prepared.index, limits)
-    if recipe.train.document_mask:
-        check_separators(prepared, "train.document_mask")
-    _check_token_count(recipe, prepared, replicas, shards)
+    sections = texts_of(recipe.data, here)
+    prepared: dict[str, TokenDataset] = {}
+    for name, section in sections.items():
+        with _named(key_of(recipe.data, name)):
+            if (text := _find_prepared(recipe, with_tokenizer_of(prepared.values(), section))) is not None:
+                prepared[name] = text
+    if len(prepared) < len(sections):
+        return {}
+    limits: dict[str, dict[Split, int]] = {
+        name: {"train": recipe.data.max_tokens or text.index.splits["train"].tokens} for name, text in prepared.items()
+    }
+    prepared = {name: TokenDataset(text.directory, text.index, limits[name]) for name, text in prepared.items()}
+    for name, text in prepared.items():
+        with _named(key_of(recipe.data, name)):
+            if recipe.train.document_mask:
+                check_separators(text, "train.document_mask")
+            _check_token_count(recipe, name, text, replicas, shards)
     return prepared
 
 
-def _check_token_count(recipe: Recipe, prepared: TokenDataset, replicas: int, shards: int) -> None:
-    train, splits = recipe.train, prepared.index.splits
-    if splits["train"].exhausted or splits["train"].tokens >= (recipe.data.max_tokens or math.inf):
+def _find_prepared(recipe: Recipe, section: DataSection) -> TokenDataset | None:
+    """Return the token shards of a text, or None if they are not prepared yet, but could be."""
+    try:
+        prepared = open_dataset(cache_path(section))
+    except DataError:
+        if cache_path(section).exists():
+            raise
+        _check_source(section)
+        check_tokenizer_exists(section)
+        _check_folder("data.cache_dir", Path(section.cache_dir))
+        if (size := trained_size(section.tokenizer)) is not None:
+            check_vocabulary(recipe, size)
+        return None
+    check_vocabulary(recipe, prepared.vocab_size)
+    return prepared
+
+
+def _check_token_count(recipe: Recipe, name: str, prepared: TokenDataset, replicas: int, shards: int) -> None:
+    train, splits, data = recipe.train, prepared.index.splits, recipe.data.texts()[name]
+    if splits["train"].exhausted or splits["train"].tokens >= (data.max_tokens or math.inf):
         # the run has all of its tokens; otherwise `prepare` adds what it needs
-        build_loader(recipe, prepared, replica=0, replicas=replicas, shard_rank=0, shard=shards, write=False)
-    elif recipe.data.source.startswith(HUB) and splits["train"].tokens <= train.total_steps * train.tokens_per_step:
-        _check_source(recipe.data)
+        if recipe.data.per_replica:
+            sites = [entry.name for entry in recipe.data.per_replica[:replicas]]
+            check_site(prepared.tokens("train"), sites, name, train.global_batch, train.sequence_length)
+        elif recipe.data.sources:
+            count_samples(name, prepared.tokens("train"), train.sequence_length)
+        else:
+            build_loader(recipe, prepared, replica=0, replicas=replicas, shard_rank=0, shard=shards, write=False)
+    elif data.source.startswith(HUB) and splits["train"].tokens <= train.total_steps * train.tokens_per_step:
+        _check_source(data)
     if splits["validation"].exhausted:
         validation_batches(recipe, prepared, rank=0, world=1, write=False)()
 

@@ -7,6 +7,8 @@ with torchrun's c10d rendezvous under eight faults, and says why it is kept.
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 import math
 import os
@@ -31,6 +33,7 @@ from llmtrain.recipe_loader import load_recipe
 from llmtrain.startup import imports_without_gc, note_command_start
 
 if TYPE_CHECKING:
+    from llmtrain.launch.preflight import Preflight
     from llmtrain.train.run_dir import RunDirectory
 
 SIGNALS = "SIGTERM,SIGHUP,SIGQUIT,SIGUSR1"
@@ -84,13 +87,13 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
 
     nodes = Nodes.from_environment()
     per_node = processes_per_node(recipe.parallel, nodes.count)
-    check_start(recipe, nodes, per_node)
+    start = check_start(recipe, nodes, per_node)
 
     directory = RunDirectory(recipe)
 
     def prepare_node() -> None:
         """Prepare the data that the first step needs, and download weights of the hub."""
-        prepared = prepare_for(recipe, show_progress=True, to_begin=True)
+        prepared = prepare_for(recipe, show_progress=True, to_begin=True, replicas=start.replicas_of(nodes))
         check_vocabulary(recipe, prepared.vocab_size)
         check_initial_weights(recipe, prepared, download=True)
 
@@ -114,7 +117,8 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
 
         def run(attempt: Attempt) -> NodeExit:
             # With fewer nodes than at the start, use as many replicas as fit on them.
-            fewer = ["parallel.replicas=auto"] if attempt.nodes.count < nodes.count else []
+            is_smaller = attempt.nodes.count < nodes.count
+            fewer = ["parallel.replicas=auto", *_texts_left(recipe, start, nodes, attempt)] if is_smaller else []
             check(load_recipe(recipe_path, [*overrides, *fewer]), attempt.nodes.count * per_node)
             with (
                 _with_endpoint(attempt.nodes) as members,
@@ -131,6 +135,15 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
         return train_with_restarts(
             nodes, recipe.run.restarts, recipe.run.on_replica_loss == "continue", run, exchange_exits
         )
+
+
+def _texts_left(recipe: Recipe, start: Preflight, nodes: Nodes, attempt: Attempt) -> list[str]:
+    """Return an override that leaves each remaining node the texts of its own replicas, as no other node may have them."""
+    if not recipe.data.per_replica:
+        return []
+    left = [start.replicas_of(replace(nodes, rank=member)) for member in attempt.members]
+    entries = [recipe.data.per_replica[replica] for replica in dict.fromkeys(itertools.chain(*left))]
+    return [f"data.per_replica={json.dumps([entry.model_dump(mode='json') for entry in entries])}"]
 
 
 @contextmanager

@@ -59,7 +59,8 @@ def _validation(recipe: Recipe, texts: Mapping[str, TokenDataset]) -> Iterator[s
     for name, text in texts.items():
         split = text.index.splits["validation"]
         if _is_given(section, "tokens") and split.exhausted and split.tokens < section.tokens:
-            what = f"the text {name} of eval.sets" if name else "the validation text"
+            what = f"the text {name} of eval.sets" if name in section.sets else "the validation text"
+            what += f" of {name}" if name and name not in section.sets else ""
             yield f"eval.tokens is {section.tokens:,}, but {what} has {split.tokens:,} tokens: all of them are used"
     is_cut = section.sample_tokens >= recipe.train.sequence_length
     if section.sample_prompt is not None and is_cut and _is_given(section, "sample_tokens"):

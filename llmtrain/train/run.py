@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 
 import torch
 
 from llmtrain.config import Recipe, TraceSection
-from llmtrain.data.build_loader import build_loader, validation_batches
-from llmtrain.data.dataset import TOKENIZER, ChecksumScan, TokenDataset, check_same_tokens
+from llmtrain.data.dataset import TOKENIZER, TokenDataset
 from llmtrain.data.documents import document_samples
 from llmtrain.data.loader import PrefetchLoader
 from llmtrain.data.prepare import prepare
 from llmtrain.data.ready_made import check_separators
-from llmtrain.data.stream import first_block, shuffles_in_blocks
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError, first_line
 from llmtrain.lr import LRSchedule
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
@@ -51,12 +49,13 @@ from llmtrain.train.metrics import Metrics
 from llmtrain.train.mirror import Mirror
 from llmtrain.train.rank_errors import IoErrors
 from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.run_texts import RunTexts, prepare_texts
 from llmtrain.train.sample import Sampler
 from llmtrain.train.signals import StopRequest, stop_requests
 from llmtrain.train.summary import print_report, summary_of, write_summary
-from llmtrain.train.train_text import TrainText, open_train_text, tokens_read
+from llmtrain.train.train_text import TrainText, open_train_text
 from llmtrain.train.trainer import Trainer
-from llmtrain.train.validation import ValidationSet, Validator
+from llmtrain.train.validation import Validator
 
 
 def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] = lambda trainer: None) -> int:
@@ -75,7 +74,8 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     memory = [rank_info.memory for rank_info in peers.ranks]
     replicas, shard, reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
     check_group(recipe, replicas)
-    prepared = prepare_for(recipe, show_progress=world.local_rank == 0, to_begin=True)
+    here = [world.rank // shard]
+    prepared = prepare_for(recipe, show_progress=world.local_rank == 0, to_begin=True, replicas=here)
     check_vocabulary(recipe, prepared.vocab_size)
     with (
         closing(directory),
@@ -141,18 +141,17 @@ def _traced(section: TraceSection | None, path: Path) -> AbstractContextManager[
     return nullcontext() if section is None else open_trace(path, section.first, section.first + section.steps - 1)
 
 
-def prepare_for(recipe: Recipe, show_progress: bool, to_begin: bool = False) -> TokenDataset:
-    """Return the token shards that a recipe needs, preparing them if they are missing. With `to_begin`, those that it needs
-    for its first step, if it can tokenize the others while it trains."""
-    prepared = prepare(
-        recipe.data,
-        tokens_read(recipe),
-        recipe.eval.tokens + 1,
-        show_progress=show_progress,
-        first_block_only=to_begin and shuffles_in_blocks(recipe.data),
-    )
+def prepare_for(
+    recipe: Recipe, show_progress: bool, to_begin: bool = False, replicas: Iterable[int] | None = None
+) -> TokenDataset:
+    """Return the token shards that a recipe needs, or the first of several, preparing those that are missing. With
+    `to_begin`, those that it needs for its first step, if it can tokenize the others while it trains. Of
+    `data.per_replica`, only the texts of the given replicas are prepared; of all, if None."""
+    texts = prepare_texts(recipe, replicas, show_progress, to_begin)
+    prepared = next(iter(texts.values()))
     if recipe.train.document_mask:
-        check_separators(prepared, "train.document_mask")
+        for text in texts.values():
+            check_separators(text, "train.document_mask")
     sets = prepare_sets(recipe, prepared, show_progress)
     if recipe.data.packing == "none":  # now, because it takes a while, and later all ranks need it
         check_separators(prepared, "data.packing")
@@ -164,7 +163,7 @@ def prepare_for(recipe: Recipe, show_progress: bool, to_begin: bool = False) -> 
 
 def prepare_sets(recipe: Recipe, prepared: TokenDataset, show_progress: bool) -> dict[str, TokenDataset]:
     """Return the texts of `eval.sets`, tokenized with the run's tokenizer. Only their validation split is used."""
-    tokenizer, least = str(prepared.directory / TOKENIZER), {"max_tokens": 1}
+    tokenizer, least = str(prepared.directory / TOKENIZER), {"max_tokens": 1, "sources": (), "per_replica": ()}
     return {
         name: prepare(
             recipe.data.model_copy(update={"source": text, "validation": text, "tokenizer": tokenizer, **least}),
@@ -227,24 +226,18 @@ def build_trainer(
 ) -> Trainer:
     """Build this rank's model, engine, method and loader, and return them in a Trainer. The model starts from `weights`, or
     from random ones. `mesh_reason` is shown to the user. `train_text`, if given, grows while the run reads it."""
-    texts = {"": prepared, **prepare_sets(recipe, prepared, show_progress=False)}
-    check_same_tokens(mesh, texts if train_text is None else {**texts, "": first_block(prepared)})
-    search = ChecksumScan(texts.values(), mesh.world.local_rank, mesh.world.local_size)
+    own = {"": prepared}
+    if recipe.data.is_list:
+        own = prepare_texts(recipe, [mesh.replica_comms.rank], show_progress=False)
+    texts = RunTexts.open(recipe, mesh, own, prepare_sets(recipe, prepared, show_progress=False), train_text)
+    search = texts.scan()
     if recipe.train.deterministic:
         enable_determinism(mesh.device)
     torch.manual_seed(derive_seed(recipe.run.seed, "rank", mesh.world.rank))
     is_packed = recipe.data.packing == "packed"
     separator = prepared.eos_id if recipe.train.document_mask and is_packed else None
     model = build(model_config(recipe.model, prepared.vocab_size), recipe.parallel.loss_chunk, separator)
-    loader = build_loader(
-        recipe,
-        prepared,
-        replica=mesh.replica_comms.rank,
-        replicas=mesh.replicas,
-        shard_rank=mesh.shard_comms.rank,
-        shard=mesh.shard_comms.size,
-        tokens=None if train_text is None else train_text.tokens,
-    )
+    loader = texts.loader()
     parameters, flops = count_parameters(model), flops_per_token(model, loader.attended_length)
     compiled = recipe.parallel.compile
     gradient_wire = build_wire(recipe.sync.wire.kind, compiled) if recipe.sync.wire.gradients else None
@@ -273,13 +266,17 @@ def build_trainer(
     )
     peak = peak_flops(mesh.device)
     console.print(mesh_line(mesh.replicas, mesh.shard_comms.size, mesh.device.type, mesh_reason))
-    samples = loader.num_samples if train_text is None or train_text.tokens.is_complete else None
-    console.print(model_line(recipe, parameters, len(engine.blocks), samples))
+    samples = texts.samples(loader)
+    console.print(
+        model_line(recipe, parameters, len(engine.blocks), None if samples is None else sum(samples.values()))
+    )
+    for line in texts.describe(loader):
+        console.print(line)
     if weights is not None:
         console.print(weights.describe())
     if mesh.is_main:
         step_seconds = seconds_of_step(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size)
-        for line in ineffective_keys(recipe, texts, step_seconds):
+        for line in ineffective_keys(recipe, texts.all, step_seconds):
             console.print(f"warning: {line}")
         if mesh.unencrypted and not recipe.parallel.allow_unencrypted:
             console.print(f"warning: {mesh.unencrypted}; {ADVICE}")
@@ -292,7 +289,6 @@ def build_trainer(
         MetricReducer(mesh, flops, peak),
         IoErrors(mesh, search, None if train_text is None else train_text.problem),
     )
-    sets = [_validation_set(recipe, mesh, name, text) for name, text in texts.items()]
     sampler = Sampler(recipe, engine, mesh, prepared, console, parameters)
     return Trainer(
         recipe,
@@ -300,11 +296,7 @@ def build_trainer(
         method,
         PrefetchLoader(loader, timeout, pin=mesh.device.type == "cuda"),
         Metrics(recipe, mesh, engine, method, checkpointer, reducer, console, directory, stop, io_errors),
-        Validator(engine, mesh, sets, sampler, console),
+        Validator(engine, mesh, texts.validation_sets(), sampler, console),
         checkpointer,
+        texts,
     )
-
-
-def _validation_set(recipe: Recipe, mesh: Mesh, name: str, text: TokenDataset) -> ValidationSet:
-    batches = validation_batches(recipe, text, rank=mesh.world.rank, world=mesh.world.size)
-    return ValidationSet(name, batches, text.bytes_per_token("validation"))

@@ -31,6 +31,7 @@ RESUMABLE_KEYS = (
     "log",
     "eval",
     "data.cache_dir",
+    "data.per_replica",
     "train.steps",
     "train.tokens",
     "train.micro_batch",
@@ -204,7 +205,18 @@ def check_same_recipe(there: Recipe, recipe: Recipe, where: str, ignored: Sequen
 def recipe_changes(there: Recipe, recipe: Recipe, ignored: Sequence[str] = ()) -> list[str]:
     """Return a line for each key that keeps `recipe` from continuing `there`."""
     with_length = () if there.train.total_steps == recipe.train.total_steps else KEYS_WITH_LENGTH
-    return differences(there, recipe, ignore=(*RESUMABLE_KEYS, *with_length, *ignored))
+    return differences(there, recipe, ignore=(*RESUMABLE_KEYS, *with_length, *ignored)) + _other_sites(there, recipe)
+
+
+def _other_sites(there: Recipe, recipe: Recipe) -> list[str]:
+    """Return a line for each site whose text is another one than there. Sites may come and go."""
+    before, now = ({entry.name: entry.model_dump() for entry in one.data.per_replica} for one in (there, recipe))
+    lines = []
+    for name in before.keys() & now.keys():
+        for key in (key for key, value in before[name].items() if value != now[name][key]):
+            values = f"{before[name][key]!r} there, {now[name][key]!r} here"
+            lines.append(f"{key} of {name} in data.per_replica: {values}")
+    return sorted(lines)
 
 
 PATIENCE_SECONDS = 10.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmtrain.config import Recipe
@@ -59,13 +60,15 @@ class LengthChange:
             line += f"; optim.lr={peak:.3g} would continue at {last:.3g}"
         return line if kind == "constant" else f"{line}; a run with schedule.kind=constant never jumps"
 
-    def samples_before(self, samples: int) -> int:
-        """Return how many of the `samples` of the training text the shorter or longer run had: of a hub data set, which is
-        tokenized as far as a run reads it, those of its steps; otherwise all."""
-        data, train = self.before.data, self.before.train
+    def samples_before(self, name: str, samples: int, of_text: Callable[[int], int]) -> int:
+        """Return how many of the `samples` of a training text the shorter or longer run had: of a hub data set, which is
+        tokenized as far as a run reads it, those of its steps; otherwise all. `of_text` returns how many of a number of
+        sequences are of this text."""
+        texts = {**self.after.data.texts(), **self.before.data.texts()}
+        data, train = texts[name], self.before.train
         if not data.source.startswith(HUB) or data.max_tokens is not None:
             return samples
-        return min(samples, train.total_steps * train.global_batch)
+        return min(samples, of_text(train.total_steps * train.global_batch))
 
 
 def length_key(recipe: Recipe) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 from llmtrain.best_checkpoint import best_step
@@ -19,9 +21,11 @@ MAX_WARNINGS = 20
 """Warnings in summary.json, the newest ones."""
 
 
-def summary_of(trainer: Trainer, stopped: str, mirrored: int | None) -> dict[str, Any]:
+def summary_of(
+    trainer: Trainer, stopped: str, mirrored: int | None, texts: Mapping[str, dict[str, Any]] = MappingProxyType({})
+) -> dict[str, Any]:
     """Return the content of summary.json. Sums over ranks are those of the last log line. `mirrored` is the step of the
-    mirror's newest checkpoint."""
+    mirror's newest checkpoint, `texts` what was read of each text of a list."""
     metrics, report = trainer.metrics, trainer.method.report()
     last, losses = metrics.last_line, read_losses(metrics.directory.checkpoints)
     best = best_step(losses)
@@ -49,17 +53,27 @@ def summary_of(trainer: Trainer, stopped: str, mirrored: int | None) -> dict[str
         "stopped": stopped,
         "mirrored": mirrored,
         "warnings": metrics.warnings[-MAX_WARNINGS:],
+        **({"texts": texts} if texts else {}),
+        **({"site_loss_spread": loss_spread(texts)} if texts and trainer.recipe.data.per_replica else {}),
     }
+
+
+def loss_spread(texts: Mapping[str, dict[str, Any]]) -> float | None:
+    """Return the largest minus the smallest validation loss of the texts, or None without losses."""
+    losses = [text["eval_loss"] for text in texts.values() if text["eval_loss"] is not None]
+    return max(losses) - min(losses) if losses else None
 
 
 def write_summary(trainer: Trainer, stopped: str, mirrored: int | None) -> None:
     """Write summary.json and the plot. All ranks wait until both exist. Raises TrainingError, on every rank, if
     writing fails."""
     recipe, mesh, directory = trainer.recipe, trainer.metrics.mesh, trainer.metrics.directory
+    last = trainer.metrics.last_eval
+    read = trainer.texts.report(trainer.loader.loader, trainer.loader.state_dict(), last.parts if last else {})
 
     def write() -> None:
         try:
-            directory.write_summary(summary_of(trainer, stopped, mirrored))
+            directory.write_summary(summary_of(trainer, stopped, mirrored, read))
             title = (
                 f"{recipe.run.name} · {recipe.sync.method} · {mesh.replicas} replicas x {mesh.shard_comms.size} shards"
             )
@@ -89,6 +103,18 @@ def print_report(trainer: Trainer) -> None:
         parameters = size_of(trainer.recipe, sampler.prepared.vocab_size).parameters
         for line in final_report(trainer, directory.summary(), parameters):
             console.print(line)
+
+
+def read_lines_of(summary: Mapping[str, Any]) -> list[str]:
+    """Return the line about the texts of a mixture or of sites, if the run had any."""
+    parts = []
+    for name, text in summary.get("texts", {}).items():
+        epochs = "" if text["epochs"] is None else f", {text['epochs']:.2f} epochs"
+        loss = "" if text["eval_loss"] is None else f", validation loss {text['eval_loss']:.4f}"
+        parts.append(f"{name}: {text['sequences']:,} sequences{epochs}{loss}")
+    spread = summary.get("site_loss_spread")
+    apart = "" if spread is None else f"; the sites' losses differ by up to {spread:.4f}"
+    return [f"Read of {' · '.join(parts)}{apart}."] if parts else []
 
 
 COMPARE_WITH = ("diloco", "edit")
@@ -126,6 +152,7 @@ def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> 
         ]
     return [
         happened,
+        *read_lines_of(summary),
         sent,
         *kept,
         f"Look at {metrics.directory.plot}{board} · next: add sync.method={other} run.name={other}",

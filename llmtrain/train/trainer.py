@@ -7,7 +7,6 @@ from pathlib import Path
 
 from llmtrain.config import Recipe
 from llmtrain.data.loader import PrefetchLoader
-from llmtrain.data.order import grow
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.engine import Engine
 from llmtrain.reshard import Rules, rules_of
@@ -15,6 +14,7 @@ from llmtrain.sync.method import Method
 from llmtrain.trace import span, step_span
 from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.metrics import METRICS_RULES, Metrics
+from llmtrain.train.run_texts import RunTexts
 from llmtrain.train.state import TrainState
 from llmtrain.train.validation import Validator
 
@@ -31,9 +31,10 @@ class Trainer:
         metrics: Metrics,
         validator: Validator,
         checkpointer: Checkpointer,
+        texts: RunTexts,
     ):
         self.recipe, self.engine, self.method, self.loader = recipe, engine, method, loader
-        self.metrics, self.validator, self.checkpointer = metrics, validator, checkpointer
+        self.metrics, self.validator, self.checkpointer, self.texts = metrics, validator, checkpointer, texts
         self.lr, self.state = LRSchedule.of(recipe), TrainState(recipe.train.total_steps)
         self.after_step: list[Callable[[int], None]] = []  # called after each step with its number
 
@@ -115,8 +116,7 @@ class Trainer:
         self.metrics.load_state_dict(loaded.progress, self.state)
         of_loader, length, note = loaded.progress["loader"], loaded.length, self.metrics.console.print
         if length is not None:
-            samples = self.loader.num_samples
-            of_loader = grow(of_loader, length.samples_before(samples), samples)
+            of_loader = self.loader.grown(of_loader, length.samples_before)
             self.method.total_steps_changed(loaded.step)
         self.loader.load_state_dict(of_loader)
         note(f"continuing from {path}{length.describe() if length else ''}{loaded.how}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,6 +27,8 @@ class Validation:
 
     loss: float
     tokens: int
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Loss of each part, if the text has parts."""
 
     @property
     def perplexity(self) -> float:
@@ -43,12 +45,29 @@ class ValidationSet:
     """Function that returns this rank's part, starting over at each call."""
     bytes_per_token: float
     """UTF-8 bytes of the text divided by its tokens."""
+    parts: Sequence[ValidationSet] = ()
+    """Texts that this one consists of: those of a mixture, or of the sites. It then has no batches of its own."""
+    share: float = 1.0
+    """Weight of this text's loss in that of the text of which it is a part."""
 
     def tags(self, found: Validation) -> dict[str, float]:
         """Return the tags to log: loss, perplexity and bits per byte under `eval/`, or under `eval/<name>/`."""
         prefix = f"eval/{self.name}/" if self.name else "eval/"
         bits_per_byte = found.loss / math.log(2) / self.bytes_per_token
         return {f"{prefix}loss": found.loss, f"{prefix}ppl": found.perplexity, f"{prefix}bpb": bits_per_byte}
+
+
+def in_all(parts: Sequence[ValidationSet], found: Sequence[Validation]) -> Validation:
+    """Return the mean loss of parts by their shares."""
+    loss = sum(part.share * one.loss for part, one in zip(parts, found, strict=True))
+    losses = {part.name: one.loss for part, one in zip(parts, found, strict=True)}
+    return Validation(loss / sum(part.share for part in parts), sum(one.tokens for one in found), losses)
+
+
+def joined(parts: Sequence[ValidationSet]) -> ValidationSet:
+    """Return the run's own text that consists of these parts."""
+    bytes_per_token = sum(part.share * part.bytes_per_token for part in parts) / sum(part.share for part in parts)
+    return ValidationSet("", tuple, bytes_per_token, tuple(parts))
 
 
 @contextmanager
@@ -76,15 +95,28 @@ def validate(
 ) -> Validation:
     """Return the mean loss over all ranks' `batches`, with the engine's current parameters. Calls `advance` after each
     batch. A collective of all ranks."""
-    summed, counted = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
+    return validate_each(engine, mesh, [batches], advance)[0]
+
+
+def validate_each(
+    engine: Engine, mesh: Mesh, texts: Sequence[Callable[[], Batches]], advance: Callable[[], None]
+) -> list[Validation]:
+    """Return the mean loss over all ranks' batches of each text. A rank may have no batches of a text. Replicas meet once,
+    after their last batch, so that a replica never waits within a text that others do not read. Otherwise like `validate`.
+    """
+    summed = torch.zeros(len(texts), dtype=torch.float64, device=mesh.device)
+    counted = torch.zeros(len(texts), dtype=torch.float64)
     with engine.eval_mode() as summed_loss:
-        for input_ids, labels in batches():
-            summed += summed_loss(input_ids, labels)  # stays on the device, so that the host runs ahead of it
-            counted += int((labels != IGNORE_INDEX).sum())
-            advance()
-    totals = torch.tensor([summed.item(), counted], dtype=torch.float64)
-    loss, tokens = mesh.all_ranks.all_reduce(totals, "summing validation losses").wait().tolist()
-    return Validation(loss / tokens, int(tokens))
+        for number, batches in enumerate(texts):
+            for input_ids, labels in batches():
+                summed[number] += summed_loss(
+                    input_ids, labels
+                )  # stays on the device, so that the host runs ahead of it
+                counted[number] += int((labels != IGNORE_INDEX).sum())
+                advance()
+    totals = torch.stack([summed.cpu(), counted], dim=1)
+    found = mesh.all_ranks.all_reduce(totals, "summing validation losses").wait().tolist()
+    return [Validation(loss / tokens, int(tokens)) for loss, tokens in found]
 
 
 class Validator:
@@ -109,7 +141,16 @@ class Validator:
                     done += 1
                     show()
 
-                found = [(text, validate(self.engine, self.mesh, text.batches, advance)) for text in self.sets]
+                found = [pair for text in self.sets for pair in self.losses_of(text, advance)]
             self._batches = done
             with_sample = with_sample and self.sampler.is_cheap
             return found, self.sampler.generate_in_step() if with_sample else None
+
+    def losses_of(
+        self, text: ValidationSet, advance: Callable[[], None] = lambda: None
+    ) -> list[tuple[ValidationSet, Validation]]:
+        """Return the loss of a text with the engine's current parameters, and then of its parts. A collective of all ranks."""
+        if not text.parts:
+            return [(text, validate(self.engine, self.mesh, text.batches, advance))]
+        found = validate_each(self.engine, self.mesh, [part.batches for part in text.parts], advance)
+        return [(text, in_all(text.parts, found)), *zip(text.parts, found, strict=True)]

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import DataSection
-from llmtrain.data.dataset import TokenDataset, check_same_tokens, token_digest
+from llmtrain.data.dataset import TokenDataset, token_digest
 from llmtrain.data.prepare import prepare
+from llmtrain.data.same_tokens import check_same_tokens
 from llmtrain.errors import DataError
 from llmtrain.parallel.mesh import build_mesh
 from llmtrain.parallel.world import World
@@ -54,7 +55,7 @@ def checked_with_a_bad_disk(section: DataSection) -> str:
             raise OSError(5, "Input/output error", "train-00000.npy")
         return token_digest(prepared)
 
-    with mock.patch("llmtrain.data.dataset.token_digest", described_there):
+    with mock.patch("llmtrain.data.same_tokens.token_digest", described_there):
         return checked([section, section])
 
 

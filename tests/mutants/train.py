@@ -187,8 +187,8 @@ MUTANTS = [
     Mutant(
         "validation: ignored labels are counted",
         "llmtrain/train/validation.py",
-        "counted += int((labels != IGNORE_INDEX).sum())",
-        "counted += labels.numel()",
+        "counted[number] += int((labels != IGNORE_INDEX).sum())",
+        "counted[number] += labels.numel()",
         (
             "tests/distributed/test_resume_training.py",
             "tests/distributed/test_reshape.py",

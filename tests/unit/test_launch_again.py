@@ -55,7 +55,7 @@ def all_ended(*codes: int) -> dict[int, NodeExit]:
 def test_ranks_are_started_again_on_all_nodes_until_all_are_done() -> None:
     story = Story(all_ended(DONE, FAILED, DONE), all_ended(FAILED, FAILED, FAILED), all_ended(DONE, DONE, DONE))
     assert story.code() == DONE
-    assert story.runs == [Attempt(number, THREE) for number in range(3)]
+    assert story.runs == [Attempt(number, THREE, (0, 1, 2)) for number in range(3)]
 
 
 def test_the_last_failure_is_the_code_of_every_node() -> None:

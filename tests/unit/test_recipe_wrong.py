@@ -12,6 +12,7 @@ from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.recipe_messages import one_of
 from llmtrain.sync.methods import METHODS
+from tests.unit.wrong_lists import WRONG_LISTS
 
 RECIPE = """
 model: {type: llama, config: {hidden_size: 160, num_hidden_layers: 2, num_attention_heads: 5, max_position_embeddings: 256}}
@@ -29,6 +30,7 @@ model: {{type: gpt_neo, config: {{hidden_size: 64, num_heads: {heads}, num_layer
 """
 
 WRONG_OVERRIDES = [
+    *WRONG_LISTS,
     # unknown keys and sections
     ("optim.lrr=1", ["optim.lrr is not a key", "did you mean optim.lr?"]),
     ("optim.learning_rate=1", ["optim.learning_rate is not a key", "kind, lr, betas"]),

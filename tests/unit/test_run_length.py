@@ -79,9 +79,16 @@ def test_no_jump_is_none() -> None:
 
 
 def test_a_hub_data_set_had_the_samples_of_the_runs_steps() -> None:
-    hub = "data.source=hf:owner/name"
-    assert LengthChange(recipe(40, hub), recipe(80, hub), 40).samples_before(80 * 32) == 40 * 32
-    assert LengthChange(recipe(40, hub), recipe(80, hub), 40).samples_before(900) == 900, "it has no more"
-    limited = (hub, "data.max_tokens=100000")
-    assert LengthChange(recipe(40, *limited), recipe(80, *limited), 40).samples_before(700) == 700
-    assert LengthChange(recipe(40), recipe(80), 40).samples_before(30_000) == 30_000
+    def before(samples: int, *keys: str, name: str = "") -> int:
+        return LengthChange(recipe(40, *keys), recipe(80, *keys), 40).samples_before(
+            name, samples, lambda all: all // part
+        )
+
+    hub, part = "data.source=hf:owner/name", 1
+    assert before(80 * 32, hub) == 40 * 32
+    assert before(900, hub) == 900, "it has no more"
+    assert before(700, hub, "data.max_tokens=100000") == 700
+    assert before(30_000) == 30_000
+    mixture, part = "data.sources=[{source: hf:owner/name, weight: 1}, {source: stories, weight: 3}]", 4
+    assert before(20 * 32, mixture, name="name") == 10 * 32
+    assert before(20 * 32, mixture, name="stories") == 20 * 32

@@ -190,7 +190,7 @@ TEXTS: list[tuple[str, Content, str]] = [
     ("a.jsonl", '{"text": null}\n', "no (train|validation) documents|the source has no text"),
     ("a.jsonl", b"\xff\n", r"a.jsonl:1: not JSON"),
     ("a.jsonl.gz", LINE, "damaged gzip file"),
-    ("a.jsonl.gz", gzip.compress(LINE.encode() * 99)[:-9], "damaged gzip file"),
+    ("a.jsonl.gz", gzip.compress(LINE.encode() * 99, mtime=0)[:-9], "damaged gzip file"),
     ("a.jsonl.gz", "", "no (train|validation) documents|the source has no text"),
     ("a.parquet", "", "can't be read as parquet"),
     ("a.parquet", "PAR1", "can't be read as parquet"),

@@ -1,0 +1,152 @@
+"""A text per replica (`data.per_replica`): which replicas form a site, and what each site has read of its text.
+
+Replicas whose entries have the same name form a site. A site has its own endless list of samples, of which its replicas
+read equal parts. Its cursor belongs to its name: after a restart with other replicas or other entries, each site goes on
+where it stopped. Cursors of sites that have no replica stay in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmtrain.data.dataset import TOKENIZER, TokenDataset, TokenShards
+from llmtrain.data.loader import Loader, SamplesBefore
+from llmtrain.data.order import SampleCursor, grow, merge_cursors
+from llmtrain.errors import DataError
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.world import node_name
+from llmtrain.reshard import FromAllRanks, MeshChange
+
+
+class SiteLoader(Loader):
+    """Loader of batches from the text of this rank's site. Every replica of the run reads as many sequences per step."""
+
+    def __init__(
+        self, tokens: TokenShards, sites: Sequence[str], replica: int, *, global_batch: int, **shape: int
+    ) -> None:
+        """Take `shape` as `Loader` does. `sites` has the site of each replica, and `global_batch` is that of the run. Raises
+        DataError if the text is smaller than one step of its site."""
+        self.sites, self.site = list(sites), sites[replica]
+        self.absent: dict[str, dict[str, Any]] = {}
+        """States of sites that have no replica now, by name."""
+        self._batch = global_batch
+        own = [number for number, site in enumerate(sites) if site == self.site]
+        shape |= {"global_batch": self._batch_of(len(own), len(sites)), "replica": own.index(replica)}
+        try:
+            super().__init__(tokens, replicas=len(own), **shape)
+        except DataError as error:
+            raise DataError(f"{self.site}: {error}".replace("data.source", "data.per_replica")) from None
+
+    def state_dict(self) -> dict[str, Any]:
+        absent = {"absent": self.absent} if self.absent else {}
+        return super().state_dict() | {"site": self.site} | absent
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.absent = state.get("absent", {})
+
+    def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
+        """Return a state of a run that was shorter or longer. `before` returns how many samples of a text that had."""
+        return grow(state, before(self.site, self.num_samples, lambda entries: entries), self.num_samples)
+
+    def reshard_rule(self) -> FromAllRanks:
+        """Return the rule by which `state_dict` is resharded: each site goes on where its replicas stopped."""
+        return FromAllRanks(self._reshard)
+
+    def read_by_text(self, states: Sequence[dict[str, Any]]) -> dict[str, int]:
+        """Return the sequences that a run has read at each site, by name, given the state of each replica."""
+        read = {}
+        for site, state in self._merge(states).items():
+            cursor = SampleCursor()
+            cursor.load_state_dict(state)
+            read[site] = cursor.num_read
+        return read
+
+    def _reshard(self, change: MeshChange, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        states = ranks[:: change.old_shards]
+        if not change.replicas_changed and [state["site"] for state in states] == self.sites:
+            return states[change.replica]
+        cursors = self._merge(states)
+        absent = {site: state for site, state in cursors.items() if site not in self.sites}
+        mine = cursors.get(self.site, SampleCursor().state_dict()) | {"site": self.site}
+        return mine | ({"absent": absent} if absent else {})
+
+    def _merge(self, states: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return the state of each site, given the state of each replica of one run."""
+        by_site: dict[str, list[dict[str, Any]]] = {}
+        for state in states:
+            by_site.setdefault(state["site"], []).append(state)
+        merged = {
+            site: merge_cursors(members, self._batch_of(len(members), len(states))) for site, members in by_site.items()
+        }
+        return states[0].get("absent", {}) | merged
+
+    def _batch_of(self, members: int, replicas: int) -> int:
+        """Return the sequences that a site with so many of the run's replicas reads per step."""
+        return self._batch // replicas * members
+
+
+def check_site(tokens: TokenShards, sites: Sequence[str], site: str, global_batch: int, sequence_length: int) -> None:
+    """Raise DataError if the text of a site is smaller than one step of it. `sites` has the site of each replica."""
+    shape = {"sequence_length": sequence_length, "micro_batch": 1, "shard_rank": 0, "shard": 1, "seed": 0}
+    SiteLoader(tokens, sites, sites.index(site), global_batch=global_batch, **shape)
+
+
+@dataclass(frozen=True)
+class SiteText:
+    """Text of a site, as far as other sites know it."""
+
+    name: str
+    tokenizer: str
+    """Digest of the tokenizer that has produced the tokens."""
+    samples: int
+    bytes_per_token: float
+    """UTF-8 bytes of the validation text divided by its tokens."""
+    validated: int
+    """Number of validation tokens."""
+    batches: int
+    """Validation batches of each of its ranks."""
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Sites of a run."""
+
+    texts: Mapping[str, SiteText]
+    """Text of each site, in the order of its first replica."""
+    node_ranks: Sequence[int]
+    """Ranks of this rank's site on its node."""
+
+
+def gather_sites(mesh: Mesh, mine: SiteText | DataError) -> Sites:
+    """Return the sites of the run, given the text of this rank's site or why it can't be read. Raises DataError, on every
+    rank, if one can't be read, or if sites have different tokenizers. A collective of all ranks."""
+    here = node_name(), mine
+    of_ranks = mesh.all_ranks.all_gather_object(here, "comparing sites") if mesh.world.size > 1 else [here]
+    for rank, (node, text) in enumerate(of_ranks):
+        if isinstance(text, DataError):
+            raise DataError(f"{text} (rank {rank} on {node})")
+    first, texts = of_ranks[0][1], {}
+    for rank, (_, text) in enumerate(of_ranks):
+        if text.tokenizer != first.tokenizer:
+            raise DataError(
+                f"data.tokenizer: rank {rank} at {text.name} has another tokenizer ({text.tokenizer}) than rank 0 at {first.name} "
+                f"({first.tokenizer}); give all sites the same files, and prepare again"
+            )
+        texts.setdefault(text.name, text)
+    own = (node_name(), mine.name)
+    return Sites(texts, [rank for rank, (node, text) in enumerate(of_ranks) if (node, text.name) == own])
+
+
+def tokenizer_digest(prepared: TokenDataset) -> str:
+    """Return a digest of the tokenizer that has produced the tokens. It does not depend on how its file is formatted."""
+    folder = prepared.directory / TOKENIZER
+    try:
+        content = json.dumps(json.loads((folder / "tokenizer.json").read_text()), sort_keys=True)
+    except (OSError, ValueError):  # another kind of tokenizer
+        content = json.dumps(prepared.load_tokenizer().get_vocab(), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:8]

@@ -1,0 +1,102 @@
+"""Texts that a recipe names, and their checks: one `data.source`, or the entries of `data.sources` or `data.per_replica`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from llmtrain.config import DataSection
+from llmtrain.config.data import LISTS
+from llmtrain.data.dataset import TOKENIZER, TokenDataset
+from llmtrain.data.mixture import BLOCK, shares_of
+from llmtrain.data.tokenizer import trained_size
+from llmtrain.errors import RecipeError
+
+
+def check_text_list(data: DataSection, sets: Collection[str]) -> None:
+    """Raise RecipeError unless exactly one of the keys names texts, and its entries go together. `sets` are the names of
+    `eval.sets`."""
+    trained_size(data.tokenizer)
+    given = [key for key in ("source", *LISTS) if getattr(data, key)]
+    if len(given) != 1:
+        what = f"{' and '.join(f'data.{key}' for key in given)} are given" if given else "data.source is null"
+        raise RecipeError(f"{what}, expected one of data.source, data.sources and data.per_replica, which name texts")
+    if data.is_list and data.packing == "none":
+        raise RecipeError(
+            f"data.packing is none, which needs one text, but data.{given[0]} is a list; use packing=packed"
+        )
+    if data.is_list and data.shuffle == "blocks":
+        raise RecipeError(
+            f"data.shuffle is blocks, which needs one text, but data.{given[0]} is a list; use auto or all"
+        )
+    _check_names(data, sets)
+    _check_weights(data)
+    if data.per_replica and trained_size(data.tokenizer) is not None:
+        raise RecipeError(
+            f"data.tokenizer is {data.tokenizer}, but with data.per_replica each site would train another one; train it "
+            "beforehand, and give its folder or file"
+        )
+
+
+def check_replicas(data: DataSection, replicas: int) -> None:
+    """Raise RecipeError if the run has more replicas than entries of `data.per_replica`."""
+    entries = len(data.per_replica)
+    if data.per_replica and entries < replicas:
+        raise RecipeError(
+            f"data.per_replica has {entries} {'entry' if entries == 1 else 'entries'}, but the run has {replicas} replicas; give "
+            f"one entry per replica (equal ones form a site), or parallel.replicas={entries}"
+        )
+
+
+def texts_of(data: DataSection, replicas: Iterable[int] | None = None) -> dict[str, DataSection]:
+    """Return the section of each text by its name. Of `data.per_replica`, only those of the given replicas; of all, if
+    None."""
+    texts = data.texts()
+    if not data.per_replica or replicas is None:
+        return texts
+    names = [data.per_replica[replica].name for replica in replicas if replica < len(data.per_replica)]
+    return {name: texts[name] for name in dict.fromkeys(names)}
+
+
+def with_tokenizer_of(prepared: Iterable[TokenDataset], section: DataSection) -> DataSection:
+    """Return a section of a mixture with the tokenizer that was trained on the first text, if one is trained."""
+    first = next(iter(prepared), None)
+    if first is None or trained_size(section.tokenizer) is None:
+        return section
+    return section.model_copy(update={"tokenizer": str(first.directory / TOKENIZER)})
+
+
+def key_of(data: DataSection, name: str) -> str:
+    """Return the recipe's key of the source of a text."""
+    for key in LISTS:
+        for number, entry in enumerate(getattr(data, key)):
+            if entry.name == name:
+                return f"data.{key}[{number}].source"
+    return "data.source"
+
+
+def _check_names(data: DataSection, sets: Collection[str]) -> None:
+    counted = Counter(entry.name for entry in data.sources)
+    if twice := [name for name, count in counted.items() if count > 1]:
+        raise RecipeError(f"data.sources: {counted[twice[0]]} entries are called {twice[0]}; give each its own name")
+    sites = {entry.name: entry for entry in reversed(data.per_replica)}
+    for number, entry in enumerate(data.per_replica):
+        if entry != (first := sites[entry.name]):
+            key = next(key for key in type(entry).model_fields if getattr(entry, key) != getattr(first, key))
+            raise RecipeError(
+                f"data.per_replica[{number}].{key} is {getattr(entry, key)!r}, but another entry called {entry.name} has "
+                f"{getattr(first, key)!r}; give equal entries to replicas of one site, and names of their own to others"
+            )
+    if data.is_list and (both := [name for name in data.texts() if name in sets]):
+        raise RecipeError(f"eval.sets.{both[0]} has the name of a training text; choose another name")
+
+
+def _check_weights(data: DataSection) -> None:
+    weights = [entry.weight for entry in data.sources]
+    for entry, share in zip(data.sources, shares_of(weights) if weights else (), strict=True):
+        if not share:
+            least = sum(weights) / BLOCK
+            raise RecipeError(
+                f"data.sources: {entry.name} has weight {entry.weight:g} of {sum(weights):g}, too little for one sequence in "
+                f"{BLOCK:,}; give at least {least:.3g}, or leave it out"
+            )

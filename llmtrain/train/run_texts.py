@@ -1,0 +1,231 @@
+"""Texts of a run: one, those of a mixture, or that of this rank's site; their loader, validation and report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from llmtrain.config import Recipe
+from llmtrain.data.build_loader import build_loader, validation_batches
+from llmtrain.data.dataset import ChecksumScan, TokenDataset
+from llmtrain.data.loader import Loader, count_windows
+from llmtrain.data.mixture import BLOCK, MixtureLoader, most_of, shares_of
+from llmtrain.data.prepare import prepare
+from llmtrain.data.same_tokens import check_same_tokens
+from llmtrain.data.sites import SiteLoader, Sites, SiteText, gather_sites, tokenizer_digest
+from llmtrain.data.stream import first_block, shuffles_in_blocks
+from llmtrain.data.text_list import texts_of, with_tokenizer_of
+from llmtrain.errors import DataError
+from llmtrain.loss import IGNORE_INDEX
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.train.loggers import format_si
+from llmtrain.train.train_text import TrainText
+from llmtrain.train.validation import Batches, ValidationSet, joined
+
+
+def prepare_texts(
+    recipe: Recipe, replicas: Iterable[int] | None, show_progress: bool, to_begin: bool = False
+) -> dict[str, TokenDataset]:
+    """Return the token shards of each text by name, preparing those that are missing. Of `data.per_replica`, only the
+    texts of the given replicas are read; of all, if None. With `to_begin`, a single text that can be tokenized in training
+    is prepared for the first step alone.
+
+    A mixture's tokenizer is trained on its first text.
+    """
+    data, train = recipe.data, recipe.train
+    texts, sequences = texts_of(data, replicas), train.total_steps * train.global_batch
+    shares = shares_of([entry.weight for entry in data.sources]) if data.sources else [BLOCK] * len(texts)
+    prepared: dict[str, TokenDataset] = {}
+    for (name, section), share in zip(texts.items(), shares, strict=True):
+        # A site's text as for a run on it alone, so that a run with fewer replicas or sites needs no more.
+        read = most_of(share, sequences) if data.sources else sequences
+        tokens = read * train.sequence_length + 1
+        own = with_tokenizer_of(prepared.values(), section)
+        prepared[name] = prepare(
+            own,
+            tokens,
+            recipe.eval.tokens + 1,
+            show_progress=show_progress,
+            first_block_only=to_begin and shuffles_in_blocks(own),
+        )
+    return prepared
+
+
+@dataclass(frozen=True)
+class RunTexts:
+    """Training texts of a run on this rank, and their validation."""
+
+    recipe: Recipe
+    mesh: Mesh
+    texts: Mapping[str, TokenDataset]
+    """Texts that this rank reads, by name; "" is the only one of a run without a list of texts."""
+    sets: Mapping[str, TokenDataset]
+    """Texts of `eval.sets`, by name."""
+    train_text: TrainText | None = None
+    """Training text, if it grows while the run reads it."""
+    sites: Sites | None = None
+    """Sites of the run, if it has a text for each replica."""
+
+    @classmethod
+    def open(
+        cls,
+        recipe: Recipe,
+        mesh: Mesh,
+        texts: Mapping[str, TokenDataset],
+        sets: Mapping[str, TokenDataset],
+        train_text: TrainText | None = None,
+    ) -> RunTexts:
+        """Compare the texts with those of other ranks. Raises DataError, on every rank, if they differ although they should
+        not. A collective of all ranks."""
+        there = texts if train_text is None else {name: first_block(text) for name, text in texts.items()}
+        check_same_tokens(mesh, {**there, **sets})
+        own = cls(recipe, mesh, texts, sets, train_text)
+        return replace(own, sites=gather_sites(mesh, own._site_text())) if recipe.data.per_replica else own
+
+    @property
+    def all(self) -> dict[str, TokenDataset]:
+        """Return all texts that this rank reads."""
+        return {**self.texts, **self.sets}
+
+    def scan(self) -> ChecksumScan:
+        """Start reading this rank's share of the shards on its node, to find damage."""
+        world = self.mesh.world
+        if self.sites is None:
+            return ChecksumScan(self.all.values(), world.local_rank, world.local_size)
+        ranks = self.sites.node_ranks
+        return ChecksumScan(self.all.values(), ranks.index(world.rank), len(ranks))
+
+    def loader(self) -> Loader:
+        """Return this rank's loader."""
+        mesh, data, train = self.mesh, self.recipe.data, self.recipe.train
+        rank = {"shard_rank": mesh.shard_comms.rank, "shard": mesh.shard_comms.size}
+        replica = {"replica": mesh.replica_comms.rank, "replicas": mesh.replicas}
+        if not data.is_list:
+            growing = None if self.train_text is None else self.train_text.tokens
+            return build_loader(self.recipe, self.texts[""], **rank, **replica, tokens=growing)
+        tokens = {name: text.tokens("train") for name, text in self.texts.items()}
+        shape = rank | {
+            "sequence_length": train.sequence_length,
+            "global_batch": train.global_batch,
+            "micro_batch": train.micro_batch,
+            "seed": self.recipe.run.seed,
+        }
+        if data.per_replica:
+            (own,) = tokens.values()
+            return SiteLoader(own, self._site_of_replica(), mesh.replica_comms.rank, **shape)
+        return MixtureLoader(tokens, [entry.weight for entry in data.sources], **shape, **replica)
+
+    def validation_sets(self) -> list[ValidationSet]:
+        """Return the run's own text, which may have parts, then those of `eval.sets`."""
+        if self.sites is not None:
+            sites = self.sites.texts.values()
+            most = max(site.batches for site in sites)
+            own = joined([self._at_site(site, most) for site in sites])
+        elif self.recipe.data.sources:
+            weights = {entry.name: entry.weight for entry in self.recipe.data.sources}
+            own = joined([replace(self._everywhere(name), share=weights[name]) for name in self.texts])
+        else:
+            own = self._everywhere("")
+        return [own, *map(self._everywhere, self.sets)]
+
+    def samples(self, loader: Loader) -> dict[str, int] | None:
+        """Return the number of samples of each text of the run, by name; None while it is not known."""
+        if self.sites is not None:
+            return {name: site.samples for name, site in self.sites.texts.items()}
+        if isinstance(loader, MixtureLoader):
+            return loader.samples
+        is_growing = self.train_text is not None and not self.train_text.tokens.is_complete
+        return None if is_growing else {"": loader.num_samples}
+
+    def describe(self, loader: Loader) -> list[str]:
+        """Return the console's lines about the texts of a mixture or of sites."""
+        train, samples = self.recipe.train, self.samples(loader)
+        read = train.total_steps * train.global_batch
+        if self.sites is not None:
+            replicas = self._site_of_replica()
+            shares = {name: replicas.count(name) / len(replicas) for name in samples}
+            kind = "sites"
+        elif isinstance(loader, MixtureLoader):
+            shares = {name: share / BLOCK for name, share in zip(samples, loader.order.shares, strict=True)}
+            kind = "mixture"
+        else:
+            return []
+        parts = [
+            f"{name} {100 * shares[name]:.3g}% ({format_si(number)} sequences, {read * shares[name] / number:.2f} epochs)"
+            for name, number in samples.items()
+        ]
+        return [f"{kind}: {' · '.join(parts)}"]
+
+    def report(self, loader: Loader, state: dict[str, Any], losses: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+        """Return what was read of each text, and its last validation loss, by name: `sequences`, `epochs`, `eval_loss`. Empty
+        for a run without a list of texts. `state` is the loader's. A collective of all ranks."""
+        if not self.recipe.data.is_list:
+            return {}
+        every = (
+            self.mesh.all_ranks.all_gather_object(state, "counting sequences") if self.mesh.world.size > 1 else [state]
+        )
+        read = loader.read_by_text(every[:: self.mesh.shard_comms.size])
+        samples = self.samples(loader)
+        return {
+            name: {
+                "sequences": number,
+                "epochs": round(number / samples[name], 4) if name in samples else None,
+                "eval_loss": losses.get(name),
+            }
+            for name, number in read.items()
+        }
+
+    def _site_of_replica(self) -> list[str]:
+        return [entry.name for entry in self.recipe.data.per_replica[: self.mesh.replicas]]
+
+    def _site_text(self) -> SiteText | DataError:
+        """Return what other sites need to know of this rank's text, or why this rank can't read it."""
+        ((name, text),) = self.texts.items()
+        train = self.recipe.train
+        try:
+            loader = self.loader()
+            windows = count_windows(text.tokens("validation"), self.recipe.eval.tokens, train.sequence_length)
+            digest = tokenizer_digest(text)
+        except DataError as error:
+            return error
+        per_batch = self._site_of_replica().count(name) * self.mesh.shard_comms.size * train.micro_batch
+        return SiteText(
+            name=name,
+            tokenizer=digest,
+            samples=loader.num_samples,
+            bytes_per_token=text.bytes_per_token("validation"),
+            validated=windows * train.sequence_length,
+            batches=-(-windows // per_batch),
+        )
+
+    def _everywhere(self, name: str) -> ValidationSet:
+        """Return a text that all ranks validate together."""
+        world = self.mesh.world
+        return self._validation_set(name, self.all[name], world.rank, world.size)
+
+    def _at_site(self, site: SiteText, batches: int) -> ValidationSet:
+        """Return the text of a site, of which ranks elsewhere have no batches. All replicas have equally many forward passes,
+        for engines whose passes wait for all ranks."""
+        if site.name not in self.texts:
+            return ValidationSet(site.name, tuple, site.bytes_per_token, share=site.validated)
+        replicas, shards, replica = self._site_of_replica(), self.mesh.shard_comms, self.mesh.replica_comms.rank
+        rank = replicas[:replica].count(site.name) * shards.size + shards.rank
+        own = self._validation_set(site.name, self.texts[site.name], rank, replicas.count(site.name) * shards.size)
+        return replace(own, batches=partial(_padded, own.batches, batches), share=site.validated)
+
+    def _validation_set(self, name: str, text: TokenDataset, rank: int, world: int) -> ValidationSet:
+        batches = validation_batches(self.recipe, text, rank=rank, world=world)
+        return ValidationSet(name, batches, text.bytes_per_token("validation"))
+
+
+def _padded(batches: Callable[[], Batches], count: int) -> Batches:
+    """Yield the batches, then ones without labels until there are `count`."""
+    inputs, given = torch.empty(0), 0
+    for given, (inputs, labels) in enumerate(batches(), start=1):  # noqa: B007
+        yield inputs, labels
+    for _ in range(count - given):
+        yield inputs, torch.full_like(inputs, IGNORE_INDEX)

@@ -1,0 +1,131 @@
+"""A text per replica: equal parts within a site, cursors that belong to sites, and what becomes of them elsewhere."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from llmtrain.data.dataset import TokenShards
+from llmtrain.data.loader import Loader
+from llmtrain.data.sites import SiteLoader
+from llmtrain.errors import DataError
+from llmtrain.reshard import MeshChange
+
+LENGTH, BATCH = 4, 24
+TEXTS = {name: TokenShards([10_000 * number + np.arange(480 * LENGTH + 1)]) for number, name in enumerate("ABC")}
+"""480 samples at each site: no epoch ends in these tests."""
+SHAPE = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1, "seed": 7}
+
+
+def loaders(sites: str, shards: int = 1) -> list[list[SiteLoader]]:
+    """The loaders of each replica, which is at the site of its letter."""
+    return [
+        [SiteLoader(TEXTS[site], [*sites], replica, shard_rank=shard, shard=shards, **SHAPE) for shard in range(shards)]
+        for replica, site in enumerate(sites)
+    ]
+
+
+def read(replicas: list[list[SiteLoader]], steps: Sequence[int]) -> list[tuple[str, int]]:
+    """(site, sample) that replicas read which take so many steps."""
+    found = []
+    for ranks, count in zip(replicas, steps, strict=True):
+        for _ in range(count):
+            for row in (row for rank in ranks for batch in rank.next() for row in batch):
+                found.append(("ABC"[int(row[0]) // 10_000], int(row[0]) % 10_000 // LENGTH))
+    return found
+
+
+def continued(replicas: list[list[SiteLoader]], sites: str, shards: int = 1) -> list[list[SiteLoader]]:
+    """The loaders of a run that continues that of `replicas` at other sites, through a checkpoint."""
+    values = [{"loader": json.loads(json.dumps(rank.state_dict()))} for ranks in replicas for rank in ranks]
+    there = loaders(sites, shards)
+    for replica, ranks in enumerate(there):
+        for shard, rank in enumerate(ranks):
+            change = MeshChange(len(replicas), len(replicas[0]), len(sites), shards, replica, shard)
+            rank.load_state_dict(change.apply({"loader": rank.reshard_rule()}, values)["loader"])
+    return there
+
+
+def test_a_site_alone_is_a_run_on_its_text() -> None:
+    plain = Loader(TEXTS["A"], replica=0, replicas=1, shard_rank=0, shard=1, **SHAPE)
+    rows = [int(row[0]) // LENGTH for _ in range(5) for batch in plain.next() for row in batch]
+    assert read(loaders("A"), [5]) == [("A", row) for row in rows]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_replicas_of_a_site_share_its_text_in_equal_parts(shards: int) -> None:
+    found = read(loaders("ABA", shards), [20, 20, 20])
+    assert Counter(site for site, _ in found) == {"A": 320, "B": 160}
+    assert max(Counter(found).values()) == 1, "no sample twice"
+    alone = {site: [sample for one, sample in read(loaders(site), [20]) if one == site] for site in "AB"}
+    assert {sample for site, sample in found if site == "A"} == set(alone["A"][:320])
+    assert [sample for site, sample in found if site == "B"] == alone["B"][:160], "in the order of the site"
+
+
+def test_the_same_mesh_goes_on_exactly_also_if_replicas_are_not_at_one_step() -> None:
+    first, straight = loaders("ABA", 2), loaders("ABA", 2)
+    read(first, [4, 9, 6])
+    read(straight, [4, 9, 6])
+    assert read(continued(first, "ABA", 2), [3, 3, 3]) == read(straight, [3, 3, 3])
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_site_goes_on_where_it_stopped_after_an_absence(shards: int) -> None:
+    replicas = loaders("ABC")
+    found = read(replicas, [5, 5, 5])
+    replicas = continued(replicas, "AB", shards)
+    assert [rank.state_dict()["absent"]["C"] for ranks in replicas for rank in ranks] == [{"position": 40}] * 2 * shards
+    found += read(replicas, [4, 4])
+    replicas = continued(replicas, "AB", shards)  # the same mesh keeps it
+    replicas = continued(replicas, "ABC")
+    assert not any(rank.absent for ranks in replicas for rank in ranks)
+    found += read(replicas, [5, 5, 5])
+    read_at = Counter(site for site, _ in found)
+    assert read_at == {"A": 8 * 10 + 12 * 4, "B": 8 * 10 + 12 * 4, "C": 80} and max(Counter(found).values()) == 1
+    expected = read(loaders("C"), [20])[:80]
+    assert [pair for pair in found if pair[0] == "C"] == expected
+
+
+@pytest.mark.parametrize("sites", ["BA", "AC", "CB", "BB"])
+def test_sites_belong_to_their_names_wherever_they_are_in_the_list(sites: str) -> None:
+    replicas = loaders("AB")
+    before = read(replicas, [3, 3])
+    found = before + read(continued(replicas, sites), [2, 2])
+    assert max(Counter(found).values()) == 1
+    for site in "ABC":
+        samples = [sample for name, sample in found if name == site]
+        expected = [sample for _, sample in read(loaders(site), [10])]
+        assert Counter(samples) == Counter(expected[: len(samples)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_sample_comes_once_over_many_changes(seed: int) -> None:
+    drawn, replicas, seen = random.Random(seed), loaders("AB"), Counter()
+    for _ in range(4):
+        seen.update(read(replicas, [drawn.randrange(4) for _ in replicas]))
+        states = [ranks[0].state_dict() for ranks in replicas]
+        counted = replicas[0][0].read_by_text(states)
+        assert {site: number for site, number in counted.items() if number} == Counter(site for site, _ in seen)
+        replicas = continued(
+            replicas, "".join(drawn.choices("ABC", k=drawn.choice([1, 2, 3, 4]))), drawn.choice([1, 2])
+        )
+    assert set(seen.values()) <= {1}
+
+
+def test_a_text_smaller_than_a_step_of_its_site_is_refused_by_its_name() -> None:
+    small = TokenShards([np.arange(13)])
+    keys = {"shard_rank": 0, "shard": 1, **SHAPE}
+    with pytest.raises(DataError, match=r"A: training data: 13 tokens there, 49 needed .* \(data.per_replica, "):
+        SiteLoader(small, ["A", "B"], 0, **keys)
+
+
+def test_a_longer_run_asks_for_its_site_s_samples() -> None:
+    (one,), _ = loaders("AB")
+    asked = []
+    state = one.grown({"position": 0}, lambda name, samples, of_text: asked.append((name, of_text(5))) or samples - 80)
+    assert asked == [("A", 5)] and state == {"position": 0, "sizes": [400, 480]}
