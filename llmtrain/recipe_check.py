@@ -157,6 +157,11 @@ def _check_length(recipe: Recipe) -> None:
             f"train.tokens is {train.tokens}, but with data.packing=none a step has as many tokens as its documents; give "
             "train.steps (and train.tokens=null)"
         )
+    if recipe.data.shuffle == "blocks" and recipe.data.packing == "none":
+        raise RecipeError(
+            "data.shuffle is blocks, but data.packing=none needs the lengths of all documents before the first step; use "
+            "shuffle=auto or all, or packing=packed"
+        )
     if total == 0:
         raise RecipeError(
             f"train.tokens is {train.tokens}, less than one step of global_batch x sequence_length = "

@@ -9,6 +9,7 @@ from llmtrain.config import DataSection
 from llmtrain.config.data import LISTS
 from llmtrain.data.dataset import TOKENIZER, TokenDataset
 from llmtrain.data.mixture import BLOCK, shares_of
+from llmtrain.data.ready_made import find_ready_made
 from llmtrain.data.tokenizer import trained_size
 from llmtrain.errors import RecipeError
 
@@ -59,10 +60,12 @@ def texts_of(data: DataSection, replicas: Iterable[int] | None = None) -> dict[s
 
 
 def with_tokenizer_of(prepared: Iterable[TokenDataset], section: DataSection) -> DataSection:
-    """Return a section of a mixture with the tokenizer that was trained on the first text, if one is trained."""
+    """Return a section of a mixture with the tokenizer that was trained on the first text, if one is trained. Raises
+    DataError if the section's text is token files, which another tokenizer has made."""
     first = next(iter(prepared), None)
     if first is None or trained_size(section.tokenizer) is None:
         return section
+    find_ready_made(section)  # refuses them with a tokenizer that is trained
     return section.model_copy(update={"tokenizer": str(first.directory / TOKENIZER)})
 
 

@@ -69,6 +69,13 @@ MUTANTS = [
         WEIGHTED,
     ),
     Mutant(
+        "mixture: token files are taken for tokens of the tokenizer that is trained",
+        "llmtrain/data/text_list.py",
+        "    find_ready_made(section)  # refuses them with a tokenizer that is trained\n",
+        "",
+        ("tests/unit/test_wrong_tokens.py",),
+    ),
+    Mutant(
         "sites: all replicas of a site read the same",
         "llmtrain/data/sites.py",
         '"replica": own.index(replica)}',

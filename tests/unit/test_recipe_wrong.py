@@ -218,6 +218,10 @@ WRONG_FILES = [
         ["train.tokens is 100000", "with data.packing=none a step has as many tokens as its documents", "train.steps"],
     ),
     (
+        "data: {packing: none, shuffle: blocks}\ntrain: {steps: 10}\nsync: {method: local_sgd}\n",
+        ["data.shuffle is blocks", "data.packing=none needs the lengths of all documents", "shuffle=auto or all"],
+    ),
+    (
         "model: {type: gemma3}\ntrain: {steps: 10}\nsync: {method: local_sgd}\n",
         ["gemma3 is more than a language model", "choose its text model, as gemma3_text"],
     ),
