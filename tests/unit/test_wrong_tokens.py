@@ -109,7 +109,7 @@ COMBINED: list[tuple[str, Files, str]] = [
     (
         "data.sources=[{{source: {f}/b.txt}},{{source: {f}/a.bin}}] data.tokenizer=train:300",
         BIN | {"b.txt": b" ".join(b"word %d<|endoftext|>" % n for n in range(2000))},
-        "is tokens already; name the tokenizer that made them",
+        r"data.sources\[1\].source=\S+a.bin is tokens already; name the tokenizer that made them",
     ),
     (
         "data.source={f}/a.bin data.validation={f}/b.txt",
