@@ -119,12 +119,11 @@ def prepare(
     if kind is not None and export_to is None:
         raise UserError("--format is for --export; add --export FOLDER, or leave it out")
     with imports_without_gc():
-        from llmtrain.data.prepare import describe_kept
         from llmtrain.export.token_export import describe, export_tokens, parse_kind
         from llmtrain.recipe_check import check
         from llmtrain.recipe_loader import load_recipe
         from llmtrain.train.run import prepare_for
-        from llmtrain.train.run_texts import prepare_texts
+        from llmtrain.train.run_texts import describe_kept_texts, prepare_texts
 
     chosen = parse_kind(kind, export_to) if export_to is not None else None
     loaded = load_recipe(recipe, context.args)
@@ -134,8 +133,7 @@ def prepare(
     try:
         prepare_for(loaded, show_progress=True)
     except KeyboardInterrupt:
-        kept = "; ".join(map(describe_kept, loaded.data.texts().values()))
-        typer.echo(f"stopped: {kept}; the same command continues")
+        typer.echo(f"stopped: {describe_kept_texts(loaded.data)}; the same command continues")
         raise typer.Exit(STOPPED_EARLY) from None
     for prepared in prepare_texts(loaded, None, show_progress=False).values():
         counts = ", ".join(f"{len(prepared.tokens(split)):,} {split} tokens" for split in ("train", "validation"))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 DONE, FAILED, BAD_USAGE, STOPPED_EARLY = 0, 1, 2, 3
@@ -69,6 +70,18 @@ def reason(error: BaseException) -> str:
     if isinstance(error, AttributeError | TypeError | LookupError):
         return "its values are not of the expected kinds"
     return first_line(error)
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Turn a panic of a library written in Rust into a ValueError. It is a BaseException of a class that can't be imported,
+    so that `except Exception` misses it."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(first_line(error)) from error
 
 
 def exit_with_status(command: Callable[[], object]) -> None:

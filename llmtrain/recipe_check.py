@@ -157,6 +157,11 @@ def _check_length(recipe: Recipe) -> None:
             f"train.tokens is {train.tokens}, but with data.packing=none a step has as many tokens as its documents; give "
             "train.steps (and train.tokens=null)"
         )
+    if recipe.data.shuffle == "blocks" and recipe.data.packing == "none":
+        raise RecipeError(
+            "data.shuffle is blocks, but data.packing=none needs the lengths of all documents before the first step; use "
+            "shuffle=auto or all, or packing=packed"
+        )
     if total == 0:
         raise RecipeError(
             f"train.tokens is {train.tokens}, less than one step of global_batch x sequence_length = "
@@ -221,7 +226,10 @@ def _check_batch(train: TrainSection, ranks: int) -> None:
         return
     below = train.global_batch // at_once * at_once
     works = f"{below} or {below + at_once}" if below else str(at_once)
-    micro = next((m for m in range(train.micro_batch, 0, -1) if train.global_batch % (m * ranks) == 0), None)
+    micro = next(
+        (m for m in range(min(train.micro_batch, train.global_batch), 0, -1) if train.global_batch % (m * ranks) == 0),
+        None,
+    )
     or_micro = f", or train.micro_batch={micro}" if micro else ""
     raise RecipeError(
         f"train.global_batch is {train.global_batch}, not a multiple of micro_batch x replicas x shard = "

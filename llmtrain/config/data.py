@@ -93,8 +93,8 @@ class DataSection(Section):
     """Samples that are shuffled with one another in the first epoch. `all`: all, so the first step waits for the last token.
     `blocks`: those of consecutive blocks of the source (2 M tokens, then twice as many each, at most 64 M), so a run begins
     with the first block and tokenizes the others while it trains; the order is that of the seed and the source, whatever is
-    there when. `auto`: `blocks` for a hub data set, `all` for files, mixtures and texts per replica. Later epochs always shuffle
-    all."""
+    there when; only for one text, `packed`. `auto`: `blocks` for a hub data set, `all` for files, without packing, and for
+    mixtures and texts per replica. Later epochs always shuffle all."""
     cache_dir: PathText = "data"
     """Folder of the token shards. They are prepared once per source and tokenizer."""
 

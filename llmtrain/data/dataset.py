@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from llmtrain.data.sources import SPLITS, Position, Split
 from llmtrain.data.token_ids import Vocabulary
-from llmtrain.errors import DataError, one_line, reason
+from llmtrain.errors import DataError, one_line, panics_as_errors, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -241,8 +241,9 @@ class TokenDataset:
 
         folder = self.directory / TOKENIZER
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-            tokenizer("a")  # raises for settings of the wrong kind
+            with panics_as_errors():
+                tokenizer = AutoTokenizer.from_pretrained(folder)
+                tokenizer("a")  # raises for settings of the wrong kind
             return tokenizer
         except Exception as error:  # tokenizers raises plain Exceptions
             raise DataError(

@@ -78,6 +78,8 @@ def _read_on(
     """Tokenize the stream until no split of `missing` lacks tokens, and commit it, whatever happens."""
     label = f"{' and '.join(sorted(missing))} tokens"
     remaining = sum(tokens - folder.index.splits[split].tokens for split, tokens in missing.items())
+    if sys.maxsize in missing.values():  # whole files, of which the number of tokens is unknown
+        remaining = sys.maxsize
     with ProgressBar(label, remaining, show_progress) as progress, folder.committed():
         for texts in _batches(stream, folder, missing):
             parts = _tokenize(tokenizer, texts)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from llmtrain.config import DataSection
 from llmtrain.config.data import LISTS
 from llmtrain.data.dataset import TOKENIZER, TokenDataset
 from llmtrain.data.mixture import BLOCK, shares_of
+from llmtrain.data.ready_made import find_ready_made
 from llmtrain.data.tokenizer import trained_size
-from llmtrain.errors import RecipeError
+from llmtrain.errors import DataError, RecipeError
 
 
 def check_text_list(data: DataSection, sets: Collection[str]) -> None:
@@ -73,6 +75,23 @@ def key_of(data: DataSection, name: str) -> str:
             if entry.name == name:
                 return f"data.{key}[{number}].source"
     return "data.source"
+
+
+def check_token_files(data: DataSection, texts: Mapping[str, DataSection]) -> None:
+    """Raise DataError, by the recipe's key, for token files that can't be read or whose tokenizer is still to be trained. Reads
+    their headers. To be called before the first text is tokenized, because that may take hours."""
+    for name, section in texts.items():
+        with named(key_of(data, name)):
+            find_ready_made(section)
+
+
+@contextmanager
+def named(key: str) -> Iterator[None]:
+    """Name the recipe's own key in messages about `data.source`."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error).replace("data.source", key)) from None
 
 
 def _check_names(data: DataSection, sets: Collection[str]) -> None:

@@ -11,7 +11,7 @@ from llmtrain.config import DataSection
 from llmtrain.data.sentencepiece_model import MODEL_FILE, load_sentencepiece
 from llmtrain.data.sources import documents, require
 from llmtrain.data.trained_tokenizer import EOS, TRAIN, TrainedOn, train_tokenizer
-from llmtrain.errors import DataError, first_line, reason
+from llmtrain.errors import DataError, first_line, panics_as_errors, reason
 from llmtrain.files import local_path
 from llmtrain.waiting import announced
 
@@ -39,7 +39,8 @@ def load_tokenizer(data: DataSection, cache: Path) -> PreTrainedTokenizerBase:
         if new.trained_on is not None:
             (cache / TRAINED_ON).write_text(json.dumps(new.trained_on.as_json(), indent=2) + "\n")
     try:
-        return AutoTokenizer.from_pretrained(cache)
+        with panics_as_errors():
+            return AutoTokenizer.from_pretrained(cache)
     except Exception as error:  # tokenizers raises plain Exceptions
         raise DataError(
             f"data.tokenizer: {data.tokenizer}: its copy {cache} can't be read ({reason(error)}); copy the tokenizer again, and "
@@ -131,9 +132,10 @@ def _load_local(path: Path) -> PreTrainedTokenizerBase:
         raise DataError(f"data.tokenizer: {path}: a folder without a tokenizer.json; give that of a tokenizer")
     try:
         is_file = path.is_file()
-        tokenizer = (
-            PreTrainedTokenizerFast(tokenizer_file=str(path)) if is_file else AutoTokenizer.from_pretrained(path)
-        )
+        with panics_as_errors():
+            tokenizer = (
+                PreTrainedTokenizerFast(tokenizer_file=str(path)) if is_file else AutoTokenizer.from_pretrained(path)
+            )
     except Exception as error:
         raise DataError(
             f"data.tokenizer: {path}: not a tokenizer ({reason(error)}); expected a tokenizer.json or its folder, or a tokenizer.model"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmtrain.errors import DataError, ModelError, UserError, reason
+from llmtrain.errors import DataError, ModelError, UserError, panics_as_errors, reason
 from llmtrain.eval.evaluated_checkpoint import check_path
 from llmtrain.eval.scores import Entry, bits_per_byte, ratio
 from llmtrain.export.export import exported
@@ -72,8 +72,9 @@ def load(folder: Path, device: str | None = None) -> Loaded:
     try:
         with without_progress_bars():
             model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenizer("a")  # raises for settings of the wrong kind
+        with panics_as_errors():
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer("a")  # raises for settings of the wrong kind
     except Exception as error:  # transformers, safetensors and tokenizers raise many kinds of errors for damage
         raise ModelError(
             f"{folder} can't be loaded by transformers ({reason(error)}); export the model again"

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from llmtrain.config import Recipe
 from llmtrain.data.dataset import TOKENIZER
 from llmtrain.data.prepare import cache_path
-from llmtrain.errors import CheckpointError, DataError, UserError, reason
+from llmtrain.errors import CheckpointError, DataError, UserError, panics_as_errors, reason
 from llmtrain.export.request import Step, WeightSource, choose_step, complete_checkpoints
 from llmtrain.model import PREFIX, LanguageModel
 from llmtrain.recipe_loader import load_recipe, stored_recipe
@@ -95,8 +95,9 @@ class Source:
         Raises DataError if its files are damaged.
         """
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_folder, split_special_tokens=True)
-            tokenizer("a")  # raises for settings of the wrong kind
+            with panics_as_errors():
+                tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_folder, split_special_tokens=True)
+                tokenizer("a")  # raises for settings of the wrong kind
             return tokenizer
         except Exception as error:  # tokenizers raises plain Exceptions
             raise DataError(

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -25,7 +24,7 @@ from llmtrain.data.prepare import cache_path
 from llmtrain.data.ready_made import check_separators, find_ready_made
 from llmtrain.data.sites import check_site
 from llmtrain.data.sources import HUB, Split, documents, require
-from llmtrain.data.text_list import key_of, texts_of, with_tokenizer_of
+from llmtrain.data.text_list import check_token_files, key_of, named, texts_of, with_tokenizer_of
 from llmtrain.data.tokenizer import check_tokenizer_exists, trained_size
 from llmtrain.errors import DataError, RecipeError
 from llmtrain.files import lock_holder
@@ -170,12 +169,13 @@ def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) 
     `prepare` could not begin, or if the prepared tokens are too few or belong to another vocabulary. Of `data.per_replica`,
     only the texts of the replicas `here` are read."""
     for name, text in recipe.eval.sets.items():
-        with _named(f"eval.sets.{name}"):
+        with named(f"eval.sets.{name}"):
             _check_source(recipe.data.model_copy(update={"source": text, "validation": text}))
     sections = texts_of(recipe.data, here)
+    check_token_files(recipe.data, sections)
     prepared: dict[str, TokenDataset] = {}
     for name, section in sections.items():
-        with _named(key_of(recipe.data, name)):
+        with named(key_of(recipe.data, name)):
             if (text := _find_prepared(recipe, with_tokenizer_of(prepared.values(), section))) is not None:
                 prepared[name] = text
     if len(prepared) < len(sections):
@@ -185,7 +185,7 @@ def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) 
     }
     prepared = {name: TokenDataset(text.directory, text.index, limits[name]) for name, text in prepared.items()}
     for name, text in prepared.items():
-        with _named(key_of(recipe.data, name)):
+        with named(key_of(recipe.data, name)):
             if recipe.train.document_mask:
                 check_separators(text, "train.document_mask")
             _check_token_count(recipe, name, text, replicas, shards)
@@ -239,15 +239,6 @@ def _check_source(data: DataSection) -> None:
     for split in splits:
         if not list(islice(documents(data, split), 1)):
             raise DataError(f"{data.source}: no {split} documents; give another data.source, or more text")
-
-
-@contextmanager
-def _named(key: str) -> Iterator[None]:
-    """Name the recipe's own key in the messages of `_check_source`."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(str(error).replace("data.source", key)) from None
 
 
 def _check_folder(key: str, folder: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from llmtrain.config import Recipe
 from llmtrain.data.dataset import TokenDataset
 from llmtrain.data.tokenizer import existing_tokenizer, trained_size, vocab_size
-from llmtrain.errors import CheckpointError, ModelError, UserError, first_line, one_line
+from llmtrain.errors import CheckpointError, ModelError, UserError, first_line, one_line, panics_as_errors
 from llmtrain.files import is_bare_file_name, local_path
 from llmtrain.model import LanguageModel, build, model_config
 from llmtrain.parallel.mesh import Mesh
@@ -225,7 +225,8 @@ def _tokenizer_of(pretrained: Pretrained) -> PreTrainedTokenizerBase | None:
     if pretrained.tokenizer is None:
         return None
     try:
-        return AutoTokenizer.from_pretrained(pretrained.tokenizer, trust_remote_code=False)
+        with panics_as_errors():
+            return AutoTokenizer.from_pretrained(pretrained.tokenizer, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exceptions
         raise ModelError(
             f"{KEY}: the tokenizer in {pretrained.tokenizer} can't be read ({first_line(error)}); copy it again"

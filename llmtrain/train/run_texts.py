@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from llmtrain.config import Recipe
+from llmtrain.config import DataSection, Recipe
 from llmtrain.data.build_loader import build_loader, validation_batches
-from llmtrain.data.dataset import ChecksumScan, TokenDataset
+from llmtrain.data.dataset import ChecksumScan, TokenDataset, open_dataset
 from llmtrain.data.loader import Loader, count_windows
 from llmtrain.data.mixture import BLOCK, most_of, shares_of
 from llmtrain.data.mixture_loader import MixtureLoader
-from llmtrain.data.prepare import prepare
+from llmtrain.data.prepare import cache_path, describe_kept, prepare
 from llmtrain.data.same_tokens import check_same_tokens
 from llmtrain.data.sites import SiteLoader, Sites, SiteText, gather_sites, tokenizer_digest
 from llmtrain.data.stream import first_block, shuffles_in_blocks
-from llmtrain.data.text_list import texts_of, with_tokenizer_of
+from llmtrain.data.text_list import check_token_files, texts_of, with_tokenizer_of
 from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.mesh import Mesh
@@ -39,6 +40,7 @@ def prepare_texts(
     """
     data, train = recipe.data, recipe.train
     texts, sequences = texts_of(data, replicas), train.total_steps * train.global_batch
+    check_token_files(data, texts)
     shares = shares_of([entry.weight for entry in data.sources]) if data.sources else [BLOCK] * len(texts)
     prepared: dict[str, TokenDataset] = {}
     for (name, section), share in zip(texts.items(), shares, strict=True):
@@ -54,6 +56,18 @@ def prepare_texts(
             first_block_only=to_begin and shuffles_in_blocks(own),
         )
     return prepared
+
+
+def describe_kept_texts(data: DataSection) -> str:
+    """Return in words what an interrupted preparation has written of each text."""
+    prepared: list[TokenDataset] = []
+    kept = []
+    for section in data.texts().values():
+        own = with_tokenizer_of(prepared, section)
+        kept.append(describe_kept(own))
+        with suppress(DataError):
+            prepared.append(open_dataset(cache_path(own)))
+    return "; ".join(kept)
 
 
 @dataclass(frozen=True)

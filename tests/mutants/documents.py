@@ -114,6 +114,13 @@ MUTANTS = [
         ("tests/unit/test_recipe_wrong.py",),
     ),
     Mutant(
+        "documents: blocks are accepted, and not shuffled as such",
+        "llmtrain/recipe_check.py",
+        'if recipe.data.shuffle == "blocks" and recipe.data.packing == "none":',
+        "if False:",
+        ("tests/unit/test_recipe_wrong.py",),
+    ),
+    Mutant(
         "documents: garbage fills the padding",
         "llmtrain/compare/faults.py",
         "b == IGNORE_INDEX,",

@@ -122,4 +122,18 @@ MUTANTS = [
         "            if False:\n                raise",
         WAITS,
     ),
+    Mutant(
+        "errors: a library's panic passes all handlers",
+        "llmtrain/errors.py",
+        'if type(error).__name__ != "PanicException":',
+        "if True:",
+        ("tests/unit/test_data_tokenizer.py",),
+    ),
+    Mutant(
+        "prepare: the end of a whole file is estimated",
+        "llmtrain/data/extend.py",
+        "        remaining = sys.maxsize\n",
+        "        pass\n",
+        ("tests/unit/test_data_prepare.py",),
+    ),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -389,3 +390,15 @@ def test_the_rate_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) ->
             clock[0] += 10
             progress.advance(10**6, million_a_second * 10**6)
     assert progress.line() == "train tokens: 20.0 MB, 50.00 M tokens, 0.10 M tokens/s, 8 min left"
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_the_time_left_of_a_whole_file_is_not_guessed(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(at_most(data, 501), 500, 100)
+    goals: list[int] = []
+    bar = extending.ProgressBar
+    monkeypatch.setattr(
+        extending, "ProgressBar", lambda label, goal, show: goals.append(goal) or bar(label, goal, show)
+    )
+    prepare(data, 500, 100)
+    assert goals == [sys.maxsize]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,14 @@ def test_no_text_and_no_tokenizer_are_named_without_a_librarys_words(tmp_path: P
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty: a folder without a tokenizer"):
         load_tokenizer(DataSection(source="stdlib", tokenizer=str(tmp_path / "empty")), tmp_path / "tokenizer")
+
+
+def test_a_panic_of_the_tokenizers_library_is_one_line(tmp_path: Path) -> None:
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"], "continuing_subword_prefix": "x" * 9}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    for given in (tmp_path, tmp_path / "tokenizer.json"):
+        with pytest.raises(DataError, match=r"not a tokenizer \(range .* out of range"):
+            load_tokenizer(DataSection(tokenizer=str(given)), tmp_path / "cache")
 
 
 def bare_tokenizer(path: Path, special: str | None) -> Path:

@@ -71,6 +71,7 @@ WRONG_OVERRIDES = [
     ("optim.betas=[0.9,1.0]", ["optim.betas[1] is 1.0", "less than 1"]),
     ("optim.betas=0.9", ["optim.betas is 0.9", "expected a list"]),
     ("train.micro_batch=0", ["train.micro_batch is 0", "greater than 0"]),
+    (f"train.micro_batch={10**30}", ["not a multiple of micro_batch x replicas x shard", "train.micro_batch=8"]),
     ("train.micro_batch=2.5", ["train.micro_batch is 2.5", "expected a whole number"]),
     ("train.steps=0", ["train.steps is 0", "greater than 0"]),
     ("train.steps=true", ["train.steps is true", "expected a whole number"]),
@@ -216,6 +217,10 @@ WRONG_FILES = [
     (
         "data: {packing: none}\ntrain: {tokens: 100000}\nsync: {method: local_sgd}\n",
         ["train.tokens is 100000", "with data.packing=none a step has as many tokens as its documents", "train.steps"],
+    ),
+    (
+        "data: {packing: none, shuffle: blocks}\ntrain: {steps: 10}\nsync: {method: local_sgd}\n",
+        ["data.shuffle is blocks", "data.packing=none needs the lengths of all documents", "shuffle=auto or all"],
     ),
     (
         "model: {type: gemma3}\ntrain: {steps: 10}\nsync: {method: local_sgd}\n",

@@ -20,7 +20,7 @@ from llmtrain.recipe_check import check, check_group
 from llmtrain.recipe_keys import groups_at
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
 from llmtrain.train.run_dir import recipe_changes
-from llmtrain.train.run_texts import prepare_texts
+from llmtrain.train.run_texts import describe_kept_texts, prepare_texts
 from llmtrain.validated_text import common_unit, read_validated_text
 from tests.unit.test_compare_runs import lines_of, write
 from tests.unit.test_preflight import RECIPE, SMALL
@@ -155,6 +155,15 @@ def test_prepare_makes_all_texts(tmp_path: Path, keys: list[str], capsys: pytest
     with pytest.raises(SystemExit) as left:
         main(["prepare", str(RECIPE), *SMALL, *keys, entries])
     assert not left.value.code and capsys.readouterr().out.count("vocabulary 300") == 2
+
+
+def test_an_interrupted_preparation_says_what_it_keeps_of_each_text(tmp_path: Path, keys: list[str]) -> None:
+    made = recipe(*keys, f"data.sources=[{{source: {tmp_path}/a.txt}}, {{source: {tmp_path}/b.txt}}]")
+    assert describe_kept_texts(made.data) == "no tokens are written yet; no tokens are written yet"
+    prepare(made.data.texts()["a"], 1, 1)
+    assert re.fullmatch(r"\S+/a-\S+ keeps .* tokens; no tokens are written yet", describe_kept_texts(made.data))
+    prepare_texts(made, None, show_progress=False)
+    assert re.fullmatch(r"\S+/a-\S+ keeps .* tokens; \S+/b-\S+ keeps .* tokens", describe_kept_texts(made.data))
 
 
 def test_losses_of_lists_are_compared_if_the_texts_are_the_same(tmp_path: Path) -> None:

@@ -107,6 +107,11 @@ COMBINED: list[tuple[str, Files, str]] = [
     ("data.source={f}", BIN | {"b.npy": npy(IDS)}, "a.bin is of the kind nanogpt and b.npy of the kind npy"),
     ("data.source={f}/a.bin data.tokenizer=train:300", BIN, "is tokens already; name the tokenizer that made them"),
     (
+        "data.sources=[{{source: {f}/b.txt}},{{source: {f}/a.bin}}] data.tokenizer=train:300",
+        BIN | {"b.txt": b" ".join(b"word %d<|endoftext|>" % n for n in range(2000))},
+        r"data.sources\[1\].source=\S+a.bin is tokens already; name the tokenizer that made them",
+    ),
+    (
         "data.source={f}/a.bin data.validation={f}/b.txt",
         BIN | {"b.txt": b"b"},
         "b.txt: no token files, but data.source",
