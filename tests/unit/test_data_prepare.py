@@ -381,17 +381,6 @@ def test_a_long_file_name_is_cut_in_the_name_of_the_folder(data: DataSection, tm
     assert re.fullmatch(r"x{100}-[0-9a-f]{8}", folder.name)
 
 
-def test_the_rate_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [1000.0]
-    monkeypatch.setattr(extending.time, "monotonic", lambda: clock[0])
-    progress = extending.ProgressBar("train tokens", 100_000_000, show=False)
-    for million_a_second in (4, 1):
-        for _ in range(10):
-            clock[0] += 10
-            progress.advance(10**6, million_a_second * 10**6)
-    assert progress.line() == "train tokens: 20.0 MB, 50.00 M tokens, 0.10 M tokens/s, 8 min left"
-
-
 @pytest.mark.usefixtures("small_batches")
 def test_the_time_left_of_a_whole_file_is_not_guessed(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(at_most(data, 501), 500, 100)
