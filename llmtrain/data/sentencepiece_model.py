@@ -1,7 +1,7 @@
 """SentencePiece models as fast tokenizers that give the same ids.
 
 BPE models such as Llama's give exactly sentencepiece's ids. Unigram models do so, too, unless two segmentations of a word
-have equal probabilities (measured: about 3 words in a million tokens).
+have equal probabilities (measured: in 2 or 3 of 630 texts).
 transformers' own conversions of a bare tokenizer.model give other ids for text that begins with a space, or lack the space
 that sentencepiece puts before a text.
 """
