@@ -23,17 +23,17 @@ class SiteSection(Section):
     name: FileName
     """Name of the site in metrics and checkpoints. The default is the file name of the source, without its ending."""
     subset: str | None = None
-    """As in `data`."""
+    """Configuration name of a hub data set; the default is `data.subset`."""
     split: str = "train"
-    """As in `data`."""
+    """Split of a hub data set; the default is `data.split`."""
     text_key: str = "text"
-    """As in `data`."""
+    """Column or JSON key that holds the text; the default is `data.text_key`."""
     separator: str | None = "<|endoftext|>"
-    """As in `data`."""
+    """Separator of documents in a text file; the default is `data.separator`."""
     validation: str | None = None
-    """As in `data`."""
+    """Source of the validation text; the default is `data.validation`."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    """As in `data`."""
+    """Fraction of the documents that is held out; the default is `data.validation_fraction`."""
 
 
 class SourceSection(SiteSection):

@@ -167,7 +167,7 @@ class SplitIndex(BaseModel, extra="forbid", frozen=True):
 
 
 class ReadyMade(BaseModel, extra="forbid", frozen=True):
-    """What is known about the token files of another tool."""
+    """Facts about the token files of another tool that their headers lack."""
 
     kind: str
     has_eos: bool

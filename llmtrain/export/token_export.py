@@ -24,7 +24,7 @@ from llmtrain.export.folder import CARD, check_replaceable, locked, note, replac
 MANIFEST = "tokens.json"
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WORDS = ("exported tokens", "prepare RECIPE --export FOLDER")
-"""What such a folder is, and how it is made, for messages."""
+"""Name of such a folder, and the command that makes it, for messages."""
 NAMES = {"train": "train", "validation": "val"}
 """Beginnings of file names by split, as nanoGPT and llm.c have them."""
 SHARD_TOKENS = 100_000_000
