@@ -7,6 +7,7 @@ from llmtrain.model import LanguageModel, ReadWeight
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import Fsdp2Engine
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.single_device import SingleDeviceEngine
 from llmtrain.parallel.wire_format import WireFormat
 
 
@@ -29,7 +30,8 @@ def build_engine(
     differ in length. Raises RecipeError if a required library is missing.
     """
     if parallel.engine == "fsdp2":
-        return Fsdp2Engine(model, mesh, parallel, optim, seed, read, gradient_wire, lengths_vary)
+        of_torch = Fsdp2Engine if mesh.shard_comms.size > 1 else SingleDeviceEngine
+        return of_torch(model, mesh, parallel, optim, seed, read, gradient_wire, lengths_vary)
     from llmtrain.parallel.zero import ZeroEngine  # DeepSpeed takes seconds to import
 
     return ZeroEngine(model, mesh, parallel, optim, seed, read, gradient_wire, changes_in_forward, lengths_vary)

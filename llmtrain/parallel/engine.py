@@ -39,6 +39,8 @@ class Block:
     parameter_names: list[str] = field(default_factory=list)
     """The parameters' full names in the model, in the order of `shards`. With ZeRO, a shard holds several
     parameters."""
+    flat: torch.Tensor | None = None
+    """The tensor of which `shards` are the parts, end to end, if there is one."""
 
 
 def gradient_norm(gradients: Sequence[torch.Tensor], shard: Comms) -> torch.Tensor:

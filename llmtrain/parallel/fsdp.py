@@ -1,32 +1,27 @@
 """FSDP2 engine: every block is sharded over the shard axis, with torch's public API alone.
 
-The loss is divided by the replica's tokens (`Engine.forward_backward`), and gradients are *summed* over the shard group.
-The gradient is therefore the replica's mean, with or without other replicas. In the synchronous phase, a hook after each
-reduce-scatter averages it over the replicas.
+In the synchronous phase, a hook after each reduce-scatter averages the gradient over the replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from llmtrain.config import OptimSection, ParallelSection
-from llmtrain.loss import inputs_and_labels
 from llmtrain.model import LanguageModel, ModelBlock, ReadWeight, blocks_of, initialize
-from llmtrain.parallel.comms import PendingCollective
-from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
+from llmtrain.parallel.engine import Block
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.torch_engine import TorchEngine
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.parallel.wrapping import COMPUTE, build_optimizer, decay_groups, named_parameters_of, wrap_layers
 
 
-class Fsdp2Engine(Engine):
+class Fsdp2Engine(TorchEngine):
     """Engine for one replica under FSDP2. Blocks are built one at a time, so at most one is unsharded then. See
     `Engine` for the methods."""
 
@@ -41,21 +36,15 @@ class Fsdp2Engine(Engine):
         gradient_wire: WireFormat | None = None,
         lengths_vary: bool = False,
     ):
-        self.model, self.mesh, self._gradient_wire = model, mesh, gradient_wire
-        self._clip_norm, self._skips_nonfinite = optim.clip_norm, optim.nonfinite != "stop"
-        self._hooks: list[Callable[[int], None]] = []
-        self._averaging: list[PendingCollective] = []
-        self._in_forward = False
-        master = torch.float64 if parallel.precision == "fp64" else torch.float32
+        super().__init__(model, mesh, parallel, optim, gradient_wire)
         model_blocks = blocks_of(model)
         wrap_layers(model_blocks, parallel, lengths_vary)
-        policy = MixedPrecisionPolicy(param_dtype=COMPUTE[parallel.precision], reduce_dtype=master)
+        policy = MixedPrecisionPolicy(param_dtype=COMPUTE[parallel.precision], reduce_dtype=self.master_dtype)
         for index, block in enumerate(model_blocks):
-            initialize(model, block, seed, mesh.device, master, read)
+            initialize(model, block, seed, mesh.device, self.master_dtype, read)
             unit = block.modules if len(block.modules) > 1 else block.modules[0]
             fully_shard(unit, mesh=mesh.devices["shard"], mp_policy=policy)
-            # Registered after FSDP's own hook and prepended, so it runs first, on sharded parameters.
-            block.modules[0].register_forward_pre_hook(self._run_hooks(index), prepend=True)
+            self._call_hooks_before(index, block)  # so before FSDP's own hook, on sharded parameters
         fully_shard(model, mesh=mesh.devices["shard"], mp_policy=policy)
         self._units: list[FSDPModule] = [block.modules[0] for block in model_blocks]
         for unit in self._units:
@@ -68,42 +57,6 @@ class Fsdp2Engine(Engine):
 
     # -- the interface -------------------------------------------------------------------------------------------
 
-    def register_block_hook(self, hook: Callable[[int], None]) -> None:
-        self._hooks.append(hook)
-
-    def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], replica_tokens: float | None = None
-    ) -> torch.Tensor:
-        if replica_tokens is None:
-            replica_tokens = count_positions(micro_batches) * self.mesh.shard_comms.size
-        total = torch.zeros((), device=self.mesh.device)
-        for number, batch in enumerate(micro_batches, start=1):
-            # Gradients accumulate unsharded on this rank; only the last micro-batch reduces them.
-            self.model.set_requires_gradient_sync(number == len(micro_batches))
-            batch = batch.to(self.mesh.device, non_blocking=True)
-            self._in_forward = True
-            loss = self.model(*inputs_and_labels(batch))
-            self._in_forward = False
-            (loss / replica_tokens).backward()
-            total = total + loss.detach()
-        return total
-
-    def step(self, lr: float) -> torch.Tensor:
-        self._finish_averaging()
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = gradient_norm([p.grad.to_local() for p in parameters], self.mesh.shard_comms)
-        self.skipped = self._skips_nonfinite and not bool(norm.isfinite())
-        if self.skipped:
-            self.optimizer.zero_grad(set_to_none=True)
-            return norm
-        if self._clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
-
     def parameters_changed(self, block: Block) -> None:
         unit = self._units[self.blocks.index(block)]
         unit.reshard()  # parameters gathered before the change are stale
@@ -111,18 +64,6 @@ class Fsdp2Engine(Engine):
             # FSDP's all-gather streams waited for the current stream only at the root's forward, before the change. An
             # all-gather on the current stream sees the change, and FSDP then finds the block already gathered.
             unit.unshard(async_op=True)
-
-    @contextmanager
-    def eval_mode(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-        def summed_loss(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return self.model(input_ids.to(self.mesh.device), labels.to(self.mesh.device))
-
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                yield summed_loss
-        finally:
-            self.model.train()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         weights = {f"weights.{name}": p.detach() for name, p in self.model.named_parameters()}
@@ -172,30 +113,15 @@ class Fsdp2Engine(Engine):
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _run_hooks(self, index: int) -> Callable[[nn.Module, tuple], None]:
-        def run(module: nn.Module, inputs: tuple) -> None:
-            if self._in_forward:
-                for hook in self._hooks:
-                    hook(index)
-
-        return run
+    def _begin_micro_batch(self, is_last: bool) -> None:
+        # Gradients accumulate unsharded on this rank; only the last micro-batch reduces them.
+        self.model.set_requires_gradient_sync(is_last)
 
     def _average_over_replicas(self, gradient: torch.Tensor) -> None:
         """Start averaging a block's reduce-scattered gradients over the replicas. The tensor that FSDP passes aliases
         the gradients that `step` reads."""
-        if self.average_gradients and self.mesh.replicas > 1:
-            pending = self.mesh.replica_comms.all_reduce(gradient, "averaging gradients", self._gradient_wire)
-            self._averaging.append(pending)
-
-    def _finish_averaging(self) -> None:
-        if not self._averaging:
-            return
-        with self.time_gradient_wait():
-            for pending in self._averaging:
-                pending.start_second_phase()
-            for pending in self._averaging:
-                pending.wait().div_(self.mesh.replica_comms.size)
-            self._averaging.clear()
+        if self._averages_now:
+            self._start_averaging(gradient)
 
     def _shards_of(self, block: ModelBlock) -> Block:
         named = named_parameters_of(self.model, block)

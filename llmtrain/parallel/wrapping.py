@@ -70,7 +70,16 @@ def build_optimizer(groups: list[dict], optim: OptimSection) -> torch.optim.Opti
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
-def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
+def start_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that AdamW itself would create in its first step, so that a checkpoint can be loaded before that
+    step."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            zeros = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
+
+
+def decay_groups(parameters: Iterable[torch.Tensor], weight_decay: float) -> list[dict]:
     """Return an optimizer's parameter groups, with weight decay on matrices only."""
     parameters = list(parameters)
     matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay}

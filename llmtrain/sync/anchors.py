@@ -120,10 +120,18 @@ class Anchors:
 
 def flatten(block: Block) -> torch.Tensor:
     """Return a copy of the block's shards, concatenated into one flat tensor."""
-    return torch.cat([shard.reshape(-1) for shard in block.shards])
+    return torch.cat([shard.reshape(-1) for shard in block.shards]) if block.flat is None else block.flat.clone()
+
+
+def flat_view(block: Block) -> torch.Tensor:
+    """Return the block's shards as one flat tensor that must not be changed: their own memory, if it is contiguous."""
+    return flatten(block) if block.flat is None else block.flat
 
 
 def unflatten_into(flat: torch.Tensor, block: Block) -> None:
     """Copy a flat tensor into the block's shards."""
+    if block.flat is not None:
+        block.flat.copy_(flat)
+        return
     for shard, part in zip(block.shards, flat.split([shard.numel() for shard in block.shards]), strict=True):
         shard.copy_(part.view(shard.shape))

@@ -8,7 +8,7 @@ from llmtrain.config import PREFETCH
 from llmtrain.parallel.comms import Comms, PendingCollective, QuantizedAllReduce
 from llmtrain.parallel.engine import Replica
 from llmtrain.parallel.wire_format import WireFormat
-from llmtrain.sync.anchors import Anchors, flatten, unflatten_into
+from llmtrain.sync.anchors import Anchors, flat_view, flatten, unflatten_into
 from llmtrain.sync.outer import Outer
 from llmtrain.sync.sync_stats import RoundStats, SyncStats
 
@@ -67,7 +67,7 @@ class BlockSync:
         if self.anchors is not None and not self.anchors.is_set:
             self.anchors.snapshot()
         if self.error_feedback and not self.errors:
-            self.errors = [torch.zeros_like(flatten(block)) for block in self.replica.blocks]
+            self.errors = [torch.zeros_like(flat_view(block)) for block in self.replica.blocks]
 
     def wait_for_device(self) -> None:
         """Wait for the work on the current CUDA stream, so that a time read next on the host includes it."""
@@ -76,8 +76,8 @@ class BlockSync:
 
     def payload(self, index: int) -> torch.Tensor:
         """Return what this replica sends for a block: its pseudo-gradient, or its parameters if no anchor is kept."""
-        parameters = flatten(self.replica.blocks[index])
-        return parameters if self.anchors is None else self.anchors.load_anchor(index) - parameters
+        block = self.replica.blocks[index]
+        return flatten(block) if self.anchors is None else self.anchors.load_anchor(index) - flat_view(block)
 
     def start_reduce(self, index: int, weight: float | None = None) -> PendingReduction:
         """Start the weighted sum (default: the mean) of the replicas' payloads for a block."""
@@ -107,7 +107,7 @@ class BlockSync:
         """Set the block's parameters to alpha x their own values + (1 - alpha) x the given ones."""
         block = self.replica.blocks[index]
         if alpha:
-            parameters = torch.lerp(parameters, flatten(block), alpha)
+            parameters = torch.lerp(parameters, flat_view(block), alpha)
         unflatten_into(parameters, block)
         self.replica.parameters_changed(block)
 

@@ -28,7 +28,7 @@ from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import stored_recipe
 from llmtrain.reshard import MeshChange, Rules
 from llmtrain.seeding import derive_seed
-from llmtrain.sync.anchors import flatten
+from llmtrain.sync.anchors import flat_view
 from llmtrain.sync.method import Method
 from llmtrain.sync.schedules.base import BlockTensors
 from llmtrain.train.checkpoint_files import (
@@ -212,7 +212,7 @@ class Checkpointer:
         """Read one kind of the method's tensors and return it on the CPU, so that the device holds only one
         kind at a time."""
         blocks = [(block, there) for block, there in zip(self.engine.blocks, present, strict=False)]
-        room: BlockTensors = [torch.empty_like(flatten(block)) if there else None for block, there in blocks]
+        room: BlockTensors = [torch.empty_like(flat_view(block)) if there else None for block, there in blocks]
         tensors = self._of_method(prefix, kind, room, _no_copy)
         raise_on_all(self.mesh, lambda: self._read(path, change, tensors, {}))
         return [

@@ -13,7 +13,7 @@ from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.sync.anchors import flatten, unflatten_into
+from llmtrain.sync.anchors import flat_view, flatten, unflatten_into
 from llmtrain.train.loggers import Console
 from llmtrain.train.sample import Sampler
 
@@ -78,7 +78,7 @@ def mean_of_replicas(engine: Engine, mesh: Mesh) -> Iterator[None]:
     replica = Comms(mesh.replica_comms.group, mesh.device, "replica")
     own = [flatten(block).cpu() for block in engine.blocks]
     for block in engine.blocks:
-        mean = replica.all_reduce(flatten(block) / replica.size, f"averaging {block.name} for validation").wait()
+        mean = replica.all_reduce(flat_view(block) / replica.size, f"averaging {block.name} for validation").wait()
         unflatten_into(mean, block)
         engine.parameters_changed(block)
     mesh.all_ranks.traffic.bytes += replica.traffic.bytes

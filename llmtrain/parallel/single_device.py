@@ -1,0 +1,178 @@
+"""Engine for a replica of one device: nothing is sharded or gathered.
+
+Each block's masters are one flat tensor, of which the parameters are views. In bf16, the parameters are views of a second,
+rounded tensor, which is refreshed from the masters whenever they change. Gradients then move to the masters as they arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from llmtrain.config import OptimSection, ParallelSection
+from llmtrain.model import PREFIX, LanguageModel, ReadWeight, blocks_of, initialize
+from llmtrain.parallel.engine import Block
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.torch_engine import TorchEngine, local
+from llmtrain.parallel.wire_format import WireFormat
+from llmtrain.parallel.wrapping import (
+    COMPUTE,
+    build_optimizer,
+    decay_groups,
+    named_parameters_of,
+    start_moments,
+    wrap_layers,
+)
+
+
+class SingleDeviceEngine(TorchEngine):
+    """Engine for one replica on one device. See `Engine` for the methods."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        mesh: Mesh,
+        parallel: ParallelSection,
+        optim: OptimSection,
+        seed: int,
+        read: ReadWeight | None = None,
+        gradient_wire: WireFormat | None = None,
+        lengths_vary: bool = False,
+    ):
+        super().__init__(model, mesh, parallel, optim, gradient_wire)
+        compute = COMPUTE[parallel.precision]
+        model_blocks = blocks_of(model)
+        wrap_layers(model_blocks, parallel, lengths_vary)
+        self.blocks: list[Block] = []
+        self._rounded: list[torch.Tensor | None] = []
+        """By block: the parameters in the compute dtype, as one flat tensor; None if they are the masters."""
+        self._masters: dict[str, torch.Tensor] = {}
+        """By parameter name: what the optimizer updates."""
+        self._is_last = False
+        self._missing: list[int] = []
+        """By block: gradients that the last micro-batch has not computed yet."""
+        self._to_average = -1
+        """The block whose gradients are averaged next. The order, from the last block to the first, is the same on all ranks."""
+        for index, block in enumerate(model_blocks):
+            initialize(model, block, seed, mesh.device, self.master_dtype, read)
+            named = dict(named_parameters_of(model, block))
+            flat, shards = _flat_views([p.detach() for p in named.values()])
+            self.blocks.append(Block(block.name, shards, list(named), flat))
+            rounded = None if compute == self.master_dtype else flat.to(compute)
+            self._rounded.append(rounded)
+            views = shards if rounded is None else _views(rounded, shards)
+            for (name, parameter), view, master in zip(named.items(), views, shards, strict=True):
+                parameter.data = view
+                self._masters[name] = parameter if rounded is None else master
+                if rounded is not None or mesh.replicas > 1:
+                    parameter.register_post_accumulate_grad_hook(self._receive_gradient(index, name))
+            self._call_hooks_before(index, block)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(mesh.device)
+        self.optimizer = build_optimizer(decay_groups(self._masters.values(), optim.weight_decay), optim)
+        start_moments(self.optimizer)
+
+    # -- the interface -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, lr: float) -> torch.Tensor:
+        norm = super().step(lr)
+        for block in self.blocks:
+            self.parameters_changed(block)
+        return norm
+
+    @torch.no_grad()
+    def parameters_changed(self, block: Block) -> None:
+        rounded = self._rounded[self.blocks.index(block)]
+        if rounded is not None:
+            rounded.copy_(block.flat)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        state = {f"weights.{name}": self._as_dtensor(master) for name, master in self._masters.items()}
+        for name, master in self._masters.items():
+            for key, value in self.optimizer.state[master].items():
+                state[f"optimizer.{name}.{key}"] = value if value.ndim == 0 else self._as_dtensor(value)
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, master in self._masters.items():
+            master.copy_(local(state[f"weights.{name}"]))
+            for key, value in self.optimizer.state[master].items():
+                value.copy_(local(state[f"optimizer.{name}.{key}"]))
+        for block in self.blocks:
+            self.parameters_changed(block)
+
+    def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = _views(flat, block.shards)
+        return {name: self._as_dtensor(part) for name, part in zip(block.parameter_names, parts, strict=True)}
+
+    def from_dtensors(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([local(named[name]).reshape(-1) for name in block.parameter_names])
+
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        return {
+            name.removeprefix(PREFIX): master.detach().to("cpu", copy=True) for name, master in self._masters.items()
+        }
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _begin_micro_batch(self, is_last: bool) -> None:
+        self._is_last = is_last
+        self._missing = [len(block.shards) for block in self.blocks]
+        self._to_average = len(self.blocks) - 1
+
+    def _receive_gradient(self, index: int, name: str) -> Callable[[nn.Parameter], None]:
+        """Return a hook that moves a parameter's gradient to its master, and starts the average of a block whose gradients are
+        complete."""
+
+        def receive(parameter: nn.Parameter) -> None:
+            master = self._masters[name]
+            if master is not parameter:
+                gradient, parameter.grad = parameter.grad, None
+                if master.grad is None:
+                    master.grad = gradient.to(master.dtype)
+                else:
+                    master.grad += gradient
+            if self._is_last and self._averages_now:
+                self._missing[index] -= 1
+                while self._to_average >= 0 and self._missing[self._to_average] == 0:
+                    self._average_block(self.blocks[self._to_average])
+                    self._to_average -= 1
+
+        return receive
+
+    @torch.no_grad()
+    def _average_block(self, block: Block) -> None:
+        masters = [self._masters[name] for name in block.parameter_names]
+        message = torch.cat([master.grad.reshape(-1) for master in masters])
+        for master in masters:
+            master.grad = None  # until `step`, so that gradients are not in memory twice
+        self._start_averaging(message)
+
+    def _finish_averaging(self) -> list[torch.Tensor]:
+        means = super()._finish_averaging()
+        assert len(means) in (0, len(self.blocks)), "a block has no gradient"
+        for block, mean in zip(reversed(self.blocks), means, strict=False):
+            for name, part in zip(block.parameter_names, _views(mean, block.shards), strict=True):
+                self._masters[name].grad = part
+        return means
+
+    def _as_dtensor(self, tensor: torch.Tensor) -> DTensor:
+        """Return a tensor as sharded over the replica's one rank, as the other engines' are over several."""
+        return DTensor.from_local(tensor.detach(), self.mesh.devices["shard"], [Shard(0)], run_check=False)
+
+
+def _views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a flat tensor's parts in the shapes of `like`."""
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _flat_views(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return copies of the tensors end to end, and each of them as a view."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return flat, _views(flat, tensors)

@@ -1,0 +1,133 @@
+"""Base of the engines that leave gradients and the optimizer's step to torch.
+
+The loss is divided by the replica's tokens (`Engine.forward_backward`), and gradients are *summed* over the shard group.
+The gradient is therefore the replica's mean, with or without other replicas.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from llmtrain.config import OptimSection, ParallelSection
+from llmtrain.loss import inputs_and_labels
+from llmtrain.model import LanguageModel, ModelBlock
+from llmtrain.parallel.comms import PendingCollective
+from llmtrain.parallel.engine import Engine, MicroBatch, count_positions, gradient_norm
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.wire_format import WireFormat
+
+
+class TorchEngine(Engine):
+    """Engine whose gradients are in the `grad` of the optimizer's parameters. See `Engine` for the methods."""
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        mesh: Mesh,
+        parallel: ParallelSection,
+        optim: OptimSection,
+        gradient_wire: WireFormat | None = None,
+    ):
+        self.model, self.mesh = model, mesh
+        self.master_dtype = torch.float64 if parallel.precision == "fp64" else torch.float32
+        self._clip_norm, self._skips_nonfinite = optim.clip_norm, optim.nonfinite != "stop"
+        self._gradient_wire = gradient_wire
+        self._hooks: list[Callable[[int], None]] = []
+        self._averaging: list[PendingCollective] = []
+        self._in_forward = False
+
+    def register_block_hook(self, hook: Callable[[int], None]) -> None:
+        self._hooks.append(hook)
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], replica_tokens: float | None = None
+    ) -> torch.Tensor:
+        if replica_tokens is None:
+            replica_tokens = count_positions(micro_batches) * self.mesh.shard_comms.size
+        total = torch.zeros((), device=self.mesh.device)
+        for number, batch in enumerate(micro_batches, start=1):
+            self._begin_micro_batch(is_last=number == len(micro_batches))
+            batch = batch.to(self.mesh.device, non_blocking=True)
+            self._in_forward = True
+            loss = self.model(*inputs_and_labels(batch))
+            self._in_forward = False
+            (loss / replica_tokens).backward()
+            total = total + loss.detach()
+        return total
+
+    @torch.no_grad()
+    def step(self, lr: float) -> torch.Tensor:
+        self._finish_averaging()
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = gradient_norm([local(p.grad) for p in parameters], self.mesh.shard_comms)
+        self.skipped = self._skips_nonfinite and not bool(norm.isfinite())
+        if not self.skipped:
+            if self._clip_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+        def summed_loss(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return self.model(input_ids.to(self.mesh.device), labels.to(self.mesh.device))
+
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield summed_loss
+        finally:
+            self.model.train()
+
+    # -- for subclasses ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _begin_micro_batch(self, is_last: bool) -> None:
+        """Prepare for the forward and backward pass of a micro-batch. The last one of a step completes the gradients."""
+
+    def _call_hooks_before(self, index: int, block: ModelBlock) -> None:
+        """Call the block hooks before a block's training forward. Prepended, so that they run before hooks that are
+        already there, which gather the block."""
+
+        def run(module: nn.Module, inputs: tuple) -> None:
+            if self._in_forward:
+                for hook in self._hooks:
+                    hook(index)
+
+        block.modules[0].register_forward_pre_hook(run, prepend=True)
+
+    @property
+    def _averages_now(self) -> bool:
+        return self.average_gradients and self.mesh.replicas > 1
+
+    def _start_averaging(self, gradient: torch.Tensor) -> None:
+        """Start averaging a block's flat gradient over the replicas, in place."""
+        pending = self.mesh.replica_comms.all_reduce(gradient, "averaging gradients", self._gradient_wire)
+        self._averaging.append(pending)
+
+    def _finish_averaging(self) -> list[torch.Tensor]:
+        """Wait for the averages, and return them in the order in which they were started."""
+        if not self._averaging:
+            return []
+        with self.time_gradient_wait():
+            for pending in self._averaging:
+                pending.start_second_phase()
+            means = [pending.wait().div_(self.mesh.replica_comms.size) for pending in self._averaging]
+            self._averaging.clear()
+        return means
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, sharing its storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
