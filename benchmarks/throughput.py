@@ -272,6 +272,8 @@ def main() -> None:
     arguments.add_argument("--checkpoint", nargs="+", choices=CHECKPOINTING, default=list(CHECKPOINTING))
     arguments.add_argument("--shard", type=int, default=1, help="ranks that hold the replica")
     gpu = on_gpu()
+    arguments.add_argument("--precision", choices=("bf16", "fp32"), default="bf16" if gpu else "fp32")
+    arguments.add_argument("--micro-batches", type=int, default=1, help="per step")
     arguments.add_argument("--turns", type=int, default=3 if gpu else 5)
     arguments.add_argument(
         "--steps", type=int, default=10 if gpu else 2, help="in a turn; on a GPU its queue fills first"
@@ -279,8 +281,8 @@ def main() -> None:
     arguments.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="for all, laid over the rest")
     options = arguments.parse_args()
     sizes = options.sizes or (["160M", "1B", "7B-layers"] if gpu else ["6M", "33M"])
-    common = {key: getattr(options, key) for key in ("shard", "turns", "steps", "override")}
-    common["precision"] = "bf16" if gpu else "fp32"
+    keys = ("shard", "turns", "steps", "override", "precision", "micro_batches")
+    common = {key: getattr(options, key) for key in keys}
     rows: list[Row] = []
     for size, compiled, checkpoint in itertools.product(sizes, options.compile, options.checkpoint):
         settings = {"size": size, "compile": compiled == "yes", "checkpoint": checkpoint, **common}
@@ -299,7 +301,9 @@ def main() -> None:
             rows.append(row(task, found, bare))
             bare = found if engine == BARE else bare
     device = "GPU" if gpu else "CPU"
-    title = f"1 replica x {options.shard} shards on a {device}, {common['precision']}, {options.turns} turns of {options.steps} steps"
+    title = f"1 replica x {options.shard} shards on a {device}, {options.precision}, {options.turns} turns of {options.steps} steps"
+    if options.micro_batches > 1:
+        title += f", {options.micro_batches} micro-batches per step"
     show(title, COLUMNS, rows, words=WORDS)
     if options.write:
         table = markdown(COLUMNS, rows, words=WORDS)

@@ -136,7 +136,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     M is `shard`, and P the number of parameters. A master value takes w bytes (4; 8 in fp64), and a value in compute
     precision c bytes (2, 4 or 8). A forward pass has t = micro_batch x sequence_length tokens.
 
-    weights      w P / M. ZeRO adds a copy in c: c P / M in stage 3, c P in stages 1 and 2.
+    weights      w P / M. Without sharding (M = 1), a copy in c is added if c < w: c P. ZeRO adds a copy in c: c P / M
+                 in stage 3, c P in stages 1 and 2.
     gradients    w P / M, but w P if a step accumulates over micro-batches, because only the last one is reduced.
                  ZeRO: w P / M, plus c P in stage 1.
     optimizer    AdamW: 2 w P / M. SGD: 0. With `zero_offload`, optimizer state, masters and a copy of the gradients
@@ -144,7 +145,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     anchors      w P / M for the anchor, and as much for outer momentum. A plain average needs no anchor if replicas
                  wait for it and send it unrounded. With `sync.offload` anchors count as `host`.
     gathered     FSDP2: the two largest blocks in c, and in backward the largest one's gradient in c and, until it is
-                 reduced, in w. ZeRO-3: the two largest blocks in c, a bucket of BUCKET gradient values in at least
+                 reduced, in w. Without sharding, only these gradients: in w, and in c if c < w. ZeRO-3: the two largest blocks in c, a bucket of BUCKET gradient values in at least
                  fp32, and in backward the largest block's gradient in c. ZeRO-1 and 2: no blocks, but in backward two
                  buckets in c.
     activations  A layer saves l = s c t F. F is the sum of its linear layers' inputs and outputs, and s is
@@ -184,11 +185,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     if sync.needs_anchor:
         anchors = shard_of_all * (2 if sync.outer.has_momentum else 1)
     in_flight, stay = _messages(recipe, size, shard, has_anchors=anchors > 0)
-    own = (
-        _zero(recipe, size, replicas, shard)
-        if recipe.parallel.engine == "zero"
-        else _fsdp2(recipe, size, replicas, shard)
-    )
+    of_torch = _fsdp2 if shard > 1 else _single_device
+    own = (_zero if recipe.parallel.engine == "zero" else of_torch)(recipe, size, replicas, shard)
 
     layer = _kept_by_layer(recipe, size)
     in_backward = int(IN_BACKWARD * layer)
@@ -288,6 +286,23 @@ def _fsdp2(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _Engin
         optimizer=2 * sharded if recipe.optim.kind == "adamw" else 0,
         gathered=compute * (largest + second) + (compute + master) * largest,
         gathered_in_forward=compute * (largest + second),
+    )
+
+
+def _single_device(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _EngineMemory:
+    master, compute = BYTES[recipe.parallel.precision]
+    all_of_it, largest = master * size.parameters, max(size.block_parameters)
+    rounded = 0 if compute == master else compute
+    accumulates = _accumulates(recipe, replicas, shard)
+    return _EngineMemory(
+        weights=all_of_it + rounded * size.parameters,
+        gradients=all_of_it,
+        early_gradients=all_of_it if accumulates else 0,
+        late_gradients=all_of_it if accumulates else all_of_it - master * largest,
+        optimizer=2 * all_of_it if recipe.optim.kind == "adamw" else 0,
+        # The gradients of earlier micro-batches, to which rounded ones are added without a copy, count above.
+        gathered=(rounded + (0 if rounded and accumulates else master)) * largest,
+        gathered_in_forward=0,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import SCENARIOS, WIRE, Mutant
 
+ONE_DEVICE = ("tests/distributed/test_single_device.py",)
+
 MUTANTS = [
     Mutant(
         "comms: sign of the rounding error",
@@ -64,8 +66,8 @@ MUTANTS = [
     ),
     Mutant("wire: int8 has 128 levels", "llmtrain/parallel/wire_format.py", '"int8": 127', '"int8": 128', WIRE),
     Mutant(
-        "fsdp: gradients summed over replicas, not averaged",
-        "llmtrain/parallel/fsdp.py",
+        "engine: gradients summed over replicas, not averaged",
+        "llmtrain/parallel/torch_engine.py",
         "pending.wait().div_(self.mesh.replica_comms.size)",
         "pending.wait()",
         (
@@ -74,8 +76,8 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "fsdp: loss divided by the tokens of one shard",
-        "llmtrain/parallel/fsdp.py",
+        "engine: loss divided by the tokens of one shard",
+        "llmtrain/parallel/torch_engine.py",
         "count_positions(micro_batches) * self.mesh.shard_comms.size",
         "count_positions(micro_batches)",
         (
@@ -84,15 +86,15 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "fsdp: the learning rate never changes",
-        "llmtrain/parallel/fsdp.py",
+        "engine: the learning rate never changes",
+        "llmtrain/parallel/torch_engine.py",
         '            group["lr"] = lr',
         "            pass",
         ("tests/distributed/test_plain_loop.py",),
     ),
     Mutant(
-        "fsdp: no gradient clipping",
-        "llmtrain/parallel/fsdp.py",
+        "engine: no gradient clipping",
+        "llmtrain/parallel/torch_engine.py",
         "torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)",
         "pass",
         ("tests/distributed/test_plain_loop.py",),
@@ -118,8 +120,8 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "fsdp: forward hooks also run in validation and recomputation",
-        "llmtrain/parallel/fsdp.py",
+        "engine: forward hooks also run in validation and recomputation",
+        "llmtrain/parallel/torch_engine.py",
         "            if self._in_forward:\n                for hook",
         "            if True:\n                for hook",
         (
@@ -133,6 +135,55 @@ MUTANTS = [
         'name: {key: state[f"optimizer.{name}.{key}"] for key in slot}',
         "name: {key: slot[key] for key in slot}",
         ("tests/distributed/test_zero.py",),
+    ),
+    Mutant(
+        "single device: the rounded weights are those of the last step",
+        "llmtrain/parallel/single_device.py",
+        "        for block in self.blocks:\n            self.parameters_changed(block)\n        return norm",
+        "        return norm",
+        ONE_DEVICE,
+    ),
+    Mutant(
+        "single device: a synchronization does not reach the rounded weights",
+        "llmtrain/parallel/single_device.py",
+        "        if rounded is not None:\n            rounded.copy_(block.flat)",
+        "        if rounded is not None and not self._in_forward:\n            rounded.copy_(block.flat)",
+        ONE_DEVICE,
+    ),
+    Mutant(
+        "single device: a micro-batch's gradient replaces the earlier ones",
+        "llmtrain/parallel/single_device.py",
+        "master.grad += gradient",
+        "master.grad.copy_(gradient)",
+        ONE_DEVICE,
+    ),
+    Mutant(
+        "single device: averages go to the blocks in forward order",
+        "llmtrain/parallel/single_device.py",
+        "zip(reversed(self.blocks), means, strict=False)",
+        "zip(self.blocks, means, strict=False)",
+        ONE_DEVICE,
+    ),
+    Mutant(
+        "single device: gradients are averaged in every micro-batch",
+        "llmtrain/parallel/single_device.py",
+        "if self._is_last and self._averages_now:",
+        "if self._averages_now:",
+        ONE_DEVICE,
+    ),
+    Mutant(
+        "single device: optimizer moments not restored",
+        "llmtrain/parallel/single_device.py",
+        'value.copy_(local(state[f"optimizer.{name}.{key}"]))',
+        "pass",
+        ONE_DEVICE,
+    ),
+    Mutant(
+        "single device: loaded masters do not reach the rounded weights",
+        "llmtrain/parallel/single_device.py",
+        '                value.copy_(local(state[f"optimizer.{name}.{key}"]))\n        for block in self.blocks:\n            self.parameters_changed(block)',
+        '                value.copy_(local(state[f"optimizer.{name}.{key}"]))',
+        ONE_DEVICE,
     ),
     Mutant(
         "zero: clips to ten times the norm",

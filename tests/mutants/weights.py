@@ -24,8 +24,8 @@ MUTANTS = [
     Mutant(
         "weights: FSDP2 starts from random ones",
         "llmtrain/parallel/fsdp.py",
-        "initialize(model, block, seed, mesh.device, master, read)",
-        "initialize(model, block, seed, mesh.device, master)",
+        "initialize(model, block, seed, mesh.device, self.master_dtype, read)",
+        "initialize(model, block, seed, mesh.device, self.master_dtype)",
         (RUNS,),
     ),
     Mutant(

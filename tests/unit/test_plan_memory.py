@@ -99,7 +99,7 @@ def test_bytes_of_one_rank_alone(tmp_path) -> None:
     size = size_of(recipe)
     memory = estimate(recipe, size, 1, 1)
     p = size.parameters
-    assert (memory.weights, memory.gradients, memory.optimizer, memory.anchors) == (4 * p, 4 * p, 8 * p, 8 * p)
+    assert (memory.weights, memory.gradients, memory.optimizer, memory.anchors) == (6 * p, 4 * p, 8 * p, 8 * p)
     layer = SAVED * 2 * 32 * size.linear_features
     assert memory.activations == pytest.approx((LAYERS + 1 / 4) * layer, abs=2)
     # 32 tokens are fewer than loss_chunk; the head's gradient is what is largest beside its logits
@@ -112,22 +112,42 @@ def test_a_large_vocabularys_gradient_is_larger_than_its_logits(tmp_path) -> Non
     assert memory.loss == 2 * (VOCABULARY + EMBEDDING) + 4 * EMBEDDING + 2 * 32 * HIDDEN
 
 
-def most(tmp_path, *overrides: str) -> int:
+def most(tmp_path, *overrides: str, shard: int = 1) -> int:
     """The most at a time, beside what stays, without accumulation."""
-    memory = planned(tmp_path, "train.global_batch=2", *overrides)
+    memory = planned(tmp_path, f"train.global_batch={2 * shard}", *overrides, shard=shard)
     return memory.device_total - memory.weights - memory.optimizer - memory.anchors
 
 
 OF_LAYER = SAVED * 2 * 32 * 148  # what one keeps for backward, in bf16
-FORWARD = 2 * (808 + 800)  # head and embedding, the largest blocks, in bf16
-IN_WORK = FORWARD + (2 + 4) * 808
+IN_WORK = (2 + 4) * 808  # gradients of the head, the largest block
+FORWARD = 2 * (808 + 800)  # sharded: head and embedding, the largest blocks, in bf16
+SHARDED = 4 * 3864 / 2  # masters or gradients of two ranks
 
 
 def test_most_is_there_at_the_end_of_forward(tmp_path) -> None:
     loss = planned(tmp_path).loss
-    assert most(tmp_path) == pytest.approx(LAYERS * OF_LAYER + FORWARD + loss, abs=LAYERS)
+    assert most(tmp_path) == pytest.approx(LAYERS * OF_LAYER + loss, abs=LAYERS)
     accumulating = planned(tmp_path).device_total - planned(tmp_path, "train.global_batch=2").device_total
     assert accumulating == 4 * 3864  # whole gradients are there already
+
+
+def test_gathered_blocks_are_there_at_the_end_of_forward_and_in_backward(tmp_path) -> None:
+    loss = planned(tmp_path).loss
+    assert most(tmp_path, shard=2) == pytest.approx(LAYERS * OF_LAYER + FORWARD + loss, abs=LAYERS)
+    backward = most(tmp_path, "parallel.loss_chunk=1", shard=2)
+    assert backward == pytest.approx((LAYERS + 1 / 4) * OF_LAYER + FORWARD + IN_WORK, abs=LAYERS)
+    recomputing = most(tmp_path, "parallel.loss_chunk=1", "parallel.activation_checkpointing=true", shard=2)
+    gradients = SHARDED - 4 * 808 / 2
+    expected = gradients + 2 * 32 * HIDDEN + 1.25 * OF_LAYER + FORWARD + IN_WORK
+    assert recomputing == pytest.approx(expected, abs=2)
+
+
+def test_gradients_in_bf16_are_added_to_earlier_ones_without_a_copy(tmp_path) -> None:
+    def in_backward(precision: str, batch: int) -> float:
+        return planned(tmp_path, f"parallel.precision={precision}", f"train.global_batch={batch}").gathered / 808
+
+    assert (in_backward("fp32", 2), in_backward("fp32", 4)) == (4, 4)
+    assert (in_backward("bf16", 2), in_backward("bf16", 4)) == (2 + 4, 2)
 
 
 def test_most_is_there_when_backward_begins_if_the_loss_needs_little(tmp_path) -> None:
@@ -144,7 +164,7 @@ def test_most_is_there_when_backward_ends_if_layers_are_checkpointed(tmp_path) -
 def test_most_is_there_in_a_synchronization_within_forward(tmp_path) -> None:
     messages = 5 * 4 * 808
     found = most(tmp_path, "parallel.loss_chunk=1", "sync.schedule=layerwise")
-    assert found == pytest.approx(LAYERS * OF_LAYER + FORWARD + messages, abs=LAYERS)
+    assert found == pytest.approx(LAYERS * OF_LAYER + messages, abs=LAYERS)
     blocking = planned(tmp_path, "parallel.loss_chunk=1").messages
     assert blocking == messages and most(tmp_path, "parallel.loss_chunk=1") < found
 
@@ -160,7 +180,7 @@ def test_zero_stage_3_has_room_for_gradients_at_all_times(tmp_path) -> None:
 
 
 def test_sharding_divides_what_is_sharded(tmp_path) -> None:
-    whole, quarter = planned(tmp_path, "train.global_batch=2"), planned(tmp_path, "train.global_batch=8", shard=4)
+    whole, quarter = (planned(tmp_path, f"train.global_batch={2 * shard}", shard=shard) for shard in (2, 8))
     for part in ("weights", "gradients", "optimizer", "anchors"):
         assert getattr(quarter, part) == pytest.approx(getattr(whole, part) / 4, abs=8), part
     for part in ("gathered", "activations", "loss"):
@@ -207,7 +227,7 @@ def test_offload_moves_anchors_to_the_host(tmp_path) -> None:
 )
 def test_anchors_only_where_the_method_needs_them(tmp_path, overrides: list[str], copies: int) -> None:
     memory = planned(tmp_path, "sync.warmup_steps=0", *overrides)
-    assert memory.anchors == copies * memory.weights
+    assert memory.anchors == copies * memory.gradients
 
 
 def test_synchronous_has_no_messages_of_ours(tmp_path) -> None:
@@ -240,7 +260,7 @@ def test_selective_checkpointing_keeps_what_matrix_products_gave(tmp_path) -> No
 def test_sgd_and_precision(tmp_path) -> None:
     assert planned(tmp_path, "optim.kind=sgd").optimizer == 0
     bf16, fp32, fp64 = (planned(tmp_path, f"parallel.precision={p}") for p in ("bf16", "fp32", "fp64"))
-    assert bf16.weights == fp32.weights == fp64.weights / 2
+    assert bf16.weights / 6 == fp32.weights / 4 == fp64.weights / 8
     assert fp64.activations == pytest.approx(2 * fp32.activations, abs=2)
     assert fp32.activations / bf16.activations == pytest.approx(2 * SAVED_PER_LINEAR["fused"]["fp32"] / SAVED, rel=1e-3)
 
