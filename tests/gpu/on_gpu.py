@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmtrain.config import ModelSection, SyncSection
+from llmtrain.parallel.engine import Block, Engine
 from llmtrain.parallel.fsdp import Fsdp2Engine
+from llmtrain.parallel.single_device import SingleDeviceEngine
 from llmtrain.sync.anchors import flatten
 from llmtrain.sync.offload import StreamedCopy, StreamOffload
 from tests.distributed.fake_engine import edit
@@ -74,13 +76,24 @@ def side_stream_delayed() -> Iterator[None]:
 @contextmanager
 def main_stream_delayed() -> Iterator[None]:
     """Let the main stream be late whenever a block has changed: the next block's change, and all reads of both."""
-    changed = Fsdp2Engine.parameters_changed
+    with ExitStack() as patches:
+        for engine in (Fsdp2Engine, SingleDeviceEngine):
+            patches.enter_context(mock.patch.object(engine, "parameters_changed", _late(engine.parameters_changed)))
+        yield
 
-    def changed_late(self: Fsdp2Engine, block: object) -> None:
+
+def _late(changed: Callable[[Engine, Block], None]) -> Callable[[Engine, Block], None]:
+    def changed_late(self: Engine, block: Block) -> None:
         occupy_stream(CYCLES)
         changed(self, block)
 
-    with mock.patch.object(Fsdp2Engine, "parameters_changed", changed_late):
+    return changed_late
+
+
+@contextmanager
+def under_fsdp2() -> Iterator[None]:
+    """Let FSDP2 run replicas of one device, too."""
+    with mock.patch("llmtrain.parallel.build_engine.SingleDeviceEngine", Fsdp2Engine):
         yield
 
 
@@ -113,7 +126,7 @@ def without_the_gather_after_a_change() -> Iterator[None]:
     def only_reshard(self: Fsdp2Engine, block: Any) -> None:
         self._units[self.blocks.index(block)].reshard()
 
-    with mock.patch.object(Fsdp2Engine, "parameters_changed", only_reshard):
+    with under_fsdp2(), mock.patch.object(Fsdp2Engine, "parameters_changed", only_reshard):
         yield
 
 
@@ -122,6 +135,7 @@ CHANGES = {
     for made in (
         side_stream_delayed,
         main_stream_delayed,
+        under_fsdp2,
         without_the_wait_of_use,
         without_the_wait_of_write_back,
         without_the_gather_after_a_change,

@@ -36,6 +36,14 @@ def test_a_late_stream_changes_no_bit(
     assert ranks.run(train_to_bits, offloaded(schedule), (late,), world_size=2) == expected[schedule]
 
 
+@pytest.mark.parametrize("late", [(), ("main_stream_delayed",)], ids=["on time", "main stream delayed"])
+def test_fsdp2_with_one_rank_gives_the_same_bits(
+    ranks: RankPool, expected: dict[str, list[Bits]], late: tuple[str, ...]
+) -> None:
+    found = ranks.run(train_to_bits, offloaded("layerwise"), ("under_fsdp2", *late), world_size=2)
+    assert found == expected["layerwise"]
+
+
 @pytest.fixture(scope="module")
 def one_kernel_at_a_time() -> Iterator[RankPool]:
     """Two ranks whose host waits for every kernel."""
