@@ -150,6 +150,27 @@ def build(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, scratch: str, name
     return built
 
 
+def plain_loop(
+    recipe: Recipe, mesh: Mesh, vocab_size: int, batches: Callable[[], Sequence[torch.Tensor]]
+) -> Callable[[], None]:
+    """Return one step of training without sharding, as one would write it by hand: transformers' model and its loss, autocast
+    for bf16, AdamW."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from llmtrain.model import model_config
+
+    model = AutoModelForCausalLM.from_config(model_config(recipe.model, vocab_size)).to(mesh.device)
+    in_bf16 = recipe.parallel.precision == "bf16"
+
+    def mean_loss(batch: torch.Tensor) -> torch.Tensor:
+        labels = batch[:, 1:].contiguous()
+        with torch.autocast(mesh.device.type, torch.bfloat16, enabled=in_bf16):
+            return model(batch[:, :-1], labels=labels, shift_labels=labels, use_cache=False).loss
+
+    return plain_step(model, mean_loss, batches, mesh.device)
+
+
 def bare_loop(
     recipe: Recipe,
     mesh: Mesh,
@@ -198,8 +219,9 @@ def plain_step(
     batches: Callable[[], Sequence[torch.Tensor]],
     device: torch.device,
 ) -> Callable[[], None]:
-    """Return one step of a sharded model: backward of each batch's mean loss, clipping, AdamW."""
+    """Return one step of a model: backward of each batch's mean loss, clipping, AdamW."""
     import torch
+    from torch.distributed.tensor import DTensor
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
 
@@ -207,7 +229,8 @@ def plain_step(
         for batch in batches():
             mean_loss(batch.to(device, non_blocking=True)).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        norm.full_tensor()
+        if isinstance(norm, DTensor):
+            norm.full_tensor()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -1,100 +1,196 @@
-"""Cost of the trainer compared with a bare loop, and of a synchronization.
+"""Cost of the trainer compared with the loop that one would write instead, and of a synchronization.
 
-    python benchmarks/step_overhead.py                      # 2 replicas x 2 shards on the CPU
-    python benchmarks/step_overhead.py --replicas 1 --shard 8   # one node of 8 GPUs
+    python benchmarks/step_overhead.py                                # one device per replica, on the CPU
+    python benchmarks/step_overhead.py --size 33M --family gpt_neo --precision bf16
+    python benchmarks/step_overhead.py --replicas 2 --shard 2         # four processes
+    python benchmarks/step_overhead.py --replicas 1 --shard 8         # one node of 8 GPUs
 
-Four loops over the same model, data, FSDP2 sharding and AdamW take turns in one run, a few steps each: a bare loop
-(`bare_loop` in benchmarks/loops.py, thirty lines), the trainer's local step, and the trainer synchronizing after *every*
-step, blocking and layer-wise. Ratios are medians over the turns; the last column is what one synchronization in 128 steps
-adds. With `--write` the table goes to benchmarks/results/step_overhead/.
+Loops over the same batches take turns in one run, a few steps each. With one device per replica, the first is a plain loop
+(`plain_loop` in benchmarks/loops.py): transformers' model and loss, torch's AdamW, nothing else. It runs twice, and the second
+column of ratios says how equal equal loops are here. With several shards, the first is a bare FSDP2 loop (`bare_loop`), with and
+without resharding after forward. Then come the trainer's local step, and the trainer synchronizing after *every* step, blocking
+and layer-wise. Ratios are medians over the turns; the last column is what one synchronization in 128 steps adds. With `--write`
+the table goes to benchmarks/results/step_overhead/.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from loops import ENDLESS, MODEL, NEVER, RECIPE, ask, bare_loop, build, is_asked, opened, quartiles, take_turns, timed
+from loops import (
+    ENDLESS,
+    NEVER,
+    RECIPE,
+    ask,
+    bare_loop,
+    build,
+    is_asked,
+    opened,
+    plain_loop,
+    quartiles,
+    take_turns,
+    timed,
+)
 from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
 
 PERIOD = 128
-BARE, LOCAL = "bare loop", "trainer, local step"
+PLAIN, AGAIN = "plain loop", "plain loop, again"
+BARE, GATHERED = "FSDP2 loop", "FSDP2 loop, kept gathered"
+LOCAL = "trainer, local step"
 SYNC = {
     LOCAL: [NEVER, "sync.schedule=blocking"],
     "trainer, blocking sync every step": ["sync.period.every=1", "sync.schedule=blocking"],
     "trainer, layer-wise sync every step": ["sync.period.every=1", "sync.schedule=layerwise"],
 }
 """What each loop adds to the recipe, whose method is EDiT."""
-COLUMNS = ("loop", "ms/step, median", "ratio to bare", "its quartiles", f"added by one sync in {PERIOD} steps")
+SIZES = {"2.5M": (192, 4, 4, 2048), "8M": (256, 6, 8, 4096), "33M": (512, 8, 8, 8192)}
+"""(hidden size, layers, heads, vocabulary)."""
+RECIPES = {"llama": RECIPE, "gpt_neo": "recipes/edit_gpt_neo_8m.yaml"}
+"""By family: the recipe that is changed."""
+COLUMNS = (
+    "loop",
+    "ms/step, median",
+    "ratio to the first",
+    "its quartiles",
+    "its 95 % interval",
+    "added by one sync in 128 steps",
+)
 NOTES = """\
-Ratios are of turns taken one after another, so that a machine whose speed wanders is no faster for any of them."""
+Ratios are of turns taken one after another, so that a machine whose speed wanders is no faster for any of them. The interval is
+that of the median ratio (order statistics)."""
+
+
+def changes_for(family: str, size: str, length: int) -> list[str]:
+    """Return a recipe's overrides for a model of a family and size, and for its text."""
+    hidden, layers, heads, vocabulary = SIZES[size]
+    common = {"hidden_size": hidden, "vocab_size": vocabulary, "max_position_embeddings": max(512, length)}
+    of_family: dict[str, dict[str, Any]] = {
+        "llama": {
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "intermediate_size": 8 * hidden // 3 // 16 * 16,
+        },
+        "gpt_neo": {
+            "num_layers": layers,
+            "num_heads": heads,
+            "attention_types": f"[[[global,local],{layers // 2}]]",
+            "window_size": 256,
+        },
+    }
+    changes = [f"model.config.{key}={value}" for key, value in (common | of_family[family]).items()]
+    return [*changes, "data.source=stdlib", "data.validation=null", f"data.tokenizer=train:{vocabulary}"]
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any] | None:
-    """Run all loops in turn on this rank. The main rank answers with seconds a step by loop and turn."""
+    """Run all loops in turn on this rank. The main rank answers with seconds per step by loop and turn."""
     import torch
 
     from llmtrain.recipe_loader import load_recipe
 
     replicas, shard, steps = task["replicas"], task["shard"], task["steps"]
     common = [
-        *(f"model.config.{key}={value}" for key, value in MODEL.items()),
+        *changes_for(task["family"], task["size"], task["length"]),
         f"parallel.replicas={replicas}",
         f"parallel.shards={shard}",
+        f"parallel.precision={task['precision']}",
         f"train.global_batch={8 * replicas * shard}",
         "train.micro_batch=8",
-        "train.sequence_length=128",
+        f"train.sequence_length={task['length']}",
         *ENDLESS,
     ]
-    recipes = {name: load_recipe(ROOT / RECIPE, common + extra) for name, extra in SYNC.items()}
+    recipes = {name: load_recipe(ROOT / RECIPES[task["family"]], common + extra) for name, extra in SYNC.items()}
+    if replicas == 1:  # has nobody to synchronize with
+        recipes = {LOCAL: recipes[LOCAL]}
     with opened(recipes[LOCAL], replicas, shard) as (mesh, prepared, scratch):
         trainers = {name: build(recipe, mesh, prepared, scratch, name) for name, recipe in recipes.items()}
-        loops = {BARE: bare_loop(recipes[LOCAL], mesh, prepared.vocab_size, trainers[LOCAL].loader.next)}
-        loops |= {name: built.train_step for name, built in trainers.items()}
-        times = take_turns({name: partial(timed, loop, steps, mesh) for name, loop in loops.items()}, task["turns"])
+        common_arguments = recipes[LOCAL], mesh, prepared.vocab_size, trainers[LOCAL].loader.next
+        if shard == 1:
+            loops = {PLAIN: plain_loop(*common_arguments), AGAIN: plain_loop(*common_arguments)}
+        else:
+            loops = {BARE: bare_loop(*common_arguments), GATHERED: bare_loop(*common_arguments, resharded=False)}
+        # The local step is between the two loops that it is compared with, so that neither has the better neighbor.
+        first, second = loops
+        order = {first: loops[first], LOCAL: trainers[LOCAL].train_step, second: loops[second]}
+        order |= {name: built.train_step for name, built in trainers.items()}
+        times = take_turns({name: partial(timed, loop, steps, mesh) for name, loop in order.items()}, task["turns"])
         if not mesh.is_main:
             return None
-        seconds = {name: [taken / steps for taken in series] for name, series in times.items()}
-        return {"device": mesh.device.type, "torch": torch.__version__, "seconds": seconds}
+        seconds = {name: [taken / steps for taken in times[name]] for name in [*loops, *trainers]}
+        return {
+            "device": mesh.device.type,
+            "torch": torch.__version__,
+            "seconds": seconds,
+            "parameters": sum(p.numel() for p in trainers[LOCAL].engine.model.parameters()),
+        }
+
+
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """Return a 95 % confidence interval of the median: the order statistics that a binomial distribution gives."""
+    ordered, count = sorted(values), len(values)
+    below = list(itertools.accumulate(math.comb(count, rank) / 2**count for rank in range(count)))
+    outside = sum(chance <= 0.025 for chance in below)  # values that can be left out on either side
+    return ordered[outside - 1 if outside else 0], ordered[-outside if outside else -1]
 
 
 def rows_of(seconds: Mapping[str, Sequence[float]]) -> list[Row]:
-    """The table, from seconds a step by loop and turn."""
-    local, rows = statistics.median(seconds[LOCAL]), []
+    """Return the table's rows from seconds per step by loop and turn. Ratios are to the first loop."""
+    local, rows, first = statistics.median(seconds[LOCAL]), [], next(iter(seconds))
     for name, series in seconds.items():
-        low, middle, high = quartiles([a / b for a, b in zip(series, seconds[BARE], strict=True)])
+        ratios = [a / b for a, b in zip(series, seconds[first], strict=True)]
+        low, middle, high = quartiles(ratios)
+        at_least, at_most = interval_of_median(ratios)
         added = 100 * (statistics.median(series) - local) / PERIOD / local
+        is_sync = name.startswith("trainer") and name != LOCAL
         rows.append(
             (
                 name,
                 f"{1000 * statistics.median(series):.1f}",
                 f"{middle:.3f}",
                 f"{low:.3f} to {high:.3f}",
-                f"{added:+.2f} %" if name not in (BARE, LOCAL) else "",
+                f"{at_least:.3f} to {at_most:.3f}",
+                f"{added:+.2f} %" if is_sync else "",
             )
         )
     return rows
 
 
+def title_of(task: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Return what was measured, in one line."""
+    mesh = f"{task['replicas']} replicas x {task['shard']} shards on {found['device']}"
+    model = f"{task['family']} with {found['parameters'] / 1e6:.2f} M parameters in {task['precision']}"
+    batch = f"8 sequences of {task['length']} tokens per rank"
+    return f"{model}, {batch}, {mesh}, torch {found['torch']}, {task['turns']} turns of {task['steps']} steps"
+
+
 def main() -> None:
-    """Start the ranks, print what they measured."""
+    """Measure each combination, print, write."""
     arguments = parser(__doc__)
-    arguments.add_argument("--replicas", type=int, default=2)
-    arguments.add_argument("--shard", type=int, default=2)
-    arguments.add_argument("--turns", type=int, default=15)
-    arguments.add_argument("--steps", type=int, default=8, help="steps a turn")
+    arguments.add_argument("--replicas", type=int, default=1)
+    arguments.add_argument("--shard", type=int, default=1)
+    arguments.add_argument("--size", nargs="+", choices=SIZES, default=["2.5M"])
+    arguments.add_argument("--family", nargs="+", choices=RECIPES, default=["llama"])
+    arguments.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
+    arguments.add_argument("--length", nargs="+", type=int, default=[127], help="tokens per sequence")
+    arguments.add_argument("--turns", type=int, default=20)
+    arguments.add_argument("--steps", type=int, default=4, help="steps per turn")
     options = arguments.parse_args()
-    task = {key: getattr(options, key) for key in ("replicas", "shard", "turns", "steps")}
-    found = ask(__file__, options.replicas * options.shard, task)
-    rows = rows_of(found["seconds"])
-    mesh = f"{options.replicas} replicas x {options.shard} shards on {found['device']}"
-    title = f"{mesh}, torch {found['torch']}, {options.turns} turns of {options.steps} steps"
-    show(title, COLUMNS, rows)
+    fixed = {key: getattr(options, key) for key in ("replicas", "shard", "turns", "steps")}
+    parts = []
+    for family, size, precision, length in itertools.product(
+        options.family, options.size, options.precision, options.length
+    ):
+        task = {"family": family, "size": size, "precision": precision, "length": length, **fixed}
+        found = ask(__file__, options.replicas * options.shard, task)
+        rows, title = rows_of(found["seconds"]), title_of(task, found)
+        show(title, COLUMNS, rows)
+        parts += [f"{title}.", markdown(COLUMNS, rows)]
     if options.write:
-        table = markdown(COLUMNS, rows)
-        write_page(RESULTS / "step_overhead", "The trainer beside a bare loop", [f"{title}.", table, NOTES])
+        write_page(RESULTS / "step_overhead", "The trainer beside a loop written by hand", [*parts, NOTES])
 
 
 if __name__ == "__main__" and not is_asked(measure):

@@ -80,8 +80,7 @@ class SingleDeviceEngine(TorchEngine):
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:
         norm = super().step(lr)
-        for block in self.blocks:
-            self.parameters_changed(block)
+        self._refresh_all()
         return norm
 
     @torch.no_grad()
@@ -103,8 +102,7 @@ class SingleDeviceEngine(TorchEngine):
             master.copy_(local(state[f"weights.{name}"]))
             for key, value in self.optimizer.state[master].items():
                 value.copy_(local(state[f"optimizer.{name}.{key}"]))
-        for block in self.blocks:
-            self.parameters_changed(block)
+        self._refresh_all()
 
     def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         parts = _views(flat, block.shards)
@@ -119,6 +117,10 @@ class SingleDeviceEngine(TorchEngine):
         }
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _refresh_all(self) -> None:
+        for block in self.blocks:
+            self.parameters_changed(block)
 
     def _begin_micro_batch(self, is_last: bool) -> None:
         self._is_last = is_last

@@ -145,9 +145,9 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     anchors      w P / M for the anchor, and as much for outer momentum. A plain average needs no anchor if replicas
                  wait for it and send it unrounded. With `sync.offload` anchors count as `host`.
     gathered     FSDP2: the two largest blocks in c, and in backward the largest one's gradient in c and, until it is
-                 reduced, in w. Without sharding, only these gradients: in w, and in c if c < w. ZeRO-3: the two largest blocks in c, a bucket of BUCKET gradient values in at least
-                 fp32, and in backward the largest block's gradient in c. ZeRO-1 and 2: no blocks, but in backward two
-                 buckets in c.
+                 reduced, in w. Without sharding, only these gradients: in w, and in c if c < w. ZeRO-3: the two largest
+                 blocks in c, a bucket of BUCKET gradient values in at least fp32, and in backward the largest block's
+                 gradient in c. ZeRO-1 and 2: no blocks, but in backward two buckets in c.
     activations  A layer saves l = s c t F. F is the sum of its linear layers' inputs and outputs, and s is
                  SAVED_PER_LINEAR. Unfused attention adds SAVED_PER_ATTENTION_WEIGHT bytes for each of heads x t x
                  sequence_length weights. The total is layers x l, plus l / 4 for gradients. With checkpointing it is

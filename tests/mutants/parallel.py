@@ -139,7 +139,7 @@ MUTANTS = [
     Mutant(
         "single device: the rounded weights are those of the last step",
         "llmtrain/parallel/single_device.py",
-        "        for block in self.blocks:\n            self.parameters_changed(block)\n        return norm",
+        "        self._refresh_all()\n        return norm",
         "        return norm",
         ONE_DEVICE,
     ),
@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant(
         "single device: loaded masters do not reach the rounded weights",
         "llmtrain/parallel/single_device.py",
-        '                value.copy_(local(state[f"optimizer.{name}.{key}"]))\n        for block in self.blocks:\n            self.parameters_changed(block)',
-        '                value.copy_(local(state[f"optimizer.{name}.{key}"]))',
+        "        self._refresh_all()\n\n    def to_dtensors",
+        "\n    def to_dtensors",
         ONE_DEVICE,
     ),
     Mutant(

@@ -100,11 +100,17 @@ def test_written_results(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_the_overheads_rows() -> None:
-    seconds = {step_overhead.BARE: [1.0] * 3, step_overhead.LOCAL: [1.0, 1.1, 1.2], "trainer, sync": [2.38] * 3}
+    seconds = {step_overhead.PLAIN: [1.0] * 3, step_overhead.LOCAL: [1.0, 1.1, 1.2], "trainer, sync": [2.38] * 3}
     rows = step_overhead.rows_of(seconds)
-    assert rows[1] == (step_overhead.LOCAL, "1100.0", "1.100", "1.000 to 1.200", "")
+    assert rows[1] == (step_overhead.LOCAL, "1100.0", "1.100", "1.000 to 1.200", "1.000 to 1.200", "")
     assert rows[2][-1] == "+0.91 %"  # 1.28 / 128 of 1.1
     assert all(len(row) == len(step_overhead.COLUMNS) for row in rows)
+
+
+def test_the_interval_of_a_median_is_that_of_the_tables() -> None:
+    """The ranks of the sign test's interval: 6 and 15 of 20 values, 10 and 21 of 30."""
+    assert step_overhead.interval_of_median(range(1, 21)) == (6, 15)
+    assert step_overhead.interval_of_median(range(1, 31)) == (10, 21)
 
 
 def test_a_synchronizations_rows() -> None:
