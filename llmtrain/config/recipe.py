@@ -132,7 +132,8 @@ class ParallelSection(Section):
     """Mesh of ranks: `replicas` copies of the model, each sharded over `shards` ranks."""
 
     engine: Literal["fsdp2", "zero"] = "fsdp2"
-    """Engine inside a replica: torch's FSDP2, or DeepSpeed ZeRO."""
+    """Engine inside a replica: torch's FSDP2, or DeepSpeed ZeRO. With `fsdp2`, a replica on a single device is trained without
+    sharding."""
     zero_stage: Literal[1, 2, 3] = 3
     """ZeRO stage: 1 shards the optimizer state, 2 also the gradients, 3 also the parameters. Layer-wise synchronization overlaps
     with the forward pass in stage 3; in stages 1 and 2 all blocks synchronize at the start of the step."""

@@ -73,7 +73,7 @@ class SingleDeviceEngine(TorchEngine):
         for buffer in model.buffers():
             buffer.data = buffer.data.to(mesh.device)
         self.optimizer = build_optimizer(decay_groups(self._masters.values(), optim.weight_decay), optim)
-        start_moments(self.optimizer)
+        start_moments(self.optimizer, self._masters.values())
 
     # -- the interface -------------------------------------------------------------------------------------------
 

@@ -70,11 +70,11 @@ def build_optimizer(groups: list[dict], optim: OptimSection) -> torch.optim.Opti
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
-def start_moments(optimizer: torch.optim.Optimizer) -> None:
+def start_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Create the state that AdamW itself would create in its first step, so that a checkpoint can be loaded before that
     step."""
     if isinstance(optimizer, torch.optim.AdamW):
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in parameters:
             zeros = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
 

@@ -30,7 +30,14 @@ from llmtrain.model import PREFIX, LanguageModel, ModelBlock, ReadWeight, blocks
 from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.wire_format import WireFormat
-from llmtrain.parallel.wrapping import COMPUTE, build_optimizer, decay_groups, named_parameters_of, wrap_layers
+from llmtrain.parallel.wrapping import (
+    COMPUTE,
+    build_optimizer,
+    decay_groups,
+    named_parameters_of,
+    start_moments,
+    wrap_layers,
+)
 from llmtrain.parallel.zero_layout import FlatGroup, deepspeed_config
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # else it guesses and logs that
@@ -118,8 +125,7 @@ class ZeroEngine(Engine):
         self._clear_padding()
         if read is not None and parallel.precision == "bf16":
             self._read_masters(read)
-        if optim.kind == "adamw":
-            self._start_moments()
+        start_moments(self.optimizer, (master for masters in self._masters for master in masters))
 
     # -- the interface -------------------------------------------------------------------------------------------
 
@@ -284,13 +290,6 @@ class ZeroEngine(Engine):
                 for padding in group.padding(self.mesh.shard_comms.rank):
                     master[padding] = 0
             self.parameters_changed(block)
-
-    def _start_moments(self) -> None:
-        """Create the state that AdamW itself would create in its first step, so that a checkpoint can
-        be loaded before that step."""
-        for master in (master for masters in self._masters for master in masters):
-            zeros = {key: torch.zeros_like(master, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
 
     def _gradients(self) -> list[list[torch.Tensor]]:
         """Return this rank's part of the gradients by optimizer group, as the optimizer's step will read them."""
