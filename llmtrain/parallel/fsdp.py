@@ -1,6 +1,7 @@
 """FSDP2 engine: every block is sharded over the shard axis, with torch's public API alone.
 
-In the synchronous phase, a hook after each reduce-scatter averages the gradient over the replicas.
+Every micro-batch reduces its gradients, so that a rank holds no more than its part of them. The reduction is hidden behind
+backward.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from llmtrain.config import OptimSection, ParallelSection
-from llmtrain.model import LanguageModel, ModelBlock, ReadWeight, blocks_of, initialize
+from llmtrain.loss import LossHead
+from llmtrain.model import LanguageModel, ReadWeight, blocks_of, initialize
 from llmtrain.parallel.engine import Block
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.torch_engine import TorchEngine
@@ -43,7 +45,9 @@ class Fsdp2Engine(TorchEngine):
         for index, block in enumerate(model_blocks):
             initialize(model, block, seed, mesh.device, self.master_dtype, read)
             unit = block.modules if len(block.modules) > 1 else block.modules[0]
-            fully_shard(unit, mesh=mesh.devices["shard"], mp_policy=policy)
+            # Backward begins with the head, which would be gathered again at once.
+            reshards = not any(isinstance(module, LossHead) for module in block.modules)
+            fully_shard(unit, mesh=mesh.devices["shard"], mp_policy=policy, reshard_after_forward=reshards)
             self._call_hooks_before(index, block)  # so before FSDP's own hook, on sharded parameters
         fully_shard(model, mesh=mesh.devices["shard"], mp_policy=policy)
         self._units: list[FSDPModule] = [block.modules[0] for block in model_blocks]
@@ -51,8 +55,15 @@ class Fsdp2Engine(TorchEngine):
             if mesh.shard_comms.size > 1:  # a single rank would divide by it in a separate pass
                 unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            unit.set_all_reduce_hook(self._average_over_replicas)
-        self.blocks = [self._shards_of(block) for block in model_blocks]
+        named = [named_parameters_of(model, block) for block in model_blocks]
+        self.trained = [[parameter for _, parameter in of_block] for of_block in named]
+        self.blocks = [
+            Block(block.name, [p.detach().to_local() for _, p in of_block], [name for name, _ in of_block])
+            for block, of_block in zip(model_blocks, named, strict=True)
+        ]
+        for index, parameters in enumerate(self.trained if mesh.replicas > 1 else ()):
+            for parameter in parameters:  # called after every reduce-scatter
+                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._gradient_is_there(index))
         self.optimizer = build_optimizer(decay_groups(model.parameters(), optim.weight_decay), optim)
 
     # -- the interface -------------------------------------------------------------------------------------------
@@ -85,19 +96,9 @@ class Fsdp2Engine(TorchEngine):
             unit.reshard()
 
     def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        parameters = dict(self.model.named_parameters())
+        parameters = self.trained[self.blocks.index(block)]
         parts = flat.split([shard.numel() for shard in block.shards])
-        return {
-            name: DTensor.from_local(
-                part.view(shard.shape),
-                parameters[name].device_mesh,
-                parameters[name].placements,
-                run_check=False,
-                shape=parameters[name].shape,
-                stride=parameters[name].stride(),
-            )
-            for name, shard, part in zip(block.parameter_names, block.shards, parts, strict=True)
-        }
+        return dict(zip(block.parameter_names, map(_like, parameters, parts), strict=True))
 
     def from_dtensors(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return torch.cat([named[name].to_local().reshape(-1) for name in block.parameter_names])
@@ -113,16 +114,18 @@ class Fsdp2Engine(TorchEngine):
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _begin_micro_batch(self, is_last: bool) -> None:
-        # Gradients accumulate unsharded on this rank; only the last micro-batch reduces them.
-        self.model.set_requires_gradient_sync(is_last)
+    def _as_gradient(self, parameter: torch.Tensor, flat: torch.Tensor) -> DTensor:
+        return _like(parameter, flat)
 
-    def _average_over_replicas(self, gradient: torch.Tensor) -> None:
-        """Start averaging a block's reduce-scattered gradients over the replicas. The tensor that FSDP passes aliases
-        the gradients that `step` reads."""
-        if self._averages_now:
-            self._start_averaging(gradient)
 
-    def _shards_of(self, block: ModelBlock) -> Block:
-        named = named_parameters_of(self.model, block)
-        return Block(block.name, [p.detach().to_local() for _, p in named], [name for name, _ in named])
+def _like(parameter: torch.Tensor, flat: torch.Tensor) -> DTensor:
+    """Return a flat tensor as a DTensor that is sharded like a parameter."""
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        flat.view(parameter.to_local().shape),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

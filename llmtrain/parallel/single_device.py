@@ -51,11 +51,7 @@ class SingleDeviceEngine(TorchEngine):
         """By block: the parameters in the compute dtype, as one flat tensor; None if they are the masters."""
         self._masters: dict[str, torch.Tensor] = {}
         """By parameter name: what the optimizer updates."""
-        self._is_last = False
-        self._missing: list[int] = []
-        """By block: gradients that the last micro-batch has not computed yet."""
-        self._to_average = -1
-        """The block whose gradients are averaged next. The order, from the last block to the first, is the same on all ranks."""
+        self.trained = []
         for index, block in enumerate(model_blocks):
             initialize(model, block, seed, mesh.device, self.master_dtype, read)
             named = dict(named_parameters_of(model, block))
@@ -64,11 +60,14 @@ class SingleDeviceEngine(TorchEngine):
             rounded = None if compute == self.master_dtype else flat.to(compute)
             self._rounded.append(rounded)
             views = shards if rounded is None else _views(rounded, shards)
-            for (name, parameter), view, master in zip(named.items(), views, shards, strict=True):
+            for parameter, view in zip(named.values(), views, strict=True):
                 parameter.data = view
-                self._masters[name] = parameter if rounded is None else master
+            masters = list(named.values()) if rounded is None else shards
+            self.trained.append(masters)
+            self._masters |= zip(named, masters, strict=True)
+            for parameter, master in zip(named.values(), masters, strict=True):
                 if rounded is not None or mesh.replicas > 1:
-                    parameter.register_post_accumulate_grad_hook(self._receive_gradient(index, name))
+                    parameter.register_post_accumulate_grad_hook(self._receive_gradient(index, master))
             self._call_hooks_before(index, block)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(mesh.device)
@@ -122,46 +121,22 @@ class SingleDeviceEngine(TorchEngine):
         for block in self.blocks:
             self.parameters_changed(block)
 
-    def _begin_micro_batch(self, is_last: bool) -> None:
-        self._is_last = is_last
-        self._missing = [len(block.shards) for block in self.blocks]
-        self._to_average = len(self.blocks) - 1
-
-    def _receive_gradient(self, index: int, name: str) -> Callable[[nn.Parameter], None]:
-        """Return a hook that moves a parameter's gradient to its master, and starts the average of a block whose gradients are
-        complete."""
+    def _receive_gradient(self, index: int, master: torch.Tensor) -> Callable[[nn.Parameter], None]:
+        """Return a hook that moves a parameter's gradient to its master, if that is another tensor."""
 
         def receive(parameter: nn.Parameter) -> None:
-            master = self._masters[name]
             if master is not parameter:
                 gradient, parameter.grad = parameter.grad, None
                 if master.grad is None:
                     master.grad = gradient.to(master.dtype)
                 else:
                     master.grad += gradient
-            if self._is_last and self._averages_now:
-                self._missing[index] -= 1
-                while self._to_average >= 0 and self._missing[self._to_average] == 0:
-                    self._average_block(self.blocks[self._to_average])
-                    self._to_average -= 1
+            self._gradient_is_there(index)
 
         return receive
 
-    @torch.no_grad()
-    def _average_block(self, block: Block) -> None:
-        masters = [self._masters[name] for name in block.parameter_names]
-        message = torch.cat([master.grad.reshape(-1) for master in masters])
-        for master in masters:
-            master.grad = None  # until `step`, so that gradients are not in memory twice
-        self._start_averaging(message)
-
-    def _finish_averaging(self) -> list[torch.Tensor]:
-        means = super()._finish_averaging()
-        assert len(means) in (0, len(self.blocks)), "a block has no gradient"
-        for block, mean in zip(reversed(self.blocks), means, strict=False):
-            for name, part in zip(block.parameter_names, _views(mean, block.shards), strict=True):
-                self._masters[name].grad = part
-        return means
+    def _as_gradient(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        return flat.view(parameter.shape)
 
     def _as_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """Return a tensor as sharded over the replica's one rank, as the other engines' are over several."""

@@ -1,7 +1,8 @@
 """Base of the engines that leave gradients and the optimizer's step to torch.
 
 The loss is divided by the replica's tokens (`Engine.forward_backward`), and gradients are *summed* over the shard group.
-The gradient is therefore the replica's mean, with or without other replicas.
+The gradient is therefore the replica's mean, with or without other replicas. In the synchronous phase, a block's gradient is
+averaged over the replicas as soon as backward has completed it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class TorchEngine(Engine):
     """Engine whose gradients are in the `grad` of the optimizer's parameters. See `Engine` for the methods."""
 
     optimizer: torch.optim.Optimizer
+    trained: list[list[torch.Tensor]]
+    """By block: the optimizer's parameters, in the order of `Block.shards`."""
 
     def __init__(
         self,
@@ -41,8 +44,12 @@ class TorchEngine(Engine):
         self._clip_norm, self._skips_nonfinite = optim.clip_norm, optim.nonfinite != "stop"
         self._gradient_wire = gradient_wire
         self._hooks: list[Callable[[int], None]] = []
-        self._averaging: list[PendingCollective] = []
         self._in_forward = False
+        self._is_last = False
+        self._missing: list[int] = []
+        """By block: gradients that the last micro-batch has not computed yet."""
+        self._averaging: list[PendingCollective] = []
+        """By block, from the last to the first, so that the order is the same on all ranks."""
 
     def register_block_hook(self, hook: Callable[[int], None]) -> None:
         self._hooks.append(hook)
@@ -54,7 +61,8 @@ class TorchEngine(Engine):
             replica_tokens = count_positions(micro_batches) * self.mesh.shard_comms.size
         total = torch.zeros((), device=self.mesh.device)
         for number, batch in enumerate(micro_batches, start=1):
-            self._begin_micro_batch(is_last=number == len(micro_batches))
+            self._is_last = number == len(micro_batches)
+            self._missing = [len(parameters) for parameters in self.trained]
             batch = batch.to(self.mesh.device, non_blocking=True)
             self._in_forward = True
             loss = self.model(*inputs_and_labels(batch))
@@ -93,8 +101,17 @@ class TorchEngine(Engine):
     # -- for subclasses ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _begin_micro_batch(self, is_last: bool) -> None:
-        """Prepare for the forward and backward pass of a micro-batch. The last one of a step completes the gradients."""
+    def _as_gradient(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's flat gradient of a parameter in the form of its `grad`, sharing the memory."""
+
+    def _gradient_is_there(self, index: int) -> None:
+        """Note that a gradient of block `index` is complete for this micro-batch. Start averaging the blocks that have theirs
+        for the whole step."""
+        if not (self._is_last and self.average_gradients and self.mesh.replicas > 1):
+            return
+        self._missing[index] -= 1
+        while (following := len(self.trained) - 1 - len(self._averaging)) >= 0 and self._missing[following] == 0:
+            self._start_averaging(self.trained[following])
 
     def _call_hooks_before(self, index: int, block: ModelBlock) -> None:
         """Call the block hooks before a block's training forward. Prepended, so that they run before hooks that are
@@ -107,25 +124,27 @@ class TorchEngine(Engine):
 
         block.modules[0].register_forward_pre_hook(run, prepend=True)
 
-    @property
-    def _averages_now(self) -> bool:
-        return self.average_gradients and self.mesh.replicas > 1
-
-    def _start_averaging(self, gradient: torch.Tensor) -> None:
-        """Start averaging a block's flat gradient over the replicas, in place."""
-        pending = self.mesh.replica_comms.all_reduce(gradient, "averaging gradients", self._gradient_wire)
+    @torch.no_grad()
+    def _start_averaging(self, parameters: Sequence[torch.Tensor]) -> None:
+        message = torch.cat([local(parameter.grad).reshape(-1) for parameter in parameters])
+        for parameter in parameters:
+            parameter.grad = None  # until `step`, so that gradients are not in memory twice
+        pending = self.mesh.replica_comms.all_reduce(message, "averaging gradients", self._gradient_wire)
         self._averaging.append(pending)
 
-    def _finish_averaging(self) -> list[torch.Tensor]:
-        """Wait for the averages, and return them in the order in which they were started."""
+    def _finish_averaging(self) -> None:
         if not self._averaging:
-            return []
+            return
+        assert len(self._averaging) == len(self.trained), "a block has no gradient"
         with self.time_gradient_wait():
             for pending in self._averaging:
                 pending.start_second_phase()
-            means = [pending.wait().div_(self.mesh.replica_comms.size) for pending in self._averaging]
+            for parameters, pending in zip(reversed(self.trained), self._averaging, strict=True):
+                mean = pending.wait().div_(self.mesh.replica_comms.size)
+                parts = mean.split([local(parameter).numel() for parameter in parameters])
+                for parameter, part in zip(parameters, parts, strict=True):
+                    parameter.grad = self._as_gradient(parameter, part)
             self._averaging.clear()
-        return means
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -138,8 +138,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
 
     weights      w P / M. Without sharding (M = 1), a copy in c is added if c < w: c P. ZeRO adds a copy in c: c P / M
                  in stage 3, c P in stages 1 and 2.
-    gradients    w P / M, but w P if a step accumulates over micro-batches, because only the last one is reduced.
-                 ZeRO: w P / M, plus c P in stage 1.
+    gradients    w P / M. ZeRO-1 adds c P.
     optimizer    AdamW: 2 w P / M. SGD: 0. With `zero_offload`, optimizer state, masters and a copy of the gradients
                  in w count as `host`.
     anchors      w P / M for the anchor, and as much for outer momentum. A plain average needs no anchor if replicas
@@ -277,12 +276,12 @@ def _fsdp2(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _Engin
     master, compute = BYTES[recipe.parallel.precision]
     sharded = master * -(-size.parameters // shard)
     largest, second, *_ = sorted(size.block_parameters, reverse=True)
-    whole = master * size.parameters if _accumulates(recipe, replicas, shard) else 0
+    accumulates = _accumulates(recipe, replicas, shard)
     return _EngineMemory(
         weights=sharded,
-        gradients=whole or sharded,
-        early_gradients=whole,
-        late_gradients=whole or sharded - master * -(-largest // shard),
+        gradients=sharded,
+        early_gradients=sharded if accumulates else 0,
+        late_gradients=sharded if accumulates else sharded - master * -(-largest // shard),
         optimizer=2 * sharded if recipe.optim.kind == "adamw" else 0,
         gathered=compute * (largest + second) + (compute + master) * largest,
         gathered_in_forward=compute * (largest + second),
