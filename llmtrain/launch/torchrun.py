@@ -75,10 +75,11 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)
     with single_threaded_imports(), imports_without_gc():
         import_transformers()
-        # For the ranks as well, which are forked: whatever is imported here is imported once.
+        # Forked ranks need these too. They import nothing, because this process has imported it.
         import torch.distributed.run
         import torch.utils.tensorboard  # noqa: F401
 
+        import llmtrain.train.run  # noqa: F401
         from llmtrain.launch.preflight import check_start
 
     nodes = Nodes.from_environment()

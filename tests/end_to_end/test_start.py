@@ -1,0 +1,49 @@
+"""What is imported until the first step, and by whom. No test of a time: how long a start takes is in benchmarks/start.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.end_to_end.runs import ROOT, RUN_SECONDS, Runs
+
+PROGRAM = "import sys; from tests.end_to_end.first_step import launch; launch(*sys.argv[1:])"
+NEVER = """
+    datasets deepspeed IPython liger_kernel lm_eval matplotlib nltk pandas pyarrow scipy sklearn tensorflow torchvision wandb
+    torch._inductor.compile_fx transformers.models.auto.image_processing_auto
+"""
+"""Modules that no run needs before its first step, with the settings of the test's recipe."""
+BY_LAUNCHER = ("llmtrain", "numpy", "sympy", "tensorboard", "torch._dynamo", "torch.distributed", "transformers")
+"""Packages of which ranks import no module, because the launcher has imported what they need of them."""
+
+
+def test_ranks_have_imported_all_that_they_need_and_nothing_that_they_do_not(tmp_path: Path) -> None:
+    runs, file = Runs(tmp_path), tmp_path / "modules.json"
+    keys = (
+        "parallel.replicas=2",
+        "parallel.shards=1",
+        "train.steps=4",
+        "checkpoint.every=null",
+        "log.tensorboard=true",
+    )
+    words = runs.command("modules", *keys)[2:]
+    # Without the number of threads that tests set: a launcher must not start threads of its own accord.
+    environment = {name: value for name, value in runs.environment.items() if name != "OMP_NUM_THREADS"}
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(file), *words],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=RUN_SECONDS,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert file.exists(), f"ranks are not forked\n{ended.stdout}{ended.stderr}"
+    found = json.loads(file.read_text())
+    assert {"torch", "transformers", "torch.utils.tensorboard"} <= set(found["at start"])
+    assert [name for name in NEVER.split() if name in found["after a step"]] == []
+    added = set(found["after a step"]) - set(found["at start"])
+    assert [name for name in added if name.startswith(BY_LAUNCHER)] == []
+    assert found["models"] == "module", "transformers has read all files of all models again"
