@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType
 
@@ -39,6 +40,8 @@ def use_server(file: str) -> None:
     for number in IGNORED:
         signal.signal(number, lambda number, frame: sys.exit(f"{signal.Signals(number).name} in the launcher's code"))
     sys.modules[MARK] = ModuleType(MARK)
+    resource_tracker.ensure_running()  # before there is text in the buffer, because the mother forks this one as well
+    sys.stdout.reconfigure(line_buffering=False, write_through=False)
     print("in the buffer")
     with open(file), rank_server() as program:
         assert program == FORKED
