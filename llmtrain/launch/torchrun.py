@@ -77,14 +77,18 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
         import_transformers()
         # Forked ranks need these too. They import nothing, because this process has imported it.
         import torch.distributed.run
-        import torch.utils.tensorboard  # noqa: F401
+        import torch.utils.tensorboard
 
-        import llmtrain.train.run  # noqa: F401
+        import llmtrain.train.run
         from llmtrain.launch.preflight import check_start
+
+        if recipe.parallel.engine == "zero" and not torch.cuda.is_available():  # ranks on GPUs are not forked
+            import llmtrain.parallel.zero  # noqa: F401  imports DeepSpeed
 
     nodes = Nodes.from_environment()
     per_node = processes_per_node(recipe.parallel, nodes.count)
-    start = check_start(recipe, nodes, per_node)
+    with single_threaded_imports():  # of the recipe's model
+        start = check_start(recipe, nodes, per_node)
     with rank_server() as program:
         return _launch_ranks(recipe_path, overrides, recipe, nodes, per_node, start, program)
 
