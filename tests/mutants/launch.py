@@ -124,9 +124,9 @@ MUTANTS = [
         ("tests/unit/test_rank_server.py",),
     ),
     Mutant(
-        "start: ranks import the run themselves",
+        "start: ranks import TensorBoard themselves",
         "llmtrain/launch/torchrun.py",
-        "        import torch.utils.tensorboard  # noqa: F401\n",
+        "        import torch.utils.tensorboard\n",
         "",
         ("tests/end_to_end/test_start.py",),
     ),
