@@ -125,13 +125,13 @@ def provenance() -> str:
     return f"`{command}`, commit {commit()}, {', '.join(versions)}, {cores} cores, {platform.machine()}"
 
 
-def commit() -> str:
-    """Return the commit that is checked out, by $LLMTRAIN_COMMIT or git, or `unknown`."""
-    if given := os.environ.get(COMMIT):
+def commit(tree: Path = ROOT) -> str:
+    """Return the commit that is checked out, by $LLMTRAIN_COMMIT for this tree or git, or `unknown`."""
+    if tree == ROOT and (given := os.environ.get(COMMIT)):
         return given
     describe = ["git", "describe", "--always", "--dirty"]
     try:
-        return subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
+        return subprocess.run(describe, cwd=tree, capture_output=True, text=True).stdout.strip() or "unknown"
     except OSError:  # no git
         return "unknown"
 

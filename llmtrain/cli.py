@@ -15,7 +15,7 @@ import llmtrain
 from llmtrain.errors import STOPPED_EARLY, UserError, exit_with_status
 from llmtrain.recipe_commands import OVERRIDES, RecipeFile, recipe_app
 from llmtrain.recipe_files import find_recipe, usable_arguments, usable_paths
-from llmtrain.startup import imports_without_gc
+from llmtrain.startup import import_transformers, imports_without_gc, single_threaded_imports
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Make every check, print the first lines, and start and write nothing.")
@@ -61,6 +61,7 @@ def train(
     The rank is read from the environment (torchrun, srun, DeepSpeed). If it has none, this is the only process.
     """
     with imports_without_gc():
+        import_transformers()
         from llmtrain.parallel.world import World
         from llmtrain.recipe_loader import load_recipe
         from llmtrain.train.run import run_training
@@ -82,7 +83,8 @@ def launch(context: typer.Context, recipe: RecipeFile, is_dry: DryRun = False) -
     if is_dry:
         _print_dry_run(recipe, context.args)
         return
-    from llmtrain.launch import launch_torchrun
+    with single_threaded_imports():  # numpy's
+        from llmtrain.launch import launch_torchrun
 
     raise typer.Exit(launch_torchrun(recipe, context.args))
 

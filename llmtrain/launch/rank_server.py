@@ -1,67 +1,86 @@
-"""Rank server: one process imports torch and transformers and forks the ranks, so that they need not import them
-again.
+"""Rank server: a process that the launcher forks once it has imported everything, and that forks the ranks. So torch,
+transformers and the recipe's model are imported once per node, and not once per rank.
 
-The process is multiprocessing's forkserver. It starts before torchrun's agent, because the agent has threads and
-forking a process with threads can deadlock. Ranks on GPUs are spawned by torchrun, because forking has not been
-tried with CUDA.
+The process is multiprocessing's forkserver. It is forked before the launcher tokenizes text, meets other nodes or runs
+torchrun's agent, because these have threads, and forking a process with threads can deadlock. Ranks on GPUs are spawned
+by torchrun, because forking has not been tried with CUDA.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import NoReturn
 from unittest.mock import patch
 
 import psutil
 
-PRELOAD = "llmtrain.launch.preload"
 FORKED_RANK = Path(__file__).with_name("forked_rank.py")
-PROBE_SECONDS = 60.0
-"""Maximum seconds to wait for the server's imports. After that, ranks are spawned instead."""
+SPAWNED = ("-m", "llmtrain", "train")
+FORKED = ("--start-method", "forkserver", "--run-path", str(FORKED_RANK))
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that a scheduler sends to every process of a job. Ranks and the launcher handle them; the server must outlive
+the ranks."""
 
 
 @contextmanager
-def rank_server() -> Iterator[None]:
-    """Run the server, which imports in the background, and kill it on exit. Usable once per process."""
-    resource_tracker.ensure_running()
+def rank_server() -> Iterator[Sequence[str]]:
+    """Run the server and kill it on exit. Yields torchrun's arguments that start a rank; RECIPE and overrides follow them.
+    Where forking is not safe, there is no server and ranks are spawned. Usable once per process."""
+    if not _can_fork():
+        yield SPAWNED
+        return
+    resource_tracker.ensure_running()  # a program of its own, which must not be forked below
     before = set(psutil.Process().children())
-    # Libraries that read this create their threads on import. A rank sets its own number (forked_rank).
-    # pyarrow, which other libraries may import, has a variable of its own.
-    with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}):
-        multiprocessing.set_forkserver_preload([PRELOAD])
+    with patch("multiprocessing.util.spawnv_passfds", _fork):
+        multiprocessing.set_forkserver_preload([])
         forkserver.ensure_running()
     [server] = set(psutil.Process().children()) - before
     try:
-        yield
+        yield FORKED
     finally:
         server.kill()
         server.wait()
 
 
-def rank_program() -> list[str]:
-    """Return torchrun's arguments that start a rank; RECIPE and overrides follow them. Without a GPU, waits for the
-    server's imports."""
-    return (
-        ["--start-method", "forkserver", "--run-path", str(FORKED_RANK)] if _can_fork() else ["-m", "llmtrain", "train"]
-    )
-
-
 def _can_fork() -> bool:
+    """Return whether this process has neither a GPU nor a second thread. False where Linux's /proc is missing."""
     import torch
 
-    if torch.cuda.is_available():
-        return False
-    probe = multiprocessing.get_context("forkserver").Process(target=_exit_by_safety_of_parent)
-    probe.start()
-    probe.join(PROBE_SECONDS)
-    return probe.exitcode == 0
+    threads = Path("/proc/self/task")
+    return not torch.cuda.is_available() and threads.is_dir() and len(list(threads.iterdir())) == 1
 
 
-def _exit_by_safety_of_parent() -> None:
-    threads = os.listdir(f"/proc/{os.getppid()}/task")
-    sys.exit(0 if PRELOAD in sys.modules and len(threads) == 1 else 1)
+def _fork(interpreter: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Start `arguments`, which are `python ... -c PROGRAM`, in a fork of this process instead of a new interpreter. Return
+    the process id. The fork keeps only `descriptors` and the standard streams open, as `spawnv_passfds` does."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # else each rank would write what is in the buffer
+    gc.freeze()  # a collection in a rank then copies no page that it shares with the other ranks
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    if not (process := os.fork()):
+        for number in IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        _become(arguments[-1], descriptors)
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    return process
+
+
+def _become(program: str, descriptors: Sequence[int]) -> NoReturn:
+    """Run a program, and never return to the launcher's code."""
+    try:
+        kept = sorted({0, 1, 2, *descriptors})
+        for last, following in pairwise([*kept, os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(last + 1, following)
+        exec(program, {})
+    finally:  # SystemExit, once the launcher and the ranks are gone
+        os._exit(0)

@@ -26,11 +26,11 @@ from llmtrain.config import Recipe
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY
 from llmtrain.launch.attempts import Attempt, NodeExit, train_with_restarts
 from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
-from llmtrain.launch.rank_server import rank_program, rank_server
+from llmtrain.launch.rank_server import rank_server
 from llmtrain.launch.watchdog import kill_hung_ranks, stop_on_interrupt
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.startup import imports_without_gc, note_command_start
+from llmtrain.startup import import_transformers, imports_without_gc, note_command_start, single_threaded_imports
 
 if TYPE_CHECKING:
     from llmtrain.launch.preflight import Preflight
@@ -73,21 +73,39 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     recipe = load_recipe(recipe_path, overrides)
     steps, tokens = recipe.train.total_steps, f"{recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
     print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)
-    with rank_server():
-        return _launch_with_server(recipe_path, overrides, recipe)
+    with single_threaded_imports(), imports_without_gc():
+        import_transformers()
+        # Forked ranks need these too. They import nothing, because this process has imported it.
+        import torch.distributed.run
+        import torch.utils.tensorboard
 
-
-def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Recipe) -> int:
-    with imports_without_gc():
-        from llmtrain.launch.node_rendezvous import rendezvous_nodes
+        import llmtrain.train.run
         from llmtrain.launch.preflight import check_start
-        from llmtrain.train.initial_weights import check_initial_weights
-        from llmtrain.train.run import prepare_for
-        from llmtrain.train.run_dir import RunDirectory
+
+        if recipe.parallel.engine == "zero" and not torch.cuda.is_available():  # ranks on GPUs are not forked
+            import llmtrain.parallel.zero  # noqa: F401  imports DeepSpeed
 
     nodes = Nodes.from_environment()
     per_node = processes_per_node(recipe.parallel, nodes.count)
-    start = check_start(recipe, nodes, per_node)
+    with single_threaded_imports():  # of the recipe's model
+        start = check_start(recipe, nodes, per_node)
+    with rank_server() as program:
+        return _launch_ranks(recipe_path, overrides, recipe, nodes, per_node, start, program)
+
+
+def _launch_ranks(
+    recipe_path: Path,
+    overrides: Sequence[str],
+    recipe: Recipe,
+    nodes: Nodes,
+    per_node: int,
+    start: Preflight,
+    program: Sequence[str],
+) -> int:
+    from llmtrain.launch.node_rendezvous import rendezvous_nodes
+    from llmtrain.train.initial_weights import check_initial_weights
+    from llmtrain.train.run import prepare_for
+    from llmtrain.train.run_dir import RunDirectory
 
     directory = RunDirectory(recipe)
 
@@ -113,7 +131,6 @@ def _launch_with_server(recipe_path: Path, overrides: Sequence[str], recipe: Rec
             return DONE
 
         print(f"starting {per_node} {'process' if per_node == 1 else 'processes'} on this node", flush=True)
-        program = rank_program()
 
         def run(attempt: Attempt) -> NodeExit:
             # With fewer nodes than at the start, use as many replicas as fit on them.

@@ -15,7 +15,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
 import torch
@@ -50,6 +50,10 @@ except ImportError as error:
     raise RecipeError(
         f"parallel.engine=zero needs DeepSpeed, which can't be imported ({error}); pip install deepspeed"
     ) from error
+with suppress(
+    ImportError
+):  # DeepSpeed's engine imports it, and 500 modules with it: here, once for all ranks that are forked
+    import deepspeed.runtime.zero.muon.muon_optimizer
 
 # Disable shared-memory reductions, which only inference uses. DeepSpeed would compile them at the first start on a
 # machine, and a start that is killed during compilation leaves a lock that blocks all later starts forever. On GPUs

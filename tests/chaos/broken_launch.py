@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from llmtrain.errors import exit_with_status
@@ -12,12 +14,13 @@ from tests.chaos import broken_rank
 
 def launch(phase: str, number: str, rank: str, file: str, recipe: str, *overrides: str) -> None:
     """Launch a recipe; its rank so-and-so sends itself that signal in that phase, and writes the time of it to a file."""
-    original = torchrun.rank_program
+    original = torchrun.rank_server
 
-    def program() -> list[str]:
-        *options, _ = original()
-        assert options[-1] == "--run-path", "ranks are not forked"
-        return [*options, str(Path(broken_rank.__file__)), phase, number, rank, file]
+    @contextmanager
+    def server() -> Iterator[Sequence[str]]:
+        with original() as (*options, _):
+            assert options[-1] == "--run-path", "ranks are not forked"
+            yield [*options, str(Path(broken_rank.__file__)), phase, number, rank, file]
 
-    torchrun.rank_program = program
+    torchrun.rank_server = server
     exit_with_status(lambda: sys.exit(torchrun.launch_torchrun(Path(recipe), overrides)))

@@ -1,0 +1,85 @@
+"""The process that forks ranks: what it shares with the launcher that it was forked from, and what not."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from multiprocessing import resource_tracker
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+
+from llmtrain.launch.rank_server import FORKED, IGNORED, SPAWNED, rank_server
+from tests.mother import session
+
+MARK = "imported_by_the_launcher"
+
+
+def report() -> None:
+    """Print what a process sees that the server has forked."""
+    server = os.getppid()
+    files = [os.readlink(link) for link in Path(f"/proc/{server}/fd").iterdir()]
+    print("report " + json.dumps({"server": server, "files": files, "has mark": MARK in sys.modules}), flush=True)
+
+
+def forked_report() -> int | None:
+    """Have the server fork a process that reports; its exit code."""
+    process = multiprocessing.get_context("forkserver").Process(target=report)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def use_server(file: str) -> None:
+    """Be a launcher with an open file, text in a buffer and a signal handler, whose server gets all signals of a scheduler."""
+    for number in IGNORED:
+        signal.signal(number, lambda number, frame: sys.exit(f"{signal.Signals(number).name} in the launcher's code"))
+    sys.modules[MARK] = ModuleType(MARK)
+    resource_tracker.ensure_running()  # before there is text in the buffer, because the mother forks this one as well
+    sys.stdout.reconfigure(line_buffering=False, write_through=False)
+    print("in the buffer")
+    with open(file), rank_server() as program:
+        assert program == FORKED
+        [server] = [child for child in psutil.Process().children() if forks(child)]
+        assert forked_report() == 0
+        for number in IGNORED:
+            server.send_signal(number)
+        assert forked_report() == 0
+    assert not server.is_running()
+
+
+def forks(process: psutil.Process) -> bool:
+    """Return whether a child of this process is the server, and not multiprocessing's resource tracker."""
+    return any("socket:" in os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir())
+
+
+def use_server_with_a_thread() -> None:
+    """Be a launcher that has a thread."""
+    over = threading.Event()
+    threading.Thread(target=over.wait).start()
+    with rank_server() as program:
+        assert program == SPAWNED and not psutil.Process().children()
+    over.set()
+
+
+def test_it_shares_the_launchers_modules_but_not_its_files_signals_and_output(tmp_path: Path) -> None:
+    file = tmp_path / "of the launcher"
+    file.touch()
+    process = session().fork(use_server, str(file), capture=True)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert output.count("in the buffer") == 1
+    reports = [json.loads(line.removeprefix("report ")) for line in output.splitlines() if line.startswith("report ")]
+    assert len(reports) == 2 and all(one["has mark"] for one in reports), output
+    assert reports[0]["server"] == reports[1]["server"] and not any(str(file) in one["files"] for one in reports)
+
+
+def test_a_launcher_with_threads_is_not_forked() -> None:
+    process = session().fork(use_server_with_a_thread, capture=True)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
