@@ -79,6 +79,13 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "compare: a failed trial shortens the time that is left",
+        "llmtrain/compare/runner.py",
+        'if record.get("state") in (TrialState.DONE, TrialState.STOPPED) and is_number',
+        "if is_number",
+        ("tests/unit/test_compare_interrupted.py",),
+    ),
+    Mutant(
         "timeline: one long round sets the window of all runs",
         "llmtrain/compare/plots.py",
         "return min(max(needed), LONGEST * statistics.median(needed))",
