@@ -83,6 +83,8 @@ def test_the_time_left_includes_trials_to_repeat_and_no_failure_shortens_it(
     monkeypatch.setattr(runner, "_make", make)
     monkeypatch.setattr(runner, "_report", lambda *_: tmp_path)
     monkeypatch.setattr(runner, "prepare_for", lambda *_, **__: SimpleNamespace(vocab_size=400))
-    assert times_left(retry=False) == ["", "", "about 10.0 min left", ""], "of failures alone nothing can be said"
+    assert times_left(retry=False) == ["", "about 20.0 min left", "about 10.0 min left", ""], (
+        "a failure alone says nothing"
+    )
     failing.clear()
     assert times_left(retry=True) == ["about 20.0 min left", "about 10.0 min left", ""]
