@@ -86,6 +86,13 @@ MUTANTS = [
         ("tests/unit/test_compare_interrupted.py",),
     ),
     Mutant(
+        "launch: localhost may be any address",
+        "llmtrain/parallel/network.py",
+        "if any(ipaddress.ip_address(one).is_loopback for one in found)",
+        "if found",
+        ("tests/unit/test_network.py",),
+    ),
+    Mutant(
         "timeline: one long round sets the window of all runs",
         "llmtrain/compare/plots.py",
         "return min(max(needed), LONGEST * statistics.median(needed))",
