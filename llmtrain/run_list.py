@@ -91,19 +91,17 @@ def read_run(path: Path, name: str) -> RunRow:
         method, total = recipe.sync.method, recipe.train.total_steps
     except UserError:
         method, total = summary.get("method"), None
-    ended_at, logged = summary.get("steps", 0), int(last.get("step", 0))
-    stopped = summary.get("stopped", "") if logged <= ended_at else ""  # else it was continued, and has not ended again
     return RunRow(
         name=name,
         method=method,
-        steps=max(ended_at, logged),
+        steps=int(summary.get("steps", last.get("step", 0))),
         total_steps=total,
         train_loss=last.get("train/loss"),
         validation_loss=last.get("eval/loss"),
         validation_step=steps.get("eval/loss"),
         best_loss=losses[best].loss if best is not None else None,
         best_step=best,
-        state="running" if is_locked(path) else STATES.get(stopped, "failed"),
+        state="running" if is_locked(path) else STATES.get(summary.get("stopped", ""), "failed"),
         bytes=_size_of(path),
         age_seconds=max(0.0, time.time() - _last_written(path)),
     )

@@ -79,13 +79,6 @@ MUTANTS = [
         ("tests/unit/test_run_list.py",),
     ),
     Mutant(
-        "runs: a continued run is what it was when it ended before",
-        "llmtrain/run_list.py",
-        'if logged <= ended_at else ""',
-        'if True else ""',
-        ("tests/unit/test_run_list.py",),
-    ),
-    Mutant(
         "recipes: a number is a period of seconds",
         "llmtrain/config/section.py",
         'return {"kind": "steps", "every": value}',

@@ -123,14 +123,6 @@ def test_the_best_checkpoint_has_a_column(folder: Path, capsys: pytest.CaptureFi
     assert "5.2500 at 20 " in listed(capsys, str(folder))[1]
 
 
-def test_a_continued_run_is_not_what_it_was_when_it_ended_before(folder: Path) -> None:
-    path = written(folder, "a", "done").path
-    with (path / "metrics.jsonl").open("a") as file:
-        file.write("\n" + json.dumps({"step": 55, "train/loss": 5.0}) + "\n")
-    (row,) = find_runs(folder)
-    assert (row.steps, row.state) == (55, "failed")
-
-
 def test_what_may_not_be_read_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests may run as root, so the folder only says that it is locked."""
     written(folder, "a", "done")
