@@ -1,4 +1,7 @@
-"""Best checkpoint of a run: of those validated at their own step, the one with the lowest loss. Imports no torch."""
+"""Complete checkpoints of a run, and the best: of those validated at their own step, the one with the lowest loss.
+
+Imports no torch, so that commands that only look at a run answer at once.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,12 @@ class CheckpointLoss:
 
     loss: float
     tokens: int
+
+
+def complete_checkpoints(run: Path) -> dict[int, Path]:
+    """Return the complete checkpoints of a run by step, oldest first."""
+    found = (run / "checkpoints").glob(f"step-{'[0-9]' * 8}/{STATE_FILE}")
+    return {int(path.parent.name.removeprefix("step-")): path.parent for path in sorted(found)}
 
 
 def loss_of(state: Mapping[str, Any]) -> CheckpointLoss | None:

@@ -12,8 +12,9 @@ from typing import Annotated
 import typer
 
 import llmtrain
+from llmtrain.completion import Overrides, complete_recipe
 from llmtrain.errors import STOPPED_EARLY, UserError, exit_with_status
-from llmtrain.recipe_commands import OVERRIDES, RecipeFile, recipe_app
+from llmtrain.recipe_commands import UNKNOWN_OPTIONS, RecipeFile, recipe_app
 from llmtrain.recipe_files import find_recipe, usable_arguments, usable_paths
 from llmtrain.startup import import_transformers, imports_without_gc, single_threaded_imports
 
@@ -49,10 +50,10 @@ def options(
     """Pretrain language models across slow or uneven networks. Any key of a recipe can be overridden: a.b=c."""
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(context_settings=UNKNOWN_OPTIONS)
 def train(
-    context: typer.Context,
     recipe: RecipeFile,
+    overrides: Overrides = None,
     is_dry: DryRun = False,
     local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
 ) -> None:
@@ -68,25 +69,25 @@ def train(
 
     if is_dry:
         world = World.from_environment()
-        _print_dry_run(recipe, context.args, nodes=world.size // world.local_size, per_node=world.local_size)
+        _print_dry_run(recipe, overrides or (), nodes=world.size // world.local_size, per_node=world.local_size)
         return
-    raise typer.Exit(run_training(load_recipe(recipe, context.args), World.from_environment()))
+    raise typer.Exit(run_training(load_recipe(recipe, overrides or ()), World.from_environment()))
 
 
-@app.command(context_settings=OVERRIDES)
-def launch(context: typer.Context, recipe: RecipeFile, is_dry: DryRun = False) -> None:
+@app.command(context_settings=UNKNOWN_OPTIONS)
+def launch(recipe: RecipeFile, overrides: Overrides = None, is_dry: DryRun = False) -> None:
     """Start torchrun on this machine with the number of processes that the recipe needs, as launch/train.sh does.
 
     Starts one process per GPU, or on a CPU as many as the recipe's mesh needs. NPROC_PER_NODE, NNODES, NODE_RANK,
     MASTER_ADDR and MASTER_PORT are used if they are set, or derived from Slurm if srun starts this once per node.
     """
     if is_dry:
-        _print_dry_run(recipe, context.args)
+        _print_dry_run(recipe, overrides or ())
         return
     with single_threaded_imports():  # numpy's
         from llmtrain.launch import launch_torchrun
 
-    raise typer.Exit(launch_torchrun(recipe, context.args))
+    raise typer.Exit(launch_torchrun(recipe, overrides or []))
 
 
 def _print_dry_run(
@@ -101,10 +102,10 @@ def _print_dry_run(
         typer.echo(line)
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(context_settings=UNKNOWN_OPTIONS)
 def prepare(
-    context: typer.Context,
     recipe: RecipeFile,
+    overrides: Overrides = None,
     export_to: Annotated[
         Path | None,
         path_option("--export", metavar="FOLDER", help="Also write the tokens for other tools to a folder."),
@@ -128,7 +129,7 @@ def prepare(
         from llmtrain.train.run_texts import describe_kept_texts, prepare_texts
 
     chosen = parse_kind(kind, export_to) if export_to is not None else None
-    loaded = load_recipe(recipe, context.args)
+    loaded = load_recipe(recipe, overrides or ())
     check(loaded, None)
     if export_to is not None and loaded.data.is_list:
         raise UserError("--export writes the tokens of one text; give it as data.source=TEXT")
@@ -144,13 +145,13 @@ def prepare(
             typer.echo(describe(export_to, export_tokens(prepared, loaded.data, chosen, export_to)))
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(context_settings=UNKNOWN_OPTIONS)
 def doctor(
-    context: typer.Context,
     recipe: Annotated[
         Path | None,
-        path_argument(metavar="[RECIPE]", help="Also check whether this recipe fits."),
+        path_argument(metavar="[RECIPE]", help="Also check whether this recipe fits.", autocompletion=complete_recipe),
     ] = None,
+    overrides: Overrides = None,
     timeout: Annotated[
         float, typer.Option(min=1, max=86_400, help="Timeout of each wait for other ranks, in seconds.")
     ] = 60.0,
@@ -166,7 +167,7 @@ def doctor(
         from llmtrain.parallel.world import World
         from llmtrain.recipe_loader import load_recipe
 
-    loaded = load_recipe(find_recipe(recipe), context.args) if recipe else None
+    loaded = load_recipe(find_recipe(recipe), overrides or ()) if recipe else None
     raise typer.Exit(run_checks(loaded, World.from_environment(), timeout))
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from llmtrain.errors import ResultsError
 from llmtrain.files import read_lines
 from llmtrain.plan.duration import format_duration
-from llmtrain.run_list import METRICS, RunRow, console_for_output, name_below, read_run, run_directories
+from llmtrain.run_list import METRICS, RunRow, console_for_output, loss_in_words, name_below, read_run, run_directories
 from llmtrain.run_plots import draw_runs
 from llmtrain.validated_text import LossUnit, common_unit, read_validated_text
 
@@ -91,15 +91,15 @@ def table_of(runs: Sequence[ComparedRun], unit: LossUnit, console: Console) -> T
         table.add_column(head, justify="right", no_wrap=True)
     for run in runs:
         last, sent = run.lines[-1] if run.lines else {}, run.last("comm/bytes_total")
-        tags = ("train/loss", "eval/loss", *(["eval/bpb"] if in_bits else []))
-        values = [run.last(tag) for tag in tags]
+        validated = ("eval/loss", *(["eval/bpb"] if in_bits else []))
         table.add_row(
             run.row.name,
             run.row.method or "?",
             run.row.state,
             f"{run.row.steps:,}",
             f"{last.get('tokens', 0):,}",
-            *(NOTHING if value is None else f"{value:.4f}" for value in values),
+            loss_in_words(run.last("train/loss")),
+            *(loss_in_words(run.last(tag), run.row.validated_before_end) for tag in validated),
             format_duration(last.get("seconds", 0.0)),
             NOTHING if sent is None else decimal(round(sent)),
         )

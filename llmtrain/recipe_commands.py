@@ -7,26 +7,25 @@ from typing import Annotated
 
 import typer
 
+from llmtrain.completion import Overrides, complete_recipe, complete_section
 from llmtrain.recipe_files import copy_recipe, find_recipe, list_recipes
 from llmtrain.startup import imports_without_gc
 
-OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
+"""Settings of a command with overrides: an unknown option counts as one, and the recipe's message says what is expected."""
 RecipeFile = Annotated[
     Path,
     typer.Argument(
-        metavar="RECIPE", help="A recipe's file, or a name in llmtrain recipe list (quickstart).", callback=find_recipe
+        metavar="RECIPE",
+        help="A recipe's file, or a name in llmtrain recipe list (quickstart).",
+        callback=find_recipe,
+        autocompletion=complete_recipe,
     ),
 ]
 
 recipe_app = typer.Typer(help="List, copy, check or show recipes without running them.", no_args_is_help=True)
 recipe_app.command("list")(list_recipes)
 recipe_app.command("copy")(copy_recipe)
-
-
-def _complete_section(beginning: str) -> list[str]:
-    from llmtrain.recipe_keys import sections
-
-    return [name for name in sections() if name.startswith(beginning)]
 
 
 @recipe_app.command("keys")
@@ -36,7 +35,7 @@ def recipe_keys(
         typer.Argument(
             metavar="[SECTION]",
             help="A section (optim), a mapping in it (sync.period) or a key (optim.lr); all sections by default.",
-            autocompletion=_complete_section,
+            autocompletion=complete_section,
         ),
     ] = None,
 ) -> None:
@@ -55,10 +54,10 @@ def recipe_schema() -> None:
     typer.echo(schema_text(), nl=False)
 
 
-@recipe_app.command("check", context_settings=OVERRIDES)
+@recipe_app.command("check", context_settings=UNKNOWN_OPTIONS)
 def recipe_check(
-    context: typer.Context,
     recipe: RecipeFile,
+    overrides: Overrides = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Check for this number of processes elsewhere, such as on a cluster.")
     ] = None,
@@ -72,16 +71,16 @@ def recipe_check(
         from llmtrain.launch.preflight import check_elsewhere, check_here, describe
         from llmtrain.recipe_loader import load_recipe
 
-    loaded = load_recipe(recipe, context.args)
+    loaded = load_recipe(recipe, overrides or ())
     preflight = check_here(loaded) if processes is None else check_elsewhere(loaded, processes)
     for line in describe(recipe, loaded, preflight):
         typer.echo(line)
 
 
-@recipe_app.command("show", context_settings=OVERRIDES)
+@recipe_app.command("show", context_settings=UNKNOWN_OPTIONS)
 def recipe_show(
-    context: typer.Context,
     recipe: RecipeFile,
+    overrides: Overrides = None,
     gpu: Annotated[
         str | None, typer.Option(help="Card of each rank: h100, h200, a100, l40s, ...; this machine by default.")
     ] = None,
@@ -101,5 +100,5 @@ def recipe_show(
         from llmtrain.plan.show import show
         from llmtrain.recipe_loader import load_recipe
 
-    loaded = load_recipe(recipe, context.args)
+    loaded = load_recipe(recipe, overrides or ())
     show(loaded, Console(highlight=False), hardware_of(loaded, gpu, tflops, mbit))

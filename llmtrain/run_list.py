@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from llmtrain.best_checkpoint import best_step, complete_checkpoints, read_loss
 from llmtrain.errors import ResultsError, UserError
 from llmtrain.plan.duration import format_duration
 from llmtrain.recipe_loader import load_recipe
@@ -48,11 +49,23 @@ class RunRow:
     total_steps: int | None
     train_loss: float | None
     validation_loss: float | None
+    """Last one."""
+    validation_step: int | None
+    """Step at which `validation_loss` was measured, which may be far before the last step of a run that was stopped."""
+    best_loss: float | None
+    """Validation loss of the best checkpoint."""
+    best_step: int | None
+    """Step of the best checkpoint: what `--step best` means. None if no checkpoint was validated at its own step."""
     state: str
     """`done`, `running`, `stopped` (with a checkpoint, by a signal) or `failed`."""
     bytes: int
     age_seconds: float
     """Seconds since the run last wrote its recipe, metrics or summary."""
+
+    @property
+    def validated_before_end(self) -> int | None:
+        """Step of the last validation if the run has trained since, else None."""
+        return self.validation_step if self.validation_step != self.steps else None
 
 
 def find_runs(folder: Path) -> list[RunRow]:
@@ -67,7 +80,9 @@ def find_runs(folder: Path) -> list[RunRow]:
 
 def read_run(path: Path, name: str) -> RunRow:
     """Return the row of one run directory."""
-    last = _last_values(path / METRICS, ("step", "train/loss", "eval/loss"))
+    last, steps = _last_values(path / METRICS, ("step", "train/loss", "eval/loss"))
+    losses = {step: read_loss(checkpoint) for step, checkpoint in complete_checkpoints(path).items()}
+    best = best_step(losses)
     summary = {
         name: value for name, value in _summary(path / SUMMARY).items() if isinstance(value, KINDS.get(name, object))
     }
@@ -83,6 +98,9 @@ def read_run(path: Path, name: str) -> RunRow:
         total_steps=total,
         train_loss=last.get("train/loss"),
         validation_loss=last.get("eval/loss"),
+        validation_step=steps.get("eval/loss"),
+        best_loss=losses[best].loss if best is not None else None,
+        best_step=best,
         state="running" if is_locked(path) else STATES.get(summary.get("stopped", ""), "failed"),
         bytes=_size_of(path),
         age_seconds=max(0.0, time.time() - _last_written(path)),
@@ -93,9 +111,19 @@ def show_runs(rows: list[RunRow], console: Console) -> None:
     """Print a table with a row per run: with colors on a terminal, as plain columns elsewhere."""
     plain = not console.is_terminal
     table = Table(box=None if plain else SIMPLE_HEAD, pad_edge=False, padding=(0, 2) if plain else (0, 1))
-    for head in ("name", "method", "steps", "train loss", "val. loss", "state", "size", "last written"):
-        is_number = head in ("steps", "train loss", "val. loss", "size")
-        table.add_column(head, justify="right" if is_number else "left", overflow="fold", no_wrap=head != "name")
+    for head in (
+        "name",
+        "method",
+        "steps",
+        "train loss",
+        "val. loss",
+        "best checkpoint",
+        "state",
+        "size",
+        "last written",
+    ):
+        justify = "left" if head in ("name", "method", "state", "last written") else "right"
+        table.add_column(head, justify=justify, overflow="fold", no_wrap=head != "name")
     for row in rows:
         table.add_row(*_cells(row))
     console.print(table)
@@ -115,9 +143,20 @@ def as_json(rows: list[RunRow]) -> str:
 def _cells(row: RunRow) -> list[str]:
     state = f"[{STYLES[row.state]}]{row.state}[/]"
     steps = f"{row.steps:,}" + (f"/{row.total_steps:,}" if row.total_steps is not None else "")
-    losses = ["-" if loss is None else f"{loss:.4f}" for loss in (row.train_loss, row.validation_loss)]
+    losses = [
+        loss_in_words(row.train_loss),
+        loss_in_words(row.validation_loss, row.validated_before_end),
+        loss_in_words(row.best_loss, row.best_step),
+    ]
     age = f"{format_duration(row.age_seconds)} ago"
     return [row.name, row.method or "?", steps, *losses, state, decimal(row.bytes), age]
+
+
+def loss_in_words(loss: float | None, step: int | None = None) -> str:
+    """Return a loss and, unless it is None, the step at which it was measured."""
+    if loss is None:
+        return "-"
+    return f"{loss:.4f}" + ("" if step is None else f" at {step:,}")
 
 
 def run_directories(folder: Path) -> Iterator[Path]:
@@ -133,23 +172,28 @@ def name_below(folder: Path, path: Path) -> str:
     return path.resolve().name if path == folder else path.relative_to(folder).as_posix()
 
 
-def _last_values(path: Path, tags: tuple[str, ...]) -> dict[str, Any]:
-    """Return the last number of each tag in a metrics.jsonl, as far as it has one. Damaged lines are passed over."""
+def _last_values(path: Path, tags: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the last number of each tag in a metrics.jsonl, as far as it has one, and the steps of these numbers.
+    Damaged lines are passed over."""
     found: dict[str, float] = {}
+    steps: dict[str, int] = {}
     try:
         lines = path.read_bytes().splitlines()
     except OSError:  # nothing is logged yet, or it may not be read
-        return found
+        return found, steps
     for text in reversed(lines):
         try:
             line = json.loads(text)
         except ValueError:
             continue
         if isinstance(line, dict):
-            found = {tag: line[tag] for tag in tags if is_number(line.get(tag))} | found
+            new = {tag: line[tag] for tag in tags if tag not in found and is_number(line.get(tag))}
+            found |= new
+            if is_number(line.get("step")):
+                steps |= dict.fromkeys(new, int(line["step"]))
         if len(found) == len(tags):
             break
-    return found
+    return found, steps
 
 
 def is_number(value: object) -> bool:

@@ -27,6 +27,7 @@ from llmtrain.launch.nodes import DEFAULT_PORT
 from llmtrain.parallel.network import unused_port
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
+from llmtrain.run_list import is_number
 from llmtrain.train.run import prepare_for
 from llmtrain.train.run_dir import lock_folder
 
@@ -51,7 +52,6 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     repeated = (None, TrialState.FAILED) if retry else (None,)
     missing = [pair for pair in zip(planned, recipes, strict=True) if _state(pair[0]) in repeated]
     progress = ComparisonProgress(len(planned), len(missing))
-    records: list[TrialRecord] = []
     try:
         with progress, _interruptions() as signals:
             for recipe in recipes:  # all data first, because preparing it is not part of a trial
@@ -63,8 +63,8 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
                 if signals:  # Python has dropped the exception
                     raise KeyboardInterrupt
                 progress.begin(one, recipe.train.total_steps)
-                records.append(_make(one, comparison, recipe, shaping, progress))
-                progress.end(records[-1], _seconds_left([one for one, _ in missing[number:]], records))
+                record = _make(one, comparison, recipe, shaping, progress)
+                progress.end(record, _seconds_left([one for one, _ in missing[number:]], planned))
                 _report(folder, comparison, planned, command)
     except KeyboardInterrupt:
         progress.print("interrupted; start the same command again to continue with this trial")
@@ -120,11 +120,19 @@ def _cluster(comparison: Comparison, condition: ConditionSection, shaping: bool)
     return virtual_cluster([HostLimits(**limits | host.model_dump(exclude_none=True)) for host in own])
 
 
-def _seconds_left(planned: Sequence[TrialSpec], records: Sequence[TrialRecord]) -> float:
-    """Estimate the seconds of the missing trials: as the same run under the same condition, else the median so far."""
-    median = statistics.median(record.wall_seconds for record in records)
-    known = {(record.condition, record.run): record.wall_seconds for record in records}
-    return sum(known.get((one.condition, one.run), median) for one in planned)
+def _seconds_left(missing: Sequence[TrialSpec], planned: Sequence[TrialSpec]) -> float:
+    """Estimate the seconds of the missing trials: as the same run under the same condition, else the median of all trials
+    of the comparison that have ended. How soon a trial failed says nothing about one that trains to its end, so that
+    failed ones do not count. Return 0 if there are no others."""
+    known: dict[tuple[str, str], float] = {}
+    for one in planned:
+        record = read_mapping(one.directory / "trial.json")
+        if record.get("state") in (TrialState.DONE, TrialState.STOPPED) and is_number(record.get("wall_seconds")):
+            known[one.condition, one.run] = record["wall_seconds"]
+    if not known:
+        return 0.0
+    median = statistics.median(known.values())
+    return sum(known.get((one.condition, one.run), median) for one in missing)
 
 
 def _report(folder: Path, comparison: Comparison, planned: Sequence[TrialSpec], command: str) -> Path:

@@ -31,7 +31,7 @@ from llmtrain.errors import DONE, FAILED, ModelError, TrainingError, UserError
 from llmtrain.launch.nodes import processes_per_node
 from llmtrain.parallel.build_engine import replica_backend
 from llmtrain.parallel.mesh import local_device, open_mesh
-from llmtrain.parallel.network import Networks
+from llmtrain.parallel.network import Networks, check_localhost
 from llmtrain.parallel.public_network import ADVICE, NodeAddress, find_unencrypted
 from llmtrain.parallel.rendezvous import Rendezvous, format_ranks, gather_over_store, rendezvous
 from llmtrain.parallel.world import World, node_name
@@ -278,6 +278,7 @@ def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> i
     parallel = recipe.parallel if recipe else ParallelSection()
     sections: Sections = {"software": software(), "machine": machine(world)}
     sections["network"] = [*network_interfaces(network_cards()), *environment()]
+    sections["network"] += _localhost()
     if world.size == 1:
         sections["network"] += _given_networks(parallel)
         if recipe is not None:
@@ -293,6 +294,15 @@ def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> i
     if world.rank == 0:
         show(sections, console())
     return FAILED if has_problem(sections) else DONE
+
+
+def _localhost() -> list[Finding]:
+    try:
+        check_localhost()
+    except TrainingError as error:
+        what, _, advice = str(error).partition("; ")
+        return [problem(what, advice)]
+    return []
 
 
 def _given_networks(parallel: ParallelSection) -> list[Finding]:

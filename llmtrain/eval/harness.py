@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +58,17 @@ def load_model(folder: Path, batch_size: int | str, device: str | None) -> HFLM:
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            return HFLM(pretrained=str(folder), batch_size=batch_size, device=device)
+            model = HFLM(pretrained=str(folder), batch_size=batch_size, device=device)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # transformers, safetensors and tokenizers raise many kinds of errors for damage
             raise ModelError(
                 f"{folder} can't be loaded by transformers ({first_line(error)}); export the model again"
             ) from error
+    if not sys.stderr.isatty():  # lm-eval's own bars pass over TQDM_DISABLE, and would fill a log
+        for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+            setattr(model, name, partial(getattr(model, name), disable_tqdm=True))
+    return model
 
 
 def check_tasks(names: Sequence[str], local: Sequence[str], folders: tuple[Path, ...], data_dir: Path | None) -> None:

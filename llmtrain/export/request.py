@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llmtrain.best_checkpoint import BEST, best_step, read_loss
+from llmtrain.best_checkpoint import BEST, best_step, complete_checkpoints, read_loss
 from llmtrain.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
@@ -18,12 +18,6 @@ if TYPE_CHECKING:
 DTYPES = ("fp32", "bf16")
 """Available dtypes for the weights."""
 SIZE = re.compile(r"\s*(?=[\d.]*[1-9])\d+(\.\d+)?\s*[KMGT]B\s*", re.IGNORECASE)
-
-
-def complete_checkpoints(run: Path) -> dict[int, Path]:
-    """Return the complete checkpoints of a run by step, oldest first."""
-    found = (run / "checkpoints").glob(f"step-{'[0-9]' * 8}/state.json")
-    return {int(path.parent.name.removeprefix("step-")): path.parent for path in sorted(found)}
 
 
 Step = int | Literal["best"]

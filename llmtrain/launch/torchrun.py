@@ -28,6 +28,7 @@ from llmtrain.launch.attempts import Attempt, NodeExit, train_with_restarts
 from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
 from llmtrain.launch.rank_server import rank_server
 from llmtrain.launch.watchdog import kill_hung_ranks, stop_on_interrupt
+from llmtrain.parallel.network import check_localhost
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.startup import import_transformers, imports_without_gc, note_command_start, single_threaded_imports
@@ -176,6 +177,7 @@ def _with_endpoint(nodes: Nodes) -> Iterator[Nodes]:
         return
     from torch.distributed import TCPStore
 
+    check_localhost()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     yield replace(nodes, address="localhost", port=store.port)
 

@@ -67,7 +67,7 @@ def stop_on_interrupt() -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         count = next(interrupts)
         if count == 1:
-            _say("stopping at the next log line, with a checkpoint; Ctrl-C again ends all ranks at once")
+            _say("stopping within two log lines, with a checkpoint; Ctrl-C again ends all ranks at once")
             signal.raise_signal(signal.SIGTERM)  # torchrun forwards it to the ranks
             return
         _say("all ranks of this node are ended at once; the last complete checkpoint stays")

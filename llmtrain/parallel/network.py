@@ -131,6 +131,23 @@ def format_port_range() -> str:
     return "above 1024" if found is None else f"{found[0]}-{found[1]}"
 
 
+def check_localhost() -> None:
+    """Raise TrainingError unless the name localhost is an address of the loopback interface, which ranks of one machine
+    need to reach each other. Without it, torch tries for minutes."""
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo("localhost", None)}
+        problem = (
+            "" if any(ipaddress.ip_address(one).is_loopback for one in found) else f"is {', '.join(sorted(found))}"
+        )
+    except OSError as error:
+        problem = f"has no address ({error.strerror})"
+    if problem:
+        raise TrainingError(
+            f"the name localhost {problem} on this machine, so its ranks can't reach each other; add the line "
+            "`127.0.0.1 localhost` to /etc/hosts"
+        )
+
+
 def unused_port() -> int:
     """Return a port of loopback on which nobody listens, for a server that starts later.
 

@@ -5,13 +5,14 @@ UNITS = (("days", 24 * 3600.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds"
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration with up to three digits and its unit: `3.4 hours`, `120 seconds`, `35 ms`."""
+    """Return a duration with up to three digits and its unit: `3.4 hours`, `120 seconds`, `1 second`, `35 ms`."""
     if seconds > YEAR:
         return "more than a year"
     name, unit = next(((name, unit) for name, unit in UNITS if seconds >= 1.5 * unit), UNITS[-1])
     if seconds and seconds < 0.95:
         return f"{_rounded(1000 * seconds)} ms"
-    return f"{_rounded(seconds / unit)} {name}"
+    number = _rounded(seconds / unit)
+    return f"{number} {name.removesuffix('s') if number == '1' else name}"
 
 
 def _rounded(number: float) -> str:

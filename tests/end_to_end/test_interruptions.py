@@ -168,7 +168,7 @@ def test_a_second_interrupt_ends_all_ranks_at_once(runs: Runs):
     family = family_of(process)
     process.send_signal(signal.SIGINT)
     lines = [process.stdout.readline()]
-    while "stopping at the next log line, with a checkpoint; Ctrl-C again" not in lines[-1]:
+    while "stopping within two log lines, with a checkpoint; Ctrl-C again" not in lines[-1]:
         lines.append(process.stdout.readline())
     assert len(ranks_of(process)) == 2
     process.send_signal(signal.SIGINT)

@@ -17,11 +17,18 @@ pytestmark = [
 LAUNCHER = str(Path(sys.executable).parent / "deepspeed")
 LONGER = ("train.steps=30", "checkpoint.every=3")
 """Long enough to be asked to stop in the middle, on a machine that is busy with other things."""
+SAMPLE = ("eval.sample_prompt=The", "eval.sample_tokens=8")
+"""A text at the end, from weights that are gathered from all shards."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("zero"))
+
+
+def assert_sampled(output: str, run: Path) -> None:
+    assert "no sample" not in output and "The model writes" in output
+    assert "==== step 12 ====\nThe" in (run / "samples.txt").read_text()
 
 
 def deepspeed(runs: Runs, *arguments: str) -> tuple[int, str]:
@@ -32,21 +39,23 @@ def deepspeed(runs: Runs, *arguments: str) -> tuple[int, str]:
 
 @pytest.mark.fresh
 def test_zero_trains_under_deepspeeds_launcher_as_fsdp2_does_under_ours(runs: Runs) -> None:
-    script = runs.command("zero", "parallel.engine=zero", "parallel.replicas=1", "parallel.shards=2")[1:]
+    script = runs.command("zero", "parallel.engine=zero", "parallel.replicas=1", "parallel.shards=2", *SAMPLE)[1:]
     code, output = deepspeed(runs, "--num_accelerators", "2", *script)
     assert code == 0, output
     assert "mesh: 1 replicas x 2 shards on cpu (as the recipe says)" in output
     assert losses(runs.path("zero")) == pytest.approx(losses(runs.reference(1, 1)), rel=1e-4)
+    assert_sampled(output, runs.path("zero"))
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("engine", ["zero", "fsdp2"])
 def test_both_engines_train_the_same_under_deepspeeds_launcher(runs: Runs, engine: str) -> None:
-    script = runs.command(f"{engine}-4", f"parallel.engine={engine}")[1:]
+    script = runs.command(f"{engine}-4", f"parallel.engine={engine}", "parallel.zero_stage=1", *SAMPLE)[1:]
     code, output = deepspeed(runs, "--num_accelerators", "4", *script)
     assert code == 0, output
     assert "mesh: 2 replicas x 2 shards on cpu (no GPU: parallel.on_cpu)" in output
     assert losses(runs.path(f"{engine}-4")) == pytest.approx(losses(runs.reference(2, 2)), rel=1e-4)
+    assert_sampled(output, runs.path(f"{engine}-4"))
 
 
 @pytest.mark.deep

@@ -72,6 +72,13 @@ MUTANTS = [
         ("tests/unit/test_run_list.py",),
     ),
     Mutant(
+        "runs: an old loss is the loss at the end",
+        "llmtrain/run_list.py",
+        "return self.validation_step if self.validation_step != self.steps else None",
+        "return None",
+        ("tests/unit/test_run_list.py",),
+    ),
+    Mutant(
         "recipes: a number is a period of seconds",
         "llmtrain/config/section.py",
         'return {"kind": "steps", "every": value}',

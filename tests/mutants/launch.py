@@ -293,8 +293,8 @@ MUTANTS = [
     Mutant(
         "cli: launch forgets the exit code",
         "llmtrain/cli.py",
-        "raise typer.Exit(launch_torchrun(recipe, context.args))",
-        "launch_torchrun(recipe, context.args)",
+        "raise typer.Exit(launch_torchrun(recipe, overrides or []))",
+        "launch_torchrun(recipe, overrides or [])",
         ("tests/unit/test_gaps_launch.py",),
     ),
     Mutant(

@@ -79,6 +79,20 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "compare: a failed trial shortens the time that is left",
+        "llmtrain/compare/runner.py",
+        'if record.get("state") in (TrialState.DONE, TrialState.STOPPED) and is_number',
+        "if is_number",
+        ("tests/unit/test_compare_interrupted.py",),
+    ),
+    Mutant(
+        "launch: localhost may be any address",
+        "llmtrain/parallel/network.py",
+        "if any(ipaddress.ip_address(one).is_loopback for one in found)",
+        "if found",
+        ("tests/unit/test_network.py",),
+    ),
+    Mutant(
         "timeline: one long round sets the window of all runs",
         "llmtrain/compare/plots.py",
         "return min(max(needed), LONGEST * statistics.median(needed))",

@@ -1,7 +1,8 @@
-"""A comparison ends at an interruption, wherever it arrives."""
+"""A comparison ends at an interruption, wherever it arrives, and says how long its missing trials take."""
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,3 +59,32 @@ def test_an_interruption_that_python_drops_ends_it_before_the_next_trial(
     assert runner.run_comparison(file, (), shaping=False, retry=False) == STOPPED_EARLY
     assert made == ["synchronous"] and "start the same command again" in capsys.readouterr().out
     assert signal.getsignal(number) is before
+
+
+def test_the_time_left_includes_trials_to_repeat_and_no_failure_shortens_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each trial takes 600 seconds, unless it fails after two."""
+    file, failing = tmp_path / "small.yaml", {("synchronous", 1), ("synchronous", 2), ("diloco", 2)}
+
+    def make(planned: Any, *_: Any) -> Any:
+        state, seconds = ("failed", 2.0) if (planned.run, planned.seed) in failing else ("done", 600.0)
+        planned.directory.mkdir(parents=True, exist_ok=True)
+        (planned.directory / "trial.json").write_text(json.dumps({"state": state, "wall_seconds": seconds}))
+        return SimpleNamespace(wall_seconds=seconds, state=state, last_lines=[])
+
+    def times_left(retry: bool) -> list[str]:
+        runner.run_comparison(file, (), shaping=False, retry=retry)
+        ends = [line for line in capsys.readouterr().out.splitlines() if "done in" in line or "failed in" in line]
+        return [end.partition("; ")[2] for end in ends]
+
+    file.write_text(FILE + "seeds: [1, 2]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "_make", make)
+    monkeypatch.setattr(runner, "_report", lambda *_: tmp_path)
+    monkeypatch.setattr(runner, "prepare_for", lambda *_, **__: SimpleNamespace(vocab_size=400))
+    assert times_left(retry=False) == ["", "about 20.0 min left", "about 10.0 min left", ""], (
+        "a failure alone says nothing"
+    )
+    failing.clear()
+    assert times_left(retry=True) == ["about 20.0 min left", "about 10.0 min left", ""]

@@ -37,6 +37,7 @@ LAYERS = [
     {"loss", "model", "data", "parallel"},
     {"sync"},
     {
+        "completion",
         "recipe_loader",
         "recipe_messages",
         "recipe_check",

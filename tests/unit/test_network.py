@@ -1,6 +1,7 @@
 """Network cards by name, and what gloo and NCCL are told of them."""
 
 import os
+import socket
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,9 +10,22 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import ParallelSection
+from llmtrain.doctor import run_checks
+from llmtrain.doctor.finding import Level
 from llmtrain.errors import RecipeError, TrainingError
+from llmtrain.launch import torchrun
+from llmtrain.launch.nodes import Nodes
 from llmtrain.parallel.mesh import local_device, open_mesh, ranks_per_device
-from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, address_towards, interface_of, using_interface
+from llmtrain.parallel.network import (
+    GLOO,
+    NCCL,
+    Networks,
+    address_of,
+    address_towards,
+    check_localhost,
+    interface_of,
+    using_interface,
+)
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, format_ranks, rendezvous
 from llmtrain.parallel.world import SHARE_GPU, World
 from llmtrain.recipe_check import check
@@ -212,3 +226,29 @@ def test_a_mesh_of_gpus_is_not_left_in_order_after_an_error(monkeypatch, device:
     with open_mesh(World(0, 1, 0, 1), 1, 1, "auto", 5.0, meeting):
         left.clear()
     assert left == [device]
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (socket.gaierror(-2, "Name or service not known"), "localhost has no address (Name or service not known)"),
+        ([(0, 0, 0, "", ("192.0.2.7", 0))], "localhost is 192.0.2.7 on this machine"),
+    ],
+)
+def test_a_machine_without_localhost_is_named(monkeypatch, found, words):
+    """The doctor says so, and the launcher does before torch waits for minutes."""
+
+    def look_up(*_):
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    check_localhost()
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises(TrainingError) as raised:
+        check_localhost()
+    assert words in str(raised.value) and "add the line `127.0.0.1 localhost` to /etc/hosts" in str(raised.value)
+    (finding,) = run_checks._localhost()
+    assert words in finding.what and finding.advice.startswith("add the line") and finding.level == Level.PROBLEM
+    with pytest.raises(TrainingError, match="localhost"), torchrun._with_endpoint(Nodes(1)):
+        pass

@@ -104,7 +104,7 @@ def test_a_cpu_is_no_gpu_and_its_time_is_told_only_for_what_it_holds() -> None:
     [
         (0.00321, "3.2 ms"),
         (0.5, "500 ms"),
-        (1, "1 seconds"),
+        (1, "1 second"),
         (85.4, "85 seconds"),
         (95, "1.6 minutes"),
         (5399, "90 minutes"),
@@ -114,6 +114,7 @@ def test_a_cpu_is_no_gpu_and_its_time_is_told_only_for_what_it_holds() -> None:
         (366 * 86400, "more than a year"),
         (1.2e13, "more than a year"),
         (0, "0 seconds"),
+        (1.2, "1.2 seconds"),
     ],
 )
 def test_durations_have_units_that_people_read(seconds: float, words: str) -> None:

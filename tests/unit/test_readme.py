@@ -20,6 +20,13 @@ from llmtrain.recipe_loader import load_recipe
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECIPE_COMMAND = re.compile(r"^(?:\w+=\S+ )*.*?(recipes/\S+\.yaml)(.*?)(?:  +#.*)?$")
 
+PATH = re.compile(
+    r"(?<![\w./~-])(?:(?:llmtrain|tests)/[\w./*-]*[\w*]|(?:docs|recipes|launch|benchmarks|examples|eval)/[\w./*-]*\.\w+)"
+)
+"""Path below a folder of the repository. Metrics such as eval/loss have no suffix."""
+NOT_OURS = {"launch/hostfile"}
+"""Files that users write."""
+
 
 def commands(page: Path) -> list[str]:
     """Indented lines and `code` that name a recipe, continued lines joined."""
@@ -37,6 +44,27 @@ def test_the_table_of_methods_is_up_to_date():
 def test_links_lead_to_files(page: Path):
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_paths_in_pages_exist():
+    """`llmtrain/a/b.py` and the like, except in CHANGELOG.md, which tells of the past. tests/MUTANTS.md's are below llmtrain/."""
+    pages = [
+        page for page in ROOT.rglob("*.md") if not {"runs", "data"} & set(page.parts) and ".venv" not in page.parts
+    ]
+    found = [
+        (page, path)
+        for page in pages
+        if page.name != "CHANGELOG.md"
+        for path in PATH.findall(page.read_text(encoding="utf-8"))
+        if path not in NOT_OURS
+    ]
+    assert len(found) > 200
+    lost = {
+        f"{page.relative_to(ROOT)}: {path}"
+        for page, path in found
+        if not any(list(folder.glob(path.rstrip("/"))) for folder in (ROOT, page.parent, ROOT / "llmtrain"))
+    }
+    assert not lost
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -89,3 +117,37 @@ def test_the_console_script_is_the_command():
 
 def test_readme_has_commands_to_test():
     assert len(commands(README)) >= 4
+
+
+COVERED = {
+    "source .venv/bin/activate": "by hand",
+    "git clone … && cd llmtrain": "by hand",
+    "make quickstart": "tests/unit/test_wheel.py::test_the_quickstart_runs_from_an_empty_folder",
+    "bash launch/train.sh": "tests/end_to_end/test_training.py::test_a_run_leaves_everything_it_promises",
+    "llmtrain recipe check": "tests/unit/test_recipe_files.py::test_every_command_takes_a_name",
+    "llmtrain recipe show": "tests/unit/test_plan_show.py::test_every_recipe_shows_within_100_columns",
+    "llmtrain runs": "tests/unit/test_run_list.py::test_a_pipe_gets_plain_columns_and_json_all_values",
+    "llmtrain compare runs/": "tests/unit/test_compare_runs.py::test_runs_are_listed_by_their_validation_loss_and_drawn",
+    "llmtrain compare recipes/compare/": "tests/end_to_end/test_compare.py::test_two_hosts_one_run_that_fails_and_an_interruption",
+    "llmtrain generate": "tests/distributed/test_export.py::test_generate_writes_the_same_from_a_run_and_from_its_export",
+    "llmtrain eval": "tests/end_to_end/test_eval_of_runs.py::test_the_small_suites_tasks_from_local_files",
+    "llmtrain launch quickstart": "tests/unit/test_wheel.py::test_the_quickstart_runs_from_an_empty_folder",
+    "NNODES=2": "tests/multi_node/test_hosts.py::test_two_hosts_by_train_sh",
+    "pip install .": "tests/unit/test_wheel.py::test_a_wheel_holds_suites_tasks_templates_recipes_and_stories",
+    "make test": "by hand",
+    "make docs": "tests/unit/test_readme.py::test_the_table_of_methods_is_up_to_date",
+}
+"""Test of each command of README.md, by the command's beginning."""
+
+
+def test_every_command_of_readme_has_a_test():
+    text = README.read_text(encoding="utf-8")
+    blocks = re.findall(r"^    (\S.+)$", text, flags=re.MULTILINE)
+    inline = [code for code in re.findall(r"`([^`\n]+)`", text) if re.match(r"(llmtrain|make|pip|bash) ", code)]
+    found = {line: [start for start in COVERED if line.startswith(start)] for line in [*blocks, *inline]}
+    assert len(blocks) >= 10 and len(inline) >= 3
+    assert not [line for line, starts in found.items() if not starts], "name the command's test in COVERED"
+    assert set(COVERED) == {start for starts in found.values() for start in starts}
+    for test in set(COVERED.values()) - {"by hand"}:
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text(), test

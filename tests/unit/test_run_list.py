@@ -70,7 +70,7 @@ def test_states_losses_steps_and_sizes(folder: Path) -> None:
     }
     row = rows["run_signal"]
     assert (row.method, row.steps, row.total_steps) == ("edit", 30, 40)
-    assert (row.train_loss, row.validation_loss) == (5.25, 5.75)
+    assert (row.train_loss, row.validation_loss, row.validation_step) == (5.25, 5.75, 20)
     assert row.bytes == sum(path.stat().st_size for path in (folder / "run_signal").iterdir())
     assert 0 <= row.age_seconds < 60
     running.__dict__.clear()
@@ -96,7 +96,31 @@ def test_what_is_damaged_or_missing_is_left_open(folder: Path, capsys: pytest.Ca
     (row,) = find_runs(folder)
     assert (row.method, row.total_steps, row.train_loss, row.steps) == (None, None, None, 0)
     code, out, _ = listed(capsys, str(folder))
-    assert code == 0 and out.splitlines()[1].split()[:6] == ["old", "?", "0", "-", "-", "failed"]
+    assert code == 0 and out.splitlines()[1].split()[:6] == ["old", "?", "0", "-", "-", "-"]
+
+
+def test_a_loss_before_the_end_has_its_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that is stopped before its first regular validation has only the loss of its random weights."""
+    path = written(folder, "early", "signal").path
+    lines = [{"step": 0, "eval/loss": 7.5}, {"step": 30, "train/loss": 5.25}]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "7.5000 at 0 " in listed(capsys, str(folder))[1]
+    (path / "metrics.jsonl").write_text(json.dumps({"step": 30, "eval/loss": 5.5}) + "\n")
+    assert " at " not in listed(capsys, str(folder))[1], "the loss of the last step needs no step"
+
+
+def test_the_best_checkpoint_has_a_column(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(folder, "a", "done").path
+    assert find_runs(folder)[0].best_step is None
+    for step, loss in ((10, 5.5), (20, 5.25), (30, 5.75)):
+        checkpoint = path / "checkpoints" / f"step-{step:08d}"
+        checkpoint.mkdir(parents=True)
+        ranks = [{"last_eval": {"loss": loss, "tokens": 1000}, "last_evaluated": step}]
+        (checkpoint / "state.json").write_text(json.dumps({"step": step, "ranks": ranks}))
+    (path / "checkpoints" / "step-00000040").mkdir()
+    (row,) = find_runs(folder)
+    assert (row.best_step, row.best_loss) == (20, 5.25)
+    assert "5.2500 at 20 " in listed(capsys, str(folder))[1]
 
 
 def test_what_may_not_be_read_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,19 +150,21 @@ def test_a_pipe_gets_plain_columns_and_json_all_values(folder: Path, capsys: pyt
         "loss",
         "val.",
         "loss",
+        "best",
+        "checkpoint",
         "state",
         "size",
         "last",
         "written",
     ]
-    assert row.split()[:5] == ["a-rather-long-name-" * 5, "edit", "40/40", "5.2500", "5.7500"]
+    assert row.split()[:7] == ["a-rather-long-name-" * 5, "edit", "40/40", "5.2500", "5.7500", "at", "20"]
     assert row.rstrip().endswith(" ago") and "\x1b" not in out
     (values,) = json.loads(listed(capsys, str(folder), "--json")[1])
     assert values.keys() == RunRow.__annotations__.keys() and values["validation_loss"] == 5.75
 
 
 def test_a_terminal_gets_a_table_with_colors() -> None:
-    row = RunRow("a", "edit", 1, 2, 1.0, None, "failed", 2048, 7300.0)
+    row = RunRow("a", "edit", 1, 2, 1.0, None, None, None, None, "failed", 2048, 7300.0)
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system="standard")
     show_runs([row], console)
     text = console.file.getvalue()

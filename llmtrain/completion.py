@@ -1,0 +1,70 @@
+"""Completion of recipes' names, sections and keys in a shell, after `llmtrain --install-completion`. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Annotated
+
+import typer
+
+from llmtrain.recipe_files import recipe_names
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Return the package's recipes that begin so. Without one, the shell completes paths."""
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
+
+def complete_section(incomplete: str) -> list[str]:
+    """Return the sections of a recipe that begin so."""
+    from llmtrain.recipe_keys import sections
+
+    return [name for name in sections() if name.startswith(incomplete)]
+
+
+def complete_override(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the keys `a.b=` that begin so, or, once one is left, it with each of its words, or with its default, as
+    `a.b=c`. bash has cut the words at `=`, so that it gets the values alone."""
+    before = list(context.params.get("overrides") or ())
+    if before[-1:] == ["="]:  # bash, with a part of the value
+        return [value for value in _values().get(before[-2], ()) if value.startswith(incomplete)]
+    if incomplete == "=":  # bash, without a part of the value
+        return list(_values().get(before[-1], ())) if before else []
+    name, equals, beginning = incomplete.partition("=")
+    if equals:
+        return [f"{name}={value}" for value in _values().get(name, ()) if value.startswith(beginning)]
+    keys = [key for key in _values() if key.startswith(name)]
+    if len(keys) != 1:
+        return [f"{key}=" for key in keys]
+    values = _values()[keys[0]]
+    # Of several words, a shell inserts what they have in common, and no space after it.
+    return [f"{keys[0]}={value}" for value in (values if len(values) > 1 else ("", *values))]
+
+
+@cache
+def _values() -> dict[str, tuple[str, ...]]:
+    """Return the words that each key takes, or else its default, if that is a single word. Keys of the items of a list
+    can't be set one by one, and are left out."""
+    from llmtrain.recipe_keys import key_groups, sections
+    from llmtrain.sync.methods import METHODS
+
+    groups = [group for section in sections() for group in key_groups(section)]
+    lists = {f"{group.path}.{key.name}" for group in groups for key in group.keys if key.values.startswith("[")}
+    found = {"sync.method": tuple(METHODS)}
+    for group in groups:
+        for key in group.keys if group.path not in lists else ():
+            name, default = f"{group.path}.{key.name}", re.findall(r"^`([^\s{}\[\]]+)`$", key.default)
+            words = [] if "matching" in key.values else re.findall(r"`([\w.-]+)`", key.values)
+            known = found.get(name, ())
+            found[name] = tuple(dict.fromkeys([*known, *(words if len(words) > 1 else default)]))
+    return found
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="Keys of the recipe to change: optim.lr=1e-3", autocompletion=complete_override
+    ),
+]
+"""Argument of a command that takes a recipe, for all that follows it."""

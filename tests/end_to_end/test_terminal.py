@@ -1,0 +1,106 @@
+"""Training in a terminal, as a person starts it: bars, and Ctrl-C once and twice, which all processes of the job receive."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import Runs, summary
+from tests.mother import Process, run_llmtrain, session
+
+SECONDS = 120.0
+CTRL_C = b"\x03"
+CODES = re.compile(r"\x1b\[[?0-9;]*[A-Za-z]")
+"""Colors, and moves of the cursor."""
+ENDLESS = ("train.steps=100000", "parallel.replicas=2", "parallel.shards=1", "log.tensorboard=false")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("terminal"))
+
+
+def run_on_terminal(terminal: int, *arguments: str) -> None:
+    """`llmtrain ARGUMENTS` with a terminal as its own, to be forked."""
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    for stream in range(3):
+        os.dup2(terminal, stream)
+    run_llmtrain(*arguments)
+
+
+class Terminal:
+    """The person's end of a pseudo-terminal in which a command runs."""
+
+    def __init__(self, process: Process, descriptor: int) -> None:
+        self.process, self.descriptor, self.shown = process, descriptor, ""
+
+    def wait_for(self, words: str | None) -> None:
+        """Read until `words` are shown after all that was waited for before, or, if None, to the command's end."""
+        before, deadline = len(self.shown), time.monotonic() + SECONDS
+        while words is None or words not in self.shown[before:]:
+            assert select.select([self.descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], self.shown
+            try:
+                part = os.read(self.descriptor, 1 << 16)
+            except OSError:  # no process has the terminal any more
+                part = b""
+            assert part or words is None, self.shown
+            if not part:
+                return
+            self.shown += part.decode(errors="replace")
+
+
+@contextlib.contextmanager
+def terminal_of(runs: Runs, name: str, *keys: str) -> Iterator[Terminal]:
+    """Start a run of two ranks that goes on until it is stopped."""
+    person, terminal = pty.openpty()
+    variables = {**runs.environment, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
+    arguments = runs.command(name, *ENDLESS, *keys)[2:]
+    process = session().fork(run_on_terminal, "launch", *arguments, environment=variables, descriptors=[terminal])
+    os.close(terminal)
+    try:
+        yield Terminal(process, person)
+    finally:
+        process.kill()
+        process.wait(SECONDS)
+        os.close(person)
+
+
+def test_bars_are_drawn_and_ctrl_c_ends_with_a_checkpoint(runs: Runs) -> None:
+    with terminal_of(runs, "once", "log.every=2") as terminal:
+        terminal.wait_for("loading torch")
+        terminal.wait_for("step 4/100000 | loss")
+        terminal.wait_for("━")
+        os.write(terminal.descriptor, CTRL_C)
+        terminal.wait_for("stopping within two log lines, with a checkpoint; Ctrl-C again ends all ranks at once")
+        terminal.wait_for(None)
+        assert terminal.process.wait(SECONDS) == 3
+    text = CODES.sub("", terminal.shown)
+    assert "training ━" in text and "\x1b" not in text and "�" not in text
+    assert "Traceback" not in text and "torch/distributed" not in text and "warning" not in text.lower()
+    result = summary(runs.path("once"))
+    assert f"stopped at step {result['steps']}; start the same command again to continue" in text
+    assert terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l"), "the cursor is shown again"
+    assert (Path(runs.path("once")) / f"checkpoints/step-{result['steps']:08d}/state.json").is_file()
+
+
+def test_a_second_ctrl_c_ends_at_once_and_says_so(runs: Runs) -> None:
+    """A log line, at which ranks would agree to stop, is far away."""
+    with terminal_of(runs, "twice", "log.every=100000") as terminal:
+        terminal.wait_for("step 1/100000 | loss")
+        os.write(terminal.descriptor, CTRL_C)
+        terminal.wait_for("Ctrl-C again ends all ranks at once")
+        os.write(terminal.descriptor, CTRL_C)
+        terminal.wait_for("all ranks of this node are ended at once; the last complete checkpoint stays")
+        terminal.wait_for(None)
+        assert terminal.process.wait(SECONDS) == 1
+    assert "Traceback" not in terminal.shown
