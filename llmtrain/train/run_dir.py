@@ -31,6 +31,7 @@ RESUMABLE_KEYS = (
     "log",
     "eval",
     "data.cache_dir",
+    "data.num_proc",
     "data.per_replica",
     "train.steps",
     "train.tokens",
