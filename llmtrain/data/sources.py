@@ -280,7 +280,7 @@ def _read_parquet(path: Path, data: DataSection, read: BytesRead) -> Iterator[st
             rows, size = 0, path.stat().st_size
             for batch in table.iter_batches(batch_size=1024, columns=[data.text_key]):
                 rows += len(batch)
-                read.tell = partial(int, size * rows / table.metadata.num_rows)
+                read.current = partial(int, size * rows / table.metadata.num_rows)
                 for row in batch.to_pylist():
                     yield from _text(row, data.text_key, path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:

@@ -46,8 +46,8 @@ MUTANTS = [
     Mutant(
         "progress: each file begins at no bytes",
         "llmtrain/data/bytes_read.py",
-        "self._before, self.tell = self._before + size, int",
-        "self.tell = int",
+        "self._before, self.current = self._before + size, int",
+        "self.current = int",
         PROGRESS,
     ),
 ]
