@@ -50,4 +50,11 @@ MUTANTS = [
         "self.current = int",
         PROGRESS,
     ),
+    Mutant(
+        "shuffle: an old checkpoint goes on in another order",
+        "llmtrain/train/checkpoint.py",
+        '            check_order(state["recipe"], self.recipe, str(path))\n',
+        "",
+        ("tests/distributed/test_train_text.py",),
+    ),
 ]
