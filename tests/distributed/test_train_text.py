@@ -182,9 +182,7 @@ def test_a_run_that_waits_for_its_text_trains_as_one_that_has_it(
         assert "waiting for the tokenizer of" in capfd.readouterr().err
         with (
             mock.patch("llmtrain.train.checkpoint.read_state", state_without_shuffle),
-            pytest.raises(
-                RecipeError, match=r"step-00000006 is of a version without data\.shuffle, .*; continue it with"
-            ),
+            pytest.raises(RecipeError, match=r"/step-\d+ is of a version without data\.shuffle, .*; continue it with"),
         ):
             run_training(slow, ALONE)
         assert run_training(slow, ALONE) == DONE
