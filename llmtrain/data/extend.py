@@ -64,7 +64,7 @@ def extend(
             starts = (folder.index.splits[split].position for split in missing)
             start = min(starts, key=lambda position: position.documents)
             stream = TextStream(data, key, start)
-            _read_on(folder, stream, missing, tokenizer, processes_of(data.num_proc), show_progress)
+            _read_on(folder, stream, missing, tokenizer, data, show_progress)
 
 
 def _read_on(
@@ -72,17 +72,17 @@ def _read_on(
     stream: TextStream,
     missing: dict[Split, int],
     tokenizer: PreTrainedTokenizerBase,
-    processes: int,
+    data: DataSection,
     show_progress: bool,
 ) -> None:
     """Tokenize the stream until no split of `missing` lacks tokens, and commit it, whatever happens."""
-    label = f"{' and '.join(sorted(missing))} tokens"
+    label, together = f"{' and '.join(sorted(missing))} tokens", len(missing) > 1
     remaining = sum(tokens - folder.index.splits[split].tokens for split, tokens in missing.items())
     if sys.maxsize in missing.values():  # whole files, of which the number of tokens is unknown
         remaining = sys.maxsize
     with (
         ProgressBar(label, remaining, show_progress) as progress,
-        BatchTokenizer(tokenizer, folder.index.eos_id, processes) as batches,
+        BatchTokenizer(tokenizer, folder.index.eos_id, processes_of(data.num_proc)) as batches,
         folder.committed(),
     ):
         for tokenized, position in batches.in_order(_batches(stream, folder, missing)):
@@ -96,6 +96,12 @@ def _read_on(
             )
             for split in [split for split, tokens in missing.items() if not folder.lacks(split, tokens)]:
                 del missing[split]
+            if together and [*missing] == ["validation"]:  # much more text is read than kept
+                together, label = (
+                    False,
+                    f"validation tokens, {100 * data.validation_fraction:g} % of the text that is read",
+                )
+                progress.go_on(label, folder.index.splits["validation"].tokens, missing["validation"])
             if not missing:
                 return
         folder.end(missing, stream.position())
@@ -243,7 +249,7 @@ class ProgressBar:
         """Count a batch. By then `read` bytes of the `files` bytes of all files are read, also of what is only skipped; both
         are 0 if that is not known."""
         if not self._marks:  # a continued preparation has skipped what is there already, at another speed
-            self._marks.append((self._shown, 0, read))
+            self._marks.append((self._shown, self.tokens, read))
         self.text_bytes += text_bytes
         self.tokens += tokens
         self._files = files
@@ -255,6 +261,12 @@ class ProgressBar:
         if not self._console.is_terminal and time.monotonic() - self._shown >= PLAIN_SECONDS:
             self._shown = time.monotonic()
             self._print()
+
+    def go_on(self, label: str, tokens: int, needed: int) -> None:
+        """Show from now on how far another count is: it has `tokens` of the tokens `needed`."""
+        self.label, self.text_bytes, self.tokens, self._needed = label, 0, tokens, needed
+        self._marks.clear()
+        self._shown = time.monotonic()
 
     def line(self) -> str:
         (first, before, read_before), (last, now, read) = (self._marks[0], self._marks[-1]) if self._marks else NO_MARKS

@@ -39,8 +39,8 @@ MUTANTS = [
     Mutant(
         "progress: what is skipped counts as speed",
         "llmtrain/data/extend.py",
-        "self._marks.append((self._shown, 0, read))",
-        "self._marks.append((self._shown, 0, 0))",
+        "self._marks.append((self._shown, self.tokens, read))",
+        "self._marks.append((self._shown, self.tokens, 0))",
         PROGRESS,
     ),
     Mutant(

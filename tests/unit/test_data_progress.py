@@ -12,6 +12,7 @@ import pytest
 
 from llmtrain.config import DataSection
 from llmtrain.data import extend as extending
+from llmtrain.data.prepare import prepare
 from llmtrain.data.sources import TextStream
 
 
@@ -64,3 +65,28 @@ def test_bytes_read_of_text_that_is_everywhere(source: str) -> None:
     stream = TextStream(DataSection(source=source), "data.source")
     *_, last = (int(stream.bytes_read) for _ in stream)
     assert 0.98 * stream.bytes_read.total < last <= stream.bytes_read.total
+
+
+def test_a_wait_for_validation_tokens_alone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that needs few tokens of training reads much more text to hold its validation tokens out of it."""
+    monkeypatch.setattr(extending, "BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr(extending, "PLAIN_SECONDS", 0.0)
+    (tmp_path / "a.txt").write_text("<|endoftext|>".join(f"Document {i} says {i * i} times." for i in range(1000)))
+    data = DataSection(
+        source=str(tmp_path / "a.txt"),
+        tokenizer="train:320",
+        validation_fraction=0.1,
+        max_tokens=500,
+        cache_dir=str(tmp_path),
+    )
+    prepare(data, 1, 700, show_progress=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("train and validation tokens: ") for line in lines)
+    alone = [
+        line
+        for line in lines
+        if line.startswith("validation tokens, 10 % of the text that is read: 0.0 MB, 0.00 M tokens, ")
+    ]
+    assert len(alone) > 3 and alone[0].endswith(" min left") and not alone[-1].endswith("left"), lines
