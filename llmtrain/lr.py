@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from llmtrain.config import LRScheduleSection, Recipe
@@ -35,7 +36,8 @@ class LRSchedule:
         It is `total_steps + 1` if there is none.
         """
         steps = range(self.warmup_steps + 1, self.total_steps + 1)
-        return next((step for step in steps if self.at(step) <= share * self.peak), self.total_steps + 1)
+        place = bisect_left(steps, True, key=lambda step: self.at(step) <= share * self.peak)  # rates never rise again
+        return steps.start + place
 
     def at(self, step: int) -> float:
         """Return the learning rate of step `step`, from 1. Beyond `total_steps`, where A-EDiT's fast replicas train,

@@ -46,6 +46,9 @@ DEEPSPEED_EQUIVALENTS = {
 }
 """Recipe keys that replace keys of DeepSpeed's configuration, by DeepSpeed's key."""
 
+MOST_STEPS = 10**8
+"""Upper limit of a run's length: more than any run takes, few enough for whoever goes through all of them."""
+
 
 def check(recipe: Recipe, world_size: int | None) -> None:
     """Raise RecipeError for the first impossible combination, or another UserError for an invalid model, tokenizer
@@ -167,6 +170,13 @@ def _check_length(recipe: Recipe) -> None:
             f"train.tokens is {train.tokens}, less than one step of global_batch x sequence_length = "
             f"{train.tokens_per_step} tokens; give more tokens or a smaller batch"
         )
+    if total > MOST_STEPS:
+        given = (
+            f"train.steps is {train.steps}"
+            if train.steps is not None
+            else f"train.tokens={train.tokens} is {total} steps"
+        )
+        raise RecipeError(f"{given}, expected at most {MOST_STEPS:,}; shorten the run, or enlarge its batch")
     if recipe.schedule.warmup_steps > total:
         raise RecipeError(
             f"schedule.warmup_steps is {recipe.schedule.warmup_steps}, but the run has {total} steps; "

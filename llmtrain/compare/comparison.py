@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import KeyValidationError, OmegaConfBaseException
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from llmtrain.compare.cluster import HostLimits
@@ -176,7 +176,11 @@ def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
         data = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError:
         raise RecipeError(f"{path}: there is no such file; comparisons are YAML files, see recipes/compare/") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except KeyValidationError:
+        raise RecipeError(
+            f"{path}: can't be read as a comparison: a key is not a word or a number; give every value a key"
+        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise RecipeError(f"{path}: can't be read as a comparison: {str(error).splitlines()[0]}") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: expected keys such as `runs:` and `conditions:`")

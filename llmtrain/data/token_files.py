@@ -121,12 +121,12 @@ def find_token_files(source: str, key: str, text_endings: tuple[str, ...]) -> li
     """
     path = local_path(source)
     if path is None and source.lower().endswith(ENDINGS) and any(mark in source for mark in "*?["):
-        found = sorted(Path(name) for name in glob.glob(str(Path(source).expanduser()), recursive=True))
+        found = sorted(Path(name) for name in glob.glob(os.path.expanduser(source), recursive=True))
         if not found:
             raise DataError(f"{key}: {source}: no file matches this pattern; give the token files' path")
         return _without_indexes(found)
     if path is None:
-        pair = [Path(f"{source}{ending}").expanduser() for ending in (".bin", ".idx")]
+        pair = [Path(os.path.expanduser(f"{source}{ending}")) for ending in (".bin", ".idx")]
         return pair[:1] if all(os.path.isfile(file) for file in pair) else None
     if os.path.isfile(path):
         return _without_indexes([path]) if path.name.lower().endswith(ENDINGS) else None

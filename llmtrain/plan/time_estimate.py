@@ -71,7 +71,7 @@ def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
     rates = LRSchedule.of(recipe)
     warmup = warmup_of(sync, rates)
     period = build_period(sync.period, warmup, rates)
-    number = sum(period.ends_round(step) for step in range(warmup + 1, steps + 1)) + (not period.ends_round(steps))
+    number = max(1, period.round_number(steps))
     every = (steps - warmup) / number
     per_round = per_average(recipe, size, replicas, sync.wire.kind)
     members = sync.schedule.resolve_group_size(replicas)

@@ -74,6 +74,7 @@ WRONG_OVERRIDES = [
     (f"train.micro_batch={10**30}", ["not a multiple of micro_batch x replicas x shard", "train.micro_batch=8"]),
     ("train.micro_batch=2.5", ["train.micro_batch is 2.5", "expected a whole number"]),
     ("train.steps=0", ["train.steps is 0", "greater than 0"]),
+    (f"train.steps={10**30}", [f"train.steps is {10**30}", "at most 100,000,000", "shorten the run"]),
     ("train.steps=true", ["train.steps is true", "expected a whole number"]),
     ("schedule.final_ratio=1.5", ["schedule.final_ratio is 1.5", "less than or equal to 1"]),
     ("checkpoint.every=0", ["checkpoint.every is 0", "greater than 0 or null"]),
@@ -107,6 +108,7 @@ WRONG_OVERRIDES = [
     ("data.packing=None", ['data.packing is "None"', "expected 'packed' or 'none'"]),
     ("data.packing=null", ["data.packing is null", "expected 'packed' or 'none'"]),
     ("data.packing=false", ["data.packing is false", "expected 'packed' or 'none'"]),
+    (f"train={{steps: null, tokens: {10**30}}}", [f"train.tokens={10**30} is", "at most 100,000,000"]),
     ("train={steps: null, tokens: 100}", ["train.tokens is 100", "4096 tokens", "give more tokens or a smaller batch"]),
     ("schedule.warmup_steps=201", ["schedule.warmup_steps is 201", "the run has 200 steps", "lower it"]),
     # a suite

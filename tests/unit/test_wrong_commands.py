@@ -120,6 +120,7 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
         ),
         (f"prepare {TEXT} data.tokenizer=gpt2", "'gpt2' needs the Hugging Face hub"),
         (f"prepare {TEXT} data.tokenizer=", r"data\.tokenizer is null, expected text"),
+        (f"prepare {TEXT} data.validation=~nobody", "data.validation: ~nobody: no such file or folder"),
         (f"prepare {TEXT} data.validation=/nowhere", "data.validation: /nowhere: no such file or folder"),
         (
             f"prepare {TEXT} data.validation_fraction=0",
