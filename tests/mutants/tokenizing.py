@@ -57,4 +57,18 @@ MUTANTS = [
         "",
         ("tests/distributed/test_train_text.py",),
     ),
+    Mutant(
+        "card: every text ended with eos, also of token files without it",
+        "llmtrain/export/text_marks.py",
+        "return _Marks.EOS if ready_made.has_eos else _Marks.NONE",
+        "return _Marks.EOS",
+        ("tests/unit/test_data_ready_made.py",),
+    ),
+    Mutant(
+        "progress: the wait for validation tokens alone has no line",
+        "llmtrain/data/extend.py",
+        'if together and [*missing] == ["validation"]:',
+        "if False:",
+        PROGRESS,
+    ),
 ]
