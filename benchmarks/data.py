@@ -32,8 +32,21 @@ BATCH_CHARACTERS = 1_000_000
 FAST, PLAIN, PREPARE = "library, without offsets", "library", "prepare"
 READ = "reading the text"
 COLUMNS = ("what", "seconds", "quartiles", "MB/s", "M tokens/s", "of the library", "processor s", "one thread, s")
-LOADER_COLUMNS = ("micro-batch x length", "µs a batch", "quartiles", "M tokens/s", "step, ms", "share of the step")
-SHAPES = ((8, 128), (8, 1024), (1, 4096))
+LOADER_COLUMNS = (
+    "text",
+    "micro-batch x length",
+    "µs a batch",
+    "quartiles",
+    "M tokens/s",
+    "step, ms",
+    "share of the step",
+)
+PACKED, MIXTURE, DOCUMENTS = "packed", "mixture of two, packed", "documents, not packed"
+SHAPES = (
+    *((PACKED, shape) for shape in ((8, 128), (8, 1024), (1, 4096))),
+    *((kind, shape) for kind in (MIXTURE, DOCUMENTS) for shape in ((8, 128), (8, 1024))),
+)
+"""Kinds of text, and micro-batch and length of each batch."""
 NOTES = """\
 Medians over the turns, of the same text. *library*: `encode_batch` of the tokenizers library on text that is in memory,
 1 M characters at a time, and nothing done with what it returns; *without offsets*: its `encode_batch_fast`. *prepare*:
@@ -42,10 +55,11 @@ a part of it: it is read once for each split, when validation documents are held
 threads; *one thread*: of the calling one, in which nothing runs side by side. However many processors a machine has, it takes
 no less time than that."""
 LOADER_NOTES = """\
-The loader's batches, from shards that are in the system's file cache. *Step*: of a Llama of 4.2 M parameters on this
-machine, with that batch; the share is what the trainer logs (`perf/data_seconds` over `perf/step_seconds`). A faster
-machine or a larger model changes the step; the batch costs what it costs: at N tokens a second and rank, its share is
-N / (tokens/s of the loader)."""
+The loader's batches, from shards that are in the system's file cache. The mixture is of three parts of the text and one of
+`stories` (of `stdlib`, beside stories). Batches of documents are padded to their longest, and padding counts here as tokens
+do. *Step*: of a Llama of 4.2 M parameters on this machine, with that batch; the share is what the trainer logs
+(`perf/data_seconds` over `perf/step_seconds`). A faster machine or a larger model changes the step; the batch costs what it
+costs: at N tokens a second and rank, its share is N / (tokens/s of the loader)."""
 
 
 def library(tokenizer: PreTrainedTokenizerBase, batches: Sequence[Sequence[str]], fast: bool) -> int:
@@ -127,7 +141,7 @@ def load(task: dict[str, Any]) -> dict[str, Any]:
             *("parallel.replicas=1", "parallel.shards=1", "sync.method=local_sgd", NEVER, *ENDLESS),
             *(f"train.global_batch={micro_batch}", f"train.micro_batch={micro_batch}"),
             f"train.sequence_length={length}",
-            f"data.source={task['source']}",
+            *text_keys(task["kind"], task["source"]),
             f"data.tokenizer={task['tokenizer']}",
         ],
     )
@@ -139,12 +153,24 @@ def load(task: dict[str, Any]) -> dict[str, Any]:
             before = interval.step_seconds, interval.data_seconds
             trainer.train_step()
             steps.append((interval.step_seconds - before[0], interval.data_seconds - before[1]))
-        batches = [clocked(partial(_batch, trainer.loader))["seconds"] for _ in range(task["batches"])]
-    return {"batches": batches, "steps": steps}
+        batches = [clocked(partial(_batch, trainer.loader)) for _ in range(task["batches"])]
+    return {
+        "batches": [one["seconds"] for one in batches],
+        "tokens": [one["tokens"] for one in batches],
+        "steps": steps,
+    }
+
+
+def text_keys(kind: str, source: str) -> list[str]:
+    """Return the keys of a kind of text."""
+    if kind == MIXTURE:
+        other = "stdlib" if source == "stories" else "stories"
+        return [f"data.sources=[{{source: {source}, weight: 3}}, {{source: {other}, weight: 1}}]"]
+    return [f"data.source={source}", *(["data.packing=none"] if kind == DOCUMENTS else [])]
 
 
 def _batch(loader: Any) -> int:
-    return sum(batch.numel() for batch in loader.next())
+    return sum(batch.shape[0] * (batch.shape[1] - 1) for batch in loader.next())
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
@@ -175,16 +201,17 @@ def rows_of(found: Mapping[str, Sequence[Mapping[str, float]]], text_bytes: int)
     return rows
 
 
-def loader_row(shape: tuple[int, int], found: Mapping[str, Any]) -> Row:
+def loader_row(kind: str, shape: tuple[int, int], found: Mapping[str, Any]) -> Row:
     """A line of the second table."""
     low, middle, high = quartiles(found["batches"])
     step = statistics.median(seconds for seconds, _ in found["steps"])
     share = statistics.median(data / seconds for seconds, data in found["steps"])
     return (
+        kind,
         f"{shape[0]} x {shape[1]}",
         f"{1e6 * middle:.0f}",
         f"{1e6 * low:.0f} to {1e6 * high:.0f}",
-        f"{shape[0] * shape[1] / middle / 1e6:.1f}",
+        f"{statistics.mean(found['tokens']) / middle / 1e6:.1f}",
         f"{1000 * step:.0f}",
         f"{100 * share:.3f} %",
     )
@@ -205,7 +232,9 @@ def main() -> None:
     rows = rows_of(answer["found"], answer["bytes"])
     title = f"{answer['bytes'] / 1e6:.1f} MB of text in {answer['documents']:,} documents, {os.cpu_count()} processors"
     show(title, COLUMNS, rows)
-    loader_rows = [loader_row(shape, ask(__file__, 1, {"shape": shape, **task})) for shape in SHAPES]
+    loader_rows = [
+        loader_row(kind, shape, ask(__file__, 1, {"kind": kind, "shape": shape, **task})) for kind, shape in SHAPES
+    ]
     show("The loader", LOADER_COLUMNS, loader_rows)
     if options.write:
         tables = [markdown(COLUMNS, rows), NOTES, markdown(LOADER_COLUMNS, loader_rows), LOADER_NOTES]

@@ -95,6 +95,9 @@ class DataSection(Section):
     with the first block and tokenizes the others while it trains; the order is that of the seed and the source, whatever is
     there when; only for one text, `packed`. `auto`: `blocks` for a hub data set, `all` for files, without packing, and for
     mixtures and texts per replica. Later epochs always shuffle all."""
+    num_proc: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Number of processes that tokenize on a node, beside the one that reads the text, which share its cores; `null`: one for
+    every 4 cores, so none on a small machine. The tokens do not depend on it, nor does a continued run."""
     cache_dir: PathText = "data"
     """Folder of the token shards. They are prepared once per source and tokenizer."""
 

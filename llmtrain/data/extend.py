@@ -7,15 +7,12 @@ has tokenized since. The order of tokens does not depend on interruptions.
 
 from __future__ import annotations
 
-import itertools
-import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -25,24 +22,25 @@ import numpy as np
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import INDEX, Index, ShardWriter
 from llmtrain.data.order import block_of
-from llmtrain.data.sources import Split, TextStream, source_keys, splits_of
+from llmtrain.data.sources import Position, Split, TextStream, source_keys, splits_of
+from llmtrain.data.tokenizing import Batch, BatchTokenizer, Part, processes_of
 from llmtrain.files import atomic_write
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
-    Encoded = list[int] | Encoding
-
 BATCH_CHARACTERS = 1_000_000
-"""Characters tokenized per batch. A batch is spread over the cores."""
-PIECE_CHARACTERS = 1_000_000
-"""Maximum characters per piece. Longer documents are tokenized in pieces, to bound memory."""
+"""Characters tokenized per batch."""
+SMALLEST_BATCHES = 100
+"""Largest number of batches that are as large together as a full one."""
+CHARACTERS_PER_TOKEN = 6
+"""Characters of a token, at most, on average: a batch for a split that needs little has no more."""
 COMMIT_SECONDS = 60.0
 """Seconds of work that a killed process loses at most."""
 COUNTS = ("tokens", "documents", "text_bytes")
 RATE_SECONDS = 60.0
 """Seconds over which the rate of the progress line is measured."""
+NO_MARKS = ((0.0, 0, 0), (0.0, 0, 0))
 PLAIN_SECONDS = 10.0
 """Seconds between lines of progress if the output is not a terminal."""
 
@@ -65,7 +63,8 @@ def extend(
         if missing:
             starts = (folder.index.splits[split].position for split in missing)
             start = min(starts, key=lambda position: position.documents)
-            _read_on(folder, TextStream(data, key, start), missing, tokenizer, show_progress)
+            stream = TextStream(data, key, start)
+            _read_on(folder, stream, missing, tokenizer, data, show_progress)
 
 
 def _read_on(
@@ -73,88 +72,64 @@ def _read_on(
     stream: TextStream,
     missing: dict[Split, int],
     tokenizer: PreTrainedTokenizerBase,
+    data: DataSection,
     show_progress: bool,
 ) -> None:
     """Tokenize the stream until no split of `missing` lacks tokens, and commit it, whatever happens."""
-    label = f"{' and '.join(sorted(missing))} tokens"
+    label, together = f"{' and '.join(sorted(missing))} tokens", len(missing) > 1
     remaining = sum(tokens - folder.index.splits[split].tokens for split, tokens in missing.items())
     if sys.maxsize in missing.values():  # whole files, of which the number of tokens is unknown
         remaining = sys.maxsize
-    with ProgressBar(label, remaining, show_progress) as progress, folder.committed():
-        for texts in _batches(stream, folder, missing):
-            parts = _tokenize(tokenizer, texts)
-            folder.add(parts, list(missing), stream)
+    with (
+        ProgressBar(label, remaining, show_progress) as progress,
+        BatchTokenizer(tokenizer, folder.index.eos_id, processes_of(data.num_proc)) as batches,
+        folder.committed(),
+    ):
+        for tokenized, position in batches.in_order(_batches(stream, folder, missing)):
+            parts = {split: part for split, part in tokenized.items() if split in missing}
+            folder.add(parts, list(missing), position)
             progress.advance(
-                sum(part.text_bytes for part in parts.values()), sum(part.tokens for part in parts.values())
+                sum(part.text_bytes for part in parts.values()),
+                sum(part.tokens for part in parts.values()),
+                int(stream.bytes_read),
+                stream.bytes_read.total,
             )
             for split in [split for split, tokens in missing.items() if not folder.lacks(split, tokens)]:
                 del missing[split]
+            if together and [*missing] == ["validation"]:  # much more text is read than kept
+                together, label = (
+                    False,
+                    f"validation tokens, {100 * data.validation_fraction:g} % of the text that is read",
+                )
+                progress.go_on(label, folder.index.splits["validation"].tokens, missing["validation"])
             if not missing:
                 return
-        folder.end(missing, stream)
+        folder.end(missing, stream.position())
 
 
 def _batches(
     stream: TextStream, folder: _GrowingFolder, missing: Mapping[Split, int]
-) -> Iterator[list[tuple[Split, str]]]:
-    """Yield batches of those documents of `missing` that the folder does not have. `missing` shrinks meanwhile."""
+) -> Iterator[tuple[Batch, Position]]:
+    """Yield batches of those documents of `missing` that the folder does not have, each with the position after it. `missing`
+    shrinks meanwhile. Where a batch ends depends on the text alone, not on what is tokenized by then, so that the same
+    tokens are prepared by any number of processes."""
     starts = {split: folder.index.splits[split].position.documents for split in missing}
-    batch: list[tuple[Split, str]] = []
+    left = {split: CHARACTERS_PER_TOKEN * (missing[split] - folder.index.splits[split].tokens) for split in missing}
+    batch: Batch = []
     characters = 0
     for split, text in stream:
-        if split in missing and stream.documents > starts[split]:
-            batch.append((split, text))
+        if split in starts and stream.documents > starts[split]:
             characters += len(text)
+            left[split] -= len(text)
+            if split in missing:
+                batch.append((split, text))
         # a split that needs little must not wait for a full batch from a stream that is mostly the other split
-        most = max(tokens - folder.index.splits[split].tokens for split, tokens in missing.items())
-        if characters >= min(BATCH_CHARACTERS, 6 * most) or folder.is_due:
-            yield batch
+        enough = max(BATCH_CHARACTERS // SMALLEST_BATCHES, *left.values())
+        if characters >= min(BATCH_CHARACTERS, enough) or folder.is_due:
+            yield batch, stream.position()
             batch, characters = [], 0
     if batch:
-        yield batch
-
-
-@dataclass
-class _Part:
-    """Tokens that a batch adds to a split."""
-
-    pieces: list[tuple[Encoded, bool]] = field(default_factory=list)
-    """Token ids of the texts' pieces, in order, and whether a piece ends its text."""
-    tokens: int = 0
-    documents: int = 0
-    text_bytes: int = 0
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[tuple[Split, str]]) -> dict[Split, _Part]:
-    # tokenizers spreads a batch over the cores; setting this also silences its warning in processes that fork later
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    pieces = [
-        (split, text[start : start + PIECE_CHARACTERS], start + PIECE_CHARACTERS >= len(text))
-        for split, text in texts
-        for start in range(0, len(text), PIECE_CHARACTERS)
-    ]
-    encoded = encode(tokenizer, [piece for _, piece, _ in pieces]) if pieces else []
-    parts = {split: _Part() for split, _ in texts}
-    for ids, (split, piece, is_last) in zip(encoded, pieces, strict=True):
-        part = parts[split]
-        part.pieces.append((ids, is_last))
-        part.tokens += len(ids) + is_last
-        part.documents += is_last
-        part.text_bytes += len(piece.encode())
-    return parts
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> Sequence[Encoded]:
-    """Encode pieces of text. An eos token quoted in a document is encoded as ordinary text."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
-        return tokenizer(pieces, verbose=False, **options)["input_ids"]
-    # Same ids without transformers' single-threaded work on offsets, which takes a third of the time on two cores.
-    backend.encode_special_tokens = True
-    backend.no_truncation()
-    backend.no_padding()
-    return backend.encode_batch_fast(pieces, add_special_tokens=False)
+        yield batch, stream.position()
 
 
 class _GrowingFolder:
@@ -180,14 +155,14 @@ class _GrowingFolder:
     def is_due(self) -> bool:
         return time.monotonic() - self._committed >= COMMIT_SECONDS
 
-    def add(self, parts: Mapping[Split, _Part], read: Iterable[Split], at: TextStream) -> None:
-        """Add what was tokenized of the splits `read`. One thread writes while all cores tokenize the next batch."""
+    def add(self, parts: Mapping[Split, Part], read: Iterable[Split], position: Position) -> None:
+        """Add what was tokenized of the splits `read` up to a position. One thread writes while all cores tokenize the next
+        batch."""
         if self._writing is not None:
             self._writing.result()
         self._writing = self._pool.submit(self._write, parts)
-        position = at.position()
         for split in read:
-            entry, part = self.index.splits[split], parts.get(split, _Part())
+            entry, part = self.index.splits[split], parts.get(split, Part())
             if position.documents >= entry.position.documents:  # else this split was read further before
                 counts = {name: getattr(entry, name) + getattr(part, name) for name in COUNTS}
                 self._update(split, position=position, **counts)
@@ -202,23 +177,18 @@ class _GrowingFolder:
         tokens = self.index.splits["train"].tokens
         return self._report is not None and tokens > block_of(max(self._train_committed - 1, 0))[1]
 
-    def end(self, splits: Iterable[Split], at: TextStream) -> None:
+    def end(self, splits: Iterable[Split], position: Position) -> None:
         """Record that the source of these splits has ended."""
         for split in splits:
-            self._update(split, position=at.position(), exhausted=True)
+            self._update(split, position=position, exhausted=True)
 
     def _update(self, split: Split, **entries: object) -> None:
         entry = self.index.splits[split].model_copy(update=entries)
         self.index = self.index.model_copy(update={"splits": {**self.index.splits, split: entry}})
 
-    def _write(self, parts: Mapping[Split, _Part]) -> None:
-        end = np.array([self.index.eos_id], dtype=np.uint32)
+    def _write(self, parts: Mapping[Split, Part]) -> None:
         for split, part in parts.items():
-            arrays = (
-                (np.array(ids if isinstance(ids, list) else ids.ids, dtype=np.uint32), end[: int(is_last)])
-                for ids, is_last in part.pieces
-            )
-            self._writers[split].append(np.concatenate(list(itertools.chain.from_iterable(arrays))))
+            self._writers[split].append(part.ids(self.index.eos_id))
 
     @contextmanager
     def committed(self) -> Iterator[None]:
@@ -254,44 +224,63 @@ class _GrowingFolder:
 
 
 class ProgressBar:
-    """Counter of one split's text bytes and tokens, with a display of its progress toward the tokens needed."""
+    """Counter of text bytes and tokens, with a display of its progress toward the tokens needed or the end of the files."""
 
     def __init__(self, label: str, needed: int, show: bool) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
         self.label, self.text_bytes, self.tokens, self._needed = label, 0, 0, needed
+        self._files = 0
         self._console = Console(stderr=True, quiet=not show)
         # rich's bar shows nothing unless the console is a terminal; lines are printed instead
         columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
         self._task = self._bar.add_task(label, total=needed)
         self._shown = time.monotonic()
-        self._marks = deque([(self._shown, 0)])
-        """Times of the last RATE_SECONDS, and one before, and the tokens so far at each."""
+        self._marks: deque[tuple[float, int, int]] = deque()
+        """Times of the last RATE_SECONDS, and one before, the tokens so far and the bytes of files read at each."""
 
     def __enter__(self) -> Self:
         self._bar.start()
         return self
 
-    def advance(self, text_bytes: int, tokens: int) -> None:
+    def advance(self, text_bytes: int, tokens: int, read: int = 0, files: int = 0) -> None:
+        """Count a batch. By then `read` bytes of the `files` bytes of all files are read, also of what is only skipped; both
+        are 0 if that is not known."""
+        if not self._marks:  # a continued preparation has skipped what is there already, at another speed
+            self._marks.append((self._shown, self.tokens, read))
         self.text_bytes += text_bytes
         self.tokens += tokens
-        self._marks.append((time.monotonic(), self.tokens))
+        self._files = files
+        self._marks.append((time.monotonic(), self.tokens, read))
         while len(self._marks) > 2 and self._marks[1][0] <= self._marks[-1][0] - RATE_SECONDS:
             self._marks.popleft()
-        self._bar.update(self._task, completed=self.tokens, description=self.line())
+        done, total = (read, files) if self._needed == sys.maxsize and files else (self.tokens, self._needed)
+        self._bar.update(self._task, completed=done, total=total, description=self.line())
         if not self._console.is_terminal and time.monotonic() - self._shown >= PLAIN_SECONDS:
             self._shown = time.monotonic()
             self._print()
 
+    def go_on(self, label: str, tokens: int, needed: int) -> None:
+        """Show from now on how far another count is: it has `tokens` of the tokens `needed`."""
+        self.label, self.text_bytes, self.tokens, self._needed = label, 0, tokens, needed
+        self._marks.clear()
+        self._shown = time.monotonic()
+
     def line(self) -> str:
-        (first, before), (last, now) = self._marks[0], self._marks[-1]
-        rate = (now - before) / max(last - first, 1e-9)
+        (first, before, read_before), (last, now, read) = (self._marks[0], self._marks[-1]) if self._marks else NO_MARKS
+        seconds = max(last - first, 1e-9)
+        rate = (now - before) / seconds
         counts = f"{self.text_bytes / 1e6:,.1f} MB, {self.tokens / 1e6:,.2f} M tokens"
         line = f"{self.label}: {counts}, {rate / 1e6:.2f} M tokens/s"
-        if 0 < self.tokens < self._needed < sys.maxsize and rate > 0:  # a file's number of tokens is unknown
-            line += f", {(self._needed - self.tokens) / rate / 60:.0f} min left"
+        left = []
+        if 0 < self.tokens < self._needed < sys.maxsize and rate > 0:
+            left.append((self._needed - self.tokens) / rate)
+        if read_before < read < self._files:
+            left.append((self._files - read) / (read - read_before) * seconds)
+        if left:
+            line += f", {min(left) / 60:.0f} min left"
         return line
 
     def __exit__(
@@ -299,6 +288,7 @@ class ProgressBar:
     ) -> None:
         self._bar.stop()
         if kind is None:
+            self._files = 0  # nothing is left, also of files whose rest has no text
             self._print()
 
     def _print(self) -> None:

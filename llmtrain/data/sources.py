@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from llmtrain.config import DataSection
+from llmtrain.data.bytes_read import BytesRead
 from llmtrain.data.python_files import LIBRARY, PYTHON, STDLIB, PythonText, package_named, python_text, read_stdlib
 from llmtrain.errors import DataError, first_line
 from llmtrain.files import local_path
@@ -64,6 +67,8 @@ class TextStream:
         self._data, self._key, self._start = data, key, start or Position()
         self.documents = self._start.documents
         """Number of documents up to and including the last one yielded."""
+        self.bytes_read = BytesRead()
+        """How far the files are read; of the hub it is not known."""
         self._hub: _HubDataset | None = None
 
     def __iter__(self) -> Iterator[tuple[Split, str]]:
@@ -74,7 +79,7 @@ class TextStream:
             self._hub = _HubDataset(data, split or data.split, self._key, self._start)
             texts: Iterator[tuple[str | None, str]] = ((None, text) for text in self._hub)
         else:
-            texts = islice(_read(data, self._key), self._start.documents, None)
+            texts = islice(_read(data, self._key, self.bytes_read), self._start.documents, None)
         splits = splits_of(data, self._key)
         chosen = _python_text().validation_packages(data.validation_fraction) if data.source == PYTHON else set()
         for package, text in texts:
@@ -129,23 +134,24 @@ def fingerprint(data: DataSection) -> dict[str, Any]:
     return identity
 
 
-def _read(data: DataSection, key: SourceKey) -> Iterator[tuple[str | None, str]]:
+def _read(data: DataSection, key: SourceKey, read: BytesRead) -> Iterator[tuple[str | None, str]]:
     """Yield all documents of a text on this machine, `data.source` or `data.validation`, whichever `key` names, each after
     the name of its package if it is of one."""
     if data.source == PYTHON and key == "data.source":
-        yield from _python_text().documents()
-    else:
-        yield from ((None, text) for text in _read_plain(data, key))
-
-
-def _read_plain(data: DataSection, key: SourceKey) -> Iterator[str]:
-    if data.source == STORIES and key == "data.source":
-        yield from islice(_read_txt(_stories_file(), DataSection()), 1, None)
+        yield from read.texts(_python_text().documents(), sum(record.bytes for record in _python_text().records))
     elif data.source == STDLIB and key == "data.source":
-        yield from read_stdlib()
+        yield from read.texts(((None, text) for text in read_stdlib()), package_named(LIBRARY).record.bytes)
     else:
-        for path in _files(data.source if key == "data.source" else data.validation or "", key):
-            yield from _reader(path)(path, data)
+        yield from ((None, text) for text in _read_files(data, key, read))
+
+
+def _read_files(data: DataSection, key: SourceKey, read: BytesRead) -> Iterator[str]:
+    if data.source == STORIES and key == "data.source":
+        for path in read.files([_stories_file()]):
+            yield from islice(_read_txt(path, DataSection(), read), 1, None)
+    else:
+        for path in read.files(_files(data.source if key == "data.source" else data.validation or "", key)):
+            yield from _reader(path)(path, data, read)
 
 
 def _held_out(text: str, fraction: float) -> bool:
@@ -208,11 +214,12 @@ def _stamps(files: list[Path]) -> list[tuple[str, int, int]]:
     return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
-def _read_txt(path: Path, data: DataSection) -> Iterator[str]:
+def _read_txt(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
     """Yield the documents between separators, stripped. At most one document and one chunk are in memory."""
     rest = ""
     try:
-        with _opener(path)(path, "rt", encoding="utf-8") as file:
+        with path.open("rb") as raw, io.TextIOWrapper(_unzipped(path, raw), encoding="utf-8") as file:
+            read.follow(raw, path.stat().st_size)
             while chunk := file.read(1 << 20):
                 rest += chunk
                 if data.separator:
@@ -228,9 +235,10 @@ def _read_txt(path: Path, data: DataSection) -> Iterator[str]:
         yield rest.strip()
 
 
-def _read_jsonl(path: Path, data: DataSection) -> Iterator[str]:
+def _read_jsonl(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
     try:
-        with _opener(path)(path, "rb") as lines:
+        with path.open("rb") as raw, _unzipped(path, raw) as lines:
+            read.follow(raw, path.stat().st_size)
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
@@ -249,8 +257,8 @@ def _read_jsonl(path: Path, data: DataSection) -> Iterator[str]:
 DAMAGED_GZIP = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
-def _opener(path: Path) -> Callable[..., IO[Any]]:
-    return gzip.open if path.suffix.lower() == ".gz" else open
+def _unzipped(path: Path, raw: io.BufferedReader) -> io.BufferedReader | gzip.GzipFile:
+    return gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
@@ -261,7 +269,7 @@ def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"{path}: can't be read ({error.strerror}); look at its permissions and its disk")
 
 
-def _read_parquet(path: Path, data: DataSection) -> Iterator[str]:
+def _read_parquet(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
     import pyarrow
     import pyarrow.parquet
 
@@ -269,14 +277,17 @@ def _read_parquet(path: Path, data: DataSection) -> Iterator[str]:
         with pyarrow.parquet.ParquetFile(path) as table:
             if data.text_key not in table.schema_arrow.names:
                 raise DataError(_no_column(path, data.text_key, table.schema_arrow.names))
+            rows, size = 0, path.stat().st_size
             for batch in table.iter_batches(batch_size=1024, columns=[data.text_key]):
+                rows += len(batch)
+                read.current = partial(int, size * rows / table.metadata.num_rows)
                 for row in batch.to_pylist():
                     yield from _text(row, data.text_key, path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: can't be read as parquet ({first_line(error)}); copy it again") from None
 
 
-READERS: dict[str, Callable[[Path, DataSection], Iterator[str]]] = {
+READERS: dict[str, Callable[[Path, DataSection, BytesRead], Iterator[str]]] = {
     ".txt": _read_txt,
     ".txt.gz": _read_txt,
     ".jsonl": _read_jsonl,
@@ -286,7 +297,7 @@ READERS: dict[str, Callable[[Path, DataSection], Iterator[str]]] = {
 }
 
 
-def _reader(path: Path) -> Callable[[Path, DataSection], Iterator[str]] | None:
+def _reader(path: Path) -> Callable[[Path, DataSection, BytesRead], Iterator[str]] | None:
     return next((reader for ending, reader in READERS.items() if path.name.lower().endswith(ending)), None)
 
 

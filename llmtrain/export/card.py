@@ -18,6 +18,7 @@ from llmtrain.data.sources import HUB
 from llmtrain.export.folder import Manifest
 from llmtrain.export.request import WeightSource
 from llmtrain.export.source import Source
+from llmtrain.export.text_marks import describe_marks
 from llmtrain.recipe_loader import resolved_yaml
 from llmtrain.train.loggers import format_si
 
@@ -116,9 +117,8 @@ def _usage(source: Source) -> str:
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         "model = AutoModelForCausalLM.from_pretrained(FOLDER)\n"
         "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n```\n\n"
-        f"In training every text ended with `{source.load_tokenizer().eos_token}` and nothing else was added: begin a "
-        "prompt with `tokenizer.eos_token_id`, and encode with `add_special_tokens=False`. A special token that a text "
-        "spells out is text like any other (`split_special_tokens`), as it was in training."
+        f"{describe_marks(source.recipe.data, f'`{source.load_tokenizer().eos_token}`')} Encode with `add_special_tokens=False`. A special "
+        "token that a text spells out is text like any other (`split_special_tokens`)."
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from llmtrain.data.extend import encode
+from llmtrain.data.tokenizing import encode
 from llmtrain.errors import TrainingError
 from llmtrain.export.source import ChosenWeights
 from llmtrain.model import PREFIX, LanguageModel, build, named_weights

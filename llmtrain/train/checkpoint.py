@@ -41,7 +41,7 @@ from llmtrain.train.checkpoint_files import (
     step_of,
 )
 from llmtrain.train.rank_errors import raise_on_all
-from llmtrain.train.run_dir import check_same_recipe
+from llmtrain.train.run_dir import check_order, check_same_recipe
 from llmtrain.train.run_length import LengthChange
 from llmtrain.waiting import announced
 
@@ -158,6 +158,7 @@ class Checkpointer:
         """
         state, length = read_state(path), None
         if self.recipe is not None and "recipe" in state:
+            check_order(state["recipe"], self.recipe, str(path))
             there = stored_recipe(state["recipe"], str(path))
             # The checkpoint may have been copied into the folder of a run with another name.
             check_same_recipe(there, self.recipe, str(path), ignored=["run.name"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 
 from llmtrain.config import Recipe
 from llmtrain.data.dataset import TOKENIZER
+from llmtrain.data.stream import shuffles_in_blocks
 from llmtrain.errors import CheckpointError, RecipeError
 from llmtrain.files import atomic_write, check_path, lock_holder, write_lock_holder
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml, stored_recipe
@@ -31,6 +32,7 @@ RESUMABLE_KEYS = (
     "log",
     "eval",
     "data.cache_dir",
+    "data.num_proc",
     "data.per_replica",
     "train.steps",
     "train.tokens",
@@ -199,6 +201,16 @@ def check_same_recipe(there: Recipe, recipe: Recipe, where: str, ignored: Sequen
     if changed:
         raise RecipeError(
             f"{where} holds a run of another recipe ({'; '.join(changed)}); choose another run.name, or delete that folder"
+        )
+
+
+def check_order(there: Mapping[str, Any], recipe: Recipe, where: str) -> None:
+    """Raise RecipeError if the run whose stored recipe is `there` was written before data.shuffle existed, and shuffled all
+    samples of a text that the same recipe reads in blocks now."""
+    if "shuffle" not in there["data"] and shuffles_in_blocks(recipe.data):
+        raise RecipeError(
+            f"{where} is of a version without data.shuffle, in which a run shuffled all samples of {recipe.data.source}; now it "
+            "reads them in blocks, so it would skip some and repeat others; continue it with that version, or choose another run.name"
         )
 
 

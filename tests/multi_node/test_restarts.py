@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 import subprocess
+import sysconfig
 import time
 from pathlib import Path
 
 import pytest
 
 from llmtrain.compare.cluster import Host, HostLimits, virtual_cluster
+from llmtrain.config import DataSection
+from llmtrain.data.dataset import TOKENIZER
+from llmtrain.data.prepare import prepare
 from tests.end_to_end.runs import Runs, exact_lines, ranks_of
 from tests.mother import Process
 from tests.multi_node.runs import PORT, ends, errors, needs_hosts, start
@@ -98,6 +104,41 @@ def test_a_host_that_goes_away(runs: Runs, choice: str) -> None:
         assert "node 1 on host1: nothing was heard of its launcher" in first[1]
         assert "error: node 0 on host0 failed: node 1 on host1: nothing was heard" in third[1]
         assert (runs.path(name) / "checkpoints/step-00000006").exists()
+
+
+@pytest.mark.deep
+def test_a_site_that_goes_away_leaves_the_others_to_their_own_texts(runs: Runs, tmp_path: Path) -> None:
+    """Its text is gone with it, and its place in the text stays in the checkpoint."""
+    library = Path(sysconfig.get_path("stdlib"))
+    for site, modules in {"a": ("heapq", "textwrap"), "b": ("queue", "shlex"), "c": ("bisect", "argparse")}.items():
+        text = "".join((library / f"{module}.py").read_text() for module in modules)
+        (tmp_path / f"{site}.txt").write_text("\n<|endoftext|>\n".join(text.split("\n\n")))
+    trained = prepare(
+        DataSection(source=f"{tmp_path}/a.txt", tokenizer="train:400", cache_dir=f"{tmp_path}/data"), 1, 1
+    )
+    entries = ", ".join(f"{{source: {tmp_path}/{site}.txt}}" for site in "abc")
+    texts = (
+        "data.source=null",
+        f"data.per_replica=[{entries}]",
+        f"data.tokenizer={trained.directory / TOKENIZER}",
+        f"data.cache_dir={tmp_path}/tokens",
+        "data.validation_fraction=0.2",
+    )
+    with virtual_cluster([HostLimits()] * 3) as hosts:
+        launchers = train_sh(hosts, runs, "sites", *LONG, *texts, "run.on_replica_loss=continue", "run.restarts=1")
+        runs.wait_for("sites", 6)
+        hosts[1].kill()
+        (tmp_path / "b.txt").unlink()
+        for folder in (tmp_path / "tokens").glob("b-*"):
+            shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+        first, _, third = ends(launchers, SECONDS)
+    assert first[0] == third[0] == 0, (first, third)
+    assert "its ranks are started again on 2 of 3 nodes" in first[1]
+    assert [line["step"] for line in runs.lines("sites") if "train/loss" in line] == list(range(1, 31))
+    texts_read = json.loads((runs.path("sites") / "summary.json").read_text())["texts"]
+    read = {name: text["sequences"] for name, text in texts_read.items()}
+    assert sum(read.values()) == 30 * 12 and read["a"] == read["c"] > 2 * read["b"] > 0
+    assert texts_read["a"]["eval_loss"] > 0 and texts_read["b"]["eval_loss"] is None
 
 
 @pytest.mark.deep

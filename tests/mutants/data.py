@@ -86,9 +86,9 @@ MUTANTS = [
     ),
     Mutant(
         "prepare: eos after every piece of a document",
-        "llmtrain/data/extend.py",
-        "end[: int(is_last)])",
-        "end)",
+        "llmtrain/data/tokenizing.py",
+        "end[: int(is_last)]]",
+        "end]",
         ("tests/unit/test_data_prepare.py",),
     ),
     Mutant(
@@ -100,7 +100,7 @@ MUTANTS = [
     ),
     Mutant(
         "prepare: a quoted eos ends a document",
-        "llmtrain/data/extend.py",
+        "llmtrain/data/tokenizing.py",
         "backend.encode_special_tokens = True",
         "backend.encode_special_tokens = False",
         ("tests/unit/test_data_prepare.py",),
@@ -139,8 +139,8 @@ MUTANTS = [
     Mutant(
         "prepare: a split that was read further is read again",
         "llmtrain/data/extend.py",
-        "if split in missing and stream.documents > starts[split]:",
-        "if split in missing:",
+        "if split in starts and stream.documents > starts[split]:",
+        "if split in starts:",
         ("tests/unit/test_data_prepare.py",),
     ),
     Mutant(
@@ -257,8 +257,8 @@ MUTANTS = [
     Mutant(
         "stories: the notice is a story",
         "llmtrain/data/sources.py",
-        "islice(_read_txt(_stories_file(), DataSection()), 1, None)",
-        "_read_txt(_stories_file(), DataSection())",
+        "islice(_read_txt(path, DataSection(), read), 1, None)",
+        "_read_txt(path, DataSection(), read)",
         STORIES,
     ),
     Mutant(
@@ -278,8 +278,8 @@ MUTANTS = [
     Mutant(
         "stories: a user's separator cuts them",
         "llmtrain/data/sources.py",
-        "_read_txt(_stories_file(), DataSection())",
-        "_read_txt(_stories_file(), data)",
+        "_read_txt(path, DataSection(), read)",
+        "_read_txt(path, data, read)",
         STORIES,
     ),
     Mutant(

@@ -145,8 +145,10 @@ def test_texts_rows() -> None:
     rows = data.rows_of(found, text_bytes=20_000_000)
     assert rows[0] == (data.PLAIN, "2.00", "2.00 to 2.00", "10.0", "3.00", "1.00", "4.00", "1.00")
     assert rows[1] == (data.READ, "0.50", "0.50 to 0.50", "40.0", "", "", "0.50", "0.50")
-    row = data.loader_row((8, 128), {"batches": [1e-4, 2e-4, 3e-4], "steps": [(0.5, 0.001)] * 3})
-    assert row == ("8 x 128", "200", "100 to 300", "5.1", "500", "0.200 %")
+    row = data.loader_row(
+        "packed", (8, 128), {"batches": [1e-4, 2e-4, 3e-4], "tokens": [1024] * 3, "steps": [(0.5, 0.001)] * 3}
+    )
+    assert row == ("packed", "8 x 128", "200", "100 to 300", "5.1", "500", "0.200 %")
     assert len(rows[0]) == len(data.COLUMNS) and len(row) == len(data.LOADER_COLUMNS)
     assert list(map(len, data.batched(["x" * 750_000] * 5))) == [2, 2, 1]
 

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from llmtrain import __version__
 from llmtrain.cli import app, main
 from llmtrain.config import Recipe
-from llmtrain.data import extend
+from llmtrain.data import extend, tokenizing
 from llmtrain.eval import arguments, command
 from llmtrain.plan import hardware
 from llmtrain.recipe_schema import file_schema
@@ -186,7 +186,7 @@ def test_a_spawned_worker_that_imports_the_main_module_runs_no_command() -> None
 
 
 def test_an_interrupted_preparation_says_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, tokenize, calls = tmp_path / "data", extend._tokenize, []
+    folder, tokenize, calls = tmp_path / "data", tokenizing.tokenize, []
     keys = [f"data.source={write_text(tmp_path)}", "data.tokenizer=train:400", f"data.cache_dir={folder}", *SHORT]
 
     def interrupted(*arguments: Any) -> Any:
@@ -196,7 +196,7 @@ def test_an_interrupted_preparation_says_what_it_keeps(tmp_path: Path, monkeypat
         return tokenize(*arguments)
 
     monkeypatch.setattr(extend, "BATCH_CHARACTERS", 2000)
-    monkeypatch.setattr(extend, "_tokenize", interrupted)
+    monkeypatch.setattr(tokenizing, "tokenize", interrupted)
     code, output = run_here(["prepare", RECIPE, *keys, "eval.tokens=64", "data.validation_fraction=0.2"])
     kept = re.search(
         r"^stopped: \S+ keeps ([\d,]+) train and [\d,]+ validation tokens; the same command continues$", output, re.M

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llmtrain.config import DataSection
-from llmtrain.data import dataset
+from llmtrain.data import dataset, tokenizing
 from llmtrain.data import extend as extending
 from llmtrain.data import prepare as module
 from llmtrain.data.dataset import ShardWriter, TokenDataset, TokenShards, open_dataset
@@ -38,7 +38,7 @@ def data(tmp_path: Path) -> DataSection:
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extending, "BATCH_CHARACTERS", 1000)
-    monkeypatch.setattr(extending, "PIECE_CHARACTERS", 40)
+    monkeypatch.setattr(tokenizing, "PIECE_CHARACTERS", 40)
 
 
 def texts_of(prepared: TokenDataset, split: str) -> list[str]:
@@ -133,13 +133,13 @@ def test_other_choices_go_to_other_folders(data: DataSection, tmp_path: Path) ->
 @pytest.fixture
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts that are tokenized from now on."""
-    texts, tokenize = [], extending._tokenize
+    texts, tokenize = [], tokenizing.tokenize
 
     def counted(tokenizer: object, batch: list[tuple[str, str]]) -> object:
         texts.extend(text for _, text in batch)
         return tokenize(tokenizer, batch)
 
-    monkeypatch.setattr(extending, "_tokenize", counted)
+    monkeypatch.setattr(tokenizing, "tokenize", counted)
     return texts
 
 

@@ -18,6 +18,7 @@ from llmtrain.data.prepare import prepare
 from llmtrain.data.token_files import read_header
 from llmtrain.errors import DataError, UserError
 from llmtrain.export import token_export
+from llmtrain.export.text_marks import describe_marks
 from llmtrain.export.token_export import KINDS, check_kind, export_tokens
 from tests.unit.token_file_writers import EOS, VOCABULARY, write_llm_c, write_megatron, write_tokenizer
 
@@ -301,3 +302,34 @@ def test_an_export_replaces_only_an_export(ours: tuple[DataSection, TokenDataset
         "train.bin",
         "val.bin",
     ]
+
+
+def test_a_model_card_says_what_was_between_texts(ours: tuple[DataSection, TokenDataset], tmp_path: Path) -> None:
+    """That every text ended with eos is said of text that llmtrain tokenized; of token files, what is in them."""
+    hub = DataSection(source="hf:owner/name")
+    separated = tokens_in(made_by(tmp_path / "separated", documents([20] * 20)), validation_fraction=0.2)
+    write_tokenizer(tmp_path / "joined/tokenizer")
+    write_megatron(tmp_path / "joined/a.bin", np.arange(400) % 5, "<u2", lengths=[100, 250, 50])
+    joined = tokens_in(tmp_path / "joined", validation_fraction=0.2)
+    for data in (separated, joined):
+        prepare(data, *NEEDED)
+    for data, said in (
+        (hub, "In training every text ended with <e> and nothing else was added: begin a prompt"),
+        (ours[0].model_copy(update={"packing": "none"}), "In training every text ended with <e> and"),
+        (separated, "In training <e> was between texts, as in the token files that were read: begin a prompt"),
+        (joined, "In training all texts were read from token files in which <e> does not occur: "),
+        (
+            DataSection(source="gone.bin"),
+            "In training <e> was between texts, unless token files were read that lack it: ",
+        ),
+        (
+            DataSection(
+                sources=({"source": "stories"}, {"source": joined.source}),
+                tokenizer=joined.tokenizer,
+                cache_dir=joined.cache_dir,
+                validation_fraction=0.2,
+            ),
+            "In training some texts were read from token files",
+        ),
+    ):
+        assert describe_marks(data, "<e>").startswith(said), data.source

@@ -192,17 +192,17 @@ def test_few_shards_are_open_at_a_time(data: DataSection, expected: list[int], m
 
 SMALL = """
 import sys
-from llmtrain.data import background, extend, order
+from llmtrain.data import background, extend, order, tokenizing
 extend.BATCH_CHARACTERS, background.STATUS_SECONDS = 1000, 0.0
 order.FIRST_BLOCK, order.LARGEST_BLOCK = 600, 2400
-tokenize, count = extend._tokenize, 0
+tokenize, count = tokenizing.tokenize, 0
 def counted(*arguments):
     global count
     count += 1
     if count == {batches}:
         {then}
     return tokenize(*arguments)
-extend._tokenize = counted
+tokenizing.tokenize = counted
 from llmtrain.errors import exit_with_status
 exit_with_status(background.main)
 """

@@ -40,6 +40,8 @@ PROCESSES = {
 ZERO = {"edit_1b_zero1": (1, False), "edit_7b_zero3": (3, False), "edit_7b_zero_offload": (3, True)}
 ZERO_ON_CPU = {"edit_llama_stdlib_zero3": (3, False)}
 """Recipes of DeepSpeed's engine: ZeRO's stage, and whether it offloads."""
+SEVERAL_TEXTS = {"mixture": ["stories", "stdlib"], "two_sites": ["stories", "stdlib"]}
+"""Recipes with several texts, and these."""
 TEXTS = {
     "stories",
     "stdlib",
@@ -134,7 +136,7 @@ def test_a_recipe_of_a_method_has_a_synchronous_partner(recipes: dict[str, Recip
     models = {
         name: name.removeprefix(f"{method}_") for name, method in parts.items() if name not in {**ZERO, **ZERO_ON_CPU}
     }
-    assert recipes.keys() - models.keys() == {"quickstart", *ZERO, *ZERO_ON_CPU}
+    assert recipes.keys() - models.keys() == {"quickstart", *SEVERAL_TEXTS, *ZERO, *ZERO_ON_CPU}
     assert set(models.values()) == PROCESSES.keys()
     assert not [model for model in models.values() if f"synchronous_{model}" not in recipes]
 
@@ -154,9 +156,21 @@ def test_recipes_of_zero_change_the_engine_alone(recipes: dict[str, Recipe]) -> 
 def test_every_engine_text_model_and_method_occurs(recipes: dict[str, Recipe]) -> None:
     engines = get_args(ParallelSection.model_fields["engine"].annotation)
     assert {recipe.parallel.engine for recipe in recipes.values()} == set(engines)
-    assert {recipe.data.source for recipe in recipes.values()} == TEXTS
+    assert {text.source for recipe in recipes.values() for text in recipe.data.texts().values()} == TEXTS
     assert {recipe.model.type for recipe in recipes.values()} == {"llama", "gpt_neo"}
     assert {recipe.sync.method for recipe in recipes.values()} == METHODS.keys()
+
+
+def test_recipes_of_several_texts_are_the_quickstart_on_these(recipes: dict[str, Recipe]) -> None:
+    for name, texts in SEVERAL_TEXTS.items():
+        recipe = recipes[name]
+        assert [text.source for text in recipe.data.texts().values()] == texts
+        changed = {
+            key.partition(":")[0].partition("=")[0] for key in map(str, differences(recipes["quickstart"], recipe))
+        }
+        assert all(key.startswith(("run.name", "data.")) for key in changed), changed
+        check(recipe, 4)
+    assert recipes["mixture"].data.sources and recipes["two_sites"].data.per_replica
 
 
 @pytest.mark.parametrize("method", METHODS)

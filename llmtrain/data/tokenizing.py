@@ -1,0 +1,203 @@
+"""Tokenizing of batches of text, in this process or in several, with results in the order of the batches.
+
+One process reads the text, because reading costs a fifteenth of tokenizing or less. Other processes
+(`data.num_proc`) take whole batches in turn. A single one also uses all cores, by the threads of the tokenizers library,
+but reads and tokenizes in turns, waits for the longest document of each batch, and converts all ids in one thread.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import numpy as np
+
+from llmtrain.data.sources import Split
+from llmtrain.errors import DataError, panics_as_errors, reason
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from transformers import PreTrainedTokenizerBase
+
+    Encoded = list[int] | np.ndarray | Encoding
+
+PIECE_CHARACTERS = 1_000_000
+"""Maximum characters per piece. Longer documents are tokenized in pieces, to bound memory."""
+FIRST_BATCHES = 16
+"""Number of batches that this process tokenizes itself, so that a small text does not wait for processes to start."""
+CORES_PER_PROCESS = 4
+"""Cores for each process if `data.num_proc` is null."""
+QUEUED = 2
+"""Batches for each process that are tokenized or wait for that."""
+
+Batch = list[tuple[Split, str]]
+Place = TypeVar("Place")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens that a batch adds to a split."""
+
+    pieces: list[tuple[Encoded, bool]] = field(default_factory=list)
+    """Token ids of the texts' pieces, in order, and whether eos follows."""
+    tokens: int = 0
+    documents: int = 0
+    text_bytes: int = 0
+
+    def ids(self, eos_id: int) -> np.ndarray:
+        """Return all token ids, as uint32."""
+        end = np.array([eos_id], dtype=np.uint32)
+        arrays = [np.empty(0, dtype=np.uint32)]
+        for encoded, is_last in self.pieces:
+            ids = encoded if isinstance(encoded, list | np.ndarray) else encoded.ids
+            arrays += [np.asarray(ids, dtype=np.uint32), end[: int(is_last)]]
+        return np.concatenate(arrays)
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Batch) -> dict[Split, Part]:
+    """Tokenize a batch. Raises DataError if the tokenizer can't."""
+    # tokenizers spreads a batch over the cores; setting this also silences its warning in processes that fork later
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    pieces = [
+        (split, text[start : start + PIECE_CHARACTERS], start + PIECE_CHARACTERS >= len(text))
+        for split, text in texts
+        for start in range(0, len(text), PIECE_CHARACTERS)
+    ]
+    try:
+        with panics_as_errors():
+            encoded = encode(tokenizer, [piece for _, piece, _ in pieces]) if pieces else []
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise DataError(f"data.tokenizer: it can't tokenize a part of the text ({reason(error)})") from error
+    parts: dict[Split, Part] = {}
+    for ids, (split, piece, is_last) in zip(encoded, pieces, strict=True):
+        part = parts.get(split, Part())
+        part.pieces.append((ids, is_last))
+        parts[split] = replace(
+            part,
+            tokens=part.tokens + len(ids) + is_last,
+            documents=part.documents + is_last,
+            text_bytes=part.text_bytes + len(piece.encode()),
+        )
+    return parts
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> Sequence[Encoded]:
+    """Encode pieces of text. An eos token quoted in a document is encoded as ordinary text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
+        return tokenizer(pieces, verbose=False, **options)["input_ids"]
+    # Same ids without transformers' single-threaded work on offsets, which takes a third of the time on two cores.
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
+    return backend.encode_batch_fast(pieces, add_special_tokens=False)
+
+
+def processes_of(num_proc: int | None) -> int:
+    """Return the number of processes that tokenize on this machine for a value of `data.num_proc`."""
+    return num_proc or max(1, _cores() // CORES_PER_PROCESS)
+
+
+class BatchTokenizer:
+    """Tokenizer of batches, in `processes` processes if there is more than one. Use it as a context manager."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_id: int, processes: int) -> None:
+        self._tokenizer, self._eos_id, self._processes = tokenizer, eos_id, processes
+        self._pool: ProcessPoolExecutor | None = None
+        self._batches = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def in_order(self, batches: Iterable[tuple[Batch, Place]]) -> Iterator[tuple[dict[Split, Part], Place]]:
+        """Yield the tokens of each batch with the place that came with it, in order. If reading the batches fails, the
+        tokens of those read before come first. Raises DataError if a process ends early."""
+        waiting: deque[tuple[Future[dict[Split, Part]], Place]] = deque()
+        try:
+            for batch, place in batches:
+                waiting.append((self._submit(batch), place))
+                while waiting and (len(waiting) >= QUEUED * self._processes or waiting[0][0].done()):
+                    yield self._result(waiting.popleft())
+        except DataError:  # of the source; text that was read before it is not lost
+            while waiting:
+                yield self._result(waiting.popleft())
+            raise
+        while waiting:
+            yield self._result(waiting.popleft())
+
+    def _submit(self, batch: Batch) -> Future[dict[Split, Part]]:
+        self._batches += 1
+        if self._processes == 1 or self._batches <= FIRST_BATCHES:
+            done: Future[dict[Split, Part]] = Future()
+            done.set_result(tokenize(self._tokenizer, batch))
+            return done
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(
+                self._processes,
+                multiprocessing.get_context("spawn"),
+                _begin,
+                (self._tokenizer, self._eos_id, max(1, _cores() // self._processes)),
+            )
+        try:
+            return self._pool.submit(_tokenize_here, batch)
+        except BrokenProcessPool:
+            raise self._ended() from None
+
+    def _result(self, found: tuple[Future[dict[Split, Part]], Place]) -> tuple[dict[Split, Part], Place]:
+        future, place = found
+        try:
+            return future.result(), place
+        except BrokenProcessPool:
+            raise self._ended() from None
+
+    def _ended(self) -> DataError:
+        return DataError(
+            f"data.num_proc={self._processes}: a process that tokenizes was killed, or could not start; start the same command "
+            "again, with a smaller data.num_proc if memory is short"
+        )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_here: tuple[PreTrainedTokenizerBase, int]
+"""Tokenizer of this process, one of several, and the id of its eos token."""
+
+
+def _begin(tokenizer: PreTrainedTokenizerBase, eos_id: int, threads: int) -> None:
+    """Prepare a process. It ends when the one that started it does, however that ends."""
+    global _here
+    _here = tokenizer, eos_id
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that reads
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+def _tokenize_here(batch: Batch) -> dict[Split, Part]:
+    tokenizer, eos_id = _here
+    parts = tokenize(tokenizer, batch).items()
+    return {split: replace(part, pieces=[(part.ids(eos_id), False)]) for split, part in parts}

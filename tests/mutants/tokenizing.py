@@ -1,0 +1,74 @@
+"""Mistakes in tokenizing by several processes, and in what is said of its progress."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+TESTS = ("tests/unit/test_data_num_proc.py",)
+PROGRESS = ("tests/unit/test_data_progress.py",)
+
+MUTANTS = [
+    Mutant(
+        "num_proc: batches are taken as they are completed",
+        "llmtrain/data/tokenizing.py",
+        "yield self._result(waiting.popleft())\n        except",
+        "yield self._result(waiting.pop())\n        except",
+        TESTS,
+    ),
+    Mutant(
+        "num_proc: a split gets more than one process would give it",
+        "llmtrain/data/extend.py",
+        "parts = {split: part for split, part in tokenized.items() if split in missing}",
+        "parts = tokenized",
+        TESTS,
+    ),
+    Mutant(
+        "num_proc: text that was read before an error is lost",
+        "llmtrain/data/tokenizing.py",
+        "        except DataError:  # of the source; text that was read before it is not lost\n            while waiting:\n",
+        "        except DataError:\n            while False:\n",
+        TESTS,
+    ),
+    Mutant(
+        "num_proc: processes are left behind",
+        "llmtrain/data/tokenizing.py",
+        "    threading.Thread(target=_end_with_parent, daemon=True).start()\n",
+        "",
+        TESTS,
+    ),
+    Mutant(
+        "progress: what is skipped counts as speed",
+        "llmtrain/data/extend.py",
+        "self._marks.append((self._shown, self.tokens, read))",
+        "self._marks.append((self._shown, self.tokens, 0))",
+        PROGRESS,
+    ),
+    Mutant(
+        "progress: each file begins at no bytes",
+        "llmtrain/data/bytes_read.py",
+        "self._before, self.current = self._before + size, int",
+        "self.current = int",
+        PROGRESS,
+    ),
+    Mutant(
+        "shuffle: an old checkpoint goes on in another order",
+        "llmtrain/train/checkpoint.py",
+        '            check_order(state["recipe"], self.recipe, str(path))\n',
+        "",
+        ("tests/distributed/test_train_text.py",),
+    ),
+    Mutant(
+        "card: every text ended with eos, also of token files without it",
+        "llmtrain/export/text_marks.py",
+        "return _Marks.EOS if ready_made.has_eos else _Marks.NONE",
+        "return _Marks.EOS",
+        ("tests/unit/test_data_ready_made.py",),
+    ),
+    Mutant(
+        "progress: the wait for validation tokens alone has no line",
+        "llmtrain/data/extend.py",
+        'if together and [*missing] == ["validation"]:',
+        "if False:",
+        PROGRESS,
+    ),
+]
