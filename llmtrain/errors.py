@@ -58,6 +58,12 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
+def kind_of(value: object) -> str:
+    """Return what a JSON value is, as a user would say it."""
+    kinds = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
+    return kinds.get(type(value), "an object")
+
+
 def first_line(error: BaseException) -> str:
     """Return the first nonblank line of an exception's message, or its class name if the message is empty."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -28,7 +28,7 @@ from pydantic import BaseModel
 from llmtrain.config import DataSection
 from llmtrain.data.bytes_read import BytesRead
 from llmtrain.data.python_files import LIBRARY, PYTHON, STDLIB, PythonText, package_named, python_text, read_stdlib
-from llmtrain.errors import DataError, first_line
+from llmtrain.errors import DataError, first_line, kind_of
 from llmtrain.files import local_path
 from llmtrain.waiting import announced
 
@@ -244,10 +244,10 @@ def _read_jsonl(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]
                     continue
                 row = json.loads(line)
                 if not isinstance(row, dict):
-                    raise DataError(f"{path}:{number}: expected a JSON object a line, found {type(row).__name__}")
+                    raise DataError(f"{path}:{number}: expected a JSON object per line, found {kind_of(row)}")
                 yield from _text(row, data.text_key, f"{path}:{number}")
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}:{number}: not JSON ({first_line(error)}); expected one object a line") from None
+        raise DataError(f"{path}:{number}: not JSON ({first_line(error)}); expected one object per line") from None
     except DAMAGED_GZIP as error:
         raise _damaged(path, error) from None
     except OSError as error:
@@ -361,7 +361,7 @@ def _text(row: dict[str, Any], text_key: str, where: Path | str) -> Iterator[str
         raise DataError(_no_column(where, text_key, list(row)))
     text = row[text_key]
     if text is not None and not isinstance(text, str):
-        raise DataError(f"{where}: data.text_key={text_key} holds {type(text).__name__}, expected text")
+        raise DataError(f"{where}: data.text_key={text_key} holds {kind_of(text)}, expected text")
     if text and not text.isspace():
         # JSON can contain half a surrogate pair, which is not a character and can't be encoded
         yield text.encode("utf-8", "replace").decode()

@@ -133,8 +133,8 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
         "a.csv": r"a\.csv: unknown kind of file; expected \.txt, \.txt\.gz",
         "latin.txt": r"latin\.txt: not UTF-8",
         "bad.jsonl": r"bad\.jsonl:2: not JSON",
-        "list.jsonl": r"list\.jsonl:1: expected a JSON object a line, found list",
-        "number.jsonl": r"number\.jsonl:1: data\.text_key=text holds int, expected text",
+        "list.jsonl": r"list\.jsonl:1: expected a JSON object per line, found a list",
+        "number.jsonl": r"number\.jsonl:1: data\.text_key=text holds a number, expected text",
         "bad.parquet": r"bad\.parquet: can't be read as parquet",
         "cut.jsonl.gz": r"cut\.jsonl\.gz: damaged gzip file",
     }.items():

@@ -51,7 +51,7 @@ def test_json_lines_may_have_empty_ones_between_them(tmp_path: Path) -> None:
     data = DataSection(source=str(path), validation=str(path))
     assert list(documents(data, "train")) == ["first", "second"]
     path.write_text('{"text": "first"}\n["second"]\n')
-    with pytest.raises(DataError, match=r"text\.jsonl:2: expected a JSON object a line, found list"):
+    with pytest.raises(DataError, match=r"text\.jsonl:2: expected a JSON object per line, found a list"):
         list(documents(data, "train"))
 
 
