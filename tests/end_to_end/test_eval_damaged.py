@@ -19,6 +19,7 @@ from tests.end_to_end.test_eval import write_model
 pytest.importorskip(
     "lm_eval", reason="lm-evaluation-harness is not installed: pip install -c constraints.txt -e '.[eval]'"
 )
+from lm_eval.api.instance import Instance
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,15 @@ def test_special_tokens_that_a_task_spells_out_are_split_as_in_training(model: P
         == len(load(folder, "cpu").tokenizer(text)["input_ids"])
         == 21
     )
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_lm_evals_own_bars_are_for_a_terminal(model: Path, monkeypatch, capsys, is_terminal: bool) -> None:
+    """They pass over TQDM_DISABLE, and would fill the log of an evaluation beside training."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    loaded = load_model(model, 1, "cpu")
+    loaded.loglikelihood([Instance("loglikelihood", {}, ("The", " end."), 0)])
+    assert ("Running loglikelihood requests" in capsys.readouterr().err) == is_terminal
 
 
 def test_losses_that_are_not_numbers_are_no_scores(model: Path, tmp_path: Path) -> None:

@@ -72,6 +72,13 @@ MUTANTS = [
         ("tests/unit/test_run_list.py",),
     ),
     Mutant(
+        "completion: bash's words are taken for whole ones",
+        "llmtrain/completion.py",
+        'if before[-1:] == ["="]:',
+        "if False:",
+        ("tests/unit/test_completion.py",),
+    ),
+    Mutant(
         "runs: an old loss is the loss at the end",
         "llmtrain/run_list.py",
         "return self.validation_step if self.validation_step != self.steps else None",

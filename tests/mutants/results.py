@@ -86,6 +86,13 @@ MUTANTS = [
         ("tests/unit/test_compare_interrupted.py",),
     ),
     Mutant(
+        "eval: lm-eval's bars fill a log",
+        "llmtrain/eval/harness.py",
+        "    if not sys.stderr.isatty():  # lm-eval's",
+        "    if False:  # lm-eval's",
+        ("tests/end_to_end/test_eval_damaged.py",),
+    ),
+    Mutant(
         "launch: localhost may be any address",
         "llmtrain/parallel/network.py",
         "if any(ipaddress.ip_address(one).is_loopback for one in found)",
