@@ -6,7 +6,8 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -75,6 +76,15 @@ class Fsdp2Engine(TorchEngine):
             # FSDP's all-gather streams waited for the current stream only at the root's forward, before the change. An
             # all-gather on the current stream sees the change, and FSDP then finds the block already gathered.
             unit.unshard(async_op=True)
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+        with super().eval_mode() as summed_loss:
+            try:
+                yield summed_loss
+            finally:
+                for unit in self._units:
+                    unit.reshard()  # the head is still gathered, because no backward pass followed
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         weights = {f"weights.{name}": p.detach() for name, p in self.model.named_parameters()}

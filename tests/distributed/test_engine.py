@@ -182,6 +182,21 @@ def test_what_was_gathered_before_a_change_is_not_computed_with(ranks):
         assert gathered == fresh
 
 
+def state_after_validation() -> bool:
+    """Tell whether an engine's state is there after a validation, and is what it was before."""
+    mesh = mesh_of(1, 2)
+    engine = Run(Case(replicas=1, shard=2), mesh).engine
+    before = {name: value.clone() for name, value in engine.state_dict().items()}
+    validate(engine, mesh, lambda: [BATCH])
+    after = engine.state_dict()
+    return before.keys() == after.keys() and all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_checkpoint_can_follow_a_validation(ranks):
+    """The head is gathered in forward and stays so until backward, which a validation does not have."""
+    assert all(ranks.run(state_after_validation, world_size=2))
+
+
 def norm_of_part(comms: Comms, parts: list[list[torch.Tensor]]) -> float:
     return float(gradient_norm(parts[comms.rank], comms))
 

@@ -130,6 +130,13 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "fsdp: the head stays gathered after a validation",
+        "llmtrain/parallel/fsdp.py",
+        "unit.reshard()  # the head is still gathered, because no backward pass followed",
+        "pass",
+        ("tests/distributed/test_engine.py",),
+    ),
+    Mutant(
         "fsdp: optimizer moments not restored",
         "llmtrain/parallel/fsdp.py",
         'name: {key: state[f"optimizer.{name}.{key}"] for key in slot}',
