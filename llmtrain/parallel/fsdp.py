@@ -64,7 +64,7 @@ class Fsdp2Engine(TorchEngine):
         ]
         for index, parameters in enumerate(self.trained if mesh.replicas > 1 else ()):
             for parameter in parameters:  # called after every reduce-scatter
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._gradient_is_there(index))
+                parameter.register_post_accumulate_grad_hook(self._when_gradient_is_there(index))
         self.optimizer = build_optimizer(decay_groups(model.parameters(), optim.weight_decay), optim)
 
     # -- the interface -------------------------------------------------------------------------------------------

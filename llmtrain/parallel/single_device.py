@@ -123,6 +123,7 @@ class SingleDeviceEngine(TorchEngine):
 
     def _receive_gradient(self, index: int, master: torch.Tensor) -> Callable[[nn.Parameter], None]:
         """Return a hook that moves a parameter's gradient to its master, if that is another tensor."""
+        is_there = self._when_gradient_is_there(index)
 
         def receive(parameter: nn.Parameter) -> None:
             if master is not parameter:
@@ -131,7 +132,7 @@ class SingleDeviceEngine(TorchEngine):
                     master.grad = gradient.to(master.dtype)
                 else:
                     master.grad += gradient
-            self._gradient_is_there(index)
+            is_there(parameter)
 
         return receive
 

@@ -7,6 +7,7 @@ averaged over the replicas as soon as backward has completed it.
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,9 +105,18 @@ class TorchEngine(Engine):
     def _as_gradient(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's flat gradient of a parameter in the form of its `grad`, sharing the memory."""
 
-    def _gradient_is_there(self, index: int) -> None:
-        """Note that a gradient of block `index` is complete for this micro-batch. Start averaging the blocks that have theirs
-        for the whole step."""
+    def _when_gradient_is_there(self, index: int) -> Callable[[torch.Tensor], None]:
+        """Return a hook for the parameters of block `index`, to be called when a micro-batch's gradient is complete."""
+        weak = weakref.ref(self)  # the hook is kept in C++, and Python would never free what a strong one refers to
+
+        def is_there(parameter: torch.Tensor) -> None:
+            if (engine := weak()) is not None:
+                engine._count_gradient(index)
+
+        return is_there
+
+    def _count_gradient(self, index: int) -> None:
+        """Note a complete gradient of block `index`. Start averaging the blocks that have all of theirs for this step."""
         if not (self._is_last and self.average_gradients and self.mesh.replicas > 1):
             return
         self._missing[index] -= 1

@@ -163,8 +163,8 @@ MUTANTS = [
     Mutant(
         "validation: the sum of replicas, not their mean",
         "llmtrain/train/validation.py",
-        "replica.all_reduce(flatten(block) / replica.size, ",
-        "replica.all_reduce(flatten(block), ",
+        "replica.all_reduce(flat_view(block) / replica.size, ",
+        "replica.all_reduce(flat_view(block), ",
         (
             "tests/distributed/test_resume_training.py",
             "tests/distributed/test_reshape.py",

@@ -63,9 +63,8 @@ def test_bash_completes_on_a_terminal(tmp_path: Path) -> None:
         "TERM": "dumb",
         "HOME": str(tmp_path),
     }
-    script = subprocess.run(
-        [command, "--show-completion", "bash"], env=variables, capture_output=True, text=True, check=True
-    ).stdout
+    below_bash = ["bash", "-c", "llmtrain --show-completion; exit $?"]  # typer looks for the shell that started it
+    script = subprocess.run(below_bash, env=variables, capture_output=True, text=True, check=True).stdout
     (tmp_path / "script").write_text(f"bind 'set enable-bracketed-paste off'\nPS1='ready '\n{script}")
     terminal, its_end = pty.openpty()
     shell = subprocess.Popen(

@@ -1,0 +1,59 @@
+"""Mistakes in the engine for replicas of one device."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+ONE_DEVICE = ("tests/distributed/test_single_device.py",)
+
+MUTANTS = [
+    Mutant(
+        "single device: the rounded weights are those of the last step",
+        "llmtrain/parallel/single_device.py",
+        "        self._refresh_all()\n        return norm",
+        "        return norm",
+        ONE_DEVICE,
+    ),
+    Mutant(
+        "single device: a synchronization does not reach the rounded weights",
+        "llmtrain/parallel/single_device.py",
+        "        if rounded is not None:\n            rounded.copy_(block.flat)",
+        "        if rounded is not None and not self._in_forward:\n            rounded.copy_(block.flat)",
+        ONE_DEVICE,
+    ),
+    Mutant(
+        "single device: a micro-batch's gradient replaces the earlier ones",
+        "llmtrain/parallel/single_device.py",
+        "master.grad += gradient",
+        "master.grad.copy_(gradient)",
+        ONE_DEVICE,
+    ),
+    Mutant(
+        "engine: averages go to the blocks in forward order",
+        "llmtrain/parallel/torch_engine.py",
+        "zip(reversed(self.trained), self._averaging, strict=True)",
+        "zip(self.trained, self._averaging, strict=True)",
+        ONE_DEVICE,
+    ),
+    Mutant(
+        "engine: gradients are averaged in every micro-batch",
+        "llmtrain/parallel/torch_engine.py",
+        "if not (self._is_last and self.average_gradients",
+        "if not (self.average_gradients",
+        ("tests/distributed/test_pairs.py",),
+    ),
+    Mutant(
+        "single device: optimizer moments not restored",
+        "llmtrain/parallel/single_device.py",
+        'value.copy_(local(state[f"optimizer.{name}.{key}"]))',
+        "pass",
+        ONE_DEVICE,
+    ),
+    Mutant(
+        "single device: loaded masters do not reach the rounded weights",
+        "llmtrain/parallel/single_device.py",
+        "        self._refresh_all()\n\n    def to_dtensors",
+        "\n    def to_dtensors",
+        ONE_DEVICE,
+    ),
+]
