@@ -324,8 +324,12 @@ def test_ctrl_c_within_a_commit_leaves_no_half_shard(
 
     begun(data)
     monkeypatch.setattr(os, "fsync", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(data, MANY, 100)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            prepare(data, MANY, 100)
+    finally:
+        signal.signal(signal.SIGINT, before)
     kept = open_dataset(cache_path(data))
     assert searched(kept) is None
     assert tokens_of(kept) == expected[: kept.index.splits["train"].tokens]
