@@ -51,7 +51,7 @@ SYNC = {
 SIZES = {"2.5M": (192, 4, 4, 2048), "8M": (256, 6, 8, 4096), "33M": (512, 8, 8, 8192)}
 """(hidden size, layers, heads, vocabulary)."""
 RECIPES = {"llama": RECIPE, "gpt_neo": "recipes/edit_gpt_neo_8m.yaml"}
-"""By family: the recipe that is changed."""
+"""Recipes to change, by family."""
 COLUMNS = (
     "loop",
     "ms/step, median",

@@ -1,4 +1,4 @@
-"""How far the files of a source are read, for the time that is left."""
+"""Bytes read of a source's files, from which the time left is estimated."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class TextStream:
         self.documents = self._start.documents
         """Number of documents up to and including the last one yielded."""
         self.bytes_read = BytesRead()
-        """How far the files are read; of the hub it is not known."""
+        """Bytes read of the files; unknown for the hub."""
         self._hub: _HubDataset | None = None
 
     def __iter__(self) -> Iterator[tuple[Split, str]]:

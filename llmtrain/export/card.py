@@ -17,8 +17,8 @@ from llmtrain.config import DataSection
 from llmtrain.data.sources import HUB
 from llmtrain.export.folder import Manifest
 from llmtrain.export.request import WeightSource
+from llmtrain.export.separators import describe_separators
 from llmtrain.export.source import Source
-from llmtrain.export.text_marks import describe_marks
 from llmtrain.recipe_loader import resolved_yaml
 from llmtrain.train.loggers import format_si
 
@@ -113,11 +113,12 @@ def _loss(validation: dict[str, Any], step: int) -> str:
 
 
 def _usage(source: Source) -> str:
+    separators = describe_separators(source.recipe.data, f"`{source.load_tokenizer().eos_token}`")
     return (
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         "model = AutoModelForCausalLM.from_pretrained(FOLDER)\n"
         "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n```\n\n"
-        f"{describe_marks(source.recipe.data, f'`{source.load_tokenizer().eos_token}`')} Encode with `add_special_tokens=False`. A special "
+        f"{separators} Encode with `add_special_tokens=False`. A special "
         "token that a text spells out is text like any other (`split_special_tokens`)."
     )
 

@@ -8,64 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.loss import LossHead
-from llmtrain.model import LanguageModel, ReadWeight, blocks_of, initialize
+from llmtrain.model import LanguageModel, ModelBlock
 from llmtrain.parallel.engine import Block
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.parallel.torch_engine import TorchEngine
-from llmtrain.parallel.wire_format import WireFormat
-from llmtrain.parallel.wrapping import COMPUTE, build_optimizer, decay_groups, named_parameters_of, wrap_layers
+from llmtrain.parallel.torch_engine import TorchEngine, local
+from llmtrain.parallel.wrapping import named_parameters_of
 
 
 class Fsdp2Engine(TorchEngine):
-    """Engine for one replica under FSDP2. Blocks are built one at a time, so at most one is unsharded then. See
-    `Engine` for the methods."""
+    """Engine for one replica under FSDP2. See `Engine` for the methods."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        mesh: Mesh,
-        parallel: ParallelSection,
-        optim: OptimSection,
-        seed: int,
-        read: ReadWeight | None = None,
-        gradient_wire: WireFormat | None = None,
-        lengths_vary: bool = False,
-    ):
-        super().__init__(model, mesh, parallel, optim, gradient_wire)
-        model_blocks = blocks_of(model)
-        wrap_layers(model_blocks, parallel, lengths_vary)
-        policy = MixedPrecisionPolicy(param_dtype=COMPUTE[parallel.precision], reduce_dtype=self.master_dtype)
-        for index, block in enumerate(model_blocks):
-            initialize(model, block, seed, mesh.device, self.master_dtype, read)
-            unit = block.modules if len(block.modules) > 1 else block.modules[0]
-            # Backward begins with the head, which would be gathered again at once.
-            reshards = not any(isinstance(module, LossHead) for module in block.modules)
-            fully_shard(unit, mesh=mesh.devices["shard"], mp_policy=policy, reshard_after_forward=reshards)
-            self._call_hooks_before(index, block)  # so before FSDP's own hook, on sharded parameters
-        fully_shard(model, mesh=mesh.devices["shard"], mp_policy=policy)
-        self._units: list[FSDPModule] = [block.modules[0] for block in model_blocks]
-        for unit in self._units:
-            if mesh.shard_comms.size > 1:  # a single rank would divide by it in a separate pass
-                unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
-        named = [named_parameters_of(model, block) for block in model_blocks]
-        self.trained = [[parameter for _, parameter in of_block] for of_block in named]
-        self.blocks = [
-            Block(block.name, [p.detach().to_local() for _, p in of_block], [name for name, _ in of_block])
-            for block, of_block in zip(model_blocks, named, strict=True)
-        ]
-        for index, parameters in enumerate(self.trained if mesh.replicas > 1 else ()):
-            for parameter in parameters:  # called after every reduce-scatter
-                parameter.register_post_accumulate_grad_hook(self._when_gradient_is_there(index))
-        self.optimizer = build_optimizer(decay_groups(model.parameters(), optim.weight_decay), optim)
+    def __init__(self, model: LanguageModel, mesh: Mesh, *arguments: Any, **keywords: Any):
+        """Build the engine; see `TorchEngine` for the other arguments."""
+        self._units: list[FSDPModule] = []
+        super().__init__(model, mesh, *arguments, **keywords)
+        fully_shard(model, mesh=mesh.devices["shard"], mp_policy=self._precision())
 
     # -- the interface -------------------------------------------------------------------------------------------
 
@@ -106,7 +71,7 @@ class Fsdp2Engine(TorchEngine):
             unit.reshard()
 
     def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        parameters = self.trained[self.blocks.index(block)]
+        parameters = self.block_parameters[self.blocks.index(block)]
         parts = flat.split([shard.numel() for shard in block.shards])
         return dict(zip(block.parameter_names, map(_like, parameters, parts), strict=True))
 
@@ -123,6 +88,26 @@ class Fsdp2Engine(TorchEngine):
         return weights
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _add_block(self, index: int, block: ModelBlock) -> None:
+        modules = block.modules if len(block.modules) > 1 else block.modules[0]
+        # Backward begins with the head, which would be gathered again at once.
+        reshards = not any(isinstance(module, LossHead) for module in block.modules)
+        shard = self.mesh.devices["shard"]
+        fully_shard(modules, mesh=shard, mp_policy=self._precision(), reshard_after_forward=reshards)
+        unit = cast(FSDPModule, block.modules[0])
+        if self.mesh.shard_comms.size > 1:  # a single rank would divide by it in a separate pass
+            unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        self._units.append(unit)
+        named = dict(named_parameters_of(self.model, block))
+        self.block_parameters.append(list(named.values()))
+        self.blocks.append(Block(block.name, [local(p.detach()) for p in named.values()], list(named)))
+        for parameter in named.values() if self.mesh.replicas > 1 else ():  # called after every reduce-scatter
+            parameter.register_post_accumulate_grad_hook(self._when_gradient_is_there(index))
+
+    def _precision(self) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=self.master_dtype)
 
     def _as_gradient(self, parameter: torch.Tensor, flat: torch.Tensor) -> DTensor:
         return _like(parameter, flat)

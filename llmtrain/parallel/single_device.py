@@ -7,71 +7,31 @@ rounded tensor, which is refreshed from the masters whenever they change. Gradie
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from llmtrain.config import OptimSection, ParallelSection
-from llmtrain.model import PREFIX, LanguageModel, ReadWeight, blocks_of, initialize
+from llmtrain.model import PREFIX, LanguageModel, ModelBlock
 from llmtrain.parallel.engine import Block
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.torch_engine import TorchEngine, local
-from llmtrain.parallel.wire_format import WireFormat
-from llmtrain.parallel.wrapping import (
-    COMPUTE,
-    build_optimizer,
-    decay_groups,
-    named_parameters_of,
-    start_moments,
-    wrap_layers,
-)
+from llmtrain.parallel.wrapping import named_parameters_of, start_moments
 
 
 class SingleDeviceEngine(TorchEngine):
     """Engine for one replica on one device. See `Engine` for the methods."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        mesh: Mesh,
-        parallel: ParallelSection,
-        optim: OptimSection,
-        seed: int,
-        read: ReadWeight | None = None,
-        gradient_wire: WireFormat | None = None,
-        lengths_vary: bool = False,
-    ):
-        super().__init__(model, mesh, parallel, optim, gradient_wire)
-        compute = COMPUTE[parallel.precision]
-        model_blocks = blocks_of(model)
-        wrap_layers(model_blocks, parallel, lengths_vary)
-        self.blocks: list[Block] = []
+    def __init__(self, model: LanguageModel, mesh: Mesh, *arguments: Any, **keywords: Any):
+        """Build the engine; see `TorchEngine` for the other arguments."""
         self._rounded: list[torch.Tensor | None] = []
-        """By block: the parameters in the compute dtype, as one flat tensor; None if they are the masters."""
+        """Flat parameters in the compute dtype by block; None if that is the masters' dtype."""
         self._masters: dict[str, torch.Tensor] = {}
-        """By parameter name: what the optimizer updates."""
-        self.trained = []
-        for index, block in enumerate(model_blocks):
-            initialize(model, block, seed, mesh.device, self.master_dtype, read)
-            named = dict(named_parameters_of(model, block))
-            flat, shards = _flat_views([p.detach() for p in named.values()])
-            self.blocks.append(Block(block.name, shards, list(named), flat))
-            rounded = None if compute == self.master_dtype else flat.to(compute)
-            self._rounded.append(rounded)
-            views = shards if rounded is None else _views(rounded, shards)
-            for parameter, view in zip(named.values(), views, strict=True):
-                parameter.data = view
-            masters = list(named.values()) if rounded is None else shards
-            self.trained.append(masters)
-            self._masters |= zip(named, masters, strict=True)
-            for parameter, master in zip(named.values(), masters, strict=True):
-                if rounded is not None or mesh.replicas > 1:
-                    parameter.register_post_accumulate_grad_hook(self._receive_gradient(index, master))
-            self._call_hooks_before(index, block)
+        """Parameters of the optimizer by name."""
+        super().__init__(model, mesh, *arguments, **keywords)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(mesh.device)
-        self.optimizer = build_optimizer(decay_groups(self._masters.values(), optim.weight_decay), optim)
         start_moments(self.optimizer, self._masters.values())
 
     # -- the interface -------------------------------------------------------------------------------------------
@@ -117,6 +77,22 @@ class SingleDeviceEngine(TorchEngine):
 
     # -- inside --------------------------------------------------------------------------------------------------
 
+    def _add_block(self, index: int, block: ModelBlock) -> None:
+        named = dict(named_parameters_of(self.model, block))
+        flat = torch.cat([parameter.detach().reshape(-1) for parameter in named.values()])
+        shards = _views(flat, list(named.values()))
+        self.blocks.append(Block(block.name, shards, list(named), flat))
+        rounded = None if self.compute_dtype == self.master_dtype else flat.to(self.compute_dtype)
+        self._rounded.append(rounded)
+        for parameter, view in zip(named.values(), shards if rounded is None else _views(rounded, shards), strict=True):
+            parameter.data = view
+        masters = list(named.values()) if rounded is None else shards
+        self.block_parameters.append(masters)
+        self._masters |= zip(named, masters, strict=True)
+        for parameter, master in zip(named.values(), masters, strict=True):
+            if rounded is not None or self.mesh.replicas > 1:
+                parameter.register_post_accumulate_grad_hook(self._receive_gradient(index, master))
+
     def _refresh_all(self) -> None:
         for block in self.blocks:
             self.parameters_changed(block)
@@ -148,9 +124,3 @@ def _views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
     """Return a flat tensor's parts in the shapes of `like`."""
     parts = flat.split([tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
-
-
-def _flat_views(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return copies of the tensors end to end, and each of them as a view."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    return flat, _views(flat, tensors)

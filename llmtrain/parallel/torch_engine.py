@@ -18,19 +18,16 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.loss import inputs_and_labels
-from llmtrain.model import LanguageModel, ModelBlock
+from llmtrain.model import LanguageModel, ModelBlock, ReadWeight, blocks_of, initialize
 from llmtrain.parallel.comms import PendingCollective
-from llmtrain.parallel.engine import Engine, MicroBatch, count_positions, gradient_norm
+from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.wire_format import WireFormat
+from llmtrain.parallel.wrapping import COMPUTE, build_optimizer, decay_groups, wrap_layers
 
 
 class TorchEngine(Engine):
     """Engine whose gradients are in the `grad` of the optimizer's parameters. See `Engine` for the methods."""
-
-    optimizer: torch.optim.Optimizer
-    trained: list[list[torch.Tensor]]
-    """By block: the optimizer's parameters, in the order of `Block.shards`."""
 
     def __init__(
         self,
@@ -38,9 +35,14 @@ class TorchEngine(Engine):
         mesh: Mesh,
         parallel: ParallelSection,
         optim: OptimSection,
+        seed: int,
+        read: ReadWeight | None = None,
         gradient_wire: WireFormat | None = None,
+        lengths_vary: bool = False,
     ):
+        """Build the engine; see `build_engine`. Blocks are built one at a time, so at most one is unsharded then."""
         self.model, self.mesh = model, mesh
+        self.compute_dtype = COMPUTE[parallel.precision]
         self.master_dtype = torch.float64 if parallel.precision == "fp64" else torch.float32
         self._clip_norm, self._skips_nonfinite = optim.clip_norm, optim.nonfinite != "stop"
         self._gradient_wire = gradient_wire
@@ -48,9 +50,20 @@ class TorchEngine(Engine):
         self._in_forward = False
         self._is_last = False
         self._missing: list[int] = []
-        """By block: gradients that the last micro-batch has not computed yet."""
+        """Number of gradients that the last micro-batch has not computed yet, by block."""
         self._averaging: list[PendingCollective] = []
-        """By block, from the last to the first, so that the order is the same on all ranks."""
+        """Averages in flight by block, from the last to the first, so that the order is the same on all ranks."""
+        self.blocks: list[Block] = []
+        self.block_parameters: list[list[torch.Tensor]] = []
+        """Parameters of the optimizer by block, in the order of `Block.shards`."""
+        model_blocks = blocks_of(model)
+        wrap_layers(model_blocks, parallel, lengths_vary)
+        for index, block in enumerate(model_blocks):
+            initialize(model, block, seed, mesh.device, self.master_dtype, read)
+            self._add_block(index, block)
+            self._call_hooks_before(index, block)
+        parameters = [parameter for of_block in self.block_parameters for parameter in of_block]
+        self.optimizer = build_optimizer(decay_groups(parameters, optim.weight_decay), optim)
 
     def register_block_hook(self, hook: Callable[[int], None]) -> None:
         self._hooks.append(hook)
@@ -63,7 +76,7 @@ class TorchEngine(Engine):
         total = torch.zeros((), device=self.mesh.device)
         for number, batch in enumerate(micro_batches, start=1):
             self._is_last = number == len(micro_batches)
-            self._missing = [len(parameters) for parameters in self.trained]
+            self._missing = [len(parameters) for parameters in self.block_parameters]
             batch = batch.to(self.mesh.device, non_blocking=True)
             self._in_forward = True
             loss = self.model(*inputs_and_labels(batch))
@@ -102,6 +115,10 @@ class TorchEngine(Engine):
     # -- for subclasses ------------------------------------------------------------------------------------------
 
     @abstractmethod
+    def _add_block(self, index: int, block: ModelBlock) -> None:
+        """Prepare a block whose weights have just been initialized. Append to `blocks` and `block_parameters`."""
+
+    @abstractmethod
     def _as_gradient(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's flat gradient of a parameter in the form of its `grad`, sharing the memory."""
 
@@ -120,8 +137,10 @@ class TorchEngine(Engine):
         if not (self._is_last and self.average_gradients and self.mesh.replicas > 1):
             return
         self._missing[index] -= 1
-        while (following := len(self.trained) - 1 - len(self._averaging)) >= 0 and self._missing[following] == 0:
-            self._start_averaging(self.trained[following])
+        while (following := len(self.block_parameters) - 1 - len(self._averaging)) >= 0 and self._missing[
+            following
+        ] == 0:
+            self._start_averaging(self.block_parameters[following])
 
     def _call_hooks_before(self, index: int, block: ModelBlock) -> None:
         """Call the block hooks before a block's training forward. Prepended, so that they run before hooks that are
@@ -145,11 +164,11 @@ class TorchEngine(Engine):
     def _finish_averaging(self) -> None:
         if not self._averaging:
             return
-        assert len(self._averaging) == len(self.trained), "a block has no gradient"
+        assert len(self._averaging) == len(self.block_parameters), "a block has no gradient"
         with self.time_gradient_wait():
             for pending in self._averaging:
                 pending.start_second_phase()
-            for parameters, pending in zip(reversed(self.trained), self._averaging, strict=True):
+            for parameters, pending in zip(reversed(self.block_parameters), self._averaging, strict=True):
                 mean = pending.wait().div_(self.mesh.replica_comms.size)
                 parts = mean.split([local(parameter).numel() for parameter in parameters])
                 for parameter, part in zip(parameters, parts, strict=True):

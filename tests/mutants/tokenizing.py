@@ -59,9 +59,9 @@ MUTANTS = [
     ),
     Mutant(
         "card: every text ended with eos, also of token files without it",
-        "llmtrain/export/text_marks.py",
-        "return _Marks.EOS if ready_made.has_eos else _Marks.NONE",
-        "return _Marks.EOS",
+        "llmtrain/export/separators.py",
+        "return _Separators.EOS if ready_made.has_eos else _Separators.NONE",
+        "return _Separators.EOS",
         ("tests/unit/test_data_ready_made.py",),
     ),
     Mutant(

@@ -22,8 +22,8 @@ MUTANTS = [
         (RUNS,),
     ),
     Mutant(
-        "weights: FSDP2 starts from random ones",
-        "llmtrain/parallel/fsdp.py",
+        "weights: torch's engines start from random ones",
+        "llmtrain/parallel/torch_engine.py",
         "initialize(model, block, seed, mesh.device, self.master_dtype, read)",
         "initialize(model, block, seed, mesh.device, self.master_dtype)",
         (RUNS,),

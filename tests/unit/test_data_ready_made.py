@@ -18,7 +18,7 @@ from llmtrain.data.prepare import prepare
 from llmtrain.data.token_files import read_header
 from llmtrain.errors import DataError, UserError
 from llmtrain.export import token_export
-from llmtrain.export.text_marks import describe_marks
+from llmtrain.export.separators import describe_separators
 from llmtrain.export.token_export import KINDS, check_kind, export_tokens
 from tests.unit.token_file_writers import EOS, VOCABULARY, write_llm_c, write_megatron, write_tokenizer
 
@@ -332,4 +332,4 @@ def test_a_model_card_says_what_was_between_texts(ours: tuple[DataSection, Token
             "In training some texts were read from token files",
         ),
     ):
-        assert describe_marks(data, "<e>").startswith(said), data.source
+        assert describe_separators(data, "<e>").startswith(said), data.source

@@ -1,4 +1,4 @@
-"""What was between the texts of training, and so belongs before a prompt."""
+"""Separators between the texts of training, with which a prompt therefore begins."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from llmtrain.data.tokenizer import trained_size
 from llmtrain.errors import DataError
 
 
-class _Marks(Enum):
-    """Where the marks between the training texts come from."""
+class _Separators(Enum):
+    """Origins of the separators between the training texts."""
 
     OURS = "llmtrain tokenized the text, and put eos after each document"
     EOS = "token files of another tool, in which eos occurs"
@@ -22,33 +22,33 @@ class _Marks(Enum):
     UNKNOWN = "the training data are not here"
 
 
-def describe_marks(data: DataSection, eos: str) -> str:
+def describe_separators(data: DataSection, eos: str) -> str:
     """Return which tokens were between texts in training, and how a prompt therefore begins."""
-    found = {_marks_of(text) for text in data.texts().values()}
+    found = {_separators_of(text) for text in data.texts().values()}
     begin = "begin a prompt with `tokenizer.eos_token_id`."
-    if found == {_Marks.OURS}:
+    if found == {_Separators.OURS}:
         return f"In training every text ended with {eos} and nothing else was added: {begin}"
-    if found <= {_Marks.OURS, _Marks.EOS}:
+    if found <= {_Separators.OURS, _Separators.EOS}:
         return f"In training {eos} was between texts, as in the token files that were read: {begin}"
-    if _Marks.NONE in found:
+    if _Separators.NONE in found:
         return (
             f"In training {'some' if len(found) > 1 else 'all'} texts were read from token files in which {eos} does not occur: "
-            "texts followed each other without a mark, and the model may not know where one ends."
+            "texts followed each other without a separator, and the model may not know where one ends."
         )
     return f"In training {eos} was between texts, unless token files were read that lack it: {begin}"
 
 
-def _marks_of(text: DataSection) -> _Marks:
+def _separators_of(text: DataSection) -> _Separators:
     if (
         trained_size(text.tokenizer) is not None
         or text.source.startswith(HUB)
         or text.source in (STORIES, STDLIB, PYTHON)
     ):
-        return _Marks.OURS  # token files name the tokenizer that made them
+        return _Separators.OURS  # token files name the tokenizer that made them
     try:
         ready_made = read_index(cache_path(text)).ready_made
     except DataError:
-        return _Marks.UNKNOWN
+        return _Separators.UNKNOWN
     if ready_made is None:
-        return _Marks.OURS
-    return _Marks.EOS if ready_made.has_eos else _Marks.NONE
+        return _Separators.OURS
+    return _Separators.EOS if ready_made.has_eos else _Separators.NONE
