@@ -89,6 +89,8 @@ COLUMNS = (
     "MB a round",
     "bytes alone, ms",
     "added / alone",
+    "state copied, ms",
+    "added / copied",
 )
 NOTES = f"""\
 Medians over the turns, of one round, on the main rank. *Added*: its time less that of as many local steps in the same turn.
@@ -98,7 +100,9 @@ is spent beside it: messages that arrive during a step take processor time from 
 carry them. *MB*: sent by one rank. *Bytes alone*: an all-reduce in fp32 by which a rank sends as many bytes; its sums are
 in it.
 
-With one replica nothing is sent: what is left are arithmetic and, with offload, copies.
+With one replica nothing is sent: what is left are arithmetic and, with offload, copies. *State copied*: every value that the
+method keeps (parameters, anchor, momentum) copied once from memory to memory. A round of DiLoCo reads 8 values and writes 4 for
+each parameter, which are 2 copies of its state; EDiT reads 2 more for its norms.
 
 A round has one step where all of it happens at its end; a longer one ends no differently. `co2`, `streaming_diloco` and
 `wagma` have rounds of {LATE_ROUND}; WAGMA averages in every one of these steps.
@@ -115,6 +119,7 @@ class Turn:
     messages: float = 0.0
     bytes: float = 0.0
     alone: float = 0.0
+    copied: float = 0.0
 
 
 def recipe_of(task: Mapping[str, Any], overrides: Sequence[str]):
@@ -186,7 +191,7 @@ def sync_turn(trainer: Trainer, every: int, rounds: int, mesh: Mesh) -> Turn:
     # A method whose thread sends its messages waits for the thread; the others count that waiting among the messages.
     messages = taken + (waited if trainer.recipe.sync.schedule.kind == "wait_avoiding" else 0.0)
     sent = mesh.broadcast_from_main(lambda: sent)
-    return Turn(seconds / rounds, exposed, messages, sent, _alone(mesh, sent))
+    return Turn(seconds / rounds, exposed, messages, sent, _alone(mesh, sent), _copied(trainer))
 
 
 def _counters(trainer: Trainer) -> tuple[float, ...]:
@@ -206,6 +211,23 @@ def _alone(mesh: Mesh, sent: float) -> float:
     started = time.perf_counter()
     mesh.replica_comms.all_reduce(values).wait()
     if values.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _copied(trainer: Trainer) -> float:
+    """Return the seconds in which this rank's parameters, anchor and momentum are copied once into memory that is there."""
+    import torch
+
+    from llmtrain.sync.anchors import flat_view
+
+    blocks, anchors = trainer.engine.blocks, trainer.method.block_sync.anchors
+    state = [flat_view(block) for block in blocks] + ([*anchors.anchor, *anchors.momentum] if anchors else [])
+    room = [torch.zeros_like(tensor) for tensor in state]
+    started = time.perf_counter()
+    for tensor, copy in zip(state, room, strict=True):
+        copy.copy_(tensor)
+    if state[0].is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - started
 
@@ -230,6 +252,8 @@ def rows_of(name: str, every: int, turns: Mapping[str, Sequence[Mapping[str, flo
                 f"{middle['bytes'] / 1e6:.2f}",
                 f"{1000 * middle['alone']:.1f}",
                 f"{added / middle['alone']:.2f}" if middle["alone"] else "",
+                f"{1000 * middle['copied']:.1f}",
+                f"{added / middle['copied']:.2f}",
             )
         )
     return rows

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from llmtrain.errors import ModelError
+from llmtrain.pieces import pieces
 
 IGNORE_INDEX = -100
 """Label of a position that is excluded from the loss."""
@@ -26,28 +27,30 @@ def inputs_and_labels(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1].clamp(min=0), ids[:, 1:]
 
 
-def _loss_and_gradient(
-    logits: torch.Tensor, labels: torch.Tensor, wide: torch.dtype, needs_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the summed loss of logits [P, V] and labels [P], and its gradient with respect to the logits.
-
-    The logits may be overwritten. The gradient is None without `needs_grad`.
-    """
-    narrow, logits = logits.dtype, logits.to(wide)
+def _loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor, wide: torch.dtype, needs_grad: bool) -> torch.Tensor:
+    """Return the summed loss of logits [P, V] and labels [P], computed in `wide`. With `needs_grad`, replace the logits
+    by the loss's gradient with respect to them."""
+    wider = logits.to(wide)
     counts = labels != IGNORE_INDEX
     target = labels.masked_fill(~counts, 0)[:, None]
-    log_total = logits.logsumexp(dim=-1)
-    loss = (log_total - logits.gather(1, target)[:, 0]).masked_fill(~counts, 0).sum()
-    if not needs_grad:
-        return loss, None
-    # Softmax in the logits' own memory. Rows that do not count are 0, and 0 is subtracted at their targets.
-    softmax = logits.sub_(log_total.masked_fill(~counts, torch.inf)[:, None]).exp_()
-    softmax.scatter_add_(1, target, -counts.to(wide)[:, None])
-    return loss, softmax.to(narrow)
+    log_total = wider.logsumexp(dim=-1)
+    loss = (log_total - wider.gather(1, target)[:, 0]).masked_fill(~counts, 0).sum()
+    if needs_grad:
+        # Softmax in the same memory. Rows that do not count are 0, and 0 is subtracted at their targets.
+        softmax = wider.sub_(log_total.masked_fill(~counts, torch.inf)[:, None]).exp_()
+        softmax.scatter_add_(1, target, -counts.to(wide)[:, None])
+        if wide != logits.dtype:
+            logits.copy_(softmax)
+    return loss
+
+
+def _loss_in_pieces(logits: torch.Tensor, labels: torch.Tensor, wide: torch.dtype, needs_grad: bool) -> torch.Tensor:
+    """Return `_loss_and_gradient`, computed on some rows at a time."""
+    return torch.stack([_loss_and_gradient(*part, wide, needs_grad) for part in pieces(logits, labels)]).sum()
 
 
 @cache
-def _compiled(dynamic: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+def _compiled(dynamic: bool) -> Callable[..., torch.Tensor]:
     # Two shapes, a full chunk and the remainder, unless batches differ in length.
     return torch.compile(_loss_and_gradient, dynamic=dynamic)
 
@@ -67,17 +70,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_grad and bias is not None else None
         # Validation, which needs no gradient, is not worth another compilation.
-        loss_and_gradient = _compiled(dynamic) if compiled and needs_grad else _loss_and_gradient
+        loss_and_gradient = _compiled(dynamic) if compiled and needs_grad else _loss_in_pieces
         for start in range(0, hidden.shape[0], chunk):
             h, y = hidden[start : start + chunk], labels[start : start + chunk]
-            summed, grad = loss_and_gradient(F.linear(h, weight, bias), y, wide, needs_grad)
-            loss += summed
+            logits = F.linear(h, weight, bias)
+            loss += loss_and_gradient(logits, y, wide, needs_grad)
             if needs_grad:
-                torch.mm(grad, weight, out=grad_hidden[start : start + chunk])
-                grad_weight += grad.T @ h
+                gradient = logits
+                torch.mm(gradient, weight, out=grad_hidden[start : start + chunk])
+                if wide == weight.dtype:
+                    grad_weight.addmm_(gradient.T, h)
+                else:
+                    grad_weight += gradient.T @ h
                 if bias is not None:
-                    grad_bias += grad.sum(0)
-            del grad  # as large as the next chunk's logits, with which it would coexist
+                    grad_bias += gradient.sum(0)
+                del gradient
+            del logits  # as large as the next chunk's, with which it would coexist
         if needs_grad:
             ctx.save_for_backward(
                 grad_hidden, grad_weight.to(weight.dtype), None if bias is None else grad_bias.to(bias.dtype)

@@ -7,6 +7,8 @@ import math
 
 import torch
 
+from llmtrain.pieces import pieces
+
 SCALE_GROUP_SIZE = 128
 """Number of values that share one fp32 scale."""
 SCALE_BYTES = 4
@@ -27,9 +29,11 @@ class WireFormat:
         """Create the format. With `compiled`, torch.compile fuses the many passes over the values into one."""
         self.kind = kind
         self._levels = {"bf16": 0, "int8": 127, "int4": 7}[kind]
-        if compiled:
-            self.encode = torch.compile(self.encode, dynamic=True)  # messages have many sizes
-            self.decode = torch.compile(self.decode, dynamic=True)
+        self._pieces, self._encode_groups, self._decode_groups = pieces, _encode_groups, _decode_groups
+        if compiled:  # one pass over all values needs no pieces
+            self._pieces = lambda *tensors: [tensors]
+            self._encode_groups = torch.compile(_encode_groups, dynamic=True)  # messages have many sizes
+            self._decode_groups = torch.compile(_decode_groups, dynamic=True)
 
     def size(self, values: int) -> int:
         """Return the bytes of `values` encoded values. The number must be a multiple of SCALE_GROUP_SIZE."""
@@ -39,36 +43,59 @@ class WireFormat:
         return (values if self.kind == "int8" else values // 2) + values // SCALE_GROUP_SIZE * SCALE_BYTES
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Encode floats [rows, n], n a multiple of SCALE_GROUP_SIZE, as bytes: uint8 [rows, size(n)]."""
+        """Encode floats [rows, n], n a multiple of SCALE_GROUP_SIZE, as bytes: uint8 [rows, size(n)]. A row's scales
+        follow its codes."""
         if self.kind == "bf16":
             return values.to(torch.bfloat16).view(torch.uint8)
-        blocks = values.view(len(values), -1, SCALE_GROUP_SIZE)
-        # Avoids a tensor of absolute values. The final abs_ drops the sign that -0.0 would give a zero scale.
-        largest = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True)).abs_()
-        scales = (largest / self._levels).to(torch.float32)
-        quotients = blocks / torch.where(scales > 0, scales, 1.0)
-        # NaN becomes an arbitrary code, but the block's scale is non-finite too and makes all its values non-finite.
-        codes = quotients.round_().clamp_(-self._levels, self._levels).to(torch.int8).view(len(values), -1)
-        if self.kind == "int4":
-            pairs = (codes + 8).view(torch.int16)  # two codes per int16, so no strided slices are needed
-            codes = (pairs | (pairs >> 4)).to(torch.uint8)  # its low byte
-        return torch.cat([codes.view(torch.uint8), scales.view(len(values), -1).view(torch.uint8)], dim=1)
+        payload = torch.empty(len(values), self.size(values.shape[1]), dtype=torch.uint8, device=values.device)
+        for row, sent in zip(values, payload, strict=True):
+            codes, scales = self._codes_and_scales(sent)
+            for part in self._pieces(row.view(-1, SCALE_GROUP_SIZE), codes, scales):
+                self._encode_groups(*part, self._levels)
+        return payload
 
     def decode(self, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Invert `encode`, up to rounding: [rows, n] of `dtype`."""
         if self.kind == "bf16":
             return payload.view(torch.bfloat16).to(dtype)
-        rows = len(payload)
-        per_block = SCALE_GROUP_SIZE if self.kind == "int8" else SCALE_GROUP_SIZE // 2
-        blocks = payload.shape[1] // (per_block + SCALE_BYTES)
-        codes, scales = payload.split([blocks * per_block, blocks * SCALE_BYTES], dim=1)
-        if self.kind == "int4":
-            pairs = codes.to(torch.int16)
-            codes = pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.int8).sub_(8)
-        values = codes.contiguous().view(torch.int8).view(rows, blocks, SCALE_GROUP_SIZE).to(dtype)
-        return values.mul_(scales.contiguous().view(torch.float32).view(rows, blocks, 1)).view(rows, -1)
+        groups = payload.shape[1] // self.size(SCALE_GROUP_SIZE)
+        values = torch.empty(len(payload), groups * SCALE_GROUP_SIZE, dtype=dtype, device=payload.device)
+        for row, received in zip(values, payload, strict=True):
+            codes, scales = self._codes_and_scales(received)
+            for part in self._pieces(row.view(-1, SCALE_GROUP_SIZE), codes, scales):
+                self._decode_groups(*part)
+        return values
+
+    def _codes_and_scales(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of one encoded row: codes [groups, bytes], uint8, and scales [groups, 1], float32."""
+        groups = len(encoded) // self.size(SCALE_GROUP_SIZE)
+        codes, scales = encoded.split([len(encoded) - groups * SCALE_BYTES, groups * SCALE_BYTES])
+        return codes.view(groups, -1), scales.view(torch.float32).view(groups, 1)
 
     def padded_chunk(self, numel: int, ranks: int) -> int:
         """Return the number of values in each rank's chunk of a message of `numel` values, a multiple of
         SCALE_GROUP_SIZE. The last groups are padded."""
         return math.ceil(numel / ranks / SCALE_GROUP_SIZE) * SCALE_GROUP_SIZE
+
+
+def _encode_groups(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, levels: int) -> None:
+    """Round groups [G, SCALE_GROUP_SIZE] to codes from -levels to levels. Write codes and scales."""
+    scales.copy_(groups.abs().amax(-1, keepdim=True) / levels)
+    quotients = groups / torch.where(scales > 0, scales, 1.0)
+    # NaN becomes an arbitrary code, but the group's scale is non-finite too and makes all its values non-finite.
+    rounded = quotients.round_().clamp_(-levels, levels).to(torch.int8)
+    if codes.shape[1] == SCALE_GROUP_SIZE:
+        codes.copy_(rounded.view(torch.uint8))
+    else:
+        pairs = (rounded + 8).view(torch.int16)  # two codes per int16, so no strided slices are needed
+        codes.copy_(pairs | (pairs >> 4))  # its low byte
+
+
+def _decode_groups(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write the values of codes and scales to groups [G, SCALE_GROUP_SIZE]."""
+    if codes.shape[1] == SCALE_GROUP_SIZE:
+        signed = codes.view(torch.int8)
+    else:
+        pairs = codes.to(torch.int16)
+        signed = pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.int8).sub_(8)
+    groups.copy_(signed).mul_(scales)

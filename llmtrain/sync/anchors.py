@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from llmtrain.parallel.engine import Block
+from llmtrain.pieces import pieces
 from llmtrain.sync.offload import DeviceCopy, HostOffload
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -135,3 +136,12 @@ def unflatten_into(flat: torch.Tensor, block: Block) -> None:
         return
     for shard, part in zip(block.shards, flat.split([shard.numel() for shard in block.shards]), strict=True):
         shard.copy_(part.view(shard.shape))
+
+
+def parts_of(block: Block, *flats: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield (part of the block's parameters, same part of each flat tensor), in order: views, in pieces that stay in a
+    cache. The shards of a block must be contiguous."""
+    shards = [shard.view(-1) for shard in block.shards] if block.flat is None else [block.flat]
+    parts = [flat.split([shard.numel() for shard in shards]) for flat in flats]
+    for shard, *of_shard in zip(shards, *parts, strict=True):
+        yield from pieces(shard, *of_shard)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from llmtrain.config import PREFETCH
 from llmtrain.parallel.comms import Comms, PendingCollective, QuantizedAllReduce
 from llmtrain.parallel.engine import Replica
 from llmtrain.parallel.wire_format import WireFormat
-from llmtrain.sync.anchors import Anchors, flat_view, flatten, unflatten_into
+from llmtrain.pieces import squared_norm
+from llmtrain.sync.anchors import Anchors, flat_view, flatten, parts_of, unflatten_into
 from llmtrain.sync.outer import Outer
 from llmtrain.sync.sync_stats import RoundStats, SyncStats
 
@@ -74,17 +77,42 @@ class BlockSync:
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
 
-    def payload(self, index: int) -> torch.Tensor:
-        """Return what this replica sends for a block: its pseudo-gradient, or its parameters if no anchor is kept."""
+    def payload(self, index: int, weight: float = 1.0) -> torch.Tensor:
+        """Return `weight` times what this replica sends for a block, in a tensor of its own: its pseudo-gradient, or its
+        parameters if no anchor is kept."""
         block = self.replica.blocks[index]
-        return flatten(block) if self.anchors is None else self.anchors.load_anchor(index) - flat_view(block)
+        if self.anchors is None:
+            return flatten(block).mul_(weight)
+        anchor = self.anchors.load_anchor(index)
+        message = torch.empty_like(anchor)
+        for parameters, anchored, part in parts_of(block, anchor, message):
+            torch.sub(anchored, parameters, out=part).mul_(weight)
+        return message
+
+    def squared_norm(self, index: int) -> torch.Tensor:
+        """Return the squared norm of this rank's part of a block's pseudo-gradient, a float64 scalar. Requires anchors."""
+        parts = parts_of(self.replica.blocks[index], self.anchors.load_anchor(index))
+        return _sum(_dot(anchored - parameters) for parameters, anchored in parts)
+
+    def spread_and_mean(self, index: int, mean: torch.Tensor, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (squared distance of this rank's payload for a block from the mean, squared norm of the mean), float64
+        scalars. The latter is summed in float64 if `exact`, so that rounding it to float32 hides the order of summation,
+        which differs between devices."""
+        block, spread, squared = self.replica.blocks[index], [], []
+        anchor = None if self.anchors is None else self.anchors.load_anchor(index)
+        for parameters, part, *anchored in parts_of(block, mean, *([] if anchor is None else [anchor])):
+            payload = anchored[0] - parameters if anchored else parameters.clone()
+            spread.append(_dot(payload.sub_(part)))
+            squared.append(squared_norm(part) if exact else _dot(part))
+        return _sum(spread), _sum(squared)
 
     def start_reduce(self, index: int, weight: float | None = None) -> PendingReduction:
         """Start the weighted sum (default: the mean) of the replicas' payloads for a block."""
         weight = 1 / self.replica_comms.size if weight is None else weight
-        message = self.payload(index)
         # A replica of weight 0 sends zeros, not 0 x its pseudo-gradient, which may contain NaN.
-        message = message.zero_() if weight == 0 else message.mul_(weight)
+        message = self.payload(index, weight)
+        if weight == 0:
+            message.zero_()
         if self.errors and weight > 0:
             message += self.errors[index]
             self.errors[index].zero_()
@@ -96,18 +124,33 @@ class BlockSync:
         device = self.replica.blocks[index].shards[0].device
         return PendingReduction(PendingCollective(self.replica_comms, "", None, mean.to(device)))
 
-    def outer_step(self, index: int, mean: torch.Tensor, since: RoundStats) -> torch.Tensor:
-        """Take the outer step with the mean pseudo-gradient of the local steps `since`, and return the next anchor."""
-        anchor, momentum = self.anchors.load(index)
-        self.outer.step(anchor, mean, momentum, since)
-        self.anchors.write_back(index, anchor, momentum)
-        return anchor
-
-    def write_parameters(self, index: int, parameters: torch.Tensor, alpha: float = 0.0) -> None:
-        """Set the block's parameters to alpha x their own values + (1 - alpha) x the given ones."""
+    def outer_step(
+        self,
+        index: int,
+        mean: torch.Tensor,
+        since: RoundStats,
+        factor: torch.Tensor | float | None = None,
+        alpha: float = 0.0,
+    ) -> None:
+        """Take the outer step with the mean pseudo-gradient of the local steps `since`, times `factor`. Set the block's
+        parameters to alpha x their own values + (1 - alpha) x the next anchor. The mean is overwritten."""
         block = self.replica.blocks[index]
-        if alpha:
-            parameters = torch.lerp(parameters, flat_view(block), alpha)
+        anchor, momentum = self.anchors.load(index)
+        of_outer = [mean] if momentum is None else [mean, momentum]
+        for parameters, anchored, part, *moment in parts_of(block, anchor, *of_outer):
+            if factor is not None:
+                part.mul_(factor)
+            self.outer.step(anchored, part, moment[0] if moment else None, since)
+            if alpha:
+                torch.lerp(anchored, parameters, alpha, out=parameters)
+            else:
+                parameters.copy_(anchored)
+        self.anchors.write_back(index, anchor, momentum)
+        self.replica.parameters_changed(block)
+
+    def write_parameters(self, index: int, parameters: torch.Tensor) -> None:
+        """Set the block's parameters."""
+        block = self.replica.blocks[index]
         unflatten_into(parameters, block)
         self.replica.parameters_changed(block)
 
@@ -126,5 +169,14 @@ class BlockSync:
                 in_flight[index + 1].start_second_phase()
             if len(in_flight) < len(self.blocks):
                 in_flight.append(self.start_reduce(len(in_flight)))
-            self.write_parameters(index, self.outer_step(index, mean, since))
+            self.outer_step(index, mean, since)
             in_flight[index] = None  # frees the message
+
+
+def _dot(part: torch.Tensor) -> torch.Tensor:
+    return torch.dot(part, part)
+
+
+def _sum(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of scalars in float64."""
+    return torch.stack(list(parts)).double().sum()

@@ -41,7 +41,7 @@ class Nesterov(Outer):
     def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
         assert momentum is not None
         unit = since.scale(self.normalize)
-        momentum.mul_(self.momentum).add_(mean, alpha=1 / unit)
+        _accumulate(momentum, mean, self.momentum, unit)
         anchor.add_(mean, alpha=-self.lr).add_(momentum, alpha=-self.lr * self.momentum * unit)
 
 
@@ -55,10 +55,15 @@ class Momentum(Outer):
     def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
         assert momentum is not None
         unit = since.scale(self.normalize)
-        momentum.mul_(self.momentum).add_(mean, alpha=1 / unit)
+        _accumulate(momentum, mean, self.momentum, unit)
         if self.clip is not None:
             momentum.clamp_(-self.clip, self.clip)
         anchor.add_(momentum, alpha=-self.lr * unit)
+
+
+def _accumulate(momentum: torch.Tensor, mean: torch.Tensor, decay: float, unit: float) -> None:
+    """Set b <- mu b + D / g in one operation if g is 1."""
+    torch.add(mean if unit == 1 else mean / unit, momentum, alpha=decay, out=momentum)
 
 
 @singledispatch

@@ -3,6 +3,7 @@ for garbage collection, and a report when memory runs out."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import pickle
@@ -20,6 +21,8 @@ from llmtrain.parallel.mesh import local_device, ranks_per_device
 from llmtrain.parallel.world import World
 from llmtrain.plan.cards import card_of
 
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""Parameters of glibc's mallopt (malloc.h)."""
 AfterStep = Callable[[int], None]
 """Function called after each step with the number of the step."""
 
@@ -50,6 +53,18 @@ def enable_determinism(device: torch.device) -> None:
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep freed memory for the next allocation, unless the environment configures it (MALLOC_...).
+
+    Otherwise every large tensor on a CPU gets new pages from the kernel and gives them back. First writes to such pages
+    took longer than most operations on the tensor.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

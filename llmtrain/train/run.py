@@ -37,6 +37,7 @@ from llmtrain.train.checkpoint_files import latest_valid, step_of
 from llmtrain.train.devices import (
     collect_garbage_every,
     enable_determinism,
+    keep_freed_memory,
     explain_out_of_memory,
     memory_of_rank,
     peak_flops,
@@ -231,6 +232,8 @@ def build_trainer(
         own = prepare_texts(recipe, [mesh.replica_comms.rank], show_progress=False)
     texts = RunTexts.open(recipe, mesh, own, prepare_sets(recipe, prepared, show_progress=False), train_text)
     search = texts.scan()
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
     if recipe.train.deterministic:
         enable_determinism(mesh.device)
     torch.manual_seed(derive_seed(recipe.run.seed, "rank", mesh.world.rank))

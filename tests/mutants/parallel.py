@@ -43,15 +43,15 @@ MUTANTS = [
     Mutant(
         "wire: truncates instead of rounding",
         "llmtrain/parallel/wire_format.py",
-        "codes = quotients.round_()",
-        "codes = quotients.trunc_()",
+        "rounded = quotients.round_()",
+        "rounded = quotients.trunc_()",
         WIRE,
     ),
     Mutant(
         "wire: rounds halves up, not to even",
         "llmtrain/parallel/wire_format.py",
-        "codes = quotients.round_()",
-        "codes = quotients.add_(0.5).floor_()",
+        "rounded = quotients.round_()",
+        "rounded = quotients.add_(0.5).floor_()",
         WIRE,
     ),
     Mutant(

@@ -64,15 +64,15 @@ MUTANTS = [
     Mutant(
         "overlapped: outer step of the present round, not of the one sent",
         "llmtrain/sync/schedules/overlapped.py",
-        "anchor = block_sync.outer_step(index, mean, self._in_flight[fragment])",
-        "anchor = block_sync.outer_step(index, mean, self._local_stats[fragment])",
+        "block_sync.outer_step(index, mean, self._in_flight[fragment],",
+        "block_sync.outer_step(index, mean, self._local_stats[fragment],",
         SCENARIOS,
     ),
     Mutant(
         "overlapped: mixing coefficient the wrong way round",
         "llmtrain/sync/schedules/overlapped.py",
-        "block_sync.write_parameters(index, anchor, self.section.alpha)",
-        "block_sync.write_parameters(index, anchor, 1 - self.section.alpha)",
+        "alpha=self.section.alpha)",
+        "alpha=1 - self.section.alpha)",
         SCENARIOS,
     ),
     Mutant(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from llmtrain import attention
 from llmtrain.attention import attend, document_ids, position_ids
 from llmtrain.config import ModelSection
 from llmtrain.model import blocks_of, build, initialize, model_config
@@ -75,6 +76,28 @@ def test_attention_by_hand(window: int | None, length: int, has_documents: bool)
     slope = ((ends[0] - ends[1]) / (2 * step) * upstream.numpy()).sum()
     along = sum((x.grad.numpy() * d).sum() for x, d in zip((q, k, v), directions, strict=True))
     assert along == pytest.approx(slope, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("window", [None, 5, 99])
+@pytest.mark.parametrize("short", [0, 256])
+def test_bf16_with_and_without_the_fused_kernel(
+    window: int | None, has_documents: bool, short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "SHORT", short)
+    rounded = [draw(2, 3, 13, 4, seed=seed).bfloat16() for seed in range(3)]
+    ids = torch.randint(0, 8, (2, 13), generator=torch.Generator().manual_seed(0))
+    documents = document_ids(ids, SEPARATOR) if has_documents else None
+    found, gradients = [], []
+    for dtype in (torch.bfloat16, torch.float64):
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in rounded]
+        mixed = attend(*inputs, window, documents)
+        mixed.backward(draw(*mixed.shape, seed=3).to(dtype))
+        found.append(mixed.detach())
+        gradients.append(torch.stack([x.grad for x in inputs]))
+    for narrow, exact in (found, gradients):
+        assert narrow.dtype == torch.bfloat16
+        assert float((narrow - exact).norm() / exact.norm()) < 0.01
 
 
 def test_documents_by_hand() -> None:

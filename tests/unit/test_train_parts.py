@@ -24,6 +24,8 @@ from llmtrain.train.devices import enable_determinism, peak_flops
 from llmtrain.train.loggers import JsonlLogger, format_si
 from llmtrain.train.metric_gather import GatheredMetrics, MetricReducer, RankMetrics
 from llmtrain.train.signals import stop_requests
+from tests.mother import session
+from tests.unit import processes
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
@@ -183,6 +185,13 @@ def test_gpus_are_asked_for_the_same_bits(monkeypatch, device: str, asked: tuple
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     enable_determinism(torch.device(device))
     assert (os.environ.get("CUBLAS_WORKSPACE_CONFIG"), calls) == asked
+
+
+@pytest.mark.parametrize(("chosen", "is_kept"), [({}, True), ({"MALLOC_ARENA_MAX": "2"}, False)])
+def test_freed_memory_is_used_again_unless_the_user_configures_malloc(chosen: dict[str, str], is_kept: bool) -> None:
+    process = session().fork(processes.count_new_pages, environment=chosen, capture=True)
+    output, _ = process.communicate(timeout=60)
+    assert (float(output) < 0.01) == is_kept
 
 
 def test_a_spike_is_counted_and_does_not_move_the_mean():

@@ -140,18 +140,20 @@ class BlockingSchedule(Schedule):
         mean = self._pending.pop(index).wait()
         if index + 1 in self._pending:
             self._pending[index + 1].start_second_phase()
-        if self._weight(index) > 0:
-            self._spread_squared = self._spread_squared + (block_sync.payload(index) - mean).square().sum()
+        clips = self.penalty is not None and self.penalty.section.clip is not None
+        spread, squared = block_sync.spread_and_mean(index, mean, exact=clips)
+        if self._weight(index) > 0:  # else its own pseudo-gradient may contain NaN
+            self._spread_squared = self._spread_squared + spread
         if block_sync.anchors is None:
             block_sync.write_parameters(index, mean)
             return
-        squared = torch.linalg.vector_norm(mean, dtype=torch.float64).square()
         self._mean_squared = self._mean_squared + squared
-        if self.penalty is not None and self.penalty.section.clip is not None:
-            whole = block_sync.shard_comms.all_reduce(squared, "norm of a pseudo-gradient").wait()
+        factor = None
+        if clips:
             # All replicas must find the same factor, but GPUs sum in different orders: hence fp64, rounded at the end.
-            mean *= self.penalty.clip_factor(whole).to(mean.dtype)
-        block_sync.write_parameters(index, block_sync.outer_step(index, mean, self._agreed_round))
+            whole = block_sync.shard_comms.all_reduce(squared, "norm of a pseudo-gradient").wait()
+            factor = self.penalty.clip_factor(whole).to(mean.dtype)
+        block_sync.outer_step(index, mean, self._agreed_round, factor)
 
     def _prefetch_anchors(self, index: int) -> None:
         """Prefetch offloaded anchors one block before they are sent, and momentum one block before it is used."""
@@ -186,7 +188,7 @@ class BlockingSchedule(Schedule):
         """Return this replica's pseudo-gradient norm of every block, over all its shards: [blocks], float64. A
         collective of the shard group."""
         visited = self.block_sync.anchors.iter_prefetched(self.block_sync.blocks)
-        squares = [self.block_sync.payload(index).double().square().sum() for index in visited]
+        squares = [self.block_sync.squared_norm(index) for index in visited]
         shard_comms = self.block_sync.shard_comms
         return shard_comms.all_reduce(torch.stack(squares), "norms of pseudo-gradients").wait().sqrt().cpu()
 

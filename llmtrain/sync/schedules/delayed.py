@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from llmtrain.config import DelayedSection
+from llmtrain.pieces import squared_norm
 from llmtrain.sync.block_sync import BlockSync, PendingReduction
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
 from llmtrain.sync.sync_stats import RoundStats
@@ -77,8 +78,8 @@ class DelayedSchedule(Schedule):
         mean_squared: torch.Tensor | float = 0.0
         arrived = means(reductions)
         for index in block_sync.anchors.iter_prefetched(block_sync.blocks, momentum=True):
-            mean_squared = mean_squared + arrived[index].square().sum()
-            block_sync.write_parameters(index, block_sync.outer_step(index, arrived[index].div_(gap), since))
+            mean_squared = mean_squared + squared_norm(arrived[index])
+            block_sync.outer_step(index, arrived[index], since, None if gap == 1.0 else 1 / gap)
         report.mean_squared, report.weights_max = mean_squared, 1 / block_sync.replica_comms.size
         report.count += 1
 

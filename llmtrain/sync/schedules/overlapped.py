@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from llmtrain.config import OverlappedSection
+from llmtrain.pieces import squared_norm
 from llmtrain.sync.block_sync import BlockSync, PendingReduction
 from llmtrain.sync.period import Period
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
@@ -103,9 +104,8 @@ class OverlappedSchedule(Schedule):
         mean_squared: torch.Tensor | float = 0.0
         for index in block_sync.anchors.iter_prefetched(self.fragments[fragment], momentum=True):
             mean = self._pending.pop(index).wait()
-            mean_squared = mean_squared + mean.square().sum()
-            anchor = block_sync.outer_step(index, mean, self._in_flight[fragment])
-            block_sync.write_parameters(index, anchor, self.section.alpha)
+            mean_squared = mean_squared + squared_norm(mean)
+            block_sync.outer_step(index, mean, self._in_flight[fragment], alpha=self.section.alpha)
         self._in_flight[fragment] = None
         self._is_mixed |= self.section.alpha > 0
         report.mean_squared = mean_squared

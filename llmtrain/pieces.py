@@ -1,0 +1,36 @@
+"""Pieces of long tensors that stay in a processor's cache while several operations work on them.
+
+An operation of torch reads and writes its whole tensors. On a CPU, a sequence of operations on a long tensor therefore
+moves it to and from memory once per operation. Carried out piece by piece, the sequence moves it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+PIECE_VALUES = 2**17
+"""Values of one tensor in a piece, per thread: few enough for a cache, many enough to repay the calls."""
+
+
+def pieces(*tensors: torch.Tensor, values: int = PIECE_VALUES) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the same rows of all tensors, in turn: views, with about `values` values of the first tensor per thread.
+
+    The tensors have equal numbers of rows (dimension 0). On a GPU, all rows are one piece, because every operation there
+    has a cost of its own that a short one does not repay.
+    """
+    first = tensors[0]
+    values *= torch.get_num_threads()
+    if first.device.type != "cpu" or first.numel() <= values:
+        yield tensors
+        return
+    rows = max(1, values * len(first) // first.numel())
+    yield from zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
+def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the squares of a flat tensor's values, a float64 scalar, summed in float64."""
+    # torch makes a copy in float64, for which the pieces of other operations are too long.
+    parts = pieces(tensor, values=PIECE_VALUES // 4)
+    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for (part,) in parts]).square().sum()
