@@ -95,7 +95,7 @@ COLUMNS = (
 NOTES = f"""\
 Medians over the turns, of one round, on the main rank. *Added*: its time less that of as many local steps in the same turn.
 *Exposed*: what the trainer counts as standing still (`comm/exposed_seconds`); *messages*: waiting for messages to arrive,
-the rest is arithmetic. Both are the host's time: on a GPU it waits only where all is blocking. What is added and not exposed
+the rest is arithmetic. On a GPU both are the time of its stream. What is added and not exposed
 is spent beside it: messages that arrive during a step take processor time from it where, as on a CPU's loopback, processors
 carry them. *MB*: sent by one rank. *Bytes alone*: an all-reduce in fp32 by which a rank sends as many bytes; its sums are
 in it.
@@ -196,7 +196,7 @@ def sync_turn(trainer: Trainer, every: int, rounds: int, mesh: Mesh) -> Turn:
 
 def _counters(trainer: Trainer) -> tuple[float, ...]:
     report, traffic = trainer.method.report(), trainer.metrics.mesh.replica_comms.traffic
-    return trainer.metrics.exposed_seconds, report.wait_seconds, traffic.seconds, traffic.bytes
+    return trainer.metrics.exposed_seconds, report.wait_seconds, traffic.waiting.seconds, traffic.bytes
 
 
 def _alone(mesh: Mesh, sent: float) -> float:

@@ -4,7 +4,7 @@
 A span is a line of JSON: kind, name, step, start and end (Unix seconds), and bytes for messages. Kinds: `step` (a
 full step), `data`, `gradient` (forward, backward and the optimizer), `exposed` (training stands still for
 synchronization), `wait` (part of it, for the slowest replica), `delay` (injected) and `message` (between replicas,
-in the background).
+in the background). On a GPU, the times are the device's, because the host runs ahead of it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,30 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["step", "data", "gradient", "exposed", "wait", "delay", "message"]
 
+Mark = Callable[[], float | None]
+"""A moment. The function returns its Unix time in seconds, or None as long as the device has not reached it."""
+Clock = Callable[[], Mark]
+"""A function that marks the present moment: for the host, or at the end of the work enqueued in a device's current stream."""
+
+
+def host_mark() -> Mark:
+    """Mark the present moment of the host."""
+    now = time.time()
+    return lambda: now
+
 
 class Recording:
-    """Recording of spans that begin in steps `first` to `last`, written to `path` as they end."""
+    """Recording of spans that begin in steps `first` to `last`, written to `path` when their times are known."""
 
-    def __init__(self, path: Path, first: int, last: int):
+    def __init__(self, path: Path, first: int, last: int, clock: Clock):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.first, self.last, self.step = first, last, 0
+        self.first, self.last, self.step, self.clock = first, last, 0, clock
         self._file = path.open("w", buffering=1)
+        self._unwritten: list[tuple[Mark, Mark, dict[str, Any]]] = []
         self._lock = threading.Lock()  # messages end on the backend's threads
 
     @property
@@ -34,16 +46,29 @@ class Recording:
         """Return whether a span that begins now is recorded."""
         return self.first <= self.step <= self.last
 
-    def write(self, kind: Kind, name: str, step: int, start: float, **more: float) -> None:
-        """Write a span that ends now."""
-        line = json.dumps({"kind": kind, "name": name, "step": step, "start": start, "end": time.time(), **more})
+    def add(self, start: Mark, end: Mark, line: dict[str, Any]) -> None:
+        """Record a span, whose other entries are in `line`."""
         with self._lock:
             if not self._file.closed:
-                self._file.write(line + "\n")
+                self._unwritten.append((start, end, line))
+        self.write_known()
+
+    def write_known(self) -> None:
+        """Write the spans whose times are known by now."""
+        with self._lock:
+            unwritten, self._unwritten = self._unwritten, []
+            for start, end, line in unwritten:
+                times = {"start": start(), "end": end()}
+                if None in times.values():
+                    self._unwritten.append((start, end, line))
+                else:
+                    self._file.write(json.dumps(line | times) + "\n")
 
     def close(self) -> None:
         """Close the file. Spans still in flight are not recorded."""
+        self.write_known()
         with self._lock:
+            self._unwritten.clear()
             self._file.close()
 
 
@@ -51,10 +76,11 @@ _recording: Recording | None = None
 
 
 @contextmanager
-def open_trace(path: Path, first: int, last: int) -> Iterator[None]:
-    """Record the spans of steps `first` to `last` in the file `path`, within this context."""
+def open_trace(path: Path, first: int, last: int, clock: Clock = host_mark) -> Iterator[None]:
+    """Record the spans of steps `first` to `last` in the file `path`, within this context. `clock` is that of the device
+    that trains."""
     global _recording
-    _recording = Recording(path, first, last)
+    _recording = Recording(path, first, last, clock)
     try:
         yield
     finally:
@@ -67,6 +93,7 @@ def step_span(step: int) -> Iterator[None]:
     """Set the current step to `step`, and record the enclosed code as its span."""
     if _recording is not None:
         _recording.step = step
+        _recording.write_known()
     with span("step"):
         yield
 
@@ -78,18 +105,21 @@ def span(kind: Kind, name: str = "") -> Iterator[None]:
     if recording is None or not recording.is_on:
         yield
         return
-    started, step = time.time(), recording.step
+    start, step = recording.clock(), recording.step
     yield
-    recording.write(kind, name, step, started)
+    recording.add(start, recording.clock(), {"kind": kind, "name": name, "step": step})
 
 
-def message(name: str, sent: float) -> Callable[[], None] | None:
+def message(name: str, sent: float, in_stream: bool = False) -> Callable[[], None] | None:
     """Start the span of a message of `sent` bytes, and return a function that ends it when the message has arrived.
 
-    Any thread may call the function. Returns None if nothing is recorded.
+    With `in_stream`, the message is work in a device's stream. It starts when the current stream has done its work so far, and
+    ends when the stream in which the function is called has. Otherwise both moments are the host's. Any thread may call the
+    function. Returns None if nothing is recorded.
     """
     recording = _recording
     if recording is None or not recording.is_on:
         return None
-    started, step = time.time(), recording.step
-    return lambda: recording.write("message", name, step, started, bytes=sent)
+    clock = recording.clock if in_stream else host_mark
+    start, line = clock(), {"kind": "message", "name": name, "step": recording.step, "bytes": sent}
+    return lambda: recording.add(start, clock(), line)

@@ -10,9 +10,7 @@ Byte counts are what one of n ranks sends with the ring algorithm: 2 (n-1)/n of 
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -22,9 +20,10 @@ import torch.distributed as dist
 
 from llmtrain import trace
 from llmtrain.errors import TrainingError
+from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.network import using_interface
 from llmtrain.parallel.wire_format import WireFormat
-from llmtrain.reshard import mean, resharded, split_evenly
+from llmtrain.reshard import Rules, mean, split_evenly
 
 T = TypeVar("T")
 
@@ -34,17 +33,27 @@ def is_lost_peer(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-@dataclass
+TRAFFIC_RULES: Rules = {"bytes": split_evenly, "seconds": mean}
+"""Resharding rules for `Traffic.state_dict`."""
+
+
 class Traffic:
     """Running totals of the bytes that this rank has sent over one axis and the seconds that it has waited."""
 
-    bytes: float = resharded(0.0, by=split_evenly)
-    seconds: float = resharded(0.0, by=mean)
-    """Seconds that calling threads have waited for collectives to complete."""
+    def __init__(self, device: torch.device | None = None):
+        """Count from 0. `device` is the one that waits for collectives, or None if only the calling thread does."""
+        self.bytes = 0.0
+        self.waiting = DeviceTimer(device)
+        """Time that the device, or on a CPU the calling thread, has waited for collectives to complete."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the totals so far by name."""
+        return {"bytes": self.bytes, "seconds": self.waiting.seconds}
 
     def load(self, bytes: float, seconds: float) -> None:
         """Continue from the counts of a checkpoint."""
-        self.bytes, self.seconds = bytes, seconds
+        self.bytes = bytes
+        self.waiting.load(seconds)
 
 
 class PendingCollective:
@@ -71,12 +80,11 @@ class PendingCollective:
     def _finish(self) -> None:
         if self._work is None:
             return
-        started = time.perf_counter()
         try:
-            self._work.wait()
+            with self._comms.traffic.waiting.measure():
+                self._work.wait()
         except RuntimeError as error:
             raise self._comms.failure(self._what, error) from error
-        self._comms.traffic.seconds += time.perf_counter() - started
         self._work = None
 
 
@@ -138,8 +146,9 @@ class Comms:
     """Communicator for the ranks along one axis of the mesh. With `group=None` or a single rank, it sends nothing.
 
     `axis` is the axis's name in messages ("replica", "shard"). `device` is the device from which the backend
-    sends tensors best. With gloo it is always the CPU, because gloo gathers on the CPU only. `interface` is the network
-    interface for groups along this axis, or None to leave the choice to the backend.
+    sends tensors best. With gloo it is always the CPU, because gloo gathers on the CPU only. `training_device` is the one
+    that stands still while this rank waits for collectives. `interface` is the network interface for groups along this
+    axis, or None to leave the choice to the backend.
     """
 
     def __init__(
@@ -151,10 +160,11 @@ class Comms:
     ):
         self.group, self.axis, self.interface = group, axis, interface
         over_gloo = group is not None and dist.get_backend(group) == dist.Backend.GLOO
-        self.device = torch.device("cpu") if over_gloo or device is None else device
+        self.training_device = device or torch.device("cpu")
+        self.device = torch.device("cpu") if over_gloo else self.training_device
         self.size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
-        self.traffic = Traffic()
+        self.traffic = Traffic(self.training_device)
 
     def all_reduce(
         self, tensor: torch.Tensor, what: str = "all-reduce", wire: WireFormat | None = None
@@ -206,12 +216,14 @@ class Comms:
     def begin(self, what: str, sent: float, collective: Callable[..., dist.Work], *tensors: Any) -> dist.Work:
         """Start a torch.distributed collective over this axis, in which this rank sends `sent` bytes."""
         self.traffic.bytes += sent
-        arrived = trace.message(what, sent) if self.axis == "replica" else None
+        in_stream = self.device.type == "cuda"
+        arrived = trace.message(what, sent, in_stream) if self.axis == "replica" else None
         try:
             work = collective(*tensors, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self.failure(what, error) from error
         if arrived is not None:
+            # A future of NCCL is complete once its work is enqueued. It calls back in a stream that waits for the work.
             work.get_future().add_done_callback(lambda future: arrived())
         return work
 

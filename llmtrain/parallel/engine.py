@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +11,7 @@ import torch
 
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.trace import span
 
 MicroBatch = torch.Tensor
@@ -79,16 +79,15 @@ class Engine(Replica):
 
     skipped: bool = False
     """True if the last step was skipped because its gradient was not finite. Equal on all ranks of a replica."""
-    gradient_wait_seconds: float = 0.0
-    """Total seconds that steps have waited for gradients to be averaged over the replicas."""
+    gradient_wait: DeviceTimer
+    """Time that the device has stood still for gradients to be averaged over the replicas, or has worked for it after
+    backward."""
 
     @contextmanager
     def time_gradient_wait(self) -> Iterator[None]:
         """Count the enclosed code as waiting for gradients to be averaged over the replicas."""
-        started = time.monotonic()
-        with span("exposed", "averaging gradients"):
+        with span("exposed", "averaging gradients"), self.gradient_wait.measure():
             yield
-        self.gradient_wait_seconds += time.monotonic() - started
 
     @abstractmethod
     def forward_backward(

@@ -20,6 +20,7 @@ from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.loss import inputs_and_labels
 from llmtrain.model import LanguageModel, ModelBlock, ReadWeight, blocks_of, initialize
 from llmtrain.parallel.comms import PendingCollective
+from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.wire_format import WireFormat
@@ -42,6 +43,7 @@ class TorchEngine(Engine):
     ):
         """Build the engine; see `build_engine`. Blocks are built one at a time, so at most one is unsharded then."""
         self.model, self.mesh = model, mesh
+        self.gradient_wait = DeviceTimer(mesh.device)
         self.compute_dtype = COMPUTE[parallel.precision]
         self.master_dtype = torch.float64 if parallel.precision == "fp64" else torch.float32
         self._clip_norm, self._skips_nonfinite = optim.clip_norm, optim.nonfinite != "stop"

@@ -27,6 +27,7 @@ from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.errors import RecipeError
 from llmtrain.loss import inputs_and_labels
 from llmtrain.model import PREFIX, LanguageModel, ModelBlock, ReadWeight, blocks_of, initialize
+from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.wire_format import WireFormat
@@ -85,6 +86,7 @@ class ZeroEngine(Engine):
         """Build the engine. `changes_in_forward` means that hooks change blocks in forward, so no block may be
         gathered ahead of its turn."""
         self.model, self.mesh, self.stage = model, mesh, parallel.zero_stage
+        self.gradient_wait = DeviceTimer(mesh.device)
         self._is_offloaded = parallel.zero_offload
         self._clip_norm, self._gradient_wire = optim.clip_norm, gradient_wire
         self._hooks: list[Callable[[int], None]] = []

@@ -55,7 +55,7 @@ class BlockSync:
         self.outer, self.anchors, self.wire, self.error_feedback = outer, anchors, wire, error_feedback
         self.errors: list[torch.Tensor] = []
         """By block: the rounding error to add to this rank's next message. Empty without error feedback."""
-        self.report = SyncStats()
+        self.report = SyncStats(replica_comms.training_device)
         self.warnings: list[str] = []
         """One-line warnings that have not been shown yet; the same on all ranks."""
 

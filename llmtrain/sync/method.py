@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from llmtrain.parallel.engine import Replica
-from llmtrain.reshard import Rules, by_replica, rules_of
+from llmtrain.reshard import Rules, by_replica
 from llmtrain.sync.period import Period
 from llmtrain.sync.pull import Pull
 from llmtrain.sync.schedules.base import BlockTensors, Schedule
-from llmtrain.sync.sync_stats import SyncStats
+from llmtrain.sync.sync_stats import SYNC_STATS_RULES, SyncStats
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Method:
     def reshard_rules(self) -> Rules:
         """Return the rules by which `state_dict` is resharded."""
         return {
-            "report": rules_of(SyncStats),
+            "report": SYNC_STATS_RULES,
             "period": by_replica(self.period.resharded),
             "schedule": by_replica(self.schedule.resharded),
         }

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import InitVar, asdict, dataclass, fields
 from typing import Any
 
 import torch
 
-from llmtrain.reshard import first, mean, mean_over_replicas, resharded, sum_over_shards
+from llmtrain.parallel.device_time import DeviceTimer
+from llmtrain.reshard import Rules, first, mean, mean_over_replicas, resharded, rules_of, sum_over_shards
 from llmtrain.trace import span
 
 
 @dataclass
 class SyncStats:
-    """Counters since the start of the run, and results of the last round. Seconds are measured on the main
-    thread. Sums of squares stay on the device until read, so that training does not wait for them."""
+    """Counters since the start of the run, and results of the last round. Sums of squares stay on the device until
+    read, so that training does not wait for them."""
 
+    device: InitVar[torch.device | None] = None
+    """The device that trains. Exposed seconds and those of waiting are its own; other times are the host's."""
     count: int = resharded(0, by=first)
     """Completed rounds."""
     anomalies: int = resharded(0, by=first)
@@ -31,10 +33,6 @@ class SyncStats:
     """Group averages that this replica was late for."""
     seconds: float = resharded(0.0, by=mean)
     """Time from the start to the end of each synchronization, summed, including forward passes in between."""
-    exposed_seconds: float = resharded(0.0, by=mean)
-    """Time in which training stood still for synchronization: waiting, messages and arithmetic."""
-    wait_seconds: float = resharded(0.0, by=mean)
-    """Part of `exposed_seconds` spent waiting for the slowest replica to arrive."""
     weights_max: float = resharded(0.0, by=first)
     """Largest weight of one replica in one block in the last round."""
     slowest_replica: int = resharded(0, by=first)
@@ -44,30 +42,48 @@ class SyncStats:
     spread_squared: torch.Tensor | float = resharded(0.0, by=sum_over_shards)
     """Last round: this rank's part of ||D_n - mean||^2, the squared distance of its replica from the mean."""
 
+    def __post_init__(self, device: torch.device | None) -> None:
+        self._exposed, self._waiting = DeviceTimer(device), DeviceTimer(device)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Return the time in which training has stood still for synchronization: waiting, messages and arithmetic."""
+        return self._exposed.seconds
+
+    @property
+    def wait_seconds(self) -> float:
+        """Return the part of `exposed_seconds` spent waiting for the slowest replica to arrive."""
+        return self._waiting.seconds
+
     @contextmanager
     def time_exposed(self) -> Iterator[None]:
         """Count the enclosed code as time in which training stands still for synchronization."""
-        started = time.monotonic()
-        with span("exposed"):
+        with span("exposed"), self._exposed.measure():
             yield
-        self.exposed_seconds += time.monotonic() - started
 
     @contextmanager
     def time_waiting(self) -> Iterator[None]:
         """Count the enclosed code as waiting for the slowest replica."""
-        started = time.monotonic()
-        with span("wait"):
+        with span("wait"), self._waiting.measure():
             yield
-        self.wait_seconds += time.monotonic() - started
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values by name, as plain numbers."""
-        return asdict(self) | {"mean_squared": float(self.mean_squared), "spread_squared": float(self.spread_squared)}
+        squares = {"mean_squared": float(self.mean_squared), "spread_squared": float(self.spread_squared)}
+        # Reading a number waits for the device, so all that has been timed before is known afterwards.
+        seconds = {"exposed_seconds": self.exposed_seconds, "wait_seconds": self.wait_seconds}
+        return asdict(self) | squares | seconds
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the values that `state_dict` returned."""
         for entry in fields(self):
             setattr(self, entry.name, state[entry.name])
+        self._exposed.load(state["exposed_seconds"])
+        self._waiting.load(state["wait_seconds"])
+
+
+SYNC_STATS_RULES: Rules = {**rules_of(SyncStats), "exposed_seconds": mean, "wait_seconds": mean}
+"""Resharding rules for `SyncStats.state_dict`."""
 
 
 @dataclass(frozen=True)

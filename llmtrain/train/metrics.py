@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from llmtrain.config import Recipe
-from llmtrain.parallel.comms import Traffic
+from llmtrain.parallel.comms import TRAFFIC_RULES
 from llmtrain.parallel.engine import Engine, count_positions, count_tokens
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.reshard import Rules, first, largest, mean, resharded, rules_of, split_evenly
@@ -53,8 +53,8 @@ METRICS_RULES: Rules = {
     "first_eval": first,
     "last_eval": first,
     "last_line": first,
-    "traffic": rules_of(Traffic),
-    "other_traffic": rules_of(Traffic),
+    "traffic": TRAFFIC_RULES,
+    "other_traffic": TRAFFIC_RULES,
 }
 """Resharding rules for `Metrics.state_dict`."""
 
@@ -197,7 +197,7 @@ class Metrics:
             peak_memory=peak_memory_bytes(self.mesh.device),
             bytes_total=self.mesh.replica_comms.traffic.bytes,
             other_bytes_total=self.mesh.all_ranks.traffic.bytes,
-            comm_seconds=self.mesh.replica_comms.traffic.seconds,
+            comm_seconds=self.mesh.replica_comms.traffic.waiting.seconds,
             exposed_seconds=self.exposed_seconds,
             wait_seconds=report.wait_seconds,
             mean_squared=float(report.mean_squared),
@@ -281,7 +281,7 @@ class Metrics:
     @property
     def exposed_seconds(self) -> float:
         """Return the exposed seconds, in which training stood still for synchronizations or averaged gradients."""
-        return self.method.report().exposed_seconds + self.engine.gradient_wait_seconds
+        return self.method.report().exposed_seconds + self.engine.gradient_wait.seconds
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values that a checkpoint stores, by their names in `METRICS_RULES`."""
@@ -289,12 +289,12 @@ class Metrics:
         return {
             "interval": {**vars(self.interval), **interval},
             "train_seconds": self.train_seconds,
-            "gradient_wait_seconds": self.engine.gradient_wait_seconds,
+            "gradient_wait_seconds": self.engine.gradient_wait.seconds,
             "first_eval": asdict(self.first_eval),
             "last_eval": asdict(self.last_eval),
             "last_line": self.last_line,
-            "traffic": asdict(self.mesh.replica_comms.traffic),
-            "other_traffic": asdict(self.mesh.all_ranks.traffic),
+            "traffic": self.mesh.replica_comms.traffic.state_dict(),
+            "other_traffic": self.mesh.all_ranks.traffic.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], train: TrainState) -> None:
@@ -302,7 +302,7 @@ class Metrics:
         self.count_tokens(train)  # before traffic is restored, so that this message is not counted
         self.interval = IntervalMetrics(**state["interval"])
         self.train_seconds, self.last_line = state["train_seconds"], state["last_line"]
-        self.engine.gradient_wait_seconds = state["gradient_wait_seconds"]
+        self.engine.gradient_wait.load(state["gradient_wait_seconds"])
         self.first_eval, self.last_eval = Validation(**state["first_eval"]), Validation(**state["last_eval"])
         self.mesh.replica_comms.traffic.load(**state["traffic"])
         self.mesh.all_ranks.traffic.load(**state["other_traffic"])

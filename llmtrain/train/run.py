@@ -19,6 +19,7 @@ from llmtrain.lr import LRSchedule
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
 from llmtrain.parallel.build_engine import build_engine, replica_backend
 from llmtrain.parallel.comms import is_lost_peer
+from llmtrain.parallel.device_time import clock_of
 from llmtrain.parallel.mesh import Mesh, open_mesh
 from llmtrain.parallel.public_network import ADVICE
 from llmtrain.parallel.rendezvous import rendezvous
@@ -101,7 +102,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
         trainer.checkpointer.pinned_by += [suites.worker.pending_steps, mirror.pinned_steps]
         try:
             with (
-                _traced(recipe.log.trace, directory.trace_of(world.rank)),
+                _traced(recipe.log.trace, directory.trace_of(world.rank), mesh.device),
                 profile_steps(recipe.log.profile, world.rank, directory.profile, console.print) as profile,
                 collect_garbage_every(recipe.train.gc_every) as collect_garbage,
                 explain_out_of_memory(world.rank, mesh.device, directory.out_of_memory),
@@ -138,8 +139,10 @@ def _shared_stop(recipe: Recipe, mesh: Mesh, stop: StopRequest) -> AbstractConte
     return shared_flag(mesh.store, "stop", lambda: stop.requested)
 
 
-def _traced(section: TraceSection | None, path: Path) -> AbstractContextManager[None]:
-    return nullcontext() if section is None else open_trace(path, section.first, section.first + section.steps - 1)
+def _traced(section: TraceSection | None, path: Path, device: torch.device) -> AbstractContextManager[None]:
+    if section is None:
+        return nullcontext()
+    return open_trace(path, section.first, section.first + section.steps - 1, clock_of(device))
 
 
 def prepare_for(

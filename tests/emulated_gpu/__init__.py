@@ -6,7 +6,8 @@ groups for tensors of two kinds. Results must be those of the CPU to the last bi
 - `hooks.cpp`    lets torch believe that there are GPUs
 - `device.cpp`   memory and operations of tensors on them. A tensor of the CPU among an operation's is an error, as it is there
 - `groups.cpp`   NCCL and gloo as they are with GPUs: the one takes nothing of the CPU's, the other little of a GPU's
-- `as_cuda.py`   the names of `torch.cuda`; its streams and events order nothing, but can be listened to
+- `as_cuda.py`   the names of `torch.cuda`
+- `streams.py`   its streams and events, which order nothing, but know when they would be done and can be listened to
 - `build.py`     compiles all that
 - `path/`        put in front of PYTHONPATH, it makes any Python process one with GPUs
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import itertools
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from tests.emulated_gpu.build import HERE, HOOKS, MODULE
+from tests.emulated_gpu.streams import HostClock, names_of_streams
 
 ROOT = HERE.parents[1]
 GIB = 2**30
@@ -94,7 +92,6 @@ def _name_devices(torch: Any, emulated: Any) -> None:
         manual_seed_all=_nothing(),
         set_sync_debug_mode=_nothing(),
         max_memory_reserved=lambda device=None: emulated.peak(),
-        _sleep=_nothing(),
     )
     _take_over(torch.cuda.nccl, version=lambda: (2, 0, 0))
     _take_over(torch.cuda.nvtx, range_push=_nothing(), range_pop=_nothing())
@@ -114,101 +111,14 @@ def _name_devices(torch: Any, emulated: Any) -> None:
 # ---- streams
 
 
-Listener = Callable[..., None]
-listeners: list[Listener] = []
-"""Called with what happens and the ids that it is about: `stream made`, `event made`, `recorded` (event, stream), `waits`
-(stream, event), `host waits` (for a stream, or None for all of them)."""
-_ids = itertools.count(1)
-_of_thread = threading.local()
-
-
-def _tell(what: str, *ids: int | None) -> None:
-    for listener in listeners:
-        listener(what, *ids)
-
-
 def _name_streams(torch: Any, emulated: Any) -> None:
-    class Stream:
-        def __init__(self, device: Any = None, priority: int = 0, number: int | None = None, **_: Any):
-            self.device = torch.device("cuda", emulated.current_device())
-            self.cuda_stream = self.stream_id = next(_ids) if number is None else number
-            _tell("stream made", self.cuda_stream)
-
-        def wait_stream(self, other: Stream) -> None:
-            self.wait_event(other.record_event())
-
-        def wait_event(self, event: Event) -> None:
-            _tell("waits", self.cuda_stream, event.number)
-
-        def record_event(self, event: Event | None = None) -> Event:
-            event = event or Event()
-            event.record(self)
-            return event
-
-        def synchronize(self) -> None:
-            _tell("host waits", self.cuda_stream)
-
-        def query(self) -> bool:
-            return True
-
-        def is_capturing(self) -> bool:
-            return False
-
-    class Event:
-        def __init__(self, *_: Any, **__: Any):
-            self.number, self.at = next(_ids), 0.0
-            _tell("event made", self.number)
-
-        def record(self, stream: Stream | None = None) -> None:
-            self.at = time.perf_counter()
-            _tell("recorded", self.number, (stream or current()).cuda_stream)
-
-        def wait(self, stream: Stream | None = None) -> None:
-            (stream or current()).wait_event(self)
-
-        def synchronize(self) -> None:
-            _tell("host waits", None)
-
-        def query(self) -> bool:
-            return True
-
-        def elapsed_time(self, other: Event) -> float:
-            return 1e3 * (other.at - self.at)
-
-    class InStream:
-        def __init__(self, stream: Stream | None):
-            self.stream = stream
-
-        def __enter__(self) -> None:
-            self.before = current()
-            _of_thread.stream = self.stream or self.before
-
-        def __exit__(self, *_: object) -> None:
-            _of_thread.stream = self.before
-
-    default = Stream(number=0)
-
-    def current(device: Any = None) -> Stream:
-        return getattr(_of_thread, "stream", default)
-
-    def wait_for_all(device: Any = None) -> None:
-        _tell("host waits", None)
-
-    _take_over(
-        torch.cuda,
-        Stream=Stream,
-        Event=Event,
-        stream=lambda stream: InStream(stream),
-        StreamContext=InStream,
-        current_stream=current,
-        default_stream=lambda device=None: default,
-        synchronize=wait_for_all,
-        is_current_stream_capturing=lambda: False,
-    )
+    names = names_of_streams(lambda: torch.device("cuda", emulated.current_device()), HostClock())
+    _take_over(torch.cuda, **names)
+    current, wait_for_all = names["current_stream"], names["synchronize"]
     _take_over(
         torch.accelerator, current_stream=lambda device=None: current(), synchronize=lambda device=None: wait_for_all()
     )
-    torch.Event = Event
+    torch.Event = names["Event"]
     torch.Tensor.record_stream = _nothing()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.emulated_gpu import as_cuda
+from tests.emulated_gpu import as_cuda, streams
 
 
 class Races(AssertionError):
@@ -39,7 +39,7 @@ def looked_for() -> Iterator[None]:
     def hear(what: str, *ids: int | None) -> None:
         handlers[what](*ids)
 
-    as_cuda.listeners.append(hear)
+    streams.listeners.append(hear)
     emulated.reuse_memory(False)
     try:
         with mode:
@@ -49,4 +49,4 @@ def looked_for() -> Iterator[None]:
     finally:
         torch.cuda.synchronize()
         emulated.reuse_memory(True)
-        as_cuda.listeners.remove(hear)
+        streams.listeners.remove(hear)

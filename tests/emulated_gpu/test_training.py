@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from llmtrain.train.checkpoint import Checkpointer
 from tests.distributed.fake_engine import choices, edit
 from tests.distributed.pool import RankFailure, RankPool
 from tests.distributed.real_engine import Case, Outcome, build_case, mesh_of, micro_batches, train
-from tests.emulated_gpu import as_cuda
+from tests.emulated_gpu import as_cuda, streams
 from tests.emulated_gpu.races import looked_for
 from tests.gpu.on_gpu import CHANGES, PENALTY
 
@@ -107,7 +110,7 @@ def reads_by_step(case: Case) -> list[int]:
     emulated, waits = as_cuda.loaded(), []
     engine, method = build_case(case, mesh_of(case.replicas, case.shard, case.device, case.network), clock=lambda: step)
     reads = []
-    as_cuda.listeners.append(lambda what, *ids: waits.append(ids) if what == "host waits" else None)
+    streams.listeners.append(lambda what, *ids: waits.append(ids) if what == "host waits" else None)
     for step in range(1, case.steps + 1):
         before = emulated.host_reads() + len(waits)
         plan = method.begin_step(step, case.optim["lr"])
@@ -116,7 +119,7 @@ def reads_by_step(case: Case) -> list[int]:
         method.end_step(step)
         reads.append(emulated.host_reads() + len(waits) - before)
     method.finish()
-    as_cuda.listeners.clear()
+    streams.listeners.clear()
     return reads
 
 
@@ -152,6 +155,33 @@ def host_reads_of(kinds: dict[str, bool]) -> dict[str, int]:
 def test_the_host_waits_for_a_blocking_copy_to_a_gpu(gpu_ranks: RankPool) -> None:
     [reads] = gpu_ranks.run(host_reads_of, {"blocking": False, "non-blocking": True}, world_size=1)
     assert reads == {"blocking": 1, "non-blocking": 0}
+
+
+# ---- times
+
+
+def timed(case: Case) -> tuple[int, float, float]:
+    """Return how often the host's clock timed what the GPU does, and the seconds that synchronizations and gradients took."""
+    calls = mock.Mock(side_effect=time.monotonic)
+    with mock.patch("llmtrain.parallel.device_time.time", SimpleNamespace(monotonic=calls)):
+        engine, method = build_case(
+            case, mesh_of(case.replicas, case.shard, case.device, case.network), clock=lambda: step
+        )
+        for step in range(1, case.steps + 1):
+            plan = method.begin_step(step, case.optim["lr"])
+            engine.forward_backward(micro_batches(case, engine.mesh, step))
+            engine.step(plan.lr)
+            method.end_step(step)
+        method.finish()
+    return calls.call_count, method.report().exposed_seconds, engine.gradient_wait.seconds
+
+
+@pytest.mark.parametrize("name", ["edit, offloaded", "streaming, offloaded", "edit, ZeRO-3"])
+def test_the_gpu_is_timed_and_not_the_host(gpu_ranks: RankPool, name: str) -> None:
+    """All three begin with synchronous steps."""
+    for by_host, exposed, averaging in gpu_ranks.run(timed, CASES[name]):
+        assert by_host == 0
+        assert exposed > 0 and averaging > 0
 
 
 # ---- checkpoints

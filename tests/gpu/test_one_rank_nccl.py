@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from llmtrain.parallel.comms import Comms, PendingCollective
+from llmtrain.parallel.device_time import clock_of
 from llmtrain.parallel.mesh import open_mesh
 from llmtrain.parallel.world import World
+from llmtrain.trace import open_trace, step_span
 from tests.distributed.fake_engine import choices
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import build_case, micro_batches
@@ -48,6 +54,62 @@ def test_a_result_is_right_on_the_waiting_stream(ranks: RankPool, capsys: pytest
         print(f"\nseconds until wait returned {waited:.4f}, the callback ran {called:.4f}, the GPU was done {done:.4f}")
     if not IS_EMULATED:
         assert waited < done / 2, "the host has waited for the GPU"
+
+
+@dataclass(frozen=True)
+class LateMessage:
+    """Seconds of a message that begins late, while the GPU has nothing else to do."""
+
+    late: float
+    """By which it began late, as the GPU measured it."""
+    host: float
+    """Until `wait` returned."""
+    counted: float
+    """That the GPU waited for it, read afterwards."""
+    counted_at_once: float
+    """The same, read when `wait` had returned."""
+    span: float
+    """From its start to its end in the timeline."""
+
+
+def wait_for_a_late_message(folder: Path) -> LateMessage:
+    """Send a message from a stream that is busy, and wait for it in the main stream."""
+    device = torch.device("cuda")
+    comms, side = Comms(dist.new_group([0], backend="nccl", timeout=timedelta(seconds=60)), device), torch.cuda.Stream()
+    tensor, path = torch.ones(1 << 20, device=device), folder / "rank.jsonl"
+    comms.begin("warming up", 0, dist.all_reduce, tensor).wait()
+    began, sent = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with open_trace(path, first=1, last=1, clock=clock_of(device)), step_span(1):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            began.record()
+            work = comms.begin("busy", 0, busy_all_reduce, tensor)
+            sent.record()
+        started = time.perf_counter()
+        PendingCollective(comms, "reducing", work, tensor).wait()
+        host, counted_at_once = time.perf_counter() - started, comms.traffic.waiting.seconds
+        torch.cuda.synchronize()
+    [line] = [line for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == "message"]
+    counted, late = comms.traffic.waiting.seconds, began.elapsed_time(sent) / 1e3
+    return LateMessage(late, host, counted, counted_at_once, line["end"] - line["start"])
+
+
+def busy_all_reduce(tensor: torch.Tensor, **options: Any) -> dist.Work:
+    """Keep the current stream busy, then let it send."""
+    occupy_stream(10 * CYCLES)
+    return dist.all_reduce(tensor, **options)
+
+
+def test_waiting_is_timed_on_the_gpu(ranks: RankPool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The host waits for nothing, so its clock shows nothing. The emulation's NCCL does not wait for streams."""
+    [found] = ranks.run(wait_for_a_late_message, tmp_path, world_size=1)
+    with capsys.disabled():
+        print(f"\n{found}")
+    assert found.counted >= found.counted_at_once and found.span >= 0
+    if not IS_EMULATED:
+        assert found.counted_at_once == 0.0, "read before the GPU was there"
+        assert found.host < found.late / 2, "the host has waited for the GPU"
+        assert found.counted > found.late / 2 and found.span > found.late / 2
 
 
 def train_in_a_mesh_of_its_own() -> list[float]:

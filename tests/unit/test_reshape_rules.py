@@ -14,7 +14,7 @@ from llmtrain.config import EditPenaltySection
 from llmtrain.errors import CheckpointError
 from llmtrain.reshard import MeshChange, by_replica, require_equal, rules_of
 from llmtrain.sync.edit_penalty import EditPenalty, RunningMoments
-from llmtrain.sync.sync_stats import RoundStats, SyncStats, average_stats
+from llmtrain.sync.sync_stats import SYNC_STATS_RULES, RoundStats, average_stats
 from llmtrain.train.checkpoint import CheckpointReader
 from llmtrain.train.metrics import METRICS_RULES
 from llmtrain.train.state import TrainState
@@ -25,7 +25,7 @@ RULES = {
     **METRICS_RULES,
     "loader": by_replica(require_equal),
     "method": {
-        "report": rules_of(SyncStats),
+        "report": SYNC_STATS_RULES,
         "period": by_replica(lambda states: "of all"),
         "schedule": by_replica(len),
     },

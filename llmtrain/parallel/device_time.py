@@ -1,0 +1,105 @@
+"""Time as a device has it: how long its current stream takes for timed code, and when the stream reaches a place.
+
+On a GPU, the host only enqueues work. With NCCL, `wait` returns at once and the stream waits. With gloo, the host waits,
+but the stream may still be busy with earlier work. A clock of the host therefore shows too little with NCCL, and too
+much with gloo. Two events in the stream show the right time with both. They are read once the stream has passed them, so
+the host never waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from llmtrain.trace import Clock, Mark, host_mark
+
+MAX_PENDING = 1024
+"""Number of timed sections of one timer that a stream may be behind the host. CUDA itself lets the host run ahead by about as
+many kernels."""
+
+
+class DeviceTimer:
+    """Running total of the seconds that timed code takes: of the calling thread on a CPU, of the current stream on a GPU.
+
+    A stream's time for a section begins when the stream has done all earlier work, and ends when it has done the work of
+    the section and the host has left the section. If the section waits for a message, this is the time that the stream
+    stands still for it, whether the stream itself waits or the host does.
+    """
+
+    def __init__(self, device: torch.device | None = None):
+        """Measure on `device`, or by the host's clock if it is None or a CPU."""
+        self._on_gpu = device is not None and device.type == "cuda"
+        self._seconds = 0.0
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._spare: list[torch.cuda.Event] = []
+
+    @property
+    def seconds(self) -> float:
+        """Return the total of all sections that the device has completed, without waiting for the others."""
+        self._read_completed()
+        return self._seconds
+
+    def load(self, seconds: float) -> None:
+        """Continue from the total of a checkpoint. Sections that are still pending are dropped."""
+        self._seconds = seconds
+        self._pending.clear()
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Add the time of the enclosed code, which must leave the current stream as it was."""
+        if not self._on_gpu:
+            started = time.monotonic()
+            yield
+            self._seconds += time.monotonic() - started
+            return
+        start = self._record()
+        yield
+        self._pending.append((start, self._record()))
+        if len(self._pending) > MAX_PENDING:
+            self._pending[0][1].synchronize()  # the stream has much more to do after this one
+        self._read_completed()
+
+    def _record(self) -> torch.cuda.Event:
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _read_completed(self) -> None:
+        while self._pending and self._pending[0][1].query():
+            start, end = self._pending.popleft()
+            self._seconds += start.elapsed_time(end) / 1e3
+            self._spare += start, end
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock by which timelines of this device are recorded."""
+    return StreamClock() if device.type == "cuda" else host_mark
+
+
+class StreamClock:
+    """Clock of a GPU. A mark is a place in the current stream; its time is known once the stream has passed it."""
+
+    def __init__(self):
+        self._origin: torch.cuda.Event | None = None
+        self._origin_time = 0.0
+        """Unix time of the origin, in seconds."""
+
+    def __call__(self) -> Mark:
+        """Return a mark at the end of the work that has been enqueued in the current stream."""
+        if self._origin is None:
+            self._set_origin()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return lambda: self._origin_time + self._origin.elapsed_time(event) / 1e3 if event.query() else None
+
+    def _set_origin(self) -> None:
+        """Read the clocks of the host and the device together. The stream is a new one, so the host waits for no other
+        work."""
+        origin = torch.cuda.Event(enable_timing=True)
+        origin.record(torch.cuda.Stream())
+        origin.synchronize()
+        self._origin, self._origin_time = origin, time.time()
