@@ -35,8 +35,9 @@ from llmtrain.parallel.network import Networks, check_localhost
 from llmtrain.parallel.public_network import ADVICE, NodeAddress, find_unencrypted
 from llmtrain.parallel.rendezvous import Rendezvous, format_ranks, gather_over_store, rendezvous
 from llmtrain.parallel.world import World, node_name
-from llmtrain.plan.memory import ModelSize, estimate, size_of
+from llmtrain.plan.memory import estimate
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM, choose_mesh, plan_mesh
+from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.plan.time_estimate import round_bytes, traffic
 from llmtrain.recipe_check import check, check_group
 from llmtrain.recipe_loader import resolved_yaml

@@ -11,7 +11,8 @@ import torch
 
 from llmtrain.config import Recipe
 from llmtrain.model import LanguageModel, blocks_of, build, initialize, model_config
-from llmtrain.plan.memory import estimate, size_of
+from llmtrain.plan.memory import estimate
+from llmtrain.plan.model_size import size_of
 from llmtrain.recipe_loader import load_recipe
 
 SEQUENCES, LENGTH, CPU = 8, 64, torch.device("cpu")
@@ -26,7 +27,11 @@ MODELS: dict[str, Callable[[int], str]] = {
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def recipe_of(tmp_path: Path, family: str, layers: int, precision: str) -> Recipe:
+SEPARATOR = 7
+"""Token that ends a document where documents are kept apart."""
+
+
+def recipe_of(tmp_path: Path, family: str, layers: int, precision: str, *overrides: str) -> Recipe:
     path = tmp_path / "small.yaml"
     path.write_text(
         f"model: {{type: {family}, config: {MODELS[family](layers)}}}\n"
@@ -34,12 +39,13 @@ def recipe_of(tmp_path: Path, family: str, layers: int, precision: str) -> Recip
         f"train: {{steps: 10, sequence_length: {LENGTH}, global_batch: {SEQUENCES}, micro_batch: {SEQUENCES}}}\n"
         "sync: {method: local_sgd}\n"
     )
-    return load_recipe(path, [f"parallel.precision={precision}"])
+    return load_recipe(path, [f"parallel.precision={precision}", *overrides])
 
 
 def model_of(recipe: Recipe) -> LanguageModel:
     """Return the recipe's model in the precision in which it computes."""
-    model = build(model_config(recipe.model, 300), recipe.parallel.loss_chunk)
+    separator = SEPARATOR if recipe.train.document_mask else None
+    model = build(model_config(recipe.model, 300), recipe.parallel.loss_chunk, separator)
     for block in blocks_of(model):
         initialize(model, block, 0, CPU, torch.float32)
     return model.to(DTYPES[recipe.parallel.precision]).train()
@@ -72,6 +78,29 @@ def test_a_layer_keeps_what_the_plan_says(tmp_path: Path, family: str, off: floa
     planned = [estimate(recipe, size_of(recipe), 1, 1).activations for recipe in (few, many)]
     found = (kept(many) - kept(few)) / (planned[1] - planned[0])
     assert 1 - off < found < 1.02
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [("llama", []), ("gpt_neo", []), ("gpt_neo", [f"model.config.window_size={LENGTH}"])],
+    ids=["llama", "gpt_neo", "windows as long as the sequence"],
+)
+def test_masks_of_documents_are_kept_by_the_layers_that_the_plan_says(
+    tmp_path: Path, family: str, keys: list[str], precision: str
+) -> None:
+    """GPT-Neo's local layers have masks of their windows anyway, as every second layer here."""
+    found, planned = [], []
+    for layers in (2, 4):
+        both = [
+            recipe_of(tmp_path, family, layers, precision, *keys, f"train.document_mask={mask}")
+            for mask in ("false", "true")
+        ]
+        without, with_masks = map(kept, both)
+        found.append(with_masks - without)
+        without, with_masks = (estimate(recipe, size_of(recipe), 1, 1).activations for recipe in both)
+        planned.append(with_masks - without)
+    assert found[1] - found[0] == planned[1] - planned[0] > 0
 
 
 def test_a_layers_backward_takes_a_quarter_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

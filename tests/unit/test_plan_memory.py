@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from llmtrain.config import EveryStepsSection, OverlappedSection, Recipe
 from llmtrain.errors import ModelError
-from llmtrain.plan.memory import SAVED_PER_LINEAR, ModelSize, estimate, size_of
+from llmtrain.plan.memory import SAVED_PER_LINEAR, estimate
+from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.recipe_loader import load_recipe
 
 VOCABULARY, HIDDEN, INNER, LAYERS = 100, 8, 20, 3
@@ -214,6 +215,33 @@ def test_offload_moves_anchors_to_the_host(tmp_path) -> None:
     assert here.anchors > 0
     assert (there.anchors, there.host) == (0, here.anchors)
     assert there.device_total < here.device_total
+
+
+def test_torch_pins_the_next_power_of_two(tmp_path) -> None:
+    """Blocks of 800, 752 and 808 values of 4 bytes, in halves: 2048 bytes each, of an anchor and a momentum."""
+    there = planned(tmp_path, "sync.offload=true", shard=2)
+    assert there.host == 2 * 4 * 3864 / 2
+    assert there.pinned_total == 2 * 5 * 2048
+    assert there.total(on_gpu=False) == there.device_total + there.host, "the CPU's own memory is not pinned"
+    exact = planned(tmp_path, "sync.offload=true", "model.config.vocab_size=128", "sync.outer=sgd")
+    # The embedding is 4096 bytes, a power of two, the head 4128; layers are 3008.
+    assert exact.pinned_total == 4096 + 3 * 4096 + 8192
+    assert planned(tmp_path).host_rounding == 0
+
+
+def test_masks_of_documents_by_hand(tmp_path) -> None:
+    """2 sequences of 16 tokens: 512 pairs, in bf16."""
+    masked, plain = (
+        [
+            planned(tmp_path, f"train.document_mask={mask}", f"parallel.activation_checkpointing={recomputed}")
+            for recomputed in ("false", "selective", "true")
+        ]
+        for mask in ("true", "false")
+    )
+    more = [one.activations - other.activations for one, other in zip(masked, plain, strict=True)]
+    assert more == [LAYERS * 2 * 512, 2 * 512, 2 * 512]
+    none = planned(tmp_path, "train.document_mask=true", "data.packing=none")
+    assert none.activations == plain[0].activations
 
 
 @pytest.mark.parametrize(

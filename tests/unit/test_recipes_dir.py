@@ -11,8 +11,9 @@ import yaml
 
 from llmtrain.config import EveryStepsSection, ParallelSection, Recipe
 from llmtrain.plan.ineffective_keys import ineffective_keys
-from llmtrain.plan.memory import ModelSize, estimate, size_of
+from llmtrain.plan.memory import estimate
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM
+from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
 from llmtrain.sync.methods import METHODS
