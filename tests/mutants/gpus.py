@@ -62,6 +62,13 @@ MUTANTS = [
         ("tests/unit/test_devices.py",),
     ),
     Mutant(
+        "launch: ranks on GPUs have torch's own allocator settings",
+        "llmtrain/launch/torchrun.py",
+        "    use_expandable_segments()\n",
+        "",
+        ("tests/unit/test_launch_again.py",),
+    ),
+    Mutant(
         "metrics: reserved memory is the sum over ranks",
         "llmtrain/train/metric_gather.py",
         'line.column("reserved_memory").max()',
