@@ -69,6 +69,13 @@ MUTANTS = [
         ("tests/unit/test_launch_again.py",),
     ),
     Mutant(
+        "doctor: all nodes pin the memory of one",
+        "llmtrain/doctor/run_checks.py",
+        "pinned = max(Counter(nodes).values()) *",
+        "pinned = len(nodes) *",
+        ("tests/unit/test_doctor_ranks.py",),
+    ),
+    Mutant(
         "metrics: reserved memory is the sum over ranks",
         "llmtrain/train/metric_gather.py",
         'line.column("reserved_memory").max()',
