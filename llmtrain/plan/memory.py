@@ -94,7 +94,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
                  sequence_length weights. The total is layers x l, plus l / 4 for gradients. With checkpointing it is
                  c t hidden per layer, plus 5 l / 4. With `selective` it is c t (O + 2 hidden) per layer, where O is the
                  outputs of its linear layers, plus 5 l / 4. With `document_mask`, masks of c t sequence_length are added:
-                 one for each layer that attends to the whole sequence, or a single one with checkpointing.
+                 one for each layer that attends to the whole sequence. For Llama or with checkpointing it is a single one.
     loss         The larger of twice the logits of loss_chunk positions in at least fp32, and the gradients of these
                  logits and of the head in c. In addition, the head's full gradient in at least fp32 and the gradient
                  of its inputs in c.
@@ -137,7 +137,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
         of_one = compute * tokens * (size.hidden + selected)
         forward, backward, last = size.layers * of_one, size.layers * of_one + in_backward, of_one + in_backward
     else:
-        forward, last = size.layers * layer + size.masked_layers * mask, in_backward
+        forward, last = size.layers * layer + size.masks * mask, in_backward
         backward = forward - layer - mask + in_backward
     loss = _loss(recipe, size, tokens)
 
@@ -197,9 +197,8 @@ def _kept_by_layer(recipe: Recipe, size: ModelSize) -> int:
 
 
 def _mask(recipe: Recipe, size: ModelSize) -> int:
-    """Return the bytes of the mask that keeps documents apart in one layer. Attention turns the mask of all layers, of one
-    byte per pair of positions, into one in compute precision in each of them."""
-    separates = recipe.train.document_mask and recipe.data.packing == "packed" and size.masked_layers > 0
+    """Return the bytes of a mask that keeps documents apart. It is in compute precision, as fused attention needs it."""
+    separates = recipe.train.document_mask and recipe.data.packing == "packed" and size.masks > 0
     _, compute = BYTES[recipe.parallel.precision]
     return compute * recipe.train.micro_batch * recipe.train.sequence_length**2 if separates else 0
 

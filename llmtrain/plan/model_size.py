@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.attention import FUSED_FAMILY
+from llmtrain.attention import CAUSAL_FAMILIES, FUSED_FAMILY
 from llmtrain.config import Recipe
 from llmtrain.data.tokenizer import load_tokenizer, trained_size
 from llmtrain.data.tokenizer import vocab_size as size_of_tokenizer
@@ -44,9 +44,9 @@ class ModelSize:
     """Key of SAVED_PER_LINEAR for this model's attention."""
     unfused_heads: int
     """Attention heads whose full [T, T] weights are saved for backward; 0 with fused attention, as in most models."""
-    masked_layers: int
-    """Layers that each save a mask [T, T] for backward if documents are kept apart: those with fused attention to the whole
-    sequence."""
+    masks: int
+    """Masks [T, T] per sequence that are saved for backward if documents are kept apart: one for each layer with fused
+    attention to the whole sequence, or a single one where all layers share it."""
     flops_per_token: float
     """FLOPs of forward and backward at the recipe's sequence length; see `model.flops_per_token`."""
 
@@ -74,7 +74,7 @@ def size_of(recipe: Recipe, vocab_size: int | None = None) -> ModelSize:
         linear_outputs=sum(linear.nf if isinstance(linear, Conv1D) else linear.out_features for linear in linears),
         attention=attention,
         unfused_heads=config.num_attention_heads if attention == "not fused" else 0,
-        masked_layers=_masked_layers(config, attention, recipe.train.sequence_length),
+        masks=_masks(config, attention, recipe.train.sequence_length),
         flops_per_token=flops_per_token(model, recipe.train.sequence_length),
     )
 
@@ -97,9 +97,11 @@ def _vocabulary(recipe: Recipe) -> int | None:
     )
 
 
-def _masked_layers(config: PretrainedConfig, attention: str, sequence_length: int) -> int:
-    """Return the number of layers with fused attention to the whole sequence. GPT-Neo's local layers have masks of windows
-    anyway, unless their window is as long as the sequence."""
+def _masks(config: PretrainedConfig, attention: str, sequence_length: int) -> int:
+    """Return `ModelSize.masks`. GPT-Neo's local layers have masks of windows anyway, unless their window is as long as the
+    sequence."""
+    if config.model_type in CAUSAL_FAMILIES:
+        return 1
     if attention == FUSED_FAMILY:
         is_local = config.window_size < sequence_length
         return config.num_hidden_layers - (config.attention_layers.count("local") if is_local else 0)

@@ -8,9 +8,16 @@ MUTANTS = [
     Mutant(
         "plan: masks of documents take no memory",
         "llmtrain/plan/memory.py",
-        "+ size.masked_layers * mask",
+        "+ size.masks * mask",
         "+ 0 * mask",
         ("tests/unit/test_plan_memory.py",),
+    ),
+    Mutant(
+        "model: every layer makes a mask of documents of its own",
+        "llmtrain/model.py",
+        "if mask is not None and mask.dtype == torch.bool:",
+        "if False:",
+        ("tests/unit/test_plan_activations.py",),
     ),
     Mutant(
         "plan: without packing there are masks",

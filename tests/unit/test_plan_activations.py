@@ -18,11 +18,13 @@ from llmtrain.recipe_loader import load_recipe
 SEQUENCES, LENGTH, CPU = 8, 64, torch.device("cpu")
 LLAMA = "{hidden_size: 128, intermediate_size: 344, num_attention_heads: 4, num_hidden_layers: %d}"
 NEO = "{hidden_size: 128, num_heads: 4, window_size: 32, num_layers: %d, attention_types: [[[global, local], %d]]}"
+QWEN2 = LLAMA.replace("}", ", num_key_value_heads: 4}")
 GPTJ = "{n_embd: 128, n_head: 4, rotary_dim: 8, n_layer: %d}"
 MODELS: dict[str, Callable[[int], str]] = {
     "llama": lambda layers: LLAMA % layers,
     "gpt_neo": lambda layers: NEO % (layers, layers // 2),
     "gptj": lambda layers: GPTJ % layers,
+    "qwen2": lambda layers: QWEN2 % layers,
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -82,25 +84,27 @@ def test_a_layer_keeps_what_the_plan_says(tmp_path: Path, family: str, off: floa
 
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize(
-    ("family", "keys"),
-    [("llama", []), ("gpt_neo", []), ("gpt_neo", [f"model.config.window_size={LENGTH}"])],
-    ids=["llama", "gpt_neo", "windows as long as the sequence"],
+    ("family", "keys", "masks"),
+    [
+        ("llama", [], 1),
+        ("qwen2", [], 4),
+        ("gpt_neo", [], 2),
+        ("gpt_neo", [f"model.config.window_size={LENGTH}"], 4),
+    ],
+    ids=["llama", "qwen2", "gpt_neo", "windows as long as the sequence"],
 )
-def test_masks_of_documents_are_kept_by_the_layers_that_the_plan_says(
-    tmp_path: Path, family: str, keys: list[str], precision: str
+def test_masks_of_documents_are_those_that_the_plan_counts(
+    tmp_path: Path, family: str, keys: list[str], masks: int, precision: str
 ) -> None:
-    """GPT-Neo's local layers have masks of their windows anyway, as every second layer here."""
-    found, planned = [], []
-    for layers in (2, 4):
-        both = [
-            recipe_of(tmp_path, family, layers, precision, *keys, f"train.document_mask={mask}")
-            for mask in ("false", "true")
-        ]
-        without, with_masks = map(kept, both)
-        found.append(with_masks - without)
-        without, with_masks = (estimate(recipe, size_of(recipe), 1, 1).activations for recipe in both)
-        planned.append(with_masks - without)
-    assert found[1] - found[0] == planned[1] - planned[0] > 0
+    """In four layers, of which every second is local in GPT-Neo, and has a mask of its windows anyway."""
+    of_one = DTYPES[precision].itemsize * SEQUENCES * LENGTH**2
+    plain, masked = (
+        recipe_of(tmp_path, family, 4, precision, *keys, f"train.document_mask={mask}") for mask in ("false", "true")
+    )
+    planned = [estimate(recipe, size_of(recipe), 1, 1).activations for recipe in (plain, masked)]
+    assert planned[1] - planned[0] == masks * of_one
+    more = kept(masked) - kept(plain)
+    assert masks * of_one <= more < (masks + 0.9) * of_one, "positions and numbers of documents beside the masks"
 
 
 def test_a_layers_backward_takes_a_quarter_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

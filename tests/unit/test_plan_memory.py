@@ -24,6 +24,11 @@ LLAMA = (
     "max_position_embeddings: 32}}"
 )
 
+GPT_NEO = (
+    "{type: gpt_neo, config: {hidden_size: 8, num_layers: 3, num_heads: 2, window_size: 8, max_position_embeddings: 32, "
+    "attention_types: [[[global, local, global], 1]]}}"
+)
+
 
 def make(tmp_path, *overrides: str, model: str = LLAMA) -> Recipe:
     path = tmp_path / "small.yaml"
@@ -229,19 +234,18 @@ def test_torch_pins_the_next_power_of_two(tmp_path) -> None:
     assert planned(tmp_path).host_rounding == 0
 
 
-def test_masks_of_documents_by_hand(tmp_path) -> None:
-    """2 sequences of 16 tokens: 512 pairs, in bf16."""
-    masked, plain = (
-        [
-            planned(tmp_path, f"train.document_mask={mask}", f"parallel.activation_checkpointing={recomputed}")
-            for recomputed in ("false", "selective", "true")
-        ]
-        for mask in ("true", "false")
-    )
-    more = [one.activations - other.activations for one, other in zip(masked, plain, strict=True)]
-    assert more == [LAYERS * 2 * 512, 2 * 512, 2 * 512]
-    none = planned(tmp_path, "train.document_mask=true", "data.packing=none")
-    assert none.activations == plain[0].activations
+@pytest.mark.parametrize(("model", "masks"), [(LLAMA, [1, 1, 1]), (GPT_NEO, [2, 1, 1])], ids=["llama", "gpt_neo"])
+def test_masks_of_documents_by_hand(tmp_path, model: str, masks: list[int]) -> None:
+    """2 sequences of 16 tokens: 512 pairs, in bf16. GPT-Neo has two global layers and a local one."""
+
+    def activations(recomputed: str, *keys: str) -> int:
+        recipe = make(tmp_path, f"parallel.activation_checkpointing={recomputed}", *keys, model=model)
+        return estimate(recipe, size_of(recipe), 1, 1).activations
+
+    for recomputed, count in zip(("false", "selective", "true"), masks, strict=True):
+        plain, masked = (activations(recomputed, f"train.document_mask={mask}") for mask in ("false", "true"))
+        assert masked - plain == count * 2 * 512, recomputed
+        assert activations(recomputed, "train.document_mask=true", "data.packing=none") == plain
 
 
 @pytest.mark.parametrize(
