@@ -61,7 +61,7 @@ def measure(task: dict[str, Any]) -> dict[str, float]:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    from llmtrain.plan.memory import size_of
+    from llmtrain.plan.model_size import size_of
     from llmtrain.plan.time_estimate import TRAINING_EFFICIENCY, rate_here
 
     recipe = recipe_of(task, SIZES[task["size"]])

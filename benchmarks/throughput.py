@@ -133,7 +133,8 @@ def recipe_of(task: Mapping[str, Any], model: Sequence[str]) -> Recipe:
 
 def measure(task: dict[str, Any]) -> dict[str, Any] | None:
     """Return one row's figures on this rank. The main rank answers. With `quick`, the peak is not counted on a CPU."""
-    from llmtrain.plan.memory import estimate, size_of
+    from llmtrain.plan.memory import estimate
+    from llmtrain.plan.model_size import size_of
     from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
     from llmtrain.train.devices import peak_flops, peak_memory_bytes
 

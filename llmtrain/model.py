@@ -80,10 +80,16 @@ class LanguageModel(nn.Module):
     def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the input of the head: [B, T] -> [B, T, hidden]."""
         documents = None if self._separator is None else document_ids(input_ids, self._separator)
+        mask = prepared_mask(self.causal_lm.config.model_type, input_ids, documents)
+        inputs = {"input_ids": input_ids}
+        if mask is not None and mask.dtype == torch.bool:
+            # Of a mask of truth values, every layer would save a copy in the dtype of its queries for backward.
+            inputs = {"inputs_embeds": self.causal_lm.get_input_embeddings()(input_ids)}
+            mask = torch.where(mask, 0.0, -torch.inf).to(inputs["inputs_embeds"].dtype)
         return self.causal_lm.base_model(
-            input_ids=input_ids,
+            **inputs,
             position_ids=None if documents is None else position_ids(documents),  # transformers builds masks from them
-            attention_mask=prepared_mask(self.causal_lm.config.model_type, input_ids, documents),
+            attention_mask=mask,
             use_cache=False,
         ).last_hidden_state
 

@@ -35,12 +35,13 @@ from llmtrain.parallel.network import Networks, check_localhost
 from llmtrain.parallel.public_network import ADVICE, NodeAddress, find_unencrypted
 from llmtrain.parallel.rendezvous import Rendezvous, format_ranks, gather_over_store, rendezvous
 from llmtrain.parallel.world import World, node_name
-from llmtrain.plan.memory import ModelSize, estimate, size_of
+from llmtrain.plan.memory import estimate
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM, choose_mesh, plan_mesh
+from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.plan.time_estimate import round_bytes, traffic
 from llmtrain.recipe_check import check, check_group
 from llmtrain.recipe_loader import resolved_yaml
-from llmtrain.train.devices import memory_of_rank
+from llmtrain.train.devices import memory_bytes, memory_of_rank
 
 MUST_AGREE = ("llmtrain", "torch", "recipe")
 """Ranks that differ in these compute different things or cannot communicate."""
@@ -166,6 +167,9 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
     else:
         needed = estimate(recipe, size, replicas, shard)
         findings.append(_memory(needed.total(on_gpu), min(memory)))
+        if on_gpu and needed.pinned_total:
+            pinned = max(Counter(nodes).values()) * needed.pinned_total
+            findings.append(_pinned_memory(pinned, memory_bytes(torch.device("cpu"))))
         sent = traffic(recipe, size, replicas)
         findings.append(ok(f"traffic between replicas: {' · '.join(sent.splitlines())}"))
         checkpoint = len(nodes) * (needed.weights + needed.optimizer + needed.anchors + needed.host)
@@ -181,6 +185,14 @@ def _memory(needed: float, there: float) -> Finding:
     if needed <= MEMORY_HEADROOM * there:
         return ok(what)
     advice = "lower train.micro_batch, set parallel.activation_checkpointing or sync.offload, or use a larger parallel.shards"
+    return warning(f"{what}: it may run out", advice)
+
+
+def _pinned_memory(needed: float, there: float) -> Finding:
+    what = f"CPU memory: about {needed / GIB:.1f} GiB a node are pinned for what is offloaded, this one has {there / GIB:.1f} GiB"
+    if needed <= MEMORY_HEADROOM * there:
+        return ok(what)
+    advice = "set sync.offload=false (or parallel.zero_offload=false), or use a larger parallel.shards"
     return warning(f"{what}: it may run out", advice)
 
 

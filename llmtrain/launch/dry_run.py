@@ -8,8 +8,9 @@ from llmtrain.config import Recipe
 from llmtrain.data.documents import document_samples
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.preflight import Preflight, check_here, notes
-from llmtrain.plan.memory import estimate, size_of
+from llmtrain.plan.memory import estimate
 from llmtrain.plan.mesh_plan import size_or_assumed
+from llmtrain.plan.model_size import size_of
 from llmtrain.train.loggers import mesh_line, model_line
 
 GIB = 2**30

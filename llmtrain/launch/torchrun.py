@@ -196,6 +196,9 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    from llmtrain.train.devices import use_expandable_segments
+
+    use_expandable_segments()
     command = parse_args([*arguments])
     cores = (os.cpu_count() or 1) // int(command.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))

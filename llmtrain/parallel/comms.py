@@ -26,6 +26,8 @@ from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.reshard import Rules, mean, split_evenly
 
 T = TypeVar("T")
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""All-gather into one tensor. torch 2.13 has renamed it, and its old name warns."""
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -103,7 +105,7 @@ class QuantizedAllReduce(PendingCollective):
         self._received = torch.empty_like(self._sent)
         self._total: torch.Tensor | None = None  # this rank's chunk of the sum
         self._mine: torch.Tensor | None = None  # the same chunk, encoded as sent
-        self._gathered: list[torch.Tensor] = []
+        self._gathered: torch.Tensor | None = None  # every rank's chunk, encoded
         sent = (comms.size - 1) * self._sent.shape[1]
         self._work = comms.begin(what, sent, dist.all_to_all_single, self._received, self._sent)
 
@@ -118,17 +120,17 @@ class QuantizedAllReduce(PendingCollective):
         self._finish()
         self._total = self._decoded(self._received).sum(0, keepdim=True)
         self._mine = self._wire.encode(self._total).to(self._comms.device)
-        self._gathered = [torch.empty_like(self._mine) for _ in range(self._comms.size)]
+        self._gathered = self._mine.new_empty(self._comms.size, self._mine.shape[1])
         sent = (self._comms.size - 1) * self._mine.numel()
-        self._work = self._comms.begin(self._what, sent, dist.all_gather, self._gathered, self._mine)
+        self._work = self._comms.begin(self._what, sent, ALL_GATHER, self._gathered, self._mine)
 
     def wait(self) -> torch.Tensor:
         self.start_second_phase()
         self._finish()
-        if self._gathered:
-            whole = self._decoded(torch.cat(self._gathered))
+        if self._gathered is not None:
+            whole = self._decoded(self._gathered)
             self.result.copy_(whole.view(-1)[: self.result.numel()].view(self.result.shape))
-            self._gathered = []
+            self._gathered = None
         return self.result
 
     def quantization_error(self) -> torch.Tensor:
@@ -185,7 +187,7 @@ class Comms:
             gathered[0] = tensor
             return PendingCollective(self, what, None, gathered)
         sent = (self.size - 1) * tensor.numel() * tensor.element_size()
-        work = self.begin(what, sent, dist.all_gather, list(gathered.unbind(0)), tensor)
+        work = self.begin(what, sent, ALL_GATHER, gathered.view(-1), tensor.reshape(-1))  # flat, as gloo wants both
         return PendingCollective(self, what, work, gathered)
 
     def all_gather(self, tensor: torch.Tensor, what: str = "all-gather") -> torch.Tensor:

@@ -9,7 +9,7 @@ from llmtrain.config import Recipe, Section
 from llmtrain.data.dataset import TokenDataset
 from llmtrain.lr import LRSchedule
 from llmtrain.plan.duration import format_duration
-from llmtrain.plan.memory import size_of
+from llmtrain.plan.model_size import size_of
 from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
 from llmtrain.sync.period import warmup_of
 

@@ -1,7 +1,6 @@
-"""Size of a recipe's model, and an estimate of the memory that one rank needs to train it.
+"""Estimate of the memory that one rank needs to train a recipe.
 
-No weights are allocated: the model is built on the meta device and counted. The estimate is arithmetic on those
-counts, for the moments of a step at which memory use peaks. It leaves out the device's context, the
+It is arithmetic on the model's counts, for the moments of a step at which memory use peaks. It leaves out the device's context, the
 communication library's buffers, allocator fragmentation and the savings of torch.compile. It is accurate enough to
 choose a mesh, but does not guarantee that a run fits.
 """
@@ -9,27 +8,14 @@ choose a mesh, but does not guarantee that a run fits.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from pathlib import Path
-from tempfile import TemporaryDirectory
-
-import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.pytorch_utils import Conv1D
 
 from llmtrain.attention import FUSED_FAMILY
 from llmtrain.config import Recipe
-from llmtrain.data.tokenizer import load_tokenizer, trained_size
-from llmtrain.data.tokenizer import vocab_size as size_of_tokenizer
-from llmtrain.errors import ModelError
-from llmtrain.files import local_path
-from llmtrain.model import blocks_of, build, count_parameters, flops_per_token, model_config
 from llmtrain.parallel.zero_layout import BUCKET
+from llmtrain.plan.model_size import ModelSize
 
 BYTES = {"bf16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}
 """Bytes per master value and per value in compute precision, by precision."""
-KNOWN_VOCABULARIES = {"gpt2": 50257, "openai-community/gpt2": 50257}
-"""Vocabulary sizes of tokenizers on the hub, which estimates do not query."""
 SAVED_PER_LINEAR = {
     "fused": {"bf16": 1.2, "fp32": 1.1, "fp64": 1.1},
     FUSED_FAMILY: {"bf16": 1.65, "fp32": 1.65, "fp64": 1.65},
@@ -50,31 +36,6 @@ saved activations."""
 
 
 @dataclass(frozen=True)
-class ModelSize:
-    """Counts and dimensions of a model."""
-
-    parameters: int
-    """Trainable parameters; shared ones count once."""
-    embedding_parameters: int
-    """Parameters of lookup tables, a tied head included."""
-    block_parameters: tuple[int, ...]
-    """Parameters per block, in forward order; see `model.blocks_of`."""
-    vocabulary: int
-    hidden: int
-    layers: int
-    linear_features: int
-    """Inputs plus outputs of the linear layers in one layer, summed."""
-    linear_outputs: int
-    """Outputs of those linear layers alone."""
-    attention: str
-    """Key of SAVED_PER_LINEAR for this model's attention."""
-    unfused_heads: int
-    """Attention heads whose full [T, T] weights are saved for backward; 0 with fused attention, as in most models."""
-    flops_per_token: float
-    """FLOPs of forward and backward at the recipe's sequence length; see `model.flops_per_token`."""
-
-
-@dataclass(frozen=True)
 class Memory:
     """Estimated bytes per part on one rank, each at its own peak; see `estimate` for the formulas."""
 
@@ -92,42 +53,22 @@ class Memory:
     host: int
     """Bytes kept in (pinned) CPU memory: offloaded anchors, and with ZeRO's offload masters, moments
     and a copy of the gradients."""
+    host_rounding: int
+    """Bytes by which torch rounds up the pinned memory of offloaded anchors. Without GPUs, memory is not pinned."""
 
     @property
     def device_total(self) -> int:
         """Return the peak bytes on the GPU."""
-        return sum(getattr(self, part.name) for part in fields(self)) - self.host
+        return sum(getattr(self, part.name) for part in fields(self)) - self.pinned_total
+
+    @property
+    def pinned_total(self) -> int:
+        """Return the bytes of pinned CPU memory that a rank with a GPU takes."""
+        return self.host + self.host_rounding
 
     def total(self, on_gpu: bool) -> int:
         """Return the peak bytes on the GPU or, without GPUs, of all parts, which are then in the same memory."""
         return self.device_total + (0 if on_gpu else self.host)
-
-
-def size_of(recipe: Recipe, vocab_size: int | None = None) -> ModelSize:
-    """Return the size of the recipe's model. `vocab_size` is the tokenizer's, if it is known.
-
-    Raises ModelError if the vocabulary size is not given and cannot be determined without a download.
-    """
-    config = model_config(recipe.model, vocab_size or _vocabulary(recipe))
-    model = build(config, recipe.parallel.loss_chunk)
-    blocks = blocks_of(model)
-    layer = next(block for block in blocks if block.name == "layer 0")
-    tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
-    linears = [m for part in layer.modules for m in part.modules() if isinstance(m, nn.Linear | Conv1D)]
-    attention = _attention(config)
-    return ModelSize(
-        parameters=count_parameters(model),
-        embedding_parameters=sum(tables.values()),
-        block_parameters=tuple(count_parameters(nn.ModuleList(block.modules)) for block in blocks),
-        vocabulary=config.vocab_size,
-        hidden=config.hidden_size,
-        layers=config.num_hidden_layers,
-        linear_features=sum(sum(linear.weight.shape) for linear in linears),
-        linear_outputs=sum(linear.nf if isinstance(linear, Conv1D) else linear.out_features for linear in linears),
-        attention=attention,
-        unfused_heads=config.num_attention_heads if attention == "not fused" else 0,
-        flops_per_token=flops_per_token(model, recipe.train.sequence_length),
-    )
 
 
 def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memory:
@@ -142,7 +83,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     optimizer    AdamW: 2 w P / M. SGD: 0. With `zero_offload`, optimizer state, masters and a copy of the gradients
                  in w count as `host`.
     anchors      w P / M for the anchor, and as much for outer momentum. A plain average needs no anchor if replicas
-                 wait for it and send it unrounded. With `sync.offload` anchors count as `host`.
+                 wait for it and send it unrounded. With `sync.offload` anchors count as `host`. They are pinned block by
+                 block, for which torch takes the next power of two: `host_rounding` is the difference.
     gathered     FSDP2: the two largest blocks in c, and in backward the largest one's gradient in c and, until it is
                  reduced, in w. Without sharding, only these gradients: in w, and in c if c < w. ZeRO-3: the two largest
                  blocks in c, a bucket of BUCKET gradient values in at least fp32, and in backward the largest block's
@@ -151,7 +93,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
                  SAVED_PER_LINEAR. Unfused attention adds SAVED_PER_ATTENTION_WEIGHT bytes for each of heads x t x
                  sequence_length weights. The total is layers x l, plus l / 4 for gradients. With checkpointing it is
                  c t hidden per layer, plus 5 l / 4. With `selective` it is c t (O + 2 hidden) per layer, where O is the
-                 outputs of its linear layers, plus 5 l / 4.
+                 outputs of its linear layers, plus 5 l / 4. With `document_mask`, masks of c t sequence_length are added:
+                 one for each layer that attends to the whole sequence. For Llama or with checkpointing it is a single one.
     loss         The larger of twice the logits of loss_chunk positions in at least fp32, and the gradients of these
                  logits and of the head in c. In addition, the head's full gradient in at least fp32 and the gradient
                  of its inputs in c.
@@ -187,14 +130,15 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     of_torch = _fsdp2 if shard > 1 else _single_device
     own = (_zero if recipe.parallel.engine == "zero" else of_torch)(recipe, size, replicas, shard)
 
-    layer = _kept_by_layer(recipe, size)
-    in_backward = int(IN_BACKWARD * layer)
+    layer, mask = _kept_by_layer(recipe, size), _mask(recipe, size)
+    in_backward = int(IN_BACKWARD * layer) + mask
     if recipe.parallel.activation_checkpointing:
         selected = size.linear_outputs + size.hidden if recipe.parallel.activation_checkpointing == "selective" else 0
         of_one = compute * tokens * (size.hidden + selected)
         forward, backward, last = size.layers * of_one, size.layers * of_one + in_backward, of_one + in_backward
     else:
-        forward, backward, last = size.layers * layer, (size.layers - 1) * layer + in_backward, in_backward
+        forward, last = size.layers * layer + size.masks * mask, in_backward
+        backward = forward - layer - mask + in_backward
     loss = _loss(recipe, size, tokens)
 
     moments = (
@@ -215,7 +159,16 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
         messages=in_flight + stay,
         non_coincident=max(moments) - sum_of_these,
         host=own.host + (anchors if sync.offload else 0),
+        host_rounding=_rounding(recipe, size, shard, anchors) if sync.offload else 0,
     )
+
+
+def _rounding(recipe: Recipe, size: ModelSize, shard: int, anchors: int) -> int:
+    """Return the bytes by which the pinned memory of anchors is larger than they are: each block's is a power of two."""
+    master, _ = BYTES[recipe.parallel.precision]
+    blocks = [master * -(-parameters // shard) for parameters in size.block_parameters]
+    copies = round(anchors / sum(blocks))
+    return copies * sum((1 << (block - 1).bit_length()) - block for block in blocks)
 
 
 def _messages(recipe: Recipe, size: ModelSize, shard: int, has_anchors: bool) -> tuple[int, int]:
@@ -241,6 +194,13 @@ def _kept_by_layer(recipe: Recipe, size: ModelSize) -> int:
     linear = SAVED_PER_LINEAR[size.attention][precision] * compute * tokens * size.linear_features
     weights = size.unfused_heads * tokens * train.sequence_length
     return int(linear) + SAVED_PER_ATTENTION_WEIGHT[precision] * weights
+
+
+def _mask(recipe: Recipe, size: ModelSize) -> int:
+    """Return the bytes of a mask that keeps documents apart. It is in compute precision, as fused attention needs it."""
+    separates = recipe.train.document_mask and recipe.data.packing == "packed" and size.masks > 0
+    _, compute = BYTES[recipe.parallel.precision]
+    return compute * recipe.train.micro_batch * recipe.train.sequence_length**2 if separates else 0
 
 
 def _loss(recipe: Recipe, size: ModelSize, tokens: int) -> int:
@@ -326,34 +286,3 @@ def _zero(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _Engine
         gathered_in_forward=in_forward,
         host=offloaded,
     )
-
-
-def _vocabulary(recipe: Recipe) -> int | None:
-    """Return the tokenizer's vocabulary size without a download, or None if the model's config gives it."""
-    name = recipe.data.tokenizer
-    if "vocab_size" in recipe.model.config or recipe.model.from_config is not None:
-        return None
-    if (size := trained_size(name)) is not None:
-        return size
-    if name in KNOWN_VOCABULARIES:
-        return KNOWN_VOCABULARIES[name]
-    if local_path(name) is not None:
-        with TemporaryDirectory() as folder:
-            return size_of_tokenizer(load_tokenizer(recipe.data, Path(folder)))
-    raise ModelError(
-        f"data.tokenizer is {name!r}, whose number of tokens is not known before it is downloaded; "
-        f"give it as model.config.vocab_size"
-    )
-
-
-def _attention(config: PretrainedConfig) -> str:
-    """Return the key of the model's attention in SAVED_PER_LINEAR. transformers refuses to build a model with `sdpa`
-    if its attention cannot be fused."""
-    if config.model_type == FUSED_FAMILY:
-        return FUSED_FAMILY
-    try:
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    except ValueError:
-        return "not fused"
-    return "fused"

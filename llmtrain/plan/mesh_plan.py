@@ -9,7 +9,8 @@ from itertools import groupby
 
 from llmtrain.config import ParallelSection, Recipe
 from llmtrain.errors import ModelError, RecipeError
-from llmtrain.plan.memory import Memory, ModelSize, estimate, size_of
+from llmtrain.plan.memory import Memory, estimate
+from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.recipe_messages import one_of
 
 

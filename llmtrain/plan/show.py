@@ -15,8 +15,9 @@ from llmtrain.config import Recipe
 from llmtrain.plan.cards import GpuCard
 from llmtrain.plan.duration import YEAR, format_duration
 from llmtrain.plan.hardware import Hardware
-from llmtrain.plan.memory import Memory, ModelSize, estimate, size_of
+from llmtrain.plan.memory import Memory, estimate
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM
+from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.plan.time_estimate import estimate_time, traffic
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import resolved_yaml
@@ -78,7 +79,7 @@ def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], 
     scale, unit = (2**30, "GiB") if max(totals) >= 2**30 else (2**20, "MiB")
     device = hardware.device if hardware.on_gpu or len(meshes) == 1 else "each rank"
     table = _by_mesh(meshes)
-    for part in (field.name for field in fields(Memory) if field.name != "host"):
+    for part in (field.name for field in fields(Memory) if not field.name.startswith("host")):
         table.add_row(part, *(f"{getattr(memory, part) / scale:,.2f}" for memory in estimates))
     is_offloaded = any(memory.host for memory in estimates)
     if is_offloaded and not hardware.on_gpu:
@@ -86,7 +87,7 @@ def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], 
     table.add_section()
     table.add_row("total", *(f"{total / scale:,.2f}" for total in totals), style="bold")
     if is_offloaded and hardware.on_gpu:
-        table.add_row("in CPU memory", *(f"{memory.host / scale:,.2f}" for memory in estimates))
+        table.add_row("in CPU memory", *(f"{memory.pinned_total / scale:,.2f}" for memory in estimates))
     if hardware.card is not None:
         table.add_row(f"fits in {hardware.card.gigabytes} GB", *(_fits(total, hardware.card) for total in totals))
     table.add_row("micro-batches a step", *(_accumulation(recipe, replicas * shard) for replicas, shard in meshes))

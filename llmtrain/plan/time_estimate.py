@@ -15,7 +15,8 @@ from llmtrain.config import Recipe
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
 from llmtrain.parallel.wrapping import COMPUTE
-from llmtrain.plan.memory import BYTES, ModelSize
+from llmtrain.plan.memory import BYTES
+from llmtrain.plan.model_size import ModelSize
 from llmtrain.sync.period import build_period, warmup_of
 
 TRAINING_EFFICIENCY = 0.5

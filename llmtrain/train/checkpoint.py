@@ -112,6 +112,8 @@ class Checkpointer:
             rest = any(flat is not None and flat.device != self.mesh.device for flat in flats)
             tensors |= self._of_method(prefix, kind, flats, _stage_to_cpu if rest else keep)
         tensors |= {f"rank{self.mesh.world.rank}.{name}": keep(state) for name, state in self._generators().items()}
+        if self.mesh.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # for all copies at once
         state = {"format": FORMAT, "step": step, "mesh": [self.mesh.replicas, self.mesh.shard_comms.size]}
         state |= {"shared": _present_blocks(shared), "own": _present_blocks(own)}
         if self.recipe is not None:
@@ -269,7 +271,9 @@ def _no_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _stage_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    """Return a copy in CPU memory, or start one from a GPU: torch then pins the memory, and uses it again for the next
+    checkpoint."""
+    return tensor.detach().to("cpu", copy=True, non_blocking=True)
 
 
 def _present_blocks(kinds: dict[str, BlockTensors]) -> dict[str, list[bool]]:

@@ -55,6 +55,7 @@ def enable_determinism(device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+<<<<<<< HEAD
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next allocation, unless the environment configures it (MALLOC_...).
 
@@ -65,6 +66,21 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+=======
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+ALLOCATOR_VARIABLES = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Variables with which a user configures torch's allocator, the old names included."""
+
+
+def use_expandable_segments() -> None:
+    """Let torch's allocator grow its segments on GPUs, for this process and those that it starts, unless the user has
+    configured the allocator. Call before the first use of a GPU.
+
+    Blocks that are gathered and freed in turn otherwise leave gaps in memory that nothing fits into.
+    """
+    if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR] = "expandable_segments:True"
+>>>>>>> h-audit
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -72,6 +88,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reserved_memory_bytes(device: torch.device) -> int:
+    """Return the most bytes that torch's allocator has taken from a GPU, including what it keeps for reuse; 0 on a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
 @contextmanager

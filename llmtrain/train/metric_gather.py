@@ -45,6 +45,8 @@ class RankMetrics:
     """Sum over the interval's steps."""
     data_seconds: float
     peak_memory: float
+    reserved_memory: float
+    """Bytes that torch's allocator has taken from a GPU; 0 on a CPU."""
     bytes_total: float
     """Bytes sent on the replica axis."""
     other_bytes_total: float
@@ -159,6 +161,8 @@ class MetricReducer:
             "health/nonfinite": float((~loss_sums.isfinite()).sum()),
             **line.common,
         }
+        if reserved := float(line.column("reserved_memory").max()):
+            tags["perf/reserved_memory_gib"] = reserved / 2**30
         if padding := float(line.column("padding").sum()):
             tags["data/padding"] = padding / (padding + float(tokens.sum()))
         if self.peak is not None:

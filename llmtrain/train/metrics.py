@@ -18,7 +18,7 @@ from llmtrain.reshard import Rules, first, largest, mean, resharded, rules_of, s
 from llmtrain.sync.method import Method
 from llmtrain.trace import span
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.devices import peak_memory_bytes
+from llmtrain.train.devices import peak_memory_bytes, reserved_memory_bytes
 from llmtrain.train.loggers import Console, Logger, open_loggers
 from llmtrain.train.metric_gather import AsyncMetricGather, GatheredMetrics, MetricReducer, RankMetrics
 from llmtrain.train.rank_errors import IoErrors
@@ -195,6 +195,7 @@ class Metrics:
             step_seconds=interval.step_seconds,
             data_seconds=interval.data_seconds,
             peak_memory=peak_memory_bytes(self.mesh.device),
+            reserved_memory=reserved_memory_bytes(self.mesh.device),
             bytes_total=self.mesh.replica_comms.traffic.bytes,
             other_bytes_total=self.mesh.all_ranks.traffic.bytes,
             comm_seconds=self.mesh.replica_comms.traffic.waiting.seconds,

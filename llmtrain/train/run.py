@@ -38,11 +38,12 @@ from llmtrain.train.checkpoint_files import latest_valid, step_of
 from llmtrain.train.devices import (
     collect_garbage_every,
     enable_determinism,
-    keep_freed_memory,
     explain_out_of_memory,
+    keep_freed_memory,
     memory_of_rank,
     peak_flops,
     profile_steps,
+    use_expandable_segments,
 )
 from llmtrain.train.initial_weights import InitialWeights, open_initial_weights
 from llmtrain.train.loggers import Console, mesh_line, model_line
@@ -66,6 +67,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
 
     Raises UserError if the recipe can't be trained and TrainingError if the run fails; both on every rank.
     """
+    use_expandable_segments()  # if another launcher has started this rank
     check(recipe, world.size)
     check_suite_data(recipe.eval.suite)
     console, directory = Console(enabled=world.rank == 0), RunDirectory(recipe)

@@ -10,7 +10,7 @@ from typing import Any
 from llmtrain.best_checkpoint import best_step
 from llmtrain.errors import TrainingError, one_line
 from llmtrain.files import read_lines
-from llmtrain.plan.memory import size_of
+from llmtrain.plan.model_size import size_of
 from llmtrain.run_plots import draw_run
 from llmtrain.train.checkpoint_files import read_losses
 from llmtrain.train.loggers import SampleLogger, format_si

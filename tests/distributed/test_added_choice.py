@@ -12,7 +12,8 @@ import torch
 from pydantic import PositiveFloat
 
 from llmtrain.config import BlockingSection, OuterSection, SyncScheduleSection, SyncSection
-from llmtrain.plan.memory import estimate, size_of
+from llmtrain.plan.memory import estimate
+from llmtrain.plan.model_size import size_of
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.sync.outer import Outer, build_outer
 from llmtrain.sync.schedules.base import Schedule, ScheduleParts, build_schedule

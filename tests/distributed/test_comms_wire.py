@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.comms import ALL_GATHER, Comms
 from llmtrain.parallel.wire_format import WireFormat
 from tests.distributed.oracle_wire import rounded_sum, whole_blocks
 from tests.distributed.threads import ThreadComms, Threads, on_each
@@ -62,8 +62,18 @@ class Watched(ThreadComms):
     def begin(self, what, counted, collective, *tensors):
         _, mine = tensors  # what comes in, what goes out
         assert mine.dtype == torch.uint8
-        parts = {dist.all_to_all_single: self.size, dist.all_gather: 1}[collective]
+        parts = {dist.all_to_all_single: self.size, ALL_GATHER: 1}[collective]
         self.sent += (self.size - 1) * mine.numel() / parts
+        return super().begin(what, counted, collective, *tensors)
+
+
+class KeepsTarget(ThreadComms):
+    """A Comms that remembers where its last collective writes."""
+
+    target: torch.Tensor
+
+    def begin(self, what, counted, collective, *tensors):
+        self.target = tensors[0]
         return super().begin(what, counted, collective, *tensors)
 
 
@@ -321,3 +331,15 @@ def test_what_was_lost_is_made_up_for_in_later_rounds(kind, world):
         assert (np.abs(error) <= allowed(last_messages, kind) / k + 1e-12).all()
         np.testing.assert_allclose(bias, without[0][1][0] - true, rtol=0, atol=1e-12)
     assert np.abs(bias).mean() > 30 * np.abs(error).mean()
+
+
+def test_a_gather_is_written_where_its_result_is_read():
+    """NCCL gathers into a list by way of a second buffer, from which it then copies."""
+
+    def gather(comms: KeepsTarget) -> tuple[bool, torch.Tensor]:
+        pending = comms.gather(torch.arange(6.0).view(2, 3).T + 10 * comms.rank)
+        return pending.result.data_ptr() == comms.target.data_ptr(), pending.wait()
+
+    for in_place, result in on_each(3, gather, comms=KeepsTarget):
+        assert in_place
+        assert torch.equal(result, torch.stack([torch.arange(6.0).view(2, 3).T + 10 * rank for rank in range(3)]))

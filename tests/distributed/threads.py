@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.errors import TrainingError
-from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.comms import ALL_GATHER, Comms
 from tests.distributed import fake_engine
 from tests.distributed.fake_engine import Scenario
 from tests.distributed.trace import Trace
@@ -250,12 +250,11 @@ def _all_reduce(rank: int, size: int, tensor: torch.Tensor) -> Receiving:
     return tensor, [tensor], receive
 
 
-def _all_gather(rank: int, size: int, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Receiving:
+def _all_gather(rank: int, size: int, output: torch.Tensor, tensor: torch.Tensor) -> Receiving:
     def receive(parts: list[torch.Tensor]) -> None:
-        for output, part in zip(outputs, parts, strict=True):
-            output.copy_(part)
+        output.copy_(torch.cat(parts))
 
-    return tensor, outputs, receive
+    return tensor, [output], receive
 
 
 def _all_to_all(rank: int, size: int, output: torch.Tensor, tensor: torch.Tensor) -> Receiving:
@@ -265,7 +264,7 @@ def _all_to_all(rank: int, size: int, output: torch.Tensor, tensor: torch.Tensor
     return tensor, [output], receive
 
 
-INTO = {dist.all_reduce: _all_reduce, dist.all_gather: _all_gather, dist.all_to_all_single: _all_to_all}
+INTO = {dist.all_reduce: _all_reduce, ALL_GATHER: _all_gather, dist.all_to_all_single: _all_to_all}
 
 
 def on_each(world: int, fn: Callable[..., Any], *args: Any, comms: type[ThreadComms] = ThreadComms) -> list:

@@ -38,7 +38,9 @@ def test_it_trains_and_shows_what_a_gpu_does(offloaded: Runs) -> None:
     lines = offloaded.lines("offloaded")
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert losses[-1] < losses[0] - 0.5
-    assert all(line["perf/mfu"] > 0 for line in lines if "train/loss" in line)
+    for line in lines:
+        if "train/loss" in line:
+            assert line["perf/mfu"] > 0 and line["perf/reserved_memory_gib"] >= line["perf/peak_memory_gib"]
 
 
 def test_an_interrupted_run_ends_with_the_same_bits(offloaded: Runs) -> None:
@@ -109,7 +111,11 @@ def test_replicas_that_share_a_gpu(emulation: dict[str, str], tmp_path_factory: 
             ),
             "11 passed",
         ),
+<<<<<<< HEAD
         (("tests/gpu",), "37 passed, 8 skipped"),
+=======
+        (("tests/gpu",), "38 passed, 8 skipped"),
+>>>>>>> h-audit
     ],
     ids=["elsewhere", "tests/gpu"],
 )

@@ -187,8 +187,9 @@ def test_the_gpu_is_timed_and_not_the_host(gpu_ranks: RankPool, name: str) -> No
 # ---- checkpoints
 
 
-def checkpointed(case: Case, folder: Path, background: bool) -> tuple[int, int]:
-    """Bytes that a checkpoint needs on the GPU, and of what rests in CPU memory."""
+def checkpointed(case: Case, folder: Path, background: bool) -> tuple[int, int, int]:
+    """Bytes that a checkpoint needs on the GPU, those of what rests in CPU memory, and how often the host waits for the GPU
+    before training goes on."""
     emulated = as_cuda.loaded()
     device = f"cuda:{torch.cuda.current_device()}"
     engine, method = build_case(case, mesh_of(case.replicas, case.shard, device, case.network), clock=lambda: 0.0)
@@ -200,12 +201,16 @@ def checkpointed(case: Case, folder: Path, background: bool) -> tuple[int, int]:
     resting = [flat for flats in method.shared_state().values() for flat in flats if flat is not None]
     checkpoints = Checkpointer(folder, engine.mesh, engine, method, CheckpointSection(background=background), 60.0)
     emulated.forget_peak()
-    before = emulated.allocated()
+    before, reads = emulated.allocated(), emulated.host_reads()
+    waits: list[str] = []
+    as_cuda.listeners.append(lambda what, *ids: waits.append(what) if what == "host waits" else None)
     checkpoints.save(3, dict)
+    waited = len(waits) + emulated.host_reads() - reads
+    as_cuda.listeners.pop()
     needed = emulated.peak() - before
     checkpoints.wait()
     method.finish()
-    return needed, sum(flat.numel() * flat.element_size() for flat in resting)
+    return needed, sum(flat.numel() * flat.element_size() for flat in resting), waited
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -213,5 +218,10 @@ def test_a_checkpoint_does_not_bring_all_that_is_offloaded_to_the_gpu(
     gpu_ranks: RankPool, tmp_path: Path, background: bool
 ) -> None:
     case = gpu(choices("diloco", 4, warmup_steps=1, offload=True))
-    for needed, resting in gpu_ranks.run(checkpointed, case, tmp_path, background):
+    for needed, resting, _ in gpu_ranks.run(checkpointed, case, tmp_path, background):
         assert needed < resting / 2
+
+
+def test_the_host_waits_once_for_a_checkpoint(gpu_ranks: RankPool, tmp_path: Path) -> None:
+    for _, _, waited in gpu_ranks.run(checkpointed, gpu(choices("diloco", 4, warmup_steps=1)), tmp_path, True):
+        assert waited == 1

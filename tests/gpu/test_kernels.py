@@ -1,13 +1,19 @@
-"""Compiled kernels compute what plain ones do: the rounding of messages to the last bit, the loss as closely as its precision."""
+"""Compiled kernels compute what plain ones do: the rounding of messages to the last bit, the loss as closely as its precision.
+And deterministic ones are there for all that training does."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from llmtrain.config import ModelSection
 from llmtrain.loss import summed_cross_entropy
 from llmtrain.parallel.wire_format import WireFormat
+from llmtrain.train.devices import enable_determinism
+from tests.distributed.fake_engine import choices
 from tests.distributed.pool import RankPool
+from tests.distributed.real_engine import GPT_NEO, LLAMA, Case, build_case, mesh_of, micro_batches
+from tests.gpu.on_gpu import case_of
 from tests.unit.test_loss import expected, found
 
 
@@ -52,3 +58,30 @@ def test_loss_and_gradients_are_those_of_fp64(
     [pairs] = ranks.run(losses, dtype, compiled, world_size=1)
     for mine, theirs in pairs:
         torch.testing.assert_close(mine, theirs, rtol=close, atol=close * float(theirs.abs().max()))
+
+
+def losses_twice(case: Case) -> list[list[float]]:
+    """Return the losses of two runs as `train.deterministic` has them, for which torch refuses all other kernels."""
+    enable_determinism(torch.device("cuda"))
+    try:
+        return [_losses_of(case) for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _losses_of(case: Case) -> list[float]:
+    engine, method = build_case(case, mesh_of(1, 1, case.device), clock=lambda: 0.0)
+    losses = []
+    for step in range(1, case.steps + 1):
+        plan = method.begin_step(step, case.optim["lr"])
+        losses.append(engine.forward_backward(micro_batches(case, engine.mesh, step)))
+        engine.step(plan.lr)
+        method.end_step(step)
+    return torch.stack(losses).tolist()
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT_NEO], ids=["llama", "gpt_neo"])
+def test_deterministic_training_runs_and_repeats_itself(ranks: RankPool, model: ModelSection) -> None:
+    case = case_of(choices("synchronous"), model=model, steps=4, parallel={"precision": "bf16"})
+    [[first, second]] = ranks.run(losses_twice, case, world_size=1)
+    assert first == second and len(set(first)) > 1

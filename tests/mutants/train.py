@@ -175,7 +175,9 @@ MUTANTS = [
     Mutant(
         "validation: the mean replaces the replica's weights",
         "llmtrain/train/validation.py",
-        ("            unflatten_into(parameters.to(mesh.device), block)\n            engine.parameters_changed(block)"),
+        (
+            "            unflatten_into(parameters.to(mesh.device, non_blocking=True), block)\n            engine.parameters_changed(block)"
+        ),
         "            engine.parameters_changed(block)",
         (
             "tests/distributed/test_resume_training.py",

@@ -88,6 +88,25 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written
     assert all(map(torch.equal, training.tensors(), expected))
 
 
+def test_the_host_waits_once_for_all_copies_from_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, to = [], torch.Tensor.to
+
+    def copied(tensor: torch.Tensor, *where: object, **how: object) -> torch.Tensor:
+        events.append("starts a copy" if how.get("non_blocking") else "copies")
+        return to(tensor, *where, **how)
+
+    stream = SimpleNamespace(synchronize=lambda: events.append("waits"))
+    monkeypatch.setattr(torch.Tensor, "to", copied)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.zeros(16, dtype=torch.uint8))
+    monkeypatch.setattr(CheckpointWriter, "start", lambda writing, in_thread: events.append("writes"))
+    training = Training(tmp_path)
+    training.checkpoints.mesh = SimpleNamespace(**{**vars(MESH), "device": torch.device("cuda")})
+    training.save()
+    # Weight, moments, anchor, and the states of two generators.
+    assert events == [*["starts a copy"] * 5, "waits", "writes"]
+
+
 @pytest.mark.parametrize("background", [True, False])
 def test_a_resumed_run_drops_what_the_undisturbed_one_drops(tmp_path: Path, background: bool) -> None:
     training = Training(tmp_path, background)

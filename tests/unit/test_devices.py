@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import os
 import pickle
 import weakref
 from pathlib import Path
@@ -14,7 +15,12 @@ import torch
 
 from llmtrain.config import ProfileSection
 from llmtrain.errors import TrainingError
-from llmtrain.train.devices import collect_garbage_every, explain_out_of_memory, profile_steps
+from llmtrain.train.devices import (
+    collect_garbage_every,
+    explain_out_of_memory,
+    profile_steps,
+    use_expandable_segments,
+)
 
 
 class Cycle:
@@ -103,3 +109,23 @@ def test_out_of_memory_is_one_line_and_a_snapshot(tmp_path: Path, monkeypatch: p
 def test_other_errors_pass(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^other$"), explain_out_of_memory(0, torch.device("cpu"), tmp_path):
         raise RuntimeError("other")
+
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+@pytest.mark.parametrize("given", [None, *VARIABLES])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_segments_expand_on_gpus_unless_the_user_has_chosen(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, given: str | None
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that what is set here is undone
+        monkeypatch.delenv(name)
+    chosen = {} if given is None else {given: "max_split_size_mb:512"}
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    use_expandable_segments()
+    ours = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if on_gpu and given is None else chosen
+    assert {name: os.environ[name] for name in VARIABLES if name in os.environ} == ours

@@ -26,6 +26,8 @@ from llmtrain.parallel import network
 from llmtrain.parallel.network import Networks, unused_port
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous
 from llmtrain.parallel.world import World
+from llmtrain.plan.memory import estimate
+from llmtrain.plan.model_size import size_of
 from llmtrain.plan.time_estimate import round_bytes
 from llmtrain.recipe_loader import load_recipe
 
@@ -175,6 +177,27 @@ def test_a_gpu_without_bf16_is_a_problem_for_a_recipe_that_has_it(
     assert found[1] == problem("this GPU does not compute in bf16", "set parallel.precision=fp32")
     found, _ = fit(recipe("parallel.precision=fp32"), ["a"] * 4, [4 * GIB] * 4)
     assert {finding.level for finding in found} == {Level.OK}
+
+
+@pytest.mark.parametrize(("share", "level"), [(0.79, Level.OK), (0.81, Level.WARNING)])
+def test_what_is_pinned_on_a_node_is_compared_with_its_memory(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, share: float, level: Level
+) -> None:
+    """Two nodes of two ranks, with an anchor and a momentum each."""
+    nodes = ["a", "a", "b", "b"]
+    given = recipe("sync.offload=true", "parallel.precision=fp32", "model.config.hidden_size=1000")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    pinned = 2 * estimate(given, size_of(given), 2, 2).pinned_total
+    monkeypatch.setattr(checks, "memory_bytes", lambda device: pinned / share)
+    found, _ = fit(given, nodes, [4 * GIB] * 4)
+    [one] = [finding for finding in found if finding.what.startswith("CPU memory")]
+    assert one.level == level
+    assert (
+        f"about {pinned / GIB:.1f} GiB a node" in one.what
+        and f"this one has {pinned / share / GIB:.1f} GiB" in one.what
+    )
+    found, _ = fit(recipe("sync.offload=false", "parallel.precision=fp32"), nodes, [4 * GIB] * 4)
+    assert not [finding for finding in found if finding.what.startswith("CPU memory")]
 
 
 class Axis:

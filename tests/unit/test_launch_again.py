@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import threading
@@ -268,3 +269,16 @@ def test_a_signal_before_the_ranks_have_met_ends_like_one_before_training(
             torchrun._run([*arguments, "train.py"], directory, THREE)
     else:
         assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(code, by_signal=True)
+
+
+def test_ranks_on_gpus_are_started_with_segments_that_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
+    for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "1")  # so that what is set here is undone
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    found: list[str | None] = []
+    monkeypatch.setattr("torch.distributed.run.run", lambda command: found.append(os.environ.get("PYTORCH_ALLOC_CONF")))
+    arguments = torchrun.torchrun_arguments(directory.recipe, Attempt(0, THREE), 2)
+    assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(DONE)
+    assert found == ["expandable_segments:True"]

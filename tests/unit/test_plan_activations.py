@@ -11,22 +11,29 @@ import torch
 
 from llmtrain.config import Recipe
 from llmtrain.model import LanguageModel, blocks_of, build, initialize, model_config
-from llmtrain.plan.memory import estimate, size_of
+from llmtrain.plan.memory import estimate
+from llmtrain.plan.model_size import size_of
 from llmtrain.recipe_loader import load_recipe
 
 SEQUENCES, LENGTH, CPU = 8, 64, torch.device("cpu")
 LLAMA = "{hidden_size: 128, intermediate_size: 344, num_attention_heads: 4, num_hidden_layers: %d}"
 NEO = "{hidden_size: 128, num_heads: 4, window_size: 32, num_layers: %d, attention_types: [[[global, local], %d]]}"
+QWEN2 = LLAMA.replace("}", ", num_key_value_heads: 4}")
 GPTJ = "{n_embd: 128, n_head: 4, rotary_dim: 8, n_layer: %d}"
 MODELS: dict[str, Callable[[int], str]] = {
     "llama": lambda layers: LLAMA % layers,
     "gpt_neo": lambda layers: NEO % (layers, layers // 2),
     "gptj": lambda layers: GPTJ % layers,
+    "qwen2": lambda layers: QWEN2 % layers,
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def recipe_of(tmp_path: Path, family: str, layers: int, precision: str) -> Recipe:
+SEPARATOR = 7
+"""Token that ends a document where documents are kept apart."""
+
+
+def recipe_of(tmp_path: Path, family: str, layers: int, precision: str, *overrides: str) -> Recipe:
     path = tmp_path / "small.yaml"
     path.write_text(
         f"model: {{type: {family}, config: {MODELS[family](layers)}}}\n"
@@ -34,12 +41,13 @@ def recipe_of(tmp_path: Path, family: str, layers: int, precision: str) -> Recip
         f"train: {{steps: 10, sequence_length: {LENGTH}, global_batch: {SEQUENCES}, micro_batch: {SEQUENCES}}}\n"
         "sync: {method: local_sgd}\n"
     )
-    return load_recipe(path, [f"parallel.precision={precision}"])
+    return load_recipe(path, [f"parallel.precision={precision}", *overrides])
 
 
 def model_of(recipe: Recipe) -> LanguageModel:
     """Return the recipe's model in the precision in which it computes."""
-    model = build(model_config(recipe.model, 300), recipe.parallel.loss_chunk)
+    separator = SEPARATOR if recipe.train.document_mask else None
+    model = build(model_config(recipe.model, 300), recipe.parallel.loss_chunk, separator)
     for block in blocks_of(model):
         initialize(model, block, 0, CPU, torch.float32)
     return model.to(DTYPES[recipe.parallel.precision]).train()
@@ -72,6 +80,31 @@ def test_a_layer_keeps_what_the_plan_says(tmp_path: Path, family: str, off: floa
     planned = [estimate(recipe, size_of(recipe), 1, 1).activations for recipe in (few, many)]
     found = (kept(many) - kept(few)) / (planned[1] - planned[0])
     assert 1 - off < found < 1.02
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize(
+    ("family", "keys", "masks"),
+    [
+        ("llama", [], 1),
+        ("qwen2", [], 4),
+        ("gpt_neo", [], 2),
+        ("gpt_neo", [f"model.config.window_size={LENGTH}"], 4),
+    ],
+    ids=["llama", "qwen2", "gpt_neo", "windows as long as the sequence"],
+)
+def test_masks_of_documents_are_those_that_the_plan_counts(
+    tmp_path: Path, family: str, keys: list[str], masks: int, precision: str
+) -> None:
+    """In four layers, of which every second is local in GPT-Neo, and has a mask of its windows anyway."""
+    of_one = DTYPES[precision].itemsize * SEQUENCES * LENGTH**2
+    plain, masked = (
+        recipe_of(tmp_path, family, 4, precision, *keys, f"train.document_mask={mask}") for mask in ("false", "true")
+    )
+    planned = [estimate(recipe, size_of(recipe), 1, 1).activations for recipe in (plain, masked)]
+    assert planned[1] - planned[0] == masks * of_one
+    more = kept(masked) - kept(plain)
+    assert masks * of_one <= more < (masks + 0.9) * of_one, "positions and numbers of documents beside the masks"
 
 
 def test_a_layers_backward_takes_a_quarter_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

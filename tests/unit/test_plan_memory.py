@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from llmtrain.config import EveryStepsSection, OverlappedSection, Recipe
 from llmtrain.errors import ModelError
-from llmtrain.plan.memory import SAVED_PER_LINEAR, ModelSize, estimate, size_of
+from llmtrain.plan.memory import SAVED_PER_LINEAR, estimate
+from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.recipe_loader import load_recipe
 
 VOCABULARY, HIDDEN, INNER, LAYERS = 100, 8, 20, 3
@@ -21,6 +22,11 @@ SAVED = SAVED_PER_LINEAR["fused"]["bf16"]
 LLAMA = (
     "{type: llama, config: {hidden_size: 8, intermediate_size: 20, num_hidden_layers: 3, num_attention_heads: 2, "
     "max_position_embeddings: 32}}"
+)
+
+GPT_NEO = (
+    "{type: gpt_neo, config: {hidden_size: 8, num_layers: 3, num_heads: 2, window_size: 8, max_position_embeddings: 32, "
+    "attention_types: [[[global, local, global], 1]]}}"
 )
 
 
@@ -214,6 +220,32 @@ def test_offload_moves_anchors_to_the_host(tmp_path) -> None:
     assert here.anchors > 0
     assert (there.anchors, there.host) == (0, here.anchors)
     assert there.device_total < here.device_total
+
+
+def test_torch_pins_the_next_power_of_two(tmp_path) -> None:
+    """Blocks of 800, 752 and 808 values of 4 bytes, in halves: 2048 bytes each, of an anchor and a momentum."""
+    there = planned(tmp_path, "sync.offload=true", shard=2)
+    assert there.host == 2 * 4 * 3864 / 2
+    assert there.pinned_total == 2 * 5 * 2048
+    assert there.total(on_gpu=False) == there.device_total + there.host, "the CPU's own memory is not pinned"
+    exact = planned(tmp_path, "sync.offload=true", "model.config.vocab_size=128", "sync.outer=sgd")
+    # The embedding is 4096 bytes, a power of two, the head 4128; layers are 3008.
+    assert exact.pinned_total == 4096 + 3 * 4096 + 8192
+    assert planned(tmp_path).host_rounding == 0
+
+
+@pytest.mark.parametrize(("model", "masks"), [(LLAMA, [1, 1, 1]), (GPT_NEO, [2, 1, 1])], ids=["llama", "gpt_neo"])
+def test_masks_of_documents_by_hand(tmp_path, model: str, masks: list[int]) -> None:
+    """2 sequences of 16 tokens: 512 pairs, in bf16. GPT-Neo has two global layers and a local one."""
+
+    def activations(recomputed: str, *keys: str) -> int:
+        recipe = make(tmp_path, f"parallel.activation_checkpointing={recomputed}", *keys, model=model)
+        return estimate(recipe, size_of(recipe), 1, 1).activations
+
+    for recomputed, count in zip(("false", "selective", "true"), masks, strict=True):
+        plain, masked = (activations(recomputed, f"train.document_mask={mask}") for mask in ("false", "true"))
+        assert masked - plain == count * 2 * 512, recomputed
+        assert activations(recomputed, "train.document_mask=true", "data.packing=none") == plain
 
 
 @pytest.mark.parametrize(

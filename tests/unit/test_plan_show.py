@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from llmtrain.errors import RecipeError, UserError
 from llmtrain.plan.cards import GPU_EFFICIENCY
 from llmtrain.plan.duration import format_duration
 from llmtrain.plan.hardware import Hardware, hardware_of
-from llmtrain.plan.memory import size_of
+from llmtrain.plan.model_size import size_of
 from llmtrain.plan.show import show
 from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
 from llmtrain.recipe_loader import load_recipe
@@ -229,6 +230,17 @@ def test_what_a_schedule_hides() -> None:
 
 def test_a_rate_is_found_here() -> None:
     assert 1e8 < rate_here(load_recipe(STDLIB, [])) < 1e16
+
+
+def test_a_rate_is_that_of_random_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU takes less power, and so runs faster, on values that are all the same."""
+    multiplied: list[torch.Tensor] = []
+    product = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda one, other: multiplied.extend((one, other)) or product(one, other))
+    before = torch.get_rng_state()
+    rate_here(load_recipe(STDLIB, []))
+    assert multiplied and all(len(matrix.unique()) > matrix.numel() / 2 for matrix in multiplied[:2])
+    assert torch.equal(torch.get_rng_state(), before), "a run that follows must draw the same numbers"
 
 
 @pytest.mark.parametrize(("schedule", "is_hidden"), [("blocking", 0), ("delayed", 1), ("wait_avoiding", 0)])

@@ -13,7 +13,7 @@ from llmtrain.data.prepare import prepare
 from llmtrain.launch import preflight
 from llmtrain.launch.preflight import check_elsewhere, check_here
 from llmtrain.plan import ineffective_keys as ineffective
-from llmtrain.plan.memory import size_of
+from llmtrain.plan.model_size import size_of
 from llmtrain.recipe_loader import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "edit_llama_stdlib.yaml"

@@ -11,6 +11,9 @@ import yaml
 
 from llmtrain.config import EveryStepsSection, ParallelSection, Recipe
 from llmtrain.plan.ineffective_keys import ineffective_keys
+from llmtrain.plan.memory import estimate
+from llmtrain.plan.mesh_plan import MEMORY_HEADROOM
+from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
 from llmtrain.sync.methods import METHODS
@@ -40,6 +43,8 @@ PROCESSES = {
 ZERO = {"edit_1b_zero1": (1, False), "edit_7b_zero3": (3, False), "edit_7b_zero_offload": (3, True)}
 ZERO_ON_CPU = {"edit_llama_stdlib_zero3": (3, False)}
 """Recipes of DeepSpeed's engine: ZeRO's stage, and whether it offloads."""
+SHARDS = {**dict.fromkeys(("350m", "1b", "3b", "7b", "1b_zero1", "7b_zero3"), 8), "7b_zero_offload": 2}
+"""Ranks of a replica in the recipes for GPUs of 80 GB, by the end of their names."""
 SEVERAL_TEXTS = {"mixture": ["stories", "stdlib"], "two_sites": ["stories", "stdlib"]}
 """Recipes with several texts, and these."""
 TEXTS = {
@@ -151,6 +156,27 @@ def test_recipes_of_zero_change_the_engine_alone(recipes: dict[str, Recipe]) -> 
         )
         assert differences(same, recipe, ignore=("run.name", "parallel")) == []
         check(recipe, 4 if name in ZERO_ON_CPU else 64)
+
+
+def test_recipes_for_gpus_recompute_no_more_than_their_memory_asks_for(recipes: dict[str, Recipe]) -> None:
+    """Recomputing all activations costs a third more computation."""
+    for end, shard in SHARDS.items():
+        named = [recipe for name, recipe in recipes.items() if name.endswith(f"_{end}")]
+        size = size_of(named[0])
+        for recipe in named:
+            choices = [
+                choice
+                for choice in (False, "selective", True)
+                if _needed(recipe, size, shard, choice) <= MEMORY_HEADROOM * 80 * 2**30
+            ]
+            assert recipe.parallel.activation_checkpointing == choices[0], recipe.run.name
+
+
+def _needed(recipe: Recipe, size: ModelSize, shard: int, recomputation: bool | str) -> int:
+    """Return the bytes of each GPU of eight replicas."""
+    changed = {"activation_checkpointing": recomputation}
+    parallel = recipe.parallel.model_copy(update=changed)
+    return estimate(recipe.model_copy(update={"parallel": parallel}), size, 8, shard).device_total
 
 
 def test_every_engine_text_model_and_method_occurs(recipes: dict[str, Recipe]) -> None:

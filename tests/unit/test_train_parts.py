@@ -94,6 +94,7 @@ def line(step: int = 10, **changed: list[float]) -> GatheredMetrics:
         "step_seconds": [2.0, 2.0, 2.0, 2.5],
         "data_seconds": [0.1] * 4,
         "peak_memory": [2.0**30] * 4,
+        "reserved_memory": [0.0] * 4,
         "bytes_total": [1e6] * 4,
         "other_bytes_total": [1e3] * 4,
         "comm_seconds": [0.5] * 4,
@@ -127,6 +128,13 @@ def test_tags_are_reduced_over_ranks():
     # Shards count for their replica once.
     assert (tags["train/steps"], tags["train/gradient_steps"], tags["sync/late"]) == (11.0, 8.5, 3.0)
     assert line(7).tokens == 700
+
+
+def test_reserved_memory_is_that_of_the_fullest_gpu():
+    summarizer = MetricReducer(MESH, 1e9, None)
+    assert "perf/reserved_memory_gib" not in summarizer.tags(line()), "a CPU's"
+    tags = summarizer.tags(line(reserved_memory=[2.0**30, 3.0 * 2**30, 2.0**30, 0.0]))
+    assert (tags["perf/reserved_memory_gib"], tags["perf/peak_memory_gib"]) == (3.0, 1.0)
 
 
 def test_padding_is_its_share_of_all_positions():
@@ -191,7 +199,7 @@ def test_gpus_are_asked_for_the_same_bits(monkeypatch, device: str, asked: tuple
 def test_freed_memory_is_used_again_unless_the_user_configures_malloc(chosen: dict[str, str], is_kept: bool) -> None:
     process = session().fork(processes.count_new_pages, environment=chosen, capture=True)
     output, _ = process.communicate(timeout=60)
-    assert (float(output) < 0.01) == is_kept
+    assert (float(output) < 0.5) == is_kept
 
 
 def test_a_spike_is_counted_and_does_not_move_the_mean():
