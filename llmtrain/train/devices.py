@@ -23,6 +23,9 @@ from llmtrain.plan.cards import card_of
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt (malloc.h)."""
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+ALLOCATOR_VARIABLES = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Variables with which a user configures torch's allocator, the old names included."""
 AfterStep = Callable[[int], None]
 """Function called after each step with the number of the step."""
 
@@ -55,7 +58,6 @@ def enable_determinism(device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-<<<<<<< HEAD
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next allocation, unless the environment configures it (MALLOC_...).
 
@@ -66,10 +68,6 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-=======
-ALLOCATOR = "PYTORCH_ALLOC_CONF"
-ALLOCATOR_VARIABLES = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Variables with which a user configures torch's allocator, the old names included."""
 
 
 def use_expandable_segments() -> None:
@@ -80,7 +78,6 @@ def use_expandable_segments() -> None:
     """
     if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR] = "expandable_segments:True"
->>>>>>> h-audit
 
 
 def peak_memory_bytes(device: torch.device) -> int:
