@@ -11,7 +11,7 @@ from llmtrain.parallel.comms import Comms, PendingCollective, QuantizedAllReduce
 from llmtrain.parallel.engine import Replica
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.pieces import squared_norm
-from llmtrain.sync.anchors import Anchors, flat_view, flatten, parts_of, unflatten_into
+from llmtrain.sync.anchors import Anchors, contiguous_parts, flat_view, flatten, parts_of, unflatten_into
 from llmtrain.sync.outer import Outer
 from llmtrain.sync.sync_stats import RoundStats, SyncStats
 
@@ -85,13 +85,14 @@ class BlockSync:
             return flatten(block).mul_(weight)
         anchor = self.anchors.load_anchor(index)
         message = torch.empty_like(anchor)
-        for parameters, anchored, part in parts_of(block, anchor, message):
+        for parameters, anchored, part in parts_of(contiguous_parts(block), anchor, message):
             torch.sub(anchored, parameters, out=part).mul_(weight)
         return message
 
     def squared_norm(self, index: int) -> torch.Tensor:
         """Return the squared norm of this rank's part of a block's pseudo-gradient, a float64 scalar. Requires anchors."""
-        parts = parts_of(self.replica.blocks[index], self.anchors.load_anchor(index))
+        # Shard by shard, in which torch's engines agree, and not flat: norms decide how replicas are weighed.
+        parts = parts_of(self.replica.blocks[index].shards, self.anchors.load_anchor(index))
         return _sum(_dot(anchored - parameters) for parameters, anchored in parts)
 
     def spread_and_mean(self, index: int, mean: torch.Tensor, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +101,9 @@ class BlockSync:
         which differs between devices."""
         block, spread, squared = self.replica.blocks[index], [], []
         anchor = None if self.anchors is None else self.anchors.load_anchor(index)
-        for parameters, part, *anchored in parts_of(block, mean, *([] if anchor is None else [anchor])):
+        for parameters, part, *anchored in parts_of(
+            contiguous_parts(block), mean, *([] if anchor is None else [anchor])
+        ):
             payload = anchored[0] - parameters if anchored else parameters.clone()
             spread.append(_dot(payload.sub_(part)))
             squared.append(squared_norm(part) if exact else _dot(part))
@@ -137,7 +140,7 @@ class BlockSync:
         block = self.replica.blocks[index]
         anchor, momentum = self.anchors.load(index)
         of_outer = [mean] if momentum is None else [mean, momentum]
-        for parameters, anchored, part, *moment in parts_of(block, anchor, *of_outer):
+        for parameters, anchored, part, *moment in parts_of(contiguous_parts(block), anchor, *of_outer):
             if factor is not None:
                 part.mul_(factor)
             self.outer.step(anchored, part, moment[0] if moment else None, since)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmtrain import attention
 from llmtrain.config import Recipe
 from llmtrain.model import LanguageModel, blocks_of, build, initialize, model_config
 from llmtrain.plan.memory import estimate
@@ -26,6 +27,14 @@ MODELS: dict[str, Callable[[int], str]] = {
     "gptj": lambda layers: GPTJ % layers,
     "qwen2": lambda layers: QWEN2 % layers,
 }
+
+
+@pytest.fixture(autouse=True)
+def _attention_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's, as on GPUs; a CPU computes short rows of bf16 by products, and keeps their weights."""
+    monkeypatch.setattr(attention, "SHORT", 0)
+
+
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
