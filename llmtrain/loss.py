@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from llmtrain.errors import ModelError
-from llmtrain.pieces import pieces
 
 IGNORE_INDEX = -100
 """Label of a position that is excluded from the loss."""
@@ -33,20 +32,14 @@ def _loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor, wide: torch.d
     wider = logits.to(wide)
     counts = labels != IGNORE_INDEX
     target = labels.masked_fill(~counts, 0)[:, None]
-    log_total = wider.logsumexp(dim=-1)
+    softmax = wider.softmax(dim=-1)
+    # The largest probability is at least 1 / V, so its logarithm is exact enough, and exp is computed once.
+    log_total = wider.amax(dim=-1) - softmax.amax(dim=-1).log()
     loss = (log_total - wider.gather(1, target)[:, 0]).masked_fill(~counts, 0).sum()
     if needs_grad:
-        # Softmax in the same memory. Rows that do not count are 0, and 0 is subtracted at their targets.
-        softmax = wider.sub_(log_total.masked_fill(~counts, torch.inf)[:, None]).exp_()
-        softmax.scatter_add_(1, target, -counts.to(wide)[:, None])
-        if wide != logits.dtype:
-            logits.copy_(softmax)
+        softmax.scatter_add_(1, target, torch.full_like(target, -1, dtype=wide))
+        torch.mul(softmax, counts.to(wide)[:, None], out=logits)
     return loss
-
-
-def _loss_in_pieces(logits: torch.Tensor, labels: torch.Tensor, wide: torch.dtype, needs_grad: bool) -> torch.Tensor:
-    """Return `_loss_and_gradient`, computed on some rows at a time."""
-    return torch.stack([_loss_and_gradient(*part, wide, needs_grad) for part in pieces(logits, labels)]).sum()
 
 
 @cache
@@ -70,7 +63,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_grad and bias is not None else None
         # Validation, which needs no gradient, is not worth another compilation.
-        loss_and_gradient = _compiled(dynamic) if compiled and needs_grad else _loss_in_pieces
+        loss_and_gradient = _compiled(dynamic) if compiled and needs_grad else _loss_and_gradient
         for start in range(0, hidden.shape[0], chunk):
             h, y = hidden[start : start + chunk], labels[start : start + chunk]
             logits = F.linear(h, weight, bias)

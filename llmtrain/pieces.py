@@ -29,8 +29,8 @@ def pieces(*tensors: torch.Tensor, values: int = PIECE_VALUES) -> Iterator[tuple
     yield from zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
-def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the squares of a flat tensor's values, a float64 scalar, summed in float64."""
+def exact_norms(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the L2 norms of a flat tensor's pieces, float64 scalars, computed in float64."""
     # torch makes a copy in float64, for which the pieces of other operations are too long.
     parts = pieces(tensor, values=PIECE_VALUES // 4)
-    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for (part,) in parts]).square().sum()
+    return [torch.linalg.vector_norm(part, dtype=torch.float64) for (part,) in parts]

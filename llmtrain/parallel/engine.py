@@ -12,6 +12,7 @@ import torch
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.device_time import DeviceTimer
+from llmtrain.pieces import exact_norms
 from llmtrain.trace import span
 
 MicroBatch = torch.Tensor
@@ -43,15 +44,19 @@ class Block:
     """The tensor of which `shards` are the parts, end to end, if there is one."""
 
 
-def gradient_norm(gradients: Sequence[torch.Tensor], shard: Comms) -> torch.Tensor:
+def gradient_norm(gradients: Sequence[torch.Tensor], shard: Comms, exact: bool) -> torch.Tensor:
     """Return the L2 norm of a replica's gradients from this rank's parts of them, on their device and in their dtype.
     A collective of the shard group.
 
-    The sum is in float64 and rounded once, because all replicas must clip by the same norm and different GPUs sum in
-    different orders.
+    With `exact`, the sum is in float64 and rounded once, so that it does not depend on the order of summation, which
+    differs between devices. Replicas that average their gradients need that, because all must clip by the same norm.
     """
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-    squares = shard.all_reduce(torch.stack(norms).square().sum(), "summing gradient norms")
+    if exact:
+        norms = [norm for gradient in gradients for norm in exact_norms(gradient.reshape(-1))]
+        squared = torch.stack(norms).square().sum()
+    else:
+        squared = torch.nn.utils.get_total_norm(gradients).double().square()
+    squares = shard.all_reduce(squared, "summing gradient norms")
     return squares.wait().sqrt().to(gradients[0].dtype)
 
 

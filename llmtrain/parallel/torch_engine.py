@@ -91,7 +91,8 @@ class TorchEngine(Engine):
     def step(self, lr: float) -> torch.Tensor:
         self._finish_averaging()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = gradient_norm([local(p.grad) for p in parameters], self.mesh.shard_comms)
+        averages = self.average_gradients and self.mesh.replicas > 1
+        norm = gradient_norm([local(p.grad) for p in parameters], self.mesh.shard_comms, exact=averages)
         self.skipped = self._skips_nonfinite and not bool(norm.isfinite())
         if not self.skipped:
             if self._clip_norm is not None:

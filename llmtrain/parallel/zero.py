@@ -162,10 +162,11 @@ class ZeroEngine(Engine):
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:
         groups = self._gradients()
-        if self.average_gradients and self.mesh.replicas > 1:
+        averages = self.average_gradients and self.mesh.replicas > 1
+        if averages:
             self._average_over_replicas(groups)
         gradients = [gradient for group in groups for gradient in group]
-        norm = gradient_norm(gradients, self.mesh.shard_comms)
+        norm = gradient_norm(gradients, self.mesh.shard_comms, exact=averages)
         if self._clip_norm is not None:
             factor = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
             for gradient in gradients:

@@ -10,7 +10,7 @@ from llmtrain.config import PREFETCH
 from llmtrain.parallel.comms import Comms, PendingCollective, QuantizedAllReduce
 from llmtrain.parallel.engine import Replica
 from llmtrain.parallel.wire_format import WireFormat
-from llmtrain.pieces import squared_norm
+from llmtrain.pieces import exact_norms
 from llmtrain.sync.anchors import Anchors, contiguous_parts, flat_view, flatten, parts_of, unflatten_into
 from llmtrain.sync.outer import Outer
 from llmtrain.sync.sync_stats import RoundStats, SyncStats
@@ -178,6 +178,11 @@ class BlockSync:
 
 def _dot(part: torch.Tensor) -> torch.Tensor:
     return torch.dot(part, part)
+
+
+def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the squares of a flat tensor's values, a float64 scalar, summed in float64."""
+    return torch.stack(exact_norms(tensor)).square().sum()
 
 
 def _sum(parts: Iterable[torch.Tensor]) -> torch.Tensor:

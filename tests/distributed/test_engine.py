@@ -13,9 +13,11 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.loss import IGNORE_INDEX
+from llmtrain.parallel import torch_engine
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import gradient_norm
 from llmtrain.sync.anchors import flatten
+from llmtrain.sync.method import StepPlan
 from llmtrain.train.validation import mean_of_replicas, validate
 from tests.distributed.fake_engine import choices, edit
 from tests.distributed.real_engine import (
@@ -198,7 +200,27 @@ def test_a_checkpoint_can_follow_a_validation(ranks):
 
 
 def norm_of_part(comms: Comms, parts: list[list[torch.Tensor]]) -> float:
-    return float(gradient_norm(parts[comms.rank], comms))
+    return float(gradient_norm(parts[comms.rank], comms, exact=True))
+
+
+def which_norms_are_exact() -> list[bool]:
+    """Return it for a step whose gradients are averaged over two replicas, and for a local step."""
+    run, asked = Run(Case(replicas=2, shard=1, steps=2), mesh_of(2, 1)), []
+
+    def noted(*arguments: Any, exact: bool) -> torch.Tensor:
+        asked.append(exact)
+        return gradient_norm(*arguments, exact=exact)
+
+    with mock.patch.object(torch_engine, "gradient_norm", noted):
+        run.train(1)
+        run.engine.average_gradients = False
+        with mock.patch.object(run.method, "begin_step", return_value=StepPlan(1e-3)):
+            run.train(2)
+    return asked
+
+
+def test_norms_are_exact_where_replicas_must_agree(ranks):
+    assert ranks.run(which_norms_are_exact, world_size=2) == [[True, False]] * 2
 
 
 def test_a_gradient_norm_does_not_depend_on_the_order_of_additions() -> None:
@@ -209,4 +231,5 @@ def test_a_gradient_norm_does_not_depend_on_the_order_of_additions() -> None:
         order = torch.randperm(30, generator=torch.Generator().manual_seed(turn)).tolist()
         parts = [[gradients[number] for number in order[rank::3]] for rank in range(3)]
         assert set(on_each(3, norm_of_part, parts)) == {float(exact)}
-    assert gradient_norm([gradients[0].double()], Comms(None)).dtype == torch.float64
+    for exact in (True, False):
+        assert gradient_norm([gradients[0].double()], Comms(None), exact).dtype == torch.float64

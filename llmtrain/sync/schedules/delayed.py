@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from llmtrain.config import DelayedSection
-from llmtrain.pieces import squared_norm
-from llmtrain.sync.block_sync import BlockSync, PendingReduction
+from llmtrain.sync.block_sync import BlockSync, PendingReduction, squared_norm
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
 from llmtrain.sync.sync_stats import RoundStats
 
