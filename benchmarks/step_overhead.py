@@ -5,7 +5,7 @@
     python benchmarks/step_overhead.py --replicas 2 --shard 2         # four processes
     python benchmarks/step_overhead.py --replicas 1 --shard 8         # one node of 8 GPUs
 
-Loops over the same batches take turns in one run, a few steps each. With one device per replica, the first is a plain loop
+Loops over the same batches take turns in one run, a step each by default. With one device per replica, the first is a plain loop
 (`plain_loop` in benchmarks/loops.py): transformers' model and loss, torch's AdamW, nothing else. It runs twice, and the second
 column of ratios says how equal equal loops are here. With several shards, the first is a bare FSDP2 loop (`bare_loop`), with and
 without resharding after forward. Then come the trainer's local step, and the trainer synchronizing after *every* step, blocking
@@ -176,8 +176,8 @@ def main() -> None:
     arguments.add_argument("--family", nargs="+", choices=RECIPES, default=["llama"])
     arguments.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
     arguments.add_argument("--length", nargs="+", type=int, default=[127], help="tokens per sequence")
-    arguments.add_argument("--turns", type=int, default=20)
-    arguments.add_argument("--steps", type=int, default=4, help="steps per turn")
+    arguments.add_argument("--turns", type=int, default=61)
+    arguments.add_argument("--steps", type=int, default=1, help="steps per turn")
     options = arguments.parse_args()
     fixed = {key: getattr(options, key) for key in ("replicas", "shard", "turns", "steps")}
     parts = []
