@@ -51,7 +51,7 @@ NOTES = """\
 Medians over the turns, of the same text. *library*: `encode_batch` of the tokenizers library on text that is in memory,
 1 M characters at a time, and nothing done with what it returns; *without offsets*: its `encode_batch_fast`. *prepare*:
 everything, from files to token shards flushed to the disk, both splits, with a tokenizer that is there. *Reading the text* is
-a part of it: it is read once for each split, when validation documents are held out of it. *Processor s*: of all
+a part of it: it is read once, for both splits. *Processor s*: of all
 threads; *one thread*: of the calling one, in which nothing runs side by side. However many processors a machine has, it takes
 no less time than that."""
 LOADER_NOTES = """\
