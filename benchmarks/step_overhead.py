@@ -8,9 +8,9 @@
 Loops over the same batches take turns in one run, a step each by default. With one device per replica, the first is a plain loop
 (`plain_loop` in benchmarks/loops.py): transformers' model and loss, torch's AdamW, nothing else. It runs twice, and the second
 column of ratios says how equal equal loops are here. With several shards, the first is a bare FSDP2 loop (`bare_loop`), with and
-without resharding after forward. Then come the trainer's local step, and the trainer synchronizing after *every* step, blocking
-and layer-wise. Ratios are medians over the turns; the last column is what one synchronization in 128 steps adds. With `--write`
-the table goes to benchmarks/results/step_overhead/.
+without resharding after forward, as is the trainer. Then come the trainer's local step, and the trainer synchronizing after
+*every* step, blocking and layer-wise. Ratios are medians over the turns; the last column is what one synchronization in 128 steps
+adds. With `--write` the table goes to benchmarks/results/step_overhead/.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ PERIOD = 128
 PLAIN, AGAIN = "plain loop", "plain loop, again"
 BARE, GATHERED = "FSDP2 loop", "FSDP2 loop, kept gathered"
 LOCAL = "trainer, local step"
+KEPT = "trainer, kept gathered"
 SYNC = {
     LOCAL: [NEVER, "sync.schedule=blocking"],
     "trainer, blocking sync every step": ["sync.period.every=1", "sync.schedule=blocking"],
@@ -106,6 +107,9 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
     recipes = {name: load_recipe(ROOT / RECIPES[task["family"]], common + extra) for name, extra in SYNC.items()}
     if replicas == 1:  # has nobody to synchronize with
         recipes = {LOCAL: recipes[LOCAL]}
+    if shard > 1:
+        kept = [*SYNC[LOCAL], "parallel.reshard_after_forward=false"]
+        recipes[KEPT] = load_recipe(ROOT / RECIPES[task["family"]], common + kept)
     with opened(recipes[LOCAL], replicas, shard) as (mesh, prepared, scratch):
         trainers = {name: build(recipe, mesh, prepared, scratch, name) for name, recipe in recipes.items()}
         common_arguments = recipes[LOCAL], mesh, prepared.vocab_size, trainers[LOCAL].loader.next
@@ -145,7 +149,7 @@ def rows_of(seconds: Mapping[str, Sequence[float]]) -> list[Row]:
         low, middle, high = quartiles(ratios)
         at_least, at_most = interval_of_median(ratios)
         added = 100 * (statistics.median(series) - local) / PERIOD / local
-        is_sync = name.startswith("trainer") and name != LOCAL
+        is_sync = name in SYNC and name != LOCAL
         rows.append(
             (
                 name,

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from llmtrain.config import ParallelSection
 from llmtrain.loss import LossHead
 from llmtrain.model import LanguageModel, ModelBlock
 from llmtrain.parallel.engine import Block
@@ -26,10 +27,11 @@ from llmtrain.parallel.wrapping import named_parameters_of
 class Fsdp2Engine(TorchEngine):
     """Engine for one replica under FSDP2. See `Engine` for the methods."""
 
-    def __init__(self, model: LanguageModel, mesh: Mesh, *arguments: Any, **keywords: Any):
+    def __init__(self, model: LanguageModel, mesh: Mesh, parallel: ParallelSection, *arguments: Any, **keywords: Any):
         """Build the engine; see `TorchEngine` for the other arguments."""
         self._units: list[FSDPModule] = []
-        super().__init__(model, mesh, *arguments, **keywords)
+        self._reshards = parallel.reshard_after_forward
+        super().__init__(model, mesh, parallel, *arguments, **keywords)
         fully_shard(model, mesh=mesh.devices["shard"], mp_policy=self._precision())
 
     # -- the interface -------------------------------------------------------------------------------------------
@@ -92,7 +94,8 @@ class Fsdp2Engine(TorchEngine):
     def _add_block(self, index: int, block: ModelBlock) -> None:
         modules = block.modules if len(block.modules) > 1 else block.modules[0]
         # Backward begins with the head, which would be gathered again at once.
-        reshards = not any(isinstance(module, LossHead) for module in block.modules)
+        has_head = any(isinstance(module, LossHead) for module in block.modules)
+        reshards = self._reshards and not has_head
         shard = self.mesh.devices["shard"]
         fully_shard(modules, mesh=shard, mp_policy=self._precision(), reshard_after_forward=reshards)
         unit = cast(FSDPModule, block.modules[0])

@@ -236,6 +236,7 @@ def _fsdp2(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _Engin
     master, compute = BYTES[recipe.parallel.precision]
     sharded = master * -(-size.parameters // shard)
     largest, second, *_ = sorted(size.block_parameters, reverse=True)
+    gathered = largest + second if recipe.parallel.reshard_after_forward else size.parameters
     accumulates = _accumulates(recipe, replicas, shard)
     return _EngineMemory(
         weights=sharded,
@@ -243,8 +244,8 @@ def _fsdp2(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _Engin
         early_gradients=sharded if accumulates else 0,
         late_gradients=sharded if accumulates else sharded - master * -(-largest // shard),
         optimizer=2 * sharded if recipe.optim.kind == "adamw" else 0,
-        gathered=compute * (largest + second) + (compute + master) * largest,
-        gathered_in_forward=compute * (largest + second),
+        gathered=compute * (gathered + largest) + master * largest,
+        gathered_in_forward=compute * gathered,
     )
 
 

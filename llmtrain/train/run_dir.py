@@ -47,6 +47,7 @@ RESUMABLE_KEYS = (
     "parallel.allow_unencrypted",
     "parallel.shard_across_nodes",
     "parallel.engine",
+    "parallel.reshard_after_forward",
     "parallel.zero_stage",
     "parallel.zero_offload",
     "parallel.deepspeed",

@@ -203,6 +203,17 @@ def norm_of_part(comms: Comms, parts: list[list[torch.Tensor]]) -> float:
     return float(gradient_norm(parts[comms.rank], comms, exact=True))
 
 
+def test_parameters_that_stay_gathered_change_no_bit(ranks):
+    """Layer-wise synchronization changes them between two forward passes of a step, and validation gathers them."""
+    cases = [
+        Case(replicas=2, shard=2, sync=edit(), parallel={"precision": "fp32", "reshard_after_forward": value})
+        for value in (True, False)
+    ]
+    freed, kept = outcomes(ranks, *cases)
+    for one, other in zip(freed, kept, strict=True):
+        assert_equal_weights(one, other)
+
+
 def which_norms_are_exact() -> list[bool]:
     """Return it for a step whose gradients are averaged over two replicas, and for a local step."""
     run, asked = Run(Case(replicas=2, shard=1, steps=2), mesh_of(2, 1)), []

@@ -201,6 +201,13 @@ def test_accumulated_gradients_are_sharded(tmp_path) -> None:
     )  # a quarter of 4 bytes each: there from the second micro-batch on
 
 
+def test_parameters_that_stay_gathered_take_memory(tmp_path) -> None:
+    """All 3864 parameters in bf16 instead of the two largest blocks, of 808 and 800 (see below)."""
+    freed, kept = (planned(tmp_path, f"parallel.reshard_after_forward={value}", shard=4) for value in ("true", "false"))
+    assert kept.gathered - freed.gathered == 2 * (3864 - 808 - 800)
+    assert kept.device_total - freed.device_total <= 2 * (3864 - 808 - 800)
+
+
 @pytest.mark.parametrize(
     ("stage", "weights", "gradients"), [(1, 4 / 4 + 2, 4 / 4 + 2), (2, 4 / 4 + 2, 4 / 4), (3, 6 / 4, 4 / 4)]
 )

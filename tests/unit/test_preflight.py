@@ -171,6 +171,10 @@ def test_prepared_tokens_that_are_too_few_are_refused(capsys: pytest.CaptureFixt
         (["sync.method=synchronous", "sync.period=every_step"], "sync.warmup_steps is 2, but sync.method=synchronous"),
         (["parallel.zero_stage=2"], "parallel.zero_stage is 2, but parallel.engine is fsdp2"),
         (
+            ["parallel.reshard_after_forward=false", "parallel.shards=1"],
+            "has an effect on fsdp2 with several shards only",
+        ),
+        (
             ["data.packing=none", "train.document_mask=true"],
             "train.document_mask is true, but with data.packing=none a sequence never has two documents",
         ),
