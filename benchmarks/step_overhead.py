@@ -10,7 +10,7 @@ Loops over the same batches take turns in one run, a step each by default. With 
 column of ratios says how equal equal loops are here. With several shards, the first is a bare FSDP2 loop (`bare_loop`), with and
 without resharding after forward, as is the trainer. Then come the trainer's local step, and the trainer synchronizing after
 *every* step, blocking and layer-wise. Ratios are medians over the turns; the last column is what one synchronization in 128 steps
-adds. With `--write` the table goes to benchmarks/results/step_overhead/.
+adds. With `--write` the table goes to benchmarks/results/step_overhead/, or with several shards to step_overhead_sharded/.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ def main() -> None:
         show(title, COLUMNS, rows)
         parts += [f"{title}.", markdown(COLUMNS, rows)]
     if options.write:
-        write_page(RESULTS / "step_overhead", "The trainer beside a loop written by hand", [*parts, NOTES])
+        folder = "step_overhead" if options.shard == 1 else "step_overhead_sharded"
+        write_page(RESULTS / folder, "The trainer beside a loop written by hand", [*parts, NOTES])
 
 
 if __name__ == "__main__" and not is_asked(measure):

@@ -172,7 +172,7 @@ def test_prepared_tokens_that_are_too_few_are_refused(capsys: pytest.CaptureFixt
         (["parallel.zero_stage=2"], "parallel.zero_stage is 2, but parallel.engine is fsdp2"),
         (
             ["parallel.reshard_after_forward=false", "parallel.shards=1"],
-            "has an effect on fsdp2 with several shards only",
+            "parallel.reshard_after_forward is false, which has an effect on fsdp2",
         ),
         (
             ["data.packing=none", "train.document_mask=true"],
