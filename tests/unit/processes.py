@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import threading
@@ -20,7 +19,6 @@ from llmtrain.data.dataset import ShardWriter, TokenShards
 from llmtrain.data.loader import PrefetchLoader
 from llmtrain.errors import DataError, TrainingError, exit_with_status
 from llmtrain.launch import torchrun, watchdog
-from llmtrain.train.devices import keep_freed_memory
 
 ERRORS = {
     "no peer": TrainingError("no peer"),
@@ -137,14 +135,3 @@ def be_stopped_while_the_recipe_is_read() -> int:
     """Be asked to stop before training begins; return the launcher's exit code."""
     torchrun.load_recipe = lambda *arguments: os.kill(os.getpid(), signal.SIGUSR1)
     return torchrun.launch_torchrun(Path("r.yaml"), [])
-
-
-def count_new_pages() -> None:
-    """Print the part of a tensor's pages that are new to this process when it is made again and again."""
-    keep_freed_memory()
-    torch.ones(2**24)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(4):
-        torch.ones(2**24)
-    made = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    print(made * resource.getpagesize() / (4 * 4 * 2**24), flush=True)
