@@ -138,14 +138,17 @@ def unflatten_into(flat: torch.Tensor, block: Block) -> None:
         shard.copy_(part.view(shard.shape))
 
 
-def contiguous_parts(block: Block) -> list[torch.Tensor]:
-    """Return the block's shards as few one-dimensional tensors: their own memory."""
-    return [shard.view(-1) for shard in block.shards] if block.flat is None else [block.flat]
+def parameter_parts(block: Block) -> list[torch.Tensor]:
+    """Return the block's parameters as few tensors: their own memory."""
+    return block.shards if block.flat is None else [block.flat]
 
 
 def parts_of(shards: Sequence[torch.Tensor], *flats: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield (part of a contiguous shard, same part of each flat tensor), in order: views, in pieces that stay in a cache.
-    A flat tensor has the values of all shards, end to end."""
+    """Yield (part of a shard, same part of each flat tensor), in order: views, in pieces that stay in a cache. A shard that
+    is not contiguous is one part in its own shape. A flat tensor has the values of all shards, end to end."""
     parts = [flat.split([shard.numel() for shard in shards]) for flat in flats]
     for shard, *of_shard in zip(shards, *parts, strict=True):
-        yield from pieces(shard.view(-1), *of_shard)
+        if shard.is_contiguous():
+            yield from pieces(shard.view(-1), *of_shard)
+        else:
+            yield shard, *(part.view(shard.shape) for part in of_shard)

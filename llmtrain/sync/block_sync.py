@@ -11,7 +11,7 @@ from llmtrain.parallel.comms import Comms, PendingCollective, QuantizedAllReduce
 from llmtrain.parallel.engine import Replica
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.pieces import exact_norms
-from llmtrain.sync.anchors import Anchors, contiguous_parts, flat_view, flatten, parts_of, unflatten_into
+from llmtrain.sync.anchors import Anchors, flat_view, flatten, parameter_parts, parts_of, unflatten_into
 from llmtrain.sync.outer import Outer
 from llmtrain.sync.sync_stats import RoundStats, SyncStats
 
@@ -85,7 +85,7 @@ class BlockSync:
             return flatten(block).mul_(weight)
         anchor = self.anchors.load_anchor(index)
         message = torch.empty_like(anchor)
-        for parameters, anchored, part in parts_of(contiguous_parts(block), anchor, message):
+        for parameters, anchored, part in parts_of(parameter_parts(block), anchor, message):
             torch.sub(anchored, parameters, out=part).mul_(weight)
         return message
 
@@ -102,10 +102,10 @@ class BlockSync:
         block, spread, squared = self.replica.blocks[index], [], []
         anchor = None if self.anchors is None else self.anchors.load_anchor(index)
         for parameters, part, *anchored in parts_of(
-            contiguous_parts(block), mean, *([] if anchor is None else [anchor])
+            parameter_parts(block), mean, *([] if anchor is None else [anchor])
         ):
-            payload = anchored[0] - parameters if anchored else parameters.clone()
-            spread.append(_dot(payload.sub_(part)))
+            apart = (anchored[0] - parameters).sub_(part) if anchored else parameters - part
+            spread.append(_dot(apart))
             squared.append(squared_norm(part) if exact else _dot(part))
         return _sum(spread), _sum(squared)
 
@@ -140,12 +140,12 @@ class BlockSync:
         block = self.replica.blocks[index]
         anchor, momentum = self.anchors.load(index)
         of_outer = [mean] if momentum is None else [mean, momentum]
-        for parameters, anchored, part, *moment in parts_of(contiguous_parts(block), anchor, *of_outer):
+        for parameters, anchored, part, *moment in parts_of(parameter_parts(block), anchor, *of_outer):
             if factor is not None:
                 part.mul_(factor)
             self.outer.step(anchored, part, moment[0] if moment else None, since)
             if alpha:
-                torch.lerp(anchored, parameters, alpha, out=parameters)
+                parameters.copy_(torch.lerp(anchored, parameters.to(anchored.dtype), alpha))
             else:
                 parameters.copy_(anchored)
         self.anchors.write_back(index, anchor, momentum)
@@ -177,7 +177,8 @@ class BlockSync:
 
 
 def _dot(part: torch.Tensor) -> torch.Tensor:
-    return torch.dot(part, part)
+    flat = part.reshape(-1)
+    return torch.dot(flat, flat)
 
 
 def squared_norm(tensor: torch.Tensor) -> torch.Tensor:

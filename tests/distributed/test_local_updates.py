@@ -27,7 +27,7 @@ LR, OUTER_LR, MOMENTUM, EVERY, WARMUP, STEPS = 0.05, 0.7, 0.9, 3, 2, 9
 
 
 class Layered(nn.Module):
-    """Two layers between an embedding and a head, in float64."""
+    """Two layers between an embedding and a head, in float64. A weight of one is stored by columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,6 +35,8 @@ class Layered(nn.Module):
         self.embedding, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         self.double()
+        first = self.layers[0]
+        first.weight = nn.Parameter(first.weight.detach().T.contiguous().T)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(inputs)
