@@ -149,7 +149,7 @@ def rows_of(seconds: Mapping[str, Sequence[float]]) -> list[Row]:
         low, middle, high = quartiles(ratios)
         at_least, at_most = interval_of_median(ratios)
         added = 100 * (statistics.median(series) - local) / PERIOD / local
-        is_sync = name in SYNC and name != LOCAL
+        is_sync = name.startswith("trainer") and name not in (LOCAL, KEPT)
         rows.append(
             (
                 name,

@@ -50,8 +50,11 @@ class WireFormat:
         payload = torch.empty(len(values), self.size(values.shape[1]), dtype=torch.uint8, device=values.device)
         for row, sent in zip(values, payload, strict=True):
             codes, scales = self._codes_and_scales(sent)
-            for part in self._pieces(row.view(-1, SCALE_GROUP_SIZE), codes, scales):
-                self._encode_groups(*part, self._levels)
+            for part, of_codes, of_scales in self._pieces(row.view(-1, SCALE_GROUP_SIZE), codes, scales):
+                # Written here, because torch.compile does not write to two views of one tensor in different dtypes.
+                encoded, scale = self._encode_groups(part, self._levels)
+                of_codes.copy_(encoded)
+                of_scales.copy_(scale)
         return payload
 
     def decode(self, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -78,17 +81,17 @@ class WireFormat:
         return math.ceil(numel / ranks / SCALE_GROUP_SIZE) * SCALE_GROUP_SIZE
 
 
-def _encode_groups(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, levels: int) -> None:
-    """Round groups [G, SCALE_GROUP_SIZE] to codes from -levels to levels. Write codes and scales."""
-    scales.copy_(groups.abs().amax(-1, keepdim=True) / levels)
+def _encode_groups(groups: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round groups [G, SCALE_GROUP_SIZE] to codes from -levels to levels. Return codes [G, bytes], uint8, and scales
+    [G, 1], float32."""
+    scales = (groups.abs().amax(-1, keepdim=True) / levels).to(torch.float32)
     quotients = groups / torch.where(scales > 0, scales, 1.0)
     # NaN becomes an arbitrary code, but the group's scale is non-finite too and makes all its values non-finite.
     rounded = quotients.round_().clamp_(-levels, levels).to(torch.int8)
-    if codes.shape[1] == SCALE_GROUP_SIZE:
-        codes.copy_(rounded.view(torch.uint8))
-    else:
-        pairs = (rounded + 8).view(torch.int16)  # two codes per int16, so no strided slices are needed
-        codes.copy_(pairs | (pairs >> 4))  # its low byte
+    if levels > 7:
+        return rounded.view(torch.uint8), scales
+    pairs = (rounded + 8).view(torch.int16)  # two codes per int16, so no strided slices are needed
+    return (pairs | (pairs >> 4)).to(torch.uint8), scales  # its low byte
 
 
 def _decode_groups(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:

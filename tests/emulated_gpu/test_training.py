@@ -203,10 +203,10 @@ def checkpointed(case: Case, folder: Path, background: bool) -> tuple[int, int, 
     emulated.forget_peak()
     before, reads = emulated.allocated(), emulated.host_reads()
     waits: list[str] = []
-    as_cuda.listeners.append(lambda what, *ids: waits.append(what) if what == "host waits" else None)
+    streams.listeners.append(lambda what, *ids: waits.append(what) if what == "host waits" else None)
     checkpoints.save(3, dict)
     waited = len(waits) + emulated.host_reads() - reads
-    as_cuda.listeners.pop()
+    streams.listeners.pop()
     needed = emulated.peak() - before
     checkpoints.wait()
     method.finish()
