@@ -116,11 +116,11 @@ def test_the_interval_of_a_median_is_that_of_the_tables() -> None:
 def test_a_synchronizations_rows() -> None:
     local = [{"seconds": 0.1}] * 3
     turns = [
-        {"seconds": 0.2 + added, "exposed": 0.04, "messages": 0.03, "bytes": 2e6, "alone": 0.02}
+        {"seconds": 0.2 + added, "exposed": 0.04, "messages": 0.03, "bytes": 2e6, "alone": 0.02, "copied": 0.025}
         for added in (0.04, 0.05, 0.06)
     ]
     (row,) = sync_cost.rows_of("co2", 2, {sync_cost.LOCAL: local, "int8": turns})
-    assert row == ("co2", "int8", "2", "50.0", "40.0 to 60.0", "40.0", "30.0", "2.00", "20.0", "2.50")
+    assert row == ("co2", "int8", "2", "50.0", "40.0 to 60.0", "40.0", "30.0", "2.00", "20.0", "2.50", "25.0", "2.00")
     assert len(row) == len(sync_cost.COLUMNS)
 
 
