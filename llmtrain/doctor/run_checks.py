@@ -182,18 +182,18 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
 
 def _memory(needed: float, there: float) -> Finding:
     what = f"memory: about {needed / GIB:.1f} GiB a rank, {there / GIB:.1f} GiB there"
-    if needed <= MEMORY_HEADROOM * there:
-        return ok(what)
     advice = "lower train.micro_batch, set parallel.activation_checkpointing or sync.offload, or use a larger parallel.shards"
-    return warning(f"{what}: it may run out", advice)
+    return _if_it_fits(needed, there, what, advice)
 
 
 def _pinned_memory(needed: float, there: float) -> Finding:
     what = f"CPU memory: about {needed / GIB:.1f} GiB a node are pinned for what is offloaded, this one has {there / GIB:.1f} GiB"
-    if needed <= MEMORY_HEADROOM * there:
-        return ok(what)
     advice = "set sync.offload=false (or parallel.zero_offload=false), or use a larger parallel.shards"
-    return warning(f"{what}: it may run out", advice)
+    return _if_it_fits(needed, there, what, advice)
+
+
+def _if_it_fits(needed: float, there: float, what: str, advice: str) -> Finding:
+    return ok(what) if needed <= MEMORY_HEADROOM * there else warning(f"{what}: it may run out", advice)
 
 
 class ClusterCheck:

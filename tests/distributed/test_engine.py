@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.loss import IGNORE_INDEX
-from llmtrain.parallel import torch_engine
+from llmtrain.parallel import fsdp, torch_engine
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import gradient_norm
 from llmtrain.sync.anchors import flatten
@@ -212,6 +212,23 @@ def test_parameters_that_stay_gathered_change_no_bit(ranks):
     freed, kept = outcomes(ranks, *cases)
     for one, other in zip(freed, kept, strict=True):
         assert_equal_weights(one, other)
+
+
+def resharded_units(value: bool) -> list[bool]:
+    """Return whether each unit of an engine reshards after forward. The first one has the head."""
+    with mock.patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as wrapped:
+        Run(Case(shard=2, parallel={"precision": "fp32", "reshard_after_forward": value}), mesh_of(1, 2))
+    return [
+        call.kwargs["reshard_after_forward"]
+        for call in wrapped.call_args_list
+        if "reshard_after_forward" in call.kwargs
+    ]
+
+
+def test_blocks_are_resharded_as_the_recipe_says(ranks):
+    [resharded, _], [kept, _] = (ranks.run(resharded_units, value, world_size=2) for value in (True, False))
+    assert len(kept) == len(resharded) > 2 and not any(kept)
+    assert resharded.count(False) == 1
 
 
 def which_norms_are_exact() -> list[bool]:

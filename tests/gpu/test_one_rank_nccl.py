@@ -61,9 +61,9 @@ class LateMessage:
     """Seconds of a message that begins late, while the GPU has nothing else to do."""
 
     late: float
-    """By which it began late, as the GPU measured it."""
+    """Delay of its start, as the GPU measured it."""
     host: float
-    """Until `wait` returned."""
+    """Time of the host in `wait`."""
     counted: float
     """That the GPU waited for it, read afterwards."""
     counted_at_once: float

@@ -118,6 +118,13 @@ MUTANTS = [
         ("tests/distributed/test_engine.py",),
     ),
     Mutant(
+        "fsdp: always reshards after forward",
+        "llmtrain/parallel/fsdp.py",
+        "reshards = self._reshards and not has_head",
+        "reshards = not has_head",
+        ("tests/distributed/test_engine.py",),
+    ),
+    Mutant(
         "devices: freed memory goes back to the kernel",
         "llmtrain/train/devices.py",
         "libc.mallopt(M_MMAP_MAX, 0)",

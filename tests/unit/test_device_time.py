@@ -44,7 +44,7 @@ def clock() -> Iterator[HostClock]:
 
 @pytest.fixture
 def heard(clock: HostClock) -> Iterator[list[str]]:
-    """What happens to streams and events."""
+    """Order in which streams and events were used."""
     heard: list[str] = []
 
     def hear(what: str, *_: Any) -> None:
