@@ -213,7 +213,7 @@ def _check_sync(recipe: Recipe) -> None:
             f"{key}, which leaves none of {total} steps to sync.method={sync.method}; "
             f"lower it, or say sync.method=synchronous"
         )
-    sync.schedule.check(sync.period, blocks=None)
+    sync.schedule.check(sync, blocks=None)
     if sync.pull is not None:
         kappa = recipe.optim.lr * sync.pull.strength / sync.pull.probability
         if kappa > 1:
@@ -321,7 +321,7 @@ def _check_model(recipe: Recipe) -> None:
         )
     _check_heads(section, config)
     blocks = config.num_hidden_layers + (1 if config.tie_word_embeddings else 2)
-    recipe.sync.schedule.check(recipe.sync.period, blocks)
+    recipe.sync.schedule.check(recipe.sync, blocks)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and recipe.train.sequence_length > positions:
         raise RecipeError(

@@ -25,33 +25,35 @@ from llmtrain.config.section import (
     Section,
 )
 from llmtrain.config.sync import (
-    PREFETCH,
     AnyOuter,
     AnyPeriod,
     AnyReduction,
     AnySchedule,
     AverageSection,
-    BlockingSection,
-    DelayedSection,
     EditPenaltySection,
     EverySecondsSection,
     EveryStepSection,
     EveryStepsSection,
-    LayerwiseSection,
     MeanSection,
     MomentumSection,
     NesterovSection,
     Normalize,
     OuterSection,
-    OverlappedSection,
     PeriodSection,
     PullSection,
     QsrSection,
     SgdSection,
-    SyncScheduleSection,
     SyncSection,
-    WaitAvoidingSection,
     WireSection,
+)
+from llmtrain.config.sync_schedules import (
+    PREFETCH,
+    BlockingSection,
+    DelayedSection,
+    LayerwiseSection,
+    OverlappedSection,
+    SyncScheduleSection,
+    WaitAvoidingSection,
 )
 
 __all__ = [

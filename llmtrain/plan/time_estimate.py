@@ -164,7 +164,7 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
     else:
         rounds = rounds_of(recipe, size, replicas)
         first, every, message = rounds.first, rounds.every, seconds(rounds.bytes)
-    exposed = max(0.0, message - sync.schedule.hidden_steps(every) * step)
+    exposed = max(0.0, message - sync.schedule.hidden_steps(every, sync.reduction.steps_before_sending) * step)
     waiting = (first * gradients + (steps - first) * exposed / every) / steps
     return TimeEstimate(step, message, waiting, steps * (step + waiting))
 

@@ -89,11 +89,14 @@ class BlockSync:
             torch.sub(anchored, parameters, out=part).mul_(weight)
         return message
 
-    def squared_norm(self, index: int) -> torch.Tensor:
-        """Return the squared norm of this rank's part of a block's pseudo-gradient, a float64 scalar. Requires anchors."""
+    def squared_norm(self, index: int, payload: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the squared norm of this rank's part of a block's pseudo-gradient, a float64 scalar: of `payload`, if it is
+        given, otherwise of the present one. Requires anchors."""
         # Shard by shard, in which torch's engines agree, and not flat: norms decide how replicas are weighed.
-        parts = parts_of(self.replica.blocks[index].shards, self.anchors.load_anchor(index))
-        return _sum(_dot(anchored - parameters) for parameters, anchored in parts)
+        shards = self.replica.blocks[index].shards
+        if payload is not None:
+            return _sum(_dot(part) for _, part in parts_of(shards, payload))
+        return _sum(_dot(anchored - own) for own, anchored in parts_of(shards, self.anchors.load_anchor(index)))
 
     def spread_and_mean(self, index: int, mean: torch.Tensor, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (squared distance of this rank's payload for a block from the mean, squared norm of the mean), float64
@@ -109,11 +112,14 @@ class BlockSync:
             squared.append(squared_norm(part) if exact else _dot(part))
         return _sum(spread), _sum(squared)
 
-    def start_reduce(self, index: int, weight: float | None = None) -> PendingReduction:
-        """Start the weighted sum (default: the mean) of the replicas' payloads for a block."""
+    def start_reduce(
+        self, index: int, weight: float | None = None, payload: torch.Tensor | None = None
+    ) -> PendingReduction:
+        """Start the weighted sum (default: the mean) of the replicas' payloads for a block. `payload` is an earlier one of
+        this replica, if it does not send the present one; it is overwritten."""
         weight = 1 / self.replica_comms.size if weight is None else weight
+        message = self.payload(index, weight) if payload is None else payload.mul_(weight)
         # A replica of weight 0 sends zeros, not 0 x its pseudo-gradient, which may contain NaN.
-        message = self.payload(index, weight)
         if weight == 0:
             message.zero_()
         if self.errors and weight > 0:

@@ -73,7 +73,7 @@ RULES = (
     ),
     Rule(
         *("reduction", "edit_penalty"),
-        {"schedule": ("overlapped", "delayed", "wait_avoiding")},
+        {"schedule": ("delayed", "wait_avoiding")},
         "the penalty needs the norms of all replicas before a message is sent, and these schedules do not wait for them",
     ),
     Rule(

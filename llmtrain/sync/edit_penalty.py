@@ -104,20 +104,35 @@ class EditPenalty:
         self.excluded = torch.where(anomalous, self.excluded + 1, 0)
         self._update(scaled_norms, anomalous)
         weights = self._weights(norms, anomalous)
-        if self.section.step_weight > 0:
+        if self.section.step_weight > 0 and steps.any():  # none since the last turn of a fragment that is only mixed
             share = steps[:, None].expand_as(norms).masked_fill(anomalous, 0.0)
             share = share / share.sum(0).clamp(min=1)
             weights = (1 - self.section.step_weight) * weights + self.section.step_weight * share
         return ReplicaWeights(weights, anomalous)
 
-    def check_exclusions(self, names: Sequence[str]) -> list[str]:
-        """Return a warning per replica with blocks that have been excluded WARN_EXCLUSIONS rounds in a row, given the
-        blocks' names. Raises TrainingError if a block has been excluded `max_exclusions` rounds in a row."""
+    def weigh_blocks(
+        self, blocks: Sequence[int], norms: torch.Tensor, steps: torch.Tensor, lr_sums: torch.Tensor
+    ) -> ReplicaWeights:
+        """Return the weights in these blocks alone, for norms [replicas, len(blocks)], and update only their statistics."""
+        part = EditPenalty(self.section, len(norms), len(blocks))
+        for whole, columns in zip(self._statistics(), part._statistics(), strict=True):
+            columns.copy_(whole[:, list(blocks)])
+        weights = part.weigh(norms, steps, lr_sums)
+        for whole, columns in zip(self._statistics(), part._statistics(), strict=True):
+            whole[:, list(blocks)] = columns
+        return weights
+
+    def _statistics(self) -> tuple[torch.Tensor, ...]:
+        return self.norms.count, self.norms.mean, self.norms.variance, self.excluded
+
+    def check_exclusions(self, names: Sequence[str], blocks: Sequence[int]) -> list[str]:
+        """Return a warning per replica of which some of these blocks have been excluded WARN_EXCLUSIONS rounds in a row,
+        given all blocks' names. Raises TrainingError if one has been excluded `max_exclusions` rounds in a row."""
         warnings, limit = [], self.section.max_exclusions
-        for replica, rounds in enumerate(self.excluded):
-            longest = int(rounds.max())
-            blocks = ", ".join(name for name, count in zip(names, rounds, strict=True) if count == longest)
-            what = f"replica {replica}: {blocks} excluded from the mean {longest} rounds in a row"
+        for replica, counts in enumerate(self.excluded.tolist()):
+            longest = max(counts[index] for index in blocks)
+            named = ", ".join(names[index] for index in blocks if counts[index] == longest)
+            what = f"replica {replica}: {named} excluded from the mean {longest} rounds in a row"
             if limit is not None and longest >= limit:
                 raise TrainingError(
                     f"{what} (sync.reduction.max_exclusions): norms that stay far above their running mean, or are not finite; "

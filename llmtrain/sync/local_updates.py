@@ -101,7 +101,7 @@ class LocalUpdates:
         _check(self.sync, sharded, shards, lr, store)
         self.replica = ModuleReplica(model, _layers_of(model) if layers is None else layers)
         device = self.replica.blocks[0].shards[0].device
-        self.sync.schedule.check(self.sync.period, len(self.replica.blocks))
+        self.sync.schedule.check(self.sync, len(self.replica.blocks))
         self._replicas = Comms(dist.group.WORLD if replicas is None else replicas, device, "replica")
         rates = lr or LRSchedule(optimizer.param_groups[0]["lr"], ENDLESS, LRScheduleSection(kind="constant"))
         self._gradient_wire = build_wire(self.sync.wire.kind) if self.sync.wire.gradients else None

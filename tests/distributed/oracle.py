@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,6 +32,18 @@ from tests.distributed.oracle_wire import rounded_sum
 
 Direction = Callable[[int, int, int, np.ndarray], np.ndarray]
 """(step, replica, block, its parameters) -> what an inner step at learning rate 1 adds to them."""
+
+
+@dataclass
+class Sent:
+    """What replicas have sent of a block."""
+
+    mean: np.ndarray | None
+    """As it arrives, and clipped; None if all replicas are anomalous."""
+    weights: np.ndarray
+    """Of each replica; 0 if it is anomalous."""
+    lrs: list[list[float]]
+    """Learning rates of each replica's local steps that led to it."""
 
 
 class Oracle:
@@ -156,7 +169,7 @@ class Oracle:
         of_mean = of_spread = 0.0
         for block in self.blocks:
             moved = self.anchor[block] - self.theta[block]  # D_n: [replicas, elements]
-            weights = self._weights(block, np.linalg.norm(moved, axis=1))
+            weights = self._weights(block, np.linalg.norm(moved, axis=1), self.lrs)
             if weights is None:
                 self.rollbacks += 1
             else:
@@ -188,10 +201,14 @@ class Oracle:
                 self.errors[block][:, places] += np.nan_to_num(lost, nan=0.0, posinf=0.0, neginf=0.0)
         return result
 
-    def mean_of(self, block: int) -> np.ndarray:
-        """The mean of how far the replicas are from the anchor now, as it arrives: [elements]."""
-        replicas = len(self.replicas)
-        return self.sum_of(block, np.full(replicas, 1 / replicas), self.anchor[block] - self.theta[block])
+    def sent_from(self, block: int, lrs: list[list[float]]) -> Sent:
+        """What replicas send of a block now, after local steps with these learning rates, and what becomes of it."""
+        moved = self.anchor[block] - self.theta[block]
+        weights = self._weights(block, np.linalg.norm(moved, axis=1), lrs)
+        if weights is None:
+            self.rollbacks += 1
+            return Sent(None, weights=np.zeros(len(moved)), lrs=lrs)
+        return Sent(self._clipped(self.sum_of(block, weights, moved)), weights, lrs)
 
     def restart(self, block: int) -> None:
         """All replicas go on from the anchor."""
@@ -208,28 +225,29 @@ class Oracle:
         is_plain = isinstance(self.sync.outer, AverageSection) and self.penalty is None and self.sync.pull is None
         return not is_plain or self.sync.wire.kind != "fp32"
 
-    def _weights(self, block: int, norms: np.ndarray) -> np.ndarray | None:
-        """[replicas]; None if all replicas are anomalous."""
+    def _weights(self, block: int, norms: np.ndarray, lrs: list[list[float]]) -> np.ndarray | None:
+        """[replicas], given the learning rates of each one's local steps; None if all replicas are anomalous."""
         penalty = self.penalty
         if penalty is None:
             return np.full(len(norms), 1 / len(norms))
-        weights, steps = np.zeros(len(norms)), np.zeros(len(norms))
+        weights, steps, counted = np.zeros(len(norms)), np.zeros(len(norms)), 0
         for replica, norm in enumerate(norms):
-            if self._is_left_out(replica, block, norm):
+            if self._is_left_out(replica, block, norm, sum(lrs[replica])):
                 self.anomalies += 1
             else:
+                counted += 1
                 weights[replica] = 1.0 if penalty.temperature is None else np.exp(-norm / penalty.temperature)
-                steps[replica] = len(self.lrs[replica])
-        if not steps.any():
+                steps[replica] = len(lrs[replica])
+        if not counted:
             return None
-        r = penalty.step_weight
-        return (1 - r) * weights / weights.sum() + r * steps / steps.sum()
+        r = penalty.step_weight if steps.any() else 0.0
+        return (1 - r) * weights / weights.sum() + r * steps / max(1, steps.sum())
 
-    def _is_left_out(self, replica: int, block: int, norm: float) -> bool:
+    def _is_left_out(self, replica: int, block: int, norm: float, lr_sum: float) -> bool:
         """Return whether the norm is anomalous, and remember it as the rule for statistics says."""
         penalty, past = self.penalty, self.known_norms[replica, block]
         if penalty.statistics == "adaptive":
-            norm = norm / (sum(self.lrs[replica]) or 1.0)
+            norm = norm / (lr_sum or 1.0)
         if not np.isfinite(norm):
             self.left_out[replica, block] += 1
             return True

@@ -6,23 +6,21 @@ from itertools import pairwise
 
 import numpy as np
 
-from tests.distributed.oracle import Oracle
+from tests.distributed.oracle import Oracle, Sent
 
 
 class DelayedOracle(Oracle):
-    """CO2: at a round's end the mean sent one round earlier is used."""
+    """CO2: at a round's end what was sent one round earlier is used."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.sent: list[list[np.ndarray]] = []  # the mean pseudo-gradients of every round so far, by block
-        self.sent_lrs: list[list[float]] = []  # and its learning rates
+        self.sent: list[list[Sent]] = []  # in every round so far, by block
 
     def synchronize(self) -> None:
         """A round's end."""
-        self.sent.append([self.mean_of(block) for block in self.blocks])
-        self.sent_lrs.append(self.lrs[0])
+        self.sent.append([self.sent_from(block, self.lrs) for block in self.blocks])
         if len(self.sent) > 1:
-            then, now = sum(self.sent_lrs[-2]), sum(self.sent_lrs[-1])
+            then, now = (np.mean([sum(lrs) for lrs in sent[0].lrs]) for sent in self.sent[-2:])
             has_gap = self.sync.schedule.gap_penalty and now > 0  # there is none to a round without a learning rate
             self.use(-2, max(1.0, then / now) if has_gap else 1.0)
         for block in self.blocks:
@@ -30,8 +28,9 @@ class DelayedOracle(Oracle):
         self.lrs = [[] for _ in self.replicas]
 
     def use(self, which: int, gap: float) -> None:
-        for block in self.blocks:
-            self.outer_step(block, self.sent[which][block] / gap, self.unit([self.sent_lrs[which]]))
+        for block, sent in zip(self.blocks, self.sent[which], strict=True):
+            if sent.mean is not None:
+                self.outer_step(block, sent.mean / gap, self.unit(sent.lrs))
         self.count += 1
 
     def finish(self) -> None:
@@ -57,7 +56,7 @@ class OverlappedOracle(Oracle):
         rounds = list(pairwise([self.warmup, *self.ends]))
         turns = [[self._turn(start, end, part) for start, end in rounds] for part in range(parts)]
         self.turns = [[turn for turn in of_part if turn <= self.last] for of_part in turns]
-        self.means: dict[int, np.ndarray] = {}  # by block, of the newest turn
+        self.sent: dict[int, Sent] = {}  # by block, of the newest turn
 
     @property
     def last(self) -> int:
@@ -74,39 +73,43 @@ class OverlappedOracle(Oracle):
                 next_turn = turns[number + 1] if number + 1 < len(turns) else self.last + 1
                 due = min(turn + self.sync.schedule.steps, next_turn)
                 if step == due > turn:
-                    self.use(part, number)
+                    self.use(part, self.sync.schedule.alpha)
                 if step == turn:
-                    self.send(part)
+                    self.send(part, number)
                     if due == turn:
-                        self.use(part, number)
+                        self.use(part, self.sync.schedule.alpha)
 
     def of(self, part: int) -> list[int]:
         return [block for block in self.blocks if self.fragment_of[block] == part]
 
-    def send(self, part: int) -> None:
-        for block in self.of(part):
-            self.means[block] = self.mean_of(block)
-
-    def use(self, part: int, number: int) -> None:
-        """The mean of fragment `part`'s turn `number`, and the learning rates of the steps that led to it."""
-        mix, turns = self.sync.schedule.alpha, self.turns[part]
+    def send(self, part: int, number: int) -> None:
+        """Fragment `part`'s turn `number`."""
+        turns = self.turns[part]
         since = turns[number - 1] if number else self.warmup
         lrs = [self.rates.at(step) for step in range(since + 1, turns[number] + 1)]
         for block in self.of(part):
-            self.outer_step(block, self.means[block], self.unit([lrs]))
-            self.theta[block] = mix * self.theta[block] + (1 - mix) * self.anchor[block]
+            self.sent[block] = self.sent_from(block, [lrs for _ in self.replicas])
+
+    def use(self, part: int, mix: float) -> None:
+        for block in self.of(part):
+            sent, theta = self.sent[block], self.theta[block]
+            if sent.mean is not None:
+                self.outer_step(block, sent.mean, self.unit(sent.lrs))
+            for replica in self.replicas:  # one that does not count may hold NaN, of which 0 x NaN would remain
+                own = mix * theta[replica] if mix and sent.weights[replica] > 0 else 0.0
+                theta[replica] = own + (1 - mix if sent.weights[replica] > 0 else 1.0) * self.anchor[block]
         self.count += part == len(self.turns) - 1
 
     def finish(self) -> None:
         for part, turns in enumerate(self.turns):
             if turns and turns[-1] + self.sync.schedule.steps > self.last:
-                self.use(part, len(turns) - 1)
+                self.use(part, self.sync.schedule.alpha)
         newest = [turns[-1] if turns else min(self.warmup, self.last) for turns in self.turns]
         has_turned = any(self.turns)
         if min(newest) == self.last and not (has_turned and self.sync.schedule.alpha > 0):
             return
         lrs = [self.rates.at(step) for step in range(min(newest) + 1, self.last + 1)]
-        for block in self.blocks:
-            self.outer_step(block, self.mean_of(block), self.unit([lrs]))
-            self.restart(block)
-        self.count += 1
+        for part in range(len(self.turns)):
+            for block in self.of(part):
+                self.sent[block] = self.sent_from(block, [lrs for _ in self.replicas])
+            self.use(part, 0.0)

@@ -73,7 +73,7 @@ wagma             4x1  zero3  wait_avoiding  int4  tied     bf16  selective  opt
 wagma             1x3  zero1  wait_avoiding  int8  gpt_neo  bf16  all        optimizer  adamw  1
 wagma             3x1  fsdp2  delayed        bf16  gpt_neo  fp64  selective  nothing    sgd    1
 edit              2x2  zero2  layerwise      int4  gpt_neo  fp32  selective  nothing    sgd    1
-edit              4x1  zero1  blocking       int8  llama    bf16  nothing    anchors    adamw  1
+edit              4x1  zero1  overlapped     int8  llama    bf16  nothing    anchors    adamw  1
 edit              1x3  zero3  blocking       fp32  llama    fp32  nothing    optimizer  adamw  1
 edit              3x1  fsdp2  blocking       bf16  tied     fp64  all        nothing    adamw  2
 a_edit            2x2  fsdp2  blocking       bf16  tied     fp64  nothing    nothing    sgd    2
@@ -133,6 +133,8 @@ def _sync_of(row: Mapping[str, str], lr: float) -> dict[str, Any]:
     wire = {"kind": row["wire"], "error_feedback": row["wire"] == "int4" and can_feed_back}
     wire["gradients"] = method == "synchronous" and row["wire"] != "fp32"
     schedule = SCHEDULES.get(row["schedule"], row["schedule"])
+    if row["schedule"] == "overlapped" and "reduction" in sync:
+        schedule = {**schedule, "steps": 2}  # norms in the first step, the message in the second
     return {**sync, "schedule": schedule, "wire": wire, "offload": row["offload"] == "anchors"}
 
 

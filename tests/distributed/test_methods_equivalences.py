@@ -106,6 +106,18 @@ def test_streaming_the_whole_model_at_once_is_diloco(replicas: int, shard: int) 
     assert_same_bits(*both(streaming, choices("diloco", every=4, outer=outer, warmup_steps=1), replicas, shard))
 
 
+NO_PART = {"z": None, "temperature": None, "clip": None}
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_penalty_without_parts_is_the_mean_that_is_as_late(steps: int, replicas: int, shard: int) -> None:
+    """It is sent one step later, but what is sent is of the same step, and it is used at the same one."""
+    schedule = {**STREAMING, "steps": steps}
+    weighed, mean = (choices("streaming_diloco", 4, schedule=schedule, penalty=part) for part in (NO_PART, None))
+    assert_same_bits(*both(weighed, mean, replicas, shard, steps=18))
+
+
 @pytest.mark.parametrize("block", range(len(SHAPES)))
 def test_a_fragment_at_once_is_diloco_of_its_own(block: int) -> None:
     """Blocks of the fake engine do not see each other: with a fragment for each, block p is DiLoCo whose rounds begin

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llmtrain.config import LRScheduleSection
+from llmtrain.errors import TrainingError
 from tests.distributed.fake_engine import Scenario, choices, edit, replay
 from tests.distributed.threads import simulate
 from tests.distributed.trace import Trace, assert_same_run
@@ -135,6 +138,61 @@ def test_overlapped(sync: Any, replicas: int, shard: int) -> None:
     """Runs that end with messages under way, just after one was used or sent, and before any was sent."""
     lengths = [16, 17, 18, 19, 20, 6, 3, 2] if replicas == 4 else [18]
     matches_the_oracle(*(Scenario(sync, replicas, shard, steps=steps, schedule=FALLING) for steps in lengths))
+
+
+ALL_PARTS = {"z": 0.5, "temperature": 0.3, "clip": 0.3, "ema": 0.3, "min_rounds": 2}
+WEIGHED = {
+    "all-parts": overlapped(3, 2, 0.5, penalty=ALL_PARTS),
+    "sequential": overlapped(2, 3, 0.3, penalty=ALL_PARTS, fragment_layout="sequential"),
+    "whole-round": overlapped(5, 2, 0.5, penalty=ALL_PARTS),
+    "unmixed": overlapped(2, 3, 0.0, every=3, penalty=ALL_PARTS),
+    "one-fragment-by-the-paper": overlapped(3, 1, 0.7, every=3, penalty={**ALL_PARTS, "statistics": "paper"}),
+    "after-warm-up": overlapped(2, 2, 0.5, warmup_steps=4, penalty={**ALL_PARTS, "clip": None}),
+    "qsr-short-last": overlapped(
+        4, 2, 0.5, every=None, period={"kind": "qsr", "base": 4, "alpha": 2.0}, penalty=ALL_PARTS
+    ),
+    "pull-accumulated": overlapped(
+        3, 2, 0.5, pull={"probability": 0.4, "strength": 0.3}, penalty=ALL_PARTS, outer=nesterov(normalize="lr_sum")
+    ),
+}
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("sync", WEIGHED.values(), ids=WEIGHED.keys())
+def test_overlapped_with_a_penalty(sync: Any, replicas: int, shard: int) -> None:
+    """Runs that end before the weights are known, before the mean is used, and after it."""
+    lengths = [21, 22, 23, 24, 6, 3] if replicas == 4 else [22]
+    runs = matches_the_oracle(*(Scenario(sync, replicas, shard, steps=n, schedule=FALLING) for n in lengths))
+    assert runs[0].counts[1] > 0, "nobody is left out: the case would not test what it is for"
+
+
+SPIKES = {
+    "not-finite": {(9, 1, 1): math.nan, (13, 0, 2): math.nan, (14, 0, 2): math.nan},
+    "far-away": {(12, 1, 1): 300.0, (17, 0, 2): 300.0, (18, 0, 3): 300.0},
+    "all": {(step, replica, block): math.nan for step, block in ((12, 1), (13, 2)) for replica in range(4)},
+}
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+@pytest.mark.parametrize("scales", SPIKES.values(), ids=SPIKES.keys())
+def test_an_excluded_replica_goes_on_from_the_anchor_alone(
+    scales: dict, alpha: float, replicas: int, shard: int
+) -> None:
+    """Its NaN, or what is far away, is not mixed into anything; a block that nobody sends returns to its anchor."""
+    penalty = {"z": 6.0, "temperature": 0.3, "clip": 0.5, "ema": 0.1, "min_rounds": 2}
+    sync = overlapped(3, 2, alpha, penalty=penalty)
+    scales = {place: scale for place, scale in scales.items() if place[1] < replicas}
+    [got] = matches_the_oracle(Scenario(sync, replicas, shard, steps=27, scales=scales))
+    assert got.counts[1] >= 2 and (got.counts[2] >= 2 or len(scales) == 3)
+    assert all(np.isfinite(block).all() for block in got.final)
+
+
+def test_a_block_that_stays_excluded_ends_the_overlapped_run() -> None:
+    scales = {(step, 1, 2): math.nan for step in range(1, 60)}
+    sync = overlapped(3, 2, 0.5, penalty={"max_exclusions": 7})
+    with pytest.raises(TrainingError, match=r"^replica 1: block 2 excluded from the mean 7 rounds in a row"):
+        simulate(Scenario(sync, 2, 2, steps=40, scales=scales))
 
 
 PULL = {"probability": 0.4, "strength": 0.3}

@@ -25,9 +25,9 @@ def of(method: str, every: int | None = 4, **changes: Any) -> Any:
 
 
 def streaming(steps: int = 2, wire: Any = "fp32", **schedule: Any) -> Any:
-    outer = {"outer": schedule.pop("outer")} if "outer" in schedule else {}
+    others = {key: schedule.pop(key) for key in ("outer", "penalty") if key in schedule}
     schedule = {"kind": "overlapped", "steps": steps, "fragments": 3, **schedule}
-    return of("streaming_diloco", schedule=schedule, wire=wire, **outer)
+    return of("streaming_diloco", schedule=schedule, wire=wire, **others)
 
 
 def feedback(kind: str) -> dict:
@@ -52,6 +52,8 @@ STEPPED = {
     "streaming-whole-model-at-once": streaming(steps=0, fragments=1),
     "streaming-whole-round": streaming(steps=4, alpha=0.3, fragment_layout="sequential"),
     "streaming-unmixed": streaming(steps=3, alpha=0.0),
+    "streaming-weighed": streaming(steps=3, penalty={**PENALTY, "z": 0.5, "min_rounds": 2}),
+    "streaming-weighed-soon": streaming(penalty={**PENALTY, "z": 0.5, "min_rounds": 2}, alpha=1.0),
     "streaming-pull": of("streaming_diloco", pull=PULL, wire="fp32", schedule={"kind": "overlapped", "steps": 2}),
 }
 ROUNDED = {
@@ -63,6 +65,7 @@ ROUNDED = {
     "co2-int4-feedback": of("co2", wire=feedback("int4")),
     "streaming-int4": streaming(wire="int4"),
     "streaming-int4-feedback": streaming(wire=feedback("int4")),
+    "streaming-weighed-int4-feedback": streaming(steps=3, wire=feedback("int4"), penalty=PENALTY),
     "streaming-whole-round-int8-feedback": streaming(steps=4, wire=feedback("int8")),
 }
 MOMENTS = {

@@ -24,16 +24,21 @@ METHODS = {
     "edit-armed": EDIT,
     "local_sgd": ("sync.method=local_sgd",),
     "streaming": ("sync.method=streaming_diloco", "sync.wire=fp32", "sync.schedule={steps: 2, fragments: 2}"),
+    "streaming-weighed": (
+        *("sync.method=streaming_diloco", "sync.wire=fp32", "sync.schedule={steps: 3, fragments: 2}"),
+        "sync.reduction={kind: edit_penalty, z: 3, ema: 0.3, min_rounds: 2}",
+    ),
     "co2": ("sync.method=co2",),
     "palsgd": ("sync.method=palsgd", "sync.pull.probability=0.5"),
     "wagma": ("sync.method=wagma",),
 }
-STEP = {"edit-armed": 10}
-"""Where the checkpoint is, if not in a round: two synchronous steps come first, then rounds of four."""
+STEP = {"edit-armed": 10, "streaming-weighed": 8}
+"""Where the checkpoint is, if not in a round: two synchronous steps come first, then rounds of four. After 8, one fragment's
+weights are being exchanged, and the other's mean is under way."""
 
 
-FAST = ["diloco-feedback", "edit-armed", "co2", "wagma"]
-"""Those that have something that the others have not: rounding errors, a penalty, means under way, groups."""
+FAST = ["diloco-feedback", "edit-armed", "streaming-weighed", "co2", "wagma"]
+"""Those that have something that the others have not: rounding errors, a penalty, what is not sent yet, means under way, groups."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +78,9 @@ def checkpoints(folder: Path, name: str) -> Path:
 TAGS = ("train/", "eval/", "sync/")
 
 
-@pytest.mark.parametrize("kind", ["edit-armed", "streaming", pytest.param("palsgd", marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    "kind", ["edit-armed", "streaming", "streaming-weighed", pytest.param("palsgd", marks=pytest.mark.deep)]
+)
 def test_the_same_replicas_on_other_shards_go_on_as_if_nothing_had_happened(
     ranks: RankPool, folder: Path, kind: str
 ) -> None:
@@ -98,7 +105,11 @@ IN_OTHERS = {"wagma": 4}
 """How many replicas go on; three unless a butterfly has to be made of them."""
 
 
-SHARED = {"wagma": {"anchor"}, "co2": {"anchor", "momentum", "arriving"}}
+SHARED = {
+    "wagma": {"anchor"},
+    "streaming-weighed": {"anchor", "momentum", "arriving"},
+    "co2": {"anchor", "momentum", "arriving"},
+}
 """Kinds of tensors that replicas share, where it is more or less than anchor and momentum."""
 
 
@@ -124,6 +135,8 @@ def test_other_replicas_start_by_the_rules(ranks: RankPool, folder: Path, kind: 
         assert (pooled[0]["count"], pooled[1]["count"]) == ([[1] * 3] * 2, [[1] * 3] * 3)
         np.testing.assert_allclose(pooled[1]["mean"], [means.mean(0)] * 3, rtol=1e-13)
         np.testing.assert_allclose(pooled[1]["variance"], [means.var(0)] * 3, rtol=1e-9)
+    if kind == "streaming-weighed":
+        assert any(name.startswith("sync.unsent.") for name in of_replicas(got)[0])
     if kind in SHARED:
         assert {name.split(".")[0] for name in shared(got)} == SHARED[kind]
 

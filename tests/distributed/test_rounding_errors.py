@@ -47,6 +47,19 @@ def test_a_replica_that_does_not_count_keeps_its_errors(kind: str, schedule: str
     assert_same_run(got, replay(scenario))
 
 
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replica_that_does_not_count_keeps_its_errors_in_flight(kind: str, replicas: int, shard: int) -> None:
+    """Fragments of one block each, whose messages are on the way for three steps."""
+    schedule = {"kind": "overlapped", "steps": 3, "fragments": 3, "alpha": 0.5}
+    wire = {"kind": kind, "error_feedback": True}
+    sync = choices("streaming_diloco", every=3, schedule=schedule, penalty={**PENALTY, "ema": 0.3}, wire=wire)
+    scenario = Scenario(sync, replicas, shard, steps=20, shapes=CHUNKS, scales=SPIKES)
+    got = simulate(scenario)
+    assert got.counts[1] >= len(SPIKES), "the case would not test what it is for"
+    assert_same_run(got, replay(scenario))
+
+
 OUTER = {"kind": "nesterov", "lr": 0.5, "momentum": 0.7, "normalize": "lr_sum"}
 METHODS = {
     "diloco": choices("diloco", every=3, wire="int4"),

@@ -224,8 +224,8 @@ MUTANTS = [
     Mutant(
         "compose: a penalty may go with a delayed schedule",
         "llmtrain/sync/compatibility.py",
-        '*("reduction", "edit_penalty"),\n        {"schedule": ("overlapped", "delayed", "wait_avoiding")},',
-        '*("reduction", "edit_penalty"),\n        {"schedule": ("overlapped", "wait_avoiding")},',
+        '*("reduction", "edit_penalty"),\n        {"schedule": ("delayed", "wait_avoiding")},',
+        '*("reduction", "edit_penalty"),\n        {"schedule": ("wait_avoiding",)},',
         (
             "tests/unit/test_recipe_wrong.py",
             "tests/distributed/test_methods_oracle.py",

@@ -224,6 +224,8 @@ def test_what_a_schedule_hides() -> None:
     step = estimate_time(recipe, size_of(recipe), 4, 1, RATES).step
     overlapped = ["sync.method=streaming_diloco", "sync.wire=fp32", "sync.schedule.fragments=2"]
     assert waiting(*overlapped, "sync.schedule.steps=1") == pytest.approx(max(0, blocking - 2 * step / 10))
+    weighed = [*overlapped, "sync.reduction=edit_penalty", "sync.schedule.steps=3"]  # and sent after one of them
+    assert waiting(*weighed) == pytest.approx(max(0, blocking - 4 * step / 10))
     assert waiting("sync.method=co2") == pytest.approx(max(0, blocking - step))
     assert waiting("sync.method=synchronous", every="") == pytest.approx(10 * blocking)
 

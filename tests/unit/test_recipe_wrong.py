@@ -196,6 +196,10 @@ WRONG_OVERRIDES = [
         ["sync.schedule.steps is 5", "sync.period.every is 3", "at most 3"],
     ),
     (
+        "sync={method: streaming_diloco, reduction: edit_penalty, schedule: {steps: 1}}",
+        ["sync.schedule.steps is 1", "sync.reduction=edit_penalty", "give at least 2"],
+    ),
+    (
         "sync={method: streaming_diloco, schedule: {fragments: 99}}",
         ["sync.schedule.fragments is 99", "blocks", "at most"],
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from llmtrain.config import EditPenaltySection
 from llmtrain.errors import CheckpointError
 from llmtrain.reshard import MeshChange, by_replica, require_equal, rules_of
 from llmtrain.sync.edit_penalty import EditPenalty, RunningMoments
+from llmtrain.sync.schedules.fragments import FragmentSchedule
 from llmtrain.sync.sync_stats import SYNC_STATS_RULES, RoundStats, average_stats
 from llmtrain.train.checkpoint import CheckpointReader
 from llmtrain.train.metrics import METRICS_RULES
@@ -180,6 +182,14 @@ def test_statistics_of_no_round_are_none() -> None:
     penalty = EditPenalty(EditPenaltySection(), 2, 3)
     state = EditPenalty(EditPenaltySection(), 4, 3).resharded(penalty.state_dict())
     assert state == {key: [[0] * 3] * 4 for key in ("count", "mean", "variance", "excluded")}
+
+
+def test_other_replicas_restart_what_any_was_excluded_from() -> None:
+    """The excluded replica's parameters are in the mean that all start from."""
+    schedule = SimpleNamespace(weighing=SimpleNamespace(penalty=None))
+    states = [{"since": [3], "sent": [2], "penalty": None, "restarts": blocks} for blocks in ([], [3, 1], [1, 0])]
+    got = FragmentSchedule.resharded(schedule, states)
+    assert got == {"since": [3], "sent": [2], "penalty": None, "restarts": [0, 1, 3]}
 
 
 def test_a_mean_round() -> None:

@@ -11,9 +11,10 @@ import torch
 from llmtrain.config import PREFETCH, BlockingSection
 from llmtrain.reshard import require_equal
 from llmtrain.sync.block_sync import BlockSync, PendingReduction
-from llmtrain.sync.edit_penalty import EditPenalty, ReplicaWeights
+from llmtrain.sync.edit_penalty import EditPenalty
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
 from llmtrain.sync.sync_stats import RoundStats, average_stats
+from llmtrain.sync.weighing import Agreement, Weighing
 
 
 class BlockingSchedule(Schedule):
@@ -29,12 +30,11 @@ class BlockingSchedule(Schedule):
 
     def __init__(self, block_sync: BlockSync, penalty: EditPenalty | None, prefetch: int = PREFETCH):
         super().__init__(block_sync)
-        assert block_sync.anchors is not None or penalty is None, "a penalty is on pseudo-gradients: needs an anchor"
         self.penalty, self.prefetch = penalty, prefetch
+        self._weighing = Weighing(block_sync, penalty)
         self._round = RoundStats()
-        self._agreed_round = RoundStats()  # the mean of all replicas' rounds, known once a synchronization has begun
         self._next_block: int | None = None  # of the armed synchronization
-        self._replica_weights: ReplicaWeights | None = None
+        self._agreement: Agreement | None = None  # of the synchronization that has begun
         self._pending: dict[int, PendingReduction] = {}
         self._spread_squared: torch.Tensor | float = 0.0
         self._mean_squared: torch.Tensor | float = 0.0
@@ -103,57 +103,37 @@ class BlockingSchedule(Schedule):
 
     def _open(self) -> None:
         """Wait for the other replicas. With a penalty, weigh each replica in each block by all replicas' norms."""
-        replica_comms, report = self.block_sync.replica_comms, self.block_sync.report
+        block_sync = self.block_sync
         self._opened_at = time.monotonic()
-        done = self._round
-        row = torch.tensor(
-            [self._opened_at - self._closed_at, done.steps, done.last_lr, done.lr_sum], dtype=torch.float64
-        )
-        if self.penalty is not None:
-            row = torch.cat([row, self._norms()])
-        with report.time_waiting():
-            gathered = replica_comms.all_gather(row.to(replica_comms.device), "meeting for a synchronization").cpu()
-        report.slowest_replica = int(gathered[:, 0].argmax())
-        self._agreed_round = RoundStats(*gathered[:, 1:4].mean(0).tolist())
-        if self.penalty is not None:
-            self._replica_weights = self.penalty.weigh(gathered[:, 4:], gathered[:, 1], gathered[:, 3])
-            report.anomalies += int(self._replica_weights.anomalous.sum())
-            report.rollbacks += int(self._replica_weights.anomalous.all(0).sum())
-            report.longest_exclusion = int(self.penalty.excluded.max())
-            names = [block.name for block in self.block_sync.replica.blocks]
-            self.block_sync.warnings += self.penalty.check_exclusions(names)
-        report.weights_max = (
-            float(self._replica_weights.weights.max()) if self._replica_weights else 1 / replica_comms.size
-        )
+        computed = self._opened_at - self._closed_at
+        gathering = self._weighing.start(self._round, self._squared_norms(), computed)
+        self._agreement = self._weighing.agree(block_sync.blocks, gathering)
+        block_sync.report.slowest_replica = self._agreement.slowest
         self._spread_squared = self._mean_squared = 0.0
 
     def _sync_block(self, index: int) -> None:
         """Finish block `index`. Afterwards its parameters are the next anchor (without anchors, the mean) on every
         replica."""
-        block_sync = self.block_sync
+        block_sync, agreed = self.block_sync, self._agreement
         for ahead in block_sync.blocks[index : index + self.prefetch + 1]:
-            if ahead not in self._pending and not self._rolls_back(ahead):
-                self._pending[ahead] = block_sync.start_reduce(ahead, self._weight(ahead))
-        if self._rolls_back(index):
+            if ahead not in self._pending and ahead not in agreed.rolled_back:
+                self._pending[ahead] = block_sync.start_reduce(ahead, agreed.weights[ahead])
+        if index in agreed.rolled_back:
             block_sync.write_parameters(index, block_sync.anchors.load_anchor(index))
             return
         mean = self._pending.pop(index).wait()
         if index + 1 in self._pending:
             self._pending[index + 1].start_second_phase()
-        clips = self.penalty is not None and self.penalty.section.clip is not None
-        spread, squared = block_sync.spread_and_mean(index, mean, exact=clips)
-        if self._weight(index) > 0:  # else its own pseudo-gradient may contain NaN
+        spread, squared = block_sync.spread_and_mean(index, mean, exact=self._weighing.clips)
+        if agreed.weights[index] > 0:  # else its own pseudo-gradient may contain NaN
             self._spread_squared = self._spread_squared + spread
         if block_sync.anchors is None:
             block_sync.write_parameters(index, mean)
             return
         self._mean_squared = self._mean_squared + squared
-        factor = None
-        if clips:
-            # All replicas must find the same factor, but GPUs sum in different orders: hence fp64, rounded at the end.
-            whole = block_sync.shard_comms.all_reduce(squared, "norm of a pseudo-gradient").wait()
-            factor = self.penalty.clip_factor(whole).to(mean.dtype)
-        block_sync.outer_step(index, mean, self._agreed_round, factor)
+        factor = self._weighing.clip_factor(squared)
+        factor = None if factor is None else factor.to(mean.dtype)
+        block_sync.outer_step(index, mean, agreed.since, factor)
 
     def _prefetch_anchors(self, index: int) -> None:
         """Prefetch offloaded anchors one block before they are sent, and momentum one block before it is used."""
@@ -177,23 +157,12 @@ class BlockingSchedule(Schedule):
         report.mean_squared, report.spread_squared = self._mean_squared, self._spread_squared
         self._next_block, self._round = None, RoundStats()
 
-    def _weight(self, index: int) -> float:
-        """Return this replica's weight in the block's mean."""
-        replica_comms = self.block_sync.replica_comms
-        if self._replica_weights is None:
-            return 1 / replica_comms.size
-        return float(self._replica_weights.weights[replica_comms.rank, index])
-
-    def _norms(self) -> torch.Tensor:
-        """Return this replica's pseudo-gradient norm of every block, over all its shards: [blocks], float64. A
-        collective of the shard group."""
+    def _squared_norms(self) -> list[torch.Tensor]:
+        """Return the squared norm of this rank's part of every block's pseudo-gradient; nothing without a penalty."""
+        if self.penalty is None:
+            return []
         visited = self.block_sync.anchors.iter_prefetched(self.block_sync.blocks)
-        squares = [self.block_sync.squared_norm(index) for index in visited]
-        shard_comms = self.block_sync.shard_comms
-        return shard_comms.all_reduce(torch.stack(squares), "norms of pseudo-gradients").wait().sqrt().cpu()
-
-    def _rolls_back(self, index: int) -> bool:
-        return self._replica_weights is not None and bool(self._replica_weights.anomalous[:, index].all())
+        return [self.block_sync.squared_norm(index) for index in visited]
 
 
 @build_schedule.register

@@ -1,0 +1,164 @@
+"""Schedules of the `sync` section, which decide how the messages of a synchronization overlap with training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from llmtrain.config.section import Fraction, Section
+from llmtrain.errors import RecipeError
+
+if TYPE_CHECKING:
+    from llmtrain.config.sync import PeriodSection, SyncSection
+
+PREFETCH = 2
+"""Reductions in flight beyond the one being finished, when blocks synchronize one after another."""
+
+
+class SyncScheduleSection(Section):
+    """Base of the schedules, which decide how the messages of a synchronization overlap with training."""
+
+    needs_anchor: ClassVar[bool] = True
+    """True if this choice needs an anchor: the parameters of the last synchronization."""
+    syncs_in_forward: ClassVar[bool] = False
+    """True if blocks synchronize inside the forward pass, which then changes parameters."""
+
+    @property
+    def blocks_in_flight(self) -> int:
+        """Return the number of blocks whose reductions are in flight while all blocks synchronize one after another."""
+        return PREFETCH + 1
+
+    def hidden_steps(self, round_length: float, before_sending: int) -> float:
+        """Return the number of local steps that run while a round's messages are in flight, which are sent `before_sending`
+        steps after they are taken."""
+        return 0.0
+
+    def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
+        """Return the number of parameters whose mean is in flight during local steps, given the number per block."""
+        return 0
+
+    def resolve_group_size(self, replicas: int) -> int | None:
+        """Return the number of replicas that average together in every step, or None if there are no groups. Raises
+        RecipeError if groups can't be formed."""
+        return None
+
+    def check(self, sync: SyncSection, blocks: int | None) -> None:
+        """Raise RecipeError if the schedule can't run with the other choices, or on a model of `blocks` blocks, if known."""
+
+
+class BlockingSection(SyncScheduleSection):
+    """Synchronization of all blocks at the end of the last step of a round."""
+
+    kind: Literal["blocking"] = "blocking"
+    """`blocking`: training waits while all blocks synchronize."""
+    needs_anchor: ClassVar[bool] = False
+
+
+class LayerwiseSection(SyncScheduleSection):
+    """Synchronization of each block just before the next forward pass gathers it (EDiT)."""
+
+    kind: Literal["layerwise"] = "layerwise"
+    """`layerwise`: blocks synchronize one by one inside the next forward pass."""
+    prefetch: NonNegativeInt = 2
+    """Number of following blocks whose reductions are in flight while one block computes."""
+    needs_anchor: ClassVar[bool] = False
+    syncs_in_forward: ClassVar[bool] = True
+
+    @property
+    def blocks_in_flight(self) -> int:
+        return self.prefetch + 1
+
+
+class OverlappedSection(SyncScheduleSection):
+    """Streaming DiLoCo's schedule: fragments of the model synchronize in turn, each while training continues."""
+
+    kind: Literal["overlapped"] = "overlapped"
+    """`overlapped`: the reduction of a fragment overlaps with `steps` local steps."""
+    steps: NonNegativeInt = 5
+    """Local steps between sending a fragment and applying its mean, at most a whole round."""
+    fragments: PositiveInt = 4
+    """Number of fragments. A round synchronizes each of them once, at even intervals."""
+    fragment_layout: Literal["strided", "sequential"] = "strided"
+    """`strided`: block i belongs to fragment i mod fragments; `sequential`: a fragment is a run of adjacent blocks."""
+    alpha: Fraction = 0.5
+    """alpha: a replica continues from alpha x its own parameters + (1 - alpha) x the next anchor."""
+
+    def blocks_of_fragments(self, blocks: int) -> list[list[int]]:
+        """Return the blocks of each fragment, in forward order."""
+        if self.fragment_layout == "strided":
+            return [list(range(first, blocks, self.fragments)) for first in range(self.fragments)]
+        ends = [blocks * (fragment + 1) // self.fragments for fragment in range(self.fragments)]
+        return [list(range(first, end)) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def hidden_steps(self, round_length: float, before_sending: int) -> float:
+        return min(round_length, self.fragments * (self.steps - before_sending))
+
+    def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
+        """Return the parameters of the largest fragments that are in flight at once: one is sent every H / P steps."""
+        fragments = self.blocks_of_fragments(len(block_parameters))
+        sizes = sorted((sum(block_parameters[index] for index in fragment) for fragment in fragments), reverse=True)
+        return sum(sizes[: max(1, math.ceil(self.steps * self.fragments / (period.min_length or 1)))])
+
+    def check(self, sync: SyncSection, blocks: int | None) -> None:
+        period, shortest = sync.period, sync.period.min_length
+        if self.steps <= sync.reduction.steps_before_sending > 0:
+            raise RecipeError(
+                f"sync.schedule.steps is {self.steps}, but with sync.reduction={sync.reduction.kind} replicas exchange norms in the "
+                f"first of these steps and send after it; give at least {sync.reduction.steps_before_sending + 1}"
+            )
+        if shortest is not None and self.steps > shortest:
+            raise RecipeError(
+                f"sync.schedule.steps is {self.steps}, but sync.period.{period.shortest_round} is {shortest}: a fragment's mean would "
+                f"arrive after its next turn; give at most {shortest}"
+            )
+        if blocks is not None and self.fragments > blocks:
+            raise RecipeError(
+                f"sync.schedule.fragments is {self.fragments}, but the model has {blocks} blocks (its layers, embedding and "
+                f"head); give at most {blocks}"
+            )
+
+
+class DelayedSection(SyncScheduleSection):
+    """CO2's schedule: the reduction of a round overlaps with the whole next round. Every round starts from the newest anchor."""
+
+    kind: Literal["delayed"] = "delayed"
+    """`delayed`: the mean of a round is applied one round later."""
+    gap_penalty: bool = True
+    """Divide a delayed mean by the staleness gap: the sum of the learning rates of its round, divided by that of the round
+    that has just ended, at least 1."""
+
+    def hidden_steps(self, round_length: float, before_sending: int) -> float:
+        return round_length - before_sending
+
+    def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
+        return sum(block_parameters)
+
+
+class WaitAvoidingSection(SyncScheduleSection):
+    """WAGMA's schedule: an average within a group after every step, and over all replicas after every period.
+
+    Groups change from step to step in a butterfly pattern. No replica waits for its group: the last model of a late replica
+    takes part in its place, and the replica merges the result when it arrives. Needs a power of two of replicas."""
+
+    kind: Literal["wait_avoiding"] = "wait_avoiding"
+    """`wait_avoiding`: a thread takes part in group averages for a replica that is late."""
+    group_size: PositiveInt | Literal["auto"] = "auto"
+    """Replicas per group, a power of two; `auto`: the square root of the number of replicas, rounded up to a power of two."""
+
+    def resolve_group_size(self, replicas: int) -> int:
+        if replicas & (replicas - 1):
+            raise RecipeError(
+                f"sync.schedule is wait_avoiding, whose groups need a power of two of replicas, and there are {replicas}; "
+                f"change parallel.replicas, or use another schedule"
+            )
+        if self.group_size == "auto":
+            return 2 ** ((replicas.bit_length()) // 2)
+        if self.group_size & (self.group_size - 1) or not (2 <= self.group_size <= max(2, replicas)):
+            raise RecipeError(
+                f"sync.schedule.group_size is {self.group_size}, expected a power of two from 2 to the {replicas} replicas; change it, or "
+                f"use auto"
+            )
+        return min(self.group_size, replicas)

@@ -1,0 +1,160 @@
+"""Messages on the way: pseudo-gradients of some blocks that were taken at one step and are applied at a later one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from llmtrain.parallel.comms import PendingCollective
+from llmtrain.sync.block_sync import BlockSync, PendingReduction, squared_norm
+from llmtrain.sync.sync_stats import RoundStats
+from llmtrain.sync.weighing import Weighing
+
+ByBlock = Sequence[torch.Tensor | None]
+"""A flat tensor per block; None for a block that has none."""
+
+
+class Message:
+    """The mean of some blocks' pseudo-gradients. It is sent when it is taken.
+
+    The schedule calls `take` or `load`, then `advance` after every step, then `apply`. Every call may start or wait
+    for collectives, so all ranks make the same calls in the same order.
+    """
+
+    SENT_AFTER = 0
+    """Steps between `take` and sending."""
+
+    def __init__(self, block_sync: BlockSync, blocks: Sequence[int], since: RoundStats):
+        self.block_sync, self.blocks = block_sync, blocks
+        self.since = since
+        """Local steps that the pseudo-gradients are from."""
+        self.restarts: frozenset[int] = frozenset()
+        """Blocks that this replica continues from the next anchor, without its own parameters."""
+        self._pending: dict[int, PendingReduction] = {}
+
+    def take(self) -> None:
+        """Take the present pseudo-gradients."""
+        for index in self.block_sync.anchors.iter_prefetched(self.blocks):
+            self._pending[index] = self.block_sync.start_reduce(index)
+
+    def advance(self, age: int, due: int) -> None:
+        """Carry out the work of the end of a step, `age` steps after `take`, for a message that is applied after `due`
+        steps: start the second exchange, if any, in the middle of the message's way."""
+        if self.SENT_AFTER < age == (self.SENT_AFTER + due) // 2:
+            self._start_second_phase()
+
+    def complete(self) -> None:
+        """Wait until the means have arrived and the rounding errors of this message are known."""
+        self._start_second_phase()
+        for index in sorted(self._pending):
+            self._pending[index].wait()
+
+    def apply(self, alpha: float = 0.0, gap: float = 1.0) -> None:
+        """Take the outer step with the means divided by `gap`, and continue from alpha x this replica's parameters +
+        (1 - alpha) x the next anchor. Return blocks without a mean to the anchor."""
+        block_sync, squares = self.block_sync, []
+        self.complete()
+        for index in block_sync.anchors.iter_prefetched(self.blocks, momentum=True):
+            if index not in self._pending:
+                block_sync.write_parameters(index, block_sync.anchors.load_anchor(index))
+                continue
+            mean = self._pending.pop(index).wait()
+            squares.append(squared_norm(mean))
+            kept = 0.0 if index in self.restarts else alpha
+            block_sync.outer_step(index, mean, self.since, self._factor(mean, squares[-1], gap), kept)
+        block_sync.report.mean_squared = torch.stack(squares).sum() if squares else 0.0
+        self._report_weights()
+
+    def means(self) -> dict[int, torch.Tensor]:
+        """Return the means by block; empty before the message is sent. Waits for them."""
+        return {index: self._pending[index].wait() for index in sorted(self._pending)}
+
+    def unsent(self) -> dict[int, torch.Tensor]:
+        """Return this replica's pseudo-gradients by block until they are sent."""
+        return {}
+
+    def load(self, means: ByBlock, unsent: ByBlock, restarts: Sequence[int]) -> None:
+        """Restore the message from what `means`, `unsent` and `restarts` were in a checkpoint, by block."""
+        self.restarts = frozenset(restarts)
+        for index in self.blocks:
+            if means[index] is not None:
+                self._pending[index] = self.block_sync.completed(index, means[index])
+
+    def _start_second_phase(self) -> None:
+        for index in sorted(self._pending):
+            self._pending[index].start_second_phase()
+
+    def _factor(self, mean: torch.Tensor, squared: torch.Tensor, gap: float) -> torch.Tensor | float | None:
+        """Return the factor of a mean, given the squared norm of this rank's part; None for 1."""
+        return None if gap == 1.0 else 1 / gap
+
+    def _report_weights(self) -> None:
+        self.block_sync.report.weights_max = 1 / self.block_sync.replica_comms.size
+
+
+class WeighedMessage(Message):
+    """A weighted mean, of which the weights follow from all replicas' norms or steps. When it is taken, a replica keeps
+    its pseudo-gradients and starts a small exchange; one step later it reads the weights and sends.
+
+    A replica that is excluded from a block sends zeros. Its parameters may be anything, also NaN: it continues from the
+    anchor alone when the mean is applied. A block from which all replicas are excluded is not sent.
+    """
+
+    SENT_AFTER = 1
+
+    def __init__(self, block_sync: BlockSync, blocks: Sequence[int], since: RoundStats, weighing: Weighing):
+        super().__init__(block_sync, blocks, since)
+        self.weighing = weighing
+        self._unsent: dict[int, torch.Tensor] = {}
+        self._gathering: PendingCollective | None = None
+
+    def take(self) -> None:
+        """Keep the present pseudo-gradients and start the exchange."""
+        visited = self.block_sync.anchors.iter_prefetched(self.blocks)
+        self._unsent = {index: self.block_sync.payload(index) for index in visited}
+        self._start_exchange()
+
+    def advance(self, age: int, due: int) -> None:
+        """Carry out the work of the end of a step: send one step after `take`, then as any message."""
+        if age == self.SENT_AFTER:
+            self.send()
+        super().advance(age, due)
+
+    def send(self) -> None:
+        """Wait for all replicas' rows, and start the reductions. Do nothing if they have been started."""
+        if self._gathering is None:
+            return
+        agreed = self.weighing.agree(self.blocks, self._gathering)
+        self._gathering, self.since, self.restarts = None, agreed.since, agreed.excluded
+        for index in self.blocks:
+            payload = self._unsent.pop(index)
+            if index not in agreed.rolled_back:
+                self._pending[index] = self.block_sync.start_reduce(index, agreed.weights[index], payload)
+
+    def complete(self) -> None:
+        """Send the message if it is not sent, and wait until the means have arrived."""
+        self.send()
+        super().complete()
+
+    def unsent(self) -> dict[int, torch.Tensor]:
+        return self._unsent
+
+    def load(self, means: ByBlock, unsent: ByBlock, restarts: Sequence[int]) -> None:
+        super().load(means, unsent, restarts)
+        for index in self.blocks:
+            if unsent[index] is not None:
+                self._unsent[index] = unsent[index].to(self.block_sync.replica.blocks[index].shards[0].device)
+        if self._unsent:
+            self._start_exchange()
+
+    def _start_exchange(self) -> None:
+        squares = [self.block_sync.squared_norm(index, payload) for index, payload in self._unsent.items()]
+        self._gathering = self.weighing.start(self.since, squares)
+
+    def _factor(self, mean: torch.Tensor, squared: torch.Tensor, gap: float) -> torch.Tensor | float | None:
+        clip = self.weighing.clip_factor(squared)
+        return super()._factor(mean, squared, gap) if clip is None else (clip / gap).to(mean.dtype)
+
+    def _report_weights(self) -> None:
+        """Leave the weights as the exchange has reported them."""

@@ -1,0 +1,119 @@
+"""Fragments: parts of a model that send in turn, and whose means are applied some steps later."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from llmtrain.reshard import require_equal
+from llmtrain.sync.block_sync import BlockSync
+from llmtrain.sync.message import Message, WeighedMessage
+from llmtrain.sync.period import Period
+from llmtrain.sync.schedules.base import BlockTensors, Schedule
+from llmtrain.sync.sync_stats import RoundStats
+from llmtrain.sync.weighing import Weighing
+
+
+class FragmentSchedule(Schedule):
+    """Synchronization of P fragments, each a list of blocks. Fragment p has its turn after ceil((p + 1) H / P) steps of
+    every round of H. `weighing` is None if all replicas have the same weight and take the same steps."""
+
+    def __init__(self, block_sync: BlockSync, period: Period, fragments: list[list[int]], weighing: Weighing | None):
+        super().__init__(block_sync)
+        self.period, self.fragments, self.weighing = period, fragments, weighing
+        self._local_stats = [RoundStats()] * len(fragments)  # local steps since each fragment's last turn
+        self._messages: list[Message | None] = [None] * len(fragments)
+
+    def end_step(self, step: int, lr: float, ends_round: bool) -> None:
+        with self.block_sync.report.time_exposed():
+            self._local_stats = [since.add_step(lr) for since in self._local_stats]
+            for fragment, message in enumerate(self._messages):
+                if message is not None:
+                    self._advance(fragment, message)
+            for fragment in self._fragments_due(step):
+                self._take_turn(fragment)
+
+    @abstractmethod
+    def _advance(self, fragment: int, message: Message) -> None:
+        """Carry out the work of the end of a step for a fragment's message in flight."""
+
+    @abstractmethod
+    def _take_turn(self, fragment: int) -> None:
+        """Carry out a fragment's turn."""
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Return whether nothing is in flight and no replica has taken a step since any fragment's last turn."""
+        idle = all(message is None for message in self._messages)
+        return idle and not any(since.steps for since in self._local_stats)
+
+    def shared_state(self) -> dict[str, BlockTensors]:
+        """Return the means in flight, which a resumed run uses as an uninterrupted run would."""
+        return {"arriving": self._by_block([message.means() for message in self._in_flight])}
+
+    def per_replica_state(self) -> dict[str, BlockTensors]:
+        """Return the pseudo-gradients that wait for their weights. A resumed run exchanges their norms again."""
+        return {"unsent": self._by_block([message.unsent() for message in self._in_flight])} if self.weighing else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        sent = [message.since.state() if message is not None else None for message in self._messages]
+        state: dict[str, Any] = {"since": [since.state() for since in self._local_stats], "sent": sent}
+        if self.weighing is not None:
+            penalty = self.weighing.penalty
+            state["penalty"] = penalty.state_dict() if penalty is not None else None
+            state["restarts"] = sorted(index for message in self._in_flight for index in message.restarts)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
+        """Load what `state_dict` returned. A collective of all ranks if there is a penalty."""
+        self._local_stats = [RoundStats(**since) for since in state["since"]]
+        if self.weighing is not None and self.weighing.penalty is not None:
+            self.weighing.penalty.load_state_dict(state["penalty"])
+        nothing: BlockTensors = [None] * len(self.block_sync.blocks)
+        for fragment, sent in enumerate(state["sent"]):
+            self._messages[fragment] = None
+            if sent is not None:
+                message = self._messages[fragment] = self._new_message(fragment, RoundStats(**sent))
+                restarts = [index for index in state.get("restarts", []) if index in self.fragments[fragment]]
+                message.load(tensors["arriving"], tensors.get("unsent", nothing), restarts)
+
+    def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return a state in which every replica restarts the blocks from which any old replica was excluded, because its
+        parameters are in the mean that all start from."""
+        if self.weighing is None:
+            return require_equal(states)
+        shared = require_equal([state | {"restarts": None} for state in states])
+        penalty = self.weighing.penalty
+        return shared | {
+            "restarts": sorted({index for state in states for index in state["restarts"]}),
+            "penalty": penalty.resharded(shared["penalty"]) if penalty is not None else None,
+        }
+
+    @property
+    def _in_flight(self) -> list[Message]:
+        return [message for message in self._messages if message is not None]
+
+    def _by_block(self, tensors: list[dict]) -> BlockTensors:
+        merged = {index: tensor for of_message in tensors for index, tensor in of_message.items()}
+        return [merged.get(index) for index in self.block_sync.blocks]
+
+    def _fragments_due(self, step: int) -> list[int]:
+        place, length = self.period.step_in_round(step), self.period.round_length(step)
+        parts = len(self.fragments)
+        return [p for p in range(parts) if place == math.ceil((p + 1) * length / parts)]
+
+    def _new_message(self, fragment: int, since: RoundStats) -> Message:
+        if self.weighing is None:
+            return Message(self.block_sync, self.fragments[fragment], since)
+        return WeighedMessage(self.block_sync, self.fragments[fragment], since, self.weighing)
+
+    def _take_message(self, fragment: int, since: RoundStats | None = None) -> Message:
+        """Return a message with a fragment's present pseudo-gradients, of the local steps `since` (default: those since its
+        last turn, which are then counted anew)."""
+        if since is None:
+            since, self._local_stats[fragment] = self._local_stats[fragment], RoundStats()
+        message = self._new_message(fragment, since)
+        message.take()
+        return message
