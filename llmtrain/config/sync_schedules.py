@@ -88,10 +88,7 @@ class OverlappedSection(SyncScheduleSection):
 
     def blocks_of_fragments(self, blocks: int) -> list[list[int]]:
         """Return the blocks of each fragment, in forward order."""
-        if self.fragment_layout == "strided":
-            return [list(range(first, blocks, self.fragments)) for first in range(self.fragments)]
-        ends = [blocks * (fragment + 1) // self.fragments for fragment in range(self.fragments)]
-        return [list(range(first, end)) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
+        return _cut(blocks, self.fragments, self.fragment_layout)
 
     def hidden_steps(self, round_length: float, before_sending: int) -> float:
         return min(round_length, self.fragments * (self.steps - before_sending))
@@ -114,27 +111,50 @@ class OverlappedSection(SyncScheduleSection):
                 f"sync.schedule.steps is {self.steps}, but sync.period.{period.shortest_round} is {shortest}: a fragment's mean would "
                 f"arrive after its next turn; give at most {shortest}"
             )
-        if blocks is not None and self.fragments > blocks:
+        if shortest is not None and self.steps == shortest and self.alpha == 0:
             raise RecipeError(
-                f"sync.schedule.fragments is {self.fragments}, but the model has {blocks} blocks (its layers, embedding and "
-                f"head); give at most {blocks}"
+                f"sync.schedule.steps is {self.steps}, a whole round, and sync.schedule.alpha is 0: at its turn a fragment would just "
+                "have dropped all steps of the round; give fewer steps or a larger alpha, or use sync.schedule=delayed"
             )
+        _check_fragments(self.fragments, blocks)
 
 
 class DelayedSection(SyncScheduleSection):
-    """CO2's schedule: the reduction of a round overlaps with the whole next round. Every round starts from the newest anchor."""
+    """CO2's schedule: the reduction of a round overlaps with the whole next round. Every round starts from the newest anchor.
+    With several fragments, each has rounds of its own, which end at even intervals."""
 
     kind: Literal["delayed"] = "delayed"
     """`delayed`: the mean of a round is applied one round later."""
     gap_penalty: bool = True
     """Divide a delayed mean by the staleness gap: the sum of the learning rates of its round, divided by that of the round
     that has just ended, at least 1."""
+    fragments: PositiveInt = 1
+    """Number of fragments. A round synchronizes each of them once, at even intervals; 1: the whole model at the round's end."""
+    fragment_layout: Literal["strided", "sequential"] = "strided"
+    """`strided`: block i belongs to fragment i mod fragments; `sequential`: a fragment is a run of adjacent blocks."""
+
+    def blocks_of_fragments(self, blocks: int) -> list[list[int]]:
+        """Return the blocks of each fragment, in forward order."""
+        return _cut(blocks, self.fragments, self.fragment_layout)
 
     def hidden_steps(self, round_length: float, before_sending: int) -> float:
         return round_length - before_sending
 
     def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
         return sum(block_parameters)
+
+    def check(self, sync: SyncSection, blocks: int | None) -> None:
+        period, shortest, before = sync.period, sync.period.min_length, sync.reduction.steps_before_sending
+        if period.is_timed and self.fragments > 1:
+            raise RecipeError(
+                f"sync.schedule.fragments is {self.fragments}, but in rounds of seconds replicas meet only at a round's end; give 1"
+            )
+        if shortest is not None and shortest <= before > 0:
+            raise RecipeError(
+                f"sync.period.{period.shortest_round} is {shortest}, but with sync.reduction={sync.reduction.kind} replicas exchange "
+                f"norms in the first step of a round and send after it; give at least {before + 1}"
+            )
+        _check_fragments(self.fragments, blocks)
 
 
 class WaitAvoidingSection(SyncScheduleSection):
@@ -162,3 +182,18 @@ class WaitAvoidingSection(SyncScheduleSection):
                 f"use auto"
             )
         return min(self.group_size, replicas)
+
+
+def _cut(blocks: int, fragments: int, layout: str) -> list[list[int]]:
+    if layout == "strided":
+        return [list(range(first, blocks, fragments)) for first in range(fragments)]
+    ends = [blocks * (fragment + 1) // fragments for fragment in range(fragments)]
+    return [list(range(first, end)) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _check_fragments(fragments: int, blocks: int | None) -> None:
+    if blocks is not None and fragments > blocks:
+        raise RecipeError(
+            f"sync.schedule.fragments is {fragments}, but the model has {blocks} blocks (its layers, embedding and "
+            f"head); give at most {blocks}"
+        )

@@ -144,8 +144,8 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
     A step computes as much as 3 forward passes, which is 6 operations per parameter and token plus attention (see
     `model.flops_per_token`), or as 4 with full activation checkpointing. A message takes its bytes divided by `mbit`.
     Local steps that run during a synchronization hide it: none if it is blocking, layer-wise or wait-avoiding, `steps` per
-    fragment if overlapped, a round if delayed. Waits within a replica, latency, slow hosts, validation and
-    checkpoints are left out.
+    fragment if overlapped, a round if delayed, and one step less if weights are exchanged first.
+    Waits within a replica, latency, slow hosts, validation and checkpoints are left out.
     """
     train, sync, steps = recipe.train, recipe.sync, recipe.train.total_steps
     again = 4 / 3 if recipe.parallel.activation_checkpointing is True else 1.0

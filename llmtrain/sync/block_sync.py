@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -163,9 +163,9 @@ class BlockSync:
         unflatten_into(parameters, block)
         self.replica.parameters_changed(block)
 
-    def reset_to_anchor(self) -> None:
-        """Set the parameters to those of the last synchronization. Requires anchors."""
-        for index in self.anchors.iter_prefetched(self.blocks):
+    def reset_to_anchor(self, blocks: Sequence[int] | None = None) -> None:
+        """Set the parameters of these blocks (default: all) to those of the last synchronization. Requires anchors."""
+        for index in self.anchors.iter_prefetched(self.blocks if blocks is None else blocks):
             self.write_parameters(index, self.anchors.load_anchor(index))
 
     def sync_all_blocks(self, since: RoundStats) -> None:

@@ -68,13 +68,14 @@ RULES = (
     ),
     Rule(
         *("period", "seconds"),
-        {"schedule": ("overlapped", "delayed", "wait_avoiding")},
-        "replicas take different numbers of steps in a round of seconds, so there is no common step at which to send or receive",
+        {"schedule": ("overlapped", "wait_avoiding")},
+        "replicas take different numbers of steps in a round of seconds and meet only at its end, so there is no common step "
+        "within it at which to send or receive",
     ),
     Rule(
         *("reduction", "edit_penalty"),
-        {"schedule": ("delayed", "wait_avoiding")},
-        "the penalty needs the norms of all replicas before a message is sent, and these schedules do not wait for them",
+        {"schedule": ("wait_avoiding",)},
+        "the penalty needs the norms of all replicas before a message is used, and group averages do not wait for late ones",
     ),
     Rule(
         *("error_feedback", "on"),

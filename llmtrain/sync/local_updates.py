@@ -154,7 +154,8 @@ class LocalUpdates:
         return {"step": self.step, "method": self._method.state_dict(), "tensors": tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict` of this rank between steps. The module's and the optimizer's states are not in it."""
+        """Restore a `state_dict` of this rank between steps. The module's and the optimizer's states are not in it. A collective of
+        all ranks if a penalty's weights were being exchanged."""
         self.step = state["step"]
         self._method.load_state_dict(state["method"], state["tensors"])
 

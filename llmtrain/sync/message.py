@@ -44,6 +44,9 @@ class Message:
         if self.SENT_AFTER < age == (self.SENT_AFTER + due) // 2:
             self._start_second_phase()
 
+    def send(self) -> None:
+        """Start the reductions, unless they have been started."""
+
     def complete(self) -> None:
         """Wait until the means have arrived and the rounding errors of this message are known."""
         self._start_second_phase()
@@ -144,7 +147,8 @@ class WeighedMessage(Message):
         super().load(means, unsent, restarts)
         for index in self.blocks:
             if unsent[index] is not None:
-                self._unsent[index] = unsent[index].to(self.block_sync.replica.blocks[index].shards[0].device)
+                device = self.block_sync.replica.blocks[index].shards[0].device
+                self._unsent[index] = unsent[index].to(device, copy=True)  # it is overwritten when it is sent
         if self._unsent:
             self._start_exchange()
 

@@ -19,6 +19,8 @@ class Period(ABC):
 
     warmup = 0
     """Synchronous steps before the first round."""
+    is_timed = False
+    """True if replicas take different numbers of steps in a round."""
     ended_early = False
     """True if all ranks know that the last round ended early because a stop was requested."""
 

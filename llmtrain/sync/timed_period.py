@@ -28,6 +28,8 @@ class TimedPeriod(Period):
     knows that rounds should end now, because a stop was requested.
     """
 
+    is_timed = True
+
     def __init__(
         self,
         section: EverySecondsSection,

@@ -35,7 +35,7 @@ from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.threads import with_current_device
 
-FORMAT = 7
+FORMAT = 8
 METADATA_FILE, CHECKSUM_KEY = ".metadata", "sha256"
 NAME = re.compile(r"step-(\d{8})")
 Digest = tuple[int, str]

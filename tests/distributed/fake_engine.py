@@ -29,7 +29,7 @@ from llmtrain.sync.method import Method
 from llmtrain.sync.methods import METHODS
 from llmtrain.sync.offload import HostOffload, host_offload
 from tests.distributed.oracle import Oracle
-from tests.distributed.oracle_late import DelayedOracle, OverlappedOracle
+from tests.distributed.oracle_late import DelayedOracle, OverlappedOracle, TimedDelayedOracle
 from tests.distributed.oracle_timed import TimedOracle
 from tests.distributed.trace import Trace
 
@@ -81,6 +81,9 @@ class Scenario:
     """After this step, or these, everything is built anew and loaded from the state that was saved."""
     save_after: Collection[int] = ()
     """After these steps the state is saved, and the run goes on."""
+    saves_when_agreed: bool = False
+    """Steps of saving are the run's, and of these only such that all ranks know, as in the trainer. Otherwise each replica goes
+    by its own."""
     copies: Callable[[torch.device], HostOffload | None] = host_offload
     """How anchors are offloaded, if the recipe says that they are."""
 
@@ -91,7 +94,9 @@ class Scenario:
     def seconds(self, replica: int, step: int) -> float:
         return (self.step_seconds[replica] if self.step_seconds else 1.0) + self.delays.get((step, replica), 0.0)
 
-    def resumes_after(self, step: int) -> bool:
+    def resumes_after(self, step: int | None) -> bool:
+        if step is None:
+            return False
         return step in self.resume_after if isinstance(self.resume_after, Collection) else step == self.resume_after
 
     def size(self, block: int) -> int:
@@ -238,7 +243,8 @@ def replay(scenario: Scenario) -> Trace:
     common = (scenario.sync, scenario.rates, start, scenario.replicas, scenario.direction, scenario.seed, cuts)
     kinds = {"delayed": DelayedOracle, "overlapped": OverlappedOracle}
     if scenario.sync.period.kind == "seconds":
-        oracle: Oracle = TimedOracle(*common, seconds=scenario.seconds)
+        kind = TimedDelayedOracle if scenario.sync.schedule.kind == "delayed" else TimedOracle
+        oracle: Oracle = kind(*common, seconds=scenario.seconds)
     else:
         oracle = kinds.get(scenario.sync.schedule.kind, Oracle)(*common)
     oracle.run()
@@ -347,9 +353,10 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
         if run_step is not None:
             position = run_step
             agreed.append((step, position))
-        if step in scenario.save_after:
+        moment = run_step if scenario.saves_when_agreed else step
+        if moment in scenario.save_after:
             save(engine, method)
-        if scenario.resumes_after(step):
+        if scenario.resumes_after(moment):
             saved = save(engine, method)
             method.close()
             clock.now += 1000.0  # what passes while nothing runs does not count

@@ -7,42 +7,11 @@ from itertools import pairwise
 import numpy as np
 
 from tests.distributed.oracle import Oracle, Sent
+from tests.distributed.oracle_timed import TimedOracle
 
 
-class DelayedOracle(Oracle):
-    """CO2: at a round's end what was sent one round earlier is used."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.sent: list[list[Sent]] = []  # in every round so far, by block
-
-    def synchronize(self) -> None:
-        """A round's end."""
-        self.sent.append([self.sent_from(block, self.lrs) for block in self.blocks])
-        if len(self.sent) > 1:
-            then, now = (np.mean([sum(lrs) for lrs in sent[0].lrs]) for sent in self.sent[-2:])
-            has_gap = self.sync.schedule.gap_penalty and now > 0  # there is none to a round without a learning rate
-            self.use(-2, max(1.0, then / now) if has_gap else 1.0)
-        for block in self.blocks:
-            self.restart(block)
-        self.lrs = [[] for _ in self.replicas]
-
-    def use(self, which: int, gap: float) -> None:
-        for block, sent in zip(self.blocks, self.sent[which], strict=True):
-            if sent.mean is not None:
-                self.outer_step(block, sent.mean / gap, self.unit(sent.lrs))
-        self.count += 1
-
-    def finish(self) -> None:
-        super().finish()
-        if self.sent:
-            self.use(-1, 1.0)
-            for block in self.blocks:
-                self.restart(block)
-
-
-class OverlappedOracle(Oracle):
-    """Streaming DiLoCo. Every turn of a run is known beforehand, and so is the step after which its mean is used."""
+class FragmentOracle(Oracle):
+    """A model in parts that have their turns one after another. Every turn of a run of steps is known beforehand."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -56,7 +25,6 @@ class OverlappedOracle(Oracle):
         rounds = list(pairwise([self.warmup, *self.ends]))
         turns = [[self._turn(start, end, part) for start, end in rounds] for part in range(parts)]
         self.turns = [[turn for turn in of_part if turn <= self.last] for of_part in turns]
-        self.sent: dict[int, Sent] = {}  # by block, of the newest turn
 
     @property
     def last(self) -> int:
@@ -66,6 +34,68 @@ class OverlappedOracle(Oracle):
         """ceil((p + 1) H / P) steps into the round, in whole numbers."""
         parts = self.sync.schedule.fragments
         return start + ((part + 1) * (end - start) + parts - 1) // parts
+
+    def of(self, part: int) -> list[int]:
+        return [block for block in self.blocks if self.fragment_of[block] == part]
+
+
+class DelayedOracle(FragmentOracle):
+    """CO2: at a part's turn what was sent at its turn before is used."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.sent: list[list[dict[int, Sent]]] = [[] for _ in self.turns]  # [part][turn], by block
+        self.done = [[0 for _ in self.replicas] for _ in self.turns]  # local steps at the newest turn, [part][replica]
+
+    def after_step(self, step: int) -> None:
+        for part, turns in enumerate(self.turns):
+            if step in turns:
+                self.take_turn(part)
+
+    def synchronize(self) -> None:
+        """A meeting, in rounds of seconds."""
+        self.take_turn(0)
+
+    def take_turn(self, part: int) -> None:
+        lrs = [of_replica[done:] for of_replica, done in zip(self.lrs, self.done[part], strict=True)]
+        self.sent[part].append({block: self.sent_from(block, lrs) for block in self.of(part)})
+        self.done[part] = [len(of_replica) for of_replica in self.lrs]
+        if len(self.sent[part]) > 1:
+            then, now = (np.mean([sum(one) for one in self.lrs_of(part, which)]) for which in (-2, -1))
+            has_gap = self.sync.schedule.gap_penalty and now > 0  # there is none to a round without a learning rate
+            self.use(part, -2, max(1.0, then / now) if has_gap else 1.0)
+        for block in self.of(part):
+            self.restart(block)
+
+    def lrs_of(self, part: int, which: int) -> list[list[float]]:
+        return next(iter(self.sent[part][which].values())).lrs
+
+    def use(self, part: int, which: int, gap: float) -> None:
+        for block, sent in self.sent[part][which].items():
+            if sent.mean is not None:
+                self.outer_step(block, sent.mean / gap, self.unit(sent.lrs))
+        self.count += part == len(self.turns) - 1
+
+    def finish(self) -> None:
+        for part in range(len(self.turns)):
+            if any(len(of_replica) > done for of_replica, done in zip(self.lrs, self.done[part], strict=True)):
+                self.take_turn(part)
+            if self.sent[part]:
+                self.use(part, -1, 1.0)
+                for block in self.of(part):
+                    self.restart(block)
+
+
+class TimedDelayedOracle(TimedOracle, DelayedOracle):
+    """Rounds of seconds, of which each one's mean is used at the end of the next."""
+
+
+class OverlappedOracle(FragmentOracle):
+    """Streaming DiLoCo: the step after which a mean is used is known, too."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.sent: dict[int, Sent] = {}  # by block, of the newest turn
 
     def after_step(self, step: int) -> None:
         for part, turns in enumerate(self.turns):
@@ -78,9 +108,6 @@ class OverlappedOracle(Oracle):
                     self.send(part, number)
                     if due == turn:
                         self.use(part, self.sync.schedule.alpha)
-
-    def of(self, part: int) -> list[int]:
-        return [block for block in self.blocks if self.fragment_of[block] == part]
 
     def send(self, part: int, number: int) -> None:
         """Fragment `part`'s turn `number`."""

@@ -75,8 +75,8 @@ wagma             3x1  fsdp2  delayed        bf16  gpt_neo  fp64  selective  not
 edit              2x2  zero2  layerwise      int4  gpt_neo  fp32  selective  nothing    sgd    1
 edit              4x1  zero1  overlapped     int8  llama    bf16  nothing    anchors    adamw  1
 edit              1x3  zero3  blocking       fp32  llama    fp32  nothing    optimizer  adamw  1
-edit              3x1  fsdp2  blocking       bf16  tied     fp64  all        nothing    adamw  2
-a_edit            2x2  fsdp2  blocking       bf16  tied     fp64  nothing    nothing    sgd    2
+edit              3x1  fsdp2  delayed        bf16  tied     fp64  all        nothing    adamw  2
+a_edit            2x2  fsdp2  delayed        bf16  tied     fp64  nothing    nothing    sgd    2
 a_edit            4x1  zero2  blocking       int4  llama    bf16  nothing    anchors    adamw  1
 a_edit            1x3  zero3  layerwise      fp32  llama    fp32  all        nothing    adamw  1
 a_edit            3x1  zero1  blocking       int8  gpt_neo  fp32  selective  optimizer  adamw  1

@@ -14,7 +14,7 @@ from llmtrain.config import OptimSection
 from llmtrain.lr import LRSchedule
 from llmtrain.model import blocks_of, build, initialize, model_config
 from tests.distributed.oracle import Oracle
-from tests.distributed.oracle_late import DelayedOracle, OverlappedOracle
+from tests.distributed.oracle_late import DelayedOracle, OverlappedOracle, TimedDelayedOracle
 from tests.distributed.oracle_timed import TimedOracle
 from tests.distributed.real_engine import SEED, VOCABULARY, Case, global_batch
 
@@ -77,7 +77,8 @@ class Replicas:
         rates = LRSchedule(self.case.optim["lr"], self.case.steps, self.case.schedule)
         common = (sync, rates, self.start, self.case.replicas, self.direction, SEED)
         if sync.period.kind == "seconds":
-            self.oracle: Oracle = TimedOracle(*common, seconds=lambda replica, step: 1.0)
+            timed = TimedDelayedOracle if sync.schedule.kind == "delayed" else TimedOracle
+            self.oracle: Oracle = timed(*common, seconds=lambda replica, step: 1.0)
         else:
             self.oracle = kinds.get(sync.schedule.kind, Oracle)(*common)
         self.oracle.run()

@@ -24,6 +24,10 @@ SCHEDULES = {
     "without an anchor": choices("local_sgd", every=3, schedule="layerwise"),
     "delayed": choices("co2", every=3),
     "overlapped": choices("streaming_diloco", every=5, wire="fp32", schedule=STREAMING),
+    "delayed, weighed": choices("co2", every=3, penalty=PENALTY, schedule={"kind": "delayed", "fragments": 2}),
+    "overlapped, weighed": choices(
+        "streaming_diloco", every=5, wire="fp32", schedule={**STREAMING, "steps": 4}, penalty=PENALTY
+    ),
     "pull": choices("palsgd", every=4, warmup_steps=2, pull={"probability": 0.4, "strength": 0.3}),
 }
 WIRES = {
@@ -73,6 +77,7 @@ def test_rounds_of_seconds_and_resumed_runs(ranks: RankPool) -> None:
     scenarios = {
         "seconds": Scenario(edit(**timed), steps=16, **SPEEDS),
         "seconds, blocking": Scenario(edit(**timed, schedule="blocking"), steps=16, **SPEEDS),
+        "seconds, delayed": Scenario(edit(**timed, schedule="delayed"), steps=16, **SPEEDS),
         "seconds, resumed": Scenario(edit(**timed), steps=16, resume_after=range(2, 16, 3), **SPEEDS),
         "delayed, resumed": Scenario(SCHEDULES["delayed"], steps=17, schedule=FALLING, resume_after=(4, 11)),
         "int4, resumed": Scenario(WIRES["int4"], steps=16, resume_after=(7, 12)),

@@ -110,12 +110,46 @@ NO_PART = {"z": None, "temperature": None, "clip": None}
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
-@pytest.mark.parametrize("steps", [2, 4])
-def test_a_penalty_without_parts_is_the_mean_that_is_as_late(steps: int, replicas: int, shard: int) -> None:
+@pytest.mark.parametrize(
+    "schedule",
+    [{**STREAMING, "steps": 2}, {**STREAMING, "steps": 4}, {"kind": "delayed"}, {"kind": "delayed", "fragments": 3}],
+    ids=["soon", "after-a-round", "delayed", "delayed-in-fragments"],
+)
+def test_a_penalty_without_parts_is_the_mean_that_is_as_late(schedule: dict, replicas: int, shard: int) -> None:
     """It is sent one step later, but what is sent is of the same step, and it is used at the same one."""
-    schedule = {**STREAMING, "steps": steps}
     weighed, mean = (choices("streaming_diloco", 4, schedule=schedule, penalty=part) for part in (NO_PART, None))
     assert_same_bits(*both(weighed, mean, replicas, shard, steps=18))
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("steps", [14, 15])
+def test_a_delayed_a_edit_on_equal_machines_is_a_delayed_edit(steps: int, replicas: int, shard: int) -> None:
+    """In rounds of 3 seconds weights are known and messages sent at once, in rounds of 3 steps one step later."""
+    changes = {"warmup_steps": 2, "penalty": {"z": 0.5, "temperature": 0.3, "clip": 0.5, "step_weight": 0.5}}
+    seconds = edit(period={"kind": "seconds", "every": 3.0, "min_steps": 0}, every=None, schedule="delayed", **changes)
+    got, expected = both(seconds, edit(every=3, schedule="delayed", **changes), replicas, shard, steps=steps)
+    assert expected.counts[1] > 0
+    assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_a_fragment_of_co2_is_co2_that_begins_with_its_turn(part: int) -> None:
+    """Blocks of the fake engine do not see each other: fragment p of 3, whose turns are at steps 1, 2 and 3 of a round, is CO2
+    with a first round of p + 1 steps."""
+    whole = choices("co2", every=3, schedule={"kind": "delayed", "fragments": 3, "gap_penalty": False})
+    got, scenario, outer = simulate(Scenario(whole, 4, 1, steps=14)), Scenario(whole, 4, 1, steps=14), whole.outer
+    for block in range(part, len(SHAPES), 3):
+        theta = np.repeat(got.forwards[0][block][:1], 4, axis=0)
+        anchor, b, sent = theta[0], 0.0, []
+        for step in range(1, 15):
+            np.testing.assert_allclose(got.forwards[step - 1][block], theta, rtol=0, atol=1e-12)
+            theta = theta + scenario.noise(step, block) - scenario.pull * theta
+            if step % 3 == (part + 1) % 3:
+                sent.append((anchor - theta).mean(0))
+                for mean in sent[-2:-1]:
+                    b = np.clip(outer.momentum * b + mean, -outer.clip, outer.clip)
+                    anchor = anchor - outer.lr * b
+                theta = np.repeat(anchor[None], 4, axis=0)
 
 
 @pytest.mark.parametrize("block", range(len(SHAPES)))

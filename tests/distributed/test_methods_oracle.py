@@ -140,6 +140,15 @@ def test_overlapped(sync: Any, replicas: int, shard: int) -> None:
     matches_the_oracle(*(Scenario(sync, replicas, shard, steps=steps, schedule=FALLING) for steps in lengths))
 
 
+def late(penalty: dict | None = None, **changes: Any) -> Any:
+    """CO2 with a penalty, or in fragments."""
+    return choices("co2", **{"every": 4, "penalty": penalty, **changes})
+
+
+def in_fragments(fragments: int, **changes: Any) -> dict:
+    return {"kind": "delayed", "fragments": fragments, **changes}
+
+
 ALL_PARTS = {"z": 0.5, "temperature": 0.3, "clip": 0.3, "ema": 0.3, "min_rounds": 2}
 WEIGHED = {
     "all-parts": overlapped(3, 2, 0.5, penalty=ALL_PARTS),
@@ -166,6 +175,29 @@ def test_overlapped_with_a_penalty(sync: Any, replicas: int, shard: int) -> None
     assert runs[0].counts[1] > 0, "nobody is left out: the case would not test what it is for"
 
 
+LATE = {
+    "all-parts": late(ALL_PARTS),
+    "by-the-paper": late({**ALL_PARTS, "statistics": "paper"}, every=2),
+    "after-warm-up": late({**ALL_PARTS, "clip": None}, every=3, warmup_steps=4),
+    "qsr-accumulated": late(ALL_PARTS, every=None, period=QSR, outer=nesterov(normalize="lr_sum")),
+    "pull": late(ALL_PARTS, pull={"probability": 0.4, "strength": 0.3}, outer=nesterov()),
+    "two-fragments": late(schedule=in_fragments(2)),
+    "three-uneven": late(every=5, schedule=in_fragments(3, fragment_layout="sequential"), outer=momentum(clip=0.04)),
+    "no-gap-penalty": late(schedule=in_fragments(2, gap_penalty=False), outer=nesterov(normalize="lr_sum")),
+    "more-fragments-than-steps": late(every=2, schedule=in_fragments(4)),
+    "fragments-qsr": late(every=None, period=QSR, schedule=in_fragments(3), outer=momentum(normalize="lr")),
+    "fragments-all-parts": late(ALL_PARTS, every=3, schedule=in_fragments(2)),
+}
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("sync", LATE.values(), ids=LATE.keys())
+def test_delayed_with_a_penalty_or_in_fragments(sync: Any, replicas: int, shard: int) -> None:
+    """Runs that end before weights are known, at a turn, and before the first one."""
+    lengths = [21, 22, 23, 24, 7, 5, 3, 2] if replicas == 4 else [22]
+    matches_the_oracle(*(Scenario(sync, replicas, shard, steps=n, schedule=FALLING) for n in lengths))
+
+
 SPIKES = {
     "not-finite": {(9, 1, 1): math.nan, (13, 0, 2): math.nan, (14, 0, 2): math.nan},
     "far-away": {(12, 1, 1): 300.0, (17, 0, 2): 300.0, (18, 0, 3): 300.0},
@@ -173,15 +205,19 @@ SPIKES = {
 }
 
 
+APART = {"z": 6.0, "temperature": 0.3, "clip": 0.5, "ema": 0.1, "min_rounds": 2}
+WITH_SPIKES = {
+    "mixed": overlapped(3, 2, 0.5, penalty=APART),
+    "not-mixed": overlapped(3, 2, 1.0, penalty=APART),
+    "delayed": late(APART, every=3),
+}
+
+
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
-@pytest.mark.parametrize("alpha", [0.5, 1.0])
+@pytest.mark.parametrize("sync", WITH_SPIKES.values(), ids=WITH_SPIKES.keys())
 @pytest.mark.parametrize("scales", SPIKES.values(), ids=SPIKES.keys())
-def test_an_excluded_replica_goes_on_from_the_anchor_alone(
-    scales: dict, alpha: float, replicas: int, shard: int
-) -> None:
+def test_an_excluded_replica_goes_on_from_the_anchor_alone(scales: dict, sync: Any, replicas: int, shard: int) -> None:
     """Its NaN, or what is far away, is not mixed into anything; a block that nobody sends returns to its anchor."""
-    penalty = {"z": 6.0, "temperature": 0.3, "clip": 0.5, "ema": 0.1, "min_rounds": 2}
-    sync = overlapped(3, 2, alpha, penalty=penalty)
     scales = {place: scale for place, scale in scales.items() if place[1] < replicas}
     [got] = matches_the_oracle(Scenario(sync, replicas, shard, steps=27, scales=scales))
     assert got.counts[1] >= 2 and (got.counts[2] >= 2 or len(scales) == 3)
@@ -250,6 +286,10 @@ TIMED = {
     "slowmo": timed("slowmo", outer=momentum(normalize="lr"), warmup_steps=3),
     "local_sgd": timed("local_sgd", schedule="layerwise"),
     "pull": timed("palsgd", pull=PULL, warmup_steps=3),
+    "delayed": timed(schedule="delayed", outer=nesterov(normalize="lr_sum")),
+    "delayed-steps-and-anomalies": timed(every=2.0, schedule="delayed", penalty={"step_weight": 0.5, "z": 0.5}),
+    "delayed-min-steps": timed(every=1.5, min_steps=14, schedule="delayed"),
+    "co2": timed("co2", outer=momentum(normalize="lr"), warmup_steps=3),
 }
 
 

@@ -46,6 +46,9 @@ STEPPED = {
         "co2", outer={"kind": "momentum", "lr": 0.8, "momentum": 0.6, "clip": 0.05, "normalize": "lr"}
     ),
     "co2-qsr": of("co2", None, period=QSR),
+    "co2-weighed": of("co2", penalty={**PENALTY, "z": 0.5, "min_rounds": 2}, outer=BY_SUM),
+    "co2-fragments": of("co2", schedule={"kind": "delayed", "fragments": 3}),
+    "co2-fragments-weighed": of("co2", 3, penalty=PENALTY, schedule={"kind": "delayed", "fragments": 2}),
     "streaming": streaming(),
     "streaming-accumulated": streaming(outer=BY_SUM),
     "streaming-at-once": streaming(steps=0),
@@ -62,6 +65,7 @@ ROUNDED = {
     "edit-int8-feedback": edit(every=4, warmup_steps=WARMUP, penalty=PENALTY, wire=feedback("int8")),
     "palsgd-int8-feedback": of("palsgd", pull=PULL, schedule="layerwise", wire=feedback("int8")),
     "co2-int8": of("co2", wire="int8"),
+    "co2-weighed-int4-feedback": of("co2", penalty=PENALTY, wire=feedback("int4")),
     "co2-int4-feedback": of("co2", wire=feedback("int4")),
     "streaming-int4": streaming(wire="int4"),
     "streaming-int4-feedback": streaming(wire=feedback("int4")),
@@ -115,6 +119,8 @@ TIMED = {
     "layerwise": edit(every=None, period=SECONDS, penalty=PENALTY, warmup_steps=WARMUP),
     "blocking": edit(every=None, period=SECONDS, penalty=PENALTY, warmup_steps=WARMUP, schedule="blocking"),
     "min-steps": edit(every=None, period={**SECONDS, "min_steps": 12}, penalty=PENALTY, outer=BY_SUM),
+    "delayed": edit(every=None, period=SECONDS, penalty=PENALTY, outer=BY_SUM, schedule="delayed"),
+    "co2": of("co2", None, period={**SECONDS, "every": 2.0}, outer=BY_SUM),
     "pull": of("palsgd", None, period=SECONDS, pull=PULL, schedule="layerwise"),
     "int8-feedback": of("diloco", None, period=SECONDS, wire=feedback("int8")),
 }
@@ -124,3 +130,9 @@ TIMED = {
 def test_rounds_of_seconds(sync: Any) -> None:
     """A step of a replica's own: some resume at a meeting, others in a round, whose clocks go on where they stood."""
     is_the_run_left_alone(sync, 2, 2, step_seconds=(0.5, 1.25), delays={(7, 1): 2.0})
+
+
+def test_rounded_messages_of_seconds_that_are_under_way() -> None:
+    """Saved where all ranks agree on the step, because saving starts the second exchange of such a message."""
+    sync = of("co2", None, period={**SECONDS, "every": 2.0}, wire=feedback("int8"), outer=BY_SUM)
+    is_the_run_left_alone(sync, 2, 2, step_seconds=(0.5, 1.25), delays={(7, 1): 2.0}, saves_when_agreed=True)

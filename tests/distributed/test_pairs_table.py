@@ -52,7 +52,7 @@ def test_all_levels_that_go_together_meet() -> None:
 
 def test_some_levels_never_meet_and_no_row_can_be_left_out() -> None:
     """Or the two above would pass of a table of anything."""
-    assert not can_meet({"method": "edit", "schedule": "delayed"}) and not can_meet(
+    assert not can_meet({"method": "edit", "schedule": "wait_avoiding"}) and not can_meet(
         {"engine": "zero1", "precision": "fp64"}
     )
     pairs = [{(first, row[first], second, row[second]) for first, second in combinations(FACTORS, 2)} for row in ROWS]

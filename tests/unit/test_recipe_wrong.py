@@ -163,12 +163,24 @@ WRONG_OVERRIDES = [
     ("sync={method: synchronous, pull: {probability: 0.1}}", ["sync.pull={probability", "no anchor", "sync.pull=null"]),
     (
         "sync={method: a_edit, schedule: overlapped}",
-        ["sync.period=seconds", "sync.schedule=overlapped", "use sync.schedule=blocking or layerwise, or"],
+        ["sync.period=seconds", "sync.schedule=overlapped", "use sync.schedule=blocking, layerwise or delayed, or"],
     ),
-    ("sync={method: a_edit, warmup_steps: 0, schedule: delayed}", ["sync.period=seconds", "sync.schedule=delayed"]),
     (
-        "sync={method: edit, schedule: delayed}",
-        ["sync.reduction=edit_penalty", "sync.schedule=delayed", "norms", "or sync.reduction=mean"],
+        "sync={method: a_edit, warmup_steps: 0, schedule: {kind: delayed, fragments: 2}}",
+        ["sync.schedule.fragments is 2", "rounds of seconds", "give 1"],
+    ),
+    ("sync={method: a_edit, schedule: wait_avoiding}", ["sync.period=seconds", "sync.schedule=wait_avoiding"]),
+    (
+        "sync={method: edit, schedule: wait_avoiding}",
+        ["sync.reduction=edit_penalty", "sync.schedule=wait_avoiding", "norms", "or sync.reduction=mean"],
+    ),
+    (
+        "sync={method: edit, schedule: delayed, period: 1}",
+        ["sync.period.every is 1", "sync.reduction=edit_penalty", "give at least 2"],
+    ),
+    (
+        "sync={method: co2, schedule: {fragments: 99}}",
+        ["sync.schedule.fragments is 99", "blocks", "at most"],
     ),
     (
         "sync={method: diloco, wire: {error_feedback: true}}",
@@ -198,6 +210,10 @@ WRONG_OVERRIDES = [
     (
         "sync={method: streaming_diloco, reduction: edit_penalty, schedule: {steps: 1}}",
         ["sync.schedule.steps is 1", "sync.reduction=edit_penalty", "give at least 2"],
+    ),
+    (
+        "sync={method: streaming_diloco, period: {every: 5}, schedule: {alpha: 0}}",
+        ["sync.schedule.steps is 5, a whole round", "sync.schedule.alpha is 0", "sync.schedule=delayed"],
     ),
     (
         "sync={method: streaming_diloco, schedule: {fragments: 99}}",

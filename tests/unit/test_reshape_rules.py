@@ -185,11 +185,22 @@ def test_statistics_of_no_round_are_none() -> None:
 
 
 def test_other_replicas_restart_what_any_was_excluded_from() -> None:
-    """The excluded replica's parameters are in the mean that all start from."""
+    """The excluded replica's parameters are in the mean that all start from; in rounds of seconds that of their steps, too."""
     schedule = SimpleNamespace(weighing=SimpleNamespace(penalty=None))
-    states = [{"since": [3], "sent": [2], "penalty": None, "restarts": blocks} for blocks in ([], [3, 1], [1, 0])]
+    rounds = [RoundStats(2, 0.1, 0.3), RoundStats(4, 0.3, 0.9), RoundStats(6, 0.2, 0.6)]
+    states = [
+        {
+            "since": [done.state(), RoundStats().state()],
+            "sent": [None, {"steps": 2}],
+            "penalty": None,
+            "restarts": blocks,
+        }
+        for done, blocks in zip(rounds, ([], [3, 1], [1, 0]), strict=True)
+    ]
     got = FragmentSchedule.resharded(schedule, states)
-    assert got == {"since": [3], "sent": [2], "penalty": None, "restarts": [0, 1, 3]}
+    assert got | {"since": None} == states[0] | {"since": None, "restarts": [0, 1, 3]}
+    assert got["since"][1] == RoundStats().state()
+    assert got["since"][0] == pytest.approx(RoundStats(4, 0.2, 0.6).state())
 
 
 def test_a_mean_round() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.train.checkpoint_files import FORMAT
 from tests.fuzz.draws import problem_of
 from tests.fuzz.kinds import QUICKSTART, SHORT_KEYS, write_text
 from tests.in_process import message_of, run_here
@@ -119,7 +120,7 @@ CHECKPOINT_FILES: list[tuple[str, Content, str]] = [
     ),
     ("state.json", "{}", "has format None, this version reads"),
     ("state.json", '{"format": 999}', "has format 999, this version reads .*; use the version that wrote it"),
-    ("state.json", '{"format": 7}', DAMAGED + "state.json is not what was written"),
+    ("state.json", f'{{"format": {FORMAT}}}', DAMAGED + "state.json is not what was written"),
     ("state.json", "swapped", DAMAGED + ".metadata is not what was written"),
     *((name, REMOVED, f"{DAMAGED}{name} is gone") for name in (".metadata", "__0_0.distcp")),
     *((name, LINK, f"{DAMAGED}{name} is gone") for name in (".metadata", "__0_0.distcp")),

@@ -12,7 +12,7 @@ from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.message import Message, WeighedMessage
 from llmtrain.sync.period import Period
 from llmtrain.sync.schedules.base import BlockTensors, Schedule
-from llmtrain.sync.sync_stats import RoundStats
+from llmtrain.sync.sync_stats import RoundStats, average_stats
 from llmtrain.sync.weighing import Weighing
 
 
@@ -31,13 +31,13 @@ class FragmentSchedule(Schedule):
             self._local_stats = [since.add_step(lr) for since in self._local_stats]
             for fragment, message in enumerate(self._messages):
                 if message is not None:
-                    self._advance(fragment, message)
-            for fragment in self._fragments_due(step):
+                    self._advance(fragment, message, step)
+            for fragment in self._fragments_due(step, ends_round):
                 self._take_turn(fragment)
 
     @abstractmethod
-    def _advance(self, fragment: int, message: Message) -> None:
-        """Carry out the work of the end of a step for a fragment's message in flight."""
+    def _advance(self, fragment: int, message: Message, step: int) -> None:
+        """Carry out the work of the end of step `step` for a fragment's message in flight."""
 
     @abstractmethod
     def _take_turn(self, fragment: int) -> None:
@@ -80,13 +80,14 @@ class FragmentSchedule(Schedule):
                 message.load(tensors["arriving"], tensors.get("unsent", nothing), restarts)
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return a state in which every replica restarts the blocks from which any old replica was excluded, because its
-        parameters are in the mean that all start from."""
+        """Return a state with the old replicas' mean rounds, because rounds of seconds differ between replicas. Every replica
+        restarts the blocks from which any old replica was excluded, whose parameters are in the mean that all start from."""
         if self.weighing is None:
             return require_equal(states)
-        shared = require_equal([state | {"restarts": None} for state in states])
-        penalty = self.weighing.penalty
+        shared = require_equal([state | {"since": None, "restarts": None} for state in states])
+        penalty, rounds = self.weighing.penalty, zip(*(state["since"] for state in states), strict=True)
         return shared | {
+            "since": [average_stats([RoundStats(**since) for since in of_all]).state() for of_all in rounds],
             "restarts": sorted({index for state in states for index in state["restarts"]}),
             "penalty": penalty.resharded(shared["penalty"]) if penalty is not None else None,
         }
@@ -99,10 +100,11 @@ class FragmentSchedule(Schedule):
         merged = {index: tensor for of_message in tensors for index, tensor in of_message.items()}
         return [merged.get(index) for index in self.block_sync.blocks]
 
-    def _fragments_due(self, step: int) -> list[int]:
+    def _fragments_due(self, step: int, ends_round: bool) -> list[int]:
         place, length = self.period.step_in_round(step), self.period.round_length(step)
         parts = len(self.fragments)
-        return [p for p in range(parts) if place == math.ceil((p + 1) * length / parts)]
+        within = [p for p in range(parts - 1) if place == math.ceil((p + 1) * length / parts)]
+        return [*within, parts - 1] if ends_round else within
 
     def _new_message(self, fragment: int, since: RoundStats) -> Message:
         if self.weighing is None:

@@ -50,7 +50,7 @@ class OverlappedSchedule(FragmentSchedule):
         super().load_state_dict(state, tensors)
         self._is_mixed = state["mixed"]
 
-    def _advance(self, fragment: int, message: Message) -> None:
+    def _advance(self, fragment: int, message: Message, step: int) -> None:
         age = int(self._local_stats[fragment].steps)
         message.advance(age, self.section.steps)
         if age == self.section.steps:
