@@ -10,10 +10,10 @@ Loops over the same batches take turns in one run, a step each by default. With 
 (`plain_loop` in benchmarks/loops.py): transformers' model and loss, torch's AdamW, nothing else. It runs twice, and the second
 column of ratios says how equal equal loops are here. With several shards, there are two bare FSDP2 loops (`bare_loop`), with and
 without resharding after forward, and the faster one comes first; the trainer has rows for both policies, too. With `--zero`, the
-first is a bare DeepSpeed loop (`deepspeed_loop`), run twice. Then come the trainer's local step, and the trainer synchronizing
-after *every* step, blocking and layer-wise. Ratios are medians over the turns; the last column is what one synchronization in 128
-steps adds. With `--write` the table goes to benchmarks/results/step_overhead/, with several shards to step_overhead_sharded/, or
-with `--zero` to step_overhead_zero/.
+first is a bare DeepSpeed loop (`deepspeed_loop`), run twice, and with one shard the plain loop follows. Then come the trainer's
+local step, and the trainer synchronizing after *every* step, blocking and layer-wise. Ratios are medians over the turns; the last
+column is what one synchronization in 128 steps adds. With `--write` the table goes to benchmarks/results/step_overhead/, with
+several shards to step_overhead_sharded/, or with `--zero` to step_overhead_zero/.
 """
 
 from __future__ import annotations
@@ -123,13 +123,14 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
         common_arguments = recipes[LOCAL], mesh, prepared.vocab_size, trainers[LOCAL].loader.next
         if stage:
             loops = {name: deepspeed_loop(*common_arguments) for name in DEEPSPEED}
+            loops |= {PLAIN: plain_loop(*common_arguments)} if shard == 1 else {}
         elif shard == 1:
             loops = {PLAIN: plain_loop(*common_arguments), AGAIN: plain_loop(*common_arguments)}
         else:
             loops = {BARE: bare_loop(*common_arguments), GATHERED: bare_loop(*common_arguments, resharded=False)}
         # The local step is between the two loops that it is compared with, so that neither has the better neighbor.
-        first, second = loops
-        order = {first: loops[first], LOCAL: trainers[LOCAL].train_step, second: loops[second]}
+        first, *others = loops
+        order = {first: loops[first], LOCAL: trainers[LOCAL].train_step, **{name: loops[name] for name in others}}
         order |= {name: built.train_step for name, built in trainers.items()}
         times = take_turns({name: partial(timed, loop, steps, mesh) for name, loop in order.items()}, task["turns"])
         if not mesh.is_main:
