@@ -4,7 +4,7 @@
     python benchmarks/step_overhead.py --size 33M --family gpt_neo --precision bf16
     python benchmarks/step_overhead.py --replicas 2 --shard 2         # four processes
     python benchmarks/step_overhead.py --replicas 1 --shard 8         # one node of 8 GPUs
-    python benchmarks/step_overhead.py --shard 2 --zero 1 2 3         # DeepSpeed's stages
+    python benchmarks/step_overhead.py --shard 1 2 --zero 1 2 3       # DeepSpeed's stages
 
 Loops over the same batches take turns in one run, a step each by default. With one device per replica, the first is a plain loop
 (`plain_loop` in benchmarks/loops.py): transformers' model and loss, torch's AdamW, nothing else. It runs twice, and the second
@@ -188,7 +188,7 @@ def main() -> None:
     """Measure each combination, print, write."""
     arguments = parser(__doc__)
     arguments.add_argument("--replicas", type=int, default=1)
-    arguments.add_argument("--shard", type=int, default=1)
+    arguments.add_argument("--shard", type=int, nargs="+", default=[1])
     arguments.add_argument("--size", nargs="+", choices=SIZES, default=["2.5M"])
     arguments.add_argument("--family", nargs="+", choices=RECIPES, default=["llama"])
     arguments.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
@@ -197,7 +197,7 @@ def main() -> None:
     arguments.add_argument("--turns", type=int, default=61)
     arguments.add_argument("--steps", type=int, default=1, help="steps per turn")
     options = arguments.parse_args()
-    fixed = {key: getattr(options, key) for key in ("replicas", "shard", "turns", "steps")}
+    fixed = {key: getattr(options, key) for key in ("replicas", "turns", "steps")}
     parts = []
     varied = {
         "family": options.family,
@@ -205,15 +205,16 @@ def main() -> None:
         "precision": options.precision,
         "length": options.length,
         "stage": options.zero,
+        "shard": options.shard,
     }
     for values in itertools.product(*varied.values()):
         task = dict(zip(varied, values, strict=True)) | fixed
-        found = ask(__file__, options.replicas * options.shard, task)
+        found = ask(__file__, options.replicas * task["shard"], task)
         rows, title = rows_of(found["seconds"]), title_of(task, found)
         show(title, COLUMNS, rows)
         parts += [f"{title}.", markdown(COLUMNS, rows)]
     if options.write:
-        folder = "step_overhead" if options.shard == 1 else "step_overhead_sharded"
+        folder = "step_overhead" if options.shard == [1] else "step_overhead_sharded"
         folder = "step_overhead_zero" if options.zero != [0] else folder
         write_page(RESULTS / folder, "The trainer beside a loop written by hand", [*parts, NOTES])
 
