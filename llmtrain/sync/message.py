@@ -157,8 +157,9 @@ class WeighedMessage(Message):
         self._gathering = self.weighing.start(self.since, squares)
 
     def _factor(self, mean: torch.Tensor, squared: torch.Tensor, gap: float) -> torch.Tensor | float | None:
-        clip = self.weighing.clip_factor(squared)
-        return super()._factor(mean, squared, gap) if clip is None else (clip / gap).to(mean.dtype)
+        if not self.weighing.clips:
+            return super()._factor(mean, squared, gap)
+        return (self.weighing.clip_factor(squared) / gap).to(mean.dtype)
 
     def _report_weights(self) -> None:
         """Leave the weights as the exchange has reported them."""

@@ -79,11 +79,9 @@ class Weighing:
             rolled_back=_where(blocks, found.anomalous.all(0)),
         )
 
-    def clip_factor(self, squared: torch.Tensor) -> torch.Tensor | None:
-        """Return the factor that clips a block's mean, given the squared norm of this rank's part of it; None if nothing is
-        clipped. A collective of the shard group."""
-        if not self.clips:
-            return None
+    def clip_factor(self, squared: torch.Tensor) -> torch.Tensor:
+        """Return the factor that clips a block's mean, given the squared norm of this rank's part of it. Requires `clips`.
+        A collective of the shard group."""
         # All replicas must find the same factor, but GPUs sum in different orders: hence fp64, rounded by the caller.
         whole = self.block_sync.shard_comms.all_reduce(squared.clone(), "norm of a pseudo-gradient").wait()
         return self.penalty.clip_factor(whole)

@@ -10,7 +10,7 @@ import torch
 
 from llmtrain.config import PREFETCH, BlockingSection
 from llmtrain.reshard import require_equal
-from llmtrain.sync.block_sync import BlockSync, PendingReduction
+from llmtrain.sync.block_sync import BlockSync, PendingReduction, squared_norm
 from llmtrain.sync.edit_penalty import EditPenalty
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
 from llmtrain.sync.sync_stats import RoundStats, average_stats
@@ -124,16 +124,17 @@ class BlockingSchedule(Schedule):
         mean = self._pending.pop(index).wait()
         if index + 1 in self._pending:
             self._pending[index + 1].start_second_phase()
-        spread, squared = block_sync.spread_and_mean(index, mean, exact=self._weighing.clips)
-        if agreed.weights[index] > 0:  # else its own pseudo-gradient may contain NaN
-            self._spread_squared = self._spread_squared + spread
         if block_sync.anchors is None:
+            self._spread_squared = self._spread_squared + block_sync.squared_spread(index, mean)
             block_sync.write_parameters(index, mean)
             return
-        self._mean_squared = self._mean_squared + squared
-        factor = self._weighing.clip_factor(squared)
-        factor = None if factor is None else factor.to(mean.dtype)
-        block_sync.outer_step(index, mean, agreed.since, factor)
+        factor = None
+        if self._weighing.clips:
+            factor = self._weighing.clip_factor(squared_norm(mean)).to(mean.dtype)
+        spread, of_mean = block_sync.outer_step(index, mean, agreed.since, factor, measure=True)
+        if agreed.weights[index] > 0:  # else its own pseudo-gradient may contain NaN
+            self._spread_squared = self._spread_squared + spread
+        self._mean_squared = self._mean_squared + of_mean
 
     def _prefetch_anchors(self, index: int) -> None:
         """Prefetch offloaded anchors one block before they are sent, and momentum one block before it is used."""
