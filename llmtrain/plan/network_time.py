@@ -10,7 +10,7 @@ another and arithmetic takes no time: what is left is the network's part. With u
     blocking            all messages, and N-1 hops of no bytes in which the replicas agree on the round
     layer-wise          the same, less the forward of the blocks before each one
     every step          messages, less the backward of the blocks that follow each one
-    overlapped          per fragment: its messages, less d steps (or those up to the next fragment, if they are fewer)
+    overlapped          per fragment: its messages, less d steps; or per round: all messages, less the round, if that is more
     delayed             all messages, less a round
     wait-avoiding       a group's messages in every step, all replicas' in the last
 
@@ -198,8 +198,10 @@ def round_time(
             arrivals = [sequence_seconds(messages[: r + STREAMS - 1], link) for r in range(1, len(messages) + 1)]
             exposed = started + max(arrival - r * forward for r, arrival in enumerate(arrivals))
         case OverlappedSection() as overlapped:
-            for blocks in overlapped.blocks_of_fragments(len(messages)):
-                exposed += _fragment_exposed(overlapped, [messages[b] for b in blocks], step_seconds, every, link)
+            fragments = [[messages[b] for b in blocks] for blocks in overlapped.blocks_of_fragments(len(messages))]
+            exposed = sum(_fragment_exposed(overlapped, own, step_seconds, every, link) for own in fragments)
+            # Fragments may be in flight at once, but a round has no more time for all of them than its own.
+            exposed = max(exposed, sequence_seconds(messages, link) - compute)
         case DelayedSection():
             first, second = _first(messages), _second(messages)
             arrival = concurrent_seconds(first, link) + slow_start_seconds(first, link, compute)
@@ -232,11 +234,10 @@ def _fragment_exposed(
     section: OverlappedSection, messages: Sequence[BlockMessage], step_seconds: float, every: float, link: NetworkLink
 ) -> float:
     """Return the exposed time of one fragment per round."""
-    gap = every / section.fragments
-    hidden = min(section.steps, gap)
-    first = concurrent_seconds(_first(messages), link) + slow_start_seconds(_first(messages), link, gap * step_seconds)
-    second = concurrent_seconds(_second(messages), link)
-    halfway = min(section.steps // 2, hidden)
+    first, second = concurrent_seconds(_first(messages), link), concurrent_seconds(_second(messages), link)
+    pause = max(0.0, every / section.fragments * step_seconds - first - second)
+    first += slow_start_seconds(_first(messages), link, pause)
+    hidden, halfway = section.steps * step_seconds, section.steps // 2 * step_seconds
     if not second or not halfway:  # with fewer than two steps, the second exchange starts when the mean is needed
-        return max(0.0, first - hidden * step_seconds) + second
-    return max(0.0, first - halfway * step_seconds) + max(0.0, second - (hidden - halfway) * step_seconds)
+        return max(0.0, first - hidden) + second
+    return max(0.0, first - halfway) + max(0.0, second - (hidden - halfway))

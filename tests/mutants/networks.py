@@ -75,10 +75,10 @@ MUTANTS = [
         FORMULA,
     ),
     Mutant(
-        "prediction: a fragment has steps beyond the next one's turn",
+        "prediction: fragments have more time than their round",
         "llmtrain/plan/network_time.py",
-        "hidden = min(section.steps, gap)",
-        "hidden = section.steps",
+        "exposed = max(exposed, sequence_seconds(messages, link) - compute)",
+        "pass",
         FORMULA,
     ),
 ]

@@ -116,10 +116,16 @@ def test_a_fragment_hides_behind_its_steps() -> None:
     one = {"kind": "overlapped", "steps": 1, "fragments": 3}
     assert exposed("streaming_diloco", **fp32, schedule=one) == pytest.approx(3 * (2 * BLOCK - 0.6))
     assert exposed("streaming_diloco", **fp32, schedule=one | {"steps": 2}) == 0
-    # Not behind more steps than there are until the next fragment.
-    late = {"schedule": one | {"steps": 20}, **fp32, "every": 3}
-    assert exposed("streaming_diloco", **late) == pytest.approx(3 * (2 * BLOCK - 0.6))
-    assert exposed("streaming_diloco", **fp32, schedule=one | {"steps": 0}) == pytest.approx(6 * BLOCK)
+    # Not behind more steps than a round has for all fragments.
+    late = {"schedule": one | {"steps": 3}, **fp32, "every": 3}
+    assert exposed("streaming_diloco", **late) == pytest.approx(6 * BLOCK - 3 * 0.6)
+    # A round trip of 0.28 s: 6 hops of two blocks at once, and gloo's threads have three times as much to do in a round.
+    far = NetworkLink(1e6, 0.14, slow_start=False)
+    assert exposed("streaming_diloco", far, **late) == pytest.approx(3 * 6 * 0.28 - 3 * 0.6, rel=1e-3)
+    assert exposed("streaming_diloco", far, **late | {"every": 9}) == 0
+    farther = NetworkLink(1e6, 0.16, slow_start=False)
+    keys = late | {"every": 30}
+    assert exposed("streaming_diloco", farther, **keys) == pytest.approx(3 * (6 * 0.32 - 3 * 0.6), rel=1e-3)
 
 
 def test_a_fragments_second_exchange_has_the_second_half_of_its_steps() -> None:
