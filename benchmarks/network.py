@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loops import ANSWER, TASK, RowFailed, is_asked
+from network_ceiling import carried_mbit
 from network_cells import METHODS, WIRES, Cell, pairwise, product, row_of
 from network_ranks import BLOCKS, TIMEOUT_SECONDS, measure
 from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
@@ -320,7 +321,8 @@ def main() -> None:
             print(*row, sep="  ", flush=True)
     if not rows:
         raise SystemExit("no cell could be measured")
-    finish(rows, far, [*resolution(alone, debts, switches, options)], options)
+    said = resolution(alone, debts, switches, options) + ([ceiling(max(options.mbit), options)] if switches else [])
+    finish(rows, far, said, options)
 
 
 def resolution(
@@ -341,6 +343,19 @@ def resolution(
             f"{sum(one['cpu_seconds'] for one in switches):.0f} s of processor time."
         )
     return said
+
+
+def ceiling(mbit: float, options: Namespace) -> str:
+    """Sentence about what the switch in user space carries."""
+    from llmtrain.compare.cluster import HostLimits
+
+    delayed = HostLimits(latency_ms=0.01)  # no more than it takes to have the switch
+    free = carried_mbit(delayed, options.replicas)
+    limited = carried_mbit(delayed.model_copy(update={"bandwidth_mbit": mbit}), options.replicas)
+    return (
+        f"Without a limit of bandwidth it carries {free:,.0f} Mbit/s of messages from each of {options.replicas} hosts at once, and "
+        f"with cables of {mbit:g} Mbit/s {limited:,.0f} of the {PAYLOAD * mbit:,.0f} that headers leave."
+    )
 
 
 def finish(rows: Sequence[Row], far: Sequence[str], said: Sequence[str], options: Namespace) -> None:

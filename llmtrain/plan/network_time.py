@@ -169,23 +169,40 @@ class RoundTime:
         return self.compute / (self.compute + self.exposed)
 
 
-def round_time(
-    sync: SyncSection, block_values: Sequence[int], replicas: int, step_seconds: float, every: float, link: NetworkLink
+def gradient_time(
+    wire: WireSection,
+    block_values: Sequence[int],
+    replicas: int,
+    step_seconds: float,
+    link: NetworkLink,
+    backward_share: float = 1 - FORWARD_SHARE,
 ) -> RoundTime:
-    """Return the times of a round of `every` steps, after warm-up, for blocks of so many values per rank."""
+    """Return the times of a step that averages gradients, as `round_time` does. `backward_share` is the share of a step in
+    which gradients are sent, 0 if the engine sends them afterwards."""
+    messages = [block_message(values, replicas, wire, wire.gradients) for values in reversed(block_values)]
+    backward = backward_share * step_seconds / len(messages)
+    first = _first(messages)
+    exposed = max(concurrent_seconds(first[-r:], link) - (r - 1) * backward for r in range(1, len(messages) + 1))
+    exposed += concurrent_seconds(_second(messages), link)
+    exposed += slow_start_seconds(first, link, (1 - backward_share) * step_seconds + backward)
+    return RoundTime(step_seconds, exposed, sum(message.sent for message in messages))
+
+
+def round_time(
+    sync: SyncSection,
+    block_values: Sequence[int],
+    replicas: int,
+    step_seconds: float,
+    every: float,
+    link: NetworkLink,
+    forward_share: float = FORWARD_SHARE,
+) -> RoundTime:
+    """Return the times of a round of `every` steps, after warm-up, for blocks of so many values per rank. `forward_share` is
+    the share of a step in which blocks are synchronized layer by layer, 0 if the engine gathers all of them first."""
     if replicas == 1:
         return RoundTime(every * step_seconds, 0.0, 0.0)
     if sync.period.averages_gradients:
-        messages = [
-            block_message(values, replicas, sync.wire, sync.wire.gradients) for values in reversed(block_values)
-        ]
-        backward = (1 - FORWARD_SHARE) * step_seconds / len(messages)
-        first = _first(messages)
-        exposed = max(concurrent_seconds(first[-r:], link) - (r - 1) * backward for r in range(1, len(messages) + 1))
-        exposed += concurrent_seconds(_second(messages), link) + slow_start_seconds(
-            first, link, FORWARD_SHARE * step_seconds + backward
-        )
-        return RoundTime(step_seconds, exposed, sum(message.sent for message in messages))
+        return gradient_time(sync.wire, block_values, replicas, step_seconds, link)
     messages = [block_message(values, replicas, sync.wire) for values in block_values]
     compute, sent, exposed = every * step_seconds, sum(message.sent for message in messages), 0.0
     started = (replicas - 1) * link.round_trip + slow_start_seconds(_first(messages), link, compute)
@@ -193,7 +210,7 @@ def round_time(
         case BlockingSection():
             exposed = started + sequence_seconds(messages, link)
         case LayerwiseSection():
-            forward = FORWARD_SHARE * step_seconds / len(messages)
+            forward = forward_share * step_seconds / len(messages)
             # A block shares the network with the next one, which gloo's other thread sends.
             arrivals = [sequence_seconds(messages[: r + STREAMS - 1], link) for r in range(1, len(messages) + 1)]
             exposed = started + max(arrival - r * forward for r, arrival in enumerate(arrivals))

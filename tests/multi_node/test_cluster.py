@@ -179,7 +179,7 @@ def test_each_sender_delays_by_its_own_latency_and_no_more():
         assert 0.07 < round_trip(far, near) < 0.09
         assert 0.02 < round_trip(here, near) < 0.04
         counters = far.switches[0].counters()
-        assert counters.forwarded > 60 and counters.lost == counters.dropped == 0
+        assert counters.forwarded > 40 and counters.lost == counters.dropped == 0
         assert counters.latest_seconds >= counters.late_seconds / counters.forwarded > 0 < counters.cpu_seconds
 
 
