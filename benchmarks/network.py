@@ -106,7 +106,12 @@ def prediction(cell: Cell, options: Namespace) -> RoundTime:
     from llmtrain.plan.network_time import round_time
 
     sync, step = cell.sync(), options.step_ms / 1000
-    every = sync.period.every / step if sync.period.is_timed else getattr(sync.period, "every", 1)
+    every = 1 if sync.period.averages_gradients else getattr(sync.period, "every", None)
+    if every is None:
+        raise ValueError(
+            f"row {cell.method!r}: {sync.period.kind} has no rounds of one length; choose steps or seconds"
+        )
+    every = every / step if sync.period.is_timed else every
     return round_time(sync, [values_of(options)] * BLOCKS, options.replicas, step, every, link_of(cell, options))
 
 
@@ -219,7 +224,7 @@ def table_row(answer: Mapping[str, Any], options: Namespace) -> tuple[Row, str |
     off = used_in_all - 100 * expected.utilization
     row = (
         cell.method,
-        cell.wire,
+        cell.sync().wire.kind,
         f"{statistics.mean(mean('steps', n) for n in rounds):.0f}",
         f"{cell.mbit:g}",
         f"{cell.latency_ms:g}",
@@ -295,10 +300,11 @@ def main() -> None:
     options = options_of(arguments)
     try:
         cells = cells_of(options)
+        seconds = sum(seconds_of(cell, options) for cell in cells)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     groups, rows, far = clusters_of(cells), [], []
-    minutes = (sum(seconds_of(cell, options) for cell in cells) + START_SECONDS * len(groups)) / 60
+    minutes = (seconds + START_SECONDS * len(groups)) / 60
     print(f"{len(cells)} cells on {len(groups)} networks, about {minutes:.0f} minutes", flush=True)
     if options.list:
         for cell in cells:

@@ -54,7 +54,8 @@ class Cell:
         """The recipe's keys."""
         own = self.keys or METHODS[self.method]
         if "sync.method=synchronous" in own:
-            return [*own, f"sync.wire.kind={self.wire}", *([] if self.wire == "fp32" else ["sync.wire.gradients=true"])]
+            rounded = [f"sync.wire.kind={self.wire}", "sync.wire.gradients=true"]
+            return [*own, *(rounded if self.wire not in ("fp32", "") else [])]
         chosen = {key.partition("=")[0] for key in self.keys}
         every = [] if "sync.period.every" in chosen else [f"sync.period.every={self.every}"]
         wire = [] if self.keys else [f"sync.wire.kind={self.wire}"]
@@ -73,16 +74,17 @@ def _sync_of(overrides: tuple[str, ...]) -> SyncSection:
 
 
 def row_of(text: str) -> dict[str, object]:
-    """Method, wire and keys of `METHOD`, `METHOD/WIRE` or `NAME: KEY=VALUE ...`. Raises ValueError for any other text."""
+    """Method, wire and keys of `METHOD`, `METHOD/WIRE` or `NAME: KEY=VALUE ...`, whose keys choose the wire. Raises ValueError
+    for any other text."""
     name, custom, keys = text.partition(CUSTOM)
     if custom:
         words = keys.split()
         if not words or not all("=" in word for word in words):
             raise ValueError(f"row {text!r}: expected 'NAME: KEY=VALUE ...'")
-        methods = [word for word in words if word.startswith("sync.method=")]
-        own = [*STEPS] if "sync.method=synchronous" not in methods else []
-        wires = [word.partition("=")[2] for word in words if word.startswith(("sync.wire=", "sync.wire.kind="))]
-        return {"method": name, "wire": wires[-1] if wires else "fp32", "keys": (*methods, *own, *words)}
+        own = [key for key in STEPS if "sync.method=synchronous" not in words]
+        if any(word.startswith(("sync.period=", "sync.period.kind=")) for word in words):
+            own.remove("sync.period.kind=steps")
+        return {"method": name, "wire": "", "keys": (*own, *words)}
     method, _, wire = text.partition("/")
     if method not in METHODS or (wire or "fp32") not in WIRES:
         raise ValueError(

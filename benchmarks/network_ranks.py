@@ -132,8 +132,8 @@ def measure_cell(sync: SyncSection, mesh: Mesh, number: int, task: dict[str, Any
     method = build_method(
         sync, engine, replica, mesh.shard_comms, endless, seed=0, store=store, timeout_seconds=TIMEOUT_SECONDS
     )
-    every = 1 if sync.period.averages_gradients else getattr(sync.period, "every", 0)
-    rounds = max(task["rounds"], task["gradient_rounds"]) if every == 1 else task["rounds"]
+    averages, timed = sync.period.averages_gradients, sync.period.is_timed
+    rounds = task["gradient_rounds" if averages else "rounds"]
     start_together(mesh)
     step, marks = 0, []
     while len(marks) <= rounds:
@@ -141,7 +141,7 @@ def measure_cell(sync: SyncSection, mesh: Mesh, number: int, task: dict[str, Any
         plan = method.begin_step(step, endless.at(step))
         engine.step(step, plan.lr)
         method.end_step(step)
-        if method.agreed_step(step) is not None and (sync.period.is_timed or step % every == 0):
+        if averages or (method.agreed_step(step) is not None if timed else method.period.ends_round(step)):
             marks.append((step, time.perf_counter(), card_bytes(task["interface"]), replica.traffic.waiting.seconds))
     debt = engine.pace.debt
     method.finish()

@@ -48,8 +48,8 @@ def show(recipe: Recipe, console: Console, hardware: Hardware) -> None:
 def _footnote(hardware: Hardware) -> str:
     rates = hardware.rates
     return (
-        f"  with {rates.flops / 1e12:.3g} TFLOP/s of {hardware.device} ({hardware.source}) and {rates.mbit:,g} Mbit/s and "
-        f"{rates.latency_ms:g} ms between replicas (--mbit, --latency-ms);\n  waiting: for what comes over the network, a step on average"
+        f"  with {rates.flops / 1e12:.3g} TFLOP/s of {hardware.device} ({hardware.source}) and {rates.mbit:,g} Mbit/s between "
+        f"replicas (--mbit),\n  {rates.latency_ms:g} ms apart (--latency-ms); waiting: for what comes over the network, a step on average"
     )
 
 

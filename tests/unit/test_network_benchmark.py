@@ -73,7 +73,7 @@ def test_rows_that_are_named_are_all_measured_on_all_networks() -> None:
     assert [(one.method, one.wire) for one in found[::4]] == [
         ("diloco", "fp32"),
         ("streaming_diloco", "int4"),
-        ("mine", "int8"),
+        ("mine", ""),
     ]
     assert len(found) == 12 and [one.network for one in found[:4]] == [(100, 0), (100, 5)] * 2
     sync = found[-1].sync()
@@ -96,6 +96,10 @@ def test_a_cells_section_is_the_methods_with_its_wire_and_round() -> None:
     assert synchronous.wire.gradients and synchronous.period.averages_gradients
     every = Cell("mine", "fp32", 20, 100.0, 0.0, ("sync.method=diloco", "sync.period.every=7")).sync()
     assert every.period.every == 7
+    timed = cells.row_of("timed: sync.method=a_edit sync.period.kind=seconds sync.period.every=3")
+    cell = Cell(**timed, every=20, mbit=100.0, latency_ms=0.0)
+    assert cell.sync().period.is_timed and cell.sync().warmup_steps == 0
+    assert network.prediction(cell, options()).compute == pytest.approx(3.0)
 
 
 @pytest.fixture
