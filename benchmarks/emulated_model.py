@@ -29,7 +29,7 @@ def emulate(model: LanguageModel, step_seconds: float, seed: int) -> None:
     A block sleeps for its share of the model's matrix products. Its gradients appear when its backward ends, from the last
     block to the first, as real ones do.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, clock = torch.Generator().manual_seed(seed), Sleeper()
     blocks = blocks_of(model)
     weights = [_multiplying(model, block) for block in blocks]
     for block, weight in zip(blocks, weights, strict=True):
@@ -37,7 +37,7 @@ def emulate(model: LanguageModel, step_seconds: float, seed: int) -> None:
         gradients = [torch.randn(p.shape, generator=generator).mul_(GRADIENT_SCALE) for p in parameters]
         seconds = step_seconds * weight / sum(weights)
         # The engine's hooks are on a block's first module.
-        block.modules[0].forward = _forward_of(_Work(seconds, gradients), parameters)
+        block.modules[0].forward = _forward_of(_Work(seconds, gradients, clock), parameters)
 
     def forward(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         loss = torch.zeros(())
@@ -48,12 +48,26 @@ def emulate(model: LanguageModel, step_seconds: float, seed: int) -> None:
     model.forward = forward
 
 
+class Sleeper:
+    """Sleeps whose sum is exact: what one takes too long is taken off the next ones."""
+
+    def __init__(self) -> None:
+        self._excess = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep for so long, or less."""
+        started = time.perf_counter()
+        time.sleep(max(0.0, seconds - self._excess))
+        self._excess += time.perf_counter() - started - seconds
+
+
 @dataclass(frozen=True)
 class _Work:
     """One block's computation: its seconds in forward and backward, and the gradients that it yields."""
 
     seconds: float
     gradients: list[torch.Tensor]
+    clock: Sleeper
 
 
 class _Sleep(torch.autograd.Function):
@@ -62,12 +76,12 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, scalar: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.work = work
-        time.sleep(FORWARD_SHARE * work.seconds)
+        work.clock.sleep(FORWARD_SHARE * work.seconds)
         return scalar.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        time.sleep((1 - FORWARD_SHARE) * ctx.work.seconds)
+        ctx.work.clock.sleep((1 - FORWARD_SHARE) * ctx.work.seconds)
         return None, gradient, *ctx.work.gradients
 
 
