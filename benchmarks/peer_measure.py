@@ -64,6 +64,7 @@ def recipe_of(task: Mapping[str, Any], loop: str | None = None) -> Recipe:
         "eval.sample_prompt=null",
         "sync.warmup_steps=0",
         f"sync.period.every={every}",
+        *task["common"],
     ]
     own = task["overrides"] if loop == task["loop"] else None
     if own is None:
@@ -87,7 +88,7 @@ class TrainerLoop:
         self._trainer.train_step()
 
     def finish(self) -> None:
-        """Complete what is in flight."""
+        """Complete what is in flight, which other replicas may wait for."""
         self._trainer.method.finish()
 
     def close(self) -> None:
@@ -178,9 +179,9 @@ def measure(task: dict[str, Any], member: Member) -> dict[str, Any]:
             else:
                 loop = TrainerLoop(recipe, mesh_of(member, store), prepared, scratch)
             found = timed_steps(loop, task, member)
-            loop.finish()
             if task["step_ms"] is None:
                 found["loss"] = validation_loss(loop.model, recipe, prepared, member)
+            loop.finish()
             member.barrier("closing the loop")
             loop.close()
             return found

@@ -58,6 +58,10 @@ COLUMNS = (
     "validation loss",
 )
 NOTES = """\
+A Llama of 2.56 M parameters in fp32, 8 sequences of 128 tokens per step and host, AdamW. Unless steps are computed, their
+forward and backward sleep and yield gradients drawn beforehand, block after block; clipping, optimizers, rounding and
+messages are real.
+
 Medians over the turns; *min to max* is that of *of alone*. *Tokens/s*: of all replicas. *MB per round*: sent by a host's
 network card, with all headers, acknowledgments and, for torchft, the heartbeats of its managers. *Minimum*: what a
 ring all-reduce of the model's parameters sends, 2 (N-1)/N x parameters x 4 bytes (or 1/2 + 4/128 in int4), once per round,
@@ -69,21 +73,25 @@ one Manager per host, with the defaults that its classes have: one all-reduce pe
 synchronization. Streaming DiLoCo has 4 fragments everywhere, and applies a mean as many local steps later as torchft
 allows in rounds this short: its fragment must be back before the next one is sent. torchft's quantized
 all-reduce needs Triton, and is not measured. Outer optimizers are equal in the two DiLoCos and in the two
-fp32 Streaming DiLoCos. No loop has a warm-up of synchronous steps."""
+fp32 Streaming DiLoCos. No loop has a warm-up of synchronous steps. *Validation loss*: that of the replicas' mean after
+the last step; a mean that is still in flight then, or due in the next forward (EDiT), is not applied."""
 
 
 # ---- the table
 
 
 def minimum_bytes(task: Mapping[str, Any], parameters: int) -> float | None:
-    """Return the bytes that a loop's messages need per round and host; None where hosts average within groups."""
+    """Return the bytes that a loop's messages need per round and host; None for rounds of no fixed length, and where hosts
+    average within groups."""
     replicas = task["replicas"]
     if task["overrides"] is None:
         return theory(parameters, replicas, "fp32") * (task["every"] if task["loop"] == "ddp" else 1)
     sync = recipe_of(task).sync
     if sync.period.averages_gradients:
-        return theory(parameters, replicas, "fp32") * task["every"]
-    return None if sync.schedule.kind == "wait_avoiding" else theory(parameters, replicas, sync.wire.kind)
+        return theory(parameters, replicas, sync.wire.kind if sync.wire.gradients else "fp32") * task["every"]
+    if sync.period.kind != "steps" or sync.schedule.kind == "wait_avoiding":
+        return None
+    return theory(parameters, replicas, sync.wire.kind) * task["every"] / sync.period.every
 
 
 def rate_of(answers: Sequence[Mapping[str, Any]]) -> float:
@@ -157,6 +165,9 @@ def options_of(arguments: ArgumentParser) -> Namespace:
         metavar=("NAME KEY=VALUE", "KEY=VALUE"),
         help="one more row: a name, and what llmtrain's recipe gets for it; may be given several times",
     )
+    arguments.add_argument(
+        "--override", nargs="+", default=[], metavar="KEY=VALUE", help="of the recipe, for all loops"
+    )
     arguments.add_argument("--replicas", type=int, default=4, help="hosts, one replica each")
     arguments.add_argument(
         "--bandwidth",
@@ -166,7 +177,7 @@ def options_of(arguments: ArgumentParser) -> Namespace:
         metavar="MBIT",
         help="of each host in each direction; none: no limit",
     )
-    arguments.add_argument("--latency-ms", type=float, help="added to each packet that a host sends (needs netem)")
+    arguments.add_argument("--latency-ms", type=float, help="added to each packet that a host sends")
     arguments.add_argument("--every", type=int, default=20, help="local steps per round, a multiple of 4 of at least 8")
     arguments.add_argument("--rounds", type=int, default=1, help="measured after a first one")
     arguments.add_argument("--turns", type=int, default=5)
@@ -189,6 +200,7 @@ def tasks_of(options: Namespace) -> tuple[dict[str, dict[str, Any]], dict[str, s
         "every": options.every,
         "rounds": options.rounds,
         "step_ms": None if options.real else options.step_ms,
+        "common": options.override,
     }
     added = {f"row {number}": (words[0], words[1:]) for number, words in enumerate(options.row, 1)}
     ours = {loop: OURS[loop] for loop in options.loops if loop in OURS} | added
@@ -265,10 +277,12 @@ def main() -> None:
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     title = title_of(options, release)
-    show(title, COLUMNS, rows, words=2)
+    columns = COLUMNS if options.real else COLUMNS[:-1]
+    rows = [row[: len(columns)] for row in rows]
+    show(title, columns, rows, words=2)
     if options.write:
         folder = "peers_real" if options.real else "peers"
-        table = markdown(COLUMNS, rows, words=2)
+        table = markdown(columns, rows, words=2)
         write_page(RESULTS / folder, "Methods and peers over a thin network", [f"{title}.", table, NOTES])
 
 

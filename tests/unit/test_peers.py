@@ -28,7 +28,7 @@ emulated_model, hosts, loops = map(importlib.import_module, ("emulated_model", "
 peer_loops, peer_measure, peers = map(importlib.import_module, ("peer_loops", "peer_measure", "peers"))
 table = importlib.import_module("table")
 
-TASK = {"replicas": 4, "every": 20, "rounds": 1, "step_ms": 600.0, "overrides": None}
+TASK = {"replicas": 4, "every": 20, "rounds": 1, "step_ms": 600.0, "common": ["optim.lr=0.002"], "overrides": None}
 EVERY, STEPS, CLIP, VOCABULARY = 3, 8, 0.5, 7
 
 
@@ -225,6 +225,7 @@ def test_our_loops_differ_in_sync_alone_and_can_be_trained() -> None:
         for loop, (_, keys) in peer_measure.OURS.items()
     }
     peer = peer_measure.recipe_of(TASK | {"loop": "ddp"})
+    assert peer.optim.lr == 0.002
     for loop, recipe in recipes.items():
         check(recipe, 4)
         assert not differences(peer, recipe, ignore=("sync",)), loop
@@ -254,7 +255,10 @@ def test_minimum_bytes() -> None:
     assert (minimum("ddp"), minimum("post_local_sgd"), minimum("torchft_streaming")) == (20 * once, once, once)
     assert minimum("synchronous", peer_measure.OURS["synchronous"][1]) == 20 * once
     assert minimum("streaming_int4", peer_measure.OURS["streaming_int4"][1]) == once / 4 * (1 / 2 + 4 / 128)
+    assert minimum("row 1", ["sync.method=diloco", "sync.period.every=5"]) == 4 * once
     assert minimum("row 1", ["sync.method=wagma"]) is None
+    rounded = [*peer_measure.OURS["synchronous"][1], "sync.wire.kind=bf16", "sync.wire.gradients=true"]
+    assert minimum("row 1", rounded) == 10 * once
 
 
 def test_the_command_line_makes_tasks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,13 +266,24 @@ def test_the_command_line_makes_tasks(monkeypatch: pytest.MonkeyPatch, capsys: p
         monkeypatch.setattr(sys, "argv", ["peers.py", *words])
         return peers.options_of(table.parser("What it does."))
 
-    chosen = options("--loops", "edit", "ddp", "--row", "EDiT, int8", "sync.method=edit", "sync.wire=int8", "--real")
+    chosen = options(
+        "--loops",
+        "edit",
+        "ddp",
+        "--row",
+        "EDiT, int8",
+        "sync.method=edit",
+        "sync.wire=int8",
+        "--real",
+        "--override",
+        "optim.lr=0.1",
+    )
     tasks, names = peers.tasks_of(chosen)
     assert names == {"alone": "alone", "ddp": "torch DDP", "edit": "llmtrain EDiT", "row 1": "EDiT, int8"}
     overrides = {loop: task["overrides"] for loop, task in tasks.items()}
     own = ["sync.method=edit", "sync.wire=int8"]
     assert overrides == {"alone": None, "ddp": None, "edit": ["sync.method=edit"], "row 1": own}
-    assert {task["step_ms"] for task in tasks.values()} == {None}
+    assert {(task["step_ms"], *task["common"]) for task in tasks.values()} == {(None, "optim.lr=0.1")}
     assert options().bandwidth == [100, 300, None] and options("--bandwidth", "50", "none").bandwidth == [50, None]
     for words, wrong in (
         (["--every", "10"], "--every is 10, expected a multiple of 4"),
@@ -317,3 +332,29 @@ def test_a_loop_that_fails_is_left_out_of_its_turn(capsys: pytest.CaptureFixture
     assert asked == ["alone", "ddp", "ddp", "alone"]
     assert [sorted(turn) for turn in turns] == [["alone"], ["alone", "ddp"]]
     assert "failed on rank 2: lost" in capsys.readouterr().err
+
+
+@pytest.mark.deep
+def test_loops_on_hosts_start_equal_and_send_what_they_should(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    documents = (f"Text {number}, for a loss that falls. " * 100 for number in range(60))
+    text.write_text("<|endoftext|>".join(documents))
+    data = [f"data.source={text}", f"data.cache_dir={tmp_path}", "data.tokenizer=train:300", "eval.tokens=5000"]
+    shape = ["--replicas", "2", "--bandwidth", "none", "--every", "8", "--turns", "1", "--real"]
+    loops_of_torch_and_ours = ["--loops", "ddp", "synchronous", "diloco", "torchft_diloco"]
+    words = [*loops_of_torch_and_ours, *shape, "--override", *data, "model.config.vocab_size=300", "optim.lr=1.0e-3"]
+    monkeypatch.setattr(sys, "argv", ["peers.py", *words])
+    monkeypatch.setattr(peer_loops, "torchft_release", lambda: "")
+    found = {}
+    monkeypatch.setattr(peers, "show", lambda title, columns, rows, words: found.update({row[1]: row for row in rows}))
+    peers.main()
+    assert "torchft is not installed here" in capsys.readouterr().out
+    assert list(found) == ["alone", "torch DDP", "llmtrain synchronous", "llmtrain DiLoCo"]
+    losses = {name: float(row[-1]) for name, row in found.items()}
+    assert losses["llmtrain synchronous"] == pytest.approx(losses["torch DDP"], abs=2e-3)
+    assert len(set(losses.values())) >= 3 and all(loss < 4.5 for loss in losses.values())
+    if found["alone"][5]:  # the hosts have network cards of their own
+        sent = {name: float(row[5]) / float(row[6]) for name, row in found.items() if name != "alone"}
+        assert float(found["alone"][5]) < 0.05 and all(1.0 <= share < 1.1 for share in sent.values()), sent
