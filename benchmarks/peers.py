@@ -91,6 +91,8 @@ def minimum_bytes(task: Mapping[str, Any], parameters: int) -> float | None:
         return theory(parameters, replicas, sync.wire.kind if sync.wire.gradients else "fp32") * task["every"]
     if sync.period.kind != "steps" or sync.schedule.kind == "wait_avoiding":
         return None
+    if sync.period.every > task["every"] * (1 + task["rounds"]):  # never
+        return 0.0
     return theory(parameters, replicas, sync.wire.kind) * task["every"] / sync.period.every
 
 
@@ -125,7 +127,7 @@ def rows_of(
                 f"{100 * min(shares):.1f} to {100 * max(shares):.1f}",
                 "" if sent is None else f"{sent / 1e6:.2f}",
                 "" if needed is None else f"{needed / 1e6:.2f}",
-                "" if needed is None or sent is None else f"{100 * (sent / needed - 1):+.1f} %",
+                "" if not needed or sent is None else f"{100 * (sent / needed - 1):+.1f} %",
                 "" if None in losses else f"{statistics.mean(losses):.4f}",
             )
         )

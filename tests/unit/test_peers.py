@@ -256,6 +256,7 @@ def test_minimum_bytes() -> None:
     assert minimum("synchronous", peer_measure.OURS["synchronous"][1]) == 20 * once
     assert minimum("streaming_int4", peer_measure.OURS["streaming_int4"][1]) == once / 4 * (1 / 2 + 4 / 128)
     assert minimum("row 1", ["sync.method=diloco", "sync.period.every=5"]) == 4 * once
+    assert minimum("row 1", ["sync.method=local_sgd", "sync.period.every=41"]) == 0
     assert minimum("row 1", ["sync.method=wagma"]) is None
     rounded = [*peer_measure.OURS["synchronous"][1], "sync.wire.kind=bf16", "sync.wire.gradients=true"]
     assert minimum("row 1", rounded) == 10 * once
@@ -314,6 +315,8 @@ def test_rows_are_relative_to_the_same_turn_alone() -> None:
         ("100 Mbit/s", "llmtrain EDiT", "1,050", "65.0 %", "50.0 to 80.0", "1.60", "", "", "2.5000"),
     ]
     assert all(len(row) == len(peers.COLUMNS) for row in rows)
+    [never] = peers.rows_of(None, {"ddp": "never"}, turns[1:2], {"ddp": 0.0})
+    assert never[5:8] == ("1.60", "0.00", "")
     [unlimited] = peers.rows_of(None, {"alone": "alone"}, [{"alone": answers(1.0, None)}], {})
     assert unlimited[0] == "no limit" and unlimited[5:8] == ("", "", "")
 
