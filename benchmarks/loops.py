@@ -213,6 +213,38 @@ def bare_loop(
     return plain_step(model, mean_loss, batches, mesh.device)
 
 
+def deepspeed_loop(
+    recipe: Recipe, mesh: Mesh, vocab_size: int, batches: Callable[[], Sequence[torch.Tensor]]
+) -> Callable[[], None]:
+    """Return one step of plain DeepSpeed training, as its own guide shows it: transformers' model and its loss, AdamW, and
+    ZeRO in the recipe's stage with the settings that DeepSpeed comes with."""
+    import deepspeed
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from llmtrain.model import model_config
+
+    model = AutoModelForCausalLM.from_config(model_config(recipe.model, vocab_size))
+    config = {
+        "train_micro_batch_size_per_gpu": recipe.train.micro_batch,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": recipe.parallel.precision == "bf16"},
+        "zero_optimization": {"stage": recipe.parallel.zero_stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+
+    def step() -> None:
+        for batch in batches():
+            batch = batch.to(mesh.device, non_blocking=True)
+            labels = batch[:, 1:].contiguous()
+            engine.backward(engine(batch[:, :-1], labels=labels, shift_labels=labels, use_cache=False).loss)
+            engine.step()
+
+    return step
+
+
 def plain_step(
     model: torch.nn.Module,
     mean_loss: Callable[[torch.Tensor], torch.Tensor],

@@ -4,13 +4,16 @@
     python benchmarks/step_overhead.py --size 33M --family gpt_neo --precision bf16
     python benchmarks/step_overhead.py --replicas 2 --shard 2         # four processes
     python benchmarks/step_overhead.py --replicas 1 --shard 8         # one node of 8 GPUs
+    python benchmarks/step_overhead.py --shard 1 2 --zero 1 2 3       # DeepSpeed's stages
 
 Loops over the same batches take turns in one run, a step each by default. With one device per replica, the first is a plain loop
 (`plain_loop` in benchmarks/loops.py): transformers' model and loss, torch's AdamW, nothing else. It runs twice, and the second
-column of ratios says how equal equal loops are here. With several shards, the first is a bare FSDP2 loop (`bare_loop`), with and
-without resharding after forward, as is the trainer. Then come the trainer's local step, and the trainer synchronizing after
-*every* step, blocking and layer-wise. Ratios are medians over the turns; the last column is what one synchronization in 128 steps
-adds. With `--write` the table goes to benchmarks/results/step_overhead/, or with several shards to step_overhead_sharded/.
+column of ratios says how equal equal loops are here. With several shards, there are two bare FSDP2 loops (`bare_loop`), with and
+without resharding after forward, and the faster one comes first; the trainer has rows for both policies, too. With `--zero`, the
+first is a bare DeepSpeed loop (`deepspeed_loop`), run twice, and with one shard the plain loop follows. Then come the trainer's
+local step, and the trainer synchronizing after *every* step, blocking and layer-wise. Ratios are medians over the turns; the last
+column is what one synchronization in 128 steps adds. With `--write` the table goes to benchmarks/results/step_overhead/, with
+several shards to step_overhead_sharded/, or with `--zero` to step_overhead_zero/.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from loops import (
     ask,
     bare_loop,
     build,
+    deepspeed_loop,
     is_asked,
     opened,
     plain_loop,
@@ -40,9 +44,11 @@ from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
 
 PERIOD = 128
 PLAIN, AGAIN = "plain loop", "plain loop, again"
-BARE, GATHERED = "FSDP2 loop", "FSDP2 loop, kept gathered"
+BARE, GATHERED = "FSDP2 loop, resharded", "FSDP2 loop, kept gathered"
+DEEPSPEED = "DeepSpeed loop", "DeepSpeed loop, again"
 LOCAL = "trainer, local step"
-KEPT = "trainer, kept gathered"
+POLICIES = {"trainer, resharded": "true", "trainer, kept gathered": "false"}
+"""Values of `parallel.reshard_after_forward`."""
 SYNC = {
     LOCAL: [NEVER, "sync.schedule=blocking"],
     "trainer, blocking sync every step": ["sync.period.every=1", "sync.schedule=blocking"],
@@ -93,7 +99,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
 
     from llmtrain.recipe_loader import load_recipe
 
-    replicas, shard, steps = task["replicas"], task["shard"], task["steps"]
+    replicas, shard, steps, stage = task["replicas"], task["shard"], task["steps"], task["stage"]
     common = [
         *changes_for(task["family"], task["size"], task["length"]),
         f"parallel.replicas={replicas}",
@@ -102,34 +108,40 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
         f"train.global_batch={8 * replicas * shard}",
         "train.micro_batch=8",
         f"train.sequence_length={task['length']}",
+        *([f"parallel.zero_stage={stage}", "parallel.engine=zero"] if stage else []),
         *ENDLESS,
     ]
-    recipes = {name: load_recipe(ROOT / RECIPES[task["family"]], common + extra) for name, extra in SYNC.items()}
+    path = ROOT / RECIPES[task["family"]]
+    recipes = {name: load_recipe(path, common + extra) for name, extra in SYNC.items()}
     if replicas == 1:  # has nobody to synchronize with
         recipes = {LOCAL: recipes[LOCAL]}
-    if shard > 1:
-        kept = [*SYNC[LOCAL], "parallel.reshard_after_forward=false"]
-        recipes[KEPT] = load_recipe(ROOT / RECIPES[task["family"]], common + kept)
+    if shard > 1 and not stage:
+        for name, value in POLICIES.items():
+            recipes[name] = load_recipe(path, [*common, *SYNC[LOCAL], f"parallel.reshard_after_forward={value}"])
     with opened(recipes[LOCAL], replicas, shard) as (mesh, prepared, scratch):
         trainers = {name: build(recipe, mesh, prepared, scratch, name) for name, recipe in recipes.items()}
         common_arguments = recipes[LOCAL], mesh, prepared.vocab_size, trainers[LOCAL].loader.next
-        if shard == 1:
+        if stage:
+            loops = {name: deepspeed_loop(*common_arguments) for name in DEEPSPEED}
+            loops |= {PLAIN: plain_loop(*common_arguments)} if shard == 1 else {}
+        elif shard == 1:
             loops = {PLAIN: plain_loop(*common_arguments), AGAIN: plain_loop(*common_arguments)}
         else:
             loops = {BARE: bare_loop(*common_arguments), GATHERED: bare_loop(*common_arguments, resharded=False)}
         # The local step is between the two loops that it is compared with, so that neither has the better neighbor.
-        first, second = loops
-        order = {first: loops[first], LOCAL: trainers[LOCAL].train_step, second: loops[second]}
+        first, *others = loops
+        order = {first: loops[first], LOCAL: trainers[LOCAL].train_step, **{name: loops[name] for name in others}}
         order |= {name: built.train_step for name, built in trainers.items()}
         times = take_turns({name: partial(timed, loop, steps, mesh) for name, loop in order.items()}, task["turns"])
         if not mesh.is_main:
             return None
-        seconds = {name: [taken / steps for taken in times[name]] for name in [*loops, *trainers]}
+        fastest_first = sorted(loops, key=lambda name: statistics.median(times[name]) if shard > 1 and not stage else 0)
+        seconds = {name: [taken / steps for taken in times[name]] for name in [*fastest_first, *trainers]}
         return {
             "device": mesh.device.type,
             "torch": torch.__version__,
             "seconds": seconds,
-            "parameters": sum(p.numel() for p in trainers[LOCAL].engine.model.parameters()),
+            "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in trainers[LOCAL].engine.model.parameters()),
         }
 
 
@@ -149,7 +161,7 @@ def rows_of(seconds: Mapping[str, Sequence[float]]) -> list[Row]:
         low, middle, high = quartiles(ratios)
         at_least, at_most = interval_of_median(ratios)
         added = 100 * (statistics.median(series) - local) / PERIOD / local
-        is_sync = name.startswith("trainer") and name not in (LOCAL, KEPT)
+        is_sync = name.startswith("trainer") and name not in (LOCAL, *POLICIES)
         rows.append(
             (
                 name,
@@ -168,33 +180,42 @@ def title_of(task: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     mesh = f"{task['replicas']} replicas x {task['shard']} shards on {found['device']}"
     model = f"{task['family']} with {found['parameters'] / 1e6:.2f} M parameters in {task['precision']}"
     batch = f"8 sequences of {task['length']} tokens per rank"
-    return f"{model}, {batch}, {mesh}, torch {found['torch']}, {task['turns']} turns of {task['steps']} steps"
+    engine = f" under ZeRO-{task['stage']}" if task["stage"] else ""
+    return f"{model}, {batch}, {mesh}{engine}, torch {found['torch']}, {task['turns']} turns of {task['steps']} steps"
 
 
 def main() -> None:
     """Measure each combination, print, write."""
     arguments = parser(__doc__)
     arguments.add_argument("--replicas", type=int, default=1)
-    arguments.add_argument("--shard", type=int, default=1)
+    arguments.add_argument("--shard", type=int, nargs="+", default=[1])
     arguments.add_argument("--size", nargs="+", choices=SIZES, default=["2.5M"])
     arguments.add_argument("--family", nargs="+", choices=RECIPES, default=["llama"])
     arguments.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
     arguments.add_argument("--length", nargs="+", type=int, default=[127], help="tokens per sequence")
+    arguments.add_argument("--zero", nargs="+", type=int, choices=(1, 2, 3), default=[0], metavar="STAGE")
     arguments.add_argument("--turns", type=int, default=61)
     arguments.add_argument("--steps", type=int, default=1, help="steps per turn")
     options = arguments.parse_args()
-    fixed = {key: getattr(options, key) for key in ("replicas", "shard", "turns", "steps")}
+    fixed = {key: getattr(options, key) for key in ("replicas", "turns", "steps")}
     parts = []
-    for family, size, precision, length in itertools.product(
-        options.family, options.size, options.precision, options.length
-    ):
-        task = {"family": family, "size": size, "precision": precision, "length": length, **fixed}
-        found = ask(__file__, options.replicas * options.shard, task)
+    varied = {
+        "family": options.family,
+        "size": options.size,
+        "precision": options.precision,
+        "length": options.length,
+        "stage": options.zero,
+        "shard": options.shard,
+    }
+    for values in itertools.product(*varied.values()):
+        task = dict(zip(varied, values, strict=True)) | fixed
+        found = ask(__file__, options.replicas * task["shard"], task)
         rows, title = rows_of(found["seconds"]), title_of(task, found)
         show(title, COLUMNS, rows)
         parts += [f"{title}.", markdown(COLUMNS, rows)]
     if options.write:
-        folder = "step_overhead" if options.shard == 1 else "step_overhead_sharded"
+        folder = "step_overhead" if options.shard == [1] else "step_overhead_sharded"
+        folder = "step_overhead_zero" if options.zero != [0] else folder
         write_page(RESULTS / folder, "The trainer beside a loop written by hand", [*parts, NOTES])
 
 

@@ -38,6 +38,7 @@ FLOAT8, GATHERED = "bare loop, float8", "bare loop, kept gathered"
 FSDP2 = ["parallel.engine=fsdp2"]
 ENGINES = {
     **dict.fromkeys((BARE, TITAN, TITAN_MODEL, FLOAT8, GATHERED, "fsdp2"), FSDP2),
+    "zero1": ["parallel.engine=zero", "parallel.zero_stage=1"],
     "zero2": ["parallel.engine=zero", "parallel.zero_stage=2"],
     "zero3": ["parallel.engine=zero", "parallel.zero_stage=3"],
 }

@@ -156,9 +156,10 @@ class ParallelSection(Section):
     activation_checkpointing: bool | Literal["selective"] = False
     """Recompute each layer in the backward pass instead of keeping its activations; `selective`: keep the results of matrix
     products and attention, which are expensive, and recompute the rest."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | Literal["auto"] = "auto"
     """With `fsdp2` and several shards, free each block's gathered parameters after its forward pass, and gather them again in
-    backward. `false` saves that, and needs memory for all parameters in the precision of the forward pass."""
+    backward. `false` saves that, and needs memory for all parameters in the precision of the forward pass. `auto`: `false` where
+    they take at most a tenth of the estimated memory."""
     loss_chunk: PositiveInt = 1024
     """Positions per chunk of the loss. Limits the memory of logits to loss_chunk x vocabulary."""
     loss_kernel: Literal["torch", "liger"] = "torch"

@@ -30,7 +30,7 @@ class Fsdp2Engine(TorchEngine):
     def __init__(self, model: LanguageModel, mesh: Mesh, parallel: ParallelSection, *arguments: Any, **keywords: Any):
         """Build the engine; see `TorchEngine` for the other arguments."""
         self._units: list[FSDPModule] = []
-        self._reshards = parallel.reshard_after_forward
+        self._reshards = bool(parallel.reshard_after_forward)  # `auto` that nobody has decided needs the least memory
         super().__init__(model, mesh, parallel, *arguments, **keywords)
         fully_shard(model, mesh=mesh.devices["shard"], mp_policy=self._precision())
 

@@ -8,6 +8,7 @@ choose a mesh, but does not guarantee that a run fits.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 
 from llmtrain.attention import FUSED_FAMILY
 from llmtrain.config import Recipe
@@ -33,6 +34,8 @@ SAVED_PER_ATTENTION_WEIGHT = {"bf16": 6, "fp32": 4, "fp64": 8}
 IN_BACKWARD = 1.25
 """Peak activation memory of a layer's backward pass (saved activations plus activation gradients), relative to its
 saved activations."""
+KEPT_SHARE = 0.1
+"""Largest share of a rank's estimated memory that parameters may add by staying gathered where the recipe leaves that open."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,11 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     anchors      w P / M for the anchor, and as much for outer momentum. A plain average needs no anchor if replicas
                  wait for it and send it unrounded. With `sync.offload` anchors count as `host`. They are pinned block by
                  block, for which torch takes the next power of two: `host_rounding` is the difference.
-    gathered     FSDP2: the two largest blocks in c, and in backward the largest one's gradient in c and, until it is
-                 reduced, in w. Without sharding, only these gradients: in w, and in c if c < w. ZeRO-3: the two largest
-                 blocks in c, a bucket of BUCKET gradient values in at least fp32, and in backward the largest block's
-                 gradient in c. ZeRO-1 and 2: no blocks, but in backward two buckets in c.
+    gathered     FSDP2: the two largest blocks in c, or all of them if they stay gathered (`reshards`), and in backward the
+                 largest one's gradient in c and, until it is reduced, in w. Without sharding, only these gradients: in w,
+                 and in c if c < w. ZeRO-3: the two largest blocks in c, a bucket of BUCKET gradient values in at least
+                 fp32, and in backward the largest block's gradient in c. ZeRO-1 and 2: no blocks, but in backward two
+                 buckets in c.
     activations  A layer saves l = s c t F. F is the sum of its linear layers' inputs and outputs, and s is
                  SAVED_PER_LINEAR. Unfused attention adds SAVED_PER_ATTENTION_WEIGHT bytes for each of heads x t x
                  sequence_length weights. The total is layers x l, plus l / 4 for gradients. With checkpointing it is
@@ -127,7 +131,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     if sync.needs_anchor:
         anchors = shard_of_all * (2 if sync.outer.has_momentum else 1)
     in_flight, stay = _messages(recipe, size, shard, has_anchors=anchors > 0)
-    of_torch = _fsdp2 if shard > 1 else _single_device
+    of_torch = partial(_fsdp2, reshards=reshards(recipe, size, replicas, shard)) if shard > 1 else _single_device
     own = (_zero if recipe.parallel.engine == "zero" else of_torch)(recipe, size, replicas, shard)
 
     layer, mask = _kept_by_layer(recipe, size), _mask(recipe, size)
@@ -161,6 +165,19 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
         host=own.host + (anchors if sync.offload else 0),
         host_rounding=_rounding(recipe, size, shard, anchors) if sync.offload else 0,
     )
+
+
+def reshards(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> bool:
+    """Return whether FSDP2 frees parameters between forward and backward: `parallel.reshard_after_forward`. `auto` is true
+    if they would otherwise add more than KEPT_SHARE to the estimate. The choice is the same on all ranks, because it depends
+    on nothing but the recipe and the mesh."""
+    given = recipe.parallel.reshard_after_forward
+    if given != "auto":
+        return given
+    _, compute = BYTES[recipe.parallel.precision]
+    freeing = recipe.parallel.model_copy(update={"reshard_after_forward": True})
+    lowest = estimate(recipe.model_copy(update={"parallel": freeing}), size, replicas, shard)
+    return compute * size.parameters > KEPT_SHARE * lowest.device_total
 
 
 def _rounding(recipe: Recipe, size: ModelSize, shard: int, anchors: int) -> int:
@@ -232,11 +249,11 @@ def _accumulates(recipe: Recipe, replicas: int, shard: int) -> bool:
     return recipe.train.global_batch > recipe.train.micro_batch * replicas * shard
 
 
-def _fsdp2(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _EngineMemory:
+def _fsdp2(recipe: Recipe, size: ModelSize, replicas: int, shard: int, reshards: bool) -> _EngineMemory:
     master, compute = BYTES[recipe.parallel.precision]
     sharded = master * -(-size.parameters // shard)
     largest, second, *_ = sorted(size.block_parameters, reverse=True)
-    gathered = largest + second if recipe.parallel.reshard_after_forward else size.parameters
+    gathered = largest + second if reshards else size.parameters
     accumulates = _accumulates(recipe, replicas, shard)
     return _EngineMemory(
         weights=sharded,

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from llmtrain.config import ParallelSection, Recipe
 from llmtrain.errors import ModelError, RecipeError
-from llmtrain.plan.memory import Memory, estimate
+from llmtrain.plan.memory import Memory, estimate, reshards
 from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.recipe_messages import one_of
 
@@ -139,6 +139,15 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
             f"give {one_of(_remedies(recipe, ours, len(set(nodes)) > 1))}"
         )
     return replicas, shard, reason
+
+
+def with_resharding_decided(recipe: Recipe, vocab_size: int, replicas: int, shard: int) -> ParallelSection:
+    """Return the recipe's `parallel` section, in which `reshard_after_forward: auto` is decided where it has an effect."""
+    parallel = recipe.parallel
+    if parallel.engine != "fsdp2" or shard == 1 or parallel.reshard_after_forward != "auto":
+        return parallel
+    decided = reshards(recipe, size_of(recipe, vocab_size), replicas, shard)
+    return parallel.model_copy(update={"reshard_after_forward": decided})
 
 
 def size_or_assumed(recipe: Recipe) -> ModelSize:

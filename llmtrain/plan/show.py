@@ -15,7 +15,7 @@ from llmtrain.config import Recipe
 from llmtrain.plan.cards import GpuCard
 from llmtrain.plan.duration import YEAR, format_duration
 from llmtrain.plan.hardware import Hardware
-from llmtrain.plan.memory import Memory, estimate
+from llmtrain.plan.memory import Memory, estimate, reshards
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM
 from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.plan.time_estimate import estimate_time, traffic
@@ -90,6 +90,8 @@ def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], 
         table.add_row("in CPU memory", *(f"{memory.pinned_total / scale:,.2f}" for memory in estimates))
     if hardware.card is not None:
         table.add_row(f"fits in {hardware.card.gigabytes} GB", *(_fits(total, hardware.card) for total in totals))
+    if recipe.parallel.engine == "fsdp2" and any(shard > 1 for _, shard in meshes):
+        table.add_row("stay gathered", *(_stay_gathered(recipe, size, *mesh) for mesh in meshes))
     table.add_row("micro-batches a step", *(_accumulation(recipe, replicas * shard) for replicas, shard in meshes))
     return _titled(f"Estimated {unit} on {device}, by replicas x shard", table)
 
@@ -97,6 +99,11 @@ def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], 
 def _fits(needed: float, card: GpuCard) -> str:
     share = needed / (card.gigabytes * 2**30)
     return "yes" if share <= MEMORY_HEADROOM else "tight" if share <= 1 else "no"
+
+
+def _stay_gathered(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> str:
+    """Return whether parameters stay gathered between forward and backward."""
+    return "" if shard == 1 else "no" if reshards(recipe, size, replicas, shard) else "yes"
 
 
 def _pace(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], hardware: Hardware) -> Group:

@@ -95,19 +95,11 @@ class BlockSync:
         parts = parts_of(self.replica.blocks[index].shards, self.anchors.load_anchor(index))
         return _sum(_dot(anchored - parameters) for parameters, anchored in parts)
 
-    def spread_and_mean(self, index: int, mean: torch.Tensor, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (squared distance of this rank's payload for a block from the mean, squared norm of the mean), float64
-        scalars. The latter is summed in float64 if `exact`, so that rounding it to float32 hides the order of summation,
-        which differs between devices."""
-        block, spread, squared = self.replica.blocks[index], [], []
-        anchor = None if self.anchors is None else self.anchors.load_anchor(index)
-        for parameters, part, *anchored in parts_of(
-            parameter_parts(block), mean, *([] if anchor is None else [anchor])
-        ):
-            apart = (anchored[0] - parameters).sub_(part) if anchored else parameters - part
-            spread.append(_dot(apart))
-            squared.append(squared_norm(part) if exact else _dot(part))
-        return _sum(spread), _sum(squared)
+    def squared_spread(self, index: int, mean: torch.Tensor) -> torch.Tensor:
+        """Return the squared distance of this rank's parameters of a block from their mean, a float64 scalar, for a
+        method without anchors."""
+        parts = parts_of(parameter_parts(self.replica.blocks[index]), mean)
+        return _sum(_dot(parameters - part) for parameters, part in parts)
 
     def start_reduce(self, index: int, weight: float | None = None) -> PendingReduction:
         """Start the weighted sum (default: the mean) of the replicas' payloads for a block."""
@@ -134,13 +126,22 @@ class BlockSync:
         since: RoundStats,
         factor: torch.Tensor | float | None = None,
         alpha: float = 0.0,
-    ) -> None:
+        measure: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Take the outer step with the mean pseudo-gradient of the local steps `since`, times `factor`. Set the block's
-        parameters to alpha x their own values + (1 - alpha) x the next anchor. The mean is overwritten."""
+        parameters to alpha x their own values + (1 - alpha) x the next anchor. The mean is overwritten.
+
+        With `measure`, return (squared distance of this rank's pseudo-gradient from the mean, squared norm of the mean),
+        float64 scalars. They are computed here because all that they need is in the cache.
+        """
         block = self.replica.blocks[index]
         anchor, momentum = self.anchors.load(index)
         of_outer = [mean] if momentum is None else [mean, momentum]
+        distances, squares = [], []
         for parameters, anchored, part, *moment in parts_of(parameter_parts(block), anchor, *of_outer):
+            if measure:
+                distances.append(_dot((anchored - parameters).sub_(part)))
+                squares.append(_dot(part))
             if factor is not None:
                 part.mul_(factor)
             self.outer.step(anchored, part, moment[0] if moment else None, since)
@@ -150,6 +151,7 @@ class BlockSync:
                 parameters.copy_(anchored)
         self.anchors.write_back(index, anchor, momentum)
         self.replica.parameters_changed(block)
+        return (_sum(distances), _sum(squares)) if measure else None
 
     def write_parameters(self, index: int, parameters: torch.Tensor) -> None:
         """Set the block's parameters."""

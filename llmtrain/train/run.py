@@ -26,7 +26,7 @@ from llmtrain.parallel.rendezvous import rendezvous
 from llmtrain.parallel.shared_flag import shared_flag
 from llmtrain.parallel.world import World
 from llmtrain.plan.ineffective_keys import ineffective_keys, seconds_of_step
-from llmtrain.plan.mesh_plan import plan_mesh
+from llmtrain.plan.mesh_plan import plan_mesh, with_resharding_decided
 from llmtrain.recipe_check import check, check_group, check_vocabulary
 from llmtrain.seeding import derive_seed
 from llmtrain.suites import check_suite_data
@@ -252,7 +252,7 @@ def build_trainer(
     engine = build_engine(
         model,
         mesh,
-        recipe.parallel,
+        with_resharding_decided(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size),
         recipe.optim,
         seed=recipe.run.seed,
         read=None if weights is None else weights.read,

@@ -12,13 +12,19 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from llmtrain.config import Recipe
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel import fsdp, torch_engine
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import gradient_norm
 from llmtrain.sync.anchors import flatten
 from llmtrain.sync.method import StepPlan
+from llmtrain.train.loggers import Console
+from llmtrain.train.run import build_trainer, prepare_for
+from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.signals import StopRequest
 from llmtrain.train.validation import mean_of_replicas, validate
+from tests.distributed.export_runs import ExportRun
 from tests.distributed.fake_engine import choices, edit
 from tests.distributed.real_engine import (
     GPT_NEO,
@@ -229,6 +235,24 @@ def test_blocks_are_resharded_as_the_recipe_says(ranks):
     [resharded, _], [kept, _] = (ranks.run(resharded_units, value, world_size=2) for value in (True, False))
     assert len(kept) == len(resharded) > 2 and not any(kept)
     assert resharded.count(False) == 1
+
+
+def freed_after_forward(recipe: Recipe) -> list[bool]:
+    """Return whether each unit of a run's engine reshards after forward."""
+    mesh, silent, stop = mesh_of(1, 2), Console(enabled=False), StopRequest()
+    with mock.patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as wrapped:
+        prepared = prepare_for(recipe, show_progress=False)
+        build_trainer(recipe, mesh, prepared, RunDirectory(recipe), silent, "of a test", stop)
+    units = [call.kwargs for call in wrapped.call_args_list if "reshard_after_forward" in call.kwargs]
+    return [unit["reshard_after_forward"] for unit in units]
+
+
+def test_a_run_frees_parameters_that_would_add_much_to_its_memory(ranks, tmp_path):
+    run = ExportRun(replicas=1, shard=2).recipe(tmp_path)
+    for sequences, frees in ((1, True), (64, False)):
+        update = {"train": run.train.model_copy(update={"micro_batch": sequences, "global_batch": 2 * sequences})}
+        [of_units, _] = ranks.run(freed_after_forward, run.model_copy(update=update), world_size=2)
+        assert any(of_units) is frees, sequences
 
 
 def which_norms_are_exact() -> list[bool]:

@@ -6,6 +6,20 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "plan: parameters stay gathered however much they take",
+        "llmtrain/plan/memory.py",
+        "return compute * size.parameters > KEPT_SHARE * lowest.device_total",
+        "return False",
+        ("tests/unit/test_plan_memory.py",),
+    ),
+    Mutant(
+        "run: what is decided about resharding does not reach the engine",
+        "llmtrain/train/run.py",
+        "with_resharding_decided(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size),",
+        "recipe.parallel,",
+        ("tests/distributed/test_engine.py",),
+    ),
+    Mutant(
         "plan: masks of documents take no memory",
         "llmtrain/plan/memory.py",
         "+ size.masks * mask",

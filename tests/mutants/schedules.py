@@ -15,8 +15,8 @@ MUTANTS = [
     Mutant(
         "blocking: clipped by the local shard's norm",
         "llmtrain/sync/schedules/blocking.py",
-        'whole = block_sync.shard_comms.all_reduce(squared, "norm of a pseudo-gradient").wait()',
-        "whole = squared",
+        'block_sync.shard_comms.all_reduce(squared_norm(mean), "norm of a pseudo-gradient").wait()',
+        "squared_norm(mean)",
         SCENARIOS,
     ),
     Mutant(

@@ -230,6 +230,20 @@ MUTANTS = [
         ("tests/unit/test_fingerprint.py",),
     ),
     Mutant(
+        "block: the spread is measured from the anchor",
+        "llmtrain/sync/block_sync.py",
+        "distances.append(_dot((anchored - parameters).sub_(part)))",
+        "distances.append(_dot(anchored - parameters))",
+        SCENARIOS,
+    ),
+    Mutant(
+        "block: the spread without anchors is the mean's norm",
+        "llmtrain/sync/block_sync.py",
+        "return _sum(_dot(parameters - part) for parameters, part in parts)",
+        "return _sum(_dot(part) for parameters, part in parts)",
+        SCENARIOS,
+    ),
+    Mutant(
         "synchronizer: a rounding error is sent twice",
         "llmtrain/sync/block_sync.py",
         "self.errors[index].zero_()",

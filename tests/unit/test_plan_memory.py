@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from llmtrain.config import EveryStepsSection, OverlappedSection, Recipe
 from llmtrain.errors import ModelError
-from llmtrain.plan.memory import SAVED_PER_LINEAR, estimate
+from llmtrain.plan.memory import KEPT_SHARE, SAVED_PER_LINEAR, estimate, reshards
+from llmtrain.plan.mesh_plan import with_resharding_decided
 from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.recipe_loader import load_recipe
 
@@ -37,6 +38,7 @@ def make(tmp_path, *overrides: str, model: str = LLAMA) -> Recipe:
         "data: {tokenizer: 'train:100'}\n"
         "train: {steps: 1000, sequence_length: 16, global_batch: 8, micro_batch: 2}\n"
         "sync: {method: diloco, period: {kind: steps, every: 10}}\n"
+        "parallel: {reshard_after_forward: true}\n"
     )
     return load_recipe(path, overrides)
 
@@ -206,6 +208,31 @@ def test_parameters_that_stay_gathered_take_memory(tmp_path) -> None:
     freed, kept = (planned(tmp_path, f"parallel.reshard_after_forward={value}", shard=4) for value in ("true", "false"))
     assert kept.gathered - freed.gathered == 2 * (3864 - 808 - 800)
     assert kept.device_total - freed.device_total <= 2 * (3864 - 808 - 800)
+
+
+def test_parameters_stay_gathered_where_they_add_little(tmp_path) -> None:
+    """All parameters in bf16 take 7,728 bytes: more than a tenth of what one short sequence needs, less than a tenth of what
+    many need."""
+    for sequences, stays in ((1, False), (64, True)):
+        keys = [f"train.micro_batch={sequences}", "train.global_batch=256", "parallel.reshard_after_forward=auto"]
+        freed = planned(tmp_path, *keys, "parallel.reshard_after_forward=true", shard=4)
+        assert (KEPT_SHARE * freed.device_total >= 2 * 3864) is stays, "the cases are as described"
+        recipe = make(tmp_path, *keys)
+        assert reshards(recipe, size_of(recipe), 1, 4) is not stays
+        decided = with_resharding_decided(recipe, 100, 1, 4).reshard_after_forward
+        assert decided is not stays
+        same = planned(tmp_path, *keys, f"parallel.reshard_after_forward={str(decided).lower()}", shard=4)
+        assert planned(tmp_path, *keys, shard=4) == same
+
+
+def test_a_given_policy_is_kept(tmp_path) -> None:
+    for value in (True, False):
+        recipe = make(tmp_path, f"parallel.reshard_after_forward={value}")
+        assert with_resharding_decided(recipe, 100, 1, 4).reshard_after_forward is value
+    automatic = "parallel.reshard_after_forward=auto"
+    alone, zero = make(tmp_path, automatic), make(tmp_path, automatic, "parallel.engine=zero")
+    assert with_resharding_decided(alone, 100, 4, 1).reshard_after_forward == "auto", "there is nothing to decide"
+    assert with_resharding_decided(zero, 100, 1, 4).reshard_after_forward == "auto"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from llmtrain.config import PREFETCH, BlockingSection
 from llmtrain.reshard import require_equal
-from llmtrain.sync.block_sync import BlockSync, PendingReduction
+from llmtrain.sync.block_sync import BlockSync, PendingReduction, squared_norm
 from llmtrain.sync.edit_penalty import EditPenalty, ReplicaWeights
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
 from llmtrain.sync.sync_stats import RoundStats, average_stats
@@ -140,20 +140,19 @@ class BlockingSchedule(Schedule):
         mean = self._pending.pop(index).wait()
         if index + 1 in self._pending:
             self._pending[index + 1].start_second_phase()
-        clips = self.penalty is not None and self.penalty.section.clip is not None
-        spread, squared = block_sync.spread_and_mean(index, mean, exact=clips)
-        if self._weight(index) > 0:  # else its own pseudo-gradient may contain NaN
-            self._spread_squared = self._spread_squared + spread
         if block_sync.anchors is None:
+            self._spread_squared = self._spread_squared + block_sync.squared_spread(index, mean)
             block_sync.write_parameters(index, mean)
             return
-        self._mean_squared = self._mean_squared + squared
         factor = None
-        if clips:
+        if self.penalty is not None and self.penalty.section.clip is not None:
             # All replicas must find the same factor, but GPUs sum in different orders: hence fp64, rounded at the end.
-            whole = block_sync.shard_comms.all_reduce(squared, "norm of a pseudo-gradient").wait()
-            factor = self.penalty.clip_factor(whole).to(mean.dtype)
-        block_sync.outer_step(index, mean, self._agreed_round, factor)
+            squared = block_sync.shard_comms.all_reduce(squared_norm(mean), "norm of a pseudo-gradient").wait()
+            factor = self.penalty.clip_factor(squared).to(mean.dtype)
+        spread, of_mean = block_sync.outer_step(index, mean, self._agreed_round, factor, measure=True)
+        if self._weight(index) > 0:  # else its own pseudo-gradient may contain NaN
+            self._spread_squared = self._spread_squared + spread
+        self._mean_squared = self._mean_squared + of_mean
 
     def _prefetch_anchors(self, index: int) -> None:
         """Prefetch offloaded anchors one block before they are sent, and momentum one block before it is used."""
