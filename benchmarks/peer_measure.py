@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hosts import TIMEOUT, Member, serves
-from loops import RECIPE, build
+from loops import NEVER, RECIPE, build
 from step_overhead import changes_for
 from table import ROOT
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SIZE, MICRO_BATCH, SEQUENCE = "2.5M", 8, 128
 FRAGMENTS = 4
 OURS = {
+    "never": ("llmtrain, never", ["sync.method=local_sgd", NEVER]),
     "synchronous": ("llmtrain synchronous", ["sync.method=synchronous", "sync.period=every_step"]),
     "diloco": ("llmtrain DiLoCo", ["sync.method=diloco"]),
     "edit": ("llmtrain EDiT", ["sync.method=edit"]),

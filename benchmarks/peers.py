@@ -14,7 +14,7 @@ With --real everything is, and the validation loss of the replicas' mean is repo
 
 In a turn every loop runs once, from the start: a first round, then the rounds that are measured. Speeds are relative to
 a loop that never communicates ("alone") in the same turn. Bytes are those of the hosts' network cards, with headers. With the
-defaults, a turn takes about 6 minutes per bandwidth. With --write the table goes to benchmarks/results/peers/, or to
+defaults, a turn takes about 7 minutes per bandwidth. With --write the table goes to benchmarks/results/peers/, or to
 peers_real/.
 """
 
@@ -73,8 +73,10 @@ one Manager per host, with the defaults that its classes have: one all-reduce pe
 synchronization. Streaming DiLoCo has 4 fragments everywhere, and applies a mean as many local steps later as torchft
 allows in rounds this short: its fragment must be back before the next one is sent. torchft's quantized
 all-reduce needs Triton, and is not measured. Outer optimizers are equal in the two DiLoCos and in the two
-fp32 Streaming DiLoCos. No loop has a warm-up of synchronous steps. *Validation loss*: that of the replicas' mean after
-the last step; a mean that is still in flight then, or due in the next forward (EDiT), is not applied."""
+fp32 Streaming DiLoCos. `llmtrain, never` never synchronizes, either: it differs from `alone` by llmtrain's trainer in
+the place of a loop by hand, as all rows of llmtrain do. No loop has a warm-up of synchronous steps. *Validation loss*:
+that of the replicas' mean after the last step; a mean that is still in flight then, or due in the next forward (EDiT), is
+not applied."""
 
 
 # ---- the table

@@ -233,7 +233,7 @@ def test_our_loops_differ_in_sync_alone_and_can_be_trained() -> None:
         if loop == "synchronous":
             assert recipe.sync.period.averages_gradients
         else:
-            assert recipe.sync.period.every == 20
+            assert recipe.sync.period.every == (10**9 if loop == "never" else 20)
     assert recipes["diloco"].sync.outer == recipes["diloco"].sync.outer.model_copy(update={"lr": 0.7, "momentum": 0.9})
     streaming = [recipes[loop].sync for loop in ("streaming_fp32", "streaming_int4")]
     assert [sync.wire.kind for sync in streaming] == ["fp32", "int4"]
@@ -256,7 +256,11 @@ def test_minimum_bytes() -> None:
     assert minimum("synchronous", peer_measure.OURS["synchronous"][1]) == 20 * once
     assert minimum("streaming_int4", peer_measure.OURS["streaming_int4"][1]) == once / 4 * (1 / 2 + 4 / 128)
     assert minimum("row 1", ["sync.method=diloco", "sync.period.every=5"]) == 4 * once
-    assert minimum("row 1", ["sync.method=local_sgd", "sync.period.every=41"]) == 0
+    assert (
+        minimum("row 1", ["sync.method=local_sgd", "sync.period.every=41"])
+        == 0
+        == minimum("never", peer_measure.OURS["never"][1])
+    )
     assert minimum("row 1", ["sync.method=wagma"]) is None
     rounded = [*peer_measure.OURS["synchronous"][1], "sync.wire.kind=bf16", "sync.wire.gradients=true"]
     assert minimum("row 1", rounded) == 10 * once
