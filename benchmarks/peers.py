@@ -270,6 +270,7 @@ def main() -> None:
                 }
                 rows += rows_of(bandwidth, names, turns, minima)
         except UserError as error:
+            Path(log.name).unlink()
             raise SystemExit(f"error: {error}") from None
     failed = sum(len(names) for _ in options.bandwidth) - len(rows)
     if failed:
