@@ -31,11 +31,6 @@ class SyncScheduleSection(Section):
         """Return the number of blocks whose reductions are in flight while all blocks synchronize one after another."""
         return PREFETCH + 1
 
-    def hidden_steps(self, round_length: float, before_sending: int) -> float:
-        """Return the number of local steps that run while a round's messages are in flight, which are sent `before_sending`
-        steps after they are taken."""
-        return 0.0
-
     def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
         """Return the number of parameters whose mean is in flight during local steps, given the number per block."""
         return 0
@@ -90,9 +85,6 @@ class OverlappedSection(SyncScheduleSection):
         """Return the blocks of each fragment, in forward order."""
         return _cut(blocks, self.fragments, self.fragment_layout)
 
-    def hidden_steps(self, round_length: float, before_sending: int) -> float:
-        return min(round_length, self.fragments * (self.steps - before_sending))
-
     def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
         """Return the parameters of the largest fragments that are in flight at once: one is sent every H / P steps."""
         fragments = self.blocks_of_fragments(len(block_parameters))
@@ -136,9 +128,6 @@ class DelayedSection(SyncScheduleSection):
     def blocks_of_fragments(self, blocks: int) -> list[list[int]]:
         """Return the blocks of each fragment, in forward order."""
         return _cut(blocks, self.fragments, self.fragment_layout)
-
-    def hidden_steps(self, round_length: float, before_sending: int) -> float:
-        return round_length - before_sending
 
     def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
         return sum(block_parameters)

@@ -33,8 +33,13 @@ class OverlappedSchedule(FragmentSchedule):
                     self._apply(fragment)
             if not self.is_synchronized:
                 longest = max(self._local_stats, key=lambda since: since.steps)
-                for fragment in range(len(self.fragments)):
-                    self._take_message(fragment, longest).apply()
+                if self.weighing is None:
+                    self.block_sync.sync_all_blocks(
+                        longest
+                    )  # few blocks at once, which takes less memory than a fragment
+                else:
+                    for fragment in range(len(self.fragments)):
+                        self._take_message(fragment, longest).apply()
                 self.block_sync.report.count += 1
         self._local_stats = [RoundStats()] * len(self.fragments)
         self._is_mixed = False
