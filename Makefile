@@ -6,6 +6,7 @@
 # make mutants      breaks the code on purpose, one line at a time, and sees that tests fail; ARGS="--area sync" for a part
 # make coverage     branches of llmtrain/ that make test reaches, by package; coverage-deep after it adds the deep tests
 # make chaos        100 SIGKILLs at random moments of real runs, and what became of them; about an hour
+# make peers        benchmarks/peers.py: our methods next to torch's and torchft's, in an environment with torchft (.venv-peers)
 # make lint         ruff and hadolint, as CI does
 # make clean        removes what the above made here (not runs/)
 
@@ -16,9 +17,13 @@ READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.ready-tools
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 
+PEERS  := .venv-peers
+PEERS_PIP := $(PEERS)/bin/pip install --quiet --disable-pip-version-check
+TORCHFT := torchft==0.2.0
+
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-deep test-gpu gpu-kit chaos mutants coverage coverage-deep lint format docs clean
+.PHONY: quickstart test test-deep test-gpu gpu-kit chaos mutants coverage coverage-deep peers lint format docs clean
 
 quickstart: $(READY)
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m llmtrain launch recipes/quickstart.yaml $(ARGS)
@@ -55,6 +60,9 @@ coverage-deep: $(TOOLS)
 	rm -f .coverage.*
 	$(BIN)/python -m tests.coverage_table
 
+peers: $(PEERS)/.ready
+	$(PEERS)/bin/python benchmarks/peers.py $(ARGS)
+
 lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -81,6 +89,14 @@ $(TOOLS): $(READY)
 	$(PIP) --editable '.[dev,eval,wandb]' -c constraints.txt
 	@touch $(TOOLS)
 
+# all that we need ourselves, in the same versions, and torchft
+$(PEERS)/.ready: Makefile requirements.txt constraints.txt
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS_PIP) torch -c constraints.txt
+	$(PEERS_PIP) -r requirements.txt $(TORCHFT) -c constraints.txt
+	$(PEERS_PIP) --no-deps --editable .
+	@touch $(PEERS)/.ready
+
 clean:
-	rm -rf $(VENV) data *.egg-info .pytest_cache .ruff_cache
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	rm -rf $(VENV) $(PEERS) data *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(PEERS)/*' -prune -exec rm -rf {} +

@@ -91,6 +91,7 @@ def recipe_show(
         ),
     ] = None,
     mbit: Annotated[float, typer.Option(min=1e-6, help="Bandwidth between two replicas, in Mbit/s.")] = 1000.0,
+    latency_ms: Annotated[float, typer.Option(min=0, help="One-way latency between two replicas, in ms.")] = 0.0,
 ) -> None:
     """Show the resolved recipe, its model's size, and the memory and time that it needs."""
     with imports_without_gc():
@@ -101,4 +102,4 @@ def recipe_show(
         from llmtrain.recipe_loader import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    show(loaded, Console(highlight=False), hardware_of(loaded, gpu, tflops, mbit))
+    show(loaded, Console(highlight=False), hardware_of(loaded, gpu, tflops, mbit, latency_ms))

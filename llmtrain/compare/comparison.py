@@ -76,7 +76,9 @@ class ConditionSection(Section):
     bandwidth_mbit: PositiveFloat | None = None
     """Mbit/s of each host's network card per direction, including headers (TCP carries 4 % less); `null`: no limit."""
     latency_ms: PositiveFloat | None = None
-    """One-way latency of messages in milliseconds; needs a kernel with netem."""
+    """One-way latency of messages in milliseconds."""
+    loss: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the packets that are lost."""
     hosts: dict[int, HostLimits] = Field(default_factory=dict)
     """Hosts that differ from the others. A missing key takes the value for all hosts."""
     delays: DelaySection | None = None

@@ -115,7 +115,7 @@ def _make(
 def _cluster(comparison: Comparison, condition: ConditionSection, shaping: bool) -> AbstractContextManager[list[Host]]:
     if not shaping:
         return loopback_cluster(comparison.hosts.count)
-    limits = condition.model_dump(include={"bandwidth_mbit", "latency_ms"}) | {"cpus": comparison.hosts.cpus}
+    limits = condition.model_dump(include={"bandwidth_mbit", "latency_ms", "loss"}) | {"cpus": comparison.hosts.cpus}
     own = [condition.hosts.get(number, HostLimits()) for number in range(comparison.hosts.count)]
     return virtual_cluster([HostLimits(**limits | host.model_dump(exclude_none=True)) for host in own])
 

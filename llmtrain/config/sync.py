@@ -195,10 +195,6 @@ class SyncScheduleSection(Section):
         """Return the number of blocks whose reductions are in flight while all blocks synchronize one after another."""
         return PREFETCH + 1
 
-    def hidden_steps(self, round_length: float) -> float:
-        """Return the number of local steps that run while a round's messages are in flight."""
-        return 0.0
-
     def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
         """Return the number of parameters whose mean is in flight during local steps, given the number per block."""
         return 0
@@ -256,9 +252,6 @@ class OverlappedSection(SyncScheduleSection):
         ends = [blocks * (fragment + 1) // self.fragments for fragment in range(self.fragments)]
         return [list(range(first, end)) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
 
-    def hidden_steps(self, round_length: float) -> float:
-        return min(round_length, self.fragments * self.steps)
-
     def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
         """Return the parameters of the largest fragments that are in flight at once: one is sent every H / P steps."""
         fragments = self.blocks_of_fragments(len(block_parameters))
@@ -287,9 +280,6 @@ class DelayedSection(SyncScheduleSection):
     gap_penalty: bool = True
     """Divide a delayed mean by the staleness gap: the sum of the learning rates of its round, divided by that of the round
     that has just ended, at least 1."""
-
-    def hidden_steps(self, round_length: float) -> float:
-        return round_length
 
     def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
         return sum(block_parameters)

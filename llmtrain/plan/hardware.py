@@ -28,19 +28,21 @@ class Hardware:
     card: GpuCard | None = None
 
 
-def hardware_of(recipe: Recipe, gpu: str | None, tflops: float | None, mbit: float) -> Hardware:
+def hardware_of(
+    recipe: Recipe, gpu: str | None, tflops: float | None, mbit: float, latency_ms: float = 0.0
+) -> Hardware:
     """Return the hardware of `recipe show`'s options. Measures this machine's rate if neither a card nor a rate is given.
 
     Raises UserError for an unknown card or an infinite rate, RecipeError if the recipe does not compute in bf16, to which a card's rate
     applies.
     """
-    for option, rate in (("--tflops", tflops), ("--mbit", mbit)):
+    for option, rate in (("--tflops", tflops), ("--mbit", mbit), ("--latency-ms", latency_ms)):
         if rate is not None and not math.isfinite(rate):
             raise UserError(f"{option} is {rate:g}; expected a finite number")
     card = None if gpu is None else card_named(gpu)
     device, on_gpu = ("each rank", torch.cuda.is_available()) if card is None else (f"each {card.name}", True)
     if tflops is not None:
-        return Hardware(HardwareRates(tflops * 1e12, mbit), device, "--tflops", on_gpu, card=card)
+        return Hardware(HardwareRates(tflops * 1e12, mbit, latency_ms), device, "--tflops", on_gpu, card=card)
     if card is not None:
         if recipe.parallel.precision != "bf16":
             raise RecipeError(
@@ -48,7 +50,9 @@ def hardware_of(recipe: Recipe, gpu: str | None, tflops: float | None, mbit: flo
                 "add parallel.precision=bf16, or give --tflops"
             )
         source = f"{GPU_EFFICIENCY:.0%} of the peak in bf16; --tflops"
-        return Hardware(HardwareRates(GPU_EFFICIENCY * card.peak_flops, mbit), device, source, True, card=card)
+        return Hardware(
+            HardwareRates(GPU_EFFICIENCY * card.peak_flops, mbit, latency_ms), device, source, True, card=card
+        )
     device = "each GPU like the one here" if on_gpu else "each rank on this CPU"
     source = "measured here; --gpu, --tflops"
-    return Hardware(HardwareRates(rate_here(recipe), mbit), device, source, on_gpu, is_this_cpu=not on_gpu)
+    return Hardware(HardwareRates(rate_here(recipe), mbit, latency_ms), device, source, on_gpu, is_this_cpu=not on_gpu)

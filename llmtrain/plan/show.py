@@ -49,7 +49,7 @@ def _footnote(hardware: Hardware) -> str:
     rates = hardware.rates
     return (
         f"  with {rates.flops / 1e12:.3g} TFLOP/s of {hardware.device} ({hardware.source}) and {rates.mbit:,g} Mbit/s between "
-        "replicas (--mbit);\n  waiting: for what comes over the network, a step on average"
+        f"replicas (--mbit),\n  {rates.latency_ms:g} ms apart (--latency-ms); waiting: for what comes over the network, a step on average"
     )
 
 

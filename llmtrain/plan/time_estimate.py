@@ -17,6 +17,7 @@ from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
 from llmtrain.parallel.wrapping import COMPUTE
 from llmtrain.plan.memory import BYTES
 from llmtrain.plan.model_size import ModelSize
+from llmtrain.plan.network_time import FORWARD_SHARE, NetworkLink, gradient_time, round_time
 from llmtrain.sync.period import build_period, warmup_of
 
 TRAINING_EFFICIENCY = 0.5
@@ -117,6 +118,8 @@ class HardwareRates:
     """Floating-point operations per second that one rank achieves in training."""
     mbit: float
     """Megabits per second from one replica to another, summed over its ranks."""
+    latency_ms: float = 0.0
+    """One-way latency between two replicas."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +146,8 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
 
     A step computes as much as 3 forward passes, which is 6 operations per parameter and token plus attention (see
     `model.flops_per_token`), or as 4 with full activation checkpointing. A message takes its bytes divided by `mbit`.
-    Local steps that run during a synchronization hide it: none if it is blocking, layer-wise or wait-avoiding, `steps` per
-    fragment if overlapped, a round if delayed. Waits within a replica, latency, slow hosts, validation and
-    checkpoints are left out.
+    How long a rank waits for messages, and what hides them, is in `network_time`. Waits within a replica, slow hosts,
+    validation and checkpoints are left out.
     """
     train, sync, steps = recipe.train, recipe.sync, recipe.train.total_steps
     again = 4 / 3 if recipe.parallel.activation_checkpointing is True else 1.0
@@ -154,9 +156,17 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
     def seconds(sent: float) -> float:
         return 8 * sent / (rates.mbit * 1e6)
 
-    gradients = seconds(gradient_bytes(recipe, size, replicas))
+    link = NetworkLink(rates.mbit / shard, rates.latency_ms / 1000)
+    values = [-(-parameters // shard) for parameters in size.block_parameters]
+    is_zero = recipe.parallel.engine == "zero"
+    backward_share = 0.0 if is_zero else 1 - FORWARD_SHARE
+    forward_share = 0.0 if is_zero and recipe.parallel.zero_stage < 3 else FORWARD_SHARE
+    gradients = 0.0
+    if replicas > 1:
+        gradients = gradient_time(sync.wire, values, replicas, step, link, backward_share).exposed
     if replicas == 1 or sync.period.averages_gradients:
-        return TimeEstimate(step, gradients, gradients, steps * (step + gradients))
+        message = seconds(gradient_bytes(recipe, size, replicas))
+        return TimeEstimate(step, message, gradients, steps * (step + gradients))
     if sync.period.is_timed:
         first = warmup_of(sync, LRSchedule.of(recipe))
         message = seconds(per_average(recipe, size, replicas, sync.wire.kind))
@@ -164,7 +174,7 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
     else:
         rounds = rounds_of(recipe, size, replicas)
         first, every, message = rounds.first, rounds.every, seconds(rounds.bytes)
-    exposed = max(0.0, message - sync.schedule.hidden_steps(every) * step)
+    exposed = round_time(sync, values, replicas, step, every, link, forward_share).exposed
     waiting = (first * gradients + (steps - first) * exposed / every) / steps
     return TimeEstimate(step, message, waiting, steps * (step + waiting))
 

@@ -60,8 +60,8 @@ MUTANTS = [
     Mutant(
         "show: a card reaches its peak",
         "llmtrain/plan/hardware.py",
-        "HardwareRates(GPU_EFFICIENCY * card.peak_flops, mbit)",
-        "HardwareRates(card.peak_flops, mbit)",
+        "HardwareRates(GPU_EFFICIENCY * card.peak_flops, mbit, latency_ms)",
+        "HardwareRates(card.peak_flops, mbit, latency_ms)",
         ("tests/unit/test_plan_show.py",),
     ),
     Mutant(

@@ -22,7 +22,10 @@ from tests.distributed.fake_engine import meeting_store
 from tests.distributed.pool import RankPool
 
 ROOT = Path(__file__).parents[2]
-SHARED = ("gpu_rows", "local_hub", "loops", "peaks", "table", "titan", "titan_model")
+SHARED = (
+    *("emulated_model", "gpu_rows", "hosts", "local_hub", "loops", "network_ceiling", "network_cells", "network_ranks"),
+    *("peaks", "peer_loops", "peer_measure", "table", "titan", "titan_model"),
+)
 SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in SHARED)
 
 sys.path.append(str(ROOT / "benchmarks"))  # where a script finds the others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -195,16 +196,26 @@ def test_an_impossible_recipe_is_refused() -> None:
         shown(STDLIB, "train.global_batch=30", "parallel.replicas=2", "parallel.shards=2")
 
 
+def after_hiding(blocks: Iterable[int], computing: float, at_once: int = 1) -> float:
+    """Seconds for which the messages of 4 replicas' blocks at 100 Mbit/s are waited for, if those of one block have the time in
+    which the blocks before it compute. `computing` is that of all blocks; so many of them come at once."""
+    seconds = [8 * 2 * 3 / 4 * 4 * block / 100e6 for block in blocks]
+    one = computing / len(seconds)
+    return max(sum(seconds[: r + at_once - 1]) - (r - 1) * one for r in range(1, len(seconds) + 1))
+
+
 def test_time_by_hand() -> None:
     keys = ["sync.method=diloco", "sync.warmup_steps=10", "sync.period.every=10", "train.steps=50"]
     recipe = load_recipe(STDLIB, keys)
     size = size_of(recipe)
     message = 8 * 2 * 3 / 4 * 4 * size.parameters / 100e6
     found = estimate_time(recipe, size, 4, 1, RATES)
+    gradients = after_hiding(size.block_parameters, 2 / 3 * found.step)
+    assert 0 < gradients < message
     assert found.step == pytest.approx(size.flops_per_token * recipe.train.tokens_per_step / 4e10)
     assert found.message == pytest.approx(message)
-    assert found.run == pytest.approx(50 * found.step + (10 + 4) * message)
-    assert found.waiting == pytest.approx(14 / 50 * message)
+    assert found.run == pytest.approx(50 * found.step + 10 * gradients + 4 * message)
+    assert found.waiting == pytest.approx((10 * gradients + 4 * message) / 50)
     assert found.computing == pytest.approx(50 * found.step / found.run)
     assert estimate_time(recipe, size, 1, 1, RATES).waiting == 0
     again = load_recipe(STDLIB, [*keys, "parallel.activation_checkpointing=true"])
@@ -219,13 +230,36 @@ def test_what_a_schedule_hides() -> None:
         return estimate_time(recipe, size_of(recipe), 4, 1, RATES).waiting
 
     blocking = waiting("sync.method=diloco")
-    assert waiting("sync.method=edit") == pytest.approx(blocking)
     recipe = load_recipe(STDLIB, keys)
-    step = estimate_time(recipe, size_of(recipe), 4, 1, RATES).step
+    size = size_of(recipe)
+    step = estimate_time(recipe, size, 4, 1, RATES).step
+    layerwise = after_hiding(size.block_parameters, step / 3, at_once=2) / 10
+    assert waiting("sync.method=edit") == pytest.approx(layerwise) and layerwise < blocking
     overlapped = ["sync.method=streaming_diloco", "sync.wire=fp32", "sync.schedule.fragments=2"]
     assert waiting(*overlapped, "sync.schedule.steps=1") == pytest.approx(max(0, blocking - 2 * step / 10))
     assert waiting("sync.method=co2") == pytest.approx(max(0, blocking - step))
-    assert waiting("sync.method=synchronous", every="") == pytest.approx(10 * blocking)
+    gradients = after_hiding(size.block_parameters, 2 / 3 * step)
+    assert waiting("sync.method=synchronous", every="") == pytest.approx(gradients)
+    assert gradients < 10 * blocking
+    zero = ["parallel.engine=zero", "parallel.precision=bf16"]
+    for stage, hides in ((1, False), (3, True)):
+        of_stage = waiting("sync.method=edit", *zero, f"parallel.zero_stage={stage}")
+        assert of_stage == pytest.approx(layerwise if hides else blocking)
+    assert waiting("sync.method=synchronous", *zero, every="") == pytest.approx(10 * blocking)
+
+
+def test_latency_is_waited_for_hop_by_hop() -> None:
+    recipe = load_recipe(
+        STDLIB, ["sync.method=diloco", "sync.warmup_steps=0", "sync.period.every=10", "train.steps=50"]
+    )
+    size = size_of(recipe)
+    near, far = (estimate_time(recipe, size, 4, 1, replace(RATES, mbit=1e9, latency_ms=ms)) for ms in (0, 250))
+    blocks = len(size.block_parameters)
+    # 3 hops of the agreement and 6 of each block, two blocks at a time; messages this small start slowly by a few more.
+    least = 0.5 * (3 + 6 * -(-blocks // 2)) / 10
+    assert near.waiting < 1e-3 and least < far.waiting < least + 0.5 * 10 / 10
+    assert far.message == near.message and far.run - near.run == pytest.approx(50 * (far.waiting - near.waiting))
+    assert "100 Mbit/s between replicas (--mbit),\n  0 ms apart" in shown(STDLIB)
 
 
 def test_a_rate_is_found_here() -> None:

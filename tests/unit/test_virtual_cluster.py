@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from llmtrain.compare import cluster
 from llmtrain.compare.cluster import HostLimits, limits, virtual_cluster
-from llmtrain.compare.cluster.limits import Controller, controller, disciplines, largest_packet
+from llmtrain.compare.cluster.limits import Controller, controller, largest_packet, token_bucket
 from llmtrain.compare.cluster.processes import cluster_of, new_name, owner_lives, start_of
 from llmtrain.errors import ClusterError
 
@@ -51,6 +51,7 @@ def test_names_of_others_are_no_clusters(name: str):
     [
         ("bandwidth_mbit", 0, "greater than 0"),
         ("latency_ms", -1, "greater than 0"),
+        ("loss", 1.0, "less than 1"),
         ("cpus", float("inf"), "a finite number"),
         ("cpus", float("nan"), "a finite number"),
     ],
@@ -61,10 +62,16 @@ def test_limits_are_positive_numbers(key: str, value: float, expected: str):
 
 
 def test_a_bucket_holds_a_millisecond_and_a_queue_fifty_but_neither_is_tiny():
-    lines = [disciplines(HostLimits(bandwidth_mbit=mbit))[1][0].split() for mbit in (10, 30, 100, 1000, 10_000)]
+    lines = [token_bucket(mbit).split() for mbit in (10, 30, 100, 1000, 10_000)]
     sizes = [{name: int(words[words.index(name) + 1]) for name in ("burst", "limit")} for words in lines]
     assert [size["burst"] for size in sizes] == [8192, 8192, 12_500, 125_000, 1_250_000]
     assert [size["limit"] for size in sizes] == [262_144, 262_144, 625_000, 6_250_000, 62_500_000]
+
+
+def test_a_queue_holds_a_round_trip():
+    near, far = HostLimits(latency_ms=20), HostLimits(latency_ms=100)
+    assert (near.queue_seconds, far.queue_seconds, HostLimits().queue_seconds) == (0.05, 0.2, 0.05)
+    assert token_bucket(100, far.queue_seconds).endswith(" limit 2500000")
 
 
 def test_no_packet_is_larger_than_the_smallest_bucket_of_the_cluster():
@@ -72,15 +79,21 @@ def test_no_packet_is_larger_than_the_smallest_bucket_of_the_cluster():
     assert largest_packet([HostLimits(bandwidth_mbit=1000), HostLimits(bandwidth_mbit=30), HostLimits()]) == 5120
 
 
-def test_latency_is_behind_the_bucket_of_what_a_host_sends_and_nowhere_else():
-    both, tbf = (
-        HostLimits(bandwidth_mbit=30, latency_ms=2.5),
-        "root handle 1: tbf rate 30000000bit burst 8192 limit 262144",
-    )
-    netem = "handle 2: netem delay 2500us limit 100000"
-    assert disciplines(both) == ([tbf, f"parent 1:1 {netem}"], [tbf])
-    assert disciplines(HostLimits(latency_ms=2.5)) == ([f"root {netem}"], [])
-    assert disciplines(HostLimits(cpus=1)) == ([], [])
+def test_lost_packets_are_frames_of_their_own():
+    assert largest_packet([HostLimits(bandwidth_mbit=1000), HostLimits(loss=0.01)]) == limits.FRAME
+
+
+def test_a_cable_may_receive_less_than_it_sends(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(limits, "run", lambda *command: asked.append(command))
+    own = HostLimits(bandwidth_mbit=30, downlink_mbit=10)
+    limits.shape(own, ("space", "eth0"), ("switch", "port"))
+    rates = {command[2]: command[command.index("rate") + 1] for command in asked}
+    assert rates == {"space": "30000000bit", "switch": "10000000bit"}
+    assert largest_packet([own]) == 5120
+    asked.clear()
+    limits.shape(HostLimits(latency_ms=2.5, loss=0.1, cpus=1), ("space", "eth0"), ("switch", "port"))
+    assert asked == []
 
 
 @pytest.mark.parametrize(

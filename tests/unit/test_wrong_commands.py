@@ -82,6 +82,7 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
         (f"recipe show {Q} --tflops fast", NO_NUMBER),
         (f"recipe show {Q} --mbit -1", NOT_IN_RANGE),
         (f"recipe show {Q} --mbit nan", NOT_IN_RANGE),
+        (f"recipe show {Q} --latency-ms -1", NOT_IN_RANGE),
         (f"recipe show {Q} --mbit inf", "--mbit is inf; expected a finite number"),
         ("recipe show {tmp}/nope.yaml", NO_FILE),
         ("recipe keys optimm", r"optimm is no section .*; did you mean optim\?"),

@@ -9,8 +9,9 @@
 
 Hosts are network namespaces. This needs root and iproute2; `why_no_cluster` reports what is missing. On network N the
 card of host K is ethN, with address 10.77.N.(K+1). A veth pair joins it to a port, hostKnetN, of the bridge netN. The
-bridges have a namespace of their own (`CLUSTER-switch`), so the machine's network is not touched. `loopback_cluster`
-gives hosts with the same API on 127.0.0.1, without root and without limits.
+bridges have a namespace of their own (`CLUSTER-switch`), so the machine's network is not touched. If a host has latency
+or loss, a process there stands in for each bridge (`frame_switch`). `loopback_cluster` gives hosts with the same API on
+127.0.0.1, without root and without limits.
 
 At the end of the `with` block the cluster and all processes in it are removed. The next process that creates a
 cluster removes what a killed process left behind (`remove_leftovers`).
@@ -24,12 +25,13 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmtrain.compare.cluster import processes
+from llmtrain.compare.cluster.delaying import DelaySwitch, delay_switch
 from llmtrain.compare.cluster.limits import HostLimits, controller, largest_packet, shape
 from llmtrain.compare.cluster.processes import CommandError, cluster_of, marks, run, signal_all
 from llmtrain.errors import ClusterError
@@ -125,6 +127,8 @@ class VirtualHost(Host):
     """The host's /etc/hosts. Its own name resolves to loopback, as on many real machines; other names to addresses."""
     group: Path | None
     """File through which a process joins the host's control group; None if CPU time is not limited."""
+    switches: list[DelaySwitch] = field(default_factory=list, compare=False)
+    """Process that delays the packets of each network; empty if no host of the cluster has latency or loss."""
 
     def unplug(self, network: int = 0) -> None:
         """Disconnect ethN, as if its cable were unplugged."""
@@ -164,12 +168,20 @@ def virtual_cluster(limits: Sequence[HostLimits], networks: int = 1) -> Iterator
     with _new_cluster() as (cluster, hosts):
         switch = f"{cluster}-switch"
         run("ip", "netns", "add", switch)
-        for network in range(networks):
+        delays = any(own.needs_delay_switch for own in limits)
+        for network in () if delays else range(networks):
             run("ip", "-n", switch, "link", "add", f"net{network}", "type", "bridge")
             run("ip", "-n", switch, "link", "set", f"net{network}", "up")
         for number in range(len(limits)):
             hosts.append(_virtual_host(cluster, switch, number, limits, networks))
-        yield hosts
+        with ExitStack() as running:
+            if delays:
+                for network in range(networks):
+                    ports = [f"{host.name}net{network}" for host in hosts]
+                    delaying = running.enter_context(delay_switch(switch, ports, limits))
+                    for host in hosts:
+                        host.switches.append(delaying)
+            yield hosts
 
 
 @contextmanager
@@ -262,7 +274,8 @@ def _virtual_host(cluster: str, switch: str, number: int, limits: Sequence[HostL
         run("ip", "-n", namespace, "link", "set", card, "gso_max_size", packet)
         run("ip", "-n", switch, "link", "set", port, "gso_max_size", packet)
         shape(limits[number], (namespace, card), (switch, port))
-        run("ip", "-n", switch, "link", "set", port, "master", f"net{network}", "up")
+        bridge = () if any(own.needs_delay_switch for own in limits) else ("master", f"net{network}")
+        run("ip", "-n", switch, "link", "set", port, *bridge, "up")
         run("ip", "-n", namespace, "addr", "add", f"{address}/24", "dev", card)
         run("ip", "-n", namespace, "link", "set", card, "up")
     names = FOLDERS / cluster / name

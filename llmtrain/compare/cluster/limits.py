@@ -1,7 +1,9 @@
-"""Limits of a host: bandwidth and latency by the kernel's traffic control, CPU time by control groups.
+"""Limits of a host: bandwidth by the kernel's traffic control, latency and loss by a switch in user space, CPU time by
+control groups.
 
-Each end of a host's veth pair has a token bucket (tbf), the host's end for sent packets, the bridge's end for received
-ones. Control groups have version 1 (`cpu` has its own mount) or 2 (one tree for all controllers).
+Each end of a host's veth pair has a token bucket (tbf), the host's end for sent packets, the switch's end for received
+ones. If a host of the cluster has latency or loss, `frame_switch` takes the place of the bridge. Control groups have
+version 1 (`cpu` has its own mount) or 2 (one tree for all controllers).
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import psutil
-from pydantic import PositiveFloat
+from pydantic import Field, PositiveFloat
 
 from llmtrain.compare.cluster.processes import CommandError, run, signal_all
 from llmtrain.config import Section
@@ -26,7 +29,8 @@ BURST_SECONDS = 0.001
 bucket loses bandwidth whenever the kernel is late on a busy machine."""
 SMALLEST_BURST = 8_192
 QUEUE_SECONDS = 0.05
-"""Packets that would wait longer than this are dropped, as by a switch with a full buffer."""
+"""Packets that would wait longer than this are dropped, as by a switch with a full buffer. With latency, buffers hold what
+is sent in a round trip if that is longer, the usual rule for routers."""
 SMALLEST_QUEUE = 262_144
 """Bytes, for a few large packets from several senders."""
 LARGEST_PACKET = 65_536
@@ -35,7 +39,9 @@ PACKETS_IN_BUCKET = 1.6
 """Minimum number of the largest packets that a bucket holds. Segmentation makes a packet 5 % larger (headers); the
 rest is slack for a kernel that is late. Measured on a busy machine, a bucket of 1.08 packets carries 2 % less at 300
 Mbit/s, and one of 2.2 packets carries no more."""
-NETEM_PACKETS = 100_000
+FRAME = 2_048
+"""Maximum bytes that TCP hands to a card at once if packets are lost: one Ethernet frame and slack, so that each is lost
+on its own."""
 PERIOD_US = 20_000
 """Microseconds in which a host runs for its share and is then throttled. Short compared with a training step, so
 that steps slow down evenly instead of pausing now and then."""
@@ -50,10 +56,29 @@ class HostLimits(Section):
 
     bandwidth_mbit: PositiveFloat | None = None
     """Mbit/s of each network card in each direction, including headers (TCP carries 4.3 % less, as on real cards)."""
+    downlink_mbit: PositiveFloat | None = None
+    """Mbit/s of what it receives, if that is not `bandwidth_mbit`."""
     latency_ms: PositiveFloat | None = None
-    """Milliseconds by which each sent packet is delayed. Needs netem in the kernel."""
+    """Milliseconds by which each sent packet is delayed."""
+    loss: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Probability with which each sent packet is lost."""
     cpus: PositiveFloat | None = None
     """Cores' worth of CPU time for all its processes together; 0.5 is half a core."""
+
+    @property
+    def received_mbit(self) -> float | None:
+        """Return the Mbit/s of what it receives."""
+        return self.downlink_mbit or self.bandwidth_mbit
+
+    @property
+    def queue_seconds(self) -> float:
+        """Return the time that a packet may wait for its turn on the cable."""
+        return max(QUEUE_SECONDS, 2 * (self.latency_ms or 0.0) / 1000)
+
+    @property
+    def needs_delay_switch(self) -> bool:
+        """Return whether its packets are delayed or lost."""
+        return self.latency_ms is not None or self.loss is not None
 
 
 def burst_bytes(mbit: float) -> int:
@@ -69,40 +94,34 @@ def largest_packet(limits: Sequence[HostLimits]) -> int:
     unsegmented packet they include one header for many pieces, so messages can be compared with counters. The buckets
     charge for all headers in either case.
     """
-    bursts = [burst_bytes(own.bandwidth_mbit) for own in limits if own.bandwidth_mbit is not None]
+    if any(own.loss for own in limits):
+        return FRAME
+    rates = [mbit for own in limits for mbit in (own.bandwidth_mbit, own.received_mbit)]
+    bursts = [burst_bytes(mbit) for mbit in rates if mbit is not None]
     return min([LARGEST_PACKET, *(math.floor(burst / PACKETS_IN_BUCKET) for burst in bursts)])
 
 
 def shape(limits: HostLimits, host: tuple[str, str], port: tuple[str, str]) -> None:
-    """Apply a host's limits to its cable, whose ends `host` and `port` are (namespace, card) pairs.
+    """Apply a host's bandwidth to its cable, whose ends `host` and `port` are (namespace, card) pairs.
 
-    Raises ClusterError if the kernel refuses a limit.
+    Raises ClusterError if the kernel refuses it.
     """
-    for (namespace, card), lines in zip((host, port), disciplines(limits), strict=True):
-        for line in lines:
-            try:
-                run("tc", "-n", namespace, "qdisc", "add", "dev", card, *line.split())
-            except CommandError as error:
-                kind, key = ("netem", "latency_ms") if "netem" in line else ("tbf", "bandwidth_mbit")
-                raise ClusterError(
-                    f"{key}={getattr(limits, key):g} of a host needs {kind}, which the kernel refuses ({error}); leave it out, "
-                    f"or load the module sch_{kind}"
-                ) from None
+    for (namespace, card), mbit in zip((host, port), (limits.bandwidth_mbit, limits.received_mbit), strict=True):
+        if mbit is None:
+            continue
+        try:
+            run("tc", "-n", namespace, "qdisc", "add", "dev", card, *token_bucket(mbit, limits.queue_seconds).split())
+        except CommandError as error:
+            raise ClusterError(
+                f"bandwidth_mbit={mbit:g} of a host needs tbf, which the kernel refuses ({error}); leave it out, or load "
+                "the module sch_tbf"
+            ) from None
 
 
-def disciplines(limits: HostLimits) -> tuple[list[str], list[str]]:
-    """Return the arguments of each `tc qdisc add dev CARD` for a host's sent packets, and for its received ones.
-
-    The sender adds the latency.
-    """
-    tbf, netem = [], []
-    if (mbit := limits.bandwidth_mbit) is not None:
-        queue = max(SMALLEST_QUEUE, round(mbit * 125_000 * QUEUE_SECONDS))
-        tbf = [f"root handle 1: tbf rate {mbit * 1e6:.0f}bit burst {burst_bytes(mbit)} limit {queue}"]
-    if limits.latency_ms is not None:
-        parent = "parent 1:1" if tbf else "root"
-        netem = [f"{parent} handle 2: netem delay {limits.latency_ms * 1000:.0f}us limit {NETEM_PACKETS}"]
-    return tbf + netem, tbf
+def token_bucket(mbit: float, queue_seconds: float = QUEUE_SECONDS) -> str:
+    """Return the arguments of `tc qdisc add dev CARD` for a bandwidth."""
+    queue = max(SMALLEST_QUEUE, round(mbit * 125_000 * queue_seconds))
+    return f"root handle 1: tbf rate {mbit * 1e6:.0f}bit burst {burst_bytes(mbit)} limit {queue}"
 
 
 @dataclass(frozen=True)

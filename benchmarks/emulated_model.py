@@ -1,0 +1,97 @@
+"""A language model whose computation takes a given time and no processor: for measuring networks on a machine with
+fewer cores than replicas.
+
+All else is real: parameters, autograd, hooks of modules and of gradients, and so whatever a library does in them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmtrain.model import LanguageModel, ModelBlock, blocks_of
+from llmtrain.parallel.wrapping import named_parameters_of
+
+FORWARD_SHARE = 1 / 3
+"""Share of a step's time in forward: a backward pass has twice the matrix products."""
+GRADIENT_SCALE = 1e-3
+
+
+def emulate(model: LanguageModel, step_seconds: float, seed: int) -> None:
+    """Let a model's forward and backward sleep for `step_seconds` in all, and yield gradients drawn from `seed` beforehand
+    and a loss of 0.
+
+    A block sleeps for its share of the model's matrix products. Its gradients appear when its backward ends, from the last
+    block to the first, as real ones do.
+    """
+    generator, clock = torch.Generator().manual_seed(seed), Sleeper()
+    blocks = blocks_of(model)
+    weights = [_multiplying(model, block) for block in blocks]
+    for block, weight in zip(blocks, weights, strict=True):
+        parameters = [parameter for _, parameter in named_parameters_of(model, block)]
+        gradients = [torch.randn(p.shape, generator=generator).mul_(GRADIENT_SCALE) for p in parameters]
+        seconds = step_seconds * weight / sum(weights)
+        # The engine's hooks are on a block's first module.
+        block.modules[0].forward = _forward_of(_Work(seconds, gradients, clock), parameters)
+
+    def forward(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = torch.zeros(())
+        for block in blocks:
+            loss = block.modules[0](loss)
+        return loss
+
+    model.forward = forward
+
+
+class Sleeper:
+    """Sleeps whose sum is exact: what one takes too long is taken off the next ones."""
+
+    def __init__(self) -> None:
+        self._excess = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep for so long, or less."""
+        started = time.perf_counter()
+        time.sleep(max(0.0, seconds - self._excess))
+        self._excess += time.perf_counter() - started - seconds
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One block's computation: its seconds in forward and backward, and the gradients that it yields."""
+
+    seconds: float
+    gradients: list[torch.Tensor]
+    clock: Sleeper
+
+
+class _Sleep(torch.autograd.Function):
+    """Identity of a scalar that depends on a block's parameters, and takes the time of the block."""
+
+    @staticmethod
+    def forward(ctx: Any, work: _Work, scalar: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.work = work
+        work.clock.sleep(FORWARD_SHARE * work.seconds)
+        return scalar.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.work.clock.sleep((1 - FORWARD_SHARE) * ctx.work.seconds)
+        return None, gradient, *ctx.work.gradients
+
+
+def _forward_of(work: _Work, parameters: list[nn.Parameter]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda scalar: _Sleep.apply(work, scalar, *parameters)
+
+
+def _multiplying(model: LanguageModel, block: ModelBlock) -> int:
+    """Return the number of weights that a block multiplies by: those of its matrices, without embeddings, unless the head
+    shares them."""
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    looked_up.discard(id(model.causal_lm.get_output_embeddings().weight))
+    return sum(p.numel() for _, p in named_parameters_of(model, block) if p.ndim >= 2 and id(p) not in looked_up)

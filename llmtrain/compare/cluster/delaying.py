@@ -1,0 +1,71 @@
+"""Start of the process that delays and loses a virtual cluster's packets, and questions to it."""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain.compare.cluster import frame_switch
+from llmtrain.compare.cluster.frame_switch import Counters
+from llmtrain.compare.cluster.limits import HostLimits
+from llmtrain.errors import ClusterError
+
+ANSWER_SECONDS = 30.0
+"""Timeout for a line of the process on a busy machine."""
+
+
+@dataclass(frozen=True)
+class DelaySwitch:
+    """Running process that stands in for a network's bridge."""
+
+    process: subprocess.Popen
+
+    def counters(self) -> Counters:
+        """Return what it has done so far. Raises ClusterError if it has ended or does not answer."""
+        try:
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+        except OSError:
+            raise ClusterError(f"the process that delays packets has ended (exit code {self.process.poll()})") from None
+        return Counters(**json.loads(self._line()))
+
+    def _line(self) -> str:
+        ready, _, _ = select.select([self.process.stdout], [], [], ANSWER_SECONDS)
+        line = self.process.stdout.readline() if ready else ""
+        if not line:
+            why = self.process.poll()
+            gone = f"nothing within {ANSWER_SECONDS:.0f} s" if why is None else f"its end (exit code {why})"
+            raise ClusterError(f"the process that delays packets: expected a line, and got {gone}; see its output")
+        return line
+
+
+@contextmanager
+def delay_switch(namespace: str, ports: Sequence[str], limits: Sequence[HostLimits]) -> Iterator[DelaySwitch]:
+    """Forward between the ports of hosts with these limits while the context is open, by a process in the namespace.
+
+    Raises ClusterError if it does not start.
+    """
+    wanted = [
+        {"port": port, "latency_seconds": (own.latency_ms or 0.0) / 1000, "loss": own.loss or 0.0}
+        for port, own in zip(ports, limits, strict=True)
+    ]
+    # -I: it needs the standard library alone, and takes none of this folder's modules for one of that.
+    program = [sys.executable, "-I", str(Path(frame_switch.__file__)), json.dumps(wanted)]
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", namespace, *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        made = DelaySwitch(process)
+        made._line()  # it forwards now
+        yield made
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()

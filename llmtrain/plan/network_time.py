@@ -1,0 +1,260 @@
+"""Time for which replicas stand still because of the network, per round, by a method's choices and the link between replicas.
+
+A local step takes `step_seconds`, whatever the network does, and a round has `every` of them. Replicas are as fast as one
+another and arithmetic takes no time: what is left is the network's part. With utilization = compute / (compute + exposed):
+
+    ring all-reduce     2 (N-1) hops of 1/N of the message, each bytes / bandwidth + a round trip, since gloo sends when it has
+                        heard that the receiver is ready. It halves a hop's bytes, so that the round trip of one half
+                        passes while the other is sent, and cuts hops at 2 MiB
+    rounded message     one hop to all others, then N-1 hops of a ring with the rounded sums
+    blocking            all messages, and N-1 hops of no bytes in which the replicas agree on the round
+    layer-wise          the same, less the forward of the blocks before each one
+    every step          messages, less the backward of the blocks that follow each one
+    overlapped          per fragment: its messages, less d steps; or per round: all messages, less the round, if that is more
+    delayed             all messages, less a round
+    wait-avoiding       a group's messages in every step, all replicas' in the last
+
+TCP starts slowly after a pause (`NetworkLink.restart_seconds`), which is added to the first message after one.
+
+The second exchange of a rounded message starts d // 2 steps after the first if overlapped. If delayed, and in steps that
+average gradients, it starts when the mean is needed, and nothing hides it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmtrain.config import (
+    BlockingSection,
+    DelayedSection,
+    LayerwiseSection,
+    OverlappedSection,
+    SyncSection,
+    WaitAvoidingSection,
+    WireSection,
+)
+from llmtrain.parallel.wire_format import WireFormat
+
+FORWARD_SHARE = 1 / 3
+"""Share of a step's time that is its forward pass, without recomputation."""
+VALUE_BYTES = 4
+HOP_BYTES = 2 << 20
+"""Maximum bytes of a hop: gloo has two segments in flight, of at most 1 MiB each."""
+STREAMS = 2
+"""Messages that gloo sends at once; further ones wait for one of its two threads."""
+INITIAL_WINDOW = 14_480
+"""Bytes that TCP sends in the first round trip after a long pause: ten segments."""
+TIMEOUT_SECONDS = 0.2
+"""By which TCP's retransmission timeout exceeds a steady round trip, at least (Linux)."""
+
+
+@dataclass(frozen=True)
+class NetworkLink:
+    """Network between replicas, as one rank has it."""
+
+    mbit: float
+    """Megabits of messages per second that a rank can send while it receives as many."""
+    latency_seconds: float = 0.0
+    """One-way latency."""
+    slow_start: bool = True
+    """True if TCP's window is halved per retransmission timeout of a pause, as Linux does by default."""
+
+    @property
+    def round_trip(self) -> float:
+        """Return the seconds from one replica to another and back."""
+        return 2 * self.latency_seconds
+
+    def transfer_seconds(self, sent: float) -> float:
+        """Return the time of so many bytes without latency."""
+        return 8 * sent / (self.mbit * 1e6)
+
+    def restart_seconds(self, in_flight: float, pause: float) -> float:
+        """Return the time that TCP's slow start adds if a connection has been idle for `pause` seconds and then has
+        `in_flight` bytes to send per round trip: a round trip per doubling of its window up to that, but at most as many
+        as the pause has halved it."""
+        if not (self.slow_start and self.latency_seconds and in_flight):
+            return 0.0
+        window = min(in_flight, self.mbit * 1e6 / 8 * self.round_trip)
+        doublings = max(0.0, math.log2(1 + window / INITIAL_WINDOW) - 1)
+        return self.round_trip * min(doublings, pause // (self.round_trip + TIMEOUT_SECONDS))
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Collective over the replicas in which each rank sends `sent` bytes in `hops` hops, one after another."""
+
+    sent: float
+    hops: float
+    peers: int = 1
+    """Ranks to which a rank sends at once."""
+    halved: bool = True
+    """True if a hop's second half is sent while the first one is on its way."""
+
+    @property
+    def in_flight(self) -> float:
+        """Return the bytes that are on their way to one peer at once."""
+        return self.sent / max(self.hops, 1) / self.peers
+
+    def seconds(self, link: NetworkLink) -> float:
+        """Return its time if nothing else is sent."""
+        hop = link.transfer_seconds(self.sent) / max(self.hops, 1)
+        if self.halved:
+            return self.hops * max(hop, hop / 2 + link.round_trip)
+        return self.hops * (hop + link.round_trip)
+
+
+@dataclass(frozen=True)
+class BlockMessage:
+    """Exchanges by which replicas sum one block: one, or two if its values are rounded."""
+
+    first: Exchange
+    second: Exchange | None = None
+
+    @property
+    def sent(self) -> float:
+        """Return the bytes that each rank sends."""
+        return self.first.sent + (self.second.sent if self.second is not None else 0.0)
+
+
+def block_message(values: int, replicas: int, wire: WireSection, rounded: bool = True) -> BlockMessage:
+    """Return the exchanges for a block of so many values per rank. Values are sent in fp32 unless `rounded`."""
+    others = replicas - 1
+    if wire.kind == "fp32" or not rounded:
+        chunk = VALUE_BYTES * values / replicas
+        return BlockMessage(Exchange(2 * others * chunk, 2 * others * max(1.0, chunk / HOP_BYTES)))
+    encoded = WireFormat(wire.kind)
+    sent = others * encoded.size(encoded.padded_chunk(values, replicas))
+    return BlockMessage(Exchange(sent, 1, peers=others, halved=False), Exchange(sent, others))
+
+
+def concurrent_seconds(exchanges: Sequence[Exchange], link: NetworkLink) -> float:
+    """Return the time of exchanges that are started at once: at least that of all their bytes, and that of STREAMS at once."""
+    streams = [0.0] * STREAMS
+    for exchange in exchanges:
+        heapq.heappush(streams, heapq.heappop(streams) + exchange.seconds(link))
+    return max(link.transfer_seconds(sum(exchange.sent for exchange in exchanges)), *streams)
+
+
+def slow_start_seconds(exchanges: Sequence[Exchange], link: NetworkLink, pause: float) -> float:
+    """Return the time that TCP's slow start adds to exchanges that are started at once after a pause."""
+    at_once = exchanges[:STREAMS]
+    return link.restart_seconds(sum(exchange.in_flight for exchange in at_once), pause) if at_once else 0.0
+
+
+def sequence_seconds(messages: Sequence[BlockMessage], link: NetworkLink) -> float:
+    """Return the time of blocks that are finished one after another while the next ones' exchanges are in flight."""
+    second = _second(messages)
+    if not second:
+        return concurrent_seconds(_first(messages), link)
+    # The second exchange of a block starts when the block before it is done.
+    chain = messages[0].first.seconds(link) + sum(exchange.seconds(link) for exchange in second)
+    return max(link.transfer_seconds(sum(message.sent for message in messages)), chain)
+
+
+@dataclass(frozen=True)
+class RoundTime:
+    """Estimated times of one round (or of one step that averages gradients) in seconds, and its bytes."""
+
+    compute: float
+    exposed: float
+    sent: float
+    """Bytes that each rank sends to other replicas."""
+
+    @property
+    def utilization(self) -> float:
+        """Return the share of the time that is not spent waiting for the network."""
+        return self.compute / (self.compute + self.exposed)
+
+
+def gradient_time(
+    wire: WireSection,
+    block_values: Sequence[int],
+    replicas: int,
+    step_seconds: float,
+    link: NetworkLink,
+    backward_share: float = 1 - FORWARD_SHARE,
+) -> RoundTime:
+    """Return the times of a step that averages gradients, as `round_time` does. `backward_share` is the share of a step in
+    which gradients are sent, 0 if the engine sends them afterwards."""
+    messages = [block_message(values, replicas, wire, wire.gradients) for values in reversed(block_values)]
+    backward = backward_share * step_seconds / len(messages)
+    first = _first(messages)
+    exposed = max(concurrent_seconds(first[-r:], link) - (r - 1) * backward for r in range(1, len(messages) + 1))
+    exposed += concurrent_seconds(_second(messages), link)
+    exposed += slow_start_seconds(first, link, (1 - backward_share) * step_seconds + backward)
+    return RoundTime(step_seconds, exposed, sum(message.sent for message in messages))
+
+
+def round_time(
+    sync: SyncSection,
+    block_values: Sequence[int],
+    replicas: int,
+    step_seconds: float,
+    every: float,
+    link: NetworkLink,
+    forward_share: float = FORWARD_SHARE,
+) -> RoundTime:
+    """Return the times of a round of `every` steps, after warm-up, for blocks of so many values per rank. `forward_share` is
+    the share of a step in which blocks are synchronized layer by layer, 0 if the engine gathers all of them first."""
+    if replicas == 1:
+        return RoundTime(every * step_seconds, 0.0, 0.0)
+    if sync.period.averages_gradients:
+        return gradient_time(sync.wire, block_values, replicas, step_seconds, link)
+    messages = [block_message(values, replicas, sync.wire) for values in block_values]
+    compute, sent, exposed = every * step_seconds, sum(message.sent for message in messages), 0.0
+    started = (replicas - 1) * link.round_trip + slow_start_seconds(_first(messages), link, compute)
+    match sync.schedule:
+        case BlockingSection():
+            exposed = started + sequence_seconds(messages, link)
+        case LayerwiseSection():
+            forward = forward_share * step_seconds / len(messages)
+            # A block shares the network with the next one, which gloo's other thread sends.
+            arrivals = [sequence_seconds(messages[: r + STREAMS - 1], link) for r in range(1, len(messages) + 1)]
+            exposed = started + max(arrival - r * forward for r, arrival in enumerate(arrivals))
+        case OverlappedSection() as overlapped:
+            fragments = [[messages[b] for b in blocks] for blocks in overlapped.blocks_of_fragments(len(messages))]
+            exposed = sum(_fragment_exposed(overlapped, own, step_seconds, every, link) for own in fragments)
+            # Fragments may be in flight at once, but a round has no more time for all of them than its own.
+            exposed = max(exposed, sequence_seconds(messages, link) - compute)
+        case DelayedSection():
+            first, second = _first(messages), _second(messages)
+            arrival = concurrent_seconds(first, link) + slow_start_seconds(first, link, compute)
+            exposed = max(0.0, arrival - compute) + concurrent_seconds(second, link)
+            exposed += slow_start_seconds(second, link, max(0.0, compute - arrival))
+        case WaitAvoidingSection() as avoiding:
+            members = avoiding.resolve_group_size(replicas) or replicas
+            group = [block_message(values, members, sync.wire) for values in block_values]
+            in_group = sequence_seconds(group, link) + slow_start_seconds(_first(group), link, step_seconds)
+            exposed = (
+                (every - 1) * in_group
+                + sequence_seconds(messages, link)
+                + slow_start_seconds(_first(messages), link, step_seconds)
+            )
+            sent += (every - 1) * sum(message.sent for message in group)
+        case other:
+            raise NotImplementedError(f"no time is known for {type(other).__name__}")
+    return RoundTime(compute, exposed, sent)
+
+
+def _first(messages: Sequence[BlockMessage]) -> list[Exchange]:
+    return [message.first for message in messages]
+
+
+def _second(messages: Sequence[BlockMessage]) -> list[Exchange]:
+    return [message.second for message in messages if message.second is not None]
+
+
+def _fragment_exposed(
+    section: OverlappedSection, messages: Sequence[BlockMessage], step_seconds: float, every: float, link: NetworkLink
+) -> float:
+    """Return the exposed time of one fragment per round."""
+    first, second = concurrent_seconds(_first(messages), link), concurrent_seconds(_second(messages), link)
+    pause = max(0.0, every / section.fragments * step_seconds - first - second)
+    first += slow_start_seconds(_first(messages), link, pause)
+    hidden, halfway = section.steps * step_seconds, section.steps // 2 * step_seconds
+    if not second or not halfway:  # with fewer than two steps, the second exchange starts when the mean is needed
+        return max(0.0, first - hidden) + second
+    return max(0.0, first - halfway) + max(0.0, second - (hidden - halfway))

@@ -1,0 +1,84 @@
+"""Mistakes in virtual networks and in what is predicted of them."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+SWITCH, FORMULA, LIMITS = (
+    ("tests/unit/test_frame_switch.py",),
+    ("tests/unit/test_network_time.py",),
+    ("tests/unit/test_virtual_cluster.py",),
+)
+
+MUTANTS = [
+    Mutant(
+        "switch: frames leave when they arrive",
+        "llmtrain/compare/cluster/frame_switch.py",
+        "(now + self.latency_seconds, frame)",
+        "(now, frame)",
+        SWITCH,
+    ),
+    Mutant(
+        "switch: frames for one host go to all",
+        "llmtrain/compare/cluster/frame_switch.py",
+        "return [found] if found is not None else",
+        "return",
+        SWITCH,
+    ),
+    Mutant(
+        "switch: no frame is lost",
+        "llmtrain/compare/cluster/frame_switch.py",
+        "if self.loss and self._drawn.random() < self.loss:",
+        "if False:",
+        SWITCH,
+    ),
+    Mutant(
+        "network: a cable receives what it sends",
+        "llmtrain/compare/cluster/limits.py",
+        "return self.downlink_mbit or self.bandwidth_mbit",
+        "return self.bandwidth_mbit",
+        LIMITS,
+    ),
+    Mutant(
+        "network: lost packets are as large as others",
+        "llmtrain/compare/cluster/limits.py",
+        "    if any(own.loss for own in limits):\n        return FRAME\n",
+        "",
+        LIMITS,
+    ),
+    Mutant(
+        "prediction: latency counts one way",
+        "llmtrain/plan/network_time.py",
+        "return 2 * self.latency_seconds",
+        "return self.latency_seconds",
+        FORMULA,
+    ),
+    Mutant(
+        "prediction: no slow start",
+        "llmtrain/plan/network_time.py",
+        "return self.round_trip * min(doublings, pause // (self.round_trip + TIMEOUT_SECONDS))",
+        "return 0.0",
+        FORMULA,
+    ),
+    Mutant(
+        "prediction: bytes of messages at once take no time beyond the longest one's",
+        "llmtrain/plan/network_time.py",
+        "return max(link.transfer_seconds(sum(exchange.sent for exchange in exchanges)), *streams)",
+        "return max(streams)",
+        FORMULA,
+    ),
+    Mutant(
+        "prediction: a delayed mean's second exchange is hidden",
+        "llmtrain/plan/network_time.py",
+        "exposed = max(0.0, arrival - compute) + concurrent_seconds(second, link)",
+        "exposed = max(0.0, arrival - compute)",
+        FORMULA,
+    ),
+    Mutant(
+        "prediction: fragments have more time than their round",
+        "llmtrain/plan/network_time.py",
+        "exposed = max(exposed, sequence_seconds(messages, link) - compute)",
+        "pass",
+        FORMULA,
+    ),
+]

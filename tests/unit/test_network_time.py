@@ -1,0 +1,163 @@
+"""The analytic time for which replicas stand still, by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+
+from llmtrain.config import SyncSection, WireSection
+from llmtrain.config.sync import AnySchedule
+from llmtrain.plan.network_time import (
+    INITIAL_WINDOW,
+    Exchange,
+    NetworkLink,
+    RoundTime,
+    block_message,
+    concurrent_seconds,
+    round_time,
+    sequence_seconds,
+)
+from llmtrain.sync.methods import METHODS
+
+BLOCKS = [1_024_000] * 6
+WIRE = 2 * 3 / 4 * 4 * 1_024_000  # bytes of a block, from each of 4 ranks
+FAST = NetworkLink(mbit=96.0)
+BLOCK = 8 * WIRE / 96e6  # about half a second
+
+
+def sync_of(method: str, **keys: object) -> SyncSection:
+    return SyncSection.model_validate({"method": method, **METHODS[method].PRESET, "warmup_steps": 0, **keys})
+
+
+def exposed(method: str, link: NetworkLink = FAST, every: int = 20, step: float = 0.6, **keys: object) -> float:
+    found = round_time(sync_of(method, **keys), BLOCKS, 4, step, every, link)
+    assert found.utilization == pytest.approx(found.compute / (found.compute + found.exposed))
+    return found.exposed
+
+
+def test_a_hop_is_halved_so_that_latency_passes_while_the_other_half_is_sent() -> None:
+    link = NetworkLink(mbit=8.0, latency_seconds=0.05)  # 1 MB/s, round trips of 0.1 s
+    assert Exchange(6e6, 6).seconds(link) == pytest.approx(6 * 1.0)
+    assert Exchange(6e5, 6).seconds(link) == pytest.approx(6 * 0.15)
+    assert Exchange(6e5, 1, halved=False).seconds(link) == pytest.approx(0.7)
+    assert Exchange(0.0, 3).seconds(link) == pytest.approx(0.3)
+
+
+def test_bytes_of_a_block_are_those_of_the_wire() -> None:
+    assert block_message(1_024_000, 4, WireSection()).sent == pytest.approx(WIRE)
+    assert block_message(1_024_000, 4, WireSection()).first.hops == 6
+    assert block_message(128 * 1_000_000, 4, WireSection()).first.hops == pytest.approx(6 * 128e6 / (2 << 20))
+    sizes = {"bf16": 2, "int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128}
+    for kind, size in sizes.items():
+        message = block_message(1_024_000, 4, WireSection(kind=kind))
+        assert message.sent == pytest.approx(2 * 3 / 4 * size * 1_024_000)
+        assert message.first.sent == message.second.sent and (message.first.hops, message.second.hops) == (1, 3)
+        assert block_message(1_024_000, 4, WireSection(kind=kind), rounded=False).second is None
+
+
+def test_two_messages_at_once_hide_latency_but_no_bytes() -> None:
+    short, link = Exchange(100.0, 6), NetworkLink(mbit=1e6, latency_seconds=0.05)
+    assert concurrent_seconds([], link) == 0
+    assert concurrent_seconds([short], link) == pytest.approx(0.6) == concurrent_seconds([short] * 2, link)
+    assert concurrent_seconds([short] * 3, link) == pytest.approx(1.2)
+    assert concurrent_seconds([Exchange(WIRE, 6)] * 6, FAST) == pytest.approx(6 * BLOCK)
+    rounded = block_message(128_000, 4, WireSection(kind="int8"))
+    assert sequence_seconds([rounded] * 6, link) == pytest.approx(0.1 + 6 * 3 * 0.1, rel=1e-3)
+
+
+def test_blocking_waits_for_all_bytes_and_for_the_agreement() -> None:
+    assert exposed("diloco") == pytest.approx(6 * BLOCK)
+    assert exposed("diloco", NetworkLink(96.0, 0.01, slow_start=False)) == pytest.approx(3 * 0.02 + 6 * BLOCK)
+    assert exposed("edit", schedule="blocking") == pytest.approx(6 * BLOCK)
+    far = NetworkLink(1e6, 0.5, slow_start=False)  # 6 blocks on 2 threads, 6 hops each
+    assert exposed("local_sgd", far) == pytest.approx(3 + 3 * 6, rel=1e-3)
+
+
+def test_tcp_starts_slowly_after_a_pause() -> None:
+    link = NetworkLink(mbit=80.0, latency_seconds=0.1)  # 2 MB in a round trip
+    window = INITIAL_WINDOW
+    assert link.restart_seconds(7 * window, pause=9.0) == pytest.approx(0.2 * 2)
+    assert link.restart_seconds(window, pause=9.0) == 0
+    assert link.restart_seconds(1e9, pause=9.0) == pytest.approx(0.2 * (math.log2(1 + 2e6 / window) - 1))
+    assert link.restart_seconds(1e9, pause=0.9) == pytest.approx(0.2 * 2)  # two timeouts of 0.4 s
+    assert link.restart_seconds(1e9, pause=0.39) == 0
+    assert NetworkLink(80.0, 0.1, slow_start=False).restart_seconds(1e9, 9.0) == 0
+    assert NetworkLink(80.0).restart_seconds(1e9, 9.0) == 0
+    message = block_message(1_024_000, 4, WireSection(kind="bf16"))
+    assert message.first.in_flight == pytest.approx(2 * 1_024_000 / 4) == message.second.in_flight
+    steady = exposed("diloco", NetworkLink(96.0, 0.1, slow_start=False))
+    hop = WIRE / 6
+    assert exposed("diloco", NetworkLink(96.0, 0.1)) - steady == pytest.approx(
+        NetworkLink(96.0, 0.1).restart_seconds(2 * hop, 12.0)
+    )
+
+
+def test_layerwise_hides_blocks_behind_the_forward_of_those_before() -> None:
+    forward = 0.6 / 3 / 6
+    assert exposed("edit") == pytest.approx(6 * BLOCK - 4 * forward)  # the last two come at once
+    # With a network faster than the forward, the first two blocks share it, and nothing hides them.
+    assert exposed("edit", NetworkLink(mbit=9600.0)) == pytest.approx(2 * BLOCK / 100)
+
+
+def test_gradients_hide_behind_the_backward_of_the_blocks_that_follow() -> None:
+    backward = 0.6 * 2 / 3 / 6
+    assert exposed("synchronous") == pytest.approx(6 * BLOCK - 5 * backward)
+    assert exposed("synchronous", NetworkLink(mbit=9600.0)) == pytest.approx(BLOCK / 100)
+    rounded = exposed("synchronous", wire={"kind": "int8", "gradients": True})
+    first = 6 * BLOCK * (1 + 4 / 128) / 4 / 2
+    assert rounded == pytest.approx(first - min(5 * backward, first * 5 / 6) + first, rel=1e-3)
+    assert exposed("synchronous", wire="int8") == pytest.approx(6 * BLOCK - 5 * backward)
+
+
+def test_a_fragment_hides_behind_its_steps() -> None:
+    fp32 = {"wire": "fp32"}
+    one = {"kind": "overlapped", "steps": 1, "fragments": 3}
+    assert exposed("streaming_diloco", **fp32, schedule=one) == pytest.approx(3 * (2 * BLOCK - 0.6))
+    assert exposed("streaming_diloco", **fp32, schedule=one | {"steps": 2}) == 0
+    # Not behind more steps than a round has for all fragments.
+    late = {"schedule": one | {"steps": 3}, **fp32, "every": 3}
+    assert exposed("streaming_diloco", **late) == pytest.approx(6 * BLOCK - 3 * 0.6)
+    # A round trip of 0.28 s: 6 hops of two blocks at once, and gloo's threads have three times as much to do in a round.
+    far = NetworkLink(1e6, 0.14, slow_start=False)
+    assert exposed("streaming_diloco", far, **late) == pytest.approx(3 * 6 * 0.28 - 3 * 0.6, rel=1e-3)
+    assert exposed("streaming_diloco", far, **late | {"every": 9}) == 0
+    farther = NetworkLink(1e6, 0.16, slow_start=False)
+    keys = late | {"every": 30}
+    assert exposed("streaming_diloco", farther, **keys) == pytest.approx(3 * (6 * 0.32 - 3 * 0.6), rel=1e-3)
+
+
+def test_a_fragments_second_exchange_has_the_second_half_of_its_steps() -> None:
+    link = NetworkLink(mbit=6.0)
+    half = 2 * BLOCK * 16 * (1 + 4 / 128) / 4 / 2  # of a fragment of 2 blocks
+    keys = {"kind": "overlapped", "fragments": 3}
+
+    def with_steps(steps: int) -> float:
+        return exposed("streaming_diloco", link, wire="int8", schedule=keys | {"steps": steps})
+
+    assert with_steps(5) == pytest.approx(3 * (half - 2 * 0.6 + half - 3 * 0.6), rel=1e-3)
+    assert with_steps(1) == pytest.approx(3 * (half - 0.6 + half), rel=1e-3)
+
+
+def test_a_delayed_mean_has_a_round_but_its_second_exchange_has_none() -> None:
+    assert exposed("co2", every=6) == 0
+    assert exposed("co2", every=4) == pytest.approx(6 * BLOCK - 4 * 0.6)
+    assert exposed("co2", wire="int8") == pytest.approx(3 * BLOCK * (1 + 4 / 128) / 4, rel=1e-3)
+
+
+def test_a_group_is_waited_for_in_every_step_but_the_last() -> None:
+    found = round_time(sync_of("wagma"), BLOCKS, 4, 0.6, 10, FAST)
+    group = 6 * BLOCK * (1 / 2) / (3 / 4)
+    assert found.exposed == pytest.approx(9 * group + 6 * BLOCK)
+    assert found.sent == pytest.approx((9 * (1 / 2) / (3 / 4) + 1) * 6 * WIRE)
+
+
+def test_one_replica_waits_for_nobody() -> None:
+    assert round_time(sync_of("diloco"), BLOCKS, 1, 0.6, 20, NetworkLink(1.0, 1.0)) == RoundTime(12.0, 0.0, 0.0)
+
+
+def test_every_schedule_has_a_time() -> None:
+    for section in get_args(AnySchedule):
+        keys = {"schedule": section.model_fields["kind"].default}
+        assert math.isfinite(exposed("diloco", every=20, **keys)), keys
