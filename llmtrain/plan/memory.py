@@ -82,7 +82,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
 
     weights      w P / M. Without sharding (M = 1), a copy in c is added if c < w: c P. ZeRO adds a copy in c: c P / M
                  in stage 3, c P in stages 1 and 2.
-    gradients    w P / M. ZeRO-1 adds c P.
+    gradients    w P / M. ZeRO-1 adds c P if it accumulates over micro-batches; otherwise they are in its buckets.
     optimizer    AdamW: 2 w P / M. SGD: 0. With `zero_offload`, optimizer state, masters and a copy of the gradients
                  in w count as `host`.
     anchors      w P / M for the anchor, and as much for outer momentum. A plain average needs no anchor if replicas
@@ -295,12 +295,13 @@ def _zero(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _Engine
     gathers = parallel.zero_stage == 3
     optimizer = 2 * sharded if recipe.optim.kind == "adamw" else 0
     offloaded = 2 * sharded + optimizer if parallel.zero_offload else 0  # masters and gradients
-    gradients = sharded + (whole if parallel.zero_stage == 1 else 0)
+    accumulates = _accumulates(recipe, replicas, shard)
+    gradients = sharded + (whole if parallel.zero_stage == 1 and accumulates else 0)
     in_forward = compute * (largest + second) + max(4, compute) * BUCKET if gathers else 0
     return _EngineMemory(
         weights=(0 if offloaded else sharded) + (-(-whole // shard) if gathers else whole),
         gradients=gradients,
-        early_gradients=gradients if gathers or _accumulates(recipe, replicas, shard) else 0,
+        early_gradients=gradients if gathers or accumulates else 0,
         late_gradients=gradients,
         optimizer=0 if offloaded else optimizer,
         gathered=in_forward + compute * largest if gathers else compute * 2 * BUCKET,
