@@ -82,7 +82,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
 
     weights      w P / M. Without sharding (M = 1), a copy in c is added if c < w: c P. ZeRO adds a copy in c: c P / M
                  in stage 3, c P in stages 1 and 2.
-    gradients    w P / M. ZeRO-1 adds c P.
+    gradients    w P / M. ZeRO-1 adds c P if it accumulates over micro-batches; otherwise they are in its buckets.
     optimizer    AdamW: 2 w P / M. SGD: 0. With `zero_offload`, optimizer state, masters and a copy of the gradients
                  in w count as `host`.
     anchors      w P / M for the anchor, and as much for outer momentum. A plain average needs no anchor if replicas
@@ -91,8 +91,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     gathered     FSDP2: the two largest blocks in c, or all of them if they stay gathered (`reshards`), and in backward the
                  largest one's gradient in c and, until it is reduced, in w. Without sharding, only these gradients: in w,
                  and in c if c < w. ZeRO-3: the two largest blocks in c, a bucket of BUCKET gradient values in at least
-                 fp32, and in backward the largest block's gradient in c. ZeRO-1 and 2: no blocks, but in backward two
-                 buckets in c.
+                 fp32, in backward the largest block's gradient in c, and while a bucket is reduced a copy of its values in
+                 fp32. ZeRO-1 and 2: no blocks, but in backward two buckets in c.
     activations  A layer saves l = s c t F. F is the sum of its linear layers' inputs and outputs, and s is
                  SAVED_PER_LINEAR. Unfused attention adds SAVED_PER_ATTENTION_WEIGHT bytes for each of heads x t x
                  sequence_length weights. The total is layers x l, plus l / 4 for gradients. With checkpointing it is
@@ -147,17 +147,18 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
 
     moments = (
         own.early_gradients + forward + own.gathered_in_forward + loss,
-        own.early_gradients + backward + own.gathered,
-        own.late_gradients + last + own.gathered,
+        own.early_gradients + backward + own.gathered + (own.reduced if size.parameters > BUCKET else 0),
+        own.late_gradients + last + own.gathered + own.reduced,
         own.early_gradients + in_flight + (forward + own.gathered_in_forward if sync.schedule.syncs_in_forward else 0),
     )
-    sum_of_these = own.gradients + backward + own.gathered + loss + in_flight
+    gathered = own.gathered + own.reduced
+    sum_of_these = own.gradients + backward + gathered + loss + in_flight
     return Memory(
         weights=own.weights,
         gradients=own.gradients,
         optimizer=own.optimizer,
         anchors=0 if sync.offload else anchors,
-        gathered=own.gathered,
+        gathered=gathered,
         activations=backward,
         loss=loss,
         messages=in_flight + stay,
@@ -242,6 +243,8 @@ class _EngineMemory:
     optimizer: int
     gathered: int
     gathered_in_forward: int
+    reduced: int = 0
+    """Copy of a bucket of gradients while it is reduced: at the latest when backward ends."""
     host: int = 0
 
 
@@ -292,15 +295,17 @@ def _zero(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _Engine
     gathers = parallel.zero_stage == 3
     optimizer = 2 * sharded if recipe.optim.kind == "adamw" else 0
     offloaded = 2 * sharded + optimizer if parallel.zero_offload else 0  # masters and gradients
-    gradients = sharded + (whole if parallel.zero_stage == 1 else 0)
+    accumulates = _accumulates(recipe, replicas, shard)
+    gradients = sharded + (whole if parallel.zero_stage == 1 and accumulates else 0)
     in_forward = compute * (largest + second) + max(4, compute) * BUCKET if gathers else 0
     return _EngineMemory(
         weights=(0 if offloaded else sharded) + (-(-whole // shard) if gathers else whole),
         gradients=gradients,
-        early_gradients=gradients if gathers or _accumulates(recipe, replicas, shard) else 0,
+        early_gradients=gradients if gathers or accumulates else 0,
         late_gradients=gradients,
         optimizer=0 if offloaded else optimizer,
         gathered=in_forward + compute * largest if gathers else compute * 2 * BUCKET,
         gathered_in_forward=in_forward,
+        reduced=4 * min(BUCKET, size.parameters) if gathers else 0,
         host=offloaded,
     )

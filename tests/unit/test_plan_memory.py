@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llmtrain.config import EveryStepsSection, OverlappedSection, Recipe
 from llmtrain.errors import ModelError
+from llmtrain.parallel.zero_layout import BUCKET
 from llmtrain.plan.memory import KEPT_SHARE, SAVED_PER_LINEAR, estimate, reshards
 from llmtrain.plan.mesh_plan import with_resharding_decided
 from llmtrain.plan.model_size import ModelSize, size_of
@@ -236,7 +237,7 @@ def test_a_given_policy_is_kept(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "weights", "gradients"), [(1, 4 / 4 + 2, 4 / 4 + 2), (2, 4 / 4 + 2, 4 / 4), (3, 6 / 4, 4 / 4)]
+    ("stage", "weights", "gradients"), [(1, 4 / 4 + 2, 4 / 4), (2, 4 / 4 + 2, 4 / 4), (3, 6 / 4, 4 / 4)]
 )
 def test_zero_shards_by_its_stage(tmp_path, stage: int, weights: float, gradients: float) -> None:
     keys = ["parallel.engine=zero", f"parallel.zero_stage={stage}"]
@@ -247,6 +248,24 @@ def test_zero_shards_by_its_stage(tmp_path, stage: int, weights: float, gradient
     away = planned(tmp_path, *keys, "parallel.zero_offload=true", shard=4)
     found = (away.weights, away.gradients, away.optimizer, away.host)
     assert found == pytest.approx((weights * p - p, gradients * p, 0, (4 + 4 + 8) * p / 4), abs=16)
+
+
+def test_zero_1_keeps_all_gradients_while_it_accumulates(tmp_path) -> None:
+    keys = ["parallel.engine=zero", "parallel.zero_stage=1"]
+    once, twice = (planned(tmp_path, *keys, f"train.global_batch={batch}", shard=4) for batch in (8, 16))
+    assert twice.gradients - once.gradients == 2 * size_of(make(tmp_path)).parameters
+
+
+def test_zero_3_copies_a_bucket_to_reduce_it(tmp_path) -> None:
+    """The copy, in fp32, is there when backward ends; before, the activations of all layers are."""
+    zero3 = ["parallel.engine=zero", "parallel.zero_stage=3"]
+    parts = [planned(tmp_path, "parallel.engine=zero", f"parallel.zero_stage={stage}").gathered for stage in (2, 3)]
+    blocks = 3 * 2 * 808 - 2 * 8  # the two largest, and the largest one's gradient, in bf16
+    assert parts[1] - parts[0] == blocks + (4 - 2 * 2) * BUCKET + 4 * 3864
+    many = [*zero3, "train.micro_batch=64", "train.global_batch=64"]
+    whole = planned(tmp_path, *many)
+    recomputed = planned(tmp_path, *many, "parallel.activation_checkpointing=true")
+    assert whole.device_total > recomputed.device_total
 
 
 def test_offload_moves_anchors_to_the_host(tmp_path) -> None:
