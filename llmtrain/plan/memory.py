@@ -1,8 +1,7 @@
 """Estimate of the memory that one rank needs to train a recipe.
 
 It is arithmetic on the model's counts, for the moments of a step at which memory use peaks. It leaves out the device's context, the
-communication library's buffers, allocator fragmentation and the savings of torch.compile. It is accurate enough to
-choose a mesh, but does not guarantee that a run fits.
+communication library's buffers and allocator fragmentation. It is accurate enough to choose a mesh, but does not guarantee that a run fits.
 """
 
 from __future__ import annotations
@@ -29,6 +28,11 @@ Counted with `torch.autograd.graph.saved_tensors_hooks`. Llama: 1.20 in bf16 and
 with grouped heads (1.23, 1.13). GPT-Neo: 1.56 in global and 1.70 in local layers. GPT-Neo with transformers'
 attention, whose weights are not included: 1.69 to 1.74 in bf16 and 1.57 to 1.59 in fp32.
 """
+SAVED_PER_COMPILED_LINEAR = {"fused": 0.85, FUSED_FAMILY: 1.0}
+"""The same for compiled layers, in which torch.compile computes cheap results again in backward, in any precision.
+
+Counted in the same way. Llama: 0.84 in bf16 and fp32. GPT-Neo: 0.96 in fp32. Layers without fused attention, and those that
+recompute anyway, are planned as if they were not compiled."""
 SAVED_PER_ATTENTION_WEIGHT = {"bf16": 6, "fp32": 4, "fp64": 8}
 """Bytes saved per attention weight without fused attention, counted on transformers' GPT-Neo in bf16 and fp32."""
 IN_BACKWARD = 1.25
@@ -94,11 +98,12 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
                  fp32, in backward the largest block's gradient in c, and while a bucket is reduced a copy of its values in
                  fp32. ZeRO-1 and 2: no blocks, but in backward two buckets in c.
     activations  A layer saves l = s c t F. F is the sum of its linear layers' inputs and outputs, and s is
-                 SAVED_PER_LINEAR. Unfused attention adds SAVED_PER_ATTENTION_WEIGHT bytes for each of heads x t x
-                 sequence_length weights. The total is layers x l, plus l / 4 for gradients. With checkpointing it is
-                 c t hidden per layer, plus 5 l / 4. With `selective` it is c t (O + 2 hidden) per layer, where O is the
-                 outputs of its linear layers, plus 5 l / 4. With `document_mask`, masks of c t sequence_length are added:
-                 one for each layer that attends to the whole sequence. For Llama or with checkpointing it is a single one.
+                 SAVED_PER_LINEAR, or SAVED_PER_COMPILED_LINEAR with `compile`. Unfused attention adds
+                 SAVED_PER_ATTENTION_WEIGHT bytes for each of heads x t x sequence_length weights. The total is
+                 layers x l, plus l / 4 for gradients. With checkpointing it is c t hidden per layer, plus 5 l / 4. With
+                 `selective` it is c t (O + 2 hidden) per layer, where O is the outputs of its linear layers, plus
+                 5 l / 4. With `document_mask`, masks of c t sequence_length are added: one for each layer that attends
+                 to the whole sequence. For Llama or with checkpointing it is a single one.
     loss         The larger of twice the logits of loss_chunk positions in at least fp32, and the gradients of these
                  logits and of the head in c. In addition, the head's full gradient in at least fp32 and the gradient
                  of its inputs in c.
@@ -209,7 +214,10 @@ def _kept_by_layer(recipe: Recipe, size: ModelSize) -> int:
     precision, train = recipe.parallel.precision, recipe.train
     _, compute = BYTES[precision]
     tokens = train.micro_batch * train.sequence_length
-    linear = SAVED_PER_LINEAR[size.attention][precision] * compute * tokens * size.linear_features
+    per_linear = SAVED_PER_LINEAR[size.attention][precision]
+    if recipe.parallel.compile:
+        per_linear = SAVED_PER_COMPILED_LINEAR.get(size.attention, per_linear)
+    linear = per_linear * compute * tokens * size.linear_features
     weights = size.unfused_heads * tokens * train.sequence_length
     return int(linear) + SAVED_PER_ATTENTION_WEIGHT[precision] * weights
 

@@ -6,6 +6,27 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "plan: compiled layers keep as much as others",
+        "llmtrain/plan/memory.py",
+        "SAVED_PER_COMPILED_LINEAR.get(size.attention, per_linear)",
+        "per_linear",
+        ("tests/unit/test_plan_memory.py",),
+    ),
+    Mutant(
+        "plan: ZeRO-1 keeps all gradients at all times",
+        "llmtrain/plan/memory.py",
+        "whole if parallel.zero_stage == 1 and accumulates else 0",
+        "whole if parallel.zero_stage == 1 else 0",
+        ("tests/unit/test_plan_memory.py",),
+    ),
+    Mutant(
+        "plan: a bucket is reduced without a copy",
+        "llmtrain/plan/memory.py",
+        "reduced=4 * min(BUCKET, size.parameters) if gathers else 0,",
+        "reduced=0,",
+        ("tests/unit/test_plan_memory.py",),
+    ),
+    Mutant(
         "plan: parameters stay gathered however much they take",
         "llmtrain/plan/memory.py",
         "return compute * size.parameters > KEPT_SHARE * lowest.device_total",

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from llmtrain.config import EveryStepsSection, OverlappedSection, Recipe
 from llmtrain.errors import ModelError
 from llmtrain.parallel.zero_layout import BUCKET
-from llmtrain.plan.memory import KEPT_SHARE, SAVED_PER_LINEAR, estimate, reshards
+from llmtrain.plan.memory import KEPT_SHARE, SAVED_PER_COMPILED_LINEAR, SAVED_PER_LINEAR, estimate, reshards
 from llmtrain.plan.mesh_plan import with_resharding_decided
 from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.recipe_loader import load_recipe
@@ -248,6 +248,12 @@ def test_zero_shards_by_its_stage(tmp_path, stage: int, weights: float, gradient
     away = planned(tmp_path, *keys, "parallel.zero_offload=true", shard=4)
     found = (away.weights, away.gradients, away.optimizer, away.host)
     assert found == pytest.approx((weights * p - p, gradients * p, 0, (4 + 4 + 8) * p / 4), abs=16)
+
+
+def test_compiled_layers_keep_less(tmp_path) -> None:
+    plain, compiled = (planned(tmp_path, f"parallel.compile={value}") for value in ("false", "true"))
+    of_layers = SAVED_PER_COMPILED_LINEAR["fused"] / SAVED
+    assert compiled.activations / plain.activations == pytest.approx(of_layers, rel=1e-3)
 
 
 def test_zero_1_keeps_all_gradients_while_it_accumulates(tmp_path) -> None:
