@@ -6,12 +6,12 @@ All else is real: parameters, autograd, hooks of modules and of gradients, and s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from loops import Pace
 from torch import nn
 
 from llmtrain.model import LanguageModel, ModelBlock, blocks_of
@@ -29,7 +29,7 @@ def emulate(model: LanguageModel, step_seconds: float, seed: int) -> None:
     A block sleeps for its share of the model's matrix products. Its gradients appear when its backward ends, from the last
     block to the first, as real ones do.
     """
-    generator, clock = torch.Generator().manual_seed(seed), Sleeper()
+    generator, clock = torch.Generator().manual_seed(seed), Pace()
     blocks = blocks_of(model)
     weights = [_multiplying(model, block) for block in blocks]
     for block, weight in zip(blocks, weights, strict=True):
@@ -48,26 +48,13 @@ def emulate(model: LanguageModel, step_seconds: float, seed: int) -> None:
     model.forward = forward
 
 
-class Sleeper:
-    """Sleeps whose sum is exact: what one takes too long is taken off the next ones."""
-
-    def __init__(self) -> None:
-        self._excess = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep for so long, or less."""
-        started = time.perf_counter()
-        time.sleep(max(0.0, seconds - self._excess))
-        self._excess += time.perf_counter() - started - seconds
-
-
 @dataclass(frozen=True)
 class _Work:
     """One block's computation: its seconds in forward and backward, and the gradients that it yields."""
 
     seconds: float
     gradients: list[torch.Tensor]
-    clock: Sleeper
+    clock: Pace
 
 
 class _Sleep(torch.autograd.Function):

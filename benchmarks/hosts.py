@@ -99,7 +99,7 @@ def sent_by(interface: str, devices: str) -> int:
 
 
 def serves(measure: Callable[[dict[str, Any], Member], Any]) -> bool:
-    """In a process that HostRanks started, measure until there are no more tasks. Return False in any other process."""
+    """Measure until there are no more tasks, in a process that HostRanks started. Return False in any other process."""
     if MEMBER not in os.environ:
         return False
     import torch

@@ -297,6 +297,36 @@ def timed(step: Callable[[], object], steps: int, mesh: Mesh) -> float:
     return time.perf_counter() - started
 
 
+class Pace:
+    """Clock of emulated computation. Each span ends at a time fixed beforehand, and what a sleep or other work takes beyond
+    that is taken off the next span: the sum of all spans is exact, and what happens between spans is none of theirs."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep):
+        self._now, self._sleep = now, sleep
+        self.debt = 0.0
+        """Seconds by which the last span was too long."""
+        self._end = 0.0
+
+    def resume(self) -> None:
+        """Begin a span, which includes all until `pause`."""
+        self._end = self._now() - self.debt
+
+    def run(self, seconds: float) -> None:
+        """Emulate `seconds` of computation."""
+        self._end += seconds
+        self._sleep(max(0.0, self._end - self._now()))
+
+    def pause(self) -> None:
+        """End the span."""
+        self.debt = self._now() - self._end
+
+    def sleep(self, seconds: float) -> None:
+        """Emulate a span of `seconds`."""
+        self.resume()
+        self.run(seconds)
+        self.pause()
+
+
 # ---- numbers
 
 

@@ -1,4 +1,4 @@
-"""How much of the compute is used by each method, by bandwidth, latency and the length of a round?
+"""Share of the compute that each method uses, by bandwidth, latency and the length of a round.
 
     python benchmarks/network.py --quick                              # 4 virtual hosts, root; five minutes on two cores
     python benchmarks/network.py                                      # cells that cover all pairs; an hour and a half
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     from llmtrain.plan.network_time import NetworkLink, RoundTime
 
 PAYLOAD = 1448 / 1514
-"""Of an Ethernet frame's bytes: the rest are its own header and those of IP and TCP."""
+"""Payload's share of an Ethernet frame. The rest are its own header and those of IP and TCP."""
 PORT = 29400
 SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
 PASSED = ("rounds", "gradient_rounds", "alone_steps", "jitter", "keep_window")
 """Options that ranks get as they are."""
 START_SECONDS = 20
-"""For the processes of a cluster, on two cores."""
+"""Seconds in which the processes of a cluster start, on two cores."""
 TOO_LONG_SECONDS = 400
-"""Cells that the formula gives longer are no candidates of the default table: nothing is left of their utilization."""
+"""Longest predicted measurement of a cell of the default table. Beyond it, utilization is close to 0."""
 FAR_OFF = 3.0
 """Points between measured and predicted utilization from which a row is named."""
 QUICK = {"methods": ["synchronous", "diloco", "edit", "streaming_diloco"], "wires": ["fp32", "int4"], "every": [5, 10]}
@@ -86,7 +86,7 @@ the rest of it, as the engines do. Bandwidth is that of the cable in each direct
 
 
 def clusters_of(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells by their networks, in the order of the first of each."""
+    """Return the cells grouped by network, in the order of each network's first cell."""
     found: dict[tuple[float, float], list[Cell]] = {}
     for cell in cells:
         found.setdefault(cell.network, []).append(cell)
@@ -94,7 +94,7 @@ def clusters_of(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def link_of(cell: Cell, options: Namespace) -> NetworkLink:
-    """What a rank has of the network: ranks of a host share its card."""
+    """Return a rank's share of the network, in which the ranks of a host share its card."""
     from llmtrain.plan.network_time import NetworkLink
 
     mbit = min(cell.mbit, options.downlink or cell.mbit)
@@ -102,7 +102,7 @@ def link_of(cell: Cell, options: Namespace) -> NetworkLink:
 
 
 def prediction(cell: Cell, options: Namespace) -> RoundTime:
-    """The analytic times of a round."""
+    """Return the analytic times of a cell's round."""
     from llmtrain.plan.network_time import round_time
 
     sync, step = cell.sync(), options.step_ms / 1000
@@ -116,19 +116,19 @@ def prediction(cell: Cell, options: Namespace) -> RoundTime:
 
 
 def values_of(options: Namespace) -> int:
-    """Of each block on each rank."""
+    """Return the number of values of a block on one rank."""
     return max(1, round(options.parameters / BLOCKS / options.shards))
 
 
 def seconds_of(cell: Cell, options: Namespace) -> float:
-    """How long a cell takes to measure, by the formula."""
+    """Return the seconds that measuring a cell takes, by the formula."""
     rounds = options.rounds if not cell.sync().period.averages_gradients else options.gradient_rounds
     one = prediction(cell, options)
     return (rounds + 2) * (one.compute + one.exposed) + options.alone_steps * options.step_ms / 1000
 
 
 def cells_of(options: Namespace) -> list[Cell]:
-    """The command line's cells: all of its rows' combinations, or those that cover all pairs of the methods'."""
+    """Return the command line's cells: all combinations of its rows with the networks, or a choice that covers all pairs."""
     network = {"every": options.every, "mbit": options.mbit, "latency_ms": options.latency_ms}
     if options.rows:
         rows = list(map(row_of, options.rows))
@@ -147,7 +147,7 @@ def cells_of(options: Namespace) -> list[Cell]:
 
 
 def measured(cells: Sequence[Cell], options: Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """The rows of every rank for cells of one network, and what the delaying switch did. Raises RowFailed."""
+    """Return every rank's rows for the cells of one network, and the counters of the delaying switch. Raises RowFailed."""
     from llmtrain.compare.cluster import HostLimits, virtual_cluster
 
     mbit, latency_ms = cells[0].network
@@ -207,7 +207,7 @@ def run_ranks(hosts: Sequence[VirtualHost], task: dict[str, Any], folder: Path, 
 
 
 def table_row(answer: Mapping[str, Any], options: Namespace) -> tuple[Row, str | None]:
-    """A cell's line of the table, and what to name it if it is far off what is predicted."""
+    """Return a cell's line of the table, and a sentence about it if it is far from the prediction."""
     cell = Cell(**answer["cell"] | {"keys": tuple(answer["cell"]["keys"])})
     ranks, expected = answer["ranks"], prediction(cell, options)
     rounds = range(len(ranks[0]["seconds"]))
@@ -245,7 +245,7 @@ def table_row(answer: Mapping[str, Any], options: Namespace) -> tuple[Row, str |
 
 
 def add_options(to: ArgumentParser) -> None:
-    """Which cells, and how they are measured."""
+    """Add the options that choose the cells and how they are measured."""
     rows = to.add_argument_group("cells")
     rows.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
     rows.add_argument("--wires", nargs="+", choices=WIRES, metavar="WIRE", help=", ".join(WIRES))
@@ -282,7 +282,7 @@ def add_options(to: ArgumentParser) -> None:
 
 
 def options_of(arguments: ArgumentParser, words: Sequence[str] | None = None) -> Namespace:
-    """The command line, or these words of one, with the defaults that depend on `--quick`."""
+    """Return the parsed command line (or `words`), with the defaults that depend on `--quick`."""
     options = arguments.parse_args(words)
     methods = [name for name in METHODS if name != "local_sgd"]
     defaults = {"methods": methods, "wires": list(WIRES), "every": [10, 20, 50], "rounds": 5, "step_ms": 600.0}
@@ -334,7 +334,7 @@ def main() -> None:
 def resolution(
     alone: Sequence[float], debts: Sequence[float], switches: Sequence[Mapping[str, float]], options: Namespace
 ) -> list[str]:
-    """Sentences about what the measurement can tell apart."""
+    """Return sentences about the resolution of the measurement."""
     said = [
         f"A step alone took {min(alone):.3f} to {max(alone):.3f} ms where {options.step_ms:g} ms were asked for; the last span of "
         f"a cell ended at most {max(debts):.2f} ms late."
@@ -352,7 +352,7 @@ def resolution(
 
 
 def ceiling(mbit: float, options: Namespace) -> str:
-    """Sentence about what the switch in user space carries."""
+    """Return a sentence about the throughput of the switch in user space."""
     from llmtrain.compare.cluster import HostLimits
 
     delayed = HostLimits(latency_ms=0.01)  # no more than it takes to have the switch

@@ -1,4 +1,4 @@
-"""What network.py's virtual network carries at most: every host sends to the next one, all at once."""
+"""Throughput of network.py's virtual network while every host sends to the next one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=60) as pe
 
 
 def carried_mbit(limits: HostLimits, hosts: int) -> float:
-    """Mbit/s of messages that each of so many hosts sends while it receives as many: the mean over hosts."""
+    """Return the Mbit/s of payload that each of `hosts` hosts sends while it receives as much: the mean over hosts."""
     from llmtrain.compare.cluster import virtual_cluster
 
     with virtual_cluster([limits] * hosts) as cluster:

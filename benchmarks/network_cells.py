@@ -1,4 +1,4 @@
-"""What network.py measures: its rows (a method, and how it is set), its cells, and which of all cells cover most."""
+"""Rows and cells of network.py, and the choice of few cells that cover all pairs of values."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ METHODS = {
     "co2": ("sync.method=co2", *STEPS),
     "wagma": ("sync.method=wagma", *STEPS),
 }
-"""By their names in the table: presets without warm-up."""
+"""Overrides by name in the table: presets without warm-up."""
 WIRES = ("fp32", "bf16", "int8", "int4")
 CUSTOM = ": "
-"""What separates the name of a row of one's own from its keys."""
+"""Separator between the name of a row given on the command line and its keys."""
 Factors = Mapping[str, Sequence[object]]
 
 
@@ -42,16 +42,16 @@ class Cell:
     mbit: float
     latency_ms: float
     keys: tuple[str, ...] = ()
-    """Of a row of one's own; they are all that sets its method."""
+    """Overrides of a row given on the command line; nothing else sets its method."""
 
     @property
     def network(self) -> tuple[float, float]:
-        """Bandwidth and latency: cells that have them in common share the hosts."""
+        """Return bandwidth and latency. Cells that have both in common share the hosts."""
         return self.mbit, self.latency_ms
 
     @property
     def overrides(self) -> list[str]:
-        """The recipe's keys."""
+        """Return the recipe's overrides."""
         own = self.keys or METHODS[self.method]
         if "sync.method=synchronous" in own:
             rounded = [f"sync.wire.kind={self.wire}", "sync.wire.gradients=true"]
@@ -62,7 +62,7 @@ class Cell:
         return [*own, *every, *wire]
 
     def sync(self) -> SyncSection:
-        """The section of the recipe."""
+        """Return the recipe's `sync` section."""
         return _sync_of(tuple(self.overrides))
 
 
@@ -74,7 +74,7 @@ def _sync_of(overrides: tuple[str, ...]) -> SyncSection:
 
 
 def row_of(text: str) -> dict[str, object]:
-    """Method, wire and keys of `METHOD`, `METHOD/WIRE` or `NAME: KEY=VALUE ...`, whose keys choose the wire. Raises ValueError
+    """Return method, wire and keys of `METHOD`, `METHOD/WIRE` or `NAME: KEY=VALUE ...`, whose keys choose the wire. Raises ValueError
     for any other text."""
     name, custom, keys = text.partition(CUSTOM)
     if custom:
@@ -95,14 +95,14 @@ def row_of(text: str) -> dict[str, object]:
 
 
 def product(factors: Factors) -> list[dict[str, object]]:
-    """All combinations of the factors' values, the last factor's changing fastest."""
+    """Return all combinations of the factors' values, the last factor's changing fastest."""
     return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
 
 
 def pairwise(
     candidates: Sequence[dict[str, object]], cost: Callable[[dict[str, object]], float]
 ) -> list[dict[str, object]]:
-    """As few of the candidates as a greedy search finds, so that every two values of different factors that some
+    """Return as few of the candidates as a greedy search finds, so that every two values of different factors that some
     candidate has in common are in one of those chosen: each time the candidate with the most new pairs, of equals the one
     that costs least, of equals the first. The choice depends on nothing else."""
 

@@ -1,4 +1,4 @@
-"""What network.py runs in each host: real methods over a stand-in whose steps take exactly what they should."""
+"""Ranks of network.py: real methods over a stand-in for a model, whose steps take a given time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loops import Pace
 from network_cells import Cell
 from stragglers import StandIn
 
@@ -20,35 +21,11 @@ if TYPE_CHECKING:
 
 BLOCKS = 6
 FORWARD = 1 / 3
-"""Of a step, in which the blocks are used one after another; in the rest of it their gradients come, from the last on."""
+"""Forward's share of a step, in which blocks are used in order. In the rest their gradients appear, the last block's first."""
 UPDATED = 4096
 """Values of each block that a step changes: enough for a pseudo-gradient, and too few to take processor time from others."""
 TIMEOUT_SECONDS = 900
 SENT = "/sys/class/net/{}/statistics/tx_bytes"
-
-
-class Pace:
-    """Clock of emulated computation. Each span ends at a time fixed beforehand, and what a sleep or other work takes beyond
-    that is taken off the next span: the sum of all spans is exact, and what happens between spans is none of theirs."""
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep):
-        self._now, self._sleep = now, sleep
-        self.debt = 0.0
-        """Seconds that the last span has taken too long."""
-        self._end = 0.0
-
-    def resume(self) -> None:
-        """Begin a span, which includes all until `pause`."""
-        self._end = self._now() - self.debt
-
-    def run(self, seconds: float) -> None:
-        """Compute for so long."""
-        self._end += seconds
-        self._sleep(max(0.0, self._end - self._now()))
-
-    def pause(self) -> None:
-        """End the span."""
-        self.debt = self._now() - self._end
 
 
 class PacedStandIn(StandIn):
@@ -63,10 +40,10 @@ class PacedStandIn(StandIn):
         self.blocks = [Block(f"block {i}", [torch.zeros(values)]) for i in range(BLOCKS)]
         self.pace = Pace()
         self.wire: WireFormat | None = None
-        """Of gradients."""
+        """Wire format of gradients."""
 
     def step(self, step: int, lr: float) -> None:
-        """One step of this replica, and the average of its gradients while the method wants it."""
+        """Take one step of this replica, and average its gradients while the method wants it."""
         import torch
 
         seconds, pace, averaging = self.seconds(step) / len(self.blocks), self.pace, []
@@ -110,7 +87,7 @@ def measure(task: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def measure_cell(sync: SyncSection, mesh: Mesh, number: int, task: dict[str, Any]) -> dict[str, list[float] | float]:
-    """This rank's steps alone, and its rounds of a method after the first one. All ranks call it."""
+    """Return this rank's times of steps alone and of a method's rounds after the first one. A collective of all ranks."""
     import torch.distributed as dist
 
     from llmtrain.config import LRScheduleSection
@@ -158,7 +135,7 @@ def measure_cell(sync: SyncSection, mesh: Mesh, number: int, task: dict[str, Any
 
 
 def steps_alone(engine: PacedStandIn, mesh: Mesh, steps: int, worth: Callable[[int], float]) -> float:
-    """Seconds of one step with no method at all."""
+    """Return the seconds of one step without a method."""
     engine.average_gradients = False
     start_together(mesh)
     started = time.perf_counter()
@@ -175,17 +152,17 @@ def start_together(mesh: Mesh) -> None:
 
 
 def steps_worth(jitter: float, cell: int, replica: int, step: int) -> float:
-    """How long a replica takes for a step, in steps: 1, or a normal number around it that every rank of it draws alike."""
+    """Return the length of a replica's step in units of a step: 1, or a normal number around 1, equal on all of its ranks."""
     if not jitter:
         return 1.0
     return max(0.1, random.Random(f"{cell} {replica} {step}").gauss(1.0, jitter))
 
 
 def card_bytes(interface: str) -> int:
-    """Bytes that this host has sent."""
+    """Return the bytes that this host has sent."""
     return int(Path(SENT.format(interface)).read_text())
 
 
 def differences(values: Sequence[float]) -> list[float]:
-    """Of each value from the one before."""
+    """Return the difference of each value from the one before."""
     return [b - a for a, b in itertools.pairwise(values)]

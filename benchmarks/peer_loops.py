@@ -24,7 +24,7 @@ TORCHFT = "torchft"
 
 @dataclass(frozen=True)
 class Job:
-    """What the loops of one measurement have in common."""
+    """Model, data and settings that the loops of one measurement share."""
 
     model: nn.Module
     """Forward: (input_ids, labels) -> summed loss."""
@@ -57,7 +57,7 @@ class PlainLoop:
         self.parameters = list(job.model.parameters())
         self.inner = job.optimizer(self.parameters)
         self.optimizer: torch.optim.Optimizer = self.inner
-        """The one whose `step` is called."""
+        """Optimizer whose `step` is called."""
 
     def step(self, number: int) -> None:
         """Take step `number`, from 1."""

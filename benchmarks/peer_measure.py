@@ -140,7 +140,7 @@ class PeerLoop:
         self.step, self.close = self._loop.step, self._loop.close
 
     def finish(self) -> None:
-        """Nothing is in flight at the end of a round."""
+        """Do nothing, because nothing is in flight at the end of a round."""
 
 
 @contextmanager

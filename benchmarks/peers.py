@@ -1,4 +1,4 @@
-"""What training costs over a thin network: llmtrain's methods next to torch's and torchft's.
+"""Training over a thin network: llmtrain's methods next to torch's and torchft's.
 
     make peers                                                 # all rows; torchft in an environment of its own
     python benchmarks/peers.py                                 # the same without torchft's rows, unless it is installed
@@ -45,7 +45,7 @@ PEERS = {
 }
 """Names in the table of the loops that benchmarks/peer_loops.py has."""
 PATIENCE_SECONDS = 3600.0
-"""For one loop in one turn."""
+"""Timeout of one loop in one turn."""
 COLUMNS = (
     "bandwidth",
     "loop",

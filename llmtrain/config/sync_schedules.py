@@ -67,7 +67,32 @@ class LayerwiseSection(SyncScheduleSection):
         return self.prefetch + 1
 
 
-class OverlappedSection(SyncScheduleSection):
+class FragmentsSection(SyncScheduleSection):
+    """Base of the schedules in which parts of the model, fragments of some blocks, synchronize in turn."""
+
+    kind: str
+    """Name of the schedule. It comes before the other keys."""
+    fragments: PositiveInt = 1
+    """Number of fragments. A round synchronizes each of them once, at even intervals; 1: the whole model at the round's end."""
+    fragment_layout: Literal["strided", "sequential"] = "strided"
+    """`strided`: block i belongs to fragment i mod fragments; `sequential`: a fragment is a run of adjacent blocks."""
+
+    def blocks_of_fragments(self, blocks: int) -> list[list[int]]:
+        """Return the blocks of each fragment, in forward order."""
+        if self.fragment_layout == "strided":
+            return [list(range(first, blocks, self.fragments)) for first in range(self.fragments)]
+        ends = [blocks * (fragment + 1) // self.fragments for fragment in range(self.fragments)]
+        return [list(range(first, end)) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def check(self, sync: SyncSection, blocks: int | None) -> None:
+        if blocks is not None and self.fragments > blocks:
+            raise RecipeError(
+                f"sync.schedule.fragments is {self.fragments}, but the model has {blocks} blocks (its layers, embedding and "
+                f"head); give at most {blocks}"
+            )
+
+
+class OverlappedSection(FragmentsSection):
     """Streaming DiLoCo's schedule: fragments of the model synchronize in turn, each while training continues."""
 
     kind: Literal["overlapped"] = "overlapped"
@@ -76,14 +101,8 @@ class OverlappedSection(SyncScheduleSection):
     """Local steps between sending a fragment and applying its mean, at most a whole round."""
     fragments: PositiveInt = 4
     """Number of fragments. A round synchronizes each of them once, at even intervals."""
-    fragment_layout: Literal["strided", "sequential"] = "strided"
-    """`strided`: block i belongs to fragment i mod fragments; `sequential`: a fragment is a run of adjacent blocks."""
     alpha: Fraction = 0.5
     """alpha: a replica continues from alpha x its own parameters + (1 - alpha) x the next anchor."""
-
-    def blocks_of_fragments(self, blocks: int) -> list[list[int]]:
-        """Return the blocks of each fragment, in forward order."""
-        return _cut(blocks, self.fragments, self.fragment_layout)
 
     def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
         """Return the parameters of the largest fragments that are in flight at once: one is sent every H / P steps."""
@@ -108,10 +127,10 @@ class OverlappedSection(SyncScheduleSection):
                 f"sync.schedule.steps is {self.steps}, a whole round, and sync.schedule.alpha is 0: at its turn a fragment would just "
                 "have dropped all steps of the round; give fewer steps or a larger alpha, or use sync.schedule=delayed"
             )
-        _check_fragments(self.fragments, blocks)
+        super().check(sync, blocks)
 
 
-class DelayedSection(SyncScheduleSection):
+class DelayedSection(FragmentsSection):
     """CO2's schedule: the reduction of a round overlaps with the whole next round. Every round starts from the newest anchor.
     With several fragments, each has rounds of its own, which end at even intervals."""
 
@@ -120,14 +139,6 @@ class DelayedSection(SyncScheduleSection):
     gap_penalty: bool = True
     """Divide a delayed mean by the staleness gap: the sum of the learning rates of its round, divided by that of the round
     that has just ended, at least 1."""
-    fragments: PositiveInt = 1
-    """Number of fragments. A round synchronizes each of them once, at even intervals; 1: the whole model at the round's end."""
-    fragment_layout: Literal["strided", "sequential"] = "strided"
-    """`strided`: block i belongs to fragment i mod fragments; `sequential`: a fragment is a run of adjacent blocks."""
-
-    def blocks_of_fragments(self, blocks: int) -> list[list[int]]:
-        """Return the blocks of each fragment, in forward order."""
-        return _cut(blocks, self.fragments, self.fragment_layout)
 
     def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
         return sum(block_parameters)
@@ -143,7 +154,7 @@ class DelayedSection(SyncScheduleSection):
                 f"sync.period.{period.shortest_round} is {shortest}, but with sync.reduction={sync.reduction.kind} replicas exchange "
                 f"norms in the first step of a round and send after it; give at least {before + 1}"
             )
-        _check_fragments(self.fragments, blocks)
+        super().check(sync, blocks)
 
 
 class WaitAvoidingSection(SyncScheduleSection):
@@ -171,18 +182,3 @@ class WaitAvoidingSection(SyncScheduleSection):
                 f"use auto"
             )
         return min(self.group_size, replicas)
-
-
-def _cut(blocks: int, fragments: int, layout: str) -> list[list[int]]:
-    if layout == "strided":
-        return [list(range(first, blocks, fragments)) for first in range(fragments)]
-    ends = [blocks * (fragment + 1) // fragments for fragment in range(fragments)]
-    return [list(range(first, end)) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
-
-
-def _check_fragments(fragments: int, blocks: int | None) -> None:
-    if blocks is not None and fragments > blocks:
-        raise RecipeError(
-            f"sync.schedule.fragments is {fragments}, but the model has {blocks} blocks (its layers, embedding and "
-            f"head); give at most {blocks}"
-        )

@@ -49,7 +49,7 @@ STREAMS = 2
 INITIAL_WINDOW = 14_480
 """Bytes that TCP sends in the first round trip after a long pause: ten segments."""
 TIMEOUT_SECONDS = 0.2
-"""By which TCP's retransmission timeout exceeds a steady round trip, at least (Linux)."""
+"""Least excess of TCP's retransmission timeout over a steady round trip (Linux)."""
 
 
 @dataclass(frozen=True)

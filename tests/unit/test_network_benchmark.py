@@ -21,6 +21,7 @@ from tests.unit.test_benchmarks import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 network, cells, ranks_of_network = map(importlib.import_module, ("network", "network_cells", "network_ranks"))
+loops = importlib.import_module("loops")
 Cell = cells.Cell
 
 
@@ -112,7 +113,7 @@ def test_what_a_span_takes_too_long_is_taken_off_the_next(clock: SimpleNamespace
     def sleep(seconds: float) -> None:
         clock.now += clock.late * seconds
 
-    pace = ranks_of_network.Pace(lambda: clock.now, sleep)
+    pace = loops.Pace(lambda: clock.now, sleep)
     for step in range(50):
         pace.resume()
         pace.run(0.2)
@@ -125,7 +126,7 @@ def test_what_a_span_takes_too_long_is_taken_off_the_next(clock: SimpleNamespace
 
 
 def test_computation_that_takes_longer_than_its_span_is_owed(clock: SimpleNamespace) -> None:
-    pace = ranks_of_network.Pace(lambda: clock.now, lambda seconds: None)
+    pace = loops.Pace(lambda: clock.now, lambda seconds: None)
     pace.resume()
     clock.now += 1.0
     pace.run(0.6)

@@ -123,8 +123,8 @@ def test_loops_of_torch_take_the_steps_of_their_methods(
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Sleeps of the emulated model, which take no time here."""
     taken: list[float] = []
-    clock = SimpleNamespace(perf_counter=lambda: sum(taken), sleep=taken.append)
-    monkeypatch.setattr(emulated_model, "time", clock)
+    clock = loops.Pace(lambda: sum(taken), taken.append)
+    monkeypatch.setattr(emulated_model, "Pace", lambda: clock)
     return taken
 
 
@@ -153,7 +153,7 @@ def test_the_emulated_model_takes_its_time_block_by_block(naps: list[float]) -> 
     assert not engine.skipped
 
 
-def test_a_sleep_that_takes_too_long_shortens_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sleep_that_takes_too_long_shortens_the_next() -> None:
     now, naps = 0.0, []
 
     def sleep(seconds: float) -> None:
@@ -161,8 +161,7 @@ def test_a_sleep_that_takes_too_long_shortens_the_next(monkeypatch: pytest.Monke
         naps.append(seconds)
         now += seconds + 0.25
 
-    monkeypatch.setattr(emulated_model, "time", SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
-    clock = emulated_model.Sleeper()
+    clock = loops.Pace(lambda: now, sleep)
     for seconds in (1.0, 1.0, 0.125, 1.0):
         clock.sleep(seconds)
     assert naps == [1.0, 0.75, 0.0, 0.625]

@@ -31,7 +31,7 @@ SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
 """Linux's level and options of packet sockets (packet(7), if_packet.h)."""
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 BUFFER_BYTES = 64 << 20
-"""Per port and direction, for bursts while the machine is busy."""
+"""Buffer of a port in each direction, for bursts while the machine is busy."""
 HEADER = 10
 """Bytes of the kernel's offload header (struct virtio_net_hdr) before each frame."""
 LARGEST_FRAME = 65_536 + 256
@@ -41,7 +41,7 @@ BATCH = 32
 
 @dataclass
 class Counters:
-    """What the switch has done so far."""
+    """Counts of frames, and times, since the switch started."""
 
     forwarded: int = 0
     lost: int = 0
@@ -102,7 +102,7 @@ class AddressTable:
 
 
 class Switch:
-    """Forwards frames between ports until its input ends."""
+    """Forwarding of frames between ports."""
 
     def __init__(self, ports: list[dict]):
         self.counters = Counters()
