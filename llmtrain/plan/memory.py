@@ -123,7 +123,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     memory allocated at all times.
 
     Compared with torch's allocator on a CPU (one rank, Llama with and without checkpointing or accumulation,
-    GPT-Neo, DiLoCo, EDiT, ZeRO 1 to 3), the estimate was off by -8 to +9 %. Models that save more between their linear
+    GPT-Neo, DiLoCo, EDiT, ZeRO 1 to 3, nothing compiled), the estimate was off by -8 to +9 %. Models that save more between their linear
     layers need more: Qwen3, which normalizes queries and keys, 8 % more; GPT-2, because of its dropout, twice as much.
     """
     master, compute = BYTES[recipe.parallel.precision]
