@@ -14,7 +14,7 @@ EDIT_1B = Path("recipes/edit_1b.yaml")
 
 @pytest.mark.parametrize(
     ("nodes", "per_node", "gib", "expected"),
-    [(1, 1, 80, (1, 1)), (1, 8, 80, (8, 1)), (1, 8, 40, (2, 4)), (8, 8, 80, (8, 8)), (8, 8, 40, (8, 8))],
+    [(1, 1, 80, (1, 1)), (1, 8, 80, (8, 1)), (1, 8, 40, (4, 2)), (8, 8, 80, (8, 8)), (8, 8, 40, (8, 8))],
 )
 def test_edit_1b_nothing_edited(nodes, per_node, gib, expected):
     places = [f"node{node}" for node in range(nodes) for _ in range(per_node)]
@@ -33,7 +33,7 @@ def refusal(places: list[str], gib: float, *overrides: str, on_gpu: bool = True)
 def test_too_little_memory_says_what_it_needs_and_what_is_there():
     message = refusal(["here"], 23.5, on_gpu=False)
     assert (
-        "edit_1b has 1,028,196,352 parameters; as 1 replicas x 1 shards it needs about 52.2 GiB for each process"
+        "edit_1b has 1,028,196,352 parameters; as 1 replicas x 1 shards it needs about 45.5 GiB for each process"
         in message
     )
     assert "(there is no GPU), and the machine has, for each, 23.5 GiB; give more devices" in message
