@@ -48,9 +48,12 @@ IMPORTED_LATE = (
     "deepspeed.compile.init_z3",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
+    "pytest",
     "tokenizers",
     "torch.distributed.checkpoint",
+    "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
     "torch.distributed.fsdp",
+    "torch.distributed.run",
     "torch.profiler",
     "torch.utils.serialization",
     "torch.utils.tensorboard",
@@ -257,11 +260,13 @@ def _import_everything() -> None:
         import llmtrain.cli
         import llmtrain.launch
         import llmtrain.launch.torchrun
-        import llmtrain.train.run  # noqa: F401
+        import llmtrain.train.run
 
         for name in IMPORTED_LATE:
             if importlib.util.find_spec(name.partition(".")[0]):  # a machine for GPU tests has not all of them
                 importlib.import_module(name)
+        if importlib.util.find_spec("deepspeed"):
+            import llmtrain.parallel.zero  # noqa: F401  and with it much of DeepSpeed, for a second
     import torch
 
     assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread: forking is not safe"

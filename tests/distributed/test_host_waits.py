@@ -103,8 +103,10 @@ def test_synchronous_steps_read_nothing(ranks, shard):
 
 @pytest.mark.parametrize(
     ("method", "changes"),
-    [("streaming_diloco", {"schedule": OVERLAPPED}), ("co2", {})],
-    ids=["streaming_diloco", "co2"],
+    [
+        pytest.param("streaming_diloco", {"schedule": OVERLAPPED}, id="streaming_diloco"),
+        pytest.param("co2", {}, id="co2", marks=pytest.mark.deep),
+    ],
 )
 def test_what_is_hidden_behind_training_is_not_waited_for_on_the_device(ranks, method, changes):
     """Sending and using means included."""

@@ -321,7 +321,13 @@ FED_BACK = {
 }
 
 
-@pytest.mark.parametrize(("method", "changes"), FED_BACK.values(), ids=FED_BACK.keys())
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        pytest.param(*case, id=name, marks=() if name in ("blocking", "co2") else pytest.mark.deep)
+        for name, case in FED_BACK.items()
+    ],
+)
 def test_feedback_loses_no_more_than_the_last_message_did(method: str, changes: dict) -> None:
     """What a run has moved by is the sum of what replicas meant to send, but for what the last rounding left out. With
     d the largest element of a message D_n / 4, e of an error: e <= 5 (d + e) / 14, its own half step and that of a sum of 4;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -85,17 +86,22 @@ MOMENTS = {
     "every-step": range(1, STEPS + 1),
     "every-third": range(2, STEPS + 1, 3),
 }
+OFTEN = ("in-first-round", "under-way", "every-step")
+RARELY = tuple(moment for moment in MOMENTS if moment not in OFTEN)
+moments = pytest.mark.parametrize(
+    "moments", [OFTEN, pytest.param(RARELY, marks=pytest.mark.deep)], ids=["often", "rarely"]
+)
 
 
-def is_the_run_left_alone(sync: Any, replicas: int, shard: int, **run: Any) -> None:
+def is_the_run_left_alone(sync: Any, replicas: int, shard: int, moments: Sequence[str], **run: Any) -> None:
     """Whenever it is saved and resumed, or only saved."""
     run = {"steps": STEPS, "schedule": FALLING, **run}
     alone = Scenario(sync, replicas, shard, **run)
-    resumed = [Scenario(sync, replicas, shard, **run, resume_after=moment) for moment in MOMENTS.values()]
+    resumed = [Scenario(sync, replicas, shard, **run, resume_after=MOMENTS[moment]) for moment in moments]
     saved = Scenario(sync, replicas, shard, **run, save_after=range(1, 100))
     expected, only_saved, *runs = map(simulate, [alone, saved, *resumed])
     assert_same_run(expected, replay(alone))
-    for moment, got in [("saved", only_saved), *zip(MOMENTS, runs, strict=True)]:
+    for moment, got in [("saved", only_saved), *zip(moments, runs, strict=True)]:
         try:
             assert_same_bits(got, expected)
             assert got.agreed == expected.agreed
@@ -104,15 +110,17 @@ def is_the_run_left_alone(sync: Any, replicas: int, shard: int, **run: Any) -> N
             raise
 
 
+@moments
 @pytest.mark.parametrize("sync", STEPPED.values(), ids=STEPPED.keys())
-def test_rounds_of_steps(sync: Any) -> None:
-    is_the_run_left_alone(sync, 2, 2)
+def test_rounds_of_steps(sync: Any, moments: Sequence[str]) -> None:
+    is_the_run_left_alone(sync, 2, 2, moments)
 
 
+@moments
 @pytest.mark.parametrize("sync", ROUNDED.values(), ids=ROUNDED.keys())
-def test_rounded_messages(sync: Any) -> None:
+def test_rounded_messages(sync: Any, moments: Sequence[str]) -> None:
     """What rounding has left out so far is state, wherever it is: kept, or with a message under way."""
-    is_the_run_left_alone(sync, 4, 1)
+    is_the_run_left_alone(sync, 4, 1, moments)
 
 
 TIMED = {
@@ -126,13 +134,15 @@ TIMED = {
 }
 
 
+@moments
 @pytest.mark.parametrize("sync", TIMED.values(), ids=TIMED.keys())
-def test_rounds_of_seconds(sync: Any) -> None:
+def test_rounds_of_seconds(sync: Any, moments: Sequence[str]) -> None:
     """A step of a replica's own: some resume at a meeting, others in a round, whose clocks go on where they stood."""
-    is_the_run_left_alone(sync, 2, 2, step_seconds=(0.5, 1.25), delays={(7, 1): 2.0})
+    is_the_run_left_alone(sync, 2, 2, moments, step_seconds=(0.5, 1.25), delays={(7, 1): 2.0})
 
 
-def test_rounded_messages_of_seconds_that_are_under_way() -> None:
+@moments
+def test_rounded_messages_of_seconds_that_are_under_way(moments: Sequence[str]) -> None:
     """Saved where all ranks agree on the step, because saving starts the second exchange of such a message."""
     sync = of("co2", None, period={**SECONDS, "every": 2.0}, wire=feedback("int8"), outer=BY_SUM)
-    is_the_run_left_alone(sync, 2, 2, step_seconds=(0.5, 1.25), delays={(7, 1): 2.0}, saves_when_agreed=True)
+    is_the_run_left_alone(sync, 2, 2, moments, step_seconds=(0.5, 1.25), delays={(7, 1): 2.0}, saves_when_agreed=True)

@@ -37,7 +37,7 @@ STEP = {"edit-armed": 10, "streaming-weighed": 8}
 weights are being exchanged, and the other's mean is under way."""
 
 
-FAST = ["diloco-feedback", "edit-armed", "streaming-weighed", "co2", "wagma"]
+FAST = ["diloco-feedback", "edit-armed", "streaming-weighed", "wagma"]
 """Those that have something that the others have not: rounding errors, a penalty, what is not sent yet, means under way, groups."""
 
 
@@ -79,7 +79,12 @@ TAGS = ("train/", "eval/", "sync/")
 
 
 @pytest.mark.parametrize(
-    "kind", ["edit-armed", "streaming", "streaming-weighed", pytest.param("palsgd", marks=pytest.mark.deep)]
+    "kind",
+    [
+        "edit-armed",
+        "streaming-weighed",
+        *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("streaming", "palsgd")),
+    ],
 )
 def test_the_same_replicas_on_other_shards_go_on_as_if_nothing_had_happened(
     ranks: RankPool, folder: Path, kind: str
@@ -141,10 +146,13 @@ def test_other_replicas_start_by_the_rules(ranks: RankPool, folder: Path, kind: 
         assert {name.split(".")[0] for name in shared(got)} == SHARED[kind]
 
 
-TIMED_ROUNDS = {"at a synchronization": 0, "in a round": 1000}
-
-
-@pytest.mark.parametrize("least", TIMED_ROUNDS.values(), ids=TIMED_ROUNDS.keys())
+@pytest.mark.parametrize(
+    "least",
+    [
+        pytest.param(0, id="at a synchronization", marks=pytest.mark.deep),
+        pytest.param(1000, id="in a round"),
+    ],
+)
 def test_rounds_of_seconds_go_on_at_the_mean_step(ranks: RankPool, folder: Path, least: int) -> None:
     """Two replicas of which one is three times as slow, then three others: no sample twice, none left out."""
     name = f"timed-{least}"

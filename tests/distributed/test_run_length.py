@@ -55,7 +55,7 @@ def replicas_are_equal(checkpoint: Path) -> bool:
     return all(first[name].equal(second[name]) for name in names)
 
 
-FAST = ("post_local_sgd", "streaming_diloco", "wagma", "edit", "a_edit")
+FAST = ("streaming_diloco", "wagma", "a_edit")
 """Methods with a rule of their own where a run becomes longer."""
 
 

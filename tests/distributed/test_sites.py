@@ -30,8 +30,8 @@ from tests.end_to_end.runs import exact
 
 TEXTS = {"a": ("this", "bisect", "heapq", "textwrap"), "b": ("queue", "shlex", "sched", "stat")}
 ENTRIES = "data.{key}=[{{source: {folder}/a, weight: 3}}, {{source: {folder}/b}}]"
-FAST = ("edit", "a_edit", "wagma")
-"""Methods whose replicas meet in different ways: at rounds, at any time, in part."""
+FAST = ("edit", "a_edit")
+"""Methods whose replicas meet at rounds, and at any time."""
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_two_sites_train_are_validated_and_resume_by_every_method(ranks: RankPoo
     assert validations[-1]["eval/b/loss"] < validations[0]["eval/b/loss"] - 0.1
 
 
-@pytest.mark.parametrize("key", ["sources", "per_replica"])
+@pytest.mark.parametrize("key", [pytest.param("sources", marks=pytest.mark.deep), "per_replica"])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(ranks: RankPool, folder: Path, key: str) -> None:
     runs = [recipe(folder, f"{name}-{key}", key, "sync.method=edit", *KEYS["edit"]) for name in ("once", "twice")]
     for one, stops in zip(runs, ([None], [STOPPED_AFTER, None]), strict=True):

@@ -31,6 +31,7 @@ def test_a_run_continues_to_the_same_losses_and_counts_real_tokens(runs: Runs) -
     assert runs.exact("whole") == whole
 
 
+@pytest.mark.deep
 def test_wait_avoiding_replicas_train_on_documents(runs: Runs) -> None:
     changes = ["sync.method=wagma", "sync.period.every=4", "parallel.replicas=4", "parallel.shards=1"]
     code, output = runs.run("wagma", *DOCUMENTS, *changes)

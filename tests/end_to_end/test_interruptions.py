@@ -43,7 +43,10 @@ def kill_all(launcher: Process | subprocess.Popen) -> None:
 
 
 @pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.deep)], ids="{} shards".format)
-@pytest.mark.parametrize("step", [4, 6], ids=["in a round", "with a synchronization armed"])
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(4, id="in a round", marks=pytest.mark.deep), pytest.param(6, id="with a synchronization armed")],
+)
 def test_a_killed_run_continues_to_the_same_losses(runs: Runs, step: int, shard: int):
     name, keys = (
         f"killed{step}x{shard}",
@@ -128,7 +131,7 @@ def asked_of_all(launcher: Process | subprocess.Popen) -> None:
     "ask",
     [
         pytest.param(lambda launcher: launcher.send_signal(signal.SIGINT), id="SIGINT"),
-        pytest.param(lambda launcher: launcher.send_signal(signal.SIGUSR1), id="SIGUSR1"),
+        pytest.param(lambda launcher: launcher.send_signal(signal.SIGUSR1), id="SIGUSR1", marks=pytest.mark.deep),
         pytest.param(asked_of_all, id="all processes"),
     ],
 )
