@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -20,7 +19,7 @@ from llmtrain.loss import LossHead
 from llmtrain.model import LanguageModel, ModelBlock
 from llmtrain.parallel.engine import Block
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.parallel.torch_engine import TorchEngine, local
+from llmtrain.parallel.torch_engine import TorchEngine, local, views_of
 from llmtrain.parallel.wrapping import named_parameters_of
 
 
@@ -30,6 +29,9 @@ class Fsdp2Engine(TorchEngine):
     def __init__(self, model: LanguageModel, mesh: Mesh, parallel: ParallelSection, *arguments: Any, **keywords: Any):
         """Build the engine; see `TorchEngine` for the other arguments."""
         self._units: list[FSDPModule] = []
+        self._parameters: list[dict[str, DTensor]] = []
+        """FSDP's parameters by block and name. The masters are this rank's parts of them, so that the optimizer works
+        without DTensor's dispatch."""
         self._reshards = bool(parallel.reshard_after_forward)  # `auto` that nobody has decided needs the least memory
         super().__init__(model, mesh, parallel, *arguments, **keywords)
         fully_shard(model, mesh=mesh.devices["shard"], mp_policy=self._precision())
@@ -54,28 +56,26 @@ class Fsdp2Engine(TorchEngine):
                     unit.reshard()  # the head is still gathered, because no backward pass followed
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        weights = {f"weights.{name}": p.detach() for name, p in self.model.named_parameters()}
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer)["state"]
-        return weights | {
-            f"optimizer.{name}.{key}": value for name, slot in optimizer.items() for key, value in slot.items()
-        }
+        state: dict[str, torch.Tensor] = {}
+        for name, parameter, master in self._named():
+            state[f"weights.{name}"] = parameter.detach()
+            for key, value in self.optimizer.state[master].items():
+                state[f"optimizer.{name}.{key}"] = value if value.ndim == 0 else _like(parameter, value)
+        return state
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(state[f"weights.{name}"])
-        whole = get_optimizer_state_dict(self.model, self.optimizer)
-        whole["state"] = {
-            name: {key: state[f"optimizer.{name}.{key}"] for key in slot} for name, slot in whole["state"].items()
-        }
-        set_optimizer_state_dict(self.model, self.optimizer, whole)
+        for name, _, master in self._named():
+            master.copy_(local(state[f"weights.{name}"]))
+            for key, value in self.optimizer.state[master].items():
+                value.copy_(local(state[f"optimizer.{name}.{key}"]))
         for unit in self._units:
             unit.reshard()
 
     def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        parameters = self.block_parameters[self.blocks.index(block)]
-        parts = flat.split([shard.numel() for shard in block.shards])
-        return dict(zip(block.parameter_names, map(_like, parameters, parts), strict=True))
+        parameters = self._parameters[self.blocks.index(block)]
+        parts = views_of(flat, block.shards)
+        return {name: _like(p, part) for (name, p), part in zip(parameters.items(), parts, strict=True)}
 
     def from_dtensors(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return torch.cat([named[name].to_local().reshape(-1) for name in block.parameter_names])
@@ -103,24 +103,34 @@ class Fsdp2Engine(TorchEngine):
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         self._units.append(unit)
-        named = dict(named_parameters_of(self.model, block))
-        self.block_parameters.append(list(named.values()))
-        self.blocks.append(Block(block.name, [local(p.detach()) for p in named.values()], list(named)))
+        named = {name: cast(DTensor, p) for name, p in named_parameters_of(self.model, block)}
+        self._parameters.append(named)
+        self.masters.append([local(p.detach()) for p in named.values()])
+        self.blocks.append(Block(block.name, self.masters[-1], list(named)))
         for parameter in named.values() if self.mesh.replicas > 1 else ():  # called after every reduce-scatter
             parameter.register_post_accumulate_grad_hook(self._when_gradient_is_there(index))
 
     def _precision(self) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=self.master_dtype)
 
-    def _as_gradient(self, parameter: torch.Tensor, flat: torch.Tensor) -> DTensor:
-        return _like(parameter, flat)
+    def _take_gradients(self, index: int) -> list[torch.Tensor | None]:
+        parameters = self._parameters[index].values()
+        gradients = [None if p.grad is None else local(p.grad) for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None  # FSDP would add the next step's to it
+        return gradients
+
+    def _named(self) -> Iterator[tuple[str, DTensor, torch.Tensor]]:
+        """Yield every parameter's name, the parameter, and this rank's part of it that the optimizer updates."""
+        for parameters, masters in zip(self._parameters, self.masters, strict=True):
+            for (name, parameter), master in zip(parameters.items(), masters, strict=True):
+                yield name, parameter, master
 
 
-def _like(parameter: torch.Tensor, flat: torch.Tensor) -> DTensor:
-    """Return a flat tensor as a DTensor that is sharded like a parameter."""
-    assert isinstance(parameter, DTensor)
+def _like(parameter: DTensor, part: torch.Tensor) -> DTensor:
+    """Return this rank's part of a tensor as a DTensor that is sharded like a parameter."""
     return DTensor.from_local(
-        flat.view(parameter.to_local().shape),
+        part,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

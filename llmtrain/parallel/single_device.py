@@ -6,7 +6,7 @@ rounded tensor, which is refreshed from the masters whenever they change. Gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from llmtrain.model import PREFIX, LanguageModel, ModelBlock
 from llmtrain.parallel.engine import Block
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.parallel.torch_engine import TorchEngine, local
-from llmtrain.parallel.wrapping import named_parameters_of, start_moments
+from llmtrain.parallel.torch_engine import TorchEngine, local, views_of
+from llmtrain.parallel.wrapping import named_parameters_of
 
 
 class SingleDeviceEngine(TorchEngine):
@@ -27,12 +27,11 @@ class SingleDeviceEngine(TorchEngine):
         """Build the engine; see `TorchEngine` for the other arguments."""
         self._rounded: list[torch.Tensor | None] = []
         """Flat parameters in the compute dtype by block; None if that is the masters' dtype."""
-        self._masters: dict[str, torch.Tensor] = {}
-        """Parameters of the optimizer by name."""
+        self._named: dict[str, torch.Tensor] = {}
+        """Masters by parameter name."""
         super().__init__(model, mesh, *arguments, **keywords)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(mesh.device)
-        start_moments(self.optimizer, self._masters.values())
 
     # -- the interface -------------------------------------------------------------------------------------------
 
@@ -49,46 +48,46 @@ class SingleDeviceEngine(TorchEngine):
             rounded.copy_(block.flat)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        state = {f"weights.{name}": self._as_dtensor(master) for name, master in self._masters.items()}
-        for name, master in self._masters.items():
+        state = {f"weights.{name}": self._as_dtensor(master) for name, master in self._named.items()}
+        for name, master in self._named.items():
             for key, value in self.optimizer.state[master].items():
                 state[f"optimizer.{name}.{key}"] = value if value.ndim == 0 else self._as_dtensor(value)
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        for name, master in self._masters.items():
+        for name, master in self._named.items():
             master.copy_(local(state[f"weights.{name}"]))
             for key, value in self.optimizer.state[master].items():
                 value.copy_(local(state[f"optimizer.{name}.{key}"]))
         self._refresh_all()
 
     def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        parts = _views(flat, block.shards)
+        parts = views_of(flat, block.shards)
         return {name: self._as_dtensor(part) for name, part in zip(block.parameter_names, parts, strict=True)}
 
     def from_dtensors(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return torch.cat([local(named[name]).reshape(-1) for name in block.parameter_names])
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        return {
-            name.removeprefix(PREFIX): master.detach().to("cpu", copy=True) for name, master in self._masters.items()
-        }
+        return {name.removeprefix(PREFIX): master.detach().to("cpu", copy=True) for name, master in self._named.items()}
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _add_block(self, index: int, block: ModelBlock) -> None:
         named = dict(named_parameters_of(self.model, block))
         flat = torch.cat([parameter.detach().reshape(-1) for parameter in named.values()])
-        shards = _views(flat, list(named.values()))
+        shards = views_of(flat, list(named.values()))
         self.blocks.append(Block(block.name, shards, list(named), flat))
         rounded = None if self.compute_dtype == self.master_dtype else flat.to(self.compute_dtype)
         self._rounded.append(rounded)
-        for parameter, view in zip(named.values(), shards if rounded is None else _views(rounded, shards), strict=True):
+        for parameter, view in zip(
+            named.values(), shards if rounded is None else views_of(rounded, shards), strict=True
+        ):
             parameter.data = view
         masters = list(named.values()) if rounded is None else shards
-        self.block_parameters.append(masters)
-        self._masters |= zip(named, masters, strict=True)
+        self.masters.append(masters)
+        self._named |= zip(named, masters, strict=True)
         for parameter, master in zip(named.values(), masters, strict=True):
             if rounded is not None or self.mesh.replicas > 1:
                 parameter.register_post_accumulate_grad_hook(self._receive_gradient(index, master))
@@ -112,15 +111,12 @@ class SingleDeviceEngine(TorchEngine):
 
         return receive
 
-    def _as_gradient(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(parameter.shape)
+    def _take_gradients(self, index: int) -> list[torch.Tensor | None]:
+        gradients = [master.grad for master in self.masters[index]]
+        for master in self.masters[index]:
+            master.grad = None  # until `step`, so that gradients are not in memory twice
+        return gradients
 
     def _as_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """Return a tensor as sharded over the replica's one rank, as the other engines' are over several."""
         return DTensor.from_local(tensor.detach(), self.mesh.devices["shard"], [Shard(0)], run_check=False)
-
-
-def _views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a flat tensor's parts in the shapes of `like`."""
-    parts = flat.split([tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

@@ -24,11 +24,11 @@ from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.wire_format import WireFormat
-from llmtrain.parallel.wrapping import COMPUTE, build_optimizer, decay_groups, wrap_layers
+from llmtrain.parallel.wrapping import COMPUTE, build_optimizer, decay_groups, start_moments, wrap_layers
 
 
 class TorchEngine(Engine):
-    """Engine whose gradients are in the `grad` of the optimizer's parameters. See `Engine` for the methods."""
+    """Engine whose optimizer is torch's, over plain tensors. See `Engine` for the methods."""
 
     def __init__(
         self,
@@ -56,16 +56,17 @@ class TorchEngine(Engine):
         self._averaging: list[PendingCollective] = []
         """Averages in flight by block, from the last to the first, so that the order is the same on all ranks."""
         self.blocks: list[Block] = []
-        self.block_parameters: list[list[torch.Tensor]] = []
-        """Parameters of the optimizer by block, in the order of `Block.shards`."""
+        self.masters: list[list[torch.Tensor]] = []
+        """Tensors of this rank that the optimizer updates by block, in the order of `Block.shards`."""
         model_blocks = blocks_of(model)
         wrap_layers(model_blocks, parallel, lengths_vary)
         for index, block in enumerate(model_blocks):
             initialize(model, block, seed, mesh.device, self.master_dtype, read)
             self._add_block(index, block)
             self._call_hooks_before(index, block)
-        parameters = [parameter for of_block in self.block_parameters for parameter in of_block]
-        self.optimizer = build_optimizer(decay_groups(parameters, optim.weight_decay), optim)
+        masters = [master for of_block in self.masters for master in of_block]
+        self.optimizer = build_optimizer(decay_groups(masters, optim.weight_decay), optim)
+        start_moments(self.optimizer, masters)
 
     def register_block_hook(self, hook: Callable[[int], None]) -> None:
         self._hooks.append(hook)
@@ -78,7 +79,7 @@ class TorchEngine(Engine):
         total = torch.zeros((), device=self.mesh.device)
         for number, batch in enumerate(micro_batches, start=1):
             self._is_last = number == len(micro_batches)
-            self._missing = [len(parameters) for parameters in self.block_parameters]
+            self._missing = [len(masters) for masters in self.masters]
             batch = batch.to(self.mesh.device, non_blocking=True)
             self._in_forward = True
             loss = self.model(*inputs_and_labels(batch))
@@ -89,14 +90,19 @@ class TorchEngine(Engine):
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:
-        self._finish_averaging()
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         averages = self.average_gradients and self.mesh.replicas > 1
-        norm = gradient_norm([local(p.grad) for p in parameters], self.mesh.shard_comms, exact=averages)
+        if averages:
+            self._finish_averaging()
+        else:
+            for index, masters in enumerate(self.masters):
+                for master, gradient in zip(masters, self._take_gradients(index), strict=True):
+                    master.grad = gradient
+        masters = [m for group in self.optimizer.param_groups for m in group["params"] if m.grad is not None]
+        norm = gradient_norm([master.grad for master in masters], self.mesh.shard_comms, exact=averages)
         self.skipped = self._skips_nonfinite and not bool(norm.isfinite())
         if not self.skipped:
             if self._clip_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
+                torch.nn.utils.clip_grads_with_norm_(masters, self._clip_norm, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
@@ -119,11 +125,12 @@ class TorchEngine(Engine):
 
     @abstractmethod
     def _add_block(self, index: int, block: ModelBlock) -> None:
-        """Prepare a block whose weights have just been initialized. Append to `blocks` and `block_parameters`."""
+        """Prepare a block whose weights have just been initialized. Append to `blocks` and `masters`."""
 
     @abstractmethod
-    def _as_gradient(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        """Return this rank's flat gradient of a parameter in the form of its `grad`, sharing the memory."""
+    def _take_gradients(self, index: int) -> list[torch.Tensor | None]:
+        """Return this rank's gradients of block `index`, in the shapes of its masters, and keep no reference to them. None
+        stands for a gradient that was not computed."""
 
     def _when_gradient_is_there(self, index: int) -> Callable[[torch.Tensor], None]:
         """Return a hook for the parameters of block `index`, to be called when a micro-batch's gradient is complete."""
@@ -140,10 +147,8 @@ class TorchEngine(Engine):
         if not (self._is_last and self.average_gradients and self.mesh.replicas > 1):
             return
         self._missing[index] -= 1
-        while (following := len(self.block_parameters) - 1 - len(self._averaging)) >= 0 and self._missing[
-            following
-        ] == 0:
-            self._start_averaging(self.block_parameters[following])
+        while (following := len(self.masters) - 1 - len(self._averaging)) >= 0 and self._missing[following] == 0:
+            self._start_averaging(following)
 
     def _call_hooks_before(self, index: int, block: ModelBlock) -> None:
         """Call the block hooks before a block's training forward. Prepended, so that they run before hooks that are
@@ -157,28 +162,29 @@ class TorchEngine(Engine):
         block.modules[0].register_forward_pre_hook(run, prepend=True)
 
     @torch.no_grad()
-    def _start_averaging(self, parameters: Sequence[torch.Tensor]) -> None:
-        message = torch.cat([local(parameter.grad).reshape(-1) for parameter in parameters])
-        for parameter in parameters:
-            parameter.grad = None  # until `step`, so that gradients are not in memory twice
+    def _start_averaging(self, index: int) -> None:
+        message = torch.cat([gradient.reshape(-1) for gradient in self._take_gradients(index)])
         pending = self.mesh.replica_comms.all_reduce(message, "averaging gradients", self._gradient_wire)
         self._averaging.append(pending)
 
     def _finish_averaging(self) -> None:
-        if not self._averaging:
-            return
-        assert len(self._averaging) == len(self.block_parameters), "a block has no gradient"
+        assert len(self._averaging) == len(self.masters), "a block has no gradient"
         with self.time_gradient_wait():
             for pending in self._averaging:
                 pending.start_second_phase()
-            for parameters, pending in zip(reversed(self.block_parameters), self._averaging, strict=True):
+            for masters, pending in zip(reversed(self.masters), self._averaging, strict=True):
                 mean = pending.wait().div_(self.mesh.replica_comms.size)
-                parts = mean.split([local(parameter).numel() for parameter in parameters])
-                for parameter, part in zip(parameters, parts, strict=True):
-                    parameter.grad = self._as_gradient(parameter, part)
+                for master, part in zip(masters, views_of(mean, masters), strict=True):
+                    master.grad = part
             self._averaging.clear()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, sharing its storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def views_of(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a flat tensor's parts in the shapes of `like`."""
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

@@ -148,8 +148,8 @@ MUTANTS = [
     Mutant(
         "engine: replicas that average their gradients clip by norms in fp32",
         "llmtrain/parallel/torch_engine.py",
-        "averages = self.average_gradients and self.mesh.replicas > 1",
-        "averages = False",
+        "exact=averages",
+        "exact=False",
         ("tests/distributed/test_engine.py",),
     ),
     Mutant(

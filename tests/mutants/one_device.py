@@ -31,8 +31,8 @@ MUTANTS = [
     Mutant(
         "engine: averages go to the blocks in forward order",
         "llmtrain/parallel/torch_engine.py",
-        "zip(reversed(self.block_parameters), self._averaging, strict=True)",
-        "zip(self.block_parameters, self._averaging, strict=True)",
+        "zip(reversed(self.masters), self._averaging, strict=True)",
+        "zip(self.masters, self._averaging, strict=True)",
         ONE_DEVICE,
     ),
     Mutant(

@@ -93,7 +93,7 @@ MUTANTS = [
     Mutant(
         "engine: no gradient clipping",
         "llmtrain/parallel/torch_engine.py",
-        "torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)",
+        "torch.nn.utils.clip_grads_with_norm_(masters, self._clip_norm, norm)",
         "pass",
         ("tests/distributed/test_plain_loop.py",),
     ),
@@ -137,9 +137,16 @@ MUTANTS = [
     Mutant(
         "fsdp: optimizer moments not restored",
         "llmtrain/parallel/fsdp.py",
-        'name: {key: state[f"optimizer.{name}.{key}"] for key in slot}',
-        "name: {key: slot[key] for key in slot}",
+        'value.copy_(local(state[f"optimizer.{name}.{key}"]))',
+        "pass",
         ("tests/distributed/test_zero.py",),
+    ),
+    Mutant(
+        "fsdp: gradients of the last step are added to the next one's",
+        "llmtrain/parallel/fsdp.py",
+        "parameter.grad = None  # FSDP would add the next step's to it",
+        "pass",
+        ("tests/distributed/test_engine.py",),
     ),
     Mutant(
         "zero: clips to ten times the norm",

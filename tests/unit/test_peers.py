@@ -138,7 +138,7 @@ def test_the_emulated_model_takes_its_time_block_by_block(naps: list[float]) -> 
     hooks: list[tuple[int, int]] = []
     engine.register_block_hook(lambda index: hooks.append((index, len(naps))))
     there: list[int] = []
-    for index, parameters in enumerate(engine.block_parameters):
+    for index, parameters in enumerate(engine.masters):
         parameters[0].register_post_accumulate_grad_hook(lambda _, index=index: there.append(index))
     engine.forward_backward([torch.zeros(2, 9, dtype=torch.int64)])
     blocks = len(engine.blocks)
@@ -147,7 +147,7 @@ def test_the_emulated_model_takes_its_time_block_by_block(naps: list[float]) -> 
     assert sum(naps) == pytest.approx(0.6) and sum(naps[:blocks]) == pytest.approx(0.2)
     assert naps[0] == naps[-1] == 0  # the embedding multiplies nothing
     assert naps[1:blocks] == pytest.approx([naps[1]] * 4 + [naps[1] * 192 * 2048 / (4 * 192**2 + 3 * 192 * 512)])
-    norms = [parameter.grad.norm() for parameters in engine.block_parameters for parameter in parameters]
+    norms = [master.grad.norm() for masters in engine.masters for master in masters]
     assert len(norms) == 39 and min(norms) > 0
     engine.step(1e-3)
     assert not engine.skipped
