@@ -316,7 +316,7 @@ def means_over_rounds(comms: Comms, case: Case, error_feedback: bool) -> dict[in
     return reached
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.deep), 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_lost_is_made_up_for_in_later_rounds(kind, world):
     """Fed back, K sums together miss only the last round's loss, so their mean is off by 1/K of one round's bound. Without

@@ -118,7 +118,13 @@ CASES = [
 if find_spec("deepspeed"):
     CASES += [
         (LLAMA, ExportRun(engine="zero3", replicas=1, shard=2), "bf16", False),
-        (GPT_NEO, ExportRun("gpt_neo", tied=True, engine="zero1", replicas=2, shard=2), "bf16", False),
+        pytest.param(
+            GPT_NEO,
+            ExportRun("gpt_neo", tied=True, engine="zero1", replicas=2, shard=2),
+            "bf16",
+            False,
+            marks=pytest.mark.deep,
+        ),
         pytest.param(
             GPT_NEO,
             ExportRun("gpt_neo", tied=True, engine="zero3", replicas=2, shard=1),

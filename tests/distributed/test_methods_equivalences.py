@@ -292,8 +292,11 @@ WIRES = ["bf16", "int8", "int4"]
 
 @pytest.mark.parametrize(
     ("replicas", "shard", "error_feedback"),
-    [(2, 2, False), (4, 1, False), (4, 1, True)],
-    ids=["2x2", "4x1", "4x1-feedback"],
+    [
+        pytest.param(2, 2, False, id="2x2"),
+        pytest.param(4, 1, False, id="4x1", marks=pytest.mark.deep),
+        pytest.param(4, 1, True, id="4x1-feedback"),
+    ],
 )
 @pytest.mark.parametrize("sync", EVERYTHING.values(), ids=EVERYTHING.keys())
 def test_rounded_runs_end_equal(sync: Any, error_feedback: bool, replicas: int, shard: int) -> None:

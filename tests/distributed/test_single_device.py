@@ -42,7 +42,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SAME_WAY = ("pulled parameters", "plain average")
+"""Parameters change as in another case."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.deep if name in SAME_WAY else ()) for name in CASES]
+)
 def test_numbers_are_those_of_fsdp2_with_one_rank(ranks: RankPool, name: str) -> None:
     for [(ours, fsdp)] in ranks.run(of_both_engines, [CASES[name]], world_size=2):
         assert (ours.losses, ours.norms, ours.rounds) == (fsdp.losses, fsdp.norms, fsdp.rounds)

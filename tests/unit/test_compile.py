@@ -14,8 +14,17 @@ from tests.distributed.real_engine import GPT_NEO, LLAMA, SEED, VOCABULARY
 from tests.inside_torch import compilations, forget_compilations
 
 
-@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
-@pytest.mark.parametrize(("section", "graphs"), [(LLAMA, 1), (GPT_NEO, 2)], ids=["llama", "gpt_neo"])
+@pytest.mark.parametrize(
+    ("section", "graphs", "checkpointing"),
+    [
+        pytest.param(LLAMA, 1, False, id="llama"),
+        pytest.param(LLAMA, 1, True, id="llama-checkpointed", marks=pytest.mark.deep),
+        pytest.param(LLAMA, 1, "selective", id="llama-selective", marks=pytest.mark.deep),
+        pytest.param(GPT_NEO, 2, False, id="gpt_neo", marks=pytest.mark.deep),
+        pytest.param(GPT_NEO, 2, True, id="gpt_neo-checkpointed"),
+        pytest.param(GPT_NEO, 2, "selective", id="gpt_neo-selective"),
+    ],
+)
 def test_layers_are_compiled_complete_and_static(
     monkeypatch: pytest.MonkeyPatch, section: ModelSection, graphs: int, checkpointing: bool | str
 ) -> None:

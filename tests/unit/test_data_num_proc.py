@@ -76,6 +76,7 @@ def test_files_do_not_depend_on_the_number_of_processes(data: DataSection) -> No
     assert files_of(prepare(several(data.model_copy(update=few)), 1, 700)) == files_of(alone)
 
 
+@pytest.mark.deep
 def test_what_ends_early_loses_nothing_and_goes_on_with_another_number(
     data: DataSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

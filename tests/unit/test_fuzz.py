@@ -14,7 +14,7 @@ from llmtrain.errors import UserError
 from tests.fuzz.draws import Finding, ends_well
 from tests.fuzz.kinds import KINDS
 
-FEW, MANY = 12, 300
+FEW, MANY = 8, 300
 """Cases of a kind in the fast tier, and in the deep one."""
 TRAIN = ("checkpoints", "exported_folders")
 """Kinds that train a run first, and so are deep ones."""
