@@ -18,6 +18,8 @@ MESHES = [
     pytest.param(2, 2, id="2x2"),
     pytest.param(4, 1, id="4x1"),
 ]
+SHARDED = [MESHES[0], pytest.param(4, 1, id="4x1", marks=pytest.mark.deep)]
+"""For sums, in which four replicas are as good as two."""
 CONSTANT = LRScheduleSection(kind="constant")
 FALLING = LRScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
 TO_ZERO = LRScheduleSection(kind="linear", final_ratio=0.0)
@@ -69,7 +71,7 @@ OUTER = {
 }
 
 
-@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize(("replicas", "shard"), SHARDED)
 @pytest.mark.parametrize("sync", OUTER.values(), ids=OUTER.keys())
 def test_outer_steps_and_their_units(sync: Any, replicas: int, shard: int) -> None:
     """Rounds of 3 in a run of 17: the last one has 2 steps, and with TO_ZERO its last learning rate is 0."""
@@ -91,7 +93,7 @@ DELAYED = {
 }
 
 
-@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize(("replicas", "shard"), SHARDED)
 @pytest.mark.parametrize("sync", DELAYED.values(), ids=DELAYED.keys())
 def test_delayed(sync: Any, replicas: int, shard: int) -> None:
     """Runs that end within a round, at a round's end, within the first round, at its end, and within the warm-up."""
@@ -132,7 +134,7 @@ OVERLAPPED = {
 }
 
 
-@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize(("replicas", "shard"), SHARDED)
 @pytest.mark.parametrize("sync", OVERLAPPED.values(), ids=OVERLAPPED.keys())
 def test_overlapped(sync: Any, replicas: int, shard: int) -> None:
     """Runs that end with messages under way, just after one was used or sent, and before any was sent."""
@@ -244,7 +246,7 @@ PALSGD = {
 }
 
 
-@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize(("replicas", "shard"), SHARDED)
 @pytest.mark.parametrize("sync", PALSGD.values(), ids=PALSGD.keys())
 def test_pull(sync: Any, replicas: int, shard: int) -> None:
     """Several seeds: other steps are drawn, some of them the first of a round."""

@@ -1,5 +1,6 @@
-"""Every two choices together, on real engines: the losses, gradient norms and weights of plain models, one replica after another
-in float64; replicas that end equal; and a run that goes on from a checkpoint as if it had never stopped."""
+"""Choices together, on real engines: the losses, gradient norms and weights of plain models, one replica after another in float64;
+replicas that end equal; and a run that goes on from a checkpoint as if it had never stopped. Outside `deep`, each method and each
+engine with each level of every other choice; every two choices meet in `deep`."""
 
 from __future__ import annotations
 
@@ -60,7 +61,11 @@ def pools() -> Iterator[dict[int, RankPool]]:
         pool.close()
 
 
-@pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.deep) for row in PRODUCT)], ids=row_id)
+@pytest.mark.parametrize(
+    "row",
+    [*RESUMED, *(pytest.param(row, marks=pytest.mark.deep) for row in [*ROWS, *PRODUCT] if row not in RESUMED)],
+    ids=row_id,
+)
 def test_a_run_is_that_of_plain_replicas_and_goes_on_from_a_checkpoint(
     pools: dict[int, RankPool], tmp_path: Path, row: dict[str, str]
 ) -> None:

@@ -14,7 +14,11 @@ from tests.distributed.fake_engine import FakeEngine, Scenario, choices, edit, r
 from tests.distributed.threads import Threads, simulate
 from tests.distributed.trace import assert_same_run
 
-MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1"), pytest.param(3, 1, id="3x1")]
+MESHES = [
+    pytest.param(2, 2, id="2x2"),
+    pytest.param(4, 1, id="4x1", marks=pytest.mark.deep),
+    pytest.param(3, 1, id="3x1"),
+]
 CHUNKS = (((40, 11),), ((300,), (7,)), ((129,),))
 """Messages of several chunks, so that every rank also rounds some of a sum."""
 KINDS = ["bf16", "int8", "int4"]

@@ -21,6 +21,7 @@ def sample(shared_data: Path) -> Path:
     return folder
 
 
+@pytest.mark.deep
 def test_the_recipe_prepares_and_trains_on_fineweb(
     sample: Path, shared_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -90,6 +90,7 @@ def test_a_node_needs_the_text_of_its_own_site_alone(folder: Path) -> None:
     assert "| data | `b.txt`, `a.txt`, tokenizer " in card
 
 
+@pytest.mark.deep
 def test_a_mixture_shares_the_tokens_of_runs_on_its_texts_alone(folder: Path) -> None:
     entries = f"data.sources=[{{source: {folder}/a/a.txt, weight: 3}}, {{source: {folder}/b/b.txt}}]"
     keys = ["parallel.replicas=2", "train.steps=4", "sync.warmup_steps=1", "data.tokenizer=train:400"]

@@ -38,13 +38,15 @@ def deepspeed(runs: Runs, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.fresh
-def test_zero_trains_under_deepspeeds_launcher_as_fsdp2_does_under_ours(runs: Runs) -> None:
-    script = runs.command("zero", "parallel.engine=zero", "parallel.replicas=1", "parallel.shards=2", *SAMPLE)[1:]
-    code, output = deepspeed(runs, "--num_accelerators", "2", *script)
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.deep)])
+def test_zero_trains_under_deepspeeds_launcher_as_fsdp2_does_under_ours(runs: Runs, shards: int) -> None:
+    name, mesh = f"zero-{shards}", ("parallel.replicas=1", f"parallel.shards={shards}")
+    script = runs.command(name, "parallel.engine=zero", *mesh, *SAMPLE)[1:]
+    code, output = deepspeed(runs, "--num_accelerators", str(shards), *script)
     assert code == 0, output
-    assert "mesh: 1 replicas x 2 shards on cpu (as the recipe says)" in output
-    assert losses(runs.path("zero")) == pytest.approx(losses(runs.reference(1, 1)), rel=1e-4)
-    assert_sampled(output, runs.path("zero"))
+    assert f"mesh: 1 replicas x {shards} shards on cpu (as the recipe says)" in output
+    assert losses(runs.path(name)) == pytest.approx(losses(runs.reference(1, 1)), rel=1e-4)
+    assert_sampled(output, runs.path(name))
 
 
 @pytest.mark.deep
