@@ -256,6 +256,11 @@ def links_between(hosts: Sequence[str], links: Sequence[Link]) -> list[Finding]:
     return [*findings, *_clocks(hosts, working)]
 
 
+def round_trip_ms(links: Sequence[Link]) -> float:
+    """Return the longest round-trip time of working links in milliseconds; 0 without any."""
+    return max((link.milliseconds for link in links if not link.error), default=0.0)
+
+
 def _clocks(hosts: Sequence[str], links: Sequence[Link]) -> list[Finding]:
     findings = [
         warning(
@@ -277,19 +282,22 @@ def _per_second(rate: float) -> str:
     return f"{decimal(int(rate))}/s"
 
 
-def bench_collectives(mesh: Mesh, bytes_a_round: float | None) -> list[Finding]:
-    """Return findings from all-reduces over the replica axis and the shard axis. A collective of all ranks.
+def bench_collectives(mesh: Mesh, bytes_a_round: float | None) -> tuple[list[Finding], float | None]:
+    """Return findings from all-reduces over the replica axis and the shard axis, and the bytes per second that a rank sends in
+    one over the replica axis (None for one replica). A collective of all ranks.
 
     `bytes_a_round` is the bytes that each rank sends per synchronization, or None if unknown. Raises TrainingError if a
     collective fails or takes longer than the mesh's timeout.
     """
-    findings = []
+    findings, between_replicas = [], None
     for comms, who in ((mesh.replica_comms, "between replicas"), (mesh.shard_comms, "inside a replica")):
         if comms.size == 1:
             findings.append(ok(f"{comms.axis} axis: one rank, nothing to send {who}"))
             continue
         seconds, sent = _all_reduce(comms, mesh)
         rate = sent / seconds
+        if comms is mesh.replica_comms:
+            between_replicas = rate
         findings.append(
             ok(
                 f"{comms.axis} axis, {who}: all-reduce over {comms.size} ranks sends {decimal(int(sent))} from each in "
@@ -303,7 +311,7 @@ def bench_collectives(mesh: Mesh, bytes_a_round: float | None) -> list[Finding]:
                     f"{bytes_a_round / rate:.2g} s at that rate"
                 )
             )
-    return findings
+    return findings, between_replicas
 
 
 def _all_reduce(comms: Comms, mesh: Mesh) -> tuple[float, float]:

@@ -26,7 +26,15 @@ from llmtrain.doctor.machine import (
     replica_interface,
     software,
 )
-from llmtrain.doctor.network_speed import SECRET_BYTES, Link, bench_collectives, links_between, measure_all
+from llmtrain.doctor.network_speed import (
+    SECRET_BYTES,
+    Link,
+    bench_collectives,
+    links_between,
+    measure_all,
+    round_trip_ms,
+)
+from llmtrain.doctor.network_use import network_use
 from llmtrain.errors import DONE, FAILED, ModelError, TrainingError, UserError
 from llmtrain.launch.nodes import processes_per_node
 from llmtrain.parallel.build_engine import replica_backend
@@ -38,7 +46,7 @@ from llmtrain.parallel.world import World, node_name
 from llmtrain.plan.memory import estimate
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM, choose_mesh, plan_mesh
 from llmtrain.plan.model_size import ModelSize, size_of
-from llmtrain.plan.time_estimate import round_bytes, traffic
+from llmtrain.plan.time_estimate import HardwareRates, rate_here, round_bytes, traffic
 from llmtrain.recipe_check import check, check_group
 from llmtrain.recipe_loader import resolved_yaml
 from llmtrain.train.devices import memory_bytes, memory_of_rank
@@ -220,12 +228,13 @@ class ClusterCheck:
         if elsewhere := self._complaints_of_others(hosts, sections):
             sections["other hosts"] = elsewhere
         sections["ranks"] = [*who_is_where(hosts), *agreement(ranks)]
-        sections["links"] = [ok("all ranks are on one host")]
+        sections["links"], links = [ok("all ranks are on one host")], []
         if several:
-            sections["links"] = links_between([str(host) for host in hosts], self._links(hosts))
+            links = self._links(hosts)
+            sections["links"] = links_between([str(host) for host in hosts], links)
             sections["links"] += encryption(hosts, self.recipe.parallel if self.recipe else ParallelSection())
         if all(self._gather("readiness", not has_problem(sections))):
-            sections["collectives"] = self._collectives(plan)
+            sections["collectives"] = self._collectives(plan, round_trip_ms(links))
         else:
             sections["collectives"] = [warning("not measured, because of the problems found", "solve them first")]
 
@@ -262,8 +271,9 @@ class ClusterCheck:
         addresses = [host.leader.address for host in hosts]
         return measure_all(me, addresses, secret, self.timeout_seconds, exchange)
 
-    def _collectives(self, plan: Plan | None) -> list[Finding]:
-        """Benchmark the collectives of the recipe's mesh, or of the mesh that `auto` chooses if there is no recipe."""
+    def _collectives(self, plan: Plan | None, round_trip: float) -> list[Finding]:
+        """Benchmark the collectives of the recipe's mesh, or of the mesh that `auto` chooses if there is no recipe. Predict the
+        recipe's waits from the measured rates and the hosts' longest `round_trip` in milliseconds."""
         bytes_a_round = None
         if self.recipe is None or plan is None:
             parallel = ParallelSection()
@@ -274,7 +284,13 @@ class ClusterCheck:
                 bytes_a_round = round_bytes(self.recipe, plan.size, replicas, shard)
         backend = replica_backend(parallel)
         with open_mesh(self.world, replicas, shard, backend, self.timeout_seconds, self.peers) as mesh:
-            return bench_collectives(mesh, bytes_a_round)
+            findings, rate = bench_collectives(mesh, bytes_a_round)
+            if bytes_a_round is not None and rate is not None:
+                # One rank computes alone, because on a CPU the rate already takes into account how many share it.
+                flops = mesh.broadcast_from_main(lambda: rate_here(self.recipe))
+                rates = HardwareRates(flops, 8e-6 * rate * shard, round_trip / 2)
+                findings.append(network_use(self.recipe, plan.size, replicas, shard, rates))
+        return findings
 
     def _gather(self, name: str, value: Any) -> list[Any]:
         """Return the JSON `value` of every rank, in rank order. A collective of all ranks."""

@@ -118,11 +118,16 @@ class QuantizedAllReduce(PendingCollective):
         if self._mine is not None:
             return
         self._finish()
+        comms = self._comms
         self._total = self._decoded(self._received).sum(0, keepdim=True)
-        self._mine = self._wire.encode(self._total).to(self._comms.device)
-        self._gathered = self._mine.new_empty(self._comms.size, self._mine.shape[1])
-        sent = (self._comms.size - 1) * self._mine.numel()
-        self._work = self._comms.begin(self._what, sent, ALL_GATHER, self._gathered, self._mine)
+        self._mine = self._wire.encode(self._total).to(comms.device)
+        self._gathered = self._mine.new_empty(comms.size, self._mine.shape[1])
+        sent = (comms.size - 1) * self._mine.numel()
+        if comms.is_gloo:  # whose all-gather is a ring: a round trip per rank instead of one
+            copies = self._mine.expand(comms.size, -1).contiguous()
+            self._work = comms.begin(self._what, sent, dist.all_to_all_single, self._gathered, copies)
+        else:
+            self._work = comms.begin(self._what, sent, ALL_GATHER, self._gathered, self._mine)
 
     def wait(self) -> torch.Tensor:
         self.start_second_phase()
@@ -161,9 +166,9 @@ class Comms:
         interface: str | None = None,
     ):
         self.group, self.axis, self.interface = group, axis, interface
-        over_gloo = group is not None and dist.get_backend(group) == dist.Backend.GLOO
+        self.is_gloo = group is not None and dist.get_backend(group) == dist.Backend.GLOO
         self.training_device = device or torch.device("cpu")
-        self.device = torch.device("cpu") if over_gloo else self.training_device
+        self.device = torch.device("cpu") if self.is_gloo else self.training_device
         self.size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.traffic = Traffic(self.training_device)

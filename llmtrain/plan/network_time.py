@@ -6,7 +6,7 @@ another and arithmetic takes no time: what is left is the network's part. With u
     ring all-reduce     2 (N-1) hops of 1/N of the message, each bytes / bandwidth + a round trip, since gloo sends when it has
                         heard that the receiver is ready. It halves a hop's bytes, so that the round trip of one half
                         passes while the other is sent, and cuts hops at 2 MiB
-    rounded message     one hop to all others, then N-1 hops of a ring with the rounded sums
+    rounded message     one hop to all others, then another one with the rounded sums
     blocking            all messages, and N-1 hops of no bytes in which the replicas agree on the round
     layer-wise          the same, less the forward of the blocks before each one
     every step          messages, less the backward of the blocks that follow each one
@@ -128,7 +128,8 @@ def block_message(values: int, replicas: int, wire: WireSection, rounded: bool =
         return BlockMessage(Exchange(2 * others * chunk, 2 * others * max(1.0, chunk / HOP_BYTES)))
     encoded = WireFormat(wire.kind)
     sent = others * encoded.size(encoded.padded_chunk(values, replicas))
-    return BlockMessage(Exchange(sent, 1, peers=others, halved=False), Exchange(sent, others))
+    to_all = Exchange(sent, 1, peers=others, halved=False)
+    return BlockMessage(to_all, to_all)
 
 
 def concurrent_seconds(exchanges: Sequence[Exchange], link: NetworkLink) -> float:

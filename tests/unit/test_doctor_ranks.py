@@ -19,7 +19,8 @@ from llmtrain.config import Recipe
 from llmtrain.doctor import network_speed
 from llmtrain.doctor import run_checks as checks
 from llmtrain.doctor.finding import Finding, Level, ok, problem, warning
-from llmtrain.doctor.network_speed import SMALLEST, Link, bench_collectives, links_between
+from llmtrain.doctor.network_speed import SMALLEST, Link, bench_collectives, links_between, round_trip_ms
+from llmtrain.doctor.network_use import network_use
 from llmtrain.doctor.run_checks import ClusterCheck, Plan, Sections, fit, run_checks
 from llmtrain.errors import FAILED, TrainingError
 from llmtrain.parallel import network
@@ -28,7 +29,7 @@ from llmtrain.parallel.rendezvous import RankInfo, Rendezvous
 from llmtrain.parallel.world import World
 from llmtrain.plan.memory import estimate
 from llmtrain.plan.model_size import size_of
-from llmtrain.plan.time_estimate import round_bytes
+from llmtrain.plan.time_estimate import HardwareRates, round_bytes
 from llmtrain.recipe_loader import load_recipe
 
 STDLIB = Path(__file__).resolve().parents[2] / "recipes/edit_llama_stdlib.yaml"
@@ -75,15 +76,18 @@ def test_ranks_that_can_not_meet_are_a_problem_in_the_report_of_the_first(
 class Opened(list):
     """(replicas, shard, bytes of a round) of every mesh that was opened and measured."""
 
+    rate: float | None = None
+    """Bytes per second that are measured between replicas."""
+
     @contextmanager
     def open_mesh(
         self, world: World, replicas: int, shard: int, backend: str, seconds: float, meeting: Rendezvous
-    ) -> Iterator[tuple[int, int]]:
-        yield replicas, shard
+    ) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(replicas=replicas, shards=shard, broadcast_from_main=lambda ask: 1e10)
 
-    def axes(self, mesh: tuple[int, int], bytes_a_round: float | None) -> list[Finding]:
-        self.append((*mesh, bytes_a_round))
-        return [ok("measured")]
+    def axes(self, mesh: SimpleNamespace, bytes_a_round: float | None) -> tuple[list[Finding], float | None]:
+        self.append((mesh.replicas, mesh.shards, bytes_a_round))
+        return [ok("measured")], self.rate
 
 
 @pytest.fixture
@@ -135,6 +139,21 @@ def test_a_recipes_mesh_is_measured_and_its_round_if_there_is_one(
     _, plan = fit(given, ["a", "a"], [GIB, GIB])
     sent = round_bytes(given, plan.size, 2, 1) if replicas == 2 else None
     assert opened == [(replicas, shard, sent)] * 2
+
+
+def test_the_recipes_waits_are_predicted_from_what_was_measured(
+    recipe: Callable[..., Recipe], opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rate of all ranks of a replica, and half of the longest round trip between hosts."""
+    opened.rate = 1e6
+    monkeypatch.setattr(checks, "round_trip_ms", lambda links: 40.0)
+    given = recipe("parallel.replicas=2", "parallel.shards=2")
+    _, plan = fit(given, ["a", "a", "b", "b"], [GIB] * 4)
+    predicted = network_use(given, plan.size, 2, 2, HardwareRates(1e10, 16.0, 20.0))
+    for sections in examined(given, ["a", "a", "b", "b"]):
+        assert sections["collectives"] == [ok("measured"), predicted]
+    assert round_trip_ms([Link(0, 1, 3.0), Link(0, 2, 80.0, error="timed out"), Link(1, 2, 5.0)]) == 5.0
+    assert round_trip_ms([]) == 0.0
 
 
 def test_what_a_rank_of_another_host_complains_of_is_told_once(opened: Opened) -> None:
@@ -225,13 +244,15 @@ def mesh_of(replicas: int, shard: int, seconds: tuple[float, ...]) -> tuple[Simp
 def test_a_round_takes_as_long_as_the_slowest_rank_between_replicas() -> None:
     mesh, _ = mesh_of(2, 4, seconds=(0.5, 1.0))
     sent = 4 * SMALLEST  # 2 (N-1)/N of 4 bytes a value
-    found = [finding.what for finding in bench_collectives(mesh, 2.0 * sent)]
+    findings, rate = bench_collectives(mesh, 2.0 * sent)
+    found = [finding.what for finding in findings]
+    assert rate == sent
     assert found == [
         "replica axis, between replicas: all-reduce over 2 ranks sends 262.1 kB from each in 1.000 s, 262.1 kB/s",
         "a synchronization of this model: 524.3 kB from each rank, about 2 s at that rate",
         "shard axis, inside a replica: all-reduce over 4 ranks sends 393.2 kB from each in 1.000 s, 393.2 kB/s",
     ]
-    assert [finding.what for finding in bench_collectives(mesh, None)] == [found[0], found[2]]
+    assert [finding.what for finding in bench_collectives(mesh, None)[0]] == [found[0], found[2]]
 
 
 def test_a_gpus_all_reduce_is_over_when_the_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_bytes_of_a_block_are_those_of_the_wire() -> None:
     for kind, size in sizes.items():
         message = block_message(1_024_000, 4, WireSection(kind=kind))
         assert message.sent == pytest.approx(2 * 3 / 4 * size * 1_024_000)
-        assert message.first.sent == message.second.sent and (message.first.hops, message.second.hops) == (1, 3)
+        assert message.first == message.second and (message.first.hops, message.first.peers) == (1, 3)
         assert block_message(1_024_000, 4, WireSection(kind=kind), rounded=False).second is None
 
 
@@ -64,7 +64,7 @@ def test_two_messages_at_once_hide_latency_but_no_bytes() -> None:
     assert concurrent_seconds([short] * 3, link) == pytest.approx(1.2)
     assert concurrent_seconds([Exchange(WIRE, 6)] * 6, FAST) == pytest.approx(6 * BLOCK)
     rounded = block_message(128_000, 4, WireSection(kind="int8"))
-    assert sequence_seconds([rounded] * 6, link) == pytest.approx(0.1 + 6 * 3 * 0.1, rel=1e-3)
+    assert sequence_seconds([rounded] * 6, link) == pytest.approx(0.1 + 6 * 0.1, rel=1e-3)
 
 
 def test_blocking_waits_for_all_bytes_and_for_the_agreement() -> None:

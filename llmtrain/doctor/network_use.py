@@ -1,0 +1,86 @@
+"""Prediction of the time for which a recipe would wait on the network that was just measured, and choices that would wait less."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from llmtrain.config import Recipe
+from llmtrain.doctor.finding import Finding, ok, warning
+from llmtrain.errors import RecipeError
+from llmtrain.plan.duration import format_duration
+from llmtrain.plan.model_size import ModelSize
+from llmtrain.plan.time_estimate import HardwareRates, estimate_time
+from llmtrain.recipe_check import check
+
+WELL_USED = 0.95
+"""Fraction of the time spent computing from which nothing is advised."""
+DELAYS = (1, 2, 3, 5, 8, 12, 20)
+"""Steps of delay that are tried for an overlapped schedule."""
+GAIN = 0.01
+"""Least gain in that fraction for which a choice is named, or a longer delay preferred."""
+
+
+def network_use(recipe: Recipe, size: ModelSize, replicas: int, shard: int, rates: HardwareRates) -> Finding:
+    """Return a finding on the fraction of its time that the recipe would compute, with the choices that would raise it."""
+    now = estimate_time(recipe, size, replicas, shard, rates)
+    what = (
+        f"predicted for this recipe: a step computes for {format_duration(now.step)} and waits for the network for "
+        f"{format_duration(now.waiting)} on average, so {now.computing:.0%} of the time is spent computing"
+    )
+    if now.computing >= WELL_USED:
+        return ok(what)
+    found = {
+        keys: estimate_time(changed, size, replicas, shard, rates).computing
+        for keys, changed in changes(recipe, size, replicas, shard, rates)
+    }
+    better = sorted((share, keys) for keys, share in found.items() if share >= now.computing + GAIN)
+    if not better:
+        return warning(what, "use rounds of local steps, such as sync.method=edit (docs/methods.md)")
+    named = ", ".join(f"{share:.0%} with {keys}" for share, keys in reversed(better))
+    return warning(what, f"{named}; these change what is trained (docs/methods.md)")
+
+
+def changes(
+    recipe: Recipe, size: ModelSize, replicas: int, shard: int, rates: HardwareRates
+) -> Iterator[tuple[str, Recipe]]:
+    """Yield changes of a recipe that send less, less often or while training continues, as overrides and the changed recipe.
+
+    Changes that the recipe's other choices do not allow are left out.
+    """
+    sync = recipe.sync
+    for kind in ("int8", "int4"):
+        if sync.wire.kind in ("fp32", "bf16") and not sync.period.averages_gradients:
+            yield from _changed(recipe, f"sync.wire={kind}", {"wire": {"kind": kind}}, replicas * shard)
+    if sync.period.kind == "steps":
+        every = 2 * sync.period.every
+        yield from _changed(recipe, f"sync.period.every={every}", {"period": {"every": every}}, replicas * shard)
+    if sync.schedule.kind in ("blocking", "layerwise") and not sync.period.averages_gradients:
+        delayed: list[tuple[float, str, Recipe]] = []
+        for steps in DELAYS:
+            schedule = {"schedule": {"kind": "overlapped", "steps": steps}}
+            words = f"sync.schedule='{{kind: overlapped, steps: {steps}}}'"
+            for keys, changed in _changed(recipe, words, schedule, replicas * shard, replaces=True):
+                delayed.append((estimate_time(changed, size, replicas, shard, rates).computing, keys, changed))
+        most = max((share for share, _, _ in delayed), default=0.0)
+        yield from [(keys, changed) for share, keys, changed in delayed if share > most - GAIN][:1]
+
+
+def _changed(
+    recipe: Recipe, keys: str, sync: Mapping[str, Mapping[str, Any]], ranks: int, replaces: bool = False
+) -> Iterator[tuple[str, Recipe]]:
+    """Yield the recipe with changes in its `sync` section, if it is a valid one. A choice that `replaces` another keeps none of
+    its keys."""
+    data = copy.deepcopy(recipe.model_dump(mode="json"))
+    for name, values in sync.items():
+        data["sync"][name] = dict(values) if replaces else {**data["sync"][name], **values}
+    try:
+        changed = Recipe.model_validate_json(json.dumps(data))
+        check(changed, ranks)
+    except (RecipeError, ValidationError):
+        return
+    yield keys, changed
