@@ -106,6 +106,30 @@ def sums(request) -> tuple[int, dict[Case, list[Outcome]]]:
     return request.param, by_case(cases, request.param)
 
 
+class Noted(ThreadComms):
+    """A Comms that remembers its collectives."""
+
+    def begin(self, what, counted, collective, *tensors):
+        self.begun = [*getattr(self, "begun", []), collective]
+        return super().begin(what, counted, collective, *tensors)
+
+
+def sum_over(comms: Noted, is_gloo: bool) -> tuple[list, np.ndarray]:
+    comms.is_gloo = is_gloo
+    tensor = torch.linspace(-comms.rank, 1, 700)
+    comms.all_reduce(tensor, "a sum", WireFormat("int8")).wait()
+    return comms.begun, tensor.numpy()
+
+
+def test_rounded_sums_go_to_all_ranks_at_once_over_gloo_and_by_its_own_way_over_nccl() -> None:
+    """gloo's all-gather is a ring, whose every hop waits for a round trip of the network."""
+    both = [on_each(4, sum_over, is_gloo, comms=Noted) for is_gloo in (True, False)]
+    for (over_gloo, result), (over_nccl, same) in zip(*both, strict=True):
+        assert over_gloo == [dist.all_to_all_single] * 2
+        assert over_nccl == [dist.all_to_all_single, ALL_GATHER]
+        assert_equal_bits([result, same])
+
+
 def largest(values: np.ndarray) -> np.ndarray:
     """The largest magnitude of each value's block."""
     blocks = np.abs(whole_blocks(values)).reshape(*values.shape[:-1], -1, BLOCK)

@@ -210,6 +210,7 @@ class ThreadComms(Comms):
 
     def __init__(self, threads: Threads, ranks: Sequence[int], rank: int, axis: str = "replica", number: int = 0):
         super().__init__(None, axis=axis)
+        self.is_gloo = True
         self.threads, self.number = threads, number
         self.size, self.rank = len(ranks), list(ranks).index(rank)
         self._group = threads.group(axis, number, ranks)

@@ -62,6 +62,13 @@ MUTANTS = [
         WIRE,
         equivalent="0 / 0 is NaN, which becomes code 0 on CPUs and on CUDA devices, and means 0 times a scale of 0",
     ),
+    Mutant(
+        "wire: rounded sums travel in a ring over gloo, too",
+        "llmtrain/parallel/comms.py",
+        "if comms.is_gloo:  # whose all-gather is a ring",
+        "if False:  # whose all-gather is a ring",
+        ("tests/distributed/test_comms_wire.py",),
+    ),
     Mutant("wire: int8 has 128 levels", "llmtrain/parallel/wire_format.py", '"int8": 127', '"int8": 128', WIRE),
     Mutant(
         "engine: gradients summed over replicas, not averaged",
