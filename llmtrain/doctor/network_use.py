@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,13 +32,15 @@ def network_use(recipe: Recipe, size: ModelSize, replicas: int, shard: int, rate
     )
     if now.computing >= WELL_USED:
         return ok(what)
+    if recipe.sync.period.averages_gradients:
+        return warning(what, "use rounds of local steps, such as sync.method=edit (docs/methods.md)")
     found = {
         keys: estimate_time(changed, size, replicas, shard, rates).computing
         for keys, changed in changes(recipe, size, replicas, shard, rates)
     }
     better = sorted((share, keys) for keys, share in found.items() if share >= now.computing + GAIN)
     if not better:
-        return warning(what, "use rounds of local steps, such as sync.method=edit (docs/methods.md)")
+        return warning(what, "use longer rounds (sync.period) or a faster network between replicas")
     named = ", ".join(f"{share:.0%} with {keys}" for share, keys in reversed(better))
     return warning(what, f"{named}; these change what is trained (docs/methods.md)")
 
@@ -48,18 +48,18 @@ def network_use(recipe: Recipe, size: ModelSize, replicas: int, shard: int, rate
 def changes(
     recipe: Recipe, size: ModelSize, replicas: int, shard: int, rates: HardwareRates
 ) -> Iterator[tuple[str, Recipe]]:
-    """Yield changes of a recipe that send less, less often or while training continues, as overrides and the changed recipe.
+    """Yield changes of a recipe with local steps that send less, less often or while training continues, as overrides and the changed recipe.
 
     Changes that the recipe's other choices do not allow are left out.
     """
     sync = recipe.sync
     for kind in ("int8", "int4"):
-        if sync.wire.kind in ("fp32", "bf16") and not sync.period.averages_gradients:
+        if sync.wire.kind in ("fp32", "bf16"):
             yield from _changed(recipe, f"sync.wire={kind}", {"wire": {"kind": kind}}, replicas * shard)
     if sync.period.kind == "steps":
         every = 2 * sync.period.every
         yield from _changed(recipe, f"sync.period.every={every}", {"period": {"every": every}}, replicas * shard)
-    if sync.schedule.kind in ("blocking", "layerwise") and not sync.period.averages_gradients:
+    if sync.schedule.kind in ("blocking", "layerwise"):
         delayed: list[tuple[float, str, Recipe]] = []
         for steps in DELAYS:
             schedule = {"schedule": {"kind": "overlapped", "steps": steps}}
@@ -75,11 +75,11 @@ def _changed(
 ) -> Iterator[tuple[str, Recipe]]:
     """Yield the recipe with changes in its `sync` section, if it is a valid one. A choice that `replaces` another keeps none of
     its keys."""
-    data = copy.deepcopy(recipe.model_dump(mode="json"))
+    data = recipe.model_dump(mode="json")
     for name, values in sync.items():
         data["sync"][name] = dict(values) if replaces else {**data["sync"][name], **values}
     try:
-        changed = Recipe.model_validate_json(json.dumps(data))
+        changed = Recipe.model_validate(data)
         check(changed, ranks)
     except (RecipeError, ValidationError):
         return

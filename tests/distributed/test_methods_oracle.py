@@ -19,7 +19,7 @@ MESHES = [
     pytest.param(4, 1, id="4x1"),
 ]
 SHARDED = [MESHES[0], pytest.param(4, 1, id="4x1", marks=pytest.mark.deep)]
-"""For sums, in which four replicas are as good as two."""
+"""Meshes for methods that only sum, in which four replicas show no more than two."""
 CONSTANT = LRScheduleSection(kind="constant")
 FALLING = LRScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
 TO_ZERO = LRScheduleSection(kind="linear", final_ratio=0.0)

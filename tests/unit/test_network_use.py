@@ -96,3 +96,11 @@ def test_synchronous_training_is_advised_to_average_less_often(recipe: Callable[
     given = recipe("sync.method=synchronous", "sync.period=every_step")
     found = network_use(given, size, *MESH, slow(given, size, 0.5))
     assert found.level == Level.WARNING and "sync.method=edit" in found.advice
+
+
+def test_a_recipe_that_no_choice_helps_is_not_told_to_use_what_it_has(
+    recipe: Callable[..., Recipe], size: ModelSize
+) -> None:
+    given = recipe("sync.method=edit", "sync.warmup_steps=1", "sync.period.every=20")
+    found = network_use(given, size, *MESH, HardwareRates(1e10, 1e-3))
+    assert found.level == Level.WARNING and found.advice.startswith("use longer rounds")
