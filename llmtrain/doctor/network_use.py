@@ -48,7 +48,7 @@ def network_use(recipe: Recipe, size: ModelSize, replicas: int, shard: int, rate
 def changes(
     recipe: Recipe, size: ModelSize, replicas: int, shard: int, rates: HardwareRates
 ) -> Iterator[tuple[str, Recipe]]:
-    """Yield changes of a recipe with local steps that send less, less often or while training continues, as overrides and the changed recipe.
+    """Yield changes of a recipe with local steps that send less, less often or later, as overrides and the changed recipe.
 
     Changes that the recipe's other choices do not allow are left out.
     """
