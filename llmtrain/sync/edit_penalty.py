@@ -6,6 +6,7 @@ same decision, because the computation is in float64 with operations that round 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from llmtrain.errors import TrainingError
 EPSILON = 1e-6
 WARN_EXCLUSIONS = 5
 """Rounds in a row in which a block of a replica is excluded before a warning names it."""
+CLIP_MARGIN = 0.99
+"""Share of the clip that the average norm must exceed: so wide a margin covers the errors of norms and sums in fp32."""
 MOMENTS = ("count", "mean", "variance")
 
 
@@ -167,6 +170,13 @@ class EditPenalty:
             return weights / weights.sum(0).clamp(min=1)
         logits = (-norms / self.section.temperature).masked_fill(anomalous, -torch.inf)
         return logits.softmax(0).masked_fill(anomalous.all(0), 0.0)
+
+    def may_clip(self, norms: torch.Tensor, found: ReplicaWeights) -> torch.Tensor:
+        """Return for each block if the norm of its mean may exceed the clip, given the norms [replicas, blocks] from which
+        `found` was computed. A mean is at most as long as the replicas' pseudo-gradients are on average: mostly this saves
+        the norm of the mean."""
+        limit = math.inf if self.section.clip is None else CLIP_MARGIN * self.section.clip
+        return (found.weights * norms.masked_fill(found.anomalous, 0.0)).sum(0) > limit
 
     def clip_factor(self, squared_norm: torch.Tensor) -> torch.Tensor:
         """Return min(clip / (||D|| + 1e-6), 1) for one block, given ||D||^2 over all its shards; 1 without a clip."""

@@ -40,8 +40,9 @@ class Message:
 
     def advance(self, age: int, due: int) -> None:
         """Carry out the work of the end of a step, `age` steps after `take`, for a message that is applied after `due`
-        steps: start the second exchange, if any, in the middle of the message's way."""
-        if self.SENT_AFTER < age == (self.SENT_AFTER + due) // 2:
+        steps: start the second exchange, if any, in the middle of the message's way. Of an odd number of steps, the
+        first exchange has one more, because it opens the window of TCP that the second one finds."""
+        if self.SENT_AFTER < age == (self.SENT_AFTER + due + 1) // 2:
             self._start_second_phase()
 
     def send(self) -> None:
@@ -65,7 +66,7 @@ class Message:
             mean = self._pending.pop(index).wait()
             squares.append(squared_norm(mean))
             kept = 0.0 if index in self.restarts else alpha
-            block_sync.outer_step(index, mean, self.since, self._factor(mean, squares[-1], gap), kept)
+            block_sync.outer_step(index, mean, self.since, self._factor(index, mean, squares[-1], gap), kept)
         block_sync.report.mean_squared = torch.stack(squares).sum() if squares else 0.0
         self._report_weights()
 
@@ -88,8 +89,8 @@ class Message:
         for index in sorted(self._pending):
             self._pending[index].start_second_phase()
 
-    def _factor(self, mean: torch.Tensor, squared: torch.Tensor, gap: float) -> torch.Tensor | float | None:
-        """Return the factor of a mean, given the squared norm of this rank's part; None for 1."""
+    def _factor(self, index: int, mean: torch.Tensor, squared: torch.Tensor, gap: float) -> torch.Tensor | float | None:
+        """Return the factor of a block's mean, given the squared norm of this rank's part; None for 1."""
         return None if gap == 1.0 else 1 / gap
 
     def _report_weights(self) -> None:
@@ -111,6 +112,7 @@ class WeighedMessage(Message):
         self.weighing = weighing
         self._unsent: dict[int, torch.Tensor] = {}
         self._gathering: PendingCollective | None = None
+        self._may_clip = frozenset(blocks if weighing.clips else ())
 
     def take(self) -> None:
         """Keep the present pseudo-gradients and start the exchange."""
@@ -130,6 +132,7 @@ class WeighedMessage(Message):
             return
         agreed = self.weighing.agree(self.blocks, self._gathering)
         self._gathering, self.since, self.restarts = None, agreed.since, agreed.excluded
+        self._may_clip = agreed.may_clip
         for index in self.blocks:
             payload = self._unsent.pop(index)
             if index not in agreed.rolled_back:
@@ -156,9 +159,9 @@ class WeighedMessage(Message):
         squares = [self.block_sync.squared_norm(index, payload) for index, payload in self._unsent.items()]
         self._gathering = self.weighing.start(self.since, squares)
 
-    def _factor(self, mean: torch.Tensor, squared: torch.Tensor, gap: float) -> torch.Tensor | float | None:
-        if not self.weighing.clips:
-            return super()._factor(mean, squared, gap)
+    def _factor(self, index: int, mean: torch.Tensor, squared: torch.Tensor, gap: float) -> torch.Tensor | float | None:
+        if index not in self._may_clip:
+            return super()._factor(index, mean, squared, gap)
         return (self.weighing.clip_factor(squared) / gap).to(mean.dtype)
 
     def _report_weights(self) -> None:

@@ -27,6 +27,8 @@ class Agreement:
     """Blocks in which this replica is anomalous."""
     rolled_back: frozenset[int]
     """Blocks in which all replicas are anomalous: there is no mean, and their parameters return to the anchor."""
+    may_clip: frozenset[int] = frozenset()
+    """Blocks of which the mean's norm must be computed, because it may exceed the clip."""
 
 
 class Weighing:
@@ -71,12 +73,18 @@ class Weighing:
         report.weights_max = float(found.weights.max())
         names = [block.name for block in self.block_sync.replica.blocks]
         self.block_sync.warnings += self.penalty.check_exclusions(names, blocks)
+        may_clip = self.penalty.may_clip(gathered[:, 4:], found)
+        if (
+            self.clips and self.block_sync.wire is not None
+        ):  # rounded messages may be longer, and have earlier errors in them
+            may_clip = torch.ones_like(may_clip)
         return Agreement(
             since,
             slowest,
             weights=dict(zip(blocks, found.weights[replica_comms.rank].tolist(), strict=True)),
             excluded=_where(blocks, found.anomalous[replica_comms.rank]),
             rolled_back=_where(blocks, found.anomalous.all(0)),
+            may_clip=_where(blocks, may_clip),
         )
 
     def clip_factor(self, squared: torch.Tensor) -> torch.Tensor:

@@ -220,4 +220,25 @@ MUTANTS = [
         "(iteration + r) % total",
         ("tests/unit/test_butterfly.py",),
     ),
+    Mutant(
+        "late: the second of two exchanges has more of an odd number of steps",
+        "llmtrain/sync/message.py",
+        "age == (self.SENT_AFTER + due + 1) // 2",
+        "age == (self.SENT_AFTER + due) // 2",
+        ("tests/distributed/test_message.py",),
+    ),
+    Mutant(
+        "penalty: rounded means are taken to be no longer than what was sent",
+        "llmtrain/sync/weighing.py",
+        "if self.clips and self.block_sync.wire is not None:",
+        "if False:",
+        ("tests/distributed/test_message.py",),
+    ),
+    Mutant(
+        "penalty: no mean is measured below twice the clip",
+        "llmtrain/sync/edit_penalty.py",
+        "math.inf if self.section.clip is None else CLIP_MARGIN * self.section.clip",
+        "math.inf if self.section.clip is None else 2 * self.section.clip",
+        ("tests/unit/test_edit_penalty.py",),
+    ),
 ]

@@ -91,3 +91,26 @@ def test_rounds_in_a_row_are_counted_and_go_on_after_a_resume() -> None:
         penalty = resumed
         penalty.weigh(torch.tensor(row, dtype=torch.float64)[:, None], ones, ones)
         assert penalty.excluded[:, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("temperature", [None, 0.5])
+def test_a_mean_is_measured_only_where_it_may_exceed_the_clip(temperature: float | None) -> None:
+    """Where it may not, it does not: for means of any directions, an infinite one left out."""
+    penalty = EditPenalty(EditPenaltySection(clip=1.0, temperature=temperature), replicas=3, blocks=400)
+    drawn = torch.Generator().manual_seed(0)
+    parts = torch.randn(3, 400, 2, generator=drawn, dtype=torch.float64)
+    parts[0, 7] = math.inf
+    norms = parts.norm(dim=2)
+    found = penalty.weigh(norms, torch.ones(3), torch.ones(3))
+    means = (found.weights[..., None] * parts.nan_to_num(0.0, 0.0, 0.0)).sum(0).norm(dim=1)
+    may_clip = penalty.may_clip(norms, found)
+    assert (means > 1).sum() > 5 and may_clip[means > 1].all()
+    assert 40 < may_clip.sum() < 360 and found.anomalous.nonzero().tolist() == [[0, 7]]
+    penalty.section = EditPenaltySection(clip=None, temperature=temperature)
+    assert not penalty.may_clip(norms, found).any()
+
+
+def test_a_mean_near_the_clip_is_measured() -> None:
+    penalty = EditPenalty(EditPenaltySection(clip=2.0), replicas=2, blocks=3)
+    norms = torch.tensor([[1.97, 2.1, 2.0], [1.97, 1.9, 2.0]], dtype=torch.float64)
+    assert penalty.may_clip(norms, penalty.weigh(norms, torch.ones(2), torch.ones(2))).tolist() == [False, True, True]

@@ -129,7 +129,7 @@ class BlockingSchedule(Schedule):
             block_sync.write_parameters(index, mean)
             return
         factor = None
-        if self._weighing.clips:
+        if index in agreed.may_clip:
             factor = self._weighing.clip_factor(squared_norm(mean)).to(mean.dtype)
         spread, of_mean = block_sync.outer_step(index, mean, agreed.since, factor, measure=True)
         if agreed.weights[index] > 0:  # else its own pseudo-gradient may contain NaN
