@@ -74,9 +74,8 @@ class Weighing:
         names = [block.name for block in self.block_sync.replica.blocks]
         self.block_sync.warnings += self.penalty.check_exclusions(names, blocks)
         may_clip = self.penalty.may_clip(gathered[:, 4:], found)
-        if (
-            self.clips and self.block_sync.wire is not None
-        ):  # rounded messages may be longer, and have earlier errors in them
+        # Rounded messages may be longer than what they were made from, and have earlier errors in them.
+        if self.clips and self.block_sync.wire is not None:
             may_clip = torch.ones_like(may_clip)
         return Agreement(
             since,
