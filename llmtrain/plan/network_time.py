@@ -256,12 +256,12 @@ def _fragment_exposed(
     steps = section.steps if isinstance(section, OverlappedSection) else every
     # In rounds of seconds replicas agree on weights and send at once, and the second exchange waits for their next meeting.
     before = 0 if sync.period.is_timed else sync.reduction.steps_before_sending
-    middle = 0 if sync.period.is_timed else (before + steps + 1) // 2 - before
+    middle = 0 if sync.period.is_timed else (before + steps) // 2 - before
     hidden, halfway = (steps - before) * step_seconds, middle * step_seconds
     first, second = concurrent_seconds(_first(messages), link), concurrent_seconds(_second(messages), link)
     pause = max(0.0, every / section.fragments * step_seconds - first - second)
     first += slow_start_seconds(_first(messages), link, pause)
     second += slow_start_seconds(_second(messages), link, max(0.0, (halfway or hidden) - first))
-    if not second or not halfway:
+    if not second or not halfway:  # with fewer than two steps, the second exchange starts when the mean is needed
         return max(0.0, first - hidden) + second
     return max(0.0, first - halfway) + max(0.0, second - (hidden - halfway))

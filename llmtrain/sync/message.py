@@ -40,9 +40,8 @@ class Message:
 
     def advance(self, age: int, due: int) -> None:
         """Carry out the work of the end of a step, `age` steps after `take`, for a message that is applied after `due`
-        steps: start the second exchange, if any, in the middle of the message's way. Of an odd number of steps, the
-        first exchange has one more, because it opens the window of TCP that the second one finds."""
-        if self.SENT_AFTER < age == (self.SENT_AFTER + due + 1) // 2:
+        steps: start the second exchange, if any, in the middle of the message's way."""
+        if self.SENT_AFTER < age == (self.SENT_AFTER + due) // 2:
             self._start_second_phase()
 
     def send(self) -> None:

@@ -23,12 +23,12 @@ def start_of_second(kind: type[Message], due: int) -> int | None:
     return started[0] if started else None
 
 
-def test_a_second_exchange_starts_in_the_middle_and_of_odd_steps_the_first_has_more() -> None:
-    assert [start_of_second(Message, due) for due in (1, 2, 3, 4, 5)] == [1, 1, 2, 2, 3]
+def test_a_second_exchange_starts_in_the_middle_and_has_more_of_odd_steps() -> None:
+    assert [start_of_second(Message, due) for due in (1, 2, 3, 4, 5)] == [None, 1, 1, 2, 2]
 
 
 def test_a_weighed_message_is_sent_one_step_later() -> None:
-    assert [start_of_second(WeighedMessage, due) for due in (1, 2, 3, 4, 5)] == [None, 2, 2, 3, 3]
+    assert [start_of_second(WeighedMessage, due) for due in (1, 2, 3, 4, 5)] == [None, None, 2, 2, 3]
 
 
 @pytest.mark.parametrize("late", [{}, {"kind": "overlapped", "steps": 2}], ids=["blocking", "overlapped"])

@@ -81,11 +81,4 @@ MUTANTS = [
         "pass",
         FORMULA,
     ),
-    Mutant(
-        "prediction: the second of two exchanges has more of an odd number of steps",
-        "llmtrain/plan/network_time.py",
-        "(before + steps + 1) // 2 - before",
-        "(before + steps) // 2 - before",
-        FORMULA,
-    ),
 ]

@@ -221,10 +221,10 @@ MUTANTS = [
         ("tests/unit/test_butterfly.py",),
     ),
     Mutant(
-        "late: the second of two exchanges has more of an odd number of steps",
+        "late: the first of two exchanges has more of an odd number of steps",
         "llmtrain/sync/message.py",
-        "age == (self.SENT_AFTER + due + 1) // 2",
         "age == (self.SENT_AFTER + due) // 2",
+        "age == (self.SENT_AFTER + due + 1) // 2",
         ("tests/distributed/test_message.py",),
     ),
     Mutant(

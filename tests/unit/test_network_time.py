@@ -140,13 +140,6 @@ def test_a_fragments_second_exchange_has_the_second_half_of_its_steps() -> None:
     assert with_steps(1) == pytest.approx(3 * (half - 0.6 + half), rel=1e-3)
 
 
-def test_the_first_of_two_exchanges_has_more_of_an_odd_number_of_steps() -> None:
-    """It starts slowly, after a pause: 0.48 + 1.03 s are more than 2 steps, but not more than 3."""
-    link, five = NetworkLink(50.0, 0.1), {"kind": "overlapped", "fragments": 3, "steps": 5}
-    assert exposed("streaming_diloco", link, wire="bf16", schedule=five) == 0
-    assert exposed("streaming_diloco", link, wire="bf16", schedule=five | {"steps": 4}) > 0.5
-
-
 def test_a_penalty_takes_the_first_step_of_a_messages_way() -> None:
     weighed = {"wire": "fp32", "reduction": "edit_penalty"}
     two = {"kind": "overlapped", "steps": 2, "fragments": 3}
