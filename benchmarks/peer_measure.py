@@ -109,7 +109,7 @@ class PeerLoop:
         from llmtrain.lr import LRSchedule
         from llmtrain.model import blocks_of, initialize, model_config
         from llmtrain.model import build as build_model
-        from llmtrain.parallel.wrapping import build_optimizer, decay_groups
+        from llmtrain.parallel.optimizers import build_optimizer, decay_groups
 
         self.model = build_model(model_config(recipe.model, prepared.vocab_size), recipe.parallel.loss_chunk)
         blocks = blocks_of(self.model)

@@ -76,7 +76,7 @@ CHOICES = {
         "a_edit", 1, ("sync.period.kind=seconds", "sync.period.every=0.000001", "sync.period.min_steps=1")
     ),
 }
-SAME = {"post_local_sgd": "local_sgd", "qsr": "local_sgd", "palsgd": "diloco"}
+SAME = {"post_local_sgd": "local_sgd", "qsr": "local_sgd", "palsgd": "diloco", "muloco": "diloco"}
 """Methods that differ from another one in when they synchronize, or in their steps, but not in how."""
 COLUMNS = (
     "method",
@@ -106,7 +106,7 @@ each parameter, which are 2 copies of its state; EDiT reads 2 more for its norms
 
 A round has one step where all of it happens at its end; a longer one ends no differently. `co2`, `streaming_diloco` and
 `wagma` have rounds of {LATE_ROUND}; WAGMA averages in every one of these steps.
-`post_local_sgd` and `qsr` synchronize as `local_sgd` does, `palsgd` as `diloco`. `a_edit` meets after every step here, so that
+`post_local_sgd` and `qsr` synchronize as `local_sgd` does, `palsgd` and `muloco` as `diloco`. `a_edit` meets after every step here, so that
 its meeting is in the figure."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from llmtrain.recipe_keys import in_code, key_groups, sections
 from llmtrain.recipe_schema import schema_text
 from llmtrain.sync.compatibility import CHOICES, RULES, conflict_between
-from llmtrain.sync.methods import METHODS
+from llmtrain.sync.methods import METHODS, inner_preset
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
@@ -170,11 +170,17 @@ def _between(text: str, begin: str, end: str, written: str) -> str:
     return f"{before}{begin}\n\n{written}\n{end}{after}"
 
 
+def _chosen(method: str) -> dict[str, Any]:
+    """Return a method's choices by key: those of `sync`, and what it chooses of `optim`, if anything."""
+    inner = inner_preset(method)
+    return METHODS[method].PRESET | ({"optim": inner} if inner else {})
+
+
 def _presets() -> str:
     rows = [
         (
             f"`{name}`",
-            "<br>".join(f"`{key}:` {in_code(value)}" for key, value in method.PRESET.items()),
+            "<br>".join(f"`{key}:` {in_code(value)}" for key, value in _chosen(name).items()),
             method.PAPER,
         )
         for name, method in METHODS.items()

@@ -53,6 +53,11 @@ class ModelBlock:
     name: str
     modules: list[nn.Module]
 
+    @property
+    def is_layer(self) -> bool:
+        """Return whether this is one of the model's repeated layers."""
+        return self.name.startswith("layer ")
+
 
 class LanguageModel(nn.Module):
     """Causal language model whose forward returns its loss: (input_ids, labels) [B, T] -> summed loss, a scalar.

@@ -61,6 +61,7 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     _check_sync(recipe)
     _check_engine(recipe.parallel)
     _check_nonfinite(recipe)
+    _check_optimizer(recipe)
     _check_pull(recipe)
     if world_size is not None:
         check_mesh(recipe.parallel, world_size)
@@ -91,6 +92,14 @@ def _check_nonfinite(recipe: Recipe) -> None:
     if choice == "rollback" and (recipe.sync.period.averages_gradients or not recipe.sync.needs_anchor):
         raise RecipeError(
             f"optim.nonfinite is rollback, but sync.method={recipe.sync.method} keeps no anchor to go back to; use skip or stop"
+        )
+
+
+def _check_optimizer(recipe: Recipe) -> None:
+    if recipe.optim.kind == "muon" and recipe.parallel.engine == "zero":
+        raise RecipeError(
+            "optim.kind is muon, which needs whole matrices, and ZeRO's optimizer has flat parts of a block's parameters; use "
+            "engine=fsdp2, or kind=adamw"
         )
 
 

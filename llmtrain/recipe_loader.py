@@ -29,7 +29,7 @@ from llmtrain.config.section import kind, name, steps_or_kind
 from llmtrain.errors import RecipeError, reason
 from llmtrain.recipe_files import recipe_names
 from llmtrain.recipe_messages import Overlay, closest, explain, format_value, one_of
-from llmtrain.sync.methods import METHODS
+from llmtrain.sync.methods import METHODS, inner_preset
 
 COMMAND_LINE = "command line"
 UNION_KEYS = ("period", "reduction", "outer", "schedule", "wire")
@@ -215,7 +215,7 @@ def _on_preset(layers: list[Overlay]) -> list[Overlay]:
             kept = [Overlay(below.label, _for_method(below.data, METHODS[named].PRESET)) for below in kept]
             method = named
         kept.append(layer)
-    preset = {"sync": METHODS[method].PRESET | {"method": method}}
+    preset = {"sync": METHODS[method].PRESET | {"method": method}, "optim": inner_preset(method)}
     return [Overlay(f"preset {method}", _normalize(preset, method)), *kept]
 
 

@@ -83,11 +83,30 @@ class TrainSection(Section):
         return self.steps if self.steps is not None else (self.tokens or 0) // self.tokens_per_step
 
 
+class MuonSection(Section):
+    """Muon, which updates matrices of the layers with `optim.kind=muon`. Embeddings, head and vectors have AdamW."""
+
+    momentum: DecayRate = 0.95
+    """Decay rate of the momentum (Nesterov's)."""
+    iterations: PositiveInt = 5
+    """Newton-Schulz iterations per step."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of the learning rate for a matrix: `match_rms_adamw`, 0.2 sqrt(larger dimension), makes updates as large as AdamW's,
+    so that learning rates and decay tuned for AdamW fit; `original` is sqrt(rows / columns), at least 1, for rates around 0.02."""
+    adamw_lr_ratio: PositiveFloat = 1.0
+    """Learning rate of the parameters that have AdamW, divided by `optim.lr`."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Dtype of the iterations; fp64 with `parallel.precision=fp64`. On CPUs without products in bf16, fp32 is much faster."""
+
+
 class OptimSection(Section):
     """Inner optimizer and gradient clipping."""
 
-    kind: Literal["adamw", "sgd"] = "adamw"
-    """Inner optimizer. `sgd` has no momentum and serves checks against theory."""
+    kind: Literal["adamw", "muon", "sgd"] = "adamw"
+    """Inner optimizer. `muon` orthogonalizes the updates of matrices and needs fsdp2. `sgd` has no momentum and serves checks
+    against theory."""
+    muon: MuonSection = Field(default_factory=MuonSection)
+    """Choices of `muon`."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)

@@ -195,6 +195,20 @@ class Comms:
         work = self.begin(what, sent, ALL_GATHER, gathered.view(-1), tensor.reshape(-1))  # flat, as gloo wants both
         return PendingCollective(self, what, work, gathered)
 
+    def exchange(self, parts: Sequence[torch.Tensor], received: Sequence[int], what: str) -> PendingCollective:
+        """Start sending `parts[r]` (flat) to each rank r, and collecting what all ranks send to this one, end to end in rank
+        order: `received[r]` values of the parts' dtype from rank r."""
+        if self.size == 1:
+            return PendingCollective(self, what, None, parts[0])
+        message = torch.cat(list(parts)).to(self.device)
+        result = message.new_empty(sum(received))
+        width = message.element_size()
+        # As bytes, because backends know few dtypes.
+        splits = [[width * values for values in received], [width * part.numel() for part in parts]]
+        sent = sum(splits[1]) - splits[1][self.rank]
+        buffers = [tensor.view(torch.uint8) for tensor in (result, message)]
+        return PendingCollective(self, what, self.begin(what, sent, dist.all_to_all_single, *buffers, *splits), result)
+
     def all_gather(self, tensor: torch.Tensor, what: str = "all-gather") -> torch.Tensor:
         """Return every rank's `tensor`, stacked in rank order: [size, *shape]."""
         return self.gather(tensor, what).wait()

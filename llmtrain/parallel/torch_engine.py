@@ -23,8 +23,9 @@ from llmtrain.parallel.comms import PendingCollective
 from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.optimizers import TrainedPart, build_sharded_optimizer, set_lr
 from llmtrain.parallel.wire_format import WireFormat
-from llmtrain.parallel.wrapping import COMPUTE, build_optimizer, decay_groups, start_moments, wrap_layers
+from llmtrain.parallel.wrapping import COMPUTE, wrap_layers
 
 
 class TorchEngine(Engine):
@@ -64,9 +65,7 @@ class TorchEngine(Engine):
             initialize(model, block, seed, mesh.device, self.master_dtype, read)
             self._add_block(index, block)
             self._call_hooks_before(index, block)
-        masters = [master for of_block in self.masters for master in of_block]
-        self.optimizer = build_optimizer(decay_groups(masters, optim.weight_decay), optim)
-        start_moments(self.optimizer, masters)
+        self.optimizer = build_sharded_optimizer(self._trained_parts(model_blocks), optim, mesh.shard_comms)
 
     def register_block_hook(self, hook: Callable[[int], None]) -> None:
         self._hooks.append(hook)
@@ -103,8 +102,7 @@ class TorchEngine(Engine):
         if not self.skipped:
             if self._clip_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(masters, self._clip_norm, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            set_lr(self.optimizer, lr)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -131,6 +129,14 @@ class TorchEngine(Engine):
     def _take_gradients(self, index: int) -> list[torch.Tensor | None]:
         """Return this rank's gradients of block `index`, in the shapes of its masters, and keep no reference to them. None
         stands for a gradient that was not computed."""
+
+    def _trained_parts(self, model_blocks: Sequence[ModelBlock]) -> list[TrainedPart]:
+        shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        return [
+            TrainedPart(master, shapes[name], model_block.is_layer)
+            for model_block, block, masters in zip(model_blocks, self.blocks, self.masters, strict=True)
+            for name, master in zip(block.parameter_names, masters, strict=True)
+        ]
 
     def _when_gradient_is_there(self, index: int) -> Callable[[torch.Tensor], None]:
         """Return a hook for the parameters of block `index`, to be called when a micro-batch's gradient is complete."""

@@ -1,8 +1,8 @@
-"""Preparation of a model's layers and of its optimizer, shared by both engines."""
+"""Preparation of a model's layers, shared by all engines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from llmtrain.config import OptimSection, ParallelSection
+from llmtrain.config import ParallelSection
 from llmtrain.loss import LossHead
 from llmtrain.model import LanguageModel, ModelBlock
 
@@ -36,7 +36,7 @@ def wrap_layers(blocks: Sequence[ModelBlock], parallel: ParallelSection, lengths
     If the lengths of micro-batches vary, each kind of layer is compiled once for all of them; static kernels would be
     compiled for each, up to torch's limit of eight.
     """
-    for layer in (m for block in blocks if block.name.startswith("layer") for m in block.modules):
+    for layer in (m for block in blocks if block.is_layer for m in block.modules):
         forward = layer.forward
         if parallel.activation_checkpointing:
             forward = _checkpointed(forward, selective=parallel.activation_checkpointing == "selective")
@@ -61,27 +61,3 @@ def _checkpoint_policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> C
     name = operation.overloadpacket.__name__
     is_expensive = name in EXPENSIVE or name.startswith(ATTENTION)
     return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def build_optimizer(groups: list[dict], optim: OptimSection) -> torch.optim.Optimizer:
-    """Build fused AdamW or plain SGD over parameter groups that already have their weight decay."""
-    if optim.kind == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr)
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-
-
-def start_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Create the state that AdamW itself would create in its first step, so that a checkpoint can be loaded before that
-    step."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        for parameter in parameters:
-            zeros = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
-
-
-def decay_groups(parameters: Iterable[torch.Tensor], weight_decay: float) -> list[dict]:
-    """Return an optimizer's parameter groups, with weight decay on matrices only."""
-    parameters = list(parameters)
-    matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay}
-    vectors = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
-    return [group for group in (matrices, vectors) if group["params"]]

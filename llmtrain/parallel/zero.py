@@ -30,15 +30,9 @@ from llmtrain.model import PREFIX, LanguageModel, ModelBlock, ReadWeight, blocks
 from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.optimizers import build_optimizer, decay_groups, start_moments
 from llmtrain.parallel.wire_format import WireFormat
-from llmtrain.parallel.wrapping import (
-    COMPUTE,
-    build_optimizer,
-    decay_groups,
-    named_parameters_of,
-    start_moments,
-    wrap_layers,
-)
+from llmtrain.parallel.wrapping import COMPUTE, named_parameters_of, wrap_layers
 from llmtrain.parallel.zero_layout import FlatGroup, deepspeed_config
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # else it guesses and logs that

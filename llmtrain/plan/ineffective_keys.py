@@ -97,6 +97,8 @@ def _unused(recipe: Recipe) -> Iterator[str]:
         yield "train.document_mask is true, but with data.packing=none a sequence never has two documents"
     if _is_given(parallel, "zero_stage") and parallel.engine != "zero":
         yield f"parallel.zero_stage is {parallel.zero_stage}, but parallel.engine is {parallel.engine}, which has no stages"
+    if _is_given(recipe.optim, "muon") and recipe.optim.kind != "muon":
+        yield f"optim.muon is given, but optim.kind is {recipe.optim.kind}"
     if not parallel.reshard_after_forward and (parallel.engine == "zero" or parallel.shards == 1):
         yield "parallel.reshard_after_forward is false, which has an effect on fsdp2 with several shards only"
 

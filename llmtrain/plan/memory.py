@@ -87,8 +87,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     weights      w P / M. Without sharding (M = 1), a copy in c is added if c < w: c P. ZeRO adds a copy in c: c P / M
                  in stage 3, c P in stages 1 and 2.
     gradients    w P / M. ZeRO-1 adds c P if it accumulates over micro-batches; otherwise they are in its buckets.
-    optimizer    AdamW: 2 w P / M. SGD: 0. With `zero_offload`, optimizer state, masters and a copy of the gradients
-                 in w count as `host`.
+    optimizer    AdamW: 2 w P / M. Muon: w P / M for the matrices of layers, AdamW's for the rest. SGD: 0. With `zero_offload`,
+                 optimizer state, masters and a copy of the gradients in w count as `host`.
     anchors      w P / M for the anchor, and as much for outer momentum. A plain average needs no anchor if replicas
                  wait for it and send it unrounded. With `sync.offload` anchors count as `host`. They are pinned block by
                  block, for which torch takes the next power of two: `host_rounding` is the difference.
@@ -259,6 +259,12 @@ def _accumulates(recipe: Recipe, replicas: int, shard: int) -> bool:
     return recipe.train.global_batch > recipe.train.micro_batch * replicas * shard
 
 
+def _moments(recipe: Recipe, size: ModelSize) -> int:
+    """Return the number of values that the inner optimizer keeps."""
+    of_muon = size.layers * sum(rows * columns for rows, columns in size.layer_matrices)
+    return {"adamw": 2 * size.parameters, "muon": 2 * size.parameters - of_muon, "sgd": 0}[recipe.optim.kind]
+
+
 def _fsdp2(recipe: Recipe, size: ModelSize, replicas: int, shard: int, reshards: bool) -> _EngineMemory:
     master, compute = BYTES[recipe.parallel.precision]
     sharded = master * -(-size.parameters // shard)
@@ -270,7 +276,7 @@ def _fsdp2(recipe: Recipe, size: ModelSize, replicas: int, shard: int, reshards:
         gradients=sharded,
         early_gradients=sharded if accumulates else 0,
         late_gradients=sharded if accumulates else sharded - master * -(-largest // shard),
-        optimizer=2 * sharded if recipe.optim.kind == "adamw" else 0,
+        optimizer=-(-_moments(recipe, size) // shard) * master,
         gathered=compute * (gathered + largest) + master * largest,
         gathered_in_forward=compute * gathered,
     )
@@ -286,7 +292,7 @@ def _single_device(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -
         gradients=all_of_it,
         early_gradients=all_of_it if accumulates else 0,
         late_gradients=all_of_it if accumulates else all_of_it - master * largest,
-        optimizer=2 * all_of_it if recipe.optim.kind == "adamw" else 0,
+        optimizer=_moments(recipe, size) * master,
         # The gradients of earlier micro-batches, to which rounded ones are added without a copy, count above.
         gathered=(rounded + (0 if rounded and accumulates else master)) * largest,
         gathered_in_forward=0,
@@ -300,7 +306,7 @@ def _zero(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _Engine
     largest, second, *_ = sorted(size.block_parameters, reverse=True)
     whole = compute * size.parameters
     gathers = parallel.zero_stage == 3
-    optimizer = 2 * sharded if recipe.optim.kind == "adamw" else 0
+    optimizer = -(-_moments(recipe, size) // shard) * master
     offloaded = 2 * sharded + optimizer if parallel.zero_offload else 0  # masters and gradients
     accumulates = _accumulates(recipe, replicas, shard)
     gradients = sharded + (whole if parallel.zero_stage == 1 and accumulates else 0)

@@ -33,6 +33,8 @@ class ModelSize:
     """Parameters of lookup tables, a tied head included."""
     block_parameters: tuple[int, ...]
     """Parameters per block, in forward order; see `model.blocks_of`."""
+    layer_matrices: tuple[tuple[int, int], ...]
+    """Shapes of the matrices in one layer."""
     vocabulary: int
     hidden: int
     layers: int
@@ -67,6 +69,7 @@ def size_of(recipe: Recipe, vocab_size: int | None = None) -> ModelSize:
         parameters=count_parameters(model),
         embedding_parameters=sum(tables.values()),
         block_parameters=tuple(count_parameters(nn.ModuleList(block.modules)) for block in blocks),
+        layer_matrices=tuple(tuple(p.shape) for part in layer.modules for p in part.parameters() if p.ndim == 2),
         vocabulary=config.vocab_size,
         hidden=config.hidden_size,
         layers=config.num_hidden_layers,

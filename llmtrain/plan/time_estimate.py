@@ -13,6 +13,7 @@ from rich.filesize import decimal
 
 from llmtrain.config import Recipe
 from llmtrain.lr import LRSchedule
+from llmtrain.parallel.muon import orthogonalization_flops
 from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
 from llmtrain.parallel.wrapping import COMPUTE
 from llmtrain.plan.memory import BYTES
@@ -146,12 +147,14 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
 
     A step computes as much as 3 forward passes, which is 6 operations per parameter and token plus attention (see
     `model.flops_per_token`), or as 4 with full activation checkpointing. A message takes its bytes divided by `mbit`.
-    How long a rank waits for messages, and what hides them, is in `network_time`. Waits within a replica, slow hosts,
-    validation and checkpoints are left out.
+    Muon's iterations, whose matrices the ranks of a replica share, are added. How long a rank waits for messages, and
+    what hides them, is in `network_time`. Waits within a replica, slow hosts, validation and checkpoints are left out.
     """
     train, sync, steps = recipe.train, recipe.sync, recipe.train.total_steps
     again = 4 / 3 if recipe.parallel.activation_checkpointing is True else 1.0
     step = again * train.tokens_per_step * size.flops_per_token / (replicas * shard * rates.flops)
+    if recipe.optim.kind == "muon":
+        step += _muon_flops(recipe, size) / (shard * rates.flops)
 
     def seconds(sent: float) -> float:
         return 8 * sent / (rates.mbit * 1e6)
@@ -177,6 +180,12 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
     exposed = round_time(sync, values, replicas, step, every, link, forward_share).exposed
     waiting = (first * gradients + (steps - first) * exposed / every) / steps
     return TimeEstimate(step, message, waiting, steps * (step + waiting))
+
+
+def _muon_flops(recipe: Recipe, size: ModelSize) -> int:
+    """Return the operations in which a replica orthogonalizes its matrices, per step."""
+    iterations = recipe.optim.muon.iterations
+    return size.layers * sum(orthogonalization_flops(*shape, iterations) for shape in size.layer_matrices)
 
 
 def rate_here(recipe: Recipe) -> float:

@@ -3,6 +3,7 @@ inner optimizers written out. Nothing of it is the engine's or `llmtrain.sync`'s
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +35,11 @@ class Reference:
 
 @dataclass
 class Moments:
-    """AdamW's state of one replica."""
+    """State of the inner optimizer of one replica."""
 
     mean: np.ndarray | float = 0.0
     square: np.ndarray | float = 0.0
+    muon: np.ndarray | float = 0.0
     steps: int = 0
 
 
@@ -111,10 +113,32 @@ class Replicas:
             return -(gradient + self.decay * theta)
         (beta, gamma), moments = self.optim.betas, self.moments[replica]
         moments.steps += 1
+        orthogonal = self._orthogonal_steps(gradient, theta, moments) if self.optim.kind == "muon" else {}
         moments.mean = beta * moments.mean + (1 - beta) * gradient
         moments.square = gamma * moments.square + (1 - gamma) * gradient**2
         mean, square = moments.mean / (1 - beta**moments.steps), moments.square / (1 - gamma**moments.steps)
-        return -(mean / (np.sqrt(square) + self.optim.eps) + self.decay * theta)
+        direction = -(mean / (np.sqrt(square) + self.optim.eps) + self.decay * theta)
+        if self.optim.kind == "muon":
+            direction *= self.optim.muon.adamw_lr_ratio
+        for start, step_of_matrix in orthogonal.items():
+            direction[start : start + len(step_of_matrix)] = step_of_matrix
+        return direction
+
+    def _orthogonal_steps(self, gradient: np.ndarray, theta: np.ndarray, moments: Moments) -> dict[int, np.ndarray]:
+        """What Muon adds to each matrix of a layer at learning rate 1, by its place among all values."""
+        muon, steps, start = self.optim.muon, {}, 0
+        moments.muon = muon.momentum * moments.muon + (1 - muon.momentum) * gradient
+        nesterov = muon.momentum * moments.muon + (1 - muon.momentum) * gradient
+        for name, parameter in zip((name for block in self.names for name in block), self.parameters, strict=True):
+            part = slice(start, start + parameter.numel())
+            if parameter.ndim == 2 and re.search(r"\.\d+\.", name):
+                orthogonal = orthogonal_of(nesterov[part].reshape(parameter.shape), muon.iterations)
+                rows, columns = parameter.shape
+                factor = {"match_rms_adamw": 0.2 * max(rows, columns) ** 0.5, "original": max(1, rows / columns) ** 0.5}
+                update = factor[muon.adjust_lr] * orthogonal.reshape(-1)
+                steps[start] = -(update + self.decay[part] * theta[part])
+            start += parameter.numel()
+        return steps
 
     def _gradient(self, step: int, replica: int) -> tuple[np.ndarray, float]:
         """Of the mean loss of a replica's part of the batch, and that loss."""
@@ -131,6 +155,15 @@ class Replicas:
         parts = torch.from_numpy(np.concatenate(blocks)).split([p.numel() for p in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.copy_(part.view(parameter.shape))
+
+
+def orthogonal_of(matrix: np.ndarray, iterations: int) -> np.ndarray:
+    """Newton-Schulz iterations by the singular values themselves, on which they act one by one."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    values = values / np.linalg.norm(values)
+    for _ in range(iterations):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return (left * values) @ right
 
 
 def _flat(tensors: list[Any]) -> np.ndarray:

@@ -44,7 +44,7 @@ def test_keys_are_completed() -> None:
 
 def test_values_are_completed_where_words_are_expected() -> None:
     assert completed("sync.method=stream") == ["sync.method=streaming_diloco"]
-    assert completed("optim.ki") == [f"optim.kind={kind}" for kind in ("adamw", "sgd")]
+    assert completed("optim.ki") == [f"optim.kind={kind}" for kind in ("adamw", "muon", "sgd")]
     assert completed("train.deterministic") == ["train.deterministic=true", "train.deterministic=false"]
     assert completed("=", "sync.method") == completed("", "sync.method", "="), "as bash cuts words"
     assert completed("di", "sync.method", "=") == ["diloco"]

@@ -358,6 +358,12 @@ def test_sgd_and_precision(tmp_path) -> None:
     assert fp32.activations / bf16.activations == pytest.approx(2 * SAVED_PER_LINEAR["fused"]["fp32"] / SAVED, rel=1e-3)
 
 
+def test_muon_keeps_one_momentum_of_the_matrices_of_layers(tmp_path) -> None:
+    matrices = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
+    adamw, muon = (planned(tmp_path, "parallel.precision=fp32", f"optim.kind={kind}") for kind in ("adamw", "muon"))
+    assert adamw.optimizer - muon.optimizer == 4 * matrices
+
+
 def test_a_7b_model_takes_no_memory_to_plan(tmp_path) -> None:
     """Fails, by memory or time, if anything is allocated: 27 GB of weights."""
     config = "{hidden_size: 4096, intermediate_size: 11008, num_hidden_layers: 32, num_attention_heads: 32}"

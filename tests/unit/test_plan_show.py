@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from llmtrain.errors import RecipeError, UserError
+from llmtrain.parallel.muon import orthogonalization_flops
 from llmtrain.plan.cards import GPU_EFFICIENCY
 from llmtrain.plan.duration import format_duration
 from llmtrain.plan.hardware import Hardware, hardware_of
@@ -220,6 +221,9 @@ def test_time_by_hand() -> None:
     assert estimate_time(recipe, size, 1, 1, RATES).waiting == 0
     again = load_recipe(STDLIB, [*keys, "parallel.activation_checkpointing=true"])
     assert estimate_time(again, size, 4, 1, RATES).step == pytest.approx(4 / 3 * found.step)
+    muon = estimate_time(load_recipe(STDLIB, [*keys, "optim.kind=muon"]), size, 4, 1, RATES)
+    products = size.layers * sum(orthogonalization_flops(*shape, 5) for shape in size.layer_matrices)
+    assert muon.step - found.step == pytest.approx(products / 1e10)
 
 
 def test_what_a_schedule_hides() -> None:

@@ -135,6 +135,14 @@ def test_method_alone_is_its_preset(method: str, sync_of: Callable) -> None:
         assert value.items() <= chosen[key].items() if isinstance(value, dict) else chosen[key] == value
 
 
+def test_a_methods_inner_optimizer_lies_under_what_the_user_says(write: Callable) -> None:
+    path = write("r.yaml", "train: {steps: 9}\nsync: {method: muloco}\noptim: {lr: 0.001, muon: {iterations: 3}}")
+    optim = load_recipe(path).optim
+    assert (optim.kind, optim.lr, optim.muon.momentum, optim.muon.iterations) == ("muon", 0.001, 0.9, 3)
+    assert load_recipe(path, ["optim.kind=adamw"]).optim.kind == "adamw"
+    assert load_recipe(path, ["sync.method=diloco"]).optim.kind == "adamw"
+
+
 def test_preset_lies_under_what_the_user_says(sync_of: Callable) -> None:
     sync = sync_of("{method: edit, outer: {momentum: 0.5}, reduction: {clip: null}}", "sync.period.every=9")
     assert sync.outer == NesterovSection(lr=0.8, momentum=0.5)

@@ -33,7 +33,7 @@ WRONG_OVERRIDES = [
     *WRONG_LISTS,
     # unknown keys and sections
     ("optim.lrr=1", ["optim.lrr is not a key", "did you mean optim.lr?"]),
-    ("optim.learning_rate=1", ["optim.learning_rate is not a key", "kind, lr, betas"]),
+    ("optim.learning_rate=1", ["optim.learning_rate is not a key", "kind, muon, lr, betas"]),
     ("data.sorce=x", ["data.sorce is not a key", "did you mean data.source?"]),
     ("train.batch=3", ["train.batch is not a key", "did you mean train."]),
     ("parallel.replica=2", ["parallel.replica is not a key", "did you mean parallel.replicas?"]),
@@ -41,7 +41,7 @@ WRONG_OVERRIDES = [
     ("sync.perod.every=3", ["sync.perod is not a key", "did you mean sync.period?"]),
     ("sync.period.evry=3", ["sync.period.evry is not a key", "did you mean sync.period.every?"]),
     ("sync.reduction.zz=1", ["sync.reduction.zz is not a key", "did you mean sync.reduction.z?"]),
-    ("optim={1: 2}", ["optim.1 is not a key", "kind, lr, betas"]),
+    ("optim={1: 2}", ["optim.1 is not a key", "kind, muon, lr, betas"]),
     ("modle.type=llama", ["modle is not a section", "did you mean model?"]),
     ("lr=1", ["lr is not a section", "did you mean optim.lr?"]),
     ("foo.bar=1", ["foo is not a section", "sections are run, model, data, train"]),
@@ -257,6 +257,10 @@ WRONG_FILES = [
         ["sync.pull does not go with zero_stage=3", "use zero_stage=2, or engine=fsdp2"],
     ),
     (
+        "train: {steps: 100}\nparallel: {engine: zero}\nsync: {method: muloco}",
+        ["optim.kind is muon, which needs whole matrices", "use engine=fsdp2, or kind=adamw"],
+    ),
+    (
         "train: {steps: 10}\noptim: {nonfinite: rollback}\nsync: {method: local_sgd}",
         ["optim.nonfinite is rollback", "sync.method=local_sgd keeps no anchor", "use skip or stop"],
     ),
@@ -265,7 +269,7 @@ WRONG_FILES = [
         ["optim.nonfinite is rollback", "sync.method=synchronous keeps no anchor"],
     ),
     ("train: {steps: 3, stepz: 4}", ["recipe.yaml: train.stepz is not a key", "did you mean train.steps?"]),
-    ("optim: {1: 2}", ["recipe.yaml: optim.1 is not a key", "kind, lr, betas"]),
+    ("optim: {1: 2}", ["recipe.yaml: optim.1 is not a key", "kind, muon, lr, betas"]),
     ("[1, 2]", ["recipe.yaml", "holds a list", "expected sections"]),
     ("just text", ["recipe.yaml: just text is not a section", "sections are run, model"]),
     ("train: [1", ["recipe.yaml:2: not YAML", "expected ',' or ']'"]),

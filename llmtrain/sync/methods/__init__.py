@@ -1,11 +1,13 @@
 """Published methods by name. The docstring of each module defines the method, and its PRESET holds the choices.
 
-A recipe's `sync` section overrides the preset of its method. No other part of the package branches on the name of a method.
+A recipe's `sync` section overrides the preset of its method, and its `optim` section the OPTIM of a method that has one. No
+other part of the package branches on the name of a method.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 from llmtrain.sync.methods import (
     a_edit,
@@ -13,6 +15,7 @@ from llmtrain.sync.methods import (
     diloco,
     edit,
     local_sgd,
+    muloco,
     palsgd,
     post_local_sgd,
     qsr,
@@ -31,6 +34,7 @@ METHODS: dict[str, ModuleType] = {
         qsr,
         slowmo,
         diloco,
+        muloco,
         streaming_diloco,
         co2,
         palsgd,
@@ -39,3 +43,8 @@ METHODS: dict[str, ModuleType] = {
         a_edit,
     )
 }
+
+
+def inner_preset(method: str) -> dict[str, Any]:
+    """Return the keys of `optim` that a method chooses; most choose none."""
+    return getattr(METHODS[method], "OPTIM", {})

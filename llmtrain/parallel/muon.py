@@ -1,0 +1,146 @@
+"""Muon (Jordan et al., 2024): momentum whose matrices are orthogonalized, for replicas whose matrices may be sharded by rows.
+
+Rule      b <- momentum b + (1 - momentum) g; u = momentum b + (1 - momentum) g (Nesterov); w <- (1 - lr decay) w - lr s O(u).
+          O replaces all singular values of u by values near 1: Newton-Schulz iterations x <- a x + (b x x' + c (x x')^2) x of
+          u / ||u||. s depends on the shape, so that the learning rate need not.
+Traffic   nothing between replicas. In a replica of n ranks, each rank sends its rows of all matrices but its own, and receives
+          its rows of the result: 2 (n-1)/n x 2 bytes per value of a matrix and rank (in bf16).
+Memory    one momentum: 4 bytes per value, half of AdamW's.
+Departs   as torch.optim.Muon, which is the same on one rank: that iterates in bf16, too; here also in fp32 and, where
+          parameters are in fp64, in fp64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from llmtrain.config import MuonSection
+from llmtrain.parallel.comms import Comms, PendingCollective
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""a, b and c of the iteration, which raise small singular values fast and leave all between 0.7 and 1.2."""
+LEAST_NORM = 1e-7
+PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SHAPE_FACTORS: dict[str, Callable[[int, int], float]] = {
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+}
+"""s by the name that torch has for it, of a matrix's shape."""
+
+
+def orthogonalize(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
+    """Return a matrix with the singular vectors of `matrix` and singular values near 1, by Newton-Schulz iterations in its
+    dtype. `matrix` is overwritten."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if is_tall else matrix
+    x.div_(x.norm().clamp(min=LEAST_NORM))
+    for _ in range(iterations):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def orthogonalization_flops(rows: int, columns: int, iterations: int) -> int:
+    """Return the floating-point operations of `orthogonalize` in matrix products."""
+    short, long = sorted((rows, columns))
+    return iterations * (4 * short * short * long + 2 * short**3)
+
+
+@dataclass(frozen=True)
+class ShardedMatrix:
+    """A matrix of the model and this rank's rows of it, which the optimizer updates."""
+
+    rows: torch.Tensor
+    shape: torch.Size
+
+
+class Muon(torch.optim.Optimizer):
+    """Optimizer of matrices that are sharded by rows over `shard_comms`, as FSDP2 shards them.
+
+    Matrices are orthogonalized whole, each by one rank, as many at once as there are ranks: their rows are exchanged before
+    and after it, while the ranks work on the matrices of another exchange. `step` is a collective of the shard group.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[ShardedMatrix],
+        lr: float,
+        weight_decay: float,
+        section: MuonSection,
+        shard_comms: Comms,
+    ):
+        # Matrices of equal shapes are exchanged together, so that ranks have equal work.
+        self._matrices = sorted(matrices, key=lambda matrix: matrix.shape.numel(), reverse=True)
+        self._section, self._shard_comms = section, shard_comms
+        super().__init__([matrix.rows for matrix in matrices], {"lr": lr, "weight_decay": weight_decay})
+        for matrix in matrices:  # at once, so that a checkpoint can be loaded before the first step
+            self.state[matrix.rows]["momentum_buffer"] = torch.zeros_like(matrix.rows, requires_grad=False)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all matrices that have a gradient."""
+        present = [matrix for matrix in self._matrices if matrix.rows.grad is not None]
+        size = self._shard_comms.size
+        batches = [present[first : first + size] for first in range(0, len(present), size)]
+        gathering = [self._start_gather(batch) for batch in batches[:1]]
+        returning: list[tuple[Sequence[ShardedMatrix], PendingCollective]] = []
+        for number, batch in enumerate(batches):
+            gathering += [self._start_gather(following) for following in batches[number + 1 : number + 2]]
+            returning.append((batch, self._start_return(batch, gathering.pop(0).wait())))
+            if number > 0:
+                self._update(*returning.pop(0))
+        for batch, pending in returning:
+            self._update(batch, pending)
+
+    def _start_gather(self, batch: Sequence[ShardedMatrix]) -> PendingCollective:
+        """Start sending this rank's rows of each matrix to the rank that orthogonalizes it, one rank per matrix."""
+        parts = [self._direction(matrix).reshape(-1) for matrix in batch]
+        parts += [parts[0].new_empty(0)] * (self._shard_comms.size - len(batch))
+        return self._shard_comms.exchange(
+            parts, self._values_by_rank(self._own_of(batch)), "gathering matrices for Muon"
+        )
+
+    def _start_return(self, batch: Sequence[ShardedMatrix], whole: torch.Tensor) -> PendingCollective:
+        """Orthogonalize this rank's matrix, if there is one for it, and start sending every rank its rows of the result."""
+        own = self._own_of(batch)
+        if own is not None:
+            whole = whole.to(own.rows.device).view(own.shape)
+            whole = orthogonalize(whole, self._section.iterations).reshape(-1)
+        received = [matrix.rows.numel() for matrix in batch] + [0] * (self._shard_comms.size - len(batch))
+        return self._shard_comms.exchange(
+            whole.split(self._values_by_rank(own)), received, "returning matrices of Muon"
+        )
+
+    def _own_of(self, batch: Sequence[ShardedMatrix]) -> ShardedMatrix | None:
+        """Return the matrix of a batch that this rank orthogonalizes; None if there are fewer than ranks."""
+        return batch[self._shard_comms.rank] if self._shard_comms.rank < len(batch) else None
+
+    def _update(self, batch: Sequence[ShardedMatrix], pending: PendingCollective) -> None:
+        group = self.param_groups[0]
+        lr, factor = group["lr"], SHAPE_FACTORS[self._section.adjust_lr]
+        updates = pending.wait().to(batch[0].rows.device).split([matrix.rows.numel() for matrix in batch])
+        for matrix, update in zip(batch, updates, strict=True):
+            matrix.rows.mul_(1 - lr * group["weight_decay"])
+            matrix.rows.add_(update.view(matrix.rows.shape), alpha=-lr * factor(*matrix.shape))
+
+    def _direction(self, matrix: ShardedMatrix) -> torch.Tensor:
+        """Return this rank's rows of what is orthogonalized, after adding the gradient to the momentum."""
+        gradient, momentum = matrix.rows.grad, self.state[matrix.rows]["momentum_buffer"]
+        momentum.lerp_(gradient, 1 - self._section.momentum)
+        direction = gradient.lerp(momentum, self._section.momentum)
+        is_double = direction.dtype == torch.float64
+        return direction if is_double else direction.to(PRECISION[self._section.precision])
+
+    def _values_by_rank(self, matrix: ShardedMatrix | None) -> list[int]:
+        """Return the number of values of a matrix that each rank has: rows in the sizes of torch.chunk. None has no values."""
+        size = self._shard_comms.size
+        if matrix is None:
+            return [0] * size
+        rows, columns = matrix.shape
+        each = -(-rows // size)
+        return [max(0, min(each, rows - rank * each)) * columns for rank in range(size)]

@@ -1,0 +1,111 @@
+"""Inner optimizers: built from `optim`, with the state that they would create in their first step.
+
+The state exists from the start so that a checkpoint can be loaded before that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from llmtrain.config import OptimSection
+from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.muon import Muon, ShardedMatrix
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """This rank's part of a parameter, which the inner optimizer updates."""
+
+    tensor: torch.Tensor
+    shape: torch.Size
+    """Shape of the whole parameter."""
+    in_layer: bool
+    """True if it belongs to a layer, False in the embedding and the head."""
+
+    @property
+    def is_orthogonalized(self) -> bool:
+        """Return whether Muon updates it, rather than AdamW."""
+        return self.in_layer and len(self.shape) == 2
+
+
+class InnerOptimizer(Protocol):
+    """The part of torch's optimizers that engines use."""
+
+    param_groups: list[dict]
+    state: dict[torch.Tensor, dict[str, torch.Tensor]]
+
+    def step(self) -> None:
+        """Update the parameters that have a gradient."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+
+
+class OptimizerSet:
+    """Several optimizers, each with parameters of its own, that step as one."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]):
+        """Wrap `optimizers`, which have the state of all their parameters already."""
+        self._optimizers = list(optimizers)
+        self.param_groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        self.state = {tensor: kept for optimizer in self._optimizers for tensor, kept in optimizer.state.items()}
+
+    def step(self) -> None:
+        """Take every optimizer's step."""
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def build_sharded_optimizer(parts: Sequence[TrainedPart], optim: OptimSection, shard_comms: Comms) -> InnerOptimizer:
+    """Return the inner optimizer of parameters that are sharded by rows over `shard_comms`, with its state."""
+    if optim.kind != "muon":
+        tensors = [part.tensor for part in parts]
+        optimizer = build_optimizer(decay_groups(tensors, optim.weight_decay), optim)
+        start_moments(optimizer, tensors)
+        return optimizer
+    matrices = [ShardedMatrix(part.tensor, part.shape) for part in parts if part.is_orthogonalized]
+    others = [part.tensor for part in parts if not part.is_orthogonalized]
+    muon = Muon(matrices, optim.lr, optim.weight_decay, optim.muon, shard_comms)
+    adamw = build_optimizer(decay_groups(others, optim.weight_decay), optim)
+    start_moments(adamw, others)
+    for group in adamw.param_groups:
+        group["lr_ratio"] = optim.muon.adamw_lr_ratio
+    return OptimizerSet([muon, adamw])
+
+
+def build_optimizer(groups: list[dict], optim: OptimSection) -> torch.optim.Optimizer:
+    """Return plain SGD or fused AdamW over parameter groups that already have their weight decay."""
+    if optim.kind == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def set_lr(optimizer: InnerOptimizer, lr: float) -> None:
+    """Set the learning rate of the next step in all parameter groups, times a group's own ratio."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
+
+
+def start_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Create the state that AdamW itself would create in its first step. Other optimizers are left as they are."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        for parameter in parameters:
+            zeros = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
+
+
+def decay_groups(parameters: Iterable[torch.Tensor], weight_decay: float) -> list[dict]:
+    """Return an optimizer's parameter groups, with weight decay on matrices only."""
+    parameters = list(parameters)
+    matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay}
+    vectors = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
+    return [group for group in (matrices, vectors) if group["params"]]
