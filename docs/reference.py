@@ -109,15 +109,11 @@ def methods_table() -> str:
     rows = []
     for name, method in METHODS.items():
         idea = method.__doc__.split("\n")[0].partition(": ")[2].rstrip(".")
-        preset = method.PRESET
-        outer = preset["outer"]["kind"]
-        schedule = preset["schedule"]
-        schedule = schedule if isinstance(schedule, str) else schedule["kind"]
         paper = method.PAPER.removeprefix("arXiv ")
         link = f"[{paper}](https://arxiv.org/abs/{paper})" if paper != method.PAPER else ""
         file = f"[`{name}`](llmtrain/sync/methods/{name}.py)"
-        rows.append((file, link, idea, _when(preset), outer, schedule.replace("_", "-")))
-    return _table(("`sync.method`", "paper", "idea", "synchronizes", "outer step", "schedule"), rows)
+        rows.append((file, link, idea, _when(method.PRESET), method.CHOOSE_WHEN))
+    return _table(("`sync.method`", "paper", "idea", "synchronizes", "choose it when"), rows)
 
 
 def _when(preset: dict[str, Any]) -> str:

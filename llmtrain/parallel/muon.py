@@ -105,15 +105,15 @@ class Muon(torch.optim.Optimizer):
             parts, self._values_by_rank(self._own_of(batch)), "gathering matrices for Muon"
         )
 
-    def _start_return(self, batch: Sequence[ShardedMatrix], whole: torch.Tensor) -> PendingCollective:
+    def _start_return(self, batch: Sequence[ShardedMatrix], gathered: torch.Tensor) -> PendingCollective:
         """Orthogonalize this rank's matrix, if there is one for it, and start sending every rank its rows of the result."""
         own = self._own_of(batch)
         if own is not None:
-            whole = whole.to(own.rows.device).view(own.shape)
-            whole = orthogonalize(whole, self._section.iterations).reshape(-1)
+            matrix = gathered.to(own.rows.device).view(own.shape)
+            gathered = orthogonalize(matrix, self._section.iterations).reshape(-1)
         received = [matrix.rows.numel() for matrix in batch] + [0] * (self._shard_comms.size - len(batch))
         return self._shard_comms.exchange(
-            whole.split(self._values_by_rank(own)), received, "returning matrices of Muon"
+            gathered.split(self._values_by_rank(own)), received, "returning matrices of Muon"
         )
 
     def _own_of(self, batch: Sequence[ShardedMatrix]) -> ShardedMatrix | None:

@@ -116,8 +116,8 @@ MUTANTS = [
     Mutant(
         "plan: AdamW keeps one moment",
         "llmtrain/plan/memory.py",
-        "optimizer=2 * sharded if",
-        "optimizer=sharded if",
+        '"adamw": 2 * size.parameters,',
+        '"adamw": size.parameters,',
         ("tests/unit/test_plan_memory.py",),
     ),
     Mutant(

@@ -89,6 +89,7 @@ def test_every_methods_preset_is_there() -> None:
     for name, method in METHODS.items():
         line = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
         assert method.PAPER in line
+        assert 0 < len(method.CHOOSE_WHEN.split()) <= 8
 
 
 def test_tables_are_whole() -> None:

@@ -1,4 +1,5 @@
-"""Published methods by name. The docstring of each module defines the method, and its PRESET holds the choices.
+"""Published methods by name. The docstring of each module defines the method, its PRESET holds the
+choices, and its CHOOSE_WHEN says what it is for.
 
 A recipe's `sync` section overrides the preset of its method, and its `optim` section the OPTIM of a method that has one. No
 other part of the package branches on the name of a method.

@@ -14,6 +14,7 @@ Differs   like EDiT. In addition, time is kept in float64 (the published code's 
 """
 
 PAPER = "arXiv 2412.07210"
+CHOOSE_WHEN = "some machines are always slower"
 PRESET = {
     "warmup_steps": 1000,
     "period": {"kind": "seconds", "every": 600.0, "min_steps": 100},

@@ -10,6 +10,7 @@ Differs   the paper's inner optimizer is SGD with momentum; here it is the recip
 """
 
 PAPER = "arXiv 1808.07217"
+CHOOSE_WHEN = "local steps hurt early in training"
 PRESET = {
     "warmup_steps": 0,
     "warmup_until_lr": 0.5,

@@ -10,6 +10,7 @@ Differs   g is the learning rate of the round's last step: the paper holds it co
 """
 
 PAPER = "arXiv 1910.00643"
+CHOOSE_WHEN = "round lengths or learning rates change much"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 48},
