@@ -56,6 +56,8 @@ class Choice:
     method: str
     every: int
     overrides: tuple[str, ...] = ()
+    own_wire: str | None = None
+    """The wire of a method that has no other."""
 
 
 def _steps(every: int) -> tuple[str, ...]:
@@ -66,6 +68,7 @@ CHOICES = {
     "local_sgd": Choice("local_sgd", 1, _steps(1)),
     "slowmo": Choice("slowmo", 1, _steps(1)),
     "diloco": Choice("diloco", 1, _steps(1)),
+    "sparseloco": Choice("sparseloco", 1, _steps(1), own_wire="topk"),
     "streaming_diloco": Choice("streaming_diloco", LATE_ROUND, _steps(LATE_ROUND)),
     "co2": Choice("co2", LATE_ROUND, _steps(LATE_ROUND)),
     "wagma": Choice("wagma", LATE_ROUND, _steps(LATE_ROUND)),
@@ -149,7 +152,7 @@ def loops_of(task: Mapping[str, Any]) -> dict[str, list[str]]:
     offloaded = ["sync.offload=true"] if task["offload"] else []
     wires = {
         wire: [f"sync.method={choice.method}", *choice.overrides, f"sync.wire.kind={wire}", *offloaded]
-        for wire in task["wires"]
+        for wire in ([choice.own_wire] if choice.own_wire else task["wires"])
     }
     return {LOCAL: ["sync.method=local_sgd", NEVER], **wires}
 

@@ -95,8 +95,9 @@ class MuonSection(Section):
     so that learning rates and decay tuned for AdamW fit; `original` is sqrt(rows / columns), at least 1, for rates around 0.02."""
     adamw_lr_ratio: PositiveFloat = 1.0
     """Learning rate of the parameters that have AdamW, divided by `optim.lr`."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """Dtype of the iterations; fp64 with `parallel.precision=fp64`. On CPUs without products in bf16, fp32 is much faster."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Dtype of the iterations: `bf16`, as published, `fp32`, or `auto`, bf16 on GPUs and fp32 on CPUs, most of which multiply bf16
+    slowly. With `parallel.precision=fp64` it is fp64."""
 
 
 class OptimSection(Section):

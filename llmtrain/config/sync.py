@@ -203,10 +203,17 @@ class PullSection(Section):
 class WireSection(Section):
     """Format of the messages between replicas. Blocks of 128 values share a scale; sums are taken in fp32."""
 
-    kind: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
-    """`fp32` is master precision, unrounded; the others round twice: what a replica sends, and the mean."""
+    kind: Literal["fp32", "bf16", "int8", "int4", "topk"] = "fp32"
+    """`fp32` is master precision, unrounded; `bf16`, `int8` and `int4` round twice: what a replica sends, and the mean. `topk` sends
+    the largest values of each chunk of 4096, to every other replica, and needs `error_feedback`."""
+    keep: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Values that `topk` sends of each chunk of 4096."""
+    values: Literal["2bit", "fp32"] = "2bit"
+    """Form of a value of `topk`: `2bit`, a sign and one of two magnitudes per chunk, or `fp32`, unrounded."""
     error_feedback: bool = False
-    """Error feedback: add a rank's rounding errors to its next message. Costs 4 bytes per parameter."""
+    """Error feedback: add what rounding has left out of a rank's messages to its next message. Costs 4 bytes per parameter."""
+    feedback_decay: Fraction = 1.0
+    """Factor of what earlier messages left out, per message."""
     gradients: bool = False
     """Round the gradients that synchronous steps average, too. They are sent in fp32 otherwise."""
 
@@ -248,7 +255,7 @@ class SyncSection(Section):
     pull: PullSection | None = None
     """PALSGD's local pull towards the anchor, `{probability, strength, batch}`, or `null`."""
     wire: Annotated[WireSection, BeforeValidator(kind)] = Field(default_factory=WireSection)
-    """Message format: `fp32`, `bf16`, `int8`, `int4`, or with error feedback `{kind: int4, error_feedback: true}`."""
+    """Message format: `fp32`, `bf16`, `int8`, `int4`, or with error feedback `{kind: int4, error_feedback: true}`; `topk` needs it."""
     offload: bool = False
     """Keep anchor and outer momentum in CPU memory between synchronizations. On GPUs the memory is pinned, for which torch
     rounds the bytes of a block up to a power of two."""

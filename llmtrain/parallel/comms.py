@@ -22,12 +22,16 @@ from llmtrain import trace
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.network import using_interface
+from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.reshard import Rules, mean, split_evenly
 
 T = TypeVar("T")
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """All-gather into one tensor. torch 2.13 has renamed it, and its old name warns."""
+
+AnyFormat = WireFormat | SparseFormat
+"""Formats in which messages are not sent as they are."""
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -78,6 +82,11 @@ class PendingCollective:
         or was too late."""
         self._finish()
         return self.result
+
+    def quantization_error(self) -> torch.Tensor | None:
+        """Return what rounding left out of this rank's message, as a flat tensor; None if it was sent as it was. Call after
+        `wait`. Adding the error to this rank's next message makes up for it in the next sum."""
+        return None
 
     def _finish(self) -> None:
         if self._work is None:
@@ -139,14 +148,45 @@ class QuantizedAllReduce(PendingCollective):
         return self.result
 
     def quantization_error(self) -> torch.Tensor:
-        """Return this rank's rounding error as a flat tensor. Call after `wait`. Adding the error to this rank's next
-        message makes up for it in the next sum."""
         lost = self._message - self._decoded(self._sent)
         lost[self._comms.rank] += (self._total - self._decoded(self._mine)).view(-1)
         return lost.view(-1)[: self.result.numel()]
 
     def _decoded(self, payload: torch.Tensor) -> torch.Tensor:
         return self._wire.decode(payload.to(self.result.device), self.result.dtype)
+
+
+class SparseAllReduce(PendingCollective):
+    """All-reduce (sum) of messages of which each rank sends its largest values, in one exchange: to all other ranks, which
+    sum what they receive. All ranks end with the same bits, because they sum the same messages in the same order."""
+
+    def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: SparseFormat):
+        super().__init__(comms, what, None, tensor)
+        self._wire = wire
+        encoded = wire.encode(tensor.reshape(-1))
+        self._error = tensor.reshape(-1).clone()
+        wire.add_decoded(encoded, self._error.neg_())
+        self._error.neg_()
+        sent = (comms.size - 1) * encoded.numel()
+        mine = encoded.to(comms.device)
+        self._gathered: torch.Tensor | None = mine.new_empty(comms.size, len(mine))
+        if comms.is_gloo:  # whose all-gather is a ring: a round trip per rank instead of one
+            copies = mine.expand(comms.size, -1).contiguous()
+            self._work = comms.begin(what, sent, dist.all_to_all_single, self._gathered, copies)
+        else:
+            self._work = comms.begin(what, sent, ALL_GATHER, self._gathered.view(-1), mine)
+
+    def wait(self) -> torch.Tensor:
+        self._finish()
+        if self._gathered is not None:
+            self.result.zero_()
+            for encoded in self._gathered.to(self.result.device):
+                self._wire.add_decoded(encoded, self.result.view(-1))
+            self._gathered = None
+        return self.result
+
+    def quantization_error(self) -> torch.Tensor:
+        return self._error
 
 
 class Comms:
@@ -174,12 +214,14 @@ class Comms:
         self.traffic = Traffic(self.training_device)
 
     def all_reduce(
-        self, tensor: torch.Tensor, what: str = "all-reduce", wire: WireFormat | None = None
+        self, tensor: torch.Tensor, what: str = "all-reduce", wire: AnyFormat | None = None
     ) -> PendingCollective:
         """Start summing `tensor` in place over the axis. Do not touch it before `wait`. `wire` is the format
         to which values are rounded in transit."""
         if self.size == 1 or tensor.numel() == 0:
             return PendingCollective(self, what, None, tensor)
+        if isinstance(wire, SparseFormat):
+            return SparseAllReduce(self, what, tensor, wire)
         if wire is not None:
             return QuantizedAllReduce(self, what, tensor, wire)
         sent = 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()

@@ -6,8 +6,8 @@ Rule      b <- momentum b + (1 - momentum) g; u = momentum b + (1 - momentum) g 
 Traffic   nothing between replicas. In a replica of n ranks, each rank sends its rows of all matrices but its own, and receives
           its rows of the result: 2 (n-1)/n x 2 bytes per value of a matrix and rank (in bf16).
 Memory    one momentum: 4 bytes per value, half of AdamW's.
-Departs   as torch.optim.Muon, which is the same on one rank: that iterates in bf16, too; here also in fp32 and, where
-          parameters are in fp64, in fp64.
+Departs   iterations are in bf16 on GPUs, as published and as in torch.optim.Muon, which does the same on one rank; on CPUs they
+          are in fp32, and in fp64 if parameters are.
 """
 
 from __future__ import annotations
@@ -133,8 +133,10 @@ class Muon(torch.optim.Optimizer):
         gradient, momentum = matrix.rows.grad, self.state[matrix.rows]["momentum_buffer"]
         momentum.lerp_(gradient, 1 - self._section.momentum)
         direction = gradient.lerp(momentum, self._section.momentum)
-        is_double = direction.dtype == torch.float64
-        return direction if is_double else direction.to(PRECISION[self._section.precision])
+        if direction.dtype == torch.float64:
+            return direction
+        chosen = self._section.precision
+        return direction.to(PRECISION[("bf16" if direction.is_cuda else "fp32") if chosen == "auto" else chosen])
 
     def _values_by_rank(self, matrix: ShardedMatrix | None) -> list[int]:
         """Return the number of values of a matrix that each rank has: rows in the sizes of torch.chunk. None has no values."""

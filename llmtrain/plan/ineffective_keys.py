@@ -11,6 +11,7 @@ from llmtrain.lr import LRSchedule
 from llmtrain.plan.duration import format_duration
 from llmtrain.plan.model_size import size_of
 from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
+from llmtrain.sync.methods import inner_preset
 from llmtrain.sync.period import warmup_of
 
 
@@ -97,7 +98,7 @@ def _unused(recipe: Recipe) -> Iterator[str]:
         yield "train.document_mask is true, but with data.packing=none a sequence never has two documents"
     if _is_given(parallel, "zero_stage") and parallel.engine != "zero":
         yield f"parallel.zero_stage is {parallel.zero_stage}, but parallel.engine is {parallel.engine}, which has no stages"
-    if _is_given(recipe.optim, "muon") and recipe.optim.kind != "muon":
+    if _is_given(recipe.optim, "muon") and recipe.optim.kind != "muon" and not inner_preset(sync.method):
         yield f"optim.muon is given, but optim.kind is {recipe.optim.kind}"
     if not parallel.reshard_after_forward and (parallel.engine == "zero" or parallel.shards == 1):
         yield "parallel.reshard_after_forward is false, which has an effect on fsdp2 with several shards only"

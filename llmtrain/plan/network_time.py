@@ -6,7 +6,7 @@ another and arithmetic takes no time: what is left is the network's part. With u
     ring all-reduce     2 (N-1) hops of 1/N of the message, each bytes / bandwidth + a round trip, since gloo sends when it has
                         heard that the receiver is ready. It halves a hop's bytes, so that the round trip of one half
                         passes while the other is sent, and cuts hops at 2 MiB
-    rounded message     one hop to all others, then another one with the rounded sums
+    rounded message     one hop to all others, then another one with the rounded sums; with the largest values alone, one hop
     blocking            all messages, and N-1 hops of no bytes in which the replicas agree on the round
     layer-wise          the same, less the forward of the blocks before each one
     every step          messages, less the backward of the blocks that follow each one
@@ -37,6 +37,7 @@ from llmtrain.config import (
     WaitAvoidingSection,
     WireSection,
 )
+from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import WireFormat
 
 FORWARD_SHARE = 1 / 3
@@ -126,6 +127,8 @@ def block_message(values: int, replicas: int, wire: WireSection, rounded: bool =
     if wire.kind == "fp32" or not rounded:
         chunk = VALUE_BYTES * values / replicas
         return BlockMessage(Exchange(2 * others * chunk, 2 * others * max(1.0, chunk / HOP_BYTES)))
+    if wire.kind == "topk":
+        return BlockMessage(Exchange(others * SparseFormat(wire.keep, wire.values).size(values), 1, others, halved=False))
     encoded = WireFormat(wire.kind)
     sent = others * encoded.size(encoded.padded_chunk(values, replicas))
     to_all = Exchange(sent, 1, peers=others, halved=False)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from rich.filesize import decimal
 
-from llmtrain.config import Recipe
+from llmtrain.config import Recipe, WireSection
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.muon import orthogonalization_flops
+from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
 from llmtrain.parallel.wrapping import COMPUTE
 from llmtrain.plan.memory import BYTES
@@ -29,28 +30,30 @@ MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 TURNS = 5
 
 
-def per_average(recipe: Recipe, size: ModelSize, replicas: int, kind: str) -> float:
+def per_average(recipe: Recipe, size: ModelSize, replicas: int, wire: WireSection) -> float:
     """Return the bytes that all ranks of one replica together send to average the model over N replicas.
 
-    They are 2 (N-1)/N x bytes per value x parameters. A value in the wire format `kind` includes its share of a scale.
-    "fp32" stands for master precision.
+    They are 2 (N-1)/N x bytes per value x parameters. A value that is rounded includes its share of a scale. "fp32" stands
+    for master precision. The largest values alone are sent to all other replicas: N-1 times.
     """
     master, _ = BYTES[recipe.parallel.precision]
-    per_value = master if kind == "fp32" else WireFormat(kind).size(SCALE_GROUP_SIZE) / SCALE_GROUP_SIZE
+    if wire.kind == "topk":
+        return (replicas - 1) * SparseFormat(wire.keep, wire.values).size(size.parameters, master)
+    per_value = master if wire.kind == "fp32" else WireFormat(wire.kind).size(SCALE_GROUP_SIZE) / SCALE_GROUP_SIZE
     return 2 * (replicas - 1) / replicas * per_value * size.parameters
 
 
 def gradient_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> float:
     """Return the bytes that one replica sends in a synchronous step."""
     wire = recipe.sync.wire
-    return per_average(recipe, size, replicas, wire.kind if wire.gradients else "fp32")
+    return per_average(recipe, size, replicas, wire if wire.gradients else WireSection())
 
 
 def round_bytes(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> float:
     """Return the bytes that each rank sends over the replica axis in one synchronization (or synchronous step)."""
     if recipe.sync.period.averages_gradients:
         return gradient_bytes(recipe, size, replicas) / shard
-    return per_average(recipe, size, replicas, recipe.sync.wire.kind) / shard
+    return per_average(recipe, size, replicas, recipe.sync.wire) / shard
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,11 @@ def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
     period = build_period(sync.period, warmup, rates)
     number = max(1, period.round_number(steps))
     every = (steps - warmup) / number
-    per_round = per_average(recipe, size, replicas, sync.wire.kind)
+    per_round = per_average(recipe, size, replicas, sync.wire)
     members = sync.schedule.resolve_group_size(replicas)
     if members is None:
         return Rounds(warmup, number, every, per_round)
-    in_group = per_average(recipe, size, members, sync.wire.kind)
+    in_group = per_average(recipe, size, members, sync.wire)
     return Rounds(warmup, number, every, per_round + (every - 1) * in_group, in_group)
 
 
@@ -95,7 +98,7 @@ def traffic(recipe: Recipe, size: ModelSize, replicas: int) -> str:
         return f"{gradients} a step {whose} (gradients in every step)"
     if sync.period.is_timed:
         warmup = warmup_of(sync, LRSchedule.of(recipe))
-        per_round = decimal(int(per_average(recipe, size, replicas, sync.wire.kind)))
+        per_round = decimal(int(per_average(recipe, size, replicas, sync.wire)))
         line = f"{per_round} {whose} a round, a round in {sync.period.every:g} s"
     else:
         rounds = rounds_of(recipe, size, replicas)
@@ -172,7 +175,7 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
         return TimeEstimate(step, message, gradients, steps * (step + gradients))
     if sync.period.is_timed:
         first = warmup_of(sync, LRSchedule.of(recipe))
-        message = seconds(per_average(recipe, size, replicas, sync.wire.kind))
+        message = seconds(per_average(recipe, size, replicas, sync.wire))
         every = max(1.0, sync.period.every / step)
     else:
         rounds = rounds_of(recipe, size, replicas)

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from llmtrain.config import PREFETCH
-from llmtrain.parallel.comms import Comms, PendingCollective, QuantizedAllReduce
+from llmtrain.parallel.comms import AnyFormat, Comms, PendingCollective
 from llmtrain.parallel.engine import Replica
-from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.pieces import exact_norms
 from llmtrain.sync.anchors import Anchors, flat_view, flatten, parameter_parts, parts_of, unflatten_into
 from llmtrain.sync.outer import Outer
@@ -30,16 +29,16 @@ class PendingReduction:
     def wait(self) -> torch.Tensor:
         """Wait for the mean and return it. The rounding error of this rank's message is kept for its next message."""
         mean = self._pending.wait()
-        if self._error is not None and isinstance(self._pending, QuantizedAllReduce):
+        if self._error is not None and (lost := self._pending.quantization_error()) is not None:
             # A broken replica's NaN is in this mean; it must not enter the next message.
-            self._error += self._pending.quantization_error().nan_to_num_(0.0, 0.0, 0.0)
+            self._error += lost.nan_to_num_(0.0, 0.0, 0.0)
             self._error = None
         return mean
 
 
 class BlockSync:
     """Parts of a synchronization, block by block. Without `anchors`, the parameters themselves are averaged,
-    which needs no extra memory. With `error_feedback`, a message's rounding errors are added to the next message."""
+    which needs no extra memory. With `feedback_decay`, a message's rounding errors are added to the next one, times it."""
 
     def __init__(
         self,
@@ -48,11 +47,11 @@ class BlockSync:
         shard_comms: Comms,
         outer: Outer,
         anchors: Anchors | None,
-        wire: WireFormat | None,
-        error_feedback: bool,
+        wire: AnyFormat | None,
+        feedback_decay: float | None,
     ):
         self.replica, self.replica_comms, self.shard_comms = replica, replica_comms, shard_comms
-        self.outer, self.anchors, self.wire, self.error_feedback = outer, anchors, wire, error_feedback
+        self.outer, self.anchors, self.wire, self.feedback_decay = outer, anchors, wire, feedback_decay
         self.errors: list[torch.Tensor] = []
         """By block: the rounding error to add to this rank's next message. Empty without error feedback."""
         self.report = SyncStats(replica_comms.training_device)
@@ -69,7 +68,7 @@ class BlockSync:
         Replicas must be equal at the first call."""
         if self.anchors is not None and not self.anchors.is_set:
             self.anchors.snapshot()
-        if self.error_feedback and not self.errors:
+        if self.feedback_decay is not None and not self.errors:
             self.errors = [torch.zeros_like(flat_view(block)) for block in self.replica.blocks]
 
     def wait_for_device(self) -> None:
@@ -115,7 +114,7 @@ class BlockSync:
         if weight == 0:
             message.zero_()
         if self.errors and weight > 0:
-            message += self.errors[index]
+            message.add_(self.errors[index], alpha=self.feedback_decay)
             self.errors[index].zero_()
         pending = self.replica_comms.all_reduce(message, f"synchronizing {self.replica.blocks[index].name}", self.wire)
         return PendingReduction(pending, self.errors[index] if self.errors else None)

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from llmtrain.config import EditPenaltySection, EverySecondsSection, SyncSection
+from llmtrain.config import EditPenaltySection, EverySecondsSection, SyncSection, WireSection
 from llmtrain.lr import LRSchedule
-from llmtrain.parallel.comms import Comms, shard_group
+from llmtrain.parallel.comms import AnyFormat, Comms, shard_group
 from llmtrain.parallel.engine import Replica
+from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.sync.anchors import Anchors
 from llmtrain.sync.block_sync import BlockSync
@@ -26,9 +27,11 @@ from llmtrain.sync.schedules.base import ScheduleParts, build_schedule
 from llmtrain.sync.timed_period import Clock, TimedPeriod
 
 
-def build_wire(kind: str, compiled: bool = False) -> WireFormat | None:
-    """Return the wire format that messages are rounded to; None for fp32, which is sent unrounded."""
-    return None if kind == "fp32" else WireFormat(kind, compiled)
+def build_wire(wire: WireSection, compiled: bool = False) -> AnyFormat | None:
+    """Return the format in which messages are sent; None for fp32, which is sent as it is."""
+    if wire.kind == "topk":
+        return SparseFormat(wire.keep, wire.values)
+    return None if wire.kind == "fp32" else WireFormat(wire.kind, compiled)
 
 
 def build_method(
@@ -57,8 +60,9 @@ def build_method(
     outer = build_outer(sync.outer)
     copies = offload_of(replica.blocks[0].shards[0].device) if sync.offload else None
     anchors = Anchors(replica.blocks, sync.outer.has_momentum, copies) if sync.needs_anchor else None
-    wire = build_wire(sync.wire.kind, compiled)
-    block_sync = BlockSync(replica, replica_comms, shard_comms, outer, anchors, wire, sync.wire.error_feedback)
+    wire = build_wire(sync.wire, compiled)
+    feedback = sync.wire.feedback_decay if sync.wire.error_feedback else None
+    block_sync = BlockSync(replica, replica_comms, shard_comms, outer, anchors, wire, feedback)
     warmup = warmup_of(sync, rates)
     if isinstance(sync.period, EverySecondsSection):
         # Every step exchanges the time. Over a GPU's backend, the host would wait for all queued device work.

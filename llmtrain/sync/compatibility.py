@@ -83,6 +83,11 @@ RULES = (
         "fp32 messages are not rounded, so there is no error to feed back",
     ),
     Rule(
+        *("error_feedback", "off"),
+        {"wire": ("topk",)},
+        "what is not among the largest values would never be sent",
+    ),
+    Rule(
         *("error_feedback", "on"),
         {"schedule": ("wait_avoiding",)},
         "a message of a late replica is sent more than once, and its error would be added more than once",

@@ -104,7 +104,7 @@ class LocalUpdates:
         self.sync.schedule.check(self.sync, len(self.replica.blocks))
         self._replicas = Comms(dist.group.WORLD if replicas is None else replicas, device, "replica")
         rates = lr or LRSchedule(optimizer.param_groups[0]["lr"], ENDLESS, LRScheduleSection(kind="constant"))
-        self._gradient_wire = build_wire(self.sync.wire.kind) if self.sync.wire.gradients else None
+        self._gradient_wire = build_wire(self.sync.wire) if self.sync.wire.gradients else None
         self._method = build_method(
             self.sync,
             self.replica,

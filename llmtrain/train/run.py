@@ -248,7 +248,7 @@ def build_trainer(
     loader = texts.loader()
     parameters, flops = count_parameters(model), flops_per_token(model, loader.attended_length)
     compiled = recipe.parallel.compile
-    gradient_wire = build_wire(recipe.sync.wire.kind, compiled) if recipe.sync.wire.gradients else None
+    gradient_wire = build_wire(recipe.sync.wire, compiled) if recipe.sync.wire.gradients else None
     engine = build_engine(
         model,
         mesh,

@@ -28,7 +28,7 @@ from llmtrain.config import (
 )
 from llmtrain.lr import LRSchedule
 from llmtrain.seeding import derive_seed
-from tests.distributed.oracle_wire import rounded_sum
+from tests.distributed.oracle_wire import summed
 
 Direction = Callable[[int, int, int, np.ndarray], np.ndarray]
 """(step, replica, block, its parameters) -> what an inner step at learning rate 1 adds to them."""
@@ -192,12 +192,12 @@ class Oracle:
         messages = np.zeros_like(moved)
         messages[counted] = weights[counted, None] * moved[counted]
         if wire.error_feedback:
-            messages[counted] += self.errors[block][counted]
+            messages[counted] += wire.feedback_decay * self.errors[block][counted]
             self.errors[block][counted] = 0.0
         result = np.empty_like(moved[0])
         for places in self.cuts[block]:
             if len(places):
-                result[places], lost = rounded_sum(messages[:, places], wire.kind)
+                result[places], lost = summed(messages[:, places], wire)
                 self.errors[block][:, places] += np.nan_to_num(lost, nan=0.0, posinf=0.0, neginf=0.0)
         return result
 

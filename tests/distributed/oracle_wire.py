@@ -1,4 +1,4 @@
-"""A sum over a rounding wire in NumPy: everybody's message rounded, and their sum rounded once more."""
+"""A sum over a wire in NumPy: everybody's message rounded, and their sum rounded once more; or the largest values of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,31 @@ import math
 
 import numpy as np
 
+from llmtrain.config import WireSection
 from tests.unit.test_wire import BLOCK, rounded
+
+
+def summed(messages: np.ndarray, wire: WireSection) -> tuple[np.ndarray, np.ndarray]:
+    """(the sum, what each rank's message left out) of [ranks, elements]."""
+    if wire.kind != "topk":
+        return rounded_sum(messages, wire.kind)
+    sent = np.array([largest(message, wire.keep, wire.values) for message in messages])
+    return sent.sum(0), messages - sent
+
+
+def largest(message: np.ndarray, keep: int, values: str) -> np.ndarray:
+    """What is sent of one message; zeros elsewhere."""
+    sent = np.zeros_like(message)
+    for start in range(0, len(message), 4096):
+        chunk = message[start : start + 4096]
+        order = np.argsort(-np.abs(chunk), kind="stable")[: math.ceil(keep * len(chunk) / 4096)]
+        for places in (order[: (len(order) + 1) // 2], order[(len(order) + 1) // 2 :]) if values == "2bit" else ():
+            if len(places):
+                level = np.float64(np.float32(np.abs(chunk[places]).mean()))
+                sent[start + places] = np.where(chunk[places] < 0, -level, level)
+        if values == "fp32":
+            sent[start + order] = chunk[order]
+    return sent
 
 
 def rounded_sum(messages: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:

@@ -31,6 +31,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "slowmo": EVERY,
     "diloco": (*EVERY, "sync.wire={kind: int4, error_feedback: true}"),
     "muloco": EVERY,
+    "sparseloco": (*EVERY, "sync.wire.keep=512"),
     "streaming_diloco": (
         "sync.period.every=6",
         "sync.schedule={steps: 2, fragments: 2}",

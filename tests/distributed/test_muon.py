@@ -61,7 +61,7 @@ def stepped(optimizer: Any, parameters: list[Any], rows: list[slice], absent: in
 
 @pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original"])
 def test_on_one_rank_it_is_torchs(adjust_lr: str) -> None:
-    section = MuonSection(adjust_lr=adjust_lr, momentum=0.9)
+    section = MuonSection(adjust_lr=adjust_lr, momentum=0.9, precision="bf16")
     matrices = [torch.nn.Parameter(matrix) for matrix in matrices_of(0)]
     torchs = torch.optim.Muon(matrices, LR, DECAY, momentum=0.9, adjust_lr_fn=adjust_lr)
     expected = stepped(torchs, matrices, [slice(None)] * len(matrices), None)
@@ -115,7 +115,7 @@ def test_sharded_by_rows_it_is_the_same_to_the_last_bit(ranks: RankPool, world: 
 def traffic_of_one_step() -> float:
     comms = Comms(dist.group.WORLD, axis="shard")
     rows = torch.nn.Parameter(torch.ones(2, 6))
-    optimizer = Muon([ShardedMatrix(rows, torch.Size((2 * comms.size, 6)))] * 1, LR, DECAY, MuonSection(), comms)
+    optimizer = Muon([ShardedMatrix(rows, torch.Size((2 * comms.size, 6)))], LR, DECAY, MuonSection(precision="bf16"), comms)
     rows.grad = torch.ones_like(rows)
     optimizer.step()
     return comms.traffic.bytes

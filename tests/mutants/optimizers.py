@@ -59,7 +59,7 @@ MUTANTS = [
     Mutant(
         "muon: iterations are in the parameters' precision",
         "llmtrain/parallel/muon.py",
-        "return direction if is_double else direction.to(PRECISION[self._section.precision])",
+        'return direction.to(PRECISION[("bf16" if direction.is_cuda else "fp32") if chosen == "auto" else chosen])',
         "return direction",
         MUON,
     ),

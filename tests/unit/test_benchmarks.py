@@ -74,7 +74,7 @@ def test_small_runs_differ_in_their_method_alone() -> None:
     assert all(not differences(first, recipe, ignore=ours) for recipe in recipes.values())
     periods = {method: recipe.sync.period for method, recipe in recipes.items()}
     fixed = {method: period.every for method, period in periods.items() if period.kind == "steps"}
-    assert fixed == dict.fromkeys(fixed, 20) | {"wagma": 10} and len(fixed) == 10
+    assert fixed == dict.fromkeys(fixed, 20) | {"wagma": 10} and len(fixed) == 11
     assert periods["qsr"].base == 10
     assert periods["qsr"].alpha == pytest.approx(first.optim.lr / 2 * math.sqrt(10), rel=1e-3)
     assert periods["a_edit"].every == 10
@@ -137,7 +137,7 @@ def test_a_synchronizations_loops_differ_in_sync_alone() -> None:
         task = {"choice": name, "offload": True, "wires": sync_cost.WIRES, "replicas": 2, "shard": 1, "override": []}
         recipes = {loop: sync_cost.recipe_of(task, keys) for loop, keys in sync_cost.loops_of(task).items()}
         assert recipes.pop(sync_cost.LOCAL).sync.period.every > 10**6
-        assert [recipe.sync.wire.kind for recipe in recipes.values()] == list(sync_cost.WIRES)
+        assert [recipe.sync.wire.kind for recipe in recipes.values()] == ([choice.own_wire] if choice.own_wire else list(sync_cost.WIRES))
         for recipe in recipes.values():
             check(recipe, 2)
             assert recipe.sync.method == choice.method and recipe.sync.offload

@@ -140,7 +140,7 @@ def test_the_host_waits_with_gloo(clock: HostClock, busy: float, waited: float, 
 
 def test_what_a_synchronization_does_is_exposed_and_what_was_computed_before_is_not(clock: HostClock) -> None:
     comms, network = Comms(None, GPU), torch.cuda.Stream()
-    report = BlockSync(None, comms, Comms(None), None, None, None, False).report
+    report = BlockSync(None, comms, Comms(None), None, None, None, None).report
     compute(4.0)
     with report.time_exposed():
         compute(0.25)

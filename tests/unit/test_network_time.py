@@ -140,6 +140,13 @@ def test_a_fragments_second_exchange_has_the_second_half_of_its_steps() -> None:
     assert with_steps(1) == pytest.approx(3 * (half - 0.6 + half), rel=1e-3)
 
 
+def test_the_largest_values_go_to_all_in_one_exchange() -> None:
+    message = block_message(4096 * 250, 4, WireSection(kind="topk", error_feedback=True))
+    assert message.second is None and message.sent == 3 * 250 * 120
+    link = NetworkLink(mbit=1.0, latency_seconds=0.05, slow_start=False)
+    assert message.first.seconds(link) == pytest.approx(8 * message.sent / 1e6 + 0.1)
+
+
 def test_a_penalty_takes_the_first_step_of_a_messages_way() -> None:
     weighed = {"wire": "fp32", "reduction": "edit_penalty"}
     two = {"kind": "overlapped", "steps": 2, "fragments": 3}

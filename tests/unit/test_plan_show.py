@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from rich.filesize import decimal
 
 from llmtrain.errors import RecipeError, UserError
 from llmtrain.parallel.muon import orthogonalization_flops
+from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.plan.cards import GPU_EFFICIENCY
 from llmtrain.plan.duration import format_duration
 from llmtrain.plan.hardware import Hardware, hardware_of
@@ -156,6 +158,8 @@ def test_traffic_of_wires_groups_and_seconds_by_hand() -> None:
     parameters = int(row(shown(STDLIB), "parameters")[0].strip(",").replace(",", ""))
     int4 = 2 * 3 / 4 * (0.5 + 4 / 128) * parameters
     assert f"{int4 / 1e6:.1f} MB from each of 4 replicas a round" in shown(STDLIB, *mesh, "sync.wire=int4")
+    largest = decimal(3 * SparseFormat(64, "2bit").size(parameters))
+    assert f"{largest} from each of 4 replicas a round" in shown(STDLIB, *mesh, "sync.method=sparseloco")
     text = shown(STDLIB, *mesh, "sync.method=wagma", "sync.period.every=10")
     in_group, of_all = (2 * (n - 1) / n * 4 * parameters for n in (2, 4))
     assert f"{in_group / 1e6:.1f} MB of it in a step among 2" in text

@@ -228,6 +228,7 @@ WRONG_OVERRIDES = [
         "sync={method: synchronous, reduction: edit_penalty}",
         ["every_step does not go with sync.reduction=edit_penalty", "use sync.reduction=mean, or another sync.period"],
     ),
+    ("sync={method: diloco, wire: topk}", ["error_feedback=false does not go with sync.wire=topk", "never be sent"]),
     ("sync={method: synchronous, outer: nesterov}", ["sync.outer=nesterov", "every_step", "use sync.outer=average"]),
     (
         "sync={method: synchronous, period: {every: 5}}",

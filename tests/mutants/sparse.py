@@ -1,0 +1,88 @@
+"""Mistakes in the wire of the largest values."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+SPARSE = ("tests/distributed/test_sparse_wire.py",)
+FORMAT = "llmtrain/parallel/sparse_format.py"
+
+MUTANTS = [
+    Mutant(
+        "sparse: what is largest has a sign",
+        FORMAT,
+        "magnitudes, order = chunks.abs().topk(kept, dim=1)",
+        "magnitudes, order = chunks.topk(kept, dim=1)",
+        SPARSE,
+    ),
+    Mutant(
+        "sparse: a shorter last chunk sends as much as a whole one",
+        FORMAT,
+        "(1, rest, -(-self.keep * rest // CHUNK))",
+        "(1, rest, min(rest, self.keep))",
+        SPARSE,
+    ),
+    Mutant(
+        "sparse: both magnitudes are the mean of all",
+        FORMAT,
+        "larger = (kept + 1) // 2",
+        "larger = kept",
+        SPARSE,
+    ),
+    Mutant(
+        "sparse: places from 2048 on lose their highest bit",
+        FORMAT,
+        "low | (middle & 0xF) << 8",
+        "low | (middle & 0x7) << 8",
+        SPARSE,
+    ),
+    Mutant(
+        "sparse: magnitudes belong to the values' order of size",
+        FORMAT,
+        "2 * (rank < larger).to(torch.uint8)",
+        "2 * (torch.arange(kept) < larger).to(torch.uint8)",
+        SPARSE,
+    ),
+    Mutant(
+        "sparse: a decoded message replaces what was there",
+        FORMAT,
+        ".scatter_add_(1, places, values)",
+        ".scatter_(1, places, values)",
+        SPARSE,
+    ),
+    Mutant(
+        "sparse: nothing is left out",
+        "llmtrain/parallel/comms.py",
+        "        return self._error",
+        "        return torch.zeros_like(self._error)",
+        SPARSE,
+    ),
+    Mutant(
+        "sparse: what was left out does not decay",
+        "llmtrain/sync/block_sync.py",
+        "message.add_(self.errors[index], alpha=self.feedback_decay)",
+        "message.add_(self.errors[index])",
+        SPARSE,
+    ),
+    Mutant(
+        "sparse: bytes count one receiver",
+        "llmtrain/parallel/comms.py",
+        "sent = (comms.size - 1) * encoded.numel()",
+        "sent = encoded.numel()",
+        SPARSE,
+    ),
+    Mutant(
+        "plan: the largest values are sent to one replica",
+        "llmtrain/plan/time_estimate.py",
+        "return (replicas - 1) * SparseFormat(",
+        "return SparseFormat(",
+        ("tests/unit/test_plan_show.py",),
+    ),
+    Mutant(
+        "prediction: the largest values are summed and sent once more",
+        "llmtrain/plan/network_time.py",
+        "return BlockMessage(Exchange(others * SparseFormat(wire.keep, wire.values).size(values), 1, others, halved=False))",
+        "return BlockMessage(*[Exchange(others * SparseFormat(wire.keep, wire.values).size(values), 1, others, halved=False)] * 2)",
+        ("tests/unit/test_network_time.py",),
+    ),
+]
