@@ -95,6 +95,25 @@ class OuterSection(Section):
     """True if replicas keep an outer momentum of the size of the parameters."""
 
 
+class OuterLrSection(Section):
+    """Outer learning rate over the rounds of a run."""
+
+    lr_warmup: NonNegativeInt = 0
+    """Rounds before the first one with the whole learning rate: round r of n has r / (n + 1) of it."""
+    lr_decay: NonNegativeInt = 0
+    """Rounds after the warm-up over which the learning rate falls to `lr_final`, linearly; 0: it does not."""
+    lr_final: Fraction = 0.0
+    """Learning rate after `lr_decay`, as a fraction of `lr`."""
+
+
+class OuterRoundsSection(OuterLrSection):
+    """Outer learning rate and momentum over the rounds of a run. Momentum that is there from the start overshoots in short runs:
+    the first rounds move the parameters in much the same direction."""
+
+    momentum_warmup: NonNegativeInt = 0
+    """Rounds before the first one with the whole momentum: round r of n has r / (n + 1) of it."""
+
+
 class AverageSection(OuterSection):
     """Plain parameter averaging: the next anchor is the mean of the replicas."""
 
@@ -110,6 +129,8 @@ class SgdSection(OuterSection):
     """`sgd`: anchor <- anchor - lr x D."""
     lr: PositiveFloat = 1.0
     """Outer learning rate."""
+    rounds: OuterLrSection = Field(default_factory=OuterLrSection)
+    """Warm-up and decay over rounds, `{lr_warmup, lr_decay, lr_final}`."""
 
 
 class NesterovSection(OuterSection):
@@ -121,6 +142,8 @@ class NesterovSection(OuterSection):
     """Outer learning rate."""
     momentum: DecayRate = 0.9
     """Outer momentum."""
+    rounds: OuterRoundsSection = Field(default_factory=OuterRoundsSection)
+    """Warm-up and decay over rounds, `{momentum_warmup, lr_warmup, lr_decay, lr_final}`."""
     normalize: Normalize = "none"
     """Normalize b by the inner learning rate, so that it fits rounds of any length. D and b are divided by the last
     learning rate of the round (`lr`) or by the sum of its learning rates (`lr_sum`), and the outer step is multiplied by it."""
@@ -136,6 +159,8 @@ class MomentumSection(OuterSection):
     """Outer (slow) learning rate."""
     momentum: DecayRate = 0.5
     """Outer (slow) momentum."""
+    rounds: OuterRoundsSection = Field(default_factory=OuterRoundsSection)
+    """Warm-up and decay over rounds, as for `nesterov`."""
     clip: PositiveFloat | None = None
     """CO2's momentum clipping: limits every element of b to [-clip, clip]; `null`: off."""
     normalize: Normalize = "none"

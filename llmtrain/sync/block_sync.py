@@ -141,6 +141,7 @@ class BlockSync:
         """
         block = self.replica.blocks[index]
         anchor, momentum = self.anchors.load(index)
+        outer = self.outer.in_round(self.report.count)
         of_outer = [mean] if momentum is None else [mean, momentum]
         distances, squares = [], []
         for parameters, anchored, part, *moment in parts_of(parameter_parts(block), anchor, *of_outer):
@@ -149,7 +150,7 @@ class BlockSync:
                 squares.append(_dot(part))
             if factor is not None:
                 part.mul_(factor)
-            self.outer.step(anchored, part, moment[0] if moment else None, since)
+            outer.step(anchored, part, moment[0] if moment else None, since)
             if alpha:
                 parameters.copy_(torch.lerp(anchored, parameters.to(anchored.dtype), alpha))
             else:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 from functools import singledispatch
 
 import torch
 
-from llmtrain.config import AverageSection, MomentumSection, NesterovSection, OuterSection, SgdSection
+from llmtrain.config import (
+    AverageSection,
+    MomentumSection,
+    NesterovSection,
+    OuterLrSection,
+    OuterRoundsSection,
+    OuterSection,
+    SgdSection,
+)
 from llmtrain.sync.sync_stats import RoundStats
 
 
@@ -15,6 +24,12 @@ class Outer(ABC):
     """An outer optimizer. Its state, if any, is one flat tensor per block, shaped like the anchor."""
 
     normalize = "none"
+    lr = 1.0
+    momentum = 0.0
+
+    def in_round(self, number: int) -> Outer:
+        """Return the optimizer with the learning rate and momentum of a round, counted from 0."""
+        return self
 
     @abstractmethod
     def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
@@ -61,6 +76,31 @@ class Momentum(Outer):
         anchor.add_(momentum, alpha=-self.lr * unit)
 
 
+class Scheduled(Outer):
+    """An outer optimizer whose learning rate and momentum change from round to round."""
+
+    def __init__(self, outer: Outer, rounds: OuterLrSection):
+        self.outer, self.rounds = outer, rounds
+
+    def in_round(self, number: int) -> Outer:
+        now, rounds = copy(self.outer), self.rounds
+        now.lr *= _risen(number, rounds.lr_warmup)
+        if rounds.lr_decay:
+            passed = min(1.0, max(0, number - rounds.lr_warmup) / rounds.lr_decay)
+            now.lr *= 1 - passed * (1 - rounds.lr_final)
+        if isinstance(rounds, OuterRoundsSection):
+            now.momentum *= _risen(number, rounds.momentum_warmup)
+        return now
+
+    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
+        raise NotImplementedError("a round's optimizer steps: in_round")
+
+
+def _risen(number: int, warmup: int) -> float:
+    """Return the fraction that a value has in a round (from 0), if it has all of it after `warmup` rounds."""
+    return min(1.0, (number + 1) / (warmup + 1))
+
+
 def _accumulate(momentum: torch.Tensor, mean: torch.Tensor, decay: float, unit: float) -> None:
     """Set b <- mu b + D / g in one operation if g is 1."""
     torch.add(mean if unit == 1 else mean / unit, momentum, alpha=decay, out=momentum)
@@ -81,16 +121,16 @@ def build_average(section: AverageSection) -> Outer:
 @build_outer.register
 def build_sgd(section: SgdSection) -> Outer:
     """Return plain SGD."""
-    return Sgd(section.lr)
+    return Scheduled(Sgd(section.lr), section.rounds)
 
 
 @build_outer.register
 def build_nesterov(section: NesterovSection) -> Outer:
     """Return SGD with Nesterov momentum."""
-    return Nesterov(section.lr, section.momentum, section.normalize)
+    return Scheduled(Nesterov(section.lr, section.momentum, section.normalize), section.rounds)
 
 
 @build_outer.register
 def build_momentum(section: MomentumSection) -> Outer:
     """Return SGD with heavy-ball momentum."""
-    return Momentum(section.lr, section.momentum, section.clip, section.normalize)
+    return Scheduled(Momentum(section.lr, section.momentum, section.clip, section.normalize), section.rounds)

@@ -290,7 +290,8 @@ class Oracle:
 
     def outer_step(self, block: int, mean: np.ndarray, g: float) -> None:
         """Move the block's anchor by D = `mean`, of a round whose unit is `g`."""
-        self.momentum[block], displacement = displacement_of(self.sync.outer, self.momentum[block], mean, g)
+        outer = in_round(self.sync.outer, self.count)
+        self.momentum[block], displacement = displacement_of(outer, self.momentum[block], mean, g)
         self.anchor[block] = self.anchor[block] - displacement
 
 
@@ -302,6 +303,21 @@ def unit_of(outer: OuterSection, lrs: list[list[float]]) -> float:
     nonzero = [[lr for lr in one if lr != 0] for one in lrs]
     of_replica = {"lr": [one[-1] if one else 0.0 for one in nonzero], "lr_sum": [sum(one) for one in lrs]}
     return float(np.mean(of_replica[normalize])) or 1.0
+
+
+def in_round(outer: OuterSection, done: int) -> OuterSection:
+    """The outer optimizer's values in the round after so many."""
+    if isinstance(outer, AverageSection):
+        return outer
+    rounds, factor = outer.rounds, 1.0
+    if done < rounds.lr_warmup:
+        factor = (done + 1) / (rounds.lr_warmup + 1)
+    elif rounds.lr_decay:
+        factor = np.interp(done - rounds.lr_warmup, [0, rounds.lr_decay], [1.0, rounds.lr_final])
+    changes = {"lr": outer.lr * factor}
+    if not isinstance(outer, SgdSection) and done < rounds.momentum_warmup:
+        changes["momentum"] = outer.momentum * (done + 1) / (rounds.momentum_warmup + 1)
+    return outer.model_copy(update=changes)
 
 
 def displacement_of(

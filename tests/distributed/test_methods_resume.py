@@ -40,6 +40,7 @@ STEPPED = {
     "diloco-accumulated-qsr": of("diloco", None, period=QSR, outer=BY_SUM),
     "post_local_sgd": of("post_local_sgd", warmup_until_lr=0.9),
     "edit-qsr": edit(every=None, period=QSR, warmup_steps=WARMUP, penalty=PENALTY, outer=BY_SUM),
+    "diloco-rising": of("diloco", outer={"kind": "nesterov", "rounds": {"momentum_warmup": 4, "lr_decay": 5}}),
     "sparseloco": of("sparseloco", wire={"kind": "topk", "keep": 900, "error_feedback": True, "feedback_decay": 0.9}),
     "palsgd": of("palsgd", pull=PULL),
     "palsgd-layerwise": of("palsgd", pull=PULL, schedule="layerwise"),

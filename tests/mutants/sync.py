@@ -339,4 +339,25 @@ MUTANTS = [
         "if limit is not None and longest > limit:",
         ("tests/distributed/test_sync_oracle.py",),
     ),
+    Mutant(
+        "outer: the first round has no momentum yet",
+        "llmtrain/sync/outer.py",
+        "return min(1.0, (number + 1) / (warmup + 1))",
+        "return min(1.0, number / (warmup + 1))",
+        SCENARIOS,
+    ),
+    Mutant(
+        "outer: the learning rate falls from the first round on",
+        "llmtrain/sync/outer.py",
+        "max(0, number - rounds.lr_warmup) / rounds.lr_decay",
+        "number / rounds.lr_decay",
+        SCENARIOS,
+    ),
+    Mutant(
+        "outer: every round is the first one",
+        "llmtrain/sync/block_sync.py",
+        "self.outer.in_round(self.report.count)",
+        "self.outer.in_round(0)",
+        SCENARIOS,
+    ),
 ]
