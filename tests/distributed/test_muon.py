@@ -101,8 +101,7 @@ def test_a_matrix_of_zeros_stays_zero() -> None:
     assert not orthogonalize(torch.zeros(3, 4), 5).any()
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(("world", "precision"), [(2, "bf16"), (3, "fp32"), (4, "fp32")])
 def test_sharded_by_rows_it_is_the_same_to_the_last_bit(ranks: RankPool, world: int, precision: str) -> None:
     """Also where a matrix has no gradient."""
     section, dtype = MuonSection(precision=precision), torch.float64 if world == 3 else torch.float32
@@ -148,7 +147,11 @@ CASES = {
 CASES = {name: replace(case, optim={**OPTIM, **case.optim}) for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_OTHERS = ("original lr", "streaming_diloco")
+"""Cases whose parts are in other tests."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.deep if n in IN_OTHERS else ()) for n in CASES])
 def test_training_is_that_of_the_oracle(ranks: RankPool, name: str) -> None:
     """Up to the norms of Llama, which are in fp32 whatever the rest is."""
     case = CASES[name]
@@ -181,7 +184,7 @@ def count_of_shapes(case: Case) -> tuple[Counter, dict[str, torch.Tensor], float
     )
 
 
-@pytest.mark.parametrize(("replicas", "shard"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("replicas", "shard"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.deep)])
 def test_every_matrix_of_a_layer_is_orthogonalized_once_per_step(ranks: RankPool, replicas: int, shard: int) -> None:
     """By one rank of each replica; nothing of it travels between replicas."""
     case = Case(replicas=replicas, shard=shard, steps=2, optim=OPTIM)

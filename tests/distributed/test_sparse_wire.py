@@ -108,7 +108,7 @@ def test_a_sum_is_of_what_was_sent_and_goes_to_every_other_rank_once(ranks: Rank
         assert bytes_sent == 2 * wire.size(4200, 8)
 
 
-MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1"), pytest.param(3, 1, id="3x1")]
+MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1", marks=pytest.mark.deep), pytest.param(3, 1, id="3x1")]
 SHAPES = (((40, 11),), ((5000,), (7,)), ((129,),))
 """Also of more than a chunk."""
 WIRE = {"kind": "topk", "keep": 600, "error_feedback": True, "feedback_decay": 0.9}
