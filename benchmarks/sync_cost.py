@@ -226,6 +226,7 @@ def _copied(trainer: Trainer) -> float:
 
     blocks, anchors = trainer.engine.blocks, trainer.method.block_sync.anchors
     state = [flat_view(block) for block in blocks] + ([*anchors.anchor, *anchors.momentum] if anchors else [])
+    state += trainer.method.block_sync.errors
     room = [torch.zeros_like(tensor) for tensor in state]
     started = time.perf_counter()
     for tensor, copy in zip(state, room, strict=True):

@@ -202,10 +202,6 @@ def _check_sync(recipe: Recipe) -> None:
     sync, total = recipe.sync, recipe.train.total_steps
     if (reason := find_conflict(sync)) is not None:
         raise RecipeError(reason)
-    if sync.wire.gradients and sync.wire.kind == "fp32":
-        raise RecipeError(
-            "sync.wire.gradients is true, but fp32 rounds nothing; use bf16, int8 or int4, or leave it out"
-        )
     if sync.period.averages_gradients:
         if sync.wire.kind != "fp32" and not sync.wire.gradients:
             raise RecipeError(

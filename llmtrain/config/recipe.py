@@ -104,8 +104,8 @@ class OptimSection(Section):
     """Inner optimizer and gradient clipping."""
 
     kind: Literal["adamw", "muon", "sgd"] = "adamw"
-    """Inner optimizer. `muon` orthogonalizes the updates of matrices and needs fsdp2. `sgd` has no momentum and serves checks
-    against theory."""
+    """Inner optimizer. `muon` orthogonalizes the updates of matrices and needs fsdp2; `sync.method=muloco` chooses it. `sgd` has no
+    momentum and serves checks against theory."""
     muon: MuonSection = Field(default_factory=MuonSection)
     """Choices of `muon`."""
     lr: PositiveFloat = 3e-4

@@ -226,7 +226,7 @@ class PullSection(Section):
 
 
 class WireSection(Section):
-    """Format of the messages between replicas. Blocks of 128 values share a scale; sums are taken in fp32."""
+    """Format of the messages between replicas. In `int8` and `int4`, 128 values share a scale. Sums are taken in fp32."""
 
     kind: Literal["fp32", "bf16", "int8", "int4", "topk"] = "fp32"
     """`fp32` is master precision, unrounded; `bf16`, `int8` and `int4` round twice: what a replica sends, and the mean. `topk` sends
@@ -240,7 +240,7 @@ class WireSection(Section):
     feedback_decay: Fraction = 1.0
     """Factor of what earlier messages left out, per message."""
     gradients: bool = False
-    """Round the gradients that synchronous steps average, too. They are sent in fp32 otherwise."""
+    """Round the gradients that synchronous steps average, too (`bf16`, `int8`, `int4`). They are sent in fp32 otherwise."""
 
     @property
     def needs_anchor(self) -> bool:
@@ -273,7 +273,7 @@ class SyncSection(Section):
     """Combination of the pseudo-gradients: `mean`, or EDiT's `{kind: edit_penalty, z, ema, min_rounds, temperature, clip,
     step_weight}`."""
     outer: Annotated[AnyOuter, *CHOICE] = Field(default_factory=AverageSection)
-    """Outer step: `average`, `{kind: sgd, lr}`, or `nesterov` or `momentum` with `{lr, momentum, normalize}`."""
+    """Outer step: `average`, `{kind: sgd, lr, rounds}`, or `nesterov` or `momentum` with `{lr, momentum, rounds, normalize}`."""
     schedule: Annotated[AnySchedule, *CHOICE] = Field(default_factory=BlockingSection)
     """Overlap of messages with training: `blocking`, `layerwise`, `{kind: overlapped, steps, fragments, alpha}`, `delayed` or
     `{kind: wait_avoiding, group_size}`."""

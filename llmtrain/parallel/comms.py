@@ -130,13 +130,7 @@ class QuantizedAllReduce(PendingCollective):
         comms = self._comms
         self._total = self._decoded(self._received).sum(0, keepdim=True)
         self._mine = self._wire.encode(self._total).to(comms.device)
-        self._gathered = self._mine.new_empty(comms.size, self._mine.shape[1])
-        sent = (comms.size - 1) * self._mine.numel()
-        if comms.is_gloo:  # whose all-gather is a ring: a round trip per rank instead of one
-            copies = self._mine.expand(comms.size, -1).contiguous()
-            self._work = comms.begin(self._what, sent, dist.all_to_all_single, self._gathered, copies)
-        else:
-            self._work = comms.begin(self._what, sent, ALL_GATHER, self._gathered, self._mine)
+        self._gathered, self._work = comms.begin_gather(self._what, self._mine.view(-1))
 
     def wait(self) -> torch.Tensor:
         self.start_second_phase()
@@ -163,30 +157,23 @@ class SparseAllReduce(PendingCollective):
     def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: SparseFormat):
         super().__init__(comms, what, None, tensor)
         self._wire = wire
-        encoded = wire.encode(tensor.reshape(-1))
-        self._error = tensor.reshape(-1).clone()
-        wire.add_decoded(encoded, self._error.neg_())
-        self._error.neg_()
-        sent = (comms.size - 1) * encoded.numel()
-        mine = encoded.to(comms.device)
-        self._gathered: torch.Tensor | None = mine.new_empty(comms.size, len(mine))
-        if comms.is_gloo:  # whose all-gather is a ring: a round trip per rank instead of one
-            copies = mine.expand(comms.size, -1).contiguous()
-            self._work = comms.begin(what, sent, dist.all_to_all_single, self._gathered, copies)
-        else:
-            self._work = comms.begin(what, sent, ALL_GATHER, self._gathered.view(-1), mine)
+        encoded = wire.encode(tensor.view(-1))
+        wire.add_decoded(encoded, tensor.neg_().view(-1))
+        self._error = tensor.neg_()  # in the message's memory; the sum has its own
+        self._gathered: torch.Tensor | None
+        self._gathered, self._work = comms.begin_gather(what, encoded.to(comms.device))
 
     def wait(self) -> torch.Tensor:
         self._finish()
         if self._gathered is not None:
-            self.result.zero_()
+            self.result = torch.zeros_like(self._error)
             for encoded in self._gathered.to(self.result.device):
                 self._wire.add_decoded(encoded, self.result.view(-1))
             self._gathered = None
         return self.result
 
     def quantization_error(self) -> torch.Tensor:
-        return self._error
+        return self._error.view(-1)
 
 
 class Comms:
@@ -216,8 +203,8 @@ class Comms:
     def all_reduce(
         self, tensor: torch.Tensor, what: str = "all-reduce", wire: AnyFormat | None = None
     ) -> PendingCollective:
-        """Start summing `tensor` in place over the axis. Do not touch it before `wait`. `wire` is the format
-        to which values are rounded in transit."""
+        """Start summing `tensor` over the axis, in place except with a sparse format. Do not touch it before `wait`. `wire` is
+        the format to which values are rounded in transit."""
         if self.size == 1 or tensor.numel() == 0:
             return PendingCollective(self, what, None, tensor)
         if isinstance(wire, SparseFormat):
@@ -289,6 +276,15 @@ class Comms:
             # A future of NCCL is complete once its work is enqueued. It calls back in a stream that waits for the work.
             work.get_future().add_done_callback(lambda future: arrived())
         return work
+
+    def begin_gather(self, what: str, encoded: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+        """Start collecting every rank's flat `encoded` (equal lengths), and return where they arrive, [size, length]."""
+        gathered = encoded.new_empty(self.size, len(encoded))
+        sent = (self.size - 1) * len(encoded)
+        if self.is_gloo:  # whose all-gather is a ring: a round trip per rank instead of one
+            copies = encoded.expand(self.size, -1).contiguous()
+            return gathered, self.begin(what, sent, dist.all_to_all_single, gathered, copies)
+        return gathered, self.begin(what, sent, ALL_GATHER, gathered.view(-1), encoded)
 
     def among(self, lists: Sequence[Sequence[int]], rank: int, axis: str, timeout_seconds: float) -> Comms:
         """Create a gloo group over CPU tensors for each list of ranks, and return that of `rank`, which is this rank.

@@ -3,10 +3,10 @@
 Rule      b <- momentum b + (1 - momentum) g; u = momentum b + (1 - momentum) g (Nesterov); w <- (1 - lr decay) w - lr s O(u).
           O replaces all singular values of u by values near 1: Newton-Schulz iterations x <- a x + (b x x' + c (x x')^2) x of
           u / ||u||. s depends on the shape, so that the learning rate need not.
-Traffic   nothing between replicas. In a replica of n ranks, each rank sends its rows of all matrices but its own, and receives
-          its rows of the result: 2 (n-1)/n x 2 bytes per value of a matrix and rank (in bf16).
+Traffic   nothing between replicas. In a replica of n ranks, the rows of a matrix go to one of them, and those of the result back:
+          2 (n-1)/n x 2 bytes per value from all ranks together (in bf16).
 Memory    one momentum: 4 bytes per value, half of AdamW's.
-Departs   iterations are in bf16 on GPUs, as published and as in torch.optim.Muon, which does the same on one rank; on CPUs they
+Differs   iterations are in bf16 on GPUs, as published and as in torch.optim.Muon, which does the same on one rank; on CPUs they
           are in fp32, and in fp64 if parameters are.
 """
 
@@ -22,7 +22,7 @@ from llmtrain.config import MuonSection
 from llmtrain.parallel.comms import Comms, PendingCollective
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b and c of the iteration, which raise small singular values fast and leave all between 0.7 and 1.2."""
+"""a, b and c of the iteration, which raise small singular values fast and leave most between 0.7 and 1.2."""
 LEAST_NORM = 1e-7
 PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPE_FACTORS: dict[str, Callable[[int, int], float]] = {
@@ -75,7 +75,7 @@ class Muon(torch.optim.Optimizer):
         shard_comms: Comms,
     ):
         # Matrices of equal shapes are exchanged together, so that ranks have equal work.
-        self._matrices = sorted(matrices, key=lambda matrix: matrix.shape.numel(), reverse=True)
+        self._matrices = sorted(matrices, key=lambda matrix: (matrix.shape.numel(), *matrix.shape), reverse=True)
         self._section, self._shard_comms = section, shard_comms
         super().__init__([matrix.rows for matrix in matrices], {"lr": lr, "weight_decay": weight_decay})
         for matrix in matrices:  # at once, so that a checkpoint can be loaded before the first step

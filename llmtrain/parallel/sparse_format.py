@@ -1,11 +1,11 @@
-"""Sparse wire format (SparseLoCo, arXiv 2508.15706): of each chunk of values, the largest are sent, with their places.
+"""Sparse wire format (SparseLoCo, arXiv 2508.15706): of each chunk of values, the largest are sent, with their indices.
 
-A chunk has 4096 values, so that a place takes 12 bits. Of a shorter last chunk the same share is sent, rounded up. A value takes
+A chunk has 4096 values, so that an index takes 12 bits. Of a shorter last chunk the same share is sent, rounded up. A value takes
 2 bits, a sign and one of two magnitudes: those of the chunk are the means of the larger and of the smaller half of what is
 sent, in fp32. With 64 values that is 96 + 16 + 8 bytes per chunk, 0.029 bytes per value of the message.
 
 Departs: chunks are of consecutive values of a rank's part of a block; in the paper, of 64 x 64 values of a matrix. The paper's
-levels were not at hand, nor was whether it counts them (12 bits per place and 2 per value without them).
+levels were not at hand, nor was whether it counts them (12 bits per index and 2 per value without them).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class SparseFormat:
         start = taken = 0
         for chunks, length, kept in self._parts(total.numel()):
             size = chunks * self._chunk_bytes(kept, total.element_size())
-            values, places = self._decode_chunks(encoded[taken : taken + size], chunks, kept, total.dtype)
-            # No place occurs twice in a row, so the sum does not depend on an order.
-            total[start : start + chunks * length].view(chunks, length).scatter_add_(1, places, values)
+            values, indices = self._decode_chunks(encoded[taken : taken + size], chunks, kept, total.dtype)
+            # No index occurs twice in a row, so the sum does not depend on an order.
+            total[start : start + chunks * length].view(chunks, length).scatter_add_(1, indices, values)
             start, taken = start + chunks * length, taken + size
 
     def _parts(self, numel: int) -> list[tuple[int, int, int]]:
@@ -62,45 +62,45 @@ class SparseFormat:
 
     def _encode_chunks(self, chunks: torch.Tensor, kept: int) -> torch.Tensor:
         magnitudes, order = chunks.abs().topk(kept, dim=1)
-        places, rank = order.sort(dim=1)
-        values = chunks.gather(1, places)
+        indices, rank = order.sort(dim=1)
+        values = chunks.gather(1, indices)
         if not self.is_rounded:
-            return torch.cat([values.view(torch.uint8).reshape(-1), _pack_places(places).reshape(-1)])
+            return torch.cat([values.view(torch.uint8).reshape(-1), _pack_indices(indices).reshape(-1)])
         larger = (kept + 1) // 2
         levels = torch.zeros(len(chunks), LEVELS, device=chunks.device)
         levels[:, 1] = magnitudes[:, :larger].mean(1)
         if kept > larger:
             levels[:, 0] = magnitudes[:, larger:].mean(1)
         codes = (values < 0).to(torch.uint8) + 2 * (rank < larger).to(torch.uint8)
-        parts = (levels.view(torch.uint8), _pack_codes(codes), _pack_places(places))
+        parts = (levels.view(torch.uint8), _pack_codes(codes), _pack_indices(indices))
         return torch.cat([part.reshape(-1) for part in parts])
 
     def _decode_chunks(
         self, encoded: torch.Tensor, chunks: int, kept: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the values that were sent [chunks, kept] and their places."""
-        of_places = chunks * 3 * -(-kept // 2)
-        of_values, packed = encoded.split([len(encoded) - of_places, of_places])
-        places = _unpack_places(packed.view(chunks, -1), kept)
+        """Return the values that were sent [chunks, kept] and their indices."""
+        of_indices = chunks * 3 * -(-kept // 2)
+        of_values, packed = encoded.split([len(encoded) - of_indices, of_indices])
+        indices = _unpack_places(packed.view(chunks, -1), kept)
         if not self.is_rounded:
-            return of_values.clone().view(dtype).view(chunks, kept), places  # a copy, because views need aligned bytes
+            return of_values.clone().view(dtype).view(chunks, kept), indices  # a copy, because views need aligned bytes
         of_levels = chunks * LEVELS * LEVEL_BYTES
         levels, packed = of_values.split([of_levels, len(of_values) - of_levels])
         codes = _unpack_codes(packed.view(chunks, -1), kept)
         magnitudes = levels.clone().view(torch.float32).view(chunks, LEVELS).to(dtype).gather(1, codes >> 1)
-        return torch.where(codes & 1 == 1, -magnitudes, magnitudes), places
+        return torch.where(codes & 1 == 1, -magnitudes, magnitudes), indices
 
 
-def _pack_places(places: torch.Tensor) -> torch.Tensor:
+def _pack_indices(indices: torch.Tensor) -> torch.Tensor:
     """Pack numbers below CHUNK [C, n], two in three bytes: uint8 [C, 3 ceil(n / 2)]."""
-    pairs = torch.nn.functional.pad(places, (0, places.shape[1] % 2)).view(len(places), -1, 2)
+    pairs = torch.nn.functional.pad(indices, (0, indices.shape[1] % 2)).view(len(indices), -1, 2)
     first, second = pairs.unbind(-1)
     packed = torch.stack([first & 0xFF, first >> 8 | (second & 0xF) << 4, second >> 4], dim=-1)
-    return packed.to(torch.uint8).view(len(places), -1)
+    return packed.to(torch.uint8).view(len(indices), -1)
 
 
 def _unpack_places(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """Invert `_pack_places` for `count` numbers per row: int64 [C, count]."""
+    """Invert `_pack_indices` for `count` numbers per row: int64 [C, count]."""
     low, middle, high = packed.to(torch.int64).view(len(packed), -1, 3).unbind(-1)
     pairs = torch.stack([low | (middle & 0xF) << 8, middle >> 4 | high << 4], dim=-1)
     return pairs.view(len(packed), -1)[:, :count]

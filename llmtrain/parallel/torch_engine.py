@@ -1,4 +1,4 @@
-"""Base of the engines that leave gradients and the optimizer's step to torch.
+"""Base of the engines that leave gradients to torch, and whose optimizers are torch's or written like them.
 
 The loss is divided by the replica's tokens (`Engine.forward_backward`), and gradients are *summed* over the shard group.
 The gradient is therefore the replica's mean, with or without other replicas. In the synchronous phase, a block's gradient is
@@ -29,7 +29,7 @@ from llmtrain.parallel.wrapping import COMPUTE, wrap_layers
 
 
 class TorchEngine(Engine):
-    """Engine whose optimizer is torch's, over plain tensors. See `Engine` for the methods."""
+    """Engine whose optimizer has plain tensors, this rank's parts of the parameters. See `Engine` for the methods."""
 
     def __init__(
         self,

@@ -94,6 +94,11 @@ def _unused(recipe: Recipe) -> Iterator[str]:
         yield f"sync.warmup_steps is {sync.warmup_steps:,}, but sync.method={sync.method} averages gradients in every step"
     if sync.offload and (sync.period.averages_gradients or not sync.needs_anchor):
         yield f"sync.offload is true, but sync.method={sync.method} keeps no anchor that could be offloaded"
+    for key in ("keep", "values"):
+        if _is_given(sync.wire, key) and sync.wire.kind != "topk":
+            yield f"sync.wire.{key} is {getattr(sync.wire, key)}, but sync.wire is {sync.wire.kind}, and only topk has a choice of values"
+    if _is_given(sync.wire, "feedback_decay") and not sync.wire.error_feedback:
+        yield f"sync.wire.feedback_decay is {sync.wire.feedback_decay:g}, but sync.wire.error_feedback is false"
     if recipe.train.document_mask and recipe.data.packing == "none":
         yield "train.document_mask is true, but with data.packing=none a sequence never has two documents"
     if _is_given(parallel, "zero_stage") and parallel.engine != "zero":

@@ -141,6 +141,7 @@ class BlockSync:
         """
         block = self.replica.blocks[index]
         anchor, momentum = self.anchors.load(index)
+        # At the end of a run, fragments that are applied twice, or early, may count one round less.
         outer = self.outer.in_round(self.report.count)
         of_outer = [mean] if momentum is None else [mean, momentum]
         distances, squares = [], []

@@ -56,6 +56,11 @@ class Rule:
 
 RULES = (
     Rule(
+        *("wire", "topk"),
+        {"period": ("every_step",), "schedule": ("wait_avoiding",)},
+        "what is not among the largest values must be sent later, and nothing is kept for later",
+    ),
+    Rule(
         *("period", "every_step"),
         {
             "schedule": ("layerwise", "overlapped", "delayed", "wait_avoiding"),
@@ -98,6 +103,9 @@ RULES = (
 def find_conflict(sync: SyncSection) -> str | None:
     """Return one line that says why these choices cannot be combined and which can; None if they can."""
     kinds = kinds_of(sync)
+    if sync.wire.gradients and sync.wire.kind in ("fp32", "topk"):
+        why = "rounds nothing" if sync.wire.kind == "fp32" else "would lose what it does not send of gradients"
+        return f"sync.wire.gradients is true, but {sync.wire.kind} {why}; use bf16, int8 or int4, or leave it out"
     for rule in RULES:
         if (other := rule.excluded(kinds)) is not None:
             given = f"{_as_override(rule.choice, rule.kind)} does not go with {_as_override(other, kinds[other])}"

@@ -26,10 +26,21 @@ class Outer(ABC):
     normalize = "none"
     lr = 1.0
     momentum = 0.0
+    rounds: OuterLrSection | None = None
+    """How learning rate and momentum change over the rounds."""
 
     def in_round(self, number: int) -> Outer:
         """Return the optimizer with the learning rate and momentum of a round, counted from 0."""
-        return self
+        if self.rounds is None:
+            return self
+        now, rounds = copy(self), self.rounds
+        now.lr *= _risen(number, rounds.lr_warmup)
+        if rounds.lr_decay:
+            passed = min(1.0, max(0, number - rounds.lr_warmup) / rounds.lr_decay)
+            now.lr *= 1 - passed * (1 - rounds.lr_final)
+        if isinstance(rounds, OuterRoundsSection):
+            now.momentum *= _risen(number, rounds.momentum_warmup)
+        return now
 
     @abstractmethod
     def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
@@ -39,8 +50,8 @@ class Outer(ABC):
 class Sgd(Outer):
     """SGD: anchor <- anchor - lr D. Averaging is lr = 1."""
 
-    def __init__(self, lr: float):
-        self.lr = lr
+    def __init__(self, lr: float, rounds: OuterLrSection | None = None):
+        self.lr, self.rounds = lr, rounds
 
     def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
         anchor.add_(mean, alpha=-self.lr)
@@ -50,8 +61,10 @@ class Nesterov(Outer):
     """Nesterov momentum: b <- mu b + D / g; anchor <- anchor - lr (D + mu g b). g is 1 or, if normalized, the
     round's last learning rate or the sum of its learning rates. The first displacement is (1 + mu) lr D."""
 
-    def __init__(self, lr: float, momentum: float, normalize: str = "none"):
-        self.lr, self.momentum, self.normalize = lr, momentum, normalize
+    def __init__(
+        self, lr: float, momentum: float, normalize: str = "none", rounds: OuterRoundsSection | None = None
+    ):
+        self.lr, self.momentum, self.normalize, self.rounds = lr, momentum, normalize, rounds
 
     def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
         assert momentum is not None
@@ -64,8 +77,15 @@ class Momentum(Outer):
     """Heavy-ball momentum: b <- mu b + D / g, with elements clamped to +-clip; anchor <- anchor - lr g b. SlowMo
     (arXiv 1910.00643) has g = the learning rate. CO2 (arXiv 2401.16265) has g = 1 and a clip."""
 
-    def __init__(self, lr: float, momentum: float, clip: float | None, normalize: str):
-        self.lr, self.momentum, self.clip, self.normalize = lr, momentum, clip, normalize
+    def __init__(
+        self,
+        lr: float,
+        momentum: float,
+        clip: float | None,
+        normalize: str,
+        rounds: OuterRoundsSection | None = None,
+    ):
+        self.lr, self.momentum, self.clip, self.normalize, self.rounds = lr, momentum, clip, normalize, rounds
 
     def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
         assert momentum is not None
@@ -74,26 +94,6 @@ class Momentum(Outer):
         if self.clip is not None:
             momentum.clamp_(-self.clip, self.clip)
         anchor.add_(momentum, alpha=-self.lr * unit)
-
-
-class Scheduled(Outer):
-    """An outer optimizer whose learning rate and momentum change from round to round."""
-
-    def __init__(self, outer: Outer, rounds: OuterLrSection):
-        self.outer, self.rounds = outer, rounds
-
-    def in_round(self, number: int) -> Outer:
-        now, rounds = copy(self.outer), self.rounds
-        now.lr *= _risen(number, rounds.lr_warmup)
-        if rounds.lr_decay:
-            passed = min(1.0, max(0, number - rounds.lr_warmup) / rounds.lr_decay)
-            now.lr *= 1 - passed * (1 - rounds.lr_final)
-        if isinstance(rounds, OuterRoundsSection):
-            now.momentum *= _risen(number, rounds.momentum_warmup)
-        return now
-
-    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
-        raise NotImplementedError("a round's optimizer steps: in_round")
 
 
 def _risen(number: int, warmup: int) -> float:
@@ -121,16 +121,16 @@ def build_average(section: AverageSection) -> Outer:
 @build_outer.register
 def build_sgd(section: SgdSection) -> Outer:
     """Return plain SGD."""
-    return Scheduled(Sgd(section.lr), section.rounds)
+    return Sgd(section.lr, section.rounds)
 
 
 @build_outer.register
 def build_nesterov(section: NesterovSection) -> Outer:
     """Return SGD with Nesterov momentum."""
-    return Scheduled(Nesterov(section.lr, section.momentum, section.normalize), section.rounds)
+    return Nesterov(section.lr, section.momentum, section.normalize, section.rounds)
 
 
 @build_outer.register
 def build_momentum(section: MomentumSection) -> Outer:
     """Return SGD with heavy-ball momentum."""
-    return Scheduled(Momentum(section.lr, section.momentum, section.clip, section.normalize), section.rounds)
+    return Momentum(section.lr, section.momentum, section.clip, section.normalize, section.rounds)

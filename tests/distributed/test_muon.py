@@ -147,11 +147,7 @@ CASES = {
 CASES = {name: replace(case, optim={**OPTIM, **case.optim}) for name, case in CASES.items()}
 
 
-IN_OTHERS = ("original lr", "streaming_diloco")
-"""Cases whose parts are in other tests."""
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.deep if n in IN_OTHERS else ()) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.deep if n == "streaming_diloco" else ()) for n in CASES])
 def test_training_is_that_of_the_oracle(ranks: RankPool, name: str) -> None:
     """Up to the norms of Llama, which are in fp32 whatever the rest is."""
     case = CASES[name]

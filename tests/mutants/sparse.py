@@ -30,7 +30,7 @@ MUTANTS = [
         SPARSE,
     ),
     Mutant(
-        "sparse: places from 2048 on lose their highest bit",
+        "sparse: indices from 2048 on lose their highest bit",
         FORMAT,
         "low | (middle & 0xF) << 8",
         "low | (middle & 0x7) << 8",
@@ -46,15 +46,15 @@ MUTANTS = [
     Mutant(
         "sparse: a decoded message replaces what was there",
         FORMAT,
-        ".scatter_add_(1, places, values)",
-        ".scatter_(1, places, values)",
+        ".scatter_add_(1, indices, values)",
+        ".scatter_(1, indices, values)",
         SPARSE,
     ),
     Mutant(
         "sparse: nothing is left out",
         "llmtrain/parallel/comms.py",
-        "        return self._error",
-        "        return torch.zeros_like(self._error)",
+        "        return self._error.view(-1)",
+        "        return torch.zeros_like(self._error).view(-1)",
         SPARSE,
     ),
     Mutant(
@@ -65,10 +65,10 @@ MUTANTS = [
         SPARSE,
     ),
     Mutant(
-        "sparse: bytes count one receiver",
+        "gather: bytes count one receiver",
         "llmtrain/parallel/comms.py",
-        "sent = (comms.size - 1) * encoded.numel()",
-        "sent = encoded.numel()",
+        "sent = (self.size - 1) * len(encoded)",
+        "sent = len(encoded)",
         SPARSE,
     ),
     Mutant(

@@ -266,8 +266,8 @@ MUTANTS = [
     Mutant(
         "synchronizer: a NaN is kept as rounding error",
         "llmtrain/sync/block_sync.py",
-        "self._error += self._pending.quantization_error().nan_to_num_(0.0, 0.0, 0.0)",
-        "self._error += self._pending.quantization_error()",
+        "self._error += lost.nan_to_num_(0.0, 0.0, 0.0)",
+        "self._error += lost",
         (
             "tests/distributed/test_rounding_errors.py",
             *SCENARIOS,
