@@ -25,6 +25,7 @@ from tests.gpu.on_gpu import CHANGES, PENALTY
 
 pytestmark = pytest.mark.deep
 OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "alpha": 0.5}
+SPARSE = {"kind": "topk", "keep": 1024, "error_feedback": True}
 ZERO_3 = {"precision": "fp32", "engine": "zero", "zero_stage": 3}
 
 
@@ -49,6 +50,9 @@ CASES = {
     "synchronous, rounded": gpu(choices("synchronous", wire={"kind": "int8", "gradients": True})),
     "edit, bf16": gpu(edit(every=2, penalty=PENALTY), 2, 1, parallel={"precision": "bf16"}),
     "edit, ZeRO-3": gpu(edit(every=2, warmup_steps=2, penalty=PENALTY, offload=True), parallel=ZERO_3),
+    "diloco, Muon": gpu(choices("diloco", 3), optim={"kind": "muon", "lr": 1e-2, "muon": {"precision": "bf16"}}),
+    "sparse, offloaded": gpu(choices("sparseloco", 3, offload=True, wire={**SPARSE, "values": "fp32"})),
+    "sparse, delayed": gpu(choices("co2", 2, warmup_steps=1, wire=SPARSE)),
     "diloco, ZeRO-1, all offloaded": gpu(
         choices("diloco", 2, warmup_steps=1, offload=True),
         parallel=ZERO_3 | {"zero_stage": 1, "zero_offload": True},
