@@ -66,8 +66,8 @@ MUTANTS = [
     Mutant(
         "memory: Muon keeps as much as AdamW",
         "llmtrain/plan/memory.py",
-        '"muon": 2 * size.parameters - of_muon',
-        '"muon": 2 * size.parameters',
+        '"muon": 2 * part - of_muon // shard',
+        '"muon": 2 * part',
         ("tests/unit/test_plan_memory.py",),
     ),
     Mutant(

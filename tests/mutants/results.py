@@ -116,8 +116,8 @@ MUTANTS = [
     Mutant(
         "plan: AdamW keeps one moment",
         "llmtrain/plan/memory.py",
-        '"adamw": 2 * size.parameters,',
-        '"adamw": size.parameters,',
+        '"adamw": 2 * part,',
+        '"adamw": part,',
         ("tests/unit/test_plan_memory.py",),
     ),
     Mutant(
