@@ -27,7 +27,16 @@ if TYPE_CHECKING:
     from llmtrain.plan.model_size import ModelSize
 
 LOOPS = ("products", "Muon", "torch's Muon", "AdamW")
-COLUMNS = ("model", "iterations in", "loop", "matrices", "ms a step", "quartiles", "of the products", "Gflop/s of products")
+COLUMNS = (
+    "model",
+    "iterations in",
+    "loop",
+    "matrices",
+    "ms a step",
+    "quartiles",
+    "of the products",
+    "Gflop/s of products",
+)
 NOTES = """\
 Medians over the turns; *of the products*: the median ratio within a turn. *Products*: of every matrix, five iterations of
 three products, in matrices that were allocated before. *Muon* adds momentum, norms, new matrices and the change of the
@@ -102,7 +111,18 @@ def rows_of(name: str, precision: str, found: dict[str, Any]) -> list[Row]:
         ratio = statistics.median(own / alone for own, alone in zip(series, products, strict=True))
         rate = f"{found['flops'] / middle / 1e6:.1f}" if loop == "products" else ""
         dtype = {"torch's Muon": "bf16", "AdamW": ""}.get(loop, precision)
-        rows.append((name, dtype, loop, str(found["matrices"]), f"{middle:.1f}", f"{low:.1f} to {high:.1f}", f"{ratio:.2f}", rate))
+        rows.append(
+            (
+                name,
+                dtype,
+                loop,
+                str(found["matrices"]),
+                f"{middle:.1f}",
+                f"{low:.1f} to {high:.1f}",
+                f"{ratio:.2f}",
+                rate,
+            )
+        )
     return rows
 
 
@@ -120,7 +140,9 @@ def main() -> None:
     title = f"One step on {'a GPU' if on_gpu() else 'a CPU'}, {options.turns} turns"
     show(title, COLUMNS, rows, words=3)
     if options.write:
-        write_page(RESULTS / "muon", "What a step of Muon costs", [f"{title}.", markdown(COLUMNS, rows, words=3), NOTES])
+        write_page(
+            RESULTS / "muon", "What a step of Muon costs", [f"{title}.", markdown(COLUMNS, rows, words=3), NOTES]
+        )
 
 
 if __name__ == "__main__":

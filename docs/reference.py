@@ -84,8 +84,8 @@ is refused with the reason, before anything starts. A value that has less effect
 than the run, is a warning, in `recipe check` and before training.
 """
 PRESETS = """\
-What each method chooses of `sync`, and `muloco` of `optim`. A recipe that gives part of a mapping keeps the preset's other values, unless it names another
-kind; then, and where the preset has none, the defaults further down hold.
+What each method chooses of `sync`, and `muloco` of `optim`. A recipe that gives part of a mapping keeps the preset's other
+values, unless it names another kind; then, and where the preset has none, the defaults further down hold.
 
 """
 

@@ -81,7 +81,7 @@ class SparseFormat:
         """Return the values that were sent [chunks, kept] and their indices."""
         of_indices = chunks * 3 * -(-kept // 2)
         of_values, packed = encoded.split([len(encoded) - of_indices, of_indices])
-        indices = _unpack_places(packed.view(chunks, -1), kept)
+        indices = _unpack_indices(packed.view(chunks, -1), kept)
         if not self.is_rounded:
             return of_values.clone().view(dtype).view(chunks, kept), indices  # a copy, because views need aligned bytes
         of_levels = chunks * LEVELS * LEVEL_BYTES
@@ -99,7 +99,7 @@ def _pack_indices(indices: torch.Tensor) -> torch.Tensor:
     return packed.to(torch.uint8).view(len(indices), -1)
 
 
-def _unpack_places(packed: torch.Tensor, count: int) -> torch.Tensor:
+def _unpack_indices(packed: torch.Tensor, count: int) -> torch.Tensor:
     """Invert `_pack_indices` for `count` numbers per row: int64 [C, count]."""
     low, middle, high = packed.to(torch.int64).view(len(packed), -1, 3).unbind(-1)
     pairs = torch.stack([low | (middle & 0xF) << 8, middle >> 4 | high << 4], dim=-1)

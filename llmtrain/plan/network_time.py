@@ -128,7 +128,8 @@ def block_message(values: int, replicas: int, wire: WireSection, rounded: bool =
         chunk = VALUE_BYTES * values / replicas
         return BlockMessage(Exchange(2 * others * chunk, 2 * others * max(1.0, chunk / HOP_BYTES)))
     if wire.kind == "topk":
-        return BlockMessage(Exchange(others * SparseFormat(wire.keep, wire.values).size(values), 1, others, halved=False))
+        sparse = SparseFormat(wire.keep, wire.values)
+        return BlockMessage(Exchange(others * sparse.size(values), 1, peers=others, halved=False))
     encoded = WireFormat(wire.kind)
     sent = others * encoded.size(encoded.padded_chunk(values, replicas))
     to_all = Exchange(sent, 1, peers=others, halved=False)

@@ -61,9 +61,7 @@ class Nesterov(Outer):
     """Nesterov momentum: b <- mu b + D / g; anchor <- anchor - lr (D + mu g b). g is 1 or, if normalized, the
     round's last learning rate or the sum of its learning rates. The first displacement is (1 + mu) lr D."""
 
-    def __init__(
-        self, lr: float, momentum: float, normalize: str = "none", rounds: OuterRoundsSection | None = None
-    ):
+    def __init__(self, lr: float, momentum: float, normalize: str = "none", rounds: OuterRoundsSection | None = None):
         self.lr, self.momentum, self.normalize, self.rounds = lr, momentum, normalize, rounds
 
     def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:

@@ -23,7 +23,9 @@ def largest(message: np.ndarray, keep: int, values: str) -> np.ndarray:
     sent = np.zeros_like(message)
     for start in range(0, len(message), 4096):
         chunk = message[start : start + 4096]
-        order = np.argsort(-np.nan_to_num(np.abs(chunk), nan=np.inf, posinf=np.inf), kind="stable")[: math.ceil(keep * len(chunk) / 4096)]
+        order = np.argsort(-np.nan_to_num(np.abs(chunk), nan=np.inf, posinf=np.inf), kind="stable")[
+            : math.ceil(keep * len(chunk) / 4096)
+        ]
         for places in (order[: (len(order) + 1) // 2], order[(len(order) + 1) // 2 :]) if values == "2bit" else ():
             if len(places):
                 level = np.float64(np.float32(np.abs(chunk[places]).mean()))

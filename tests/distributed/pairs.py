@@ -15,7 +15,9 @@ from tests.distributed.real_engine import GPT_NEO, LENGTH, LLAMA, TIED, Case
 from tests.distributed.test_offload import late
 
 FACTORS: dict[str, tuple[str, ...]] = {
-    "method": tuple(method for method in METHODS if method not in ("muloco", "sparseloco")),  # which have tests of their own
+    "method": tuple(
+        method for method in METHODS if method not in ("muloco", "sparseloco")
+    ),  # which have tests of their own
     "mesh": ("2x2", "4x1", "1x3", "3x1"),
     "engine": ("fsdp2", "zero1", "zero2", "zero3"),
     "schedule": ("blocking", "layerwise", "overlapped", "delayed", "wait_avoiding"),

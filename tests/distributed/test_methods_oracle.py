@@ -62,8 +62,12 @@ OUTER = {
     "momentum-clipped": choices("slowmo", every=3, outer=momentum(clip=0.04)),
     "momentum-clipped-lr": choices("slowmo", every=3, outer=momentum(clip=0.05, normalize="lr")),
     "nesterov-rising": choices("diloco", every=2, outer=nesterov(rounds={"momentum_warmup": 3, "lr_warmup": 1})),
-    "momentum-falling": choices("slowmo", every=2, outer=momentum(rounds={"lr_warmup": 2, "lr_decay": 4, "lr_final": 0.3})),
-    "sgd-falling": choices("local_sgd", every=3, outer={"kind": "sgd", "rounds": {"lr_decay": 3}}, schedule="layerwise"),
+    "momentum-falling": choices(
+        "slowmo", every=2, outer=momentum(rounds={"lr_warmup": 2, "lr_decay": 4, "lr_final": 0.3})
+    ),
+    "sgd-falling": choices(
+        "local_sgd", every=3, outer={"kind": "sgd", "rounds": {"lr_decay": 3}}, schedule="layerwise"
+    ),
     "nesterov-lr": choices("diloco", every=3, outer=nesterov(normalize="lr")),
     "nesterov-accumulated": choices("diloco", every=3, outer=nesterov(normalize="lr_sum")),
     "nesterov-accumulated-qsr": choices("diloco", period=QSR, outer=nesterov(normalize="lr_sum")),

@@ -114,7 +114,9 @@ def test_sharded_by_rows_it_is_the_same_to_the_last_bit(ranks: RankPool, world: 
 def traffic_of_one_step() -> float:
     comms = Comms(dist.group.WORLD, axis="shard")
     rows = torch.nn.Parameter(torch.ones(2, 6))
-    optimizer = Muon([ShardedMatrix(rows, torch.Size((2 * comms.size, 6)))], LR, DECAY, MuonSection(precision="bf16"), comms)
+    optimizer = Muon(
+        [ShardedMatrix(rows, torch.Size((2 * comms.size, 6)))], LR, DECAY, MuonSection(precision="bf16"), comms
+    )
     rows.grad = torch.ones_like(rows)
     optimizer.step()
     return comms.traffic.bytes
@@ -147,7 +149,9 @@ CASES = {
 CASES = {name: replace(case, optim={**OPTIM, **case.optim}) for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.deep if n == "streaming_diloco" else ()) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.deep if n == "streaming_diloco" else ()) for n in CASES]
+)
 def test_training_is_that_of_the_oracle(ranks: RankPool, name: str) -> None:
     """Up to the norms of Llama, which are in fp32 whatever the rest is."""
     case = CASES[name]

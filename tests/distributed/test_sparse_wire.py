@@ -108,7 +108,11 @@ def test_a_sum_is_of_what_was_sent_and_goes_to_every_other_rank_once(ranks: Rank
         assert bytes_sent == 2 * wire.size(4200, 8)
 
 
-MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1", marks=pytest.mark.deep), pytest.param(3, 1, id="3x1")]
+MESHES = [
+    pytest.param(2, 2, id="2x2"),
+    pytest.param(4, 1, id="4x1", marks=pytest.mark.deep),
+    pytest.param(3, 1, id="3x1"),
+]
 SHAPES = (((40, 11),), ((5000,), (7,)), ((129,),))
 """Also of more than a chunk."""
 WIRE = {"kind": "topk", "keep": 600, "error_feedback": True, "feedback_decay": 0.9}
@@ -118,7 +122,9 @@ METHODS = {
     "sparseloco": choices("sparseloco", every=3, wire=WIRE),
     "unrounded, layer-wise": choices("sparseloco", every=3, wire={**WIRE, "values": "fp32"}, schedule="layerwise"),
     "momentum": choices("diloco", every=3, warmup_steps=2, wire={**WIRE, "feedback_decay": 1.0}),
-    "overlapped": choices("streaming_diloco", every=5, schedule={"kind": "overlapped", "steps": 2, "fragments": 3}, wire=WIRE),
+    "overlapped": choices(
+        "streaming_diloco", every=5, schedule={"kind": "overlapped", "steps": 2, "fragments": 3}, wire=WIRE
+    ),
     "delayed": choices("co2", every=3, wire=WIRE),
 }
 

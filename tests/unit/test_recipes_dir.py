@@ -24,7 +24,18 @@ COMPARISONS = sorted((ROOT / "compare").glob("*.yaml"))  # tests/unit/test_compa
 RECIPES = sorted(path for path in ROOT.rglob("*.yaml") if path not in [*BASES, *COMPARISONS])
 
 GPT_NEO = ("gpt_neo_8m", "gpt_neo_125m")
-ON_1B = ("synchronous", "local_sgd", "diloco", "muloco", "sparseloco", "streaming_diloco", "co2", "palsgd", "edit", "a_edit")
+ON_1B = (
+    "synchronous",
+    "local_sgd",
+    "diloco",
+    "muloco",
+    "sparseloco",
+    "streaming_diloco",
+    "co2",
+    "palsgd",
+    "edit",
+    "a_edit",
+)
 PAIRS = ("3b", "7b", "gpt_neo_125m_fineweb", "llama_fineweb", "llama_python", "llama_stdlib", "llama_tinystories")
 """Models with a recipe of EDiT and a synchronous one."""
 COMPARED = [
