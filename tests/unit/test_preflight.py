@@ -173,7 +173,7 @@ def test_prepared_tokens_that_are_too_few_are_refused(capsys: pytest.CaptureFixt
         (["sync.wire={kind: int4, keep: 3}"], "sync.wire.keep is 3, but sync.wire is int4"),
         (
             ["sync.wire={kind: int4, feedback_decay: 0.5}"],
-            "feedback_decay is 0.5, but sync.wire.error_feedback is false",
+            "sync.wire.feedback_decay is 0.5, but sync.wire.error_feedback is false",
         ),
         (["optim.muon.momentum=0.9"], "optim.muon is given, but optim.kind is adamw"),
         (

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,10 @@ MARK = "imported_by_the_launcher"
 def report() -> None:
     """Print what a process sees that the server has forked."""
     server = os.getppid()
-    files = [os.readlink(link) for link in Path(f"/proc/{server}/fd").iterdir()]
+    files = []
+    for link in Path(f"/proc/{server}/fd").iterdir():
+        with suppress(FileNotFoundError):  # the server closes some while it forks
+            files.append(os.readlink(link))
     print("report " + json.dumps({"server": server, "files": files, "has mark": MARK in sys.modules}), flush=True)
 
 
