@@ -105,22 +105,15 @@ def recipe_reference() -> str:
 
 
 def methods_table() -> str:
-    """Return README's table of the methods and their choices."""
+    """Return README's table of the methods and what they are for."""
     rows = []
     for name, method in METHODS.items():
         idea = method.__doc__.split("\n")[0].partition(": ")[2].rstrip(".")
         paper = method.PAPER.removeprefix("arXiv ")
         link = f"[{paper}](https://arxiv.org/abs/{paper})" if paper != method.PAPER else ""
         file = f"[`{name}`](llmtrain/sync/methods/{name}.py)"
-        rows.append((file, link, idea, _when(method.PRESET), method.CHOOSE_WHEN))
-    return _table(("`sync.method`", "paper", "idea", "synchronizes", "choose it when"), rows)
-
-
-def _when(preset: dict[str, Any]) -> str:
-    period = preset["period"]
-    words = {"every_step": "every step", "qsr": "more rarely as the learning rate falls"}
-    when = words.get(period["kind"]) or f"every {period['every']:g} {period['kind']}"
-    return f"every step until the learning rate falls, then {when}" if "warmup_until_lr" in preset else when
+        rows.append((file, link, idea, method.CHOOSE_WHEN))
+    return _table(("`sync.method`", "paper", "idea", "choose it when"), rows)
 
 
 def composition_table() -> str:

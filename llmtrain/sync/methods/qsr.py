@@ -13,7 +13,7 @@ Differs   the warm-up follows the paper's rule (from memory); the published code
 """
 
 PAPER = "arXiv 2310.14423"
-CHOOSE_WHEN = "long runs whose learning rate falls far"
+CHOOSE_WHEN = "the run is long and its rate falls"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "qsr", "base": 4},
