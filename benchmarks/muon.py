@@ -1,4 +1,4 @@
-"""What does a step of Muon cost beside the matrix products in it, and beside a step of AdamW?
+"""Cost of a step of Muon beside the matrix products in it, and beside a step of AdamW.
 
     python benchmarks/muon.py                           # a few minutes on two cores; on the GPU if there is one
     python benchmarks/muon.py --sizes 160M 1B           # for a GPU

@@ -27,7 +27,7 @@ class Outer(ABC):
     lr = 1.0
     momentum = 0.0
     rounds: OuterLrSection | None = None
-    """How learning rate and momentum change over the rounds."""
+    """Changes of learning rate and momentum over the rounds; None if there are none."""
 
     def in_round(self, number: int) -> Outer:
         """Return the optimizer with the learning rate and momentum of a round, counted from 0."""

@@ -19,7 +19,7 @@ def summed(messages: np.ndarray, wire: WireSection) -> tuple[np.ndarray, np.ndar
 
 
 def largest(message: np.ndarray, keep: int, values: str) -> np.ndarray:
-    """What is sent of one message; zeros elsewhere."""
+    """Return what is sent of one message; zeros elsewhere."""
     sent = np.zeros_like(message)
     for start in range(0, len(message), 4096):
         chunk = message[start : start + 4096]

@@ -125,7 +125,7 @@ class Replicas:
         return direction
 
     def _orthogonal_steps(self, gradient: np.ndarray, theta: np.ndarray, moments: Moments) -> dict[int, np.ndarray]:
-        """What Muon adds to each matrix of a layer at learning rate 1, by its place among all values."""
+        """Return what Muon adds to each matrix of a layer at learning rate 1, by its place among all values."""
         muon, steps, start = self.optim.muon, {}, 0
         moments.muon = muon.momentum * moments.muon + (1 - muon.momentum) * gradient
         nesterov = muon.momentum * moments.muon + (1 - muon.momentum) * gradient

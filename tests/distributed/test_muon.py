@@ -23,7 +23,7 @@ from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import GPT_NEO, TIED, Case, Outcome, Run, mesh_of, train
 
 SHAPES = [(5, 3), (8, 8), (1, 6), (7, 12), (8, 8), (2, 2), (12, 7)]
-"""Of fewer rows than ranks, too, and some that no number of ranks divides."""
+"""Shapes with fewer rows than ranks, too, and with numbers of rows that no number of ranks divides."""
 STEPS, LR, DECAY = 4, 0.02, 0.1
 
 
@@ -166,7 +166,7 @@ def test_training_is_that_of_the_oracle(ranks: RankPool, name: str) -> None:
 
 
 def count_of_shapes(case: Case) -> tuple[Counter, dict[str, torch.Tensor], float]:
-    """What was orthogonalized on this rank in the steps of a case, the optimizer's state, and bytes between replicas."""
+    """Return what this rank orthogonalizes in the steps of a case, the optimizer's state, and bytes between replicas."""
     shapes: Counter = Counter()
 
     def counted(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
@@ -186,7 +186,7 @@ def count_of_shapes(case: Case) -> tuple[Counter, dict[str, torch.Tensor], float
 
 @pytest.mark.parametrize(("replicas", "shard"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.deep)])
 def test_every_matrix_of_a_layer_is_orthogonalized_once_per_step(ranks: RankPool, replicas: int, shard: int) -> None:
-    """By one rank of each replica; nothing of it travels between replicas."""
+    """Check that one rank of each replica does it, and that nothing of it travels between replicas."""
     case = Case(replicas=replicas, shard=shard, steps=2, optim=OPTIM)
     found = ranks.run(count_of_shapes, case, world_size=replicas * shard)
     # 2 layers: queries, keys, values, outputs; gate and up; down.

@@ -37,7 +37,7 @@ def sent(values: torch.Tensor, keep: int, kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["2bit", "fp32"])
 @pytest.mark.parametrize("keep", [1, 63, 64, 4096])
 def test_the_largest_values_of_each_chunk_are_sent(keep: int, kind: str) -> None:
-    """As many of a shorter last chunk as is its share."""
+    """Check also that a shorter last chunk sends its share."""
     for size in SIZES:
         values = values_of(size)
         np.testing.assert_allclose(sent(values, keep, kind), largest(values.numpy(), keep, kind), rtol=1e-6)

@@ -11,7 +11,8 @@ Defaults  H = 15, 64 of 4096 values, decay 0.95, outer lr 1: published for 512 M
 Differs   chunks are of consecutive values of a rank's part of a block (in the paper, of 64 x 64 values of a matrix), the two
           magnitudes of a chunk are the means of the larger and smaller half of what it sends, and each takes 4 bytes
           (`llmtrain/parallel/sparse_format.py`). What is not sent is kept times 1/N, which changes nothing. The published code
-          divides each value by the number of replicas that sent it; here, as in the paper, by N.
+          divides each value by the number of replicas that sent it; here, as in the paper, by N. One replica alone sends nothing
+          and leaves nothing out.
 """
 
 PAPER = "arXiv 2508.15706"
