@@ -54,8 +54,11 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     """Raise RecipeError for the first impossible combination, or another UserError for an invalid model, tokenizer
     name or suite.
 
-    `world_size` is the number of processes. With None, the checks that need it are skipped.
+    `world_size` is the number of processes, which is 1 with `parallel.in_process`. With None, the checks that need it are skipped.
     """
+    if recipe.parallel.in_process:
+        _check_in_process(recipe, world_size)
+        world_size = recipe.parallel.replicas
     check_text_list(recipe.data, recipe.eval.sets)
     _check_length(recipe)
     _check_sync(recipe)
@@ -76,6 +79,29 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     _check_model(recipe)
     _check_log(recipe)
     check_suite(recipe.eval.suite)
+
+
+def _check_in_process(recipe: Recipe, processes: int | None) -> None:
+    parallel, sync, profile = recipe.parallel, recipe.sync, recipe.log.profile
+    given = "parallel.in_process=true trains all replicas in one process"
+    if parallel.replicas == "auto":
+        raise RecipeError(f"{given}, but not how many; give parallel.replicas")
+    if processes not in (None, 1):
+        raise RecipeError(f"{given}, but there are {processes}; start one (llmtrain train), or leave out in_process")
+    if parallel.shards not in ("auto", 1) or parallel.engine == "zero":
+        what = "parallel.engine is zero" if parallel.engine == "zero" else f"parallel.shards is {parallel.shards}"
+        raise RecipeError(
+            f"{given}, each on one device without sharding, but {what}; give engine=fsdp2 and shards=1, or leave out in_process"
+        )
+    if sync.period.is_timed or sync.schedule.resolve_group_size(2) is not None:
+        what = "sync.period is in seconds" if sync.period.is_timed else f"sync.schedule is {sync.schedule.kind}"
+        raise RecipeError(
+            f"{given}, in turns, so that none is ahead of or behind others, but {what}, for replicas of different speeds; "
+            "leave out in_process, or choose another method"
+        )
+    if recipe.log.trace is not None or (profile is not None and len(profile.ranks) > 1):
+        what = "log.trace" if recipe.log.trace is not None else f"log.profile with {len(profile.ranks)} ranks"
+        raise RecipeError(f"{given}, which has one timeline, but {what} records one per rank; leave one of them out")
 
 
 def _check_log(recipe: Recipe) -> None:

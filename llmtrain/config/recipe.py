@@ -165,6 +165,9 @@ class ParallelSection(Section):
     """Copies of the model, with the slow network between them. `auto`: one per node; on a single node, as many as fit in memory."""
     shards: PositiveInt | Literal["auto"] = "auto"
     """Ranks per replica, with the fast network between them. `auto`: all ranks of a node."""
+    in_process: bool = False
+    """Train all replicas in one process, on one device, in turns; needs `replicas`. For comparing methods on a laptop or a single
+    GPU: results are those of as many processes."""
     on_cpu: CpuMeshSection | None = None
     """Values of `auto` on machines without a GPU. launch/train.sh starts as many ranks; with any other number of ranks this key
     has no effect."""
@@ -198,9 +201,16 @@ class ParallelSection(Section):
     """Allow replicas to span nodes. With `shards: auto`, a replica spans as many nodes as it needs to fit in memory."""
 
     @property
+    def ranks_per_process(self) -> int:
+        """Return the number of ranks that are threads of one process: all replicas with `in_process`, otherwise 1."""
+        return self.replicas if self.in_process and self.replicas != "auto" else 1
+
+    @property
     def given_on_cpu(self) -> list[int]:
         """Return those of replicas and shards that are known on a machine without a GPU, where `on_cpu` stands for `auto`."""
         cpu = self.on_cpu
+        if self.in_process:
+            return [] if self.replicas == "auto" else [self.replicas, 1]
         filled = [(self.replicas, cpu and cpu.replicas), (self.shards, cpu and cpu.shards)]
         return [size for given, default in filled if (size := default if given == "auto" else given) is not None]
 

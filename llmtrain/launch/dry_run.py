@@ -25,13 +25,14 @@ def dry_run(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None = N
     size = size_or_assumed(recipe) if prepared is None else size_of(recipe, prepared.vocab_size)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     needed = estimate(recipe, size, preflight.replicas, preflight.shards).total(on_gpu=device == "cuda")
+    needed *= recipe.parallel.ranks_per_process
+    each = "the process" if preflight.processes == 1 else f"each of {preflight.processes} processes"
     return [
         *notes(preflight),
         mesh_line(preflight.replicas, preflight.shards, device, preflight.reason),
         model_line(recipe, size.parameters, len(size.block_parameters), _sequences(recipe, preflight)),
         *([] if preflight.weights is None else [preflight.weights.describe()]),
-        f"memory: about {needed / GIB:.2f} GiB for each of {preflight.processes} processes, which may use "
-        f"{preflight.memory / GIB:.1f} GiB",
+        f"memory: about {needed / GIB:.2f} GiB for {each}, which may use {preflight.memory / GIB:.1f} GiB",
         "dry run: nothing was started or written",
     ]
 

@@ -82,7 +82,9 @@ def check_thread_count() -> None:
 
 def local_world_size(parallel: ParallelSection, nodes: int) -> int:
     """Return this node's number of ranks: one per GPU, fewer if the recipe's mesh is smaller, or more if they may share.
-    Without a GPU, it is the number that the mesh or `on_cpu` asks for, at least 1."""
+    Without a GPU, it is the number that the mesh or `on_cpu` asks for, at least 1. All replicas of `in_process` are in one."""
+    if parallel.in_process:
+        return 1
     import torch
 
     gpus = torch.cuda.device_count()

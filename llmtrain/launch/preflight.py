@@ -71,7 +71,7 @@ class Preflight:
 
     def replicas_of(self, nodes: Nodes) -> range:
         """Return the replicas of which this node has ranks."""
-        per_node = self.processes // nodes.count
+        per_node = self.replicas * self.shards // nodes.count
         return range(nodes.rank * per_node // self.shards, -(-(nodes.rank + 1) * per_node // self.shards))
 
 
@@ -148,7 +148,8 @@ def notes(preflight: Preflight) -> list[str]:
 def describe(path: Path, recipe: Recipe, preflight: Preflight) -> list[str]:
     """Return the lines that `recipe check` prints: notes, and last that the recipe is fine."""
     length = f"{recipe.train.total_steps:,} steps of {recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
-    mesh = f"{preflight.processes} processes as {preflight.replicas} replicas x {preflight.shards} shards"
+    processes = "1 process" if preflight.processes == 1 else f"{preflight.processes} processes"
+    mesh = f"{processes} as {preflight.replicas} replicas x {preflight.shards} shards"
     verdict = f"fine on this machine with {mesh} ({length})"
     if preflight.memory == math.inf:
         verdict = f"fine ({length})"

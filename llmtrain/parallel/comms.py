@@ -9,6 +9,7 @@ Byte counts are what one of n ranks sends with the ring algorithm: 2 (n-1)/n of 
 
 from __future__ import annotations
 
+import copy
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -185,6 +186,9 @@ class Comms:
     axis, or None to leave the choice to the backend.
     """
 
+    shares_memory = False
+    """True if the ranks are threads of one process, which pass objects to each other without copies."""
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -199,6 +203,12 @@ class Comms:
         self.size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.traffic = Traffic(self.training_device)
+
+    def with_own_traffic(self) -> Comms:
+        """Return a communicator for the same group, with counters of its own."""
+        other = copy.copy(self)
+        other.traffic = Traffic(self.training_device)
+        return other
 
     def all_reduce(
         self, tensor: torch.Tensor, what: str = "all-reduce", wire: AnyFormat | None = None

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from llmtrain.trace import Clock, Mark, host_mark
+from llmtrain.turns import in_own_turns
 
 MAX_PENDING = 1024
 """Number of timed sections of one timer that a stream may be behind the host. CUDA itself lets the host run ahead by about as
@@ -50,18 +51,25 @@ class DeviceTimer:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Add the time of the enclosed code, which must leave the current stream as it was."""
-        if not self._on_gpu:
-            started = time.monotonic()
+        """Add the time of the enclosed code, which must leave the current stream as it was. Time in which other replicas of
+        this process run does not count."""
+        started: float | torch.cuda.Event = 0.0
+
+        def begin() -> None:
+            nonlocal started
+            started = self._record() if self._on_gpu else time.monotonic()
+
+        def end() -> None:
+            if not self._on_gpu:
+                self._seconds += time.monotonic() - started
+                return
+            self._pending.append((started, self._record()))
+            if len(self._pending) > MAX_PENDING:
+                self._pending[0][1].synchronize()  # the stream has much more to do after this one
+            self._read_completed()
+
+        with in_own_turns(begin, end):
             yield
-            self._seconds += time.monotonic() - started
-            return
-        start = self._record()
-        yield
-        self._pending.append((start, self._record()))
-        if len(self._pending) > MAX_PENDING:
-            self._pending[0][1].synchronize()  # the stream has much more to do after this one
-        self._read_completed()
 
     def _record(self) -> torch.cuda.Event:
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)

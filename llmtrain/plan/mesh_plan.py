@@ -36,6 +36,8 @@ def choose_mesh(
 
 def given_shard(parallel: ParallelSection, world: int, on_gpu: bool) -> tuple[int, str] | None:
     """Return (shard, reason) if the recipe determines the mesh of `world` ranks, or None if it leaves it open."""
+    if parallel.in_process:
+        return 1, "in one process, in turns"
     replicas, shard, on_cpu = parallel.replicas, parallel.shards, parallel.given_on_cpu
     if "auto" not in (replicas, shard):
         return shard, "as the recipe says"
@@ -113,13 +115,15 @@ ever refused by mistake."""
 
 
 def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_gpu: bool) -> tuple[int, int, str]:
-    """Return (replicas, shard, reason in a few words) for ranks on these `nodes`.
+    """Return (replicas, shard, reason in a few words) for processes on these `nodes`.
 
-    `memory` lists the bytes that each rank may use. Raises RecipeError for a mesh that `choose_mesh` refuses, or that
+    `memory` lists the bytes that each process may use, for its ranks. Raises RecipeError for a mesh that `choose_mesh` refuses, or that
     needs more memory than the rank with the least memory has. A mesh given in the recipe is refused only if weights,
     gradients, optimizer and anchors alone are too large.
     """
-    size, least = size_or_assumed(recipe), min(memory)
+    in_each = recipe.parallel.ranks_per_process
+    size, least = size_or_assumed(recipe), min(memory) / in_each
+    nodes = [node for node in nodes for _ in range(in_each)]
 
     def needs(shard: int) -> Memory:
         return estimate(recipe, size, len(nodes) // shard, shard)
@@ -133,6 +137,8 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
         what = "about" if ours else "for weights, gradients, optimizer and anchors alone"
         each = "on each GPU" if on_gpu else "for each process (there is no GPU)"
         there = "the smallest has" if on_gpu else "the machine has, for each,"
+        if recipe.parallel.in_process:
+            each, there = "for each replica", "for each of them there are"
         raise RecipeError(
             f"{recipe.run.name} has {size.parameters:,} parameters; as {replicas} replicas x {shard} shards it needs "
             f"{what} {total / 2**30:.1f} GiB {each}, and {there} {least / 2**30:.1f} GiB; "

@@ -124,7 +124,7 @@ def _meshes(recipe: Recipe, on_gpu: bool) -> list[tuple[int, int]]:
     """Return the recipe's own mesh if it names one, else typical ones that agree with the number that it names."""
     parallel = recipe.parallel
     replicas, shards = parallel.replicas, parallel.shards
-    if not on_gpu and len(parallel.given_on_cpu) == 2:
+    if (parallel.in_process or not on_gpu) and len(parallel.given_on_cpu) == 2:
         replicas, shards = parallel.given_on_cpu
     return list(
         dict.fromkeys((r if replicas == "auto" else replicas, s if shards == "auto" else shards) for r, s in MESHES)

@@ -18,6 +18,7 @@ import shutil
 import threading
 import time
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from llmtrain.files import atomic_write, is_bare_file_name
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.threads import with_current_device
+from llmtrain.turns import let_others_run
 
 FORMAT = 8
 METADATA_FILE, CHECKSUM_KEY = ".metadata", "sha256"
@@ -248,7 +250,8 @@ class CheckpointWriter:
         """Wait until the checkpoint is written. Raises TrainingError if writing fails or takes longer than
         `timeout_seconds`."""
         if self._thread.ident is not None:
-            self._thread.join(timeout_seconds)
+            with let_others_run():  # they may not have begun to write
+                self._thread.join(timeout_seconds)
         if not self.is_done:
             raise TrainingError(
                 f"{self.final} was not written within {timeout_seconds:g} s (run.timeout_seconds); is the disk there? Start the "
@@ -267,11 +270,10 @@ class CheckpointWriter:
     def _run(self) -> None:
         began = time.monotonic()
         try:
-            where = {"process_group": self._comms.group, "no_dist": self._comms.size == 1}
-            # No copies ahead: tensors on the CPU need none, and for each tensor torch would wait for the GPU's stream,
-            # and so for all work that training has queued on it.
-            writer = dcp.FileSystemWriter(self.temporary, per_thread_copy_ahead=0)
-            dcp.save(self._tensors, storage_writer=writer, **where)
+            if self._comms.shares_memory:
+                self._save_as_one()
+            else:
+                self._save(self._tensors, process_group=self._comms.group, no_dist=self._comms.size == 1)
             self._tensors = {}  # frees memory for the next checkpoint
             self._commit()
         except CheckpointException as error:  # a BaseException
@@ -284,6 +286,26 @@ class CheckpointWriter:
         if self.error is not None and self._comms.rank == 0:
             shutil.rmtree(self.temporary, ignore_errors=True)  # frees space if the disk is full
         self.seconds = time.monotonic() - began
+
+    def _save(self, tensors: dict[str, torch.Tensor], **where: Any) -> None:
+        # No copies ahead: tensors on the CPU need none, and for each tensor torch would wait for the GPU's stream,
+        # and so for all work that training has queued on it.
+        writer = dcp.FileSystemWriter(self.temporary, per_thread_copy_ahead=0)
+        dcp.save(tensors, storage_writer=writer, **where)
+
+    def _save_as_one(self) -> None:
+        """Save the tensors of all replicas of this process on the main rank. Raises OSError on every rank if it fails."""
+        of_ranks = self._comms.all_gather_object(self._tensors, f"gathering tensors of {self.final.name}")
+        problem = None
+        if self._comms.rank == 0:
+            try:
+                self._save(dict(ChainMap(*of_ranks)), no_dist=True)
+            except CheckpointException as error:
+                problem = one_line(next(iter(error.failures.values()))[0])
+            except Exception as error:
+                problem = one_line(error)
+        if (problem := self._from_main(problem)) is not None:
+            raise OSError(problem)
 
     def _commit(self) -> None:
         """Gather digests, each rank reading its share of the files, and publish the checkpoint on the main

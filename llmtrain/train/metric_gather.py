@@ -133,7 +133,9 @@ class MetricReducer:
         """Return the tags of one line and count its loss spike, if any."""
         loss_sums, tokens = line.column("loss_sum"), line.column("predicted_tokens")
         loss = float(loss_sums.sum() / tokens.sum())  # NaN, written as null, if no rank computed a gradient
-        seconds, steps = float(line.column("step_seconds").max()), line.column("steps")
+        seconds, steps = line.column("step_seconds"), line.column("steps")
+        in_turns = self.mesh.all_ranks.shares_memory  # then the ranks have one device
+        seconds = float(seconds.sum() if in_turns else seconds.max())
         rate = float(tokens.sum()) / seconds if seconds > 0 else math.nan
         mean, spread = (
             line.column(name).sum().item() / self.mesh.replicas for name in ("mean_squared", "spread_squared")
@@ -166,7 +168,7 @@ class MetricReducer:
         if padding := float(line.column("padding").sum()):
             tags["data/padding"] = padding / (padding + float(tokens.sum()))
         if self.peak is not None:
-            tags["perf/mfu"] = rate * self.flops_per_token / (self.peak * self.mesh.world.size)
+            tags["perf/mfu"] = rate * self.flops_per_token / (self.peak * (1 if in_turns else self.mesh.world.size))
         return tags
 
     def check(self, line: GatheredMetrics) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from llmtrain.config import Recipe
 from llmtrain.parallel.comms import TRAFFIC_RULES
+from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.engine import Engine, count_positions, count_tokens
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.reshard import Rules, first, largest, mean, resharded, rules_of, split_evenly
@@ -122,10 +123,12 @@ class Metrics:
 
     @contextmanager
     def training_time(self) -> Iterator[None]:
-        """Count the enclosed code as training time. Validation, checkpointing and logging are outside."""
-        started = time.monotonic()
-        yield
-        self.interval.step_seconds += time.monotonic() - started
+        """Count the enclosed code as training time. Validation, checkpointing and logging are outside. Steps do not take the
+        time in which other replicas of this process run."""
+        own, started = DeviceTimer(), time.monotonic()
+        with own.measure():
+            yield
+        self.interval.step_seconds += own.seconds
         self.train_seconds += time.monotonic() - started
 
     def time_data(self, read: Callable[[], T]) -> T:

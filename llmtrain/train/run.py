@@ -20,6 +20,7 @@ from llmtrain.model import build, count_parameters, flops_per_token, model_confi
 from llmtrain.parallel.build_engine import build_engine, replica_backend
 from llmtrain.parallel.comms import is_lost_peer
 from llmtrain.parallel.device_time import clock_of
+from llmtrain.parallel.in_process import InProcess
 from llmtrain.parallel.mesh import Mesh, open_mesh
 from llmtrain.parallel.public_network import ADVICE
 from llmtrain.parallel.rendezvous import rendezvous
@@ -62,7 +63,7 @@ from llmtrain.train.validation import Validator
 
 
 def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] = lambda trainer: None) -> int:
-    """Train `recipe` on this rank of `world`, or continue it. Returns the exit code. `alter` may change the
+    """Train `recipe` in this process of `world`, or continue it. Returns the exit code. `alter` may change the
     trainer before its first step; a comparison uses it to inject faults.
 
     Raises UserError if the recipe can't be trained and TrainingError if the run fails; both on every rank.
@@ -70,11 +71,23 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     use_expandable_segments()  # if another launcher has started this rank
     check(recipe, world.size)
     check_suite_data(recipe.eval.suite)
+    if not recipe.parallel.in_process:
+        return _run_rank(recipe, world, alter)
+    process = InProcess(recipe.parallel.replicas, recipe.run.timeout_seconds)
+    return process.run(lambda replica: _run_rank(recipe, replica, alter, process))
+
+
+def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], process: InProcess | None = None) -> int:
+    """Train on one rank: of other processes, or of `process`."""
     console, directory = Console(enabled=world.rank == 0), RunDirectory(recipe)
     mirror = Mirror(recipe, directory, console.print, is_main=world.rank == 0)
     timeout = recipe.run.timeout_seconds
     with console.progress("waiting for the other ranks"):
-        peers = rendezvous(world, recipe.parallel, lambda: memory_of_rank(world), timeout)
+        peers = (
+            process.rendezvous(memory_of_rank)
+            if process
+            else rendezvous(world, recipe.parallel, lambda: memory_of_rank(world), timeout)
+        )
     memory = [rank_info.memory for rank_info in peers.ranks]
     replicas, shard, reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
     check_group(recipe, replicas)
@@ -85,7 +98,9 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
         closing(directory),
         stop_requests() as stop,
         BackgroundEval(recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop) as suites,
-        open_mesh(world, replicas, shard, replica_backend(recipe.parallel), timeout, peers) as mesh,
+        process.open_mesh(world)
+        if process
+        else open_mesh(world, replicas, shard, replica_backend(recipe.parallel), timeout, peers) as mesh,
         _shared_stop(recipe, mesh, stop) as end_early,
         open_train_text(recipe, mesh, prepared) as text,
     ):

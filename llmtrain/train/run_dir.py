@@ -41,6 +41,7 @@ RESUMABLE_KEYS = (
     "parallel.replicas",
     "parallel.shards",
     "parallel.on_cpu",
+    "parallel.in_process",
     "parallel.replica_backend",
     "parallel.replica_network",
     "parallel.shard_network",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,8 +43,12 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Install handlers for stop requests, and restore the previous handlers on exit."""
+    """Install handlers for stop requests, and restore the previous handlers on exit. Only the main thread can; in another one,
+    nobody makes requests."""
     request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
     before = {number: signal.signal(number, request.handle) for number in REQUESTS}
     try:
         yield request

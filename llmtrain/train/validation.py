@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 
 from llmtrain.loss import IGNORE_INDEX
-from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.sync.anchors import flat_view, flatten, unflatten_into
@@ -74,8 +73,8 @@ def joined(parts: Sequence[ValidationSet]) -> ValidationSet:
 def mean_of_replicas(engine: Engine, mesh: Mesh) -> Iterator[None]:
     """Set the engine's parameters to the mean over replicas within this context. On exit, this replica's own parameters
     are restored bit for bit."""
-    # A separate Comms, because validation is not the method's traffic. Its bytes count with those of metrics.
-    replica = Comms(mesh.replica_comms.group, mesh.device, "replica")
+    # Validation is not the method's traffic. Its bytes count with those of metrics.
+    replica = mesh.replica_comms.with_own_traffic()
     # From and to a GPU, these copies are in pinned memory and in the order of its stream, so that the host need not wait.
     own = [flatten(block).to("cpu", non_blocking=True) for block in engine.blocks]
     for block in engine.blocks:

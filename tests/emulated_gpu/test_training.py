@@ -19,6 +19,7 @@ from llmtrain.train.checkpoint import Checkpointer
 from tests.distributed.fake_engine import choices, edit
 from tests.distributed.pool import RankFailure, RankPool
 from tests.distributed.real_engine import Case, Outcome, build_case, mesh_of, micro_batches, train
+from tests.distributed.test_in_process import assert_same, process_of, train_in_process
 from tests.emulated_gpu import as_cuda, streams
 from tests.emulated_gpu.races import looked_for
 from tests.gpu.on_gpu import CHANGES, PENALTY
@@ -79,6 +80,28 @@ def test_a_run_on_gpus_is_the_run_on_a_cpu(gpu_ranks: RankPool, cpu_ranks: RankP
         assert on_gpu.rounds == on_cpu.rounds
         for parameter, values in on_cpu.weights.items():
             assert values.equal(on_gpu.weights[parameter]), parameter
+
+
+IN_PROCESS = ("edit, offloaded", "streaming, offloaded", "synchronous, rounded", "sparse, delayed")
+
+
+def train_in_turns(case: Case) -> list[Outcome]:
+    assert process_of(1).device.type == case.device
+    with sdpa_kernel(SDPBackend.MATH):
+        return train_in_process(case)
+
+
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_replicas_that_take_turns_on_a_gpu_train_as_on_a_cpu(
+    gpu_ranks: RankPool, cpu_ranks: RankPool, name: str
+) -> None:
+    case = replace(CASES[name], shard=1)
+    [on_gpu], [on_cpu] = (
+        pool.run(train_in_turns, replace(case, device=device), world_size=1)
+        for pool, device in ((gpu_ranks, "cuda"), (cpu_ranks, "cpu"))
+    )
+    for ours, theirs in zip(on_gpu, on_cpu, strict=True):
+        assert_same(ours, theirs)
 
 
 # ---- streams

@@ -28,6 +28,7 @@ LAYERS = [
         "lr",
         "trace",
         "threads",
+        "turns",
         "startup",
         "attention",
         "packing",

@@ -49,6 +49,8 @@ JOB = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "alpha,beta"}
         (8, {"replicas": 2, "shards": 2}, 1, 4),
         (8, {"replicas": 8, "shards": 8}, 8, 8),
         (1, {"replicas": 2, "shards": 2}, 1, 1),
+        (0, {"replicas": 4, "in_process": True, **ON_CPU}, 1, 1),
+        (8, {"replicas": 4, "in_process": True}, 1, 1),
     ],
 )
 def test_one_process_a_gpu_or_as_the_mesh_asks(monkeypatch, gpus, parallel, nodes, expected):

@@ -104,6 +104,11 @@ def test_a_recipe_that_is_fine_says_how_it_would_start(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"], "nothing is written"
 
 
+def gib(memory_line: str) -> float:
+    """The memory that a dry run estimates."""
+    return float(memory_line.split()[2])
+
+
 @pytest.mark.parametrize("command", ["train", "launch"])
 def test_a_dry_run_prints_the_first_lines_and_writes_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: list[str], command: str
@@ -125,9 +130,12 @@ def test_a_dry_run_prints_the_first_lines_and_writes_nothing(
     assert model.startswith(f"model: {parameters / 1000:.3g}k parameters ") and model.endswith(
         "in 4 blocks · 20 steps of 512 tokens · data: not tokenized yet"
     )
-    assert (
-        memory.startswith("memory: about 0.0") and f"for each of {4 if command == 'launch' else 1} processes" in memory
-    )
+    each = "each of 4 processes" if command == "launch" else "the process"
+    assert memory.startswith("memory: about 0.0") and f"for {each}, which may use" in memory
+    of_four = lines("parallel.in_process=true", "parallel.replicas=4")
+    assert of_four[1] == "mesh: 4 replicas x 1 shards on cpu (in one process, in turns)"
+    of_two = lines("parallel.in_process=true", "parallel.replicas=2")[3]
+    assert gib(of_four[3]) == pytest.approx(2 * gib(of_two), abs=0.02) and "for the process, which" in of_two
     assert end == "dry run: nothing was started or written"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
     assert lines("train.micro_batch=64")[-1].startswith("error: train.global_batch is 16, not a multiple")

@@ -1,0 +1,207 @@
+"""Replicas of one process: threads that take turns on one device, and whose messages are copies in its memory.
+
+All methods can so be run on a laptop or on a single GPU, where NCCL allows one rank. A replica has one device and trains
+as it would in a process of its own. Sums over the replicas are taken in their order. Two replicas therefore get the bits of two
+processes; more than two get them in every message but a sum that is sent as it is, which gloo and NCCL take in other orders.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from llmtrain.errors import TrainingError
+from llmtrain.parallel.comms import ALL_GATHER, Comms
+from llmtrain.parallel.mesh import Mesh, local_device
+from llmtrain.parallel.network import Networks
+from llmtrain.parallel.rendezvous import RankInfo, Rendezvous
+from llmtrain.parallel.world import World, node_name
+from llmtrain.turns import Turns
+
+T = TypeVar("T")
+AXES = ("replica", "world", "checkpoints")
+"""Groups of all replicas, as in `Mesh`."""
+ALONE = World(0, 1, 0, 1)
+"""This process among others: the only one."""
+
+
+class InProcess:
+    """The replicas of this process, each on a thread of its own."""
+
+    def __init__(self, replicas: int, timeout_seconds: float):
+        """Let a replica wait for at most `timeout_seconds` while no replica runs."""
+        self.turns = Turns(replicas, timeout_seconds)
+        self.device = local_device(ALONE)
+        self._groups = {axis: MemoryGroup(self.turns) for axis in AXES}
+        self.devices: DeviceMesh | None = None
+        """`Mesh.devices` of every replica: this process alone."""
+
+    def run(self, train: Callable[[World], T]) -> T:
+        """Call `train` with each replica's rank on its own thread, and return the first one's result. Raises the first error
+        of any replica."""
+        size = self.turns.count
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=1))
+        try:
+            self.devices = DeviceMesh.from_group(dist.group.WORLD, self.device.type, mesh_dim_names=("shard",))
+            return self.turns.run(lambda rank: train(World(rank, size, rank, size)))[0]
+        finally:
+            dist.destroy_process_group()
+
+    def rendezvous(self, memory: Callable[[World], float]) -> Rendezvous:
+        """Return what a rendezvous of this process alone would. `memory` returns the bytes that a process may use."""
+        rank_info = RankInfo(node_name(), socket.gethostname(), None, memory(ALONE))
+        return Rendezvous(None, [rank_info], Networks())
+
+    @contextmanager
+    def open_mesh(self, world: World) -> Iterator[Mesh]:
+        """Provide the mesh of one replica."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        replica, all_ranks, checkpoints = (
+            MemoryComms(self._groups[axis], world.rank, axis, self.device) for axis in AXES
+        )
+        yield Mesh(
+            world=world,
+            device=self.device,
+            devices=self.devices,
+            replica_comms=replica,
+            shard_comms=Comms(None, self.device, "shard"),
+            all_ranks=all_ranks,
+            checkpoint_group=checkpoints,
+        )
+
+
+class Call:
+    """One collective: what each rank has contributed, and whether the result is there."""
+
+    def __init__(self, signature: tuple[Any, ...]):
+        self.signature, self.is_complete = signature, False
+        self.parts: dict[int, Any] = {}
+
+
+class MemoryGroup:
+    """The collectives of all replicas in one group. Each rank begins them in the same order."""
+
+    def __init__(self, turns: Turns):
+        self.turns = turns
+        self._begun = [0] * turns.count
+        self._calls: dict[int, Call] = {}
+
+    def begin(self, rank: int, signature: tuple[Any, ...], part: T, complete: Callable[[list[T]], None]) -> Call:
+        """Contribute `part` to the next collective of this rank. The last rank calls `complete` with all parts in rank order.
+
+        Raises TrainingError if the others have begun another collective or a replica has failed.
+        """
+        with self.turns.changed:
+            if self.turns.stopped is not None:
+                raise TrainingError(self.turns.stopped)
+            number, self._begun[rank] = self._begun[rank], self._begun[rank] + 1
+            call = self._calls.setdefault(number, Call(signature))
+            if call.signature != signature:
+                raise TrainingError(f"other replicas began {call.signature}, this one {signature}")
+            call.parts[rank] = part
+            is_last = len(call.parts) == self.turns.count
+        if is_last:
+            complete([call.parts[other] for other in range(self.turns.count)])
+            with self.turns.changed:
+                del self._calls[number]
+                call.is_complete = True
+                self.turns.changed.notify_all()
+        return call
+
+    def wait(self, call: Call) -> None:
+        """Wait until a collective is complete. Raises TrainingError as `Turns.wait_for` does."""
+
+        def missing() -> str:
+            return "replica " + ", ".join(str(rank) for rank in range(self.turns.count) if rank not in call.parts)
+
+        self.turns.wait_for(lambda: call.is_complete, missing)
+
+
+class MemoryWork:
+    """A collective in flight, as torch.distributed's Work."""
+
+    def __init__(self, group: MemoryGroup, call: Call):
+        self._group, self._call = group, call
+
+    def is_completed(self) -> bool:
+        """Return whether the result is there."""
+        return self._call.is_complete
+
+    def wait(self) -> bool:
+        """Wait for the result."""
+        self._group.wait(self._call)
+        return True
+
+
+class MemoryComms(Comms):
+    """Communicator of one replica with the others of its process. Bytes are counted as if they were sent."""
+
+    shares_memory = True
+
+    def __init__(self, group: MemoryGroup, rank: int, axis: str, device: torch.device):
+        super().__init__(None, device, axis)
+        self._memory, self.rank, self.size = group, rank, group.turns.count
+
+    def begin(self, what: str, sent: float, collective: Callable[..., dist.Work], *tensors: Any) -> MemoryWork:
+        self.traffic.bytes += sent
+        result, *rest = (tensor.detach() for tensor in tensors)
+        signature = (what, collective.__name__, tuple(result.shape), result.dtype)
+        try:
+            return MemoryWork(
+                self._memory, self._memory.begin(self.rank, signature, (result, *rest), COMPLETE[collective])
+            )
+        except TrainingError as error:
+            raise self.failure(what, error) from error
+
+    def all_gather_object(self, value: T, what: str) -> list[T]:
+        """Return every replica's `value` in rank order: the objects themselves, which must not be changed."""
+        try:
+            call = self._memory.begin(self.rank, (what, "objects"), value, lambda values: None)
+            self._memory.wait(call)
+        except TrainingError as error:
+            raise self.failure(what, error) from error
+        return [call.parts[rank] for rank in range(self.size)]
+
+    def broadcast_object(self, value: T, what: str) -> T:
+        return self.all_gather_object(value, what)[0]
+
+    def failure(self, what: str, error: Exception) -> TrainingError:
+        me = f"replica {self.rank} of {self.size} in one process"
+        return TrainingError(f"{what} over the {self.axis} axis failed on {me}: {error}")
+
+
+@torch.no_grad()
+def _all_reduce(parts: list[tuple[torch.Tensor]]) -> None:
+    (total,), *others = parts
+    for (part,) in others:
+        total += part
+    for (part,) in others:
+        part.copy_(total)
+
+
+@torch.no_grad()
+def _all_gather(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for gathered, _ in parts:
+        torch.cat([sent for _, sent in parts], out=gathered)
+
+
+@torch.no_grad()
+def _all_to_all(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for rank, (received, _) in enumerate(parts):
+        torch.cat([sent.chunk(len(parts))[rank] for _, sent in parts], out=received)
+
+
+COMPLETE: dict[Callable[..., Any], Callable[[list[Any]], None]] = {
+    dist.all_reduce: _all_reduce,
+    ALL_GATHER: _all_gather,
+    dist.all_to_all_single: _all_to_all,
+}
+"""Functions that carry out torch.distributed's collectives, given the tensors of every rank."""

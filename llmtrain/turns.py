@@ -1,0 +1,173 @@
+"""Threads that take turns: one of them runs at a time, until it waits for the others.
+
+The replicas of one process are such threads. Taking turns, they don't contend for the interpreter, the cores and the caches,
+a run is the same every time, and what libraries keep once per process is in order: torch builds a model on the meta device by a
+setting that all threads see. Each thread has its own state of torch's random number generators.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from llmtrain.errors import TrainingError
+
+T = TypeVar("T")
+JOIN_SECONDS = 5.0
+"""Seconds that the first thread waits for the others to end after a failure."""
+_own = threading.local()
+"""`turn`: this thread's `Turn`, if it takes turns."""
+
+
+class Turns:
+    """Threads that take turns. They are numbered from 0, which is the thread that calls `run`."""
+
+    def __init__(self, count: int, timeout_seconds: float):
+        """Let no wait last longer than `timeout_seconds` while no thread has the turn."""
+        self.count, self.timeout_seconds = count, timeout_seconds
+        self.changed = threading.Condition()
+        """Lock of the attributes, and of everything that `wait_for` waits for. Notified of changes."""
+        self.stopped: str | None = None
+        """Reason why all waits fail from now on, or None."""
+        self._holder: int | None = None
+        self._queue = deque(range(count))
+        self._idle_since = time.monotonic()
+        self._errors: list[BaseException] = []
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        """Call `work(number)` in every thread, and return the results by number. Raises the first error of any thread."""
+        results: dict[int, T] = {}
+
+        def take_part(number: int) -> None:
+            _own.turn = turn = Turn(self, number)
+            try:
+                turn.take()
+                results[number] = work(number)
+            except BaseException as error:
+                with self.changed:
+                    self._errors.append(error)
+                self.stop(f"replica {number} has failed")
+            finally:
+                turn.give()
+                del _own.turn
+
+        threads = [
+            # Daemons, because work that hangs must not keep the process alive after the others have failed.
+            threading.Thread(target=take_part, args=(number,), name=f"replica {number}", daemon=True)
+            for number in range(1, self.count)
+        ]
+        for thread in threads:
+            thread.start()
+        take_part(0)
+        for thread in threads:
+            thread.join(JOIN_SECONDS if self._errors else None)
+        if self._errors:
+            raise self._errors[0]
+        return [results[number] for number in range(self.count)]
+
+    def stop(self, reason: str) -> None:
+        """Let all waits fail, now and later. The first reason stays."""
+        with self.changed:
+            self.stopped = self.stopped or reason
+            self.changed.notify_all()
+
+    def wait_for(self, is_met: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Let the other threads run until the condition is met. Any thread may call this, also one that takes no turns.
+        `what()` says for what it waits.
+
+        Raises TrainingError if a thread has failed, or if none has had the turn for `timeout_seconds`.
+        """
+        if is_met():
+            return
+        with let_others_run(), self.changed:
+            while not is_met():
+                if self.stopped is not None:
+                    raise TrainingError(self.stopped)
+                left = self.timeout_seconds
+                if self._holder is None:
+                    left -= time.monotonic() - self._idle_since
+                if left <= 0:
+                    raise TrainingError(f"waited {self.timeout_seconds:g} s (run.timeout_seconds) for {what()}")
+                self.changed.wait(left)
+
+    def take(self, number: int) -> None:
+        """Wait for the turn of thread `number`, and take it. Raises TrainingError if a thread has failed."""
+        with self.changed:
+            if number not in self._queue:  # as it is at the start
+                self._queue.append(number)
+            self.changed.wait_for(lambda: self.stopped or (self._holder is None and self._queue[0] == number))
+            self._queue.remove(number)
+            if self.stopped is not None:
+                raise TrainingError(self.stopped)
+            self._holder = number
+
+    def give(self, number: int) -> None:
+        """Leave the turn to the next thread, if thread `number` has it."""
+        with self.changed:
+            if self._holder == number:
+                self._holder, self._idle_since = None, time.monotonic()
+                self.changed.notify_all()
+
+
+class Turn:
+    """One thread's part in `turns`: its generators' states, and its timers, which stand still without the turn."""
+
+    def __init__(self, turns: Turns, number: int):
+        self.turns, self.number = turns, number
+        self.timers: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self._generators: list[torch.Tensor] = []
+
+    def take(self) -> None:
+        """Wait for the turn and take it."""
+        self.turns.take(self.number)
+        if self._generators:
+            torch.set_rng_state(self._generators[0])
+            for state in self._generators[1:]:
+                torch.cuda.set_rng_state(state)
+        for begin, _ in self.timers:
+            begin()
+
+    def give(self) -> None:
+        """Leave the turn to the next thread."""
+        for _, end in reversed(self.timers):
+            end()
+        self._generators = [torch.get_rng_state()]
+        if torch.cuda.is_available():
+            self._generators.append(torch.cuda.get_rng_state())
+        self.turns.give(self.number)
+
+
+@contextmanager
+def let_others_run() -> Iterator[None]:
+    """Leave the turn to other threads while the enclosed code waits, if this thread has one. Code that waits for something to
+    which other replicas contribute must be enclosed, unless `Turns.wait_for` waits."""
+    turn: Turn | None = getattr(_own, "turn", None)
+    if turn is None:
+        yield
+        return
+    turn.give()
+    try:
+        yield
+    finally:
+        turn.take()
+
+
+@contextmanager
+def in_own_turns(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """Call `begin` before the enclosed code and `end` after it, and also `end` before and `begin` after each time in which
+    this thread lets others run. `end` is not called after an error."""
+    turn: Turn | None = getattr(_own, "turn", None)
+    timers = [] if turn is None else turn.timers
+    begin()
+    timers.append((begin, end))
+    try:
+        yield
+    finally:
+        timers.pop()
+    end()

@@ -1,0 +1,103 @@
+"""Replicas of one process, trained from the command line beside processes."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from llmtrain.errors import DONE, STOPPED_EARLY
+from llmtrain.sync.methods import METHODS
+from tests.distributed.stored_runs import KEYS, STEPS
+from tests.end_to_end.runs import Runs, forget_after, lines_of, summary
+from tests.stored_runs import differences
+
+MESH = ("parallel.replicas=2", "parallel.shards=1")
+HERE = (*MESH, "parallel.in_process=true")
+STOPPED_AT = 6
+TIMED = ("a_edit", "wagma")
+METHOD_OF_PARTS = (
+    "sync.method=edit",
+    "sync.schedule={kind: overlapped, steps: 2, fragments: 2}",
+    "sync.period.every=6",
+    "sync.wire={kind: int8, error_feedback: true}",
+    "checkpoint.every=6",
+)
+"""Messages, a penalty and rounding errors are in flight or kept when the run is stopped."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+def train(runs: Runs, name: str, *overrides: str) -> Path:
+    code, output = runs.run(name, *overrides)
+    assert code == DONE, output
+    return runs.path(name)
+
+
+def differing(one: Path, other: Path) -> list[str]:
+    """Lines on what differs between two runs, but for their names and the key itself."""
+    own = ("recipe/parallel/in_process ", "recipe/run/name ")
+    return [line for line in differences(one, other, {}) if not any(name in line for name in own)]
+
+
+@pytest.fixture(scope="module")
+def apart(runs: Runs) -> Path:
+    """What a run of two processes leaves."""
+    return train(runs, "processes", *MESH, *METHOD_OF_PARTS)
+
+
+def test_a_run_is_that_of_two_processes(runs: Runs, apart: Path) -> None:
+    assert differing(apart, train(runs, "together", *HERE, *METHOD_OF_PARTS)) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(MESH, HERE), pytest.param(HERE, MESH, marks=pytest.mark.deep)], ids=["together", "apart"]
+)
+def test_replicas_continue_a_run_that_was_not_theirs(
+    runs: Runs, apart: Path, first: tuple[str, ...], second: tuple[str, ...]
+) -> None:
+    name = f"begun-{'together' if first == HERE else 'apart'}"
+    if first == HERE:
+        train(runs, name, *first, *METHOD_OF_PARTS)
+    else:
+        shutil.copytree(apart, runs.path(name))
+        for state in runs.path(name).rglob("recipe.yaml"):
+            state.write_text(state.read_text().replace("name: processes", f"name: {name}"))
+    forget_after(runs.path(name), STOPPED_AT)
+    assert differing(apart, train(runs, name, *second, *METHOD_OF_PARTS)) == []
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in TIMED])
+def test_every_method_is_that_of_two_processes(runs: Runs, method: str) -> None:
+    keys = (*STEPS, f"sync.method={method}", *KEYS[method])
+    apart = train(runs, f"{method}-processes", *MESH, *keys)
+    assert differing(apart, train(runs, f"{method}-together", *HERE, *keys)) == []
+
+
+def test_a_signal_stops_all_replicas_with_a_checkpoint(runs: Runs) -> None:
+    process = runs.start(runs.command("stopped", *HERE, "train.steps=2000", "checkpoint.every=4"))
+    runs.wait_for("stopped", 4)
+    process.send_signal(signal.SIGTERM)
+    code, output = runs.end(process)
+    assert code == STOPPED_EARLY, output
+    assert "start the same command again to continue" in output
+    stopped = summary(runs.path("stopped"))
+    assert stopped["stopped"] == "signal" and stopped["replicas"] == 2
+    assert lines_of(runs.path("stopped"))[-1]["step"] == stopped["steps"]
+
+
+def test_a_disk_without_space_ends_all_replicas(runs: Runs) -> None:
+    """A file where the checkpoint's folder should be."""
+    path = runs.path("no-disk")
+    (path / "checkpoints").mkdir(parents=True)
+    (path / "checkpoints" / "step-00000003.tmp").write_text("")
+    code, output = runs.run("no-disk", *HERE)
+    assert code == 1, output
+    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "step-00000003 could not be written" in error and "start the same command again" in error

@@ -1,0 +1,52 @@
+"""Recipes that train all replicas in one process: which are refused, and with what advice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmtrain.errors import UserError
+from llmtrain.recipe_check import check
+from llmtrain.recipe_loader import load_recipe
+from tests.unit.test_recipe_wrong import RECIPE, assert_one_line_with
+
+
+@pytest.fixture
+def right(tmp_path: Path) -> Path:
+    """A file with a recipe that is right."""
+    path = tmp_path / "right.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+IN_PROCESS = [
+    ([], 1, ["all replicas in one process, but not how many", "give parallel.replicas"]),
+    (["parallel.replicas=4"], 4, ["in one process, but there are 4", "start one (llmtrain train)"]),
+    (["parallel.replicas=4", "parallel.shards=2"], 1, ["without sharding, but parallel.shards is 2", "shards=1"]),
+    (["parallel.replicas=2", "parallel.engine=zero"], 1, ["but parallel.engine is zero", "engine=fsdp2"]),
+    (["parallel.replicas=2", "sync.method=a_edit"], 1, ["in turns", "sync.period is in seconds", "another method"]),
+    (["parallel.replicas=2", "sync.method=wagma"], 1, ["in turns", "sync.schedule is wait_avoiding"]),
+    (["parallel.replicas=2", "log.trace={}"], 1, ["one timeline, but log.trace records one per rank"]),
+    (["parallel.replicas=2", "log.profile={ranks: [0, 1]}"], 1, ["log.profile with 2 ranks"]),
+    (["parallel.replicas=3"], 1, ["train.global_batch"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "processes", "fragments"), IN_PROCESS)
+def test_replicas_of_one_process_are_refused(
+    right: Path, overrides: list[str], processes: int, fragments: list[str]
+) -> None:
+    recipe = load_recipe(
+        right, ["parallel.in_process=true", "parallel.shards=auto", "parallel.replicas=auto", *overrides]
+    )
+    with pytest.raises(UserError) as caught:
+        check(recipe, processes)
+    assert_one_line_with(str(caught.value), fragments)
+
+
+@pytest.mark.parametrize("overrides", [[], ["parallel.shards=1"], ["log.profile={}"]])
+def test_replicas_of_one_process_are_right(right: Path, overrides: list[str]) -> None:
+    check(
+        load_recipe(right, ["parallel.in_process=true", "parallel.replicas=4", "parallel.shards=auto", *overrides]), 1
+    )
