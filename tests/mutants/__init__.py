@@ -25,6 +25,7 @@ from tests.mutants import (
     token_files,
     tokenizing,
     train,
+    turns,
     weights,
     wrong_inputs,
 )
@@ -49,6 +50,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *stream.MUTANTS,
     *launch.MUTANTS,
     *networks.MUTANTS,
+    *turns.MUTANTS,
     *sparse.MUTANTS,
     *exports.MUTANTS,
     *results.MUTANTS,

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.errors import UserError
+from llmtrain.errors import RecipeError, UserError
+from llmtrain.plan.memory import estimate
+from llmtrain.plan.mesh_plan import plan_mesh, size_or_assumed
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
 from tests.unit.test_recipe_wrong import RECIPE, assert_one_line_with
@@ -50,3 +52,13 @@ def test_replicas_of_one_process_are_right(right: Path, overrides: list[str]) ->
     check(
         load_recipe(right, ["parallel.in_process=true", "parallel.replicas=4", "parallel.shards=auto", *overrides]), 1
     )
+
+
+def test_replicas_share_the_memory_of_their_process(right: Path) -> None:
+    keys = ["parallel.in_process=true", "parallel.shards=auto", "parallel.replicas=4"]
+    recipe = load_recipe(right, keys)
+    needed = estimate(recipe, size_or_assumed(recipe), 4, 1)
+    state = needed.weights + needed.gradients + needed.optimizer + needed.anchors + needed.host
+    assert plan_mesh(recipe, ["here"], [4.01 * state], on_gpu=False) == (4, 1, "in one process, in turns")
+    with pytest.raises(RecipeError, match="for each replica, and for each of them there are"):
+        plan_mesh(recipe, ["here"], [3.99 * state], on_gpu=False)

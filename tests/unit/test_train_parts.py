@@ -75,7 +75,12 @@ def test_signals_together_are_one_and_a_later_one_of_the_same_kind_ends_at_once(
     assert capfd.readouterr().err == "a second SIGTERM: stopped at once; the last complete checkpoint stays\n"
 
 
-MESH = SimpleNamespace(replicas=2, shard_comms=SimpleNamespace(size=2), world=SimpleNamespace(size=4))
+MESH = SimpleNamespace(
+    replicas=2,
+    shard_comms=SimpleNamespace(size=2),
+    world=SimpleNamespace(size=4),
+    all_ranks=SimpleNamespace(shares_memory=False),
+)
 
 
 def line(step: int = 10, **changed: list[float]) -> GatheredMetrics:
@@ -126,6 +131,11 @@ def test_tags_are_reduced_over_ranks():
     assert tags["sync/pseudo_grad_norm"] == pytest.approx(math.sqrt(4.0))
     assert tags["sync/divergence"] == pytest.approx(math.sqrt(8 / 2))
     assert "perf/mfu" not in MetricReducer(MESH, 1e9, peak=None).tags(line())
+    in_turns = SimpleNamespace(**vars(MESH) | {"all_ranks": SimpleNamespace(shares_memory=True)})
+    tags = MetricReducer(in_turns, flops_per_token=1e9, peak=1e12).tags(line())
+    assert tags["perf/tokens_per_second"] == pytest.approx(200 / 8.5)
+    assert tags["perf/step_seconds"] == pytest.approx(0.5)
+    assert tags["perf/mfu"] == pytest.approx(200 / 8.5 * 1e9 / 1e12), "of one device"
     # Shards count for their replica once.
     assert (tags["train/steps"], tags["train/gradient_steps"], tags["sync/late"]) == (11.0, 8.5, 3.0)
     assert line(7).tokens == 700

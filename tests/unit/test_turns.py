@@ -11,6 +11,7 @@ import torch
 
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.device_time import DeviceTimer
+from llmtrain.train.metrics import IntervalMetrics, Metrics
 from llmtrain.turns import Turns, let_others_run
 
 
@@ -106,6 +107,25 @@ def test_timers_stand_still_while_others_run(monkeypatch: pytest.MonkeyPatch) ->
         return timer.seconds
 
     assert turns.run(work) == [2, 20, 200]
+
+
+def test_a_step_takes_the_time_of_its_own_replica_and_the_run_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, points, now = Turns(2, 10.0), [set(), set()], 0.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("llmtrain.parallel.device_time.time", clock)
+    monkeypatch.setattr("llmtrain.train.metrics.time", clock)
+
+    def work(number: int) -> tuple[float, float]:
+        nonlocal now
+        metrics = SimpleNamespace(interval=IntervalMetrics(), train_seconds=0.0)
+        with Metrics.training_time(metrics):
+            for point in points:
+                now += 10.0**number
+                meet(turns, point, number)
+        return metrics.interval.step_seconds, metrics.train_seconds
+
+    (own, wall), (other, _) = turns.run(work)
+    assert (own, other) == (2, 20) and wall >= 11
 
 
 def test_other_threads_can_wait_too_and_work_of_theirs_is_waited_for() -> None:

@@ -1,0 +1,109 @@
+"""Mistakes in replicas that share a process."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+TURNS = ("tests/unit/test_turns.py",)
+IN_PROCESS = ("tests/distributed/test_in_process.py",)
+
+MUTANTS = [
+    Mutant(
+        "turns: all threads draw from one generator",
+        "llmtrain/turns.py",
+        "torch.set_rng_state(self._generators[0])",
+        "self._generators[0].clone()",
+        (*TURNS, *IN_PROCESS),
+    ),
+    Mutant(
+        "turns: two threads run at once",
+        "llmtrain/turns.py",
+        "(self._holder is None and self._queue[0] == number)",
+        "self._queue[0] == number",
+        TURNS,
+    ),
+    Mutant(
+        "turns: timers count what others do",
+        "llmtrain/turns.py",
+        "for _, end in reversed(self.timers):",
+        "for _, end in reversed(self.timers[:0]):",
+        TURNS,
+    ),
+    Mutant(
+        "turns: a wait ends although somebody works",
+        "llmtrain/turns.py",
+        "if self._holder is None:",
+        "if self.stopped is None:",
+        TURNS,
+    ),
+    Mutant(
+        "turns: a failure is the others' error, not the first one",
+        "llmtrain/turns.py",
+        "raise self._errors[0]",
+        "raise self._errors[-1]",
+        (*TURNS, *IN_PROCESS),
+    ),
+    Mutant(
+        "turns: a step lasts while others run",
+        "llmtrain/train/metrics.py",
+        "self.interval.step_seconds += own.seconds",
+        "self.interval.step_seconds += time.monotonic() - started",
+        TURNS,
+    ),
+    Mutant(
+        "in process: a sum is the first replica's alone",
+        "llmtrain/parallel/in_process.py",
+        "part.copy_(total)",
+        "part.copy_(part)",
+        IN_PROCESS,
+    ),
+    Mutant(
+        "in process: chunks go to the wrong replica",
+        "llmtrain/parallel/in_process.py",
+        "sent.chunk(len(parts))[rank]",
+        "sent.chunk(len(parts))[-1 - rank]",
+        IN_PROCESS,
+    ),
+    Mutant(
+        "in process: replicas may begin different collectives",
+        "llmtrain/parallel/in_process.py",
+        "if call.signature != signature:",
+        "if not call.signature:",
+        IN_PROCESS,
+    ),
+    Mutant(
+        "in process: a message is counted twice",
+        "llmtrain/parallel/in_process.py",
+        "self.traffic.bytes += sent",
+        "self.traffic.bytes += 2 * sent",
+        IN_PROCESS,
+    ),
+    Mutant(
+        "in process: a checkpoint has the first replica's tensors only",
+        "llmtrain/train/checkpoint_files.py",
+        "ChainMap(*of_ranks)",
+        "ChainMap(*of_ranks[:1])",
+        ("tests/end_to_end/test_in_process.py",),
+    ),
+    Mutant(
+        "in process: the rate is that of as many devices",
+        "llmtrain/train/metric_gather.py",
+        "seconds.sum() if in_turns else",
+        "seconds.max() if in_turns else",
+        ("tests/unit/test_train_parts.py",),
+    ),
+    Mutant(
+        "in process: a launch starts a process per replica",
+        "llmtrain/launch/nodes.py",
+        "if parallel.in_process:\n        return 1",
+        "if parallel.in_process:\n        return parallel.replicas",
+        ("tests/unit/test_launch.py",),
+    ),
+    Mutant(
+        "in process: each replica may use all of the memory",
+        "llmtrain/plan/mesh_plan.py",
+        "min(memory) / in_each",
+        "min(memory)",
+        ("tests/unit/test_in_process_recipes.py",),
+    ),
+]
