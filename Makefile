@@ -7,6 +7,7 @@
 # make coverage     branches of llmtrain/ that make test reaches, by package; coverage-deep after it adds the deep tests
 # make chaos        100 SIGKILLs at random moments of real runs, and what became of them; about an hour
 # make peers        benchmarks/peers.py: our methods next to torch's and torchft's, in an environment with torchft (.venv-peers)
+# make study        the next runs of the study of all methods (benchmarks/study/PROTOCOL.md); ARGS="--hours 2"
 # make lint         ruff and hadolint, as CI does
 # make clean        removes what the above made here (not runs/)
 
@@ -23,7 +24,7 @@ TORCHFT := torchft==0.2.0
 
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-deep test-gpu gpu-kit chaos mutants coverage coverage-deep peers lint format docs clean
+.PHONY: quickstart test test-deep test-gpu gpu-kit chaos mutants coverage coverage-deep peers study lint format docs clean
 
 quickstart: $(READY)
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m llmtrain launch recipes/quickstart.yaml $(ARGS)
@@ -62,6 +63,9 @@ coverage-deep: $(TOOLS)
 
 peers: $(PEERS)/.ready
 	$(PEERS)/bin/python benchmarks/peers.py $(ARGS)
+
+study: $(READY)
+	$(BIN)/python benchmarks/study/study_runs.py $(ARGS)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

@@ -1,0 +1,157 @@
+"""Write the page of the study from its records: benchmarks/results/study/README.md and its figures.
+
+python benchmarks/study/study_page.py --write
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from study_plan import FINAL_SEEDS, STAGES, TRIALS, Cell, Records, best_of, loss_of, trials
+from study_runs import RECORDS, read_records
+from table import Row, markdown, parser, show
+
+COLUMNS = ("method", "best trial", "loss", "± seeds", "to synchronous", "bits per byte", "rounds", "sent", "chosen")
+FIGURE = "losses.png"
+TITLES = {
+    "main": "All methods, 4 replicas, H = 30",
+    "replicas": "Numbers of replicas, H = 30",
+    "rounds": "Lengths of rounds, 4 replicas",
+    "batch": "Other batches, 4 replicas, H = 30",
+}
+FIT = {0: (18.129, -0.0953), 1: (18.363, -0.0961), 2: (18.768, -0.0969), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}
+"""(A, alpha) of the fits A N^alpha of arXiv 2503.09799 to the losses of DiLoCo with so many replicas; 0: data parallel."""
+PARAMETERS = 320_000
+TEXT = """\
+Llama with 0.32 M parameters on Python files, 6.4 M tokens, one epoch: what was decided before the first run is in
+[PROTOCOL.md](../../study/PROTOCOL.md). Losses are of validation, in nats per token, of the replicas' mean at the end of a run.
+`best trial` is the lowest of {trials} trials with a quarter of the tokens; `loss` is the mean of {seeds} seeds with all tokens and
+that trial's setting, and `± seeds` half of the distance between the lowest and the highest. `to synchronous` compares with the
+synchronous runs of the same number of replicas and the same batch. `sent` is the sum of what all replicas send. Cells
+without a loss are not complete."""
+
+
+def finals_of(cell: Cell, done: Records) -> list[Mapping[str, Any]]:
+    """Return the records of a cell's final runs."""
+    ids = [f"{cell.name}-final-{seed:02}" for seed in FINAL_SEEDS]
+    return [done[name] for name in ids if name in done]
+
+
+def mean_loss(cell: Cell, done: Records) -> float | None:
+    """Return the mean loss of a cell's final runs, or None unless all are done."""
+    finals = finals_of(cell, done)
+    return statistics.mean(map(loss_of, finals)) if len(finals) == len(FINAL_SEEDS) else None
+
+
+def row_of(cell: Cell, done: Records) -> Row | None:
+    """Return a cell's row, or None if nothing of it is done."""
+    tried = [run for run in trials(cell, done) if run.id in done]
+    if not tried:
+        return None
+    best = best_of(tried, done)
+    label = f"{cell.method}, M = {cell.replicas}, H = {cell.every}, batch {cell.batch}"
+    count = "" if len(tried) == TRIALS else f" ({len(tried)} of {TRIALS})"
+    trial = f"{loss_of(done[best.id]):.4f}{count}"
+    chosen = " ".join(key.removeprefix("sync.") for key in done[best.id]["keys"])
+    if (loss := mean_loss(cell, done)) is None:
+        return label, trial, *[""] * 6, chosen
+    finals = finals_of(cell, done)
+    losses = [loss_of(record) for record in finals]
+    other = mean_loss(Cell("synchronous", cell.replicas, cell.every, cell.batch), done)
+    gap = "" if other is None or cell.method == "synchronous" else f"{loss / other - 1:+.1%}"
+    bits = statistics.mean(record["bits_per_byte"] for record in finals)
+    rounds, sent = (statistics.mean(record[key] for record in finals) for key in ("rounds", "bytes"))
+    spread = (max(losses) - min(losses)) / 2
+    return (
+        label,
+        trial,
+        f"{loss:.4f}",
+        f"{spread:.4f}",
+        gap,
+        f"{bits:.4f}",
+        f"{rounds:.0f}",
+        f"{sent / 1e6:.0f} MB",
+        chosen,
+    )
+
+
+def formula_rows(done: Records) -> list[Row]:
+    """Return DiLoCo's loss by number of replicas, to that of synchronous training with the same batch, beside the published
+    fit."""
+    rows = []
+    for cell in (*STAGES["replicas"], *STAGES["main"]):
+        loss = mean_loss(cell, done)
+        other = mean_loss(Cell("synchronous", cell.replicas, cell.every, cell.batch), done)
+        if cell.method == "diloco" and loss is not None and other is not None:
+            fit, base = (scale * PARAMETERS**power for scale, power in (FIT[cell.replicas], FIT[0]))
+            rows.append((cell.replicas, (str(cell.replicas), f"{loss / other - 1:+.1%}", f"{fit / base - 1:+.1%}")))
+    return [row for _, row in sorted(rows)]
+
+
+def draw(done: Records, path: Path) -> None:
+    """Draw the losses of the main stage: a point per seed, methods from the best to the worst."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cells = [cell for cell in STAGES["main"] if mean_loss(cell, done) is not None]
+    cells.sort(key=lambda cell: -mean_loss(cell, done))
+    figure, axes = pyplot.subplots(figsize=(7, 0.6 + 0.35 * len(cells)), layout="constrained")
+    for height, cell in enumerate(cells):
+        losses = [loss_of(record) for record in finals_of(cell, done)]
+        axes.plot(losses, [height] * len(losses), "o", color="C0", alpha=0.6)
+        axes.plot([statistics.mean(losses)], [height], "|", color="black", markersize=14)
+    axes.set_yticks(range(len(cells)), [cell.method for cell in cells])
+    axes.set_xlabel("validation loss (nats per token), three seeds and their mean")
+    axes.grid(axis="x", alpha=0.3)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def made_by(done: Records) -> str:
+    """Return the line about commits, versions and machines of the runs."""
+    parts = []
+    for key in ("commit", "torch", "cpu"):
+        counted = Counter(record[key] for record in done.values())
+        parts.append(f"{key} " + ", ".join(f"{value} ({count} runs)" for value, count in counted.most_common()))
+    return f"`python benchmarks/study/study_page.py --write` from [runs.jsonl](runs.jsonl): {'; '.join(parts)}"
+
+
+def page(done: Records, tables: Sequence[tuple[str, str]]) -> str:
+    """Return the page."""
+    sections = [f"## {title}\n\n{table}" for title, table in tables]
+    intro = TEXT.format(trials=TRIALS, seeds=len(FINAL_SEEDS))
+    return "\n\n".join(["# Does it pay? Losses of all methods, tuned alike", made_by(done), intro, *sections]) + "\n"
+
+
+def main() -> None:
+    """Print the tables, and with --write also the page."""
+    options = parser(__doc__).parse_args()
+    done, tables = read_records(), []
+    for stage, cells in STAGES.items():
+        rows = [row for cell in cells if (row := row_of(cell, done)) is not None]
+        if rows:
+            show(TITLES[stage], COLUMNS, rows)
+            figure = f"![]({FIGURE})\n\n" if stage == "main" and any(row[2] for row in rows) else ""
+            tables.append((TITLES[stage], figure + markdown(COLUMNS, rows)))
+    if formulas := formula_rows(done):
+        columns = ("replicas", "DiLoCo to synchronous", "published fit")
+        show("Beside the published fit", columns, formulas)
+        tables.append(("Beside the fit of arXiv 2503.09799, extrapolated to this size", markdown(columns, formulas)))
+    if options.write:
+        (RECORDS.parent / "README.md").write_text(page(done, tables))
+        if any(mean_loss(cell, done) is not None for cell in STAGES["main"]):
+            draw(done, RECORDS.parent / FIGURE)
+
+
+if __name__ == "__main__":
+    main()

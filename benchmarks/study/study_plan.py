@@ -1,0 +1,293 @@
+"""The study's runs, in the order in which they are made: what PROTOCOL.md says, as a function of the results so far.
+
+A cell is a method with a number of replicas and a round length. It has trials, each at a quarter of the tokens, and then final
+runs of the best trial with all tokens and several seeds. Trials come in three phases, because the later ones start from the
+best of the earlier ones; every cell has the same number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Records = Mapping[str, Mapping[str, Any]]
+"""Records of finished runs by id, as `study_runs` writes them."""
+
+
+@dataclass(frozen=True)
+class QsrRounds:
+    """QSR's period, whose growth rate is in units of the learning rate."""
+
+    base: int
+    growth: float
+    """alpha, in units of peak learning rate x sqrt(base): with 1, rounds grow as soon as the learning rate falls."""
+
+    def key(self, lr: float) -> str:
+        """Return the recipe's key."""
+        return f"sync.period={{kind: qsr, base: {self.base}, alpha: {self.growth * lr * math.sqrt(self.base):.6g}}}"
+
+
+Overrides = tuple[str | QsrRounds, ...]
+"""Keys of a recipe, as `KEY=VALUE`."""
+
+TOKENS = 6_400_000
+"""Training tokens of a final run: 20 per parameter."""
+TRIAL_SHARE = 0.25
+"""Share of TOKENS in a trial."""
+TRIALS = 12
+TRIAL_SEED, FINAL_SEEDS = 1, (11, 12, 13)
+LENGTH = 128
+"""Tokens per sequence."""
+BATCH = {1: 32, 2: 48, 4: 64, 8: 96}
+"""Sequences per global batch by number of replicas."""
+WARMUP = 0.05
+"""Share of a run's steps in which the inner learning rate rises."""
+RATES = (0.004, 0.008, 0.016, 0.032)
+"""Inner learning rates of the first four trials."""
+
+
+def nesterov(lr: float, momentum: float, warmup: int = 0) -> Overrides:
+    """Return an outer Nesterov step whose momentum is complete after `warmup` rounds."""
+    return (f"sync.outer={{kind: nesterov, lr: {lr}, momentum: {momentum}, rounds: {{momentum_warmup: {warmup}}}}}",)
+
+
+def heavy_ball(lr: float, momentum: float, warmup: int = 0) -> Overrides:
+    """Return changes of the outer heavy-ball step of SlowMo and CO2."""
+    return (
+        f"sync.outer.lr={lr}",
+        f"sync.outer.momentum={momentum}",
+        f"sync.outer.rounds.momentum_warmup={warmup}",
+    )
+
+
+HEAVY_BALLS = (
+    heavy_ball(1.0, 0.3),
+    heavy_ball(1.0, 0.7),
+    heavy_ball(0.7, 0.5),
+    heavy_ball(0.7, 0.7),
+    heavy_ball(1.0, 0.7, 4),
+    heavy_ball(0.5, 0.7),
+)
+
+OUTER: dict[str, tuple[Overrides, ...]] = {
+    "synchronous": (),
+    "local_sgd": (),
+    "post_local_sgd": tuple((f"sync.warmup_until_lr={lr}",) for lr in (0.25, 0.75, 0.9)),
+    "qsr": tuple((QsrRounds(*rounds),) for rounds in ((4, 1.0), (20, 1.0), (30, 1.0), (10, 0.5), (20, 0.5), (30, 0.5))),
+    "slowmo": HEAVY_BALLS,
+    "diloco": (
+        nesterov(0.7, 0.9, 4),
+        nesterov(0.7, 0.5),
+        nesterov(0.4, 0.9),
+        nesterov(0.4, 0.9, 4),
+        nesterov(1.0, 0.5),
+        nesterov(1.0, 0.8, 4),
+    ),
+    "muloco": (
+        nesterov(0.7, 0.6),
+        nesterov(1.0, 0.5),
+        nesterov(0.8, 0.8, 4),
+        nesterov(0.6, 0.8),
+        nesterov(1.0, 0.8, 4),
+        nesterov(0.7, 0.9, 4),
+    ),
+    "sparseloco": (
+        ("sync.outer.lr=0.7",),
+        ("sync.outer.lr=1.4",),
+        ("sync.wire.keep=128",),
+        ("sync.wire.keep=256",),
+        ("sync.wire.feedback_decay=1.0",),
+        ("sync.wire.feedback_decay=0.8",),
+    ),
+    "streaming_diloco": (
+        nesterov(0.4, 0.9, 4),
+        nesterov(0.7, 0.5),
+        nesterov(0.2, 0.9),
+        nesterov(0.7, 0.9, 4),
+        nesterov(1.0, 0.5),
+        nesterov(1.0, 0.8, 4),
+    ),
+    "co2": HEAVY_BALLS,
+    "palsgd": (
+        nesterov(0.7, 0.9, 4),
+        nesterov(0.7, 0.5),
+        nesterov(1.0, 0.2),
+        (*nesterov(0.7, 0.5), "sync.pull.probability=0.1"),
+        (*nesterov(1.0, 0.2), "sync.pull.probability=0.1"),
+        (*nesterov(0.7, 0.5), "sync.pull.probability=0.05"),
+    ),
+    "edit": (
+        nesterov(0.8, 0.85, 4),
+        nesterov(0.7, 0.5),
+        nesterov(0.4, 0.9),
+        nesterov(0.4, 0.9, 4),
+        nesterov(1.0, 0.5),
+        nesterov(1.0, 0.8, 4),
+    ),
+}
+"""Values of a method's own keys, beside its preset's, for the second phase of trials. A method with fewer than six tries more
+inner learning rates instead."""
+ALWAYS: dict[str, Overrides] = {
+    "qsr": (QsrRounds(10, 1.0),),
+    "streaming_diloco": ("sync.schedule.fragments=3",),
+}
+"""Keys that a method's preset leaves open, or that do not fit the model's three blocks; `OUTER` may replace them."""
+ROUNDS_OF_ITS_OWN = ("synchronous", "qsr")
+"""Methods whose rounds have no fixed number of steps."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A method with a number of replicas and steps per round."""
+
+    method: str
+    replicas: int
+    every: int
+    batch: int
+    """Sequences per global batch."""
+
+    @property
+    def name(self) -> str:
+        """Return the cell's part of its runs' ids."""
+        rounds = "" if self.method in ROUNDS_OF_ITS_OWN else f"-h{self.every}"
+        return f"{self.method}-m{self.replicas}{rounds}-b{self.batch}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Choices that trials compare."""
+
+    lr: float
+    own: Overrides = ()
+
+    def overrides(self) -> list[str]:
+        """Return the recipe's keys."""
+        own = (key.key(self.lr) if isinstance(key, QsrRounds) else key for key in self.own)
+        return [f"optim.lr={self.lr:.6g}", *own]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of the study."""
+
+    cell: Cell
+    kind: str
+    """`trial` or `final`."""
+    number: int
+    """Number of the trial, from 0, or seed of the final run."""
+    setting: Setting
+
+    @property
+    def id(self) -> str:
+        """Return the name of the run and of its record."""
+        return f"{self.cell.name}-{self.kind}-{self.number:02}"
+
+    @property
+    def steps(self) -> int:
+        """Return the run's steps."""
+        share = TRIAL_SHARE if self.kind == "trial" else 1.0
+        return round(TOKENS * share / (self.cell.batch * LENGTH))
+
+    def overrides(self) -> list[str]:
+        """Return what the run changes in study.yaml."""
+        cell, is_final = self.cell, self.kind == "final"
+        per_replica = cell.batch // cell.replicas
+        return [
+            f"run.name={self.id}",
+            f"run.seed={self.number if is_final else TRIAL_SEED}",
+            f"parallel.replicas={cell.replicas}",
+            f"train.steps={self.steps}",
+            f"train.global_batch={cell.batch}",
+            f"train.micro_batch={per_replica if per_replica <= 16 else per_replica // 2}",
+            f"schedule.warmup_steps={round(WARMUP * self.steps)}",
+            f"sync.method={cell.method}",
+            *([] if cell.method in ROUNDS_OF_ITS_OWN else [f"sync.period.every={cell.every}"]),
+            f"eval.every={math.ceil(self.steps / 8) if is_final else 'null'}",
+            f"checkpoint.every={math.ceil(self.steps / 4)}",
+            *self.setting.overrides(),
+        ]
+
+
+def trials(cell: Cell, done: Records) -> Iterator[Run]:
+    """Yield the cell's trials in their order, as far as they are determined by the results so far."""
+    runs: list[Run] = []
+    always = ALWAYS.get(cell.method, ())
+
+    def add(setting: Setting) -> Run:
+        runs.append(Run(cell, "trial", len(runs), setting))
+        return runs[-1]
+
+    for rate in RATES:
+        yield add(Setting(rate, always))
+    if (best := best_of(runs, done)) is None:
+        return
+    for own in OUTER[cell.method]:
+        yield add(Setting(best.setting.lr, (*always, *own)))
+    # Rates around the best one, nearer and nearer, where a method has fewer keys of its own.
+    missing = TRIALS - 2 - len(runs)
+    factors = [2**exponent for exponent in (0.5, -0.5, 0.25, -0.25, 0.75, -0.75)]
+    for factor in factors[:missing]:
+        yield add(Setting(best.setting.lr * factor, best.setting.own))
+    if (best := best_of(runs, done)) is None:
+        return
+    for rate in last_rates(best.setting, [run.setting for run in runs]):
+        yield add(Setting(rate, best.setting.own))
+
+
+def last_rates(best: Setting, tried: Sequence[Setting]) -> tuple[float, float]:
+    """Return the two learning rates to try last: on both sides of the best one, or twice beyond it if it is the lowest or
+    highest so far."""
+    rates = sorted({setting.lr for setting in tried})
+    nearer = 2**0.5 if len([setting for setting in tried if setting.own == best.own]) <= len(RATES) else 2**0.125
+    if best.lr == rates[-1]:
+        return best.lr * 2**0.5, best.lr * 2
+    if best.lr == rates[0]:
+        return best.lr / 2**0.5, best.lr / 2
+    return best.lr * nearer, best.lr / nearer
+
+
+def best_of(runs: Sequence[Run], done: Records) -> Run | None:
+    """Return the run with the lowest final validation loss, or None unless all are done. A run that failed counts as worst."""
+    if any(run.id not in done for run in runs):
+        return None
+    return min(runs, key=lambda run: loss_of(done[run.id]))
+
+
+def loss_of(record: Mapping[str, Any]) -> float:
+    """Return a record's final validation loss; infinity for a run that failed."""
+    return math.inf if record.get("loss") is None else record["loss"]
+
+
+def runs_of(cell: Cell, done: Records) -> list[Run]:
+    """Return the cell's runs as far as they are determined, finished ones included."""
+    tried = list(trials(cell, done))
+    if len(tried) < TRIALS or (best := best_of(tried, done)) is None:
+        return tried
+    return [*tried, *(Run(cell, "final", seed, best.setting) for seed in FINAL_SEEDS)]
+
+
+METHODS = (
+    *("synchronous", "diloco", "local_sgd", "edit", "streaming_diloco", "muloco"),
+    *("sparseloco", "palsgd", "qsr", "co2", "slowmo", "post_local_sgd"),
+)
+FEW = ("synchronous", "diloco")
+STAGES = {
+    "main": tuple(Cell(method, 4, 30, BATCH[4]) for method in METHODS),
+    "replicas": tuple(Cell(method, replicas, 30, BATCH[replicas]) for replicas in (8, 1, 2) for method in FEW),
+    "rounds": tuple(Cell(method, 4, every, BATCH[4]) for every in (100, 10) for method in METHODS[1:4]),
+    "batch": tuple(Cell(method, 4, 30, batch) for batch in (32, 128) for method in FEW),
+}
+"""Cells by stage, in the order in which they are run."""
+
+
+def pending(stages: Sequence[str], done: Records) -> list[Run]:
+    """Return the runs that can be made now, the most urgent first: cells in turn, so that all of them advance alike."""
+    by_cell = [[run for run in runs_of(cell, done) if run.id not in done] for stage in stages for cell in STAGES[stage]]
+    return [run for runs in by_cell for run in runs]
+
+
+def total(stages: Sequence[str]) -> int:
+    """Return the number of runs of some stages."""
+    return sum(len(STAGES[stage]) for stage in stages) * (TRIALS + len(FINAL_SEEDS))

@@ -1,0 +1,199 @@
+"""Make the runs of the study (PROTOCOL.md), several at a time, as long as there is time.
+
+    python benchmarks/study/study_runs.py --hours 2
+    python benchmarks/study/study_runs.py --list
+
+Each run has one core and the lowest priority. A run that is interrupted continues from its checkpoint the next time. Results are
+lines of benchmarks/results/study/runs.jsonl, one per run, written as runs end; commit them with the page that
+`python benchmarks/study/study_page.py --write` makes of them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from study_plan import STAGES, Run, loss_of, pending, total
+from table import RESULTS, ROOT, commit
+
+from llmtrain.errors import DONE, STOPPED_EARLY
+
+RECIPE = "benchmarks/study/study.yaml"
+RECORDS = RESULTS / "study" / "runs.jsonl"
+RUNS = ROOT / "runs" / "study"
+POLL_SECONDS = 2.0
+STOP_SECONDS = 120.0
+"""Seconds for runs to write a last checkpoint."""
+
+
+def read_records(path: Path = RECORDS) -> dict[str, dict[str, Any]]:
+    """Return the records of finished runs by id."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {record["id"]: record for record in map(json.loads, lines)}
+
+
+def append(record: Mapping[str, Any], path: Path = RECORDS) -> None:
+    """Add a record to the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def record_of(run: Run, folder: Path, error: str | None = None) -> dict[str, Any]:
+    """Return the record of a run that has ended: what it was, and what its folder says of it. `error` is its last line if it
+    failed."""
+    record: dict[str, Any] = {
+        "id": run.id,
+        **asdict(run.cell),
+        "kind": run.kind,
+        "number": run.number,
+        "keys": run.setting.overrides(),
+        "commit": commit(),
+        "torch": importlib.metadata.version("torch"),
+        "cpu": cpu_name(),
+    }
+    if error is not None:
+        return {**record, "loss": None, "error": error}
+    summary = json.loads((folder / "summary.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    sent, curve = 0.0, []
+    for line in lines:
+        sent = line.get("comm/bytes_total", sent)
+        if "eval/loss" in line:
+            curve.append([line["step"], round(line["eval/loss"], 5), round(sent)])
+    last = [line for line in lines if "eval/bpb" in line][-1]
+    return {
+        **record,
+        "loss": summary["final_eval_loss"],
+        "bits_per_byte": round(last["eval/bpb"], 5),
+        "train_loss": summary["final_train_loss"],
+        "steps": summary["steps"],
+        "tokens": summary["tokens"],
+        "rounds": summary["sync_count"],
+        "bytes": summary["bytes_sent"],
+        "seconds": summary["train_seconds"],
+        "warnings": len(summary["warnings"]),
+        "curve": curve,
+    }
+
+
+def cpu_name() -> str:
+    """Return the name of this machine's processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "unknown")
+
+
+class Job:
+    """One run in a process of its own, on one core."""
+
+    def __init__(self, run: Run, core: int):
+        self.run, self.core, self.began = run, core, time.monotonic()
+        RUNS.mkdir(parents=True, exist_ok=True)
+        self.log = RUNS / f"{run.id}.log"
+        self.log_file = self.log.open("w")
+        command = [sys.executable, "-m", "llmtrain", "train", RECIPE, *run.overrides()]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=self.log_file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        os.sched_setaffinity(self.process.pid, {core})
+        os.setpriority(os.PRIO_PROCESS, self.process.pid, 19)
+
+    def end(self) -> dict[str, Any] | None:
+        """Return the record if the run has ended, and remove what it has left, or None if it was interrupted."""
+        self.log_file.close()
+        folder = RUNS / self.run.id
+        code = self.process.returncode
+        if code == STOPPED_EARLY or code < 0:
+            return None
+        lines = self.log.read_text().splitlines()
+        failure = (
+            None if code == DONE else next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
+        )
+        record = record_of(self.run, folder, failure)
+        shutil.rmtree(folder, ignore_errors=True)
+        if failure is None:
+            self.log.unlink()
+        return record
+
+
+def next_run(stages: Sequence[str], done: Mapping[str, Any], running: Sequence[Job]) -> Run | None:
+    """Return the first run that can be made now, or None."""
+    taken = {job.run.id for job in running}
+    return next((run for run in pending(stages, done) if run.id not in taken), None)
+
+
+def make_runs(stages: Sequence[str], jobs: int, hours: float) -> None:
+    """Make runs until `hours` are over or none is left, then stop those in progress with a checkpoint."""
+    done, deadline = read_records(), time.monotonic() + 3600 * hours
+    cores, running = sorted(os.sched_getaffinity(0)), []
+    stopping = False
+
+    def stop(*_: object) -> None:
+        nonlocal deadline
+        deadline = time.monotonic()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    while True:
+        if time.monotonic() >= deadline and not stopping:
+            stopping = True
+            for job in running:
+                job.process.terminate()
+        while not stopping and len(running) < jobs and (run := next_run(stages, done, running)) is not None:
+            free = [core for core in cores if core not in {job.core for job in running}]
+            running.append(Job(run, free[0] if free else cores[len(running) % len(cores)]))
+        if not running:
+            break
+        time.sleep(POLL_SECONDS)
+        for job in [job for job in running if job.process.poll() is not None]:
+            running.remove(job)
+            if (record := job.end()) is None:
+                continue
+            append(record)
+            done[record["id"]] = record
+            made = sum(
+                1 for stage in stages for cell in STAGES[stage] for key in done if key.startswith(f"{cell.name}-")
+            )
+            minutes = (time.monotonic() - job.began) / 60
+            print(f"[{made}/{total(stages)}] {record['id']} {loss_of(record):.4f} ({minutes:.1f} min)", flush=True)
+
+
+def list_runs(stages: Sequence[str]) -> None:
+    """Print the runs that could be made now, and how many there are of each cell."""
+    done = read_records()
+    for run in pending(stages, done):
+        print(run.id, " ".join(run.setting.overrides()))
+    print(f"{len(done)} runs are done; {total(stages)} in stages {', '.join(stages)}")
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--hours", type=float, default=1.0, help="time after which no run begins and those in progress stop"
+    )
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="runs at a time; default: cores")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="parts of the study")
+    parser.add_argument("--list", action="store_true", help="print what would be run now")
+    options = parser.parse_args()
+    if options.list:
+        list_runs(options.stages)
+    else:
+        make_runs(options.stages, options.jobs, options.hours)
+
+
+if __name__ == "__main__":
+    main()
