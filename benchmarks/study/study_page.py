@@ -55,7 +55,7 @@ def row_of(cell: Cell, done: Records) -> Row | None:
     if not tried:
         return None
     best = best_of(tried, done)
-    label = f"{cell.method}, M = {cell.replicas}, H = {cell.every}, batch {cell.batch}"
+    label = f"{cell.label}, M = {cell.replicas}, H = {cell.every}, batch {cell.batch}"
     count = "" if len(tried) == TRIALS else f" ({len(tried)} of {TRIALS})"
     trial = f"{loss_of(done[best.id]):.4f}{count}"
     chosen = " ".join(key.removeprefix("sync.") for key in done[best.id]["keys"])
@@ -64,7 +64,7 @@ def row_of(cell: Cell, done: Records) -> Row | None:
     finals = finals_of(cell, done)
     losses = [loss_of(record) for record in finals]
     other = mean_loss(Cell("synchronous", cell.replicas, cell.every, cell.batch), done)
-    gap = "" if other is None or cell.method == "synchronous" else f"{loss / other - 1:+.1%}"
+    gap = "" if other is None or cell.label == "synchronous" else f"{loss / other - 1:+.1%}"
     bits = statistics.mean(record["bits_per_byte"] for record in finals)
     rounds, sent = (statistics.mean(record[key] for record in finals) for key in ("rounds", "bytes"))
     spread = (max(losses) - min(losses)) / 2
@@ -108,7 +108,7 @@ def draw(done: Records, path: Path) -> None:
         losses = [loss_of(record) for record in finals_of(cell, done)]
         axes.plot(losses, [height] * len(losses), "o", color="C0", alpha=0.6)
         axes.plot([statistics.mean(losses)], [height], "|", color="black", markersize=14)
-    axes.set_yticks(range(len(cells)), [cell.method for cell in cells])
+    axes.set_yticks(range(len(cells)), [cell.label for cell in cells])
     axes.set_xlabel("validation loss (nats per token), three seeds and their mean")
     axes.grid(axis="x", alpha=0.3)
     for side in ("top", "right"):

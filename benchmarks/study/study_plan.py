@@ -147,12 +147,19 @@ class Cell:
     every: int
     batch: int
     """Sequences per global batch."""
+    inner: str = ""
+    """Inner optimizer; empty: the method's own."""
+
+    @property
+    def label(self) -> str:
+        """Return the method's name, with the inner optimizer if it is not its own."""
+        return f"{self.method}-{self.inner}" if self.inner else self.method
 
     @property
     def name(self) -> str:
         """Return the cell's part of its runs' ids."""
         rounds = "" if self.method in ROUNDS_OF_ITS_OWN else f"-h{self.every}"
-        return f"{self.method}-m{self.replicas}{rounds}-b{self.batch}"
+        return f"{self.label}-m{self.replicas}{rounds}-b{self.batch}"
 
 
 @dataclass(frozen=True)
@@ -203,6 +210,7 @@ class Run:
             f"train.micro_batch={per_replica if per_replica <= 16 else per_replica // 2}",
             f"schedule.warmup_steps={round(WARMUP * self.steps)}",
             f"sync.method={cell.method}",
+            *([f"optim.kind={cell.inner}"] if cell.inner else []),
             *([] if cell.method in ROUNDS_OF_ITS_OWN else [f"sync.period.every={cell.every}"]),
             f"eval.every={math.ceil(self.steps / 8) if is_final else 'null'}",
             f"checkpoint.every={math.ceil(self.steps / 4)}",
@@ -274,7 +282,10 @@ METHODS = (
 )
 FEW = ("synchronous", "diloco")
 STAGES = {
-    "main": tuple(Cell(method, 4, 30, BATCH[4]) for method in METHODS),
+    "main": (
+        *(Cell(method, 4, 30, BATCH[4]) for method in METHODS),
+        Cell("synchronous", 4, 30, BATCH[4], inner="muon"),
+    ),
     "replicas": tuple(Cell(method, replicas, 30, BATCH[replicas]) for replicas in (8, 1, 2) for method in FEW),
     "rounds": tuple(Cell(method, 4, every, BATCH[4]) for every in (100, 10) for method in METHODS[1:4]),
     "batch": tuple(Cell(method, 4, 30, batch) for batch in (32, 128) for method in FEW),

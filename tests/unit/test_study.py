@@ -59,7 +59,7 @@ def test_all_methods_but_those_of_uneven_replicas_are_studied() -> None:
     assert {cell.method for cell in MAIN} == METHODS.keys() - TIMED == plan.OUTER.keys()
 
 
-@pytest.mark.parametrize("cell", MAIN, ids=[cell.method for cell in MAIN])
+@pytest.mark.parametrize("cell", MAIN, ids=[cell.label for cell in MAIN])
 def test_every_method_has_as_many_trials_and_three_seeds(cell: Any) -> None:
     made, _ = finished(cell, likes(0.0101))
     assert Counter(run.kind for run in made) == {"trial": 12, "final": 3}
@@ -93,6 +93,7 @@ def test_the_recipes_are_right(stage: str) -> None:
             recipe = load_recipe(ROOT / runs.RECIPE, run.overrides())
             check(recipe, 1)
             assert recipe.sync.method == cell.method and recipe.parallel.replicas == cell.replicas
+            assert recipe.optim.kind == (cell.inner or ("muon" if cell.method == "muloco" else "adamw"))
             assert recipe.train.global_batch == cell.batch and recipe.train.total_steps == run.steps
             tokens = plan.TOKENS if run.kind == "final" else plan.TOKENS / 4
             assert run.steps * recipe.train.tokens_per_step == pytest.approx(tokens, rel=0.01)
@@ -113,7 +114,7 @@ def test_runs_come_in_the_order_of_the_stages_and_none_twice(capsys: pytest.Capt
     done = {run.id: record(run, 3.0) for run in first[:1]}
     running = [SimpleNamespace(run=first[1])]
     assert runs.next_run(["main"], done, running).id == first[2].id
-    assert plan.total(["main", "batch"]) == (12 + 4) * 15
+    assert plan.total(["main", "batch"]) == (13 + 4) * 15
 
 
 def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
