@@ -10,12 +10,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.config import (
-    ModelSection,
-    ParallelSection,
-    Recipe,
-    TrainSection,
-)
+from llmtrain.config import ModelSection, ParallelSection, Recipe, TrainSection
 from llmtrain.data.text_list import check_replicas, check_text_list
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
@@ -68,7 +63,8 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     _check_pull(recipe)
     if world_size is not None:
         check_mesh(recipe.parallel, world_size)
-        _check_backend(recipe.parallel)
+        if not recipe.parallel.in_process:
+            _check_backend(recipe.parallel)
     if recipe.parallel.replicas != "auto":
         check_group(recipe, recipe.parallel.replicas)
     elif world_size is not None and recipe.parallel.shards != "auto":
@@ -88,19 +84,19 @@ def _check_in_process(recipe: Recipe, processes: int | None) -> None:
         raise RecipeError(f"{given}, but not how many; give parallel.replicas")
     if processes not in (None, 1):
         raise RecipeError(f"{given}, but there are {processes}; start one (llmtrain train), or leave out in_process")
-    if parallel.shards not in ("auto", 1) or parallel.engine == "zero":
-        what = "parallel.engine is zero" if parallel.engine == "zero" else f"parallel.shards is {parallel.shards}"
+    if (is_zero := parallel.engine == "zero") or parallel.shards not in ("auto", 1):
+        what = "parallel.engine is zero" if is_zero else f"parallel.shards is {parallel.shards}"
         raise RecipeError(
             f"{given}, each on one device without sharding, but {what}; give engine=fsdp2 and shards=1, or leave out in_process"
         )
-    if sync.period.is_timed or sync.schedule.resolve_group_size(2) is not None:
+    if sync.period.is_timed or sync.schedule.needs_threads:
         what = "sync.period is in seconds" if sync.period.is_timed else f"sync.schedule is {sync.schedule.kind}"
         raise RecipeError(
             f"{given}, in turns, so that none is ahead of or behind others, but {what}, for replicas of different speeds; "
             "leave out in_process, or choose another method"
         )
-    if recipe.log.trace is not None or (profile is not None and len(profile.ranks) > 1):
-        what = "log.trace" if recipe.log.trace is not None else f"log.profile with {len(profile.ranks)} ranks"
+    if recipe.log.trace or (profile and len(profile.ranks) > 1):
+        what = "log.trace" if recipe.log.trace else f"log.profile with {len(profile.ranks)} ranks"
         raise RecipeError(f"{given}, which has one timeline, but {what} records one per rank; leave one of them out")
 
 

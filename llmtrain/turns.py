@@ -20,7 +20,8 @@ from llmtrain.errors import TrainingError
 
 T = TypeVar("T")
 JOIN_SECONDS = 5.0
-"""Seconds that the first thread waits for the others to end after a failure."""
+"""Seconds that the first thread waits for the others to end after a failure, and after which a wait for another thread looks
+whether somebody has the turn."""
 _own = threading.local()
 """`turn`: this thread's `Turn`, if it takes turns."""
 
@@ -77,6 +78,12 @@ class Turns:
             self.stopped = self.stopped or reason
             self.changed.notify_all()
 
+    @property
+    def idle_seconds(self) -> float:
+        """Return the seconds for which no thread has had the turn."""
+        with self.changed:
+            return 0.0 if self._holder is not None else time.monotonic() - self._idle_since
+
     def wait_for(self, is_met: Callable[[], bool], what: Callable[[], str]) -> None:
         """Let the other threads run until the condition is met. Any thread may call this, also one that takes no turns.
         `what()` says for what it waits.
@@ -89,10 +96,7 @@ class Turns:
             while not is_met():
                 if self.stopped is not None:
                     raise TrainingError(self.stopped)
-                left = self.timeout_seconds
-                if self._holder is None:
-                    left -= time.monotonic() - self._idle_since
-                if left <= 0:
+                if (left := self.timeout_seconds - self.idle_seconds) <= 0:
                     raise TrainingError(f"waited {self.timeout_seconds:g} s (run.timeout_seconds) for {what()}")
                 self.changed.wait(left)
 
@@ -121,11 +125,15 @@ class Turn:
     def __init__(self, turns: Turns, number: int):
         self.turns, self.number = turns, number
         self.timers: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self.away_seconds = 0.0
+        """Seconds without the turn."""
+        self._given_at = time.monotonic()
         self._generators: list[torch.Tensor] = []
 
     def take(self) -> None:
         """Wait for the turn and take it."""
         self.turns.take(self.number)
+        self.away_seconds += time.monotonic() - self._given_at
         if self._generators:
             torch.set_rng_state(self._generators[0])
             for state in self._generators[1:]:
@@ -137,6 +145,7 @@ class Turn:
         """Leave the turn to the next thread."""
         for _, end in reversed(self.timers):
             end()
+        self._given_at = time.monotonic()
         self._generators = [torch.get_rng_state()]
         if torch.cuda.is_available():
             self._generators.append(torch.cuda.get_rng_state())
@@ -156,6 +165,24 @@ def let_others_run() -> Iterator[None]:
         yield
     finally:
         turn.take()
+
+
+def own_time() -> float:
+    """Return a clock of this thread in seconds, which stands still while others have the turn."""
+    turn: Turn | None = getattr(_own, "turn", None)
+    return time.monotonic() - (0.0 if turn is None else turn.away_seconds)
+
+
+def join(thread: threading.Thread, seconds: float) -> None:
+    """Wait until a thread has ended, and let others run meanwhile. Wait for at most `seconds`, not counting times in which
+    another thread has the turn."""
+    turn: Turn | None = getattr(_own, "turn", None)
+    if turn is None:
+        thread.join(seconds)
+        return
+    with let_others_run():
+        while thread.is_alive() and (left := seconds - turn.turns.idle_seconds) > 0:
+            thread.join(min(left, JOIN_SECONDS))
 
 
 @contextmanager

@@ -167,7 +167,7 @@ class ParallelSection(Section):
     """Ranks per replica, with the fast network between them. `auto`: all ranks of a node."""
     in_process: bool = False
     """Train all replicas in one process, on one device, in turns; needs `replicas`. For comparing methods on a laptop or a single
-    GPU: results are those of as many processes."""
+    GPU: results are those of as many processes, but for rounding errors in sums over more than two replicas."""
     on_cpu: CpuMeshSection | None = None
     """Values of `auto` on machines without a GPU. launch/train.sh starts as many ranks; with any other number of ranks this key
     has no effect."""

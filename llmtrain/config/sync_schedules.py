@@ -25,6 +25,8 @@ class SyncScheduleSection(Section):
     """True if this choice needs an anchor: the parameters of the last synchronization."""
     syncs_in_forward: ClassVar[bool] = False
     """True if blocks synchronize inside the forward pass, which then changes parameters."""
+    needs_threads: ClassVar[bool] = False
+    """True if a thread of each rank exchanges messages for a replica that is late."""
 
     @property
     def blocks_in_flight(self) -> int:
@@ -165,6 +167,7 @@ class WaitAvoidingSection(SyncScheduleSection):
 
     kind: Literal["wait_avoiding"] = "wait_avoiding"
     """`wait_avoiding`: a thread takes part in group averages for a replica that is late."""
+    needs_threads: ClassVar[bool] = True
     group_size: PositiveInt | Literal["auto"] = "auto"
     """Replicas per group, a power of two; `auto`: the square root of the number of replicas, rounded up to a power of two."""
 

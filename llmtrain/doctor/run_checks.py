@@ -154,8 +154,8 @@ class Plan:
 def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[list[Finding], Plan | None]:
     """Return findings on the recipe's mesh, memory, traffic and disk space, and its plan.
 
-    The plan is None if the recipe cannot run on these ranks. `nodes` lists the node name of each rank, `memory` the
-    bytes that each rank may use.
+    The plan is None if the recipe cannot run on these ranks. `nodes` lists the node name of each process, `memory` the
+    bytes that each may use.
     """
     on_gpu = torch.cuda.is_available()
     try:
@@ -173,7 +173,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
     except ModelError as error:
         findings.append(warning(f"memory and traffic are not estimated: {error}", ""))
     else:
-        needed = estimate(recipe, size, replicas, shard)
+        needed = estimate(recipe, size, replicas, shard).times(recipe.parallel.ranks_per_process)
         findings.append(_memory(needed.total(on_gpu), min(memory)))
         if on_gpu and needed.pinned_total:
             pinned = max(Counter(nodes).values()) * needed.pinned_total
@@ -189,7 +189,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
 
 
 def _memory(needed: float, there: float) -> Finding:
-    what = f"memory: about {needed / GIB:.1f} GiB a rank, {there / GIB:.1f} GiB there"
+    what = f"memory: about {needed / GIB:.1f} GiB a process, {there / GIB:.1f} GiB there"
     advice = "lower train.micro_batch, set parallel.activation_checkpointing or sync.offload, or use a larger parallel.shards"
     return _if_it_fits(needed, there, what, advice)
 

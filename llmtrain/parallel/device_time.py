@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from llmtrain.trace import Clock, Mark, host_mark
-from llmtrain.turns import in_own_turns
+from llmtrain.turns import in_own_turns, own_time
 
 MAX_PENDING = 1024
 """Number of timed sections of one timer that a stream may be behind the host. CUDA itself lets the host run ahead by about as
@@ -53,16 +53,18 @@ class DeviceTimer:
     def measure(self) -> Iterator[None]:
         """Add the time of the enclosed code, which must leave the current stream as it was. Time in which other replicas of
         this process run does not count."""
-        started: float | torch.cuda.Event = 0.0
+        if not self._on_gpu:
+            before = own_time()
+            yield
+            self._seconds += own_time() - before
+            return
+        started: torch.cuda.Event | None = None
 
         def begin() -> None:
             nonlocal started
-            started = self._record() if self._on_gpu else time.monotonic()
+            started = self._record()
 
         def end() -> None:
-            if not self._on_gpu:
-                self._seconds += time.monotonic() - started
-                return
             self._pending.append((started, self._record()))
             if len(self._pending) > MAX_PENDING:
                 self._pending[0][1].synchronize()  # the stream has much more to do after this one

@@ -1,8 +1,9 @@
 """Replicas of one process: threads that take turns on one device, and whose messages are copies in its memory.
 
-All methods can so be run on a laptop or on a single GPU, where NCCL allows one rank. A replica has one device and trains
-as it would in a process of its own. Sums over the replicas are taken in their order. Two replicas therefore get the bits of two
-processes; more than two get them in every message but a sum that is sent as it is, which gloo and NCCL take in other orders.
+Methods can so be compared on a laptop or on a single GPU, where NCCL allows one rank. A replica has one device and trains
+as it would in a process of its own with as many threads. Sums over the replicas are taken in their order. Two replicas
+therefore get the bits of two processes. More than two get them in messages that are rounded; other sums are those of processes
+but for rounding errors, because gloo and NCCL sum in other orders.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.comms import ALL_GATHER, Comms
 from llmtrain.parallel.mesh import Mesh, local_device
-from llmtrain.parallel.network import Networks
+from llmtrain.parallel.network import Networks, using_interface
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous
 from llmtrain.parallel.world import World, node_name
 from llmtrain.turns import Turns
@@ -35,8 +36,10 @@ ALONE = World(0, 1, 0, 1)
 class InProcess:
     """The replicas of this process, each on a thread of its own."""
 
-    def __init__(self, replicas: int, timeout_seconds: float):
-        """Let a replica wait for at most `timeout_seconds` while no replica runs."""
+    def __init__(self, replicas: int, timeout_seconds: float, networks: Networks | None = None):
+        """Let a replica wait for at most `timeout_seconds` while no replica runs. `networks` are the recipe's, which are not
+        used."""
+        self.networks = networks or Networks()
         self.turns = Turns(replicas, timeout_seconds)
         self.device = local_device(ALONE)
         self._groups = {axis: MemoryGroup(self.turns) for axis in AXES}
@@ -47,7 +50,8 @@ class InProcess:
         """Call `train` with each replica's rank on its own thread, and return the first one's result. Raises the first error
         of any replica."""
         size = self.turns.count
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=1))
+        with using_interface(self.networks.replica):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=1))
         try:
             self.devices = DeviceMesh.from_group(dist.group.WORLD, self.device.type, mesh_dim_names=("shard",))
             return self.turns.run(lambda rank: train(World(rank, size, rank, size)))[0]
@@ -57,7 +61,7 @@ class InProcess:
     def rendezvous(self, memory: Callable[[World], float]) -> Rendezvous:
         """Return what a rendezvous of this process alone would. `memory` returns the bytes that a process may use."""
         rank_info = RankInfo(node_name(), socket.gethostname(), None, memory(ALONE))
-        return Rendezvous(None, [rank_info], Networks())
+        return Rendezvous(None, [rank_info], self.networks)
 
     @contextmanager
     def open_mesh(self, world: World) -> Iterator[Mesh]:
@@ -79,11 +83,12 @@ class InProcess:
 
 
 class Call:
-    """One collective: what each rank has contributed, and whether the result is there."""
+    """One collective: what each rank has contributed until it is complete, and then its result."""
 
     def __init__(self, signature: tuple[Any, ...]):
         self.signature, self.is_complete = signature, False
         self.parts: dict[int, Any] = {}
+        self.result: Any = None
 
 
 class MemoryGroup:
@@ -94,8 +99,9 @@ class MemoryGroup:
         self._begun = [0] * turns.count
         self._calls: dict[int, Call] = {}
 
-    def begin(self, rank: int, signature: tuple[Any, ...], part: T, complete: Callable[[list[T]], None]) -> Call:
-        """Contribute `part` to the next collective of this rank. The last rank calls `complete` with all parts in rank order.
+    def begin(self, rank: int, signature: tuple[Any, ...], part: T, complete: Callable[[list[T]], Any]) -> Call:
+        """Contribute `part` to the next collective of this rank. The last rank calls `complete` with all parts in rank order,
+        which returns the result.
 
         Raises TrainingError if the others have begun another collective or a replica has failed.
         """
@@ -109,10 +115,11 @@ class MemoryGroup:
             call.parts[rank] = part
             is_last = len(call.parts) == self.turns.count
         if is_last:
-            complete([call.parts[other] for other in range(self.turns.count)])
+            call.result = complete([call.parts[other] for other in range(self.turns.count)])
             with self.turns.changed:
                 del self._calls[number]
                 call.is_complete = True
+                call.parts.clear()  # others may keep the call for long
                 self.turns.changed.notify_all()
         return call
 
@@ -164,11 +171,11 @@ class MemoryComms(Comms):
     def all_gather_object(self, value: T, what: str) -> list[T]:
         """Return every replica's `value` in rank order: the objects themselves, which must not be changed."""
         try:
-            call = self._memory.begin(self.rank, (what, "objects"), value, lambda values: None)
+            call = self._memory.begin(self.rank, (what, "objects"), value, tuple)
             self._memory.wait(call)
         except TrainingError as error:
             raise self.failure(what, error) from error
-        return [call.parts[rank] for rank in range(self.size)]
+        return list(call.result)
 
     def broadcast_object(self, value: T, what: str) -> T:
         return self.all_gather_object(value, what)[0]

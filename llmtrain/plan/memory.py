@@ -73,6 +73,10 @@ class Memory:
         """Return the bytes of pinned CPU memory that a rank with a GPU takes."""
         return self.host + self.host_rounding
 
+    def times(self, ranks: int) -> Memory:
+        """Return the bytes of so many ranks on one device."""
+        return Memory(*(ranks * getattr(self, part.name) for part in fields(self)))
+
     def total(self, on_gpu: bool) -> int:
         """Return the peak bytes on the GPU or, without GPUs, of all parts, which are then in the same memory."""
         return self.device_total + (0 if on_gpu else self.host)

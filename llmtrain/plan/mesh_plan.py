@@ -173,6 +173,8 @@ def _state_of(memory: Memory, on_gpu: bool) -> int:
 def _remedies(recipe: Recipe, ours: bool, several_nodes: bool) -> list[str]:
     """Return what would make the run fit. Keys are among it only if the mesh is `ours`, not the recipe's."""
     changes = ["more devices", "larger ones", "a smaller model"]
+    if recipe.parallel.in_process:
+        changes = ["fewer replicas", "parallel.in_process=false with more devices", "a smaller model"]
     if ours:
         if recipe.train.micro_batch > 1:
             changes.append(f"train.micro_batch below {recipe.train.micro_batch}")

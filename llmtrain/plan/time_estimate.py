@@ -152,12 +152,16 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
     `model.flops_per_token`), or as 4 with full activation checkpointing. A message takes its bytes divided by `mbit`.
     Muon's iterations, whose matrices the ranks of a replica share, are added. How long a rank waits for messages, and
     what hides them, is in `network_time`. Waits within a replica, slow hosts, validation and checkpoints are left out.
+    Replicas of one process compute one after another on one device, and wait for no network.
     """
     train, sync, steps = recipe.train, recipe.sync, recipe.train.total_steps
     again = 4 / 3 if recipe.parallel.activation_checkpointing is True else 1.0
-    step = again * train.tokens_per_step * size.flops_per_token / (replicas * shard * rates.flops)
+    in_turns = recipe.parallel.ranks_per_process
+    step = in_turns * again * train.tokens_per_step * size.flops_per_token / (replicas * shard * rates.flops)
     if recipe.optim.kind == "muon":
-        step += _muon_flops(recipe, size) / (shard * rates.flops)
+        step += in_turns * _muon_flops(recipe, size) / (shard * rates.flops)
+    if recipe.parallel.in_process:
+        return TimeEstimate(step, 0.0, 0.0, steps * step)
 
     def seconds(sent: float) -> float:
         return 8 * sent / (rates.mbit * 1e6)
@@ -209,5 +213,6 @@ def rate_here(recipe: Recipe) -> float:
         seconds.append(time.perf_counter() - began)
     sharing = 1.0
     if device == "cpu":  # a rank may have fewer threads than there are cores, and then others work on the rest of them
-        sharing = max(1.0, math.prod(recipe.parallel.given_on_cpu) * torch.get_num_threads() / (os.cpu_count() or 1))
+        processes = math.prod(recipe.parallel.given_on_cpu) / recipe.parallel.ranks_per_process
+        sharing = max(1.0, processes * torch.get_num_threads() / (os.cpu_count() or 1))
     return TRAINING_EFFICIENCY * 2 * size**3 / statistics.median(seconds[1:]) / sharing

@@ -7,7 +7,6 @@ Per-replica tensors (weights, optimizer moments, rounding errors) are stored und
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from llmtrain.train.checkpoint_files import (
 from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.train.run_dir import check_order, check_same_recipe
 from llmtrain.train.run_length import LengthChange
+from llmtrain.turns import own_time
 from llmtrain.waiting import announced
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class Checkpointer:
         not be written.
         """
         self.wait()
-        started = time.monotonic()
+        started = own_time()
         shared, own = self.method.shared_state(), self.method.per_replica_state()
         keep = _stage_to_cpu if self.section.background else _no_copy
         tensors = self._of_engine(keep)
@@ -124,17 +124,17 @@ class Checkpointer:
         mine = {"method": self.method.state_dict(), **progress()}
         self._writing = CheckpointWriter(final, tensors, state, mine, comms, lambda: self._prune(step))
         self._writing.start(in_thread=self.section.background)
-        self.seconds += time.monotonic() - started
+        self.seconds += own_time() - started
 
     def wait(self) -> None:
         """Wait until the checkpoint that `save` started is on disk. Raises TrainingError if writing fails or
         times out."""
-        started = time.monotonic()
+        started = own_time()
         if self._writing is not None:
             speaks = announced(f"{self._writing.final} to be written", self.timeout_seconds)
             with speaks if self.mesh.is_main else nullcontext():
                 self._writing.wait(self.timeout_seconds)
-        self.seconds += time.monotonic() - started
+        self.seconds += own_time() - started
 
     def poll(self) -> None:
         """Report the last checkpoint, once, when it is complete: through `note` and to the functions in `on_saved`."""

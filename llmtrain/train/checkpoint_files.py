@@ -35,7 +35,7 @@ from llmtrain.files import atomic_write, is_bare_file_name
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.threads import with_current_device
-from llmtrain.turns import let_others_run
+from llmtrain.turns import join
 
 FORMAT = 8
 METADATA_FILE, CHECKSUM_KEY = ".metadata", "sha256"
@@ -250,8 +250,7 @@ class CheckpointWriter:
         """Wait until the checkpoint is written. Raises TrainingError if writing fails or takes longer than
         `timeout_seconds`."""
         if self._thread.ident is not None:
-            with let_others_run():  # they may not have begun to write
-                self._thread.join(timeout_seconds)
+            join(self._thread, timeout_seconds)
         if not self.is_done:
             raise TrainingError(
                 f"{self.final} was not written within {timeout_seconds:g} s (run.timeout_seconds); is the disk there? Start the "

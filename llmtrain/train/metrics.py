@@ -12,7 +12,6 @@ import torch
 
 from llmtrain.config import Recipe
 from llmtrain.parallel.comms import TRAFFIC_RULES
-from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.engine import Engine, count_positions, count_tokens
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.reshard import Rules, first, largest, mean, resharded, rules_of, split_evenly
@@ -27,6 +26,7 @@ from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
 from llmtrain.train.state import TrainState
 from llmtrain.train.validation import Validation, ValidationSet
+from llmtrain.turns import own_time
 
 T = TypeVar("T")
 
@@ -123,13 +123,13 @@ class Metrics:
 
     @contextmanager
     def training_time(self) -> Iterator[None]:
-        """Count the enclosed code as training time. Validation, checkpointing and logging are outside. Steps do not take the
-        time in which other replicas of this process run."""
-        own, started = DeviceTimer(), time.monotonic()
-        with own.measure():
-            yield
-        self.interval.step_seconds += own.seconds
-        self.train_seconds += time.monotonic() - started
+        """Count the enclosed code as training time. Validation, checkpointing and logging are outside. Replicas of one process
+        take turns: the training time of all is this one's, as often as there are replicas."""
+        started = own_time()
+        yield
+        own, all_ranks = own_time() - started, self.mesh.all_ranks
+        self.interval.step_seconds += own
+        self.train_seconds += own * (all_ranks.size if all_ranks.shares_memory else 1)
 
     def time_data(self, read: Callable[[], T]) -> T:
         """Return the result of `read`, and count its duration as time spent waiting for data."""

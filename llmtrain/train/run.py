@@ -22,6 +22,7 @@ from llmtrain.parallel.comms import is_lost_peer
 from llmtrain.parallel.device_time import clock_of
 from llmtrain.parallel.in_process import InProcess
 from llmtrain.parallel.mesh import Mesh, open_mesh
+from llmtrain.parallel.network import Networks
 from llmtrain.parallel.public_network import ADVICE
 from llmtrain.parallel.rendezvous import rendezvous
 from llmtrain.parallel.shared_flag import shared_flag
@@ -73,7 +74,8 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     check_suite_data(recipe.eval.suite)
     if not recipe.parallel.in_process:
         return _run_rank(recipe, world, alter)
-    process = InProcess(recipe.parallel.replicas, recipe.run.timeout_seconds)
+    networks = Networks.from_recipe(recipe.parallel)
+    process = InProcess(recipe.parallel.replicas, recipe.run.timeout_seconds, networks)
     return process.run(lambda replica: _run_rank(recipe, replica, alter, process))
 
 

@@ -73,7 +73,7 @@ MUTANTS = [
     Mutant(
         "time: Muon's products take none",
         "llmtrain/plan/time_estimate.py",
-        "step += _muon_flops(recipe, size) / (shard * rates.flops)",
+        "step += in_turns * _muon_flops(recipe, size) / (shard * rates.flops)",
         "step += 0 * _muon_flops(recipe, size)",
         ("tests/unit/test_plan_show.py",),
     ),

@@ -32,8 +32,8 @@ MUTANTS = [
     Mutant(
         "turns: a wait ends although somebody works",
         "llmtrain/turns.py",
-        "if self._holder is None:",
-        "if self.stopped is None:",
+        "return 0.0 if self._holder is not None else",
+        "return",
         TURNS,
     ),
     Mutant(
@@ -45,9 +45,9 @@ MUTANTS = [
     ),
     Mutant(
         "turns: a step lasts while others run",
-        "llmtrain/train/metrics.py",
-        "self.interval.step_seconds += own.seconds",
-        "self.interval.step_seconds += time.monotonic() - started",
+        "llmtrain/turns.py",
+        "return time.monotonic() - (0.0 if turn is None else turn.away_seconds)",
+        "return time.monotonic()",
         TURNS,
     ),
     Mutant(

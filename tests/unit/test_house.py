@@ -68,7 +68,7 @@ BANNED = """
 """Words that names once had, for things that have a standard term: `reshard` and not `reshape`, `in flight` and not `under way`."""
 BRITISH = re.compile(r"isation|ynchronis|ormalis|nitialis|okenis|uantis|colour|neighbour")
 
-SYNC_SEES = {"config", "errors", "seeding", "lr", "trace", "reshard", "pieces", "parallel", "sync"}
+SYNC_SEES = {"config", "errors", "seeding", "lr", "trace", "reshard", "pieces", "parallel", "sync", "turns"}
 MAX_LINES = 400
 PUBLIC_IN_SPITE_OF_ITS_NAME = {"os._exit"}
 

@@ -12,7 +12,7 @@ import torch
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.train.metrics import IntervalMetrics, Metrics
-from llmtrain.turns import Turns, let_others_run
+from llmtrain.turns import Turns, join, let_others_run
 
 
 def meet(turns: Turns, arrived: set[int], number: int) -> None:
@@ -95,7 +95,7 @@ def test_the_time_in_which_others_run_is_no_wait() -> None:
 
 def test_timers_stand_still_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, points, now = Turns(3, 10.0), [set(), set()], 0.0
-    monkeypatch.setattr("llmtrain.parallel.device_time.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("llmtrain.turns.time", SimpleNamespace(monotonic=lambda: now))
 
     def work(number: int) -> float:
         nonlocal now
@@ -111,21 +111,21 @@ def test_timers_stand_still_while_others_run(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_step_takes_the_time_of_its_own_replica_and_the_run_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, points, now = Turns(2, 10.0), [set(), set()], 0.0
-    clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("llmtrain.parallel.device_time.time", clock)
-    monkeypatch.setattr("llmtrain.train.metrics.time", clock)
+    monkeypatch.setattr("llmtrain.turns.time", SimpleNamespace(monotonic=lambda: now))
 
     def work(number: int) -> tuple[float, float]:
         nonlocal now
-        metrics = SimpleNamespace(interval=IntervalMetrics(), train_seconds=0.0)
+        all_ranks = SimpleNamespace(shares_memory=True, size=2)
+        metrics = SimpleNamespace(
+            interval=IntervalMetrics(), train_seconds=0.0, mesh=SimpleNamespace(all_ranks=all_ranks)
+        )
         with Metrics.training_time(metrics):
             for point in points:
                 now += 10.0**number
                 meet(turns, point, number)
         return metrics.interval.step_seconds, metrics.train_seconds
 
-    (own, wall), (other, _) = turns.run(work)
-    assert (own, other) == (2, 20) and wall >= 11
+    assert turns.run(work) == [(2, 4), (20, 40)]
 
 
 def test_other_threads_can_wait_too_and_work_of_theirs_is_waited_for() -> None:
@@ -140,6 +140,35 @@ def test_other_threads_can_wait_too_and_work_of_theirs_is_waited_for() -> None:
         return not writer.is_alive()
 
     assert turns.run(work) == [True, True]
+
+
+def test_the_wait_for_another_thread_does_not_count_while_somebody_works() -> None:
+    turns, release = Turns(2, 10.0), threading.Event()
+
+    def work(number: int) -> bool:
+        if number == 1:
+            time.sleep(0.2)  # with the turn
+            release.set()
+            return True
+        other = threading.Thread(target=release.wait, daemon=True)
+        other.start()
+        join(other, 0.05)
+        return not other.is_alive()
+
+    assert turns.run(work) == [True, True]
+
+
+def test_the_wait_for_another_thread_has_an_end() -> None:
+    turns, release = Turns(1, 10.0), threading.Event()
+
+    def work(number: int) -> bool:
+        other = threading.Thread(target=release.wait, daemon=True)
+        other.start()
+        join(other, 0.05)
+        return other.is_alive()
+
+    assert turns.run(work) == [True]
+    release.set()
 
 
 def test_without_turns_nothing_is_left_to_others() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from llmtrain.sync.edit_penalty import EditPenalty
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
 from llmtrain.sync.sync_stats import RoundStats, average_stats
 from llmtrain.sync.weighing import Agreement, Weighing
+from llmtrain.turns import own_time
 
 
 class BlockingSchedule(Schedule):
@@ -38,7 +38,7 @@ class BlockingSchedule(Schedule):
         self._pending: dict[int, PendingReduction] = {}
         self._spread_squared: torch.Tensor | float = 0.0
         self._mean_squared: torch.Tensor | float = 0.0
-        self._opened_at = self._closed_at = time.monotonic()
+        self._opened_at = self._closed_at = own_time()
 
     def end_step(self, step: int, lr: float, ends_round: bool) -> None:
         self._round = self._round.add_step(lr)
@@ -104,7 +104,7 @@ class BlockingSchedule(Schedule):
     def _open(self) -> None:
         """Wait for the other replicas. With a penalty, weigh each replica in each block by all replicas' norms."""
         block_sync = self.block_sync
-        self._opened_at = time.monotonic()
+        self._opened_at = own_time()
         computed = self._opened_at - self._closed_at
         gathering = self._weighing.start(self._round, self._squared_norms(), computed)
         self._agreement = self._weighing.agree(block_sync.blocks, gathering)
@@ -151,7 +151,7 @@ class BlockingSchedule(Schedule):
         """Count the round and disarm the synchronization, after the last block."""
         if not self.computes_while_armed:
             self.block_sync.wait_for_device()  # training stands still until the device is done
-        self._closed_at = time.monotonic()
+        self._closed_at = own_time()
         report = self.block_sync.report
         report.count += 1
         report.seconds += self._closed_at - self._opened_at
