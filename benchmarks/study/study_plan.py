@@ -44,7 +44,7 @@ BATCH = {1: 32, 2: 48, 4: 64, 8: 96}
 """Sequences per global batch by number of replicas."""
 WARMUP = 0.05
 """Share of a run's steps in which the inner learning rate rises."""
-RATES = (0.004, 0.008, 0.016, 0.032)
+RATES = (0.001, 0.002, 0.004, 0.008)
 """Inner learning rates of the first four trials."""
 
 

@@ -61,34 +61,34 @@ def test_all_methods_but_those_of_uneven_replicas_are_studied() -> None:
 
 @pytest.mark.parametrize("cell", MAIN, ids=[cell.label for cell in MAIN])
 def test_every_method_has_as_many_trials_and_three_seeds(cell: Any) -> None:
-    made, _ = finished(cell, likes(0.0101))
+    made, _ = finished(cell, likes(0.0026))
     assert Counter(run.kind for run in made) == {"trial": 12, "final": 3}
     assert len({run.id for run in made}) == 15
     assert len({tuple(run.setting.overrides()) for run in made[:12]}) == 12, "no trial is made twice"
-    assert [run.setting.lr for run in made[:4]] == [0.004, 0.008, 0.016, 0.032]
-    assert {run.setting.lr for run in made[4 : 4 + len(plan.OUTER[cell.method])]} <= {0.008}
+    assert [run.setting.lr for run in made[:4]] == [0.001, 0.002, 0.004, 0.008]
+    assert {run.setting.lr for run in made[4 : 4 + len(plan.OUTER[cell.method])]} <= {0.002}
     final = made[12].setting
-    assert all(run.setting == final for run in made[12:]) and abs(math.log(final.lr / 0.0101)) < 0.25
+    assert all(run.setting == final for run in made[12:]) and abs(math.log(final.lr / 0.0026)) < 0.25
     assert {run.steps for run in made[:12]} == {195} and {run.steps for run in made[12:]} == {781}
     third = plan.OUTER[cell.method][2:3]
     assert all(key in final.own for key in third[0]) if third else final.own == ()
 
 
-@pytest.mark.parametrize(("rate", "expected"), [(0.1, 0.064), (0.0001, 0.002)])
+@pytest.mark.parametrize(("rate", "expected"), [(0.1, 0.016), (0.0001, 0.0005)])
 def test_trials_go_beyond_the_ends(rate: float, expected: float) -> None:
     made, _ = finished(plan.Cell("diloco", 4, 30, 64), likes(rate))
     assert made[12].setting.lr == pytest.approx(expected)
 
 
 def test_a_run_that_failed_is_the_worst() -> None:
-    made, _ = finished(plan.Cell("diloco", 4, 30, 64), lambda run: None if run.setting.lr < 0.03 else 5.0)
-    assert made[4].setting.lr == 0.032 and made[12].setting.lr >= 0.03
+    made, _ = finished(plan.Cell("diloco", 4, 30, 64), lambda run: None if run.setting.lr < 0.007 else 5.0)
+    assert made[4].setting.lr == 0.008 and made[12].setting.lr >= 0.008
 
 
 @pytest.mark.parametrize("stage", plan.STAGES)
 def test_the_recipes_are_right(stage: str) -> None:
     for cell in plan.STAGES[stage]:
-        made, _ = finished(cell, likes(0.0101))
+        made, _ = finished(cell, likes(0.0026))
         for run in (made[0], made[5], made[12]):
             recipe = load_recipe(ROOT / runs.RECIPE, run.overrides())
             check(recipe, 1)
@@ -133,7 +133,7 @@ def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     line = runs.record_of(run, folder)
     assert (line["method"], line["replicas"], line["every"], line["batch"]) == ("diloco", 4, 30, 64)
     assert (line["loss"], line["bits_per_byte"], line["bytes"], line["warnings"]) == (3.25, 1.42, 900, 1)
-    assert line["curve"] == [[0, 7.0, 0], [195, 3.25, 900]] and line["keys"] == ["optim.lr=0.004"]
+    assert line["curve"] == [[0, 7.0, 0], [195, 3.25, 900]] and line["keys"] == ["optim.lr=0.001"]
     path = tmp_path / "results" / "runs.jsonl"
     failed = runs.record_of(run, folder, "error: the loss is nan")
     for one in (line, {**failed, "id": "other"}):
@@ -146,8 +146,8 @@ def test_the_page_compares_with_synchronous_runs(tmp_path: Path, monkeypatch: py
     done: dict[str, Any] = {}
     for stage in ("main", "replicas"):
         for cell in plan.STAGES[stage][:2]:
-            done |= finished(cell, likes(0.0101))[1]
-    partly, _ = finished(MAIN[2], likes(0.0101))
+            done |= finished(cell, likes(0.0026))[1]
+    partly, _ = finished(MAIN[2], likes(0.0026))
     done |= {run.id: record(run, 4.0 - 0.1 * run.number) for run in partly[:3]}
     synchronous, diloco, averaged = (page.row_of(cell, done) for cell in MAIN[:3])
     assert page.row_of(MAIN[3], done) is None
@@ -155,7 +155,7 @@ def test_the_page_compares_with_synchronous_runs(tmp_path: Path, monkeypatch: py
     gap = float(diloco[2]) / float(synchronous[2]) - 1
     assert float(diloco[4].rstrip("%")) == pytest.approx(100 * gap, abs=0.1) and gap < 0 and diloco[3] == "0.0001"
     assert (
-        diloco[8] == "optim.lr=0.0113137 outer={kind: nesterov, lr: 0.4, momentum: 0.9, rounds: {momentum_warmup: 0}}"
+        diloco[8] == "optim.lr=0.00282843 outer={kind: nesterov, lr: 0.4, momentum: 0.9, rounds: {momentum_warmup: 0}}"
     )
     assert averaged[1] == "3.8000 (3 of 12)" and averaged[2] == ""
     assert [row[0] for row in page.formula_rows(done)] == ["4", "8"]
