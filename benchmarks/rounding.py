@@ -20,7 +20,7 @@ from table import RESULTS, Row, markdown, parser, show, write_page
 if TYPE_CHECKING:
     import torch
 
-KINDS = ("bf16", "int8", "int4")
+KINDS = ("bf16", "int8", "int4", "fp4", "2bit")
 COLUMNS = (
     "wire",
     "",

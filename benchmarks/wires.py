@@ -39,9 +39,18 @@ WIRES = {
     "int8": ["sync.wire.kind=int8"],
     "int4": ["sync.wire.kind=int4"],
     "int4+feedback": ["sync.wire.kind=int4", "sync.wire.error_feedback=true"],
+    "fp4": ["sync.wire.kind=fp4"],
+    "2bit+feedback": ["sync.wire.kind=2bit", "sync.wire.error_feedback=true"],
 }
 """What each adds to the recipe."""
-BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 128, "int4": 1 / 2 + 4 / 128}
+BYTES = {
+    "fp32": 4,
+    "bf16": 2,
+    "int8": 1 + 4 / 128,
+    "int4": 1 / 2 + 4 / 128,
+    "fp4": 1 / 2 + 4 / 128,
+    "2bit": 1 / 4 + 4 / 128,
+}
 """Of one value, its share of a block's scale included."""
 COLUMNS = ("wire", "validation loss", "difference to fp32", "bytes per round and rank", "theory", "off by", "rounds")
 LOSS = COLUMNS.index("validation loss")

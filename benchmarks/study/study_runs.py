@@ -20,6 +20,7 @@ import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ RECIPE = "benchmarks/study/study.yaml"
 RECORDS = RESULTS / "study" / "runs.jsonl"
 RUNS = ROOT / "runs" / "study"
 POLL_SECONDS = 2.0
+LOWEST = 19
+"""Priority of the runs: what is left by everything else."""
 STOP_SECONDS = 120.0
 """Seconds for runs to write a last checkpoint."""
 
@@ -109,7 +112,9 @@ class Job:
             command, cwd=ROOT, env=environment, stdout=self.log_file, stderr=subprocess.STDOUT, start_new_session=True
         )
         os.sched_setaffinity(self.process.pid, {core})
-        os.setpriority(os.PRIO_PROCESS, self.process.pid, 19)
+        os.setpriority(os.PRIO_PROCESS, self.process.pid, LOWEST)
+        with suppress(OSError):  # the kernel may share cores between sessions first (sched(7), autogroup)
+            Path(f"/proc/{self.process.pid}/autogroup").write_text(str(LOWEST))
 
     def end(self) -> dict[str, Any] | None:
         """Return the record if the run has ended, and remove what it has left, or None if it was interrupted."""

@@ -226,11 +226,13 @@ class PullSection(Section):
 
 
 class WireSection(Section):
-    """Format of the messages between replicas. In `int8` and `int4`, 128 values share a scale. Sums are taken in fp32."""
+    """Format of the messages between replicas. In `int8`, `int4`, `fp4` and `2bit`, 128 values share a scale. Sums are taken in
+    fp32."""
 
-    kind: Literal["fp32", "bf16", "int8", "int4", "topk"] = "fp32"
-    """`fp32` is master precision, unrounded; `bf16`, `int8` and `int4` round twice: what a replica sends, and the mean. `topk` sends
-    the largest values of each chunk of 4096, to every other replica, and needs `error_feedback`."""
+    kind: Literal["fp32", "bf16", "int8", "int4", "fp4", "2bit", "topk"] = "fp32"
+    """`fp32` is master precision, unrounded; `bf16`, `int8`, `int4`, `fp4` (a sign and an exponent) and `2bit` (four levels for normally
+    distributed values) round twice: what a replica sends, and the mean. `topk` sends the largest values of each chunk of
+    4096, to every other replica. `2bit` and `topk` need `error_feedback`."""
     keep: Annotated[int, Field(ge=1, le=4096)] = 64
     """Values that `topk` sends of each chunk of 4096."""
     values: Literal["2bit", "fp32"] = "2bit"
@@ -240,7 +242,7 @@ class WireSection(Section):
     feedback_decay: Fraction = 1.0
     """Factor of what earlier messages left out, per message."""
     gradients: bool = False
-    """Round the gradients that synchronous steps average, too (`bf16`, `int8`, `int4`). They are sent in fp32 otherwise."""
+    """Round the gradients that synchronous steps average, too (`bf16`, `int8`, `int4`, `fp4`). They are sent in fp32 otherwise."""
 
     @property
     def needs_anchor(self) -> bool:
@@ -280,7 +282,8 @@ class SyncSection(Section):
     pull: PullSection | None = None
     """PALSGD's local pull towards the anchor, `{probability, strength, batch}`, or `null`."""
     wire: Annotated[WireSection, BeforeValidator(kind)] = Field(default_factory=WireSection)
-    """Message format: `fp32`, `bf16`, `int8`, `int4`, or with error feedback `{kind: int4, error_feedback: true}`; `topk` needs it."""
+    """Message format: `fp32`, `bf16`, `int8`, `int4`, `fp4`, or with error feedback `{kind: 2bit, error_feedback: true}`; `2bit` and
+    `topk` need it."""
     offload: bool = False
     """Keep anchor and outer momentum in CPU memory between synchronizations. On GPUs the memory is pinned, for which torch
     rounds the bytes of a block up to a power of two."""

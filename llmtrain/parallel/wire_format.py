@@ -1,9 +1,11 @@
-"""Wire formats: the number formats to which a message's values are rounded before they are sent. Codes of 8 or 4
+"""Wire formats: the number formats to which a message's values are rounded before they are sent. Codes of 8, 4 or 2
 bits share a scale per group of values."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -12,35 +14,52 @@ from llmtrain.pieces import pieces
 SCALE_GROUP_SIZE = 128
 """Number of values that share one fp32 scale."""
 SCALE_BYTES = 4
+POWERS = (0.0, *(2.0**exponent for exponent in range(-6, 1)))
+"""Magnitudes of fp4, in units of the scale."""
+POWERS_BETWEEN = tuple((low + high) / 2 for low, high in itertools.pairwise(POWERS))
+LOW, HIGH, THRESHOLD = 0.4528 / 0.79788, 1.5104 / 0.79788, 0.9816 / 0.79788
+"""Levels of 2bit and the magnitude between them (Max 1960, for standard deviation 1), in units of the mean magnitude, which is
+sqrt(2 / pi)."""
+
+Encoder = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Decoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class WireFormat:
-    """Encoder and decoder of one wire format: bf16, int8 or int4.
+    """Encoder and decoder of one wire format: bf16, int8, int4, fp4 or 2bit.
 
-    bf16 takes 2 bytes per value. int8 and int4 send x as round(x / s), where s = max |x| of x's group / 127 or 7. A
-    value is then off by at most s / 2 (slightly more if s is subnormal, below 1e-38). It takes 1 or 1/2 byte, plus
-    4/128 byte for its share of s.
+    bf16 takes 2 bytes per value. The others have a code of 8, 4 or 2 bits per value, and a scale s per group, 4/128 byte per
+    value:
 
-    Non-finite values stay non-finite; in int8 and int4, they make their entire group non-finite. Rounding therefore
+    int8, int4   x is sent as round(x / s), where s = max |x| of x's group / 127 or 7. A value is off by at most s / 2
+                 (slightly more if s is subnormal, below 1e-38).
+    fp4          0 or +-2^-6, ..., +-1 times s = max |x| of the group: a sign and an exponent of three bits, no mantissa. A value
+                 above s / 64 is off by at most a third of itself.
+    2bit         +-LOW or +-HIGH times s = mean |x| of the group: the four levels with the least squared error for normally
+                 distributed values. 0 has no code, so this format needs error feedback.
+
+    Non-finite values stay non-finite; except in bf16, they make their entire group non-finite. Rounding therefore
     never makes a broken replica look healthy.
     """
 
     def __init__(self, kind: str, compiled: bool = False):
         """Create the format. With `compiled`, torch.compile fuses the many passes over the values into one."""
         self.kind = kind
-        self._levels = {"bf16": 0, "int8": 127, "int4": 7}[kind]
-        self._pieces, self._encode_groups, self._decode_groups = pieces, _encode_groups, _decode_groups
+        self._pieces = pieces
+        if kind == "bf16":
+            return
+        self._bits, self._encode_groups, self._decode_groups = CODES[kind]
         if compiled:  # one pass over all values needs no pieces
             self._pieces = lambda *tensors: [tensors]
-            self._encode_groups = torch.compile(_encode_groups, dynamic=True)  # messages have many sizes
-            self._decode_groups = torch.compile(_decode_groups, dynamic=True)
+            self._encode_groups = torch.compile(self._encode_groups, dynamic=True)  # messages have many sizes
+            self._decode_groups = torch.compile(self._decode_groups, dynamic=True)
 
     def size(self, values: int) -> int:
         """Return the bytes of `values` encoded values. The number must be a multiple of SCALE_GROUP_SIZE."""
         assert values % SCALE_GROUP_SIZE == 0, values
         if self.kind == "bf16":
             return 2 * values
-        return (values if self.kind == "int8" else values // 2) + values // SCALE_GROUP_SIZE * SCALE_BYTES
+        return self._bits * values // 8 + values // SCALE_GROUP_SIZE * SCALE_BYTES
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Encode floats [rows, n], n a multiple of SCALE_GROUP_SIZE, as bytes: uint8 [rows, size(n)]. A row's scales
@@ -52,7 +71,7 @@ class WireFormat:
             codes, scales = self._codes_and_scales(sent)
             for part, of_codes, of_scales in self._pieces(row.view(-1, SCALE_GROUP_SIZE), codes, scales):
                 # Written here, because torch.compile does not write to two views of one tensor in different dtypes.
-                encoded, scale = self._encode_groups(part, self._levels)
+                encoded, scale = self._encode_groups(part)
                 of_codes.copy_(encoded)
                 of_scales.copy_(scale)
         return payload
@@ -81,24 +100,95 @@ class WireFormat:
         return math.ceil(numel / ranks / SCALE_GROUP_SIZE) * SCALE_GROUP_SIZE
 
 
-def _encode_groups(groups: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round groups [G, SCALE_GROUP_SIZE] to codes from -levels to levels. Return codes [G, bytes], uint8, and scales
-    [G, 1], float32."""
+def _encode_int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round groups [G, SCALE_GROUP_SIZE]. Return codes [G, bytes], uint8, and scales [G, 1], float32, as do all encoders."""
+    rounded, scales = _integers(groups, 127)
+    return rounded.view(torch.uint8), scales
+
+
+def _decode_int8(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write the values of codes and scales to groups [G, SCALE_GROUP_SIZE], as do all decoders."""
+    groups.copy_(codes.view(torch.int8)).mul_(scales)
+
+
+def _encode_int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rounded, scales = _integers(groups, 7)
+    return _packed(rounded + 8, 4), scales
+
+
+def _decode_int4(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    groups.copy_(_unpacked(codes, 4).view(torch.int8).sub_(8)).mul_(scales)
+
+
+def _integers(groups: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return integers from -levels to levels [G, SCALE_GROUP_SIZE], int8, and the scales."""
     scales = (groups.abs().amax(-1, keepdim=True) / levels).to(torch.float32)
-    quotients = groups / torch.where(scales > 0, scales, 1.0)
     # NaN becomes an arbitrary code, but the group's scale is non-finite too and makes all its values non-finite.
-    rounded = quotients.round_().clamp_(-levels, levels).to(torch.int8)
-    if levels > 7:
-        return rounded.view(torch.uint8), scales
-    pairs = (rounded + 8).view(torch.int16)  # two codes per int16, so no strided slices are needed
-    return (pairs | (pairs >> 4)).to(torch.uint8), scales  # its low byte
+    return _quotients(groups, scales).round_().clamp_(-levels, levels).to(torch.int8), scales
 
 
-def _decode_groups(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Write the values of codes and scales to groups [G, SCALE_GROUP_SIZE]."""
-    if codes.shape[1] == SCALE_GROUP_SIZE:
-        signed = codes.view(torch.int8)
-    else:
+def _encode_fp4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = groups.abs().amax(-1, keepdim=True).to(torch.float32)
+    quotients = _quotients(groups, scales)
+    between = torch.tensor(POWERS_BETWEEN, dtype=groups.dtype, device=groups.device)
+    powers = torch.bucketize(quotients.abs(), between, out_int32=True).to(torch.int8)
+    return _packed(powers + 8 * _negative(quotients), 4), scales
+
+
+def _decode_fp4(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    _look_up(_unpacked(codes, 4), (*POWERS, *(-power for power in POWERS)), groups).mul_(scales)
+
+
+def _encode_2bit(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # The sum in fp64 hardly depends on the order, in which devices differ.
+    scales = groups.abs().mean(-1, keepdim=True, dtype=torch.float64).to(torch.float32)
+    quotients = _quotients(groups, scales)
+    return _packed((quotients.abs() > THRESHOLD).to(torch.int8) + 2 * _negative(quotients), 2), scales
+
+
+def _decode_2bit(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    _look_up(_unpacked(codes, 2), (LOW, HIGH, -LOW, -HIGH), groups).mul_(scales)
+
+
+def _quotients(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return groups / torch.where(scales > 0, scales, 1.0)
+
+
+def _negative(values: torch.Tensor) -> torch.Tensor:
+    """Return 1 for negative values, else 0: int8."""
+    return (values < 0).to(torch.int8)
+
+
+def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return codes [G, n], int8 from 0 to 2^bits - 1, with 2 or 4 of them in a byte: uint8. Codes that share a byte are neighbors
+    and are taken as one integer, so no strided slices are needed."""
+    if bits == 4:
+        pairs = codes.view(torch.int16)
+        return (pairs | (pairs >> 4)).to(torch.uint8)  # its low byte
+    quads = codes.view(torch.int32)
+    return (quads | (quads >> 6) | (quads >> 12) | (quads >> 18)).to(torch.uint8)
+
+
+def _unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Invert `_packed`: uint8 [G, n]."""
+    if bits == 4:
         pairs = codes.to(torch.int16)
-        signed = pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.int8).sub_(8)
-    groups.copy_(signed).mul_(scales)
+        return pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.uint8)
+    quads = codes.to(torch.int32)
+    quads = quads | (quads << 6) | (quads << 12) | (quads << 18)
+    return quads.bitwise_and_(0x03030303).view(torch.uint8)
+
+
+def _look_up(codes: torch.Tensor, levels: tuple[float, ...], groups: torch.Tensor) -> torch.Tensor:
+    """Write the level of each code to `groups`, and return them."""
+    table = torch.tensor(levels, dtype=groups.dtype, device=groups.device)
+    return groups.copy_(table[codes.int()])
+
+
+CODES: dict[str, tuple[int, Encoder, Decoder]] = {
+    "int8": (8, _encode_int8, _decode_int8),
+    "int4": (4, _encode_int4, _decode_int4),
+    "fp4": (4, _encode_fp4, _decode_fp4),
+    "2bit": (2, _encode_2bit, _decode_2bit),
+}
+"""Bits of a code, encoder of groups and decoder, by format."""

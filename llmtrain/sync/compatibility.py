@@ -61,6 +61,11 @@ RULES = (
         "what is not among the largest values must be sent later, and nothing is kept for later",
     ),
     Rule(
+        *("wire", "2bit"),
+        {"period": ("every_step",), "schedule": ("wait_avoiding",)},
+        "what so coarse a rounding leaves out must be sent later, and nothing is kept for later",
+    ),
+    Rule(
         *("period", "every_step"),
         {
             "schedule": ("layerwise", "overlapped", "delayed", "wait_avoiding"),
@@ -89,8 +94,8 @@ RULES = (
     ),
     Rule(
         *("error_feedback", "off"),
-        {"wire": ("topk",)},
-        "what is not among the largest values would never be sent",
+        {"wire": ("2bit", "topk")},
+        "what the message leaves out would never be sent",
     ),
     Rule(
         *("error_feedback", "on"),
@@ -103,9 +108,9 @@ RULES = (
 def find_conflict(sync: SyncSection) -> str | None:
     """Return one line that says why these choices cannot be combined and which can; None if they can."""
     kinds = kinds_of(sync)
-    if sync.wire.gradients and sync.wire.kind in ("fp32", "topk"):
+    if sync.wire.gradients and sync.wire.kind in ("fp32", "2bit", "topk"):
         why = "rounds nothing" if sync.wire.kind == "fp32" else "would lose what it does not send of gradients"
-        return f"sync.wire.gradients is true, but {sync.wire.kind} {why}; use bf16, int8 or int4, or leave it out"
+        return f"sync.wire.gradients is true, but {sync.wire.kind} {why}; use bf16, int8, int4 or fp4, or leave it out"
     for rule in RULES:
         if (other := rule.excluded(kinds)) is not None:
             given = f"{_as_override(rule.choice, rule.kind)} does not go with {_as_override(other, kinds[other])}"

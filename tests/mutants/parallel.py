@@ -43,15 +43,15 @@ MUTANTS = [
     Mutant(
         "wire: truncates instead of rounding",
         "llmtrain/parallel/wire_format.py",
-        "rounded = quotients.round_()",
-        "rounded = quotients.trunc_()",
+        "_quotients(groups, scales).round_()",
+        "_quotients(groups, scales).trunc_()",
         WIRE,
     ),
     Mutant(
         "wire: rounds halves up, not to even",
         "llmtrain/parallel/wire_format.py",
-        "rounded = quotients.round_()",
-        "rounded = quotients.add_(0.5).floor_()",
+        "_quotients(groups, scales).round_()",
+        "_quotients(groups, scales).add_(0.5).floor_()",
         WIRE,
     ),
     Mutant(
@@ -69,7 +69,13 @@ MUTANTS = [
         "if False:  # whose all-gather is a ring",
         ("tests/distributed/test_comms_wire.py",),
     ),
-    Mutant("wire: int8 has 128 levels", "llmtrain/parallel/wire_format.py", '"int8": 127', '"int8": 128', WIRE),
+    Mutant(
+        "wire: int8 has 128 levels",
+        "llmtrain/parallel/wire_format.py",
+        "_integers(groups, 127)",
+        "_integers(groups, 128)",
+        WIRE,
+    ),
     Mutant(
         "engine: gradients summed over replicas, not averaged",
         "llmtrain/parallel/torch_engine.py",

@@ -1,4 +1,4 @@
-"""Mistakes in the wire of the largest values."""
+"""Mistakes in the wire of the largest values, and in those whose levels come from a table."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from tests.mutants.mutant import Mutant
 
 SPARSE = ("tests/distributed/test_sparse_wire.py",)
 FORMAT = "llmtrain/parallel/sparse_format.py"
+TABLES = ("tests/unit/test_table_wires.py",)
+WIRE_FORMAT = "llmtrain/parallel/wire_format.py"
 
 MUTANTS = [
     Mutant(
@@ -84,5 +86,35 @@ MUTANTS = [
         "return BlockMessage(Exchange(others * sparse.size(values), 1, peers=others, halved=False))",
         "return BlockMessage(*[Exchange(others * sparse.size(values), 1, peers=others, halved=False)] * 2)",
         ("tests/unit/test_network_time.py",),
+    ),
+    Mutant(
+        "fp4: the border between two powers is their geometric mean",
+        WIRE_FORMAT,
+        "tuple((low + high) / 2 for low, high in itertools.pairwise(POWERS))",
+        "tuple((low * high) ** 0.5 or high / 2 for low, high in itertools.pairwise(POWERS))",
+        TABLES,
+    ),
+    Mutant("fp4: no sign", WIRE_FORMAT, "powers + 8 * _negative(quotients)", "powers", TABLES),
+    Mutant(
+        "2bit: the scale is the largest magnitude",
+        WIRE_FORMAT,
+        "groups.abs().mean(-1, keepdim=True, dtype=torch.float64)",
+        "groups.abs().amax(-1, keepdim=True)",
+        TABLES,
+    ),
+    Mutant("2bit: the border is at the mean magnitude", WIRE_FORMAT, "0.9816 / 0.79788", "1.0", TABLES),
+    Mutant(
+        "2bit: the third code of a byte is lost",
+        WIRE_FORMAT,
+        "quads | (quads << 6) | (quads << 12) | (quads << 18)",
+        "quads | (quads << 6) | (quads << 18)",
+        TABLES,
+    ),
+    Mutant(
+        "2bit: goes without error feedback",
+        "llmtrain/sync/compatibility.py",
+        '{"wire": ("2bit", "topk")},',
+        '{"wire": ("topk",)},',
+        ("tests/unit/test_recipe_wrong.py",),
     ),
 ]

@@ -92,7 +92,9 @@ def test_wires_are_diloco_with_another_wire() -> None:
     kinds = {wire: (recipe.sync.wire.kind, recipe.sync.wire.error_feedback) for wire, recipe in recipes.items()}
     assert kinds == {
         **{kind: (kind, False) for kind in ("fp32", "bf16", "int8", "int4")},
+        "fp4": ("fp4", False),
         "int4+feedback": ("int4", True),
+        "2bit+feedback": ("2bit", True),
     }
     for recipe in recipes.values():
         check(recipe, 4)

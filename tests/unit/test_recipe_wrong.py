@@ -229,6 +229,7 @@ WRONG_OVERRIDES = [
         ["every_step does not go with sync.reduction=edit_penalty", "use sync.reduction=mean, or another sync.period"],
     ),
     ("sync={method: diloco, wire: topk}", ["error_feedback=false does not go with sync.wire=topk", "never be sent"]),
+    ("sync={method: diloco, wire: 2bit}", ["error_feedback=false does not go with sync.wire=2bit", "never be sent"]),
     ("sync={method: synchronous, outer: nesterov}", ["sync.outer=nesterov", "every_step", "use sync.outer=average"]),
     (
         "sync={method: synchronous, period: {every: 5}}",

@@ -25,6 +25,8 @@ def rounded(values: np.ndarray, kind: str) -> np.ndarray:
         bits = values.astype(np.float32).view(np.uint32)
         nearest = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)  # ties to even
         return np.where(np.isnan(values), np.nan, nearest).astype(values.dtype)
+    if kind in BY_TABLE:
+        return BY_TABLE[kind](values)
     arrived = []
     for block in values.reshape(-1, BLOCK):
         scale = np.float32(np.max(np.abs(block)) / values.dtype.type(LEVELS[kind]))
@@ -36,6 +38,31 @@ def rounded(values: np.ndarray, kind: str) -> np.ndarray:
             codes = np.clip(np.rint(block / scale), -LEVELS[kind], LEVELS[kind]).astype(np.int64)  # no -0.0
             arrived.append(codes.astype(values.dtype) * values.dtype.type(scale))
     return np.stack(arrived).reshape(values.shape)
+
+
+def nearest_of(values: np.ndarray, levels: list[float], scales: np.ndarray) -> np.ndarray:
+    """The nearest of the levels, of which the first is the smallest, times each block's scale; the smaller one of two."""
+    blocks = values.reshape(-1, BLOCK)
+    quotients = blocks / np.where(scales > 0, scales, 1).astype(values.dtype)
+    distances = np.abs(np.abs(quotients)[..., None] - np.array(levels, values.dtype))
+    magnitudes = np.array(levels, values.dtype)[distances.argmin(-1)]
+    arrived = np.where(quotients < 0, -magnitudes, magnitudes) * scales.astype(values.dtype)
+    return np.where(np.isfinite(scales), arrived, np.nan).reshape(values.shape)
+
+
+def powers_of_two(values: np.ndarray) -> np.ndarray:
+    scales = np.abs(values.reshape(-1, BLOCK)).max(-1, keepdims=True).astype(np.float32)
+    return nearest_of(values, [0, *(2.0**-power for power in range(6, -1, -1))], scales)
+
+
+def four_levels(values: np.ndarray) -> np.ndarray:
+    """The best two magnitudes for a normal distribution of standard deviation 1, and those of its mean magnitude."""
+    low, high, mean = 0.4528, 1.5104, 0.79788
+    scales = np.abs(values.reshape(-1, BLOCK)).mean(-1, keepdims=True, dtype=np.float64).astype(np.float32)
+    return nearest_of(values, [low / mean, high / mean], scales)
+
+
+BY_TABLE = {"fp4": powers_of_two, "2bit": four_levels}
 
 
 def sent(values: np.ndarray, kind: str) -> np.ndarray:

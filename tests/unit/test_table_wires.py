@@ -1,0 +1,115 @@
+"""Wire formats whose levels come from a table: fp4 and 2bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from llmtrain.parallel.wire_format import HIGH, LOW, POWERS, THRESHOLD, WireFormat
+from tests.unit.test_wire import BAD, BLOCK, BLOCKS, DISTRIBUTIONS, FLOATS, draw, rounded, sent
+
+KINDS = {"fp4": 64 + 4, "2bit": 32 + 4}
+"""Bytes of a block."""
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bit_for_bit_as_the_reference(kind: str, dtype: type) -> None:
+    for distribution, rows in itertools.product(DISTRIBUTIONS, (1, 3)):
+        values = draw(distribution, dtype, rows)
+        arrived = sent(values, kind)
+        assert arrived.dtype == dtype and arrived.shape == values.shape
+        np.testing.assert_array_equal(arrived, rounded(values, kind), distribution)
+
+
+def test_the_levels_of_2bit_have_the_least_error_for_a_normal_distribution() -> None:
+    """Each is the mean of the values that it stands for, and the border lies in the middle (Lloyd's conditions)."""
+    values = np.abs(np.random.default_rng(0).normal(size=4_000_000))
+    scale = values.mean()
+    small = values < THRESHOLD * scale
+    assert values[small].mean() / scale == pytest.approx(LOW, rel=2e-3)
+    assert values[~small].mean() / scale == pytest.approx(HIGH, rel=2e-3)
+    assert pytest.approx((LOW + HIGH) / 2, rel=1e-4) == THRESHOLD
+    error = np.where(small, LOW, HIGH) * scale - values
+    assert (error**2).mean() == pytest.approx(0.1175, rel=0.01), "of a variance of 1 (Max 1960)"
+
+
+def test_fp4_is_off_by_a_third_at_most_down_to_a_64th_of_the_largest() -> None:
+    values = draw("lognormal", np.float64, 3)
+    largest = np.abs(values).reshape(-1, BLOCK).max(-1).repeat(BLOCK).reshape(values.shape)
+    error = np.abs(sent(values, "fp4") - values)
+    large = np.abs(values) >= largest / 64
+    assert large.any() and (error[large] <= np.abs(values)[large] / 3 * (1 + 1e-6)).all()
+    assert (error[~large] <= largest[~large] / 128 * (1 + 1e-6)).all()
+
+
+def test_fp4_keeps_powers_of_two_and_zeros() -> None:
+    levels = [*POWERS, *(-power for power in POWERS[1:])]
+    values = np.array(list(itertools.product(levels, levels)), np.float32).reshape(-1)
+    values = np.pad(values, (0, 4 * BLOCK - len(values)), constant_values=1.0)
+    for block in range(4):
+        values[block * BLOCK] = 1.0  # the scale
+    values = values[None] * np.float32(0.375)
+    np.testing.assert_array_equal(sent(values, "fp4"), values)
+
+
+def test_2bit_keeps_its_four_levels_in_every_place_of_a_byte() -> None:
+    """A block that has as many of both magnitudes as its own mean implies."""
+    rng = np.random.default_rng(3)
+    wire = WireFormat("2bit")
+    blocks = rng.normal(size=(50, BLOCK)).astype(np.float32).reshape(1, -1)
+    payload = wire.encode(torch.from_numpy(blocks))
+    codes = payload[0, : blocks.size // 4].numpy()
+    unpacked = np.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], -1).reshape(-1)
+    scales = np.abs(blocks.reshape(-1, BLOCK)).mean(-1).repeat(BLOCK)
+    expected = 2 * (blocks[0] < 0) + (np.abs(blocks[0]) > THRESHOLD * scales)
+    assert (unpacked != expected).mean() < 1e-3, "but at the border"
+    assert len(np.unique(codes)) > 200
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_payload_is_as_long_as_size_says(kind: str) -> None:
+    for dtype, rows, blocks in itertools.product(FLOATS, (1, 3), (1, 2, 7)):
+        wire, values = WireFormat(kind), torch.from_numpy(draw("normal", dtype, rows)[:, : blocks * BLOCK].copy())
+        payload = wire.encode(values)
+        assert payload.shape == (rows, wire.size(blocks * BLOCK)) == (rows, blocks * KINDS[kind])
+        assert payload.dtype == torch.uint8 and wire.decode(payload, values.dtype).shape == values.shape
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_zeros_arrive_as_zeros(kind: str) -> None:
+    values = draw("normal", np.float32, 2)
+    values[1, BLOCK : 2 * BLOCK] = 0.0
+    arrived = sent(values, kind)
+    assert not arrived[1, BLOCK : 2 * BLOCK].any() and arrived[0].any()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_never_arrives_healthy_and_harms_no_other_block(kind: str, dtype: type) -> None:
+    healthy = draw("normal", dtype, 3)
+    expected = rounded(healthy, kind)
+    for bad, (row, block, place) in itertools.product(BAD, [(0, 0, 0), (2, BLOCKS - 1, 126)]):
+        values = healthy.copy()
+        values[row, block * BLOCK + place :][: len(bad)] = bad
+        arrived = sent(values, kind)
+        broken = np.zeros(values.shape, bool)
+        broken[row, block * BLOCK : (block + 1) * BLOCK] = True
+        assert not np.isfinite(arrived[broken]).any(), (bad, row)
+        np.testing.assert_array_equal(arrived[~broken], expected[~broken], f"{bad} in row {row}")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_code_rounds_alike(kind: str) -> None:
+    values = torch.from_numpy(draw("student", np.float32, 2))
+    wire, compiled = WireFormat(kind), WireFormat(kind, compiled=True)
+    payload = compiled.encode(values)
+    same = (payload == wire.encode(values)).float().mean()
+    assert same > 1 - 1e-4, "but at borders, where a fused product rounds otherwise"
+    torch.testing.assert_close(
+        compiled.decode(payload, values.dtype), wire.decode(payload, values.dtype), rtol=1e-6, atol=0
+    )
