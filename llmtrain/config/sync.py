@@ -54,14 +54,17 @@ class EveryStepsSection(PeriodSection):
 
 
 class QsrSection(PeriodSection):
-    """QSR's period: max(base, floor((alpha / lr)^2)) local steps per round, more as the learning rate falls."""
+    """QSR's period: max(base, floor((alpha / lr)^power)) local steps per round, more as the learning rate falls."""
 
     kind: Literal["qsr"] = "qsr"
     """`qsr`: the learning rate at the start of a round sets its length."""
     base: PositiveInt = 4
-    """Minimum local steps per round. All rounds have this length until the learning rate falls below alpha / sqrt(base)."""
+    """Minimum local steps per round. All rounds have this length until the learning rate falls below alpha / base^(1 / power)."""
     alpha: PositiveFloat
-    """Growth rate, in units of the learning rate. With `optim.lr` x sqrt(base), rounds grow as soon as the learning rate decays."""
+    """Growth rate, in units of the learning rate. With `optim.lr` x base^(1 / power), rounds grow as soon as the learning rate
+    decays."""
+    power: PositiveFloat = 2.0
+    """Exponent: 2 is QSR's quadratic rule; with 1, rounds grow in inverse proportion to the learning rate."""
     shortest_round: ClassVar[str | None] = "base"
     follows_lr: ClassVar[bool] = True
 

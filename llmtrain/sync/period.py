@@ -110,12 +110,12 @@ class FixedPeriod(Period):
 
 
 class QsrPeriod(Period):
-    """The quadratic synchronization rule (arXiv 2310.14423): rounds of max(base, floor((alpha / lr)^2)) local steps.
+    """The quadratic synchronization rule (arXiv 2310.14423): rounds of max(base, floor((alpha / lr)^power)) local steps.
     lr is that of the round's first step, or the peak while the learning rate warms up. The last round is shortened
     so that the run ends synchronized."""
 
-    def __init__(self, base: int, alpha: float, warmup: int, rates: LRSchedule):
-        self.base, self.alpha, self.rates = base, alpha, rates
+    def __init__(self, base: int, alpha: float, warmup: int, rates: LRSchedule, power: float = 2.0):
+        self.base, self.alpha, self.power, self.rates = base, alpha, power, rates
         self.set_warmup(warmup)
 
     def set_warmup(self, steps: int) -> None:
@@ -125,7 +125,8 @@ class QsrPeriod(Period):
             lr = rates.at(max(self._ends[-1] + 1, rates.warmup_steps))
             longest = rates.total_steps - self._ends[-1]
             # The margin keeps (2 x lr / lr)^2 from being 3.99...; a rate of 0 synchronizes only at the run's end.
-            length = max(self.base, math.floor((self.alpha / lr) ** 2 * (1 + 1e-12))) if lr > 0 else longest
+            grown = math.floor((self.alpha / lr) ** self.power * (1 + 1e-12)) if lr > 0 else longest
+            length = max(self.base, grown)
             self._ends.append(self._ends[-1] + min(length, longest))
 
     def is_synchronous(self, step: int) -> bool:
@@ -162,5 +163,5 @@ def build_period(section: AnyPeriod, warmup: int, rates: LRSchedule) -> Period:
     if isinstance(section, EveryStepSection):
         return EveryStep()
     if isinstance(section, QsrSection):
-        return QsrPeriod(section.base, section.alpha, warmup, rates)
+        return QsrPeriod(section.base, section.alpha, warmup, rates, section.power)
     return FixedPeriod(section.every, warmup)

@@ -157,7 +157,7 @@ class Oracle:
                 ends.append(ends[-1] + period.every)
             else:
                 lr = self.rates.at(max(ends[-1] + 1, self.rates.warmup_steps))
-                steps = max(period.base, int((period.alpha / lr) ** 2 + 1e-9)) if lr else total
+                steps = max(period.base, int((period.alpha / lr) ** period.power + 1e-9)) if lr else total
                 ends.append(min(ends[-1] + steps, total))
         return ends[1:]
 

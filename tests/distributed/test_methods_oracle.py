@@ -73,6 +73,7 @@ OUTER = {
     "nesterov-accumulated-qsr": choices("diloco", period=QSR, outer=nesterov(normalize="lr_sum")),
     "edit-accumulated-layerwise": edit(every=3, outer=nesterov(normalize="lr_sum"), penalty={"clip": 0.5}),
     "qsr": choices("qsr", period=QSR),
+    "qsr-to-the-first-power": choices("qsr", period={**QSR, "power": 1.0}),
     "edit-qsr": edit(every=None, period=QSR, penalty={"temperature": 0.3, "z": 0.5}),
     "edit-qsr-by-the-paper": edit(every=None, period=QSR, penalty={"z": 0.5, "statistics": "paper"}),
 }

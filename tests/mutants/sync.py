@@ -160,6 +160,13 @@ MUTANTS = [
         ("tests/unit/test_period.py",),
     ),
     Mutant(
+        "period: QSR is always quadratic",
+        "llmtrain/sync/period.py",
+        "(self.alpha / lr) ** self.power",
+        "(self.alpha / lr) ** 2",
+        ("tests/unit/test_period.py",),
+    ),
+    Mutant(
         "period: QSR's round may be longer than the longest",
         "llmtrain/sync/period.py",
         "self._ends.append(self._ends[-1] + min(length, longest))",

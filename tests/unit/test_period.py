@@ -56,6 +56,17 @@ def test_rounds_of_the_published_schedules(schedule, shape, base, alpha, expecte
     assert max(lengths) == longest
 
 
+@pytest.mark.parametrize("power", [1.0, 2.0, 3.0])
+def test_rounds_grow_with_a_power_of_the_learning_rate(power):
+    """A round that starts when the learning rate has fallen to 1 / n of what alpha is has n^power steps."""
+    rates = SimpleNamespace(
+        at=lambda step: 1.0 if step <= 40 else 0.5 if step <= 100 else 0.25, total_steps=300, warmup_steps=0
+    )
+    lengths = rounds(build_period(QsrSection(base=1, alpha=1.0, power=power), 0, rates), 300)
+    assert lengths[:40] == [1] * 40 and lengths[40] == 2**power
+    assert round(4**power) in lengths and set(lengths[:-1]) <= {1, 2**power, 4**power}
+
+
 def test_at_a_constant_learning_rate_rounds_have_one_length():
     rates = LRSchedule(3e-3, 100, LRScheduleSection(kind="constant", warmup_steps=10))
     constant = build_period(QsrSection(base=1, alpha=9e-3), 10, rates)

@@ -9,6 +9,7 @@ Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica.
 Memory    nothing beyond the inner optimizer.
 Defaults  base 4 is the paper's for ViT-B, with alpha = 0.0175 at a peak of 8e-3 (2.2 times the peak); alpha is in units
           of the learning rate, so a recipe must set it.
+          `sync.period.power=1` gives rounds in inverse proportion to the learning rate, as the published code can.
 Differs   the warm-up follows the paper's rule (from memory); the published code uses `base` there. Its values agree.
 """
 
