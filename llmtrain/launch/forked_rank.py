@@ -9,10 +9,13 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.errors import exit_with_status
+from llmtrain.errors import DONE, exit_with_status
 from llmtrain.parallel.world import World
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.train.run import run_training
+
+LEAVE_SECONDS = 5.0
+"""Seconds in which torchrun's agent reads the result of a rank whose run is complete. It looks ten times a second."""
 
 
 def become_a_program() -> None:
@@ -29,6 +32,25 @@ def become_a_program() -> None:
     threading.Thread(target=_stop_without_launcher, daemon=True, name="watches the launcher").start()
 
 
+def leave_soon() -> None:
+    """End this process, whose run is complete, after LEAVE_SECONDS at the latest.
+
+    torchrun's agent tells such a rank when to end, once it has the results of all ranks. But after a signal it only waits
+    for the ranks to end, for `run.timeout_seconds`, and tells them nothing.
+    """
+    timer = threading.Timer(LEAVE_SECONDS, os._exit, [DONE])
+    timer.daemon = True
+    timer.start()
+
+
+def train(recipe: str, overrides: list[str]) -> int:
+    """Train as one rank, and return the exit code."""
+    code = run_training(load_recipe(Path(recipe), overrides), World.from_environment())
+    if code == DONE:
+        leave_soon()
+    return code
+
+
 def _stop_without_launcher() -> None:
     """Wait until the launcher is gone, then ask this process to stop with a checkpoint. Nothing else would, because the
     process's parent is the rank server, which lives as long as any rank."""
@@ -39,4 +61,4 @@ def _stop_without_launcher() -> None:
 if __name__ == "__main__":
     become_a_program()
     recipe, *overrides = sys.argv[1:]
-    exit_with_status(lambda: sys.exit(run_training(load_recipe(Path(recipe), overrides), World.from_environment())))
+    exit_with_status(lambda: sys.exit(train(recipe, overrides)))

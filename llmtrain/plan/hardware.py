@@ -40,7 +40,8 @@ def hardware_of(
         if rate is not None and not math.isfinite(rate):
             raise UserError(f"{option} is {rate:g}; expected a finite number")
     card = None if gpu is None else card_named(gpu)
-    device, on_gpu = ("each rank", torch.cuda.is_available()) if card is None else (f"each {card.name}", True)
+    rank = "the process" if recipe.parallel.in_process else "each rank"
+    device, on_gpu = (rank, torch.cuda.is_available()) if card is None else (f"each {card.name}", True)
     if tflops is not None:
         return Hardware(HardwareRates(tflops * 1e12, mbit, latency_ms), device, "--tflops", on_gpu, card=card)
     if card is not None:
@@ -53,6 +54,6 @@ def hardware_of(
         return Hardware(
             HardwareRates(GPU_EFFICIENCY * card.peak_flops, mbit, latency_ms), device, source, True, card=card
         )
-    device = "each GPU like the one here" if on_gpu else "each rank on this CPU"
+    device = "each GPU like the one here" if on_gpu else f"{rank} on this CPU"
     source = "measured here; --gpu, --tflops"
     return Hardware(HardwareRates(rate_here(recipe), mbit, latency_ms), device, source, on_gpu, is_this_cpu=not on_gpu)

@@ -10,6 +10,7 @@ import subprocess
 import psutil
 import pytest
 
+from llmtrain.errors import DONE
 from tests.end_to_end.runs import (
     Runs,
     exact_lines,
@@ -147,6 +148,16 @@ def test_a_request_to_stop_ends_in_a_checkpoint_and_exit_code_3(runs: Runs, requ
     assert said["stopped"] == "signal"
     assert (runs.path(name) / "checkpoints/latest").read_text().strip() == f"step-{said['steps']:08d}"
     all_end(family)
+
+
+def test_a_run_that_is_over_before_ranks_agree_to_stop_ends_at_once(runs: Runs):
+    """Without a log line they never agree. The launcher waits for ranks to end, which wait for it to take their results."""
+    process = runs.start(runs.command("over", *TWO, "log.every=100"))
+    runs.wait_for("over", 3)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=SECONDS)  # far less than run.timeout_seconds
+    assert process.returncode == DONE, output
+    assert summary(runs.path("over"))["stopped"] == "done" and "Trained 12 steps" in output
 
 
 def test_a_rank_that_dies_ends_the_run_with_an_error(runs: Runs):

@@ -6,6 +6,13 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "launch: a complete rank waits for a launcher that waits for it",
+        "llmtrain/launch/forked_rank.py",
+        "    if code == DONE:\n        leave_soon()",
+        "    if code < DONE:\n        leave_soon()",
+        ("tests/end_to_end/test_interruptions.py::test_a_run_that_is_over_before_ranks_agree_to_stop_ends_at_once",),
+    ),
+    Mutant(
         "attempts: one restart less",
         "llmtrain/launch/attempts.py",
         "if final or number == restarts:",

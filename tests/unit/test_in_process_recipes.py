@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from llmtrain.errors import RecipeError, UserError
-from llmtrain.plan.hardware import Hardware
+from llmtrain.plan.hardware import Hardware, hardware_of
 from llmtrain.plan.memory import estimate
 from llmtrain.plan.mesh_plan import plan_mesh, size_or_assumed
 from llmtrain.plan.show import _memory
@@ -85,6 +85,11 @@ def test_what_is_planned_is_of_all_replicas(right: Path) -> None:
         total = float(re.search(r"total\s+([\d,.]+)", text)[1])
         shown[name] = total * (1024 if "Estimated GiB" in text else 1)
     assert shown["together"] == pytest.approx(4 * shown["apart"], rel=0.01), "MiB"
+
+
+def test_what_is_shown_is_of_the_process(right: Path) -> None:
+    recipe = load_recipe(right, ["parallel.shards=auto", "parallel.replicas=4", "parallel.in_process=true"])
+    assert hardware_of(recipe, None, tflops=1.0, mbit=10).device == "the process"
 
 
 def test_replicas_share_the_memory_of_their_process(right: Path) -> None:
