@@ -17,7 +17,6 @@ from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import GPT_NEO, TIED, Case, Outcome, Run, train
 
 PENALTY = {"z": 2.0, "temperature": 1.0, "clip": 0.5}
-EXACT_WIRES = ("bf16", "int8", "int4")
 DROPOUT = {"attention_dropout": 0.2, "resid_dropout": 0.2, "embed_dropout": 0.2}
 
 
@@ -84,7 +83,8 @@ TWO = {
     "sparseloco": Case(choices("sparseloco", every=2, wire={"kind": "topk", "keep": 64}), 2),
     "compiled": Case(choices("diloco", every=2), 2, parallel={"precision": "fp32", "compile": True}),
 }
-SLOW = ("compiled",)
+SLOW = ("compiled", "gradients as bf16", "co2", "palsgd", "sparseloco")
+"""Cases that take long, or whose collectives another case has."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.deep if name in SLOW else ()) for name in TWO])
@@ -94,7 +94,7 @@ def test_two_replicas_of_a_process_train_like_two_processes(ranks: RankPool, nam
         assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("wire", EXACT_WIRES)
+@pytest.mark.parametrize("wire", ["int4", *(pytest.param(wire, marks=pytest.mark.deep) for wire in ("bf16", "int8"))])
 def test_four_replicas_get_the_bits_of_processes_if_messages_are_rounded(ranks: RankPool, wire: str) -> None:
     case = Case(choices("diloco", every=2, wire={"kind": wire}), 4)
     for ours, theirs in both(ranks, case):

@@ -21,7 +21,7 @@ MESHES = [
 ]
 CHUNKS = (((40, 11),), ((300,), (7,)), ((129,),))
 """Messages of several chunks, so that every rank also rounds some of a sum."""
-KINDS = ["bf16", "int8", "int4", "2bit"]
+KINDS = ["bf16", "int8", "int4", pytest.param("2bit", marks=pytest.mark.deep)]
 PENALTY = {"z": 6.0, "min_rounds": 3, "temperature": 0.3, "clip": 0.5}
 SPIKES = {(4, 1, 0): math.nan, (9, 1, 1): 50.0, (10, 0, 2): math.inf, (13, 0, 1): 50.0}
 """Replicas that do not count in a block, in four rounds of 2; one of them twice."""
@@ -71,6 +71,7 @@ METHODS = {
     "co2": choices("co2", every=3, wire={"kind": "int4", "error_feedback": True}),
     "palsgd": choices("palsgd", every=4, warmup_steps=2, wire="bf16"),
     "edit": choices("edit", every=3, wire={"kind": "fp4", "error_feedback": True}),
+    "two bits": choices("diloco", every=3, outer=OUTER, wire={"kind": "2bit", "error_feedback": True}),
     "streaming": choices("streaming_diloco", every=5, outer=OUTER, wire={"kind": "int4", "error_feedback": True}),
 }
 

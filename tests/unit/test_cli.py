@@ -141,7 +141,7 @@ def test_keys_are_listed_with_type_default_and_meaning(capsys: pytest.CaptureFix
     assert optim["weight_decay"] == ["number ≥ 0", "0.1", "Decoupled weight decay of matrices."]
     assert keys("optim.lr") == {name: optim[name] for name in ("key", "lr")}
     assert {"probability", "fragments", "gap_penalty"} <= keys("sync").keys()
-    assert keys("sync.period").keys() == {"key", "kind", "every", "base", "alpha", "min_steps"}
+    assert keys("sync.period").keys() == {"key", "kind", "every", "base", "alpha", "power", "min_steps"}
     everything = keys()
     assert {key for section in Recipe.model_fields.values() for key in section.annotation.model_fields} <= set(
         everything

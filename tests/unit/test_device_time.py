@@ -37,6 +37,7 @@ def clock() -> Iterator[HostClock]:
     with (
         mock.patch.multiple(torch.cuda, **names_of_streams(lambda: GPU, clock)),
         mock.patch("llmtrain.parallel.device_time.time", SimpleNamespace(**patched)),
+        mock.patch("llmtrain.turns.time", SimpleNamespace(**patched)),
         mock.patch("llmtrain.trace.time", SimpleNamespace(**patched)),
     ):
         yield clock
