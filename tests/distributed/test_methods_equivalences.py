@@ -327,7 +327,7 @@ FED_BACK = {
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
-        pytest.param(*case, id=name, marks=() if name in ("blocking", "co2") else pytest.mark.deep)
+        pytest.param(*case, id=name, marks=() if name == "blocking" else pytest.mark.deep)
         for name, case in FED_BACK.items()
     ],
 )

@@ -104,6 +104,7 @@ def test_on_loopback_without_root(on_loopback: tuple[Path, Path, str]) -> None:
     assert '"kind": "message"' in spans and '"kind": "wait"' in spans
 
 
+@pytest.mark.deep
 def test_a_complete_comparison_trains_nothing_again_and_is_reported_elsewhere(
     on_loopback: tuple[Path, Path, str], tmp_path: Path
 ) -> None:

@@ -211,6 +211,7 @@ def test_one_process_trains_without_a_launcher(runs: Runs):
     assert runs.exact("single") == exact_lines(runs.reference(1, 1))
 
 
+@pytest.mark.deep  # test_zero starts the same script by DeepSpeed's launcher
 @pytest.mark.fresh
 def test_python_runs_the_launch_script_as_deepspeed_does(runs: Runs):
     """DeepSpeed's launcher gives ranks by the environment and `--local_rank` before the script's arguments."""
