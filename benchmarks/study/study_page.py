@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from study_plan import FINAL_SEEDS, STAGES, TRIALS, Cell, Records, best_of, loss_of, trials
+from study_plan import FINAL_SEEDS, ROUNDS_OF_ITS_OWN, STAGES, TRIALS, Cell, Records, best_of, loss_of, trials
 from study_runs import RECORDS, read_records
 from table import Row, markdown, parser, show
 
@@ -55,7 +55,8 @@ def row_of(cell: Cell, done: Records) -> Row | None:
     if not tried:
         return None
     best = best_of(tried, done)
-    label = f"{cell.label}, M = {cell.replicas}, H = {cell.every}, batch {cell.batch}"
+    every = "" if cell.method in ROUNDS_OF_ITS_OWN else f", H = {cell.every}"
+    label = f"{cell.label}, M = {cell.replicas}{every}, batch {cell.batch}"
     count = "" if len(tried) == TRIALS else f" ({len(tried)} of {TRIALS})"
     trial = f"{loss_of(done[best.id]):.4f}{count}"
     chosen = " ".join(key.removeprefix("sync.") for key in done[best.id]["keys"])
