@@ -1,4 +1,4 @@
-"""What do replicas that share a process cost, beside processes of their own?
+"""Cost of replicas that share a process, beside processes of their own.
 
     python benchmarks/in_process.py --turns 5 --write
 
@@ -16,10 +16,11 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from loops import quartiles
+from loops import quartiles, take_turns
 from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
 
 COLUMNS = ("4 replicas as", "tokens/s, median", "quartiles", "memory", "to the first step")
@@ -45,10 +46,6 @@ class Way:
     in_process: bool
     threads: int
     at_a_time: int = 1
-    processes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "processes", 1 if self.in_process else REPLICAS)
 
 
 def ways(cores: int) -> tuple[Way, ...]:
@@ -61,9 +58,9 @@ def ways(cores: int) -> tuple[Way, ...]:
     )
 
 
-def measure(way: Way, turn: int) -> tuple[float, float, float]:
+def measure(way: Way) -> tuple[float, float, float]:
     """Train, and return (tokens per second, GiB of memory, seconds to the first step)."""
-    names = [f"in-process-{turn}-{number}" for number in range(way.at_a_time)]
+    names = [f"in-process-{number}" for number in range(way.at_a_time)]
     folder = ROOT / "runs" / "in_process"
     environment = {**os.environ, "OMP_NUM_THREADS": str(way.threads), "CUDA_VISIBLE_DEVICES": ""}
     started = []
@@ -87,7 +84,8 @@ def measure(way: Way, turn: int) -> tuple[float, float, float]:
             raise SystemExit(f"{way.name}: {output.splitlines()[-1]}")
     rates = [rate_and_memory(folder / name) for name in names]
     first = [float(line.split()[2]) for output in outputs for line in output.splitlines() if "first step" in line]
-    memory = sum(memory for _, memory in rates) * way.processes
+    memory = sum(memory for _, memory in rates) * (1 if way.in_process else REPLICAS)
+    print(f"{way.name}: {sum(rate for rate, _ in rates):,.0f} tokens/s", flush=True)
     return sum(rate for rate, _ in rates), memory, statistics.mean(first)
 
 
@@ -120,11 +118,7 @@ def main() -> None:
     options_parser.add_argument("--turns", type=int, default=5, help="measurements of each way")
     options = options_parser.parse_args()
     compared = ways(len(os.sched_getaffinity(0)))
-    found: dict[str, list[tuple[float, float, float]]] = {way.name: [] for way in compared}
-    for turn in range(options.turns):
-        for way in compared:
-            found[way.name].append(measure(way, turn))
-            print(f"turn {turn + 1}, {way.name}: {found[way.name][-1][0]:,.0f} tokens/s", flush=True)
+    found = take_turns({way.name: partial(measure, way) for way in compared}, options.turns)
     rows = [row_of(way, found[way.name]) for way in compared]
     show("Replicas in one process", COLUMNS, rows)
     if options.write:

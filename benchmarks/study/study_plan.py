@@ -53,6 +53,11 @@ def nesterov(lr: float, momentum: float, warmup: int = 0) -> Overrides:
     return (f"sync.outer={{kind: nesterov, lr: {lr}, momentum: {momentum}, rounds: {{momentum_warmup: {warmup}}}}}",)
 
 
+def nesterovs(*choices: tuple[float, ...]) -> tuple[Overrides, ...]:
+    """Return an outer Nesterov step for each (lr, momentum) or (lr, momentum, warmup)."""
+    return tuple(nesterov(*choice) for choice in choices)
+
+
 def heavy_ball(lr: float, momentum: float, warmup: int = 0) -> Overrides:
     """Return changes of the outer heavy-ball step of SlowMo and CO2."""
     return (
@@ -62,13 +67,8 @@ def heavy_ball(lr: float, momentum: float, warmup: int = 0) -> Overrides:
     )
 
 
-HEAVY_BALLS = (
-    heavy_ball(1.0, 0.3),
-    heavy_ball(1.0, 0.7),
-    heavy_ball(0.7, 0.5),
-    heavy_ball(0.7, 0.7),
-    heavy_ball(1.0, 0.7, 4),
-    heavy_ball(0.5, 0.7),
+HEAVY_BALLS = tuple(
+    heavy_ball(*choice) for choice in ((1.0, 0.3), (1.0, 0.7), (0.7, 0.5), (0.7, 0.7), (1.0, 0.7, 4), (0.5, 0.7))
 )
 
 OUTER: dict[str, tuple[Overrides, ...]] = {
@@ -77,22 +77,8 @@ OUTER: dict[str, tuple[Overrides, ...]] = {
     "post_local_sgd": tuple((f"sync.warmup_until_lr={lr}",) for lr in (0.25, 0.75, 0.9)),
     "qsr": tuple((QsrRounds(*rounds),) for rounds in ((4, 1.0), (20, 1.0), (30, 1.0), (10, 0.5), (20, 0.5), (30, 0.5))),
     "slowmo": HEAVY_BALLS,
-    "diloco": (
-        nesterov(0.7, 0.9, 4),
-        nesterov(0.7, 0.5),
-        nesterov(0.4, 0.9),
-        nesterov(0.4, 0.9, 4),
-        nesterov(1.0, 0.5),
-        nesterov(1.0, 0.8, 4),
-    ),
-    "muloco": (
-        nesterov(0.7, 0.6),
-        nesterov(1.0, 0.5),
-        nesterov(0.8, 0.8, 4),
-        nesterov(0.6, 0.8),
-        nesterov(1.0, 0.8, 4),
-        nesterov(0.7, 0.9, 4),
-    ),
+    "diloco": nesterovs((0.7, 0.9, 4), (0.7, 0.5), (0.4, 0.9), (0.4, 0.9, 4), (1.0, 0.5), (1.0, 0.8, 4)),
+    "muloco": nesterovs((0.7, 0.6), (1.0, 0.5), (0.8, 0.8, 4), (0.6, 0.8), (1.0, 0.8, 4), (0.7, 0.9, 4)),
     "sparseloco": (
         ("sync.outer.lr=0.7",),
         ("sync.outer.lr=1.4",),
@@ -101,14 +87,7 @@ OUTER: dict[str, tuple[Overrides, ...]] = {
         ("sync.wire.feedback_decay=1.0",),
         ("sync.wire.feedback_decay=0.8",),
     ),
-    "streaming_diloco": (
-        nesterov(0.4, 0.9, 4),
-        nesterov(0.7, 0.5),
-        nesterov(0.2, 0.9),
-        nesterov(0.7, 0.9, 4),
-        nesterov(1.0, 0.5),
-        nesterov(1.0, 0.8, 4),
-    ),
+    "streaming_diloco": nesterovs((0.4, 0.9, 4), (0.7, 0.5), (0.2, 0.9), (0.7, 0.9, 4), (1.0, 0.5), (1.0, 0.8, 4)),
     "co2": HEAVY_BALLS,
     "palsgd": (
         nesterov(0.7, 0.9, 4),
@@ -118,14 +97,7 @@ OUTER: dict[str, tuple[Overrides, ...]] = {
         (*nesterov(1.0, 0.2), "sync.pull.probability=0.1"),
         (*nesterov(0.7, 0.5), "sync.pull.probability=0.05"),
     ),
-    "edit": (
-        nesterov(0.8, 0.85, 4),
-        nesterov(0.7, 0.5),
-        nesterov(0.4, 0.9),
-        nesterov(0.4, 0.9, 4),
-        nesterov(1.0, 0.5),
-        nesterov(1.0, 0.8, 4),
-    ),
+    "edit": nesterovs((0.8, 0.85, 4), (0.7, 0.5), (0.4, 0.9), (0.4, 0.9, 4), (1.0, 0.5), (1.0, 0.8, 4)),
 }
 """Values of a method's own keys, beside its preset's, for the second phase of trials. A method with fewer than six tries more
 inner learning rates instead."""

@@ -194,6 +194,8 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="parts of the study")
     parser.add_argument("--list", action="store_true", help="print what would be run now")
     options = parser.parse_args()
+    if options.jobs < 1 or not options.hours > 0:
+        parser.error(f"--jobs is {options.jobs} and --hours {options.hours:g}; expected at least one job and some time")
     if options.list:
         list_runs(options.stages)
     else:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
 from tests.distributed.oracle_wire import rounded_sum
-from tests.distributed.test_comms_wire import BLOCK, Case, assert_equal_bits, by_case
-
-BYTES = {"fp4": 64 + 4, "2bit": 32 + 4}
+from tests.distributed.test_comms_wire import Case, assert_equal_bits, by_case, bytes_of
+from tests.unit.test_wire import TABLES
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", BYTES)
+@pytest.mark.parametrize("kind", TABLES)
 def test_sums_losses_and_bytes_are_the_references(kind: str, world: int) -> None:
     cases = [Case(kind, numel, heavy_tails=heavy) for numel in (1, 127, 513, 5003) for heavy in (False, True)]
     for case, outcomes in by_case(cases, world).items():
@@ -27,6 +24,5 @@ def test_sums_losses_and_bytes_are_the_references(kind: str, world: int) -> None
                 np.testing.assert_allclose(outcome.lost, lost[rank], rtol=1e-12, atol=1e-12, err_msg=str(case))
         missing = np.abs(messages.sum(0) - outcomes[0].result - sum(outcome.lost for outcome in outcomes))
         assert missing.max() <= 1e-12 * np.abs(messages).max(), "what arrived and what was lost make the true sum"
-        chunks = math.ceil(math.ceil(case.numel / BLOCK) / world)
-        assert {outcome.counted for outcome in outcomes} == {2 * (world - 1) * chunks * BYTES[kind]}
+        assert {outcome.counted for outcome in outcomes} == {bytes_of(case, world)}
         assert {outcome.sent for outcome in outcomes} == {outcomes[0].counted}

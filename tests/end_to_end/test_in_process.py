@@ -47,7 +47,7 @@ def differing(one: Path, other: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def apart(runs: Runs) -> Path:
-    """What a run of two processes leaves."""
+    """Folder of a run of two processes."""
     return train(runs, "processes", *MESH, *METHOD_OF_PARTS)
 
 

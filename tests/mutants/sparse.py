@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 SPARSE = ("tests/distributed/test_sparse_wire.py",)
 FORMAT = "llmtrain/parallel/sparse_format.py"
-TABLES = ("tests/unit/test_table_wires.py",)
+TABLES = ("tests/unit/test_wire.py", "tests/unit/test_table_wires.py")
 WIRE_FORMAT = "llmtrain/parallel/wire_format.py"
 
 MUTANTS = [

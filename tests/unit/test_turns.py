@@ -129,7 +129,7 @@ def test_a_step_takes_the_time_of_its_own_replica_and_the_run_that_of_all(monkey
 
 
 def test_other_threads_can_wait_too_and_work_of_theirs_is_waited_for() -> None:
-    """As writers of checkpoints do, of which each replica has one."""
+    """Each replica has a thread that writes its checkpoints, and these meet."""
     turns, point = Turns(2, 10.0), set()
 
     def work(number: int) -> bool:

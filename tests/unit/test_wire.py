@@ -13,8 +13,10 @@ from llmtrain.parallel.wire_format import WireFormat
 
 BLOCK = 128
 LEVELS = {"int8": 127, "int4": 7}
-BYTES_PER_BLOCK = {"bf16": 256, "int8": 128 + 4, "int4": 64 + 4}
-KINDS = list(BYTES_PER_BLOCK)
+BYTES_PER_BLOCK = {"bf16": 256, "int8": 128 + 4, "int4": 64 + 4, "fp4": 64 + 4, "2bit": 32 + 4}
+KINDS = ["bf16", *LEVELS]
+TABLES = ["fp4", "2bit"]
+"""Formats whose levels come from a table."""
 FLOATS = [np.float32, np.float64]
 BLOCKS = 60
 
@@ -113,7 +115,7 @@ def steps(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *TABLES])
 def test_bit_for_bit_as_the_reference(kind, dtype):
     for distribution, rows in itertools.product(DISTRIBUTIONS, (1, 3)):
         values = draw(distribution, dtype, rows)
@@ -233,7 +235,7 @@ def test_int8_keeps_every_level():
     np.testing.assert_array_equal(sent(values, "int8"), values)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *TABLES])
 def test_a_payload_is_as_long_as_size_says(kind):
     for dtype, rows, blocks in itertools.product(FLOATS, (1, 2, 5), (1, 2, 7)):
         wire, values = WireFormat(kind), torch.from_numpy(draw("normal", dtype, rows)[:, : blocks * BLOCK].copy())
@@ -244,7 +246,7 @@ def test_a_payload_is_as_long_as_size_says(kind):
         assert back.shape == values.shape and back.dtype == values.dtype
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *TABLES])
 def test_a_row_is_a_message_of_its_own(kind):
     """Rows are cut apart, sent and put together in another order."""
     wire, values = WireFormat(kind), torch.from_numpy(draw("by block", np.float32, 4))
@@ -259,7 +261,7 @@ BAD = ([np.nan], [np.inf], [-np.inf], [np.inf, -np.inf], [np.nan, np.inf])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *TABLES])
 def test_what_is_not_finite_never_arrives_healthy_and_harms_no_other_block(kind, dtype):
     healthy = draw("normal", dtype, 3)
     expected = rounded(healthy, kind)
@@ -275,7 +277,7 @@ def test_what_is_not_finite_never_arrives_healthy_and_harms_no_other_block(kind,
         np.testing.assert_array_equal(arrived[~broken], expected[~broken], f"{bad} in row {row}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *TABLES])
 def test_what_float32_cannot_hold_is_not_finite(kind):
     values = draw("normal", np.float64, 1)
     values[0, 130] = 1e300
