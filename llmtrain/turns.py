@@ -1,8 +1,8 @@
 """Threads that take turns: one of them runs at a time, until it waits for the others.
 
-The replicas of one process are such threads. Taking turns, they don't contend for the interpreter, the cores and the caches,
-a run is the same every time, and what libraries keep once per process is in order: torch builds a model on the meta device by a
-setting that all threads see. Each thread has its own state of torch's random number generators.
+The replicas of one process are such threads. They do not compete for the interpreter, the cores and the caches, and they may
+use libraries that change the whole process for a moment: accelerate replaces a method of nn.Module while it builds a model on
+the meta device. Each thread has its own state of torch's random number generators.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Replicas of one process: threads that take turns on one device, and whose messages are copies in its memory.
 
-Methods can so be compared on a laptop or on a single GPU, where NCCL allows one rank. A replica has one device and trains
-as it would in a process of its own with as many threads. Sums over the replicas are taken in their order. Two replicas
-therefore get the bits of two processes. More than two get them in messages that are rounded; other sums are those of processes
-but for rounding errors, because gloo and NCCL sum in other orders.
+This way, methods can be compared on a laptop, or on a single GPU, where NCCL allows one rank. A replica trains as it would in a
+process of its own with as many threads. Sums are taken in the order of the replicas. Two replicas therefore get the bits of two
+processes. More than two get the same bits in rounded messages; gloo and NCCL take other sums in other orders, so these
+differ by rounding errors.
 """
 
 from __future__ import annotations
