@@ -84,7 +84,7 @@ def weigh(norms: np.ndarray, lr_sums: np.ndarray, statistics: str) -> Outcome:
     import torch
 
     from llmtrain.config import EditPenaltySection
-    from llmtrain.sync.edit_penalty import EditPenalty
+    from llmtrain.sync.reductions.edit_penalty import EditPenalty
 
     section = EditPenaltySection(statistics=statistics)
     penalty = EditPenalty(section, 1, 1)

@@ -3,8 +3,8 @@
 A method is one choice per axis: `period` (when replicas synchronize), `reduction` (how their pseudo-gradients are
 combined), `outer` (how the result is applied), `schedule` (how the messages overlap with training), `pull` and `wire`.
 
-Each kind of a choice is a class in this file or in `sync_schedules`. It knows its consequences: the state that it keeps, the parameters in
-flight, and the checks that it needs. Its implementation is in `llmtrain/sync`.
+Each kind of a choice is a class in this file, in `sync_reductions` or in `sync_schedules`. It knows its consequences: the state that
+it keeps, the parameters in flight, and the checks that it needs. Its implementation is in `llmtrain/sync`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from llmtrain.config.section import DecayRate, Fraction, Section, kind, steps_or_kind
+from llmtrain.config.sync_reductions import (
+    EditPenaltySection,
+    MeanSection,
+    MedianNormSection,
+    RadialSection,
+    TokenWeightedSection,
+)
 from llmtrain.config.sync_schedules import (
     BlockingSection,
     DelayedSection,
@@ -170,50 +177,6 @@ class MomentumSection(OuterSection):
     has_momentum: ClassVar[bool] = True
 
 
-class ReductionSection(Section):
-    """Base of the reductions, which combine the replicas' pseudo-gradients into one."""
-
-    needs_anchor: ClassVar[bool] = False
-    """True if this choice needs an anchor: the parameters of the last synchronization."""
-    steps_before_sending: ClassVar[int] = 0
-    """Local steps after which a message that overlaps with training is sent, because replicas agree on their weights first."""
-
-
-class MeanSection(ReductionSection):
-    """Unweighted mean over the replicas."""
-
-    kind: Literal["mean"] = "mean"
-    """`mean`: the unweighted mean."""
-
-
-class EditPenaltySection(ReductionSection):
-    """EDiT's pseudo-gradient penalty. Each part can be switched off with `null`."""
-
-    kind: Literal["edit_penalty"] = "edit_penalty"
-    """`edit_penalty`: a clipped, weighted mean that excludes anomalous replicas."""
-    z: PositiveFloat | None = 3.0
-    """Anomaly elimination: excludes a pseudo-gradient whose norm is more than z standard deviations above its running mean;
-    `null`: off."""
-    ema: Annotated[float, Field(gt=0, lt=1)] = 0.02
-    """Weight of the newest norm in the running mean and variance, which are bias-corrected."""
-    min_rounds: Annotated[int, Field(ge=2)] = 10
-    """Rounds before a block of a replica can be excluded. A non-finite norm is always excluded."""
-    statistics: Literal["adaptive", "paper"] = "adaptive"
-    """`adaptive`: norms are divided by the round's summed learning rates. An excluded norm enters the mean and variance at up to
-    z standard deviations above the mean, twice as far with every further round in a row, so a lasting rise to up to 100 times is
-    followed within ten rounds. `paper`: norms as they are, and excluded ones never enter."""
-    max_exclusions: PositiveInt | None = 20
-    """Rounds in a row after which a block of a replica that is always excluded ends the run with an error; `null`: never."""
-    temperature: PositiveFloat | None = 1.0
-    """Weighted averaging: the weights are softmax(-norm / temperature); `null`: equal weights."""
-    clip: PositiveFloat | None = 10.0
-    """Clipping: maximum norm of the averaged pseudo-gradient of a block; `null`: off."""
-    step_weight: Fraction = 0.0
-    """r, for timed rounds: the weight of a replica is (1 - r) x the weight above + r x its share of the round's local steps."""
-    needs_anchor: ClassVar[bool] = True
-    steps_before_sending: ClassVar[int] = 1
-
-
 class PullSection(Section):
     """PALSGD's pseudo-synchronization: random local steps that pull the parameters towards the anchor instead of computing a
     gradient. Each replica draws them independently."""
@@ -253,7 +216,7 @@ class WireSection(Section):
 
 
 AnyPeriod = EveryStepsSection | QsrSection | EverySecondsSection | EveryStepSection
-AnyReduction = MeanSection | EditPenaltySection
+AnyReduction = MeanSection | TokenWeightedSection | RadialSection | MedianNormSection | EditPenaltySection
 AnyOuter = AverageSection | SgdSection | NesterovSection | MomentumSection
 AnySchedule = BlockingSection | LayerwiseSection | OverlappedSection | DelayedSection | WaitAvoidingSection
 CHOICE = (Field(discriminator="kind"), BeforeValidator(kind))
@@ -274,8 +237,8 @@ class SyncSection(Section):
     """Time of synchronizations: `{kind: steps, every: H}`, for which `H` is short, `{kind: qsr, base, alpha}`,
     `{kind: seconds, every, min_steps}` or `every_step`."""
     reduction: Annotated[AnyReduction, *CHOICE] = Field(default_factory=MeanSection)
-    """Combination of the pseudo-gradients: `mean`, or EDiT's `{kind: edit_penalty, z, ema, min_rounds, temperature, clip,
-    step_weight}`."""
+    """Combination of the pseudo-gradients: `mean`, `token_weighted`, `radial`, `median_norm`, or EDiT's `{kind: edit_penalty, z, ema,
+    min_rounds, statistics, max_exclusions, temperature, clip, step_weight}`."""
     outer: Annotated[AnyOuter, *CHOICE] = Field(default_factory=AverageSection)
     """Outer step: `average`, `{kind: sgd, lr, rounds}`, or `nesterov` or `momentum` with `{lr, momentum, rounds, normalize}`."""
     schedule: Annotated[AnySchedule, *CHOICE] = Field(default_factory=BlockingSection)

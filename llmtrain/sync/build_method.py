@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from llmtrain.config import EditPenaltySection, EverySecondsSection, SyncSection, WireSection
+from llmtrain.config import EverySecondsSection, SyncSection, WireSection
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import AnyFormat, Comms, shard_group
 from llmtrain.parallel.engine import Replica
@@ -16,13 +16,13 @@ from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.sync.anchors import Anchors
 from llmtrain.sync.block_sync import BlockSync
-from llmtrain.sync.edit_penalty import EditPenalty
 from llmtrain.sync.group_averager import WakeSignal
 from llmtrain.sync.method import Method
 from llmtrain.sync.offload import HostOffload, host_offload
 from llmtrain.sync.outer import build_outer
 from llmtrain.sync.period import Period, build_period, warmup_of
 from llmtrain.sync.pull import Pull
+from llmtrain.sync.reductions.base import build_reduction
 from llmtrain.sync.schedules.base import ScheduleParts, build_schedule
 from llmtrain.sync.timed_period import Clock, TimedPeriod
 
@@ -72,8 +72,6 @@ def build_method(
     else:
         period = build_period(sync.period, warmup, rates)
     pull = Pull(sync.pull, block_sync, seed) if sync.pull is not None else None
-    penalty = None
-    if isinstance(sync.reduction, EditPenaltySection):
-        penalty = EditPenalty(sync.reduction, replica_comms.size, len(replica.blocks))
-    parts = ScheduleParts(block_sync, period, penalty, rates.total_steps, store, wake_signal, timeout_seconds)
-    return Method(replica, period, build_schedule(sync.schedule, parts), pull)
+    reduction = build_reduction(sync.reduction, replica_comms.size, len(replica.blocks), wire is not None)
+    parts = ScheduleParts(block_sync, period, reduction, rates.total_steps, store, wake_signal, timeout_seconds)
+    return Method(replica, period, build_schedule(sync.schedule, parts), pull, sync.reduction.counts_tokens)

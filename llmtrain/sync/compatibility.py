@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import get_args
 
-from llmtrain.config import AnyOuter, AnyPeriod, AnyReduction, AnySchedule, PullSection, SyncSection, WireSection
+from llmtrain.config import (
+    AnyOuter,
+    AnyPeriod,
+    AnyReduction,
+    AnySchedule,
+    MeanSection,
+    PullSection,
+    SyncSection,
+    WireSection,
+)
 
 
 def _kinds_in(sections: UnionType) -> tuple[str, ...]:
@@ -54,6 +63,8 @@ class Rule:
         return next((other for other, those in self.excludes.items() if kinds.get(other) in those), None)
 
 
+WEIGHED = tuple(kind for kind in CHOICES["reduction"] if kind != MeanSection.model_fields["kind"].default)
+"""Reductions whose weights replicas agree on before they send."""
 RULES = (
     Rule(
         *("wire", "topk"),
@@ -69,7 +80,7 @@ RULES = (
         *("period", "every_step"),
         {
             "schedule": ("layerwise", "overlapped", "delayed", "wait_avoiding"),
-            "reduction": ("edit_penalty",),
+            "reduction": WEIGHED,
             "outer": ("sgd", "nesterov", "momentum"),
             "pull": ("pull",),
             "error_feedback": ("on",),
@@ -82,10 +93,13 @@ RULES = (
         "replicas take different numbers of steps in a round of seconds and meet only at its end, so there is no common step "
         "within it at which to send or receive",
     ),
-    Rule(
-        *("reduction", "edit_penalty"),
-        {"schedule": ("wait_avoiding",)},
-        "the penalty needs the norms of all replicas before a message is used, and group averages do not wait for late ones",
+    *(
+        Rule(
+            *("reduction", kind),
+            {"schedule": ("wait_avoiding",)},
+            "replicas agree on their weights before a message is used, and group averages do not wait for late ones",
+        )
+        for kind in WEIGHED
     ),
     Rule(
         *("error_feedback", "on"),

@@ -229,6 +229,11 @@ def _check(
             else "rounds of seconds end a run"
         )
         raise RecipeError(f"{what}, which needs llmtrain's own loop; use another method, or a recipe")
+    if sync.reduction.counts_tokens:
+        raise RecipeError(
+            f"sync.reduction={sync.reduction.kind} counts the tokens of a step, which needs llmtrain's own loop; use another "
+            "reduction, or a recipe"
+        )
     if is_sharded and shards is None:
         raise RecipeError("the module is sharded: give the process group of this replica's ranks as shards")
     if is_sharded and sync.schedule.syncs_in_forward:

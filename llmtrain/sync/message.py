@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -31,6 +31,8 @@ class Message:
         """Local steps that the pseudo-gradients are from."""
         self.restarts: frozenset[int] = frozenset()
         """Blocks that this replica continues from the next anchor, without its own parameters."""
+        self.lengths: Mapping[int, float] = {}
+        """Norms that the reduction gives means, by block. Other means are used as they arrive."""
         self._pending: dict[int, PendingReduction] = {}
 
     def take(self) -> None:
@@ -77,9 +79,11 @@ class Message:
         """Return this replica's pseudo-gradients by block until they are sent."""
         return {}
 
-    def load(self, means: ByBlock, unsent: ByBlock, restarts: Sequence[int]) -> None:
-        """Restore the message from what `means`, `unsent` and `restarts` were in a checkpoint, by block."""
-        self.restarts = frozenset(restarts)
+    def load(
+        self, means: ByBlock, unsent: ByBlock, restarts: Sequence[int] = (), lengths: Mapping[int, float] | None = None
+    ) -> None:
+        """Restore the message from what `means`, `unsent`, `restarts` and `lengths` were in a checkpoint, by block."""
+        self.restarts, self.lengths = frozenset(restarts), lengths or {}
         for index in self.blocks:
             if means[index] is not None:
                 self._pending[index] = self.block_sync.completed(index, means[index])
@@ -111,7 +115,6 @@ class WeighedMessage(Message):
         self.weighing = weighing
         self._unsent: dict[int, torch.Tensor] = {}
         self._gathering: PendingCollective | None = None
-        self._may_clip = frozenset(blocks if weighing.clips else ())
 
     def take(self) -> None:
         """Keep the present pseudo-gradients and start the exchange."""
@@ -131,7 +134,7 @@ class WeighedMessage(Message):
             return
         agreed = self.weighing.agree(self.blocks, self._gathering)
         self._gathering, self.since, self.restarts = None, agreed.since, agreed.excluded
-        self._may_clip = agreed.may_clip
+        self.lengths = agreed.lengths
         for index in self.blocks:
             payload = self._unsent.pop(index)
             if index not in agreed.rolled_back:
@@ -145,8 +148,10 @@ class WeighedMessage(Message):
     def unsent(self) -> dict[int, torch.Tensor]:
         return self._unsent
 
-    def load(self, means: ByBlock, unsent: ByBlock, restarts: Sequence[int]) -> None:
-        super().load(means, unsent, restarts)
+    def load(
+        self, means: ByBlock, unsent: ByBlock, restarts: Sequence[int] = (), lengths: Mapping[int, float] | None = None
+    ) -> None:
+        super().load(means, unsent, restarts, lengths)
         for index in self.blocks:
             if unsent[index] is not None:
                 device = self.block_sync.replica.blocks[index].shards[0].device
@@ -155,13 +160,14 @@ class WeighedMessage(Message):
             self._start_exchange()
 
     def _start_exchange(self) -> None:
-        squares = [self.block_sync.squared_norm(index, payload) for index, payload in self._unsent.items()]
+        measured = self._unsent.items() if self.weighing.uses_norms else ()
+        squares = [self.block_sync.squared_norm(index, payload) for index, payload in measured]
         self._gathering = self.weighing.start(self.since, squares)
 
     def _factor(self, index: int, mean: torch.Tensor, squared: torch.Tensor, gap: float) -> torch.Tensor | float | None:
-        if index not in self._may_clip:
+        if index not in self.lengths:
             return super()._factor(index, mean, squared, gap)
-        return (self.weighing.clip_factor(squared) / gap).to(mean.dtype)
+        return (self.weighing.factor(squared, self.lengths[index]) / gap).to(mean.dtype)
 
     def _report_weights(self) -> None:
         """Leave the weights as the exchange has reported them."""

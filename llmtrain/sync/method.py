@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from llmtrain.parallel.engine import Replica
-from llmtrain.reshard import Rules, by_replica
+from llmtrain.reshard import MeshChange, Rules, by_replica
 from llmtrain.sync.period import Period
 from llmtrain.sync.pull import Pull
 from llmtrain.sync.schedules.base import BlockTensors, Schedule
-from llmtrain.sync.sync_stats import SYNC_STATS_RULES, SyncStats
+from llmtrain.sync.sync_stats import SYNC_STATS_RULES, SyncStats, merge_tokens
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,11 @@ class Method:
     """A synchronization method. The trainer calls `begin_step`, follows the returned plan and calls `end_step`. It
     calls `finish` at the end of the run."""
 
-    def __init__(self, replica: Replica, period: Period, schedule: Schedule, pull: Pull | None):
+    def __init__(
+        self, replica: Replica, period: Period, schedule: Schedule, pull: Pull | None, counts_tokens: bool = False
+    ):
         self.replica, self.period, self.schedule, self.pull = replica, period, schedule, pull
+        self._counts_tokens = counts_tokens
         self.block_sync = schedule.block_sync
         self._lr, self._phase = 0.0, "synchronous"
         replica.register_block_hook(schedule.before_block)
@@ -59,10 +62,12 @@ class Method:
         if self._phase == "local":
             self.block_sync.reset_to_anchor()
 
-    def end_step(self, step: int) -> None:
-        """Complete step `step` after its optimizer step or pull."""
+    def end_step(self, step: int, tokens: int = 0) -> None:
+        """Complete step `step` after its optimizer step or pull. This rank's batch had `tokens` tokens."""
         if self._phase == "local":
-            self.schedule.end_step(step, self._lr, self.period.ends_round(step))
+            # Not counted otherwise: checkpoints take what replicas count for equal, and tokens may differ.
+            tokens = tokens if self._counts_tokens else 0
+            self.schedule.end_step(step, self._lr, self.period.ends_round(step), tokens)
 
     def agreed_step(self, step: int) -> int | None:
         """Return the global step after this replica's step `step`, or None if only this replica knows how far it is.
@@ -145,5 +150,11 @@ class Method:
         return {
             "report": SYNC_STATS_RULES,
             "period": by_replica(self.period.resharded),
-            "schedule": by_replica(self.schedule.resharded),
+            "schedule": self._reshard_schedule,
         }
+
+    def _reshard_schedule(self, change: MeshChange, values: list) -> Any:
+        """Return the schedule's state on another mesh: of each old replica, with an equal part of its tokens."""
+        starts = range(0, len(values), change.old_shards)
+        states = [merge_tokens(values[start : start + change.old_shards], change.shards) for start in starts]
+        return self.schedule.resharded(states) if change.replicas_changed else states[0]

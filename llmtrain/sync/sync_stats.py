@@ -88,16 +88,18 @@ SYNC_STATS_RULES: Rules = {**rules_of(SyncStats), "exposed_seconds": mean, "wait
 
 @dataclass(frozen=True)
 class RoundStats:
-    """Number and learning rates of the local steps in a round. Equal on all replicas, or a mean over them."""
+    """Number, learning rates and tokens of the local steps in a round. Equal on all replicas, or a mean over them."""
 
     steps: float = 0
     last_lr: float = 0.0
     """Learning rate of the last step that had one other than 0."""
     lr_sum: float = 0.0
+    tokens: float = 0
+    """Tokens that this rank, or when replicas have agreed a whole replica, has trained on; 0 if no choice depends on them."""
 
-    def add_step(self, lr: float) -> RoundStats:
+    def add_step(self, lr: float, tokens: int = 0) -> RoundStats:
         """Return the statistics with one more step."""
-        return RoundStats(self.steps + 1, lr or self.last_lr, self.lr_sum + lr)
+        return RoundStats(self.steps + 1, lr or self.last_lr, self.lr_sum + lr, self.tokens + tokens)
 
     def scale(self, normalize: str) -> float:
         """Return the unit of pseudo-gradients: 1 ("none"), or a learning rate ("lr", "lr_sum") unless that is 0."""
@@ -106,6 +108,18 @@ class RoundStats:
     def state(self) -> dict[str, float]:
         """Return plain values by name; `RoundStats(**state)` is the inverse."""
         return asdict(self)
+
+
+def merge_tokens(states: Sequence[Any], shards: int) -> Any:
+    """Return the state, of any structure, that the ranks of a replica share, but for each number named `tokens`: an equal part,
+    for each of so many ranks, of the sum of the old ranks' numbers."""
+    first, *_ = states
+    if isinstance(first, dict):
+        parts = {name: [state[name] for state in states] for name in first}
+        return {name: sum(of) / shards if name == "tokens" else merge_tokens(of, shards) for name, of in parts.items()}
+    if isinstance(first, list):
+        return [merge_tokens(of_all, shards) for of_all in zip(*states, strict=True)]
+    return first
 
 
 def average_stats(rounds: Sequence[RoundStats]) -> RoundStats:

@@ -14,7 +14,7 @@ import torch
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.comms import PendingCollective
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.sync.edit_penalty import RunningMoments
+from llmtrain.sync.reductions.edit_penalty import RunningMoments
 
 SPIKE_DEVIATIONS = 6.0
 """Number of standard deviations above the running mean at which a logged loss counts as a spike (OLMo's

@@ -8,7 +8,7 @@ from pathlib import Path
 from llmtrain.config import Recipe
 from llmtrain.data.loader import PrefetchLoader
 from llmtrain.lr import LRSchedule
-from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.engine import Engine, count_tokens
 from llmtrain.reshard import Rules, rules_of
 from llmtrain.sync.method import Method
 from llmtrain.trace import span, step_span
@@ -78,7 +78,7 @@ class Trainer:
                 if self.engine.skipped and self.recipe.optim.nonfinite == "rollback":
                     self.method.roll_back()
                 metrics.accumulate(state, micro_batches, loss, grad_norm, skipped=self.engine.skipped)
-            self.method.end_step(state.step)
+            self.method.end_step(state.step, count_tokens(micro_batches))
         metrics.count_step(state)
         for call in self.after_step:
             call(state.step)

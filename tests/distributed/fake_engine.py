@@ -86,6 +86,8 @@ class Scenario:
     by its own."""
     copies: Callable[[torch.device], HostOffload | None] = host_offload
     """How anchors are offloaded, if the recipe says that they are."""
+    equal_tokens: bool = False
+    """All steps of all replicas have as many tokens."""
 
     @cached_property
     def rates(self) -> LRSchedule:
@@ -93,6 +95,14 @@ class Scenario:
 
     def seconds(self, replica: int, step: int) -> float:
         return (self.step_seconds[replica] if self.step_seconds else 1.0) + self.delays.get((step, replica), 0.0)
+
+    def tokens(self, replica: int, step: int) -> int:
+        """Return the tokens of a replica's step."""
+        return 20 if self.equal_tokens else 20 + (7 * replica + 5 * step) % 13
+
+    def tokens_of_rank(self, replica: int, shard_rank: int, step: int) -> int:
+        """Return the part of them that a rank has: two each, and the first one the rest."""
+        return 2 if shard_rank else self.tokens(replica, step) - 2 * (self.shard - 1)
 
     def resumes_after(self, step: int | None) -> bool:
         if step is None:
@@ -240,7 +250,16 @@ def replay(scenario: Scenario) -> Trace:
     cuts = [
         [part_of(shapes, scenario.shard, rank).places for rank in range(scenario.shard)] for shapes in scenario.shapes
     ]
-    common = (scenario.sync, scenario.rates, start, scenario.replicas, scenario.direction, scenario.seed, cuts)
+    common = (
+        scenario.sync,
+        scenario.rates,
+        start,
+        scenario.replicas,
+        scenario.direction,
+        scenario.seed,
+        cuts,
+        scenario.tokens,
+    )
     kinds = {"delayed": DelayedOracle, "overlapped": OverlappedOracle}
     if scenario.sync.period.kind == "seconds":
         kind = TimedDelayedOracle if scenario.sync.schedule.kind == "delayed" else TimedOracle
@@ -348,7 +367,7 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
             forwards.append(list(engine.computed))
         # A replica goes by its first shard rank's clock; those of the others run three times as fast.
         clock.now += scenario.seconds(replica.rank, step) * (3 if shard.rank else 1)
-        method.end_step(step)
+        method.end_step(step, scenario.tokens_of_rank(replica.rank, shard.rank, step))
         run_step = method.agreed_step(step)
         if run_step is not None:
             position = run_step

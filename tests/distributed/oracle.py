@@ -58,8 +58,11 @@ class Oracle:
         direction: Direction,
         seed: int = 0,
         cuts: Sequence[Sequence[np.ndarray]] | None = None,
+        tokens: Callable[[int, int], int] = lambda replica, step: 1,
     ) -> None:
-        """`cuts`: of each block, where the elements of each shard are, whose messages are rounded by themselves."""
+        """`cuts`: of each block, where the elements of each shard are, whose messages are rounded by themselves. `tokens`: of a
+        replica's step."""
+        self.tokens = tokens
         self.sync, self.rates, self.direction, self.seed = sync, rates, direction, seed
         self.replicas = range(replicas)
         self.blocks = range(len(start))
@@ -75,6 +78,7 @@ class Oracle:
         self.squares = (0.0, 0.0)
         """Of the last round, in all blocks: replicas x ||D||^2, if they keep an anchor, and the sum of ||D_n - D||^2."""
         self.lrs: list[list[float]] = [[] for _ in self.replicas]  # of each replica's local steps since the last round
+        self.trained: list[list[int]] = [[] for _ in self.replicas]  # tokens of each replica's local steps
         self.seen: list[list[list[np.ndarray]]] = [[] for _ in self.replicas]  # [replica][step][block]
         self.agreed: list[list[tuple[int, int]]] = [[] for _ in self.replicas]  # (its step, the whole run's)
         self.warmup = self._warmup()
@@ -128,6 +132,7 @@ class Oracle:
             for block, theta in enumerate(self.theta):
                 theta[replica] += inner_lr * self.direction(step, replica, block, theta[replica])
         self.lrs[replica].append(lr)
+        self.trained[replica].append(self.tokens(replica, step))
 
     def draws_pull(self, replica: int, step: int) -> bool:
         return random.Random(derive_seed(self.seed, "pull", replica, step)).random() < self.sync.pull.probability
@@ -177,7 +182,7 @@ class Oracle:
                 mean = self.sum_of(block, weights, moved)
                 of_mean += len(self.replicas) * (mean @ mean)
                 of_spread += ((moved[counted] - mean) ** 2).sum()
-                self.outer_step(block, self._clipped(mean), unit)
+                self.outer_step(block, self._lengthened(mean, np.linalg.norm(moved, axis=1)), unit)
             self.restart(block)
         self.squares = (of_mean if self.has_anchor else 0.0, of_spread)
         self.count += 1
@@ -204,11 +209,12 @@ class Oracle:
     def sent_from(self, block: int, lrs: list[list[float]]) -> Sent:
         """What replicas send of a block now, after local steps with these learning rates, and what becomes of it."""
         moved = self.anchor[block] - self.theta[block]
-        weights = self._weights(block, np.linalg.norm(moved, axis=1), lrs)
+        norms = np.linalg.norm(moved, axis=1)
+        weights = self._weights(block, norms, lrs)
         if weights is None:
             self.rollbacks += 1
             return Sent(None, weights=np.zeros(len(moved)), lrs=lrs)
-        return Sent(self._clipped(self.sum_of(block, weights, moved)), weights, lrs)
+        return Sent(self._lengthened(self.sum_of(block, weights, moved), norms), weights, lrs)
 
     def restart(self, block: int) -> None:
         """All replicas go on from the anchor."""
@@ -216,20 +222,25 @@ class Oracle:
 
     @property
     def penalty(self) -> EditPenaltySection | None:
-        """None: the plain mean."""
-        return None if self.sync.reduction.kind == "mean" else self.sync.reduction
+        """None: a reduction without one."""
+        return self.sync.reduction if self.sync.reduction.kind == "edit_penalty" else None
 
     @property
     def has_anchor(self) -> bool:
         """Whether displacements are sent, and not the parameters themselves."""
-        is_plain = isinstance(self.sync.outer, AverageSection) and self.penalty is None and self.sync.pull is None
+        is_mean = self.sync.reduction.kind == "mean"
+        is_plain = isinstance(self.sync.outer, AverageSection) and is_mean and self.sync.pull is None
         return not is_plain or self.sync.wire.kind != "fp32"
 
     def _weights(self, block: int, norms: np.ndarray, lrs: list[list[float]]) -> np.ndarray | None:
         """[replicas], given the learning rates of each one's local steps; None if all replicas are anomalous."""
         penalty = self.penalty
         if penalty is None:
-            return np.full(len(norms), 1 / len(norms))
+            weights = self._weights_without_penalty(norms, [len(one) for one in lrs])
+            self.anomalies += sum(weight is None for weight in weights)
+            return (
+                None if all(weight is None for weight in weights) else np.array([weight or 0.0 for weight in weights])
+            )
         weights, steps, counted = np.zeros(len(norms)), np.zeros(len(norms)), 0
         for replica, norm in enumerate(norms):
             if self._is_left_out(replica, block, norm, sum(lrs[replica])):
@@ -242,6 +253,23 @@ class Oracle:
             return None
         r = penalty.step_weight if steps.any() else 0.0
         return (1 - r) * weights / weights.sum() + r * steps / max(1, steps.sum())
+
+    def _weights_without_penalty(self, norms: np.ndarray, steps: list[int]) -> list[float | None]:
+        """The weight of each replica in a block; None for one that does not count."""
+        kind, count = self.sync.reduction.kind, len(norms)
+        if kind == "mean":
+            return [1 / count] * count
+        if kind == "token_weighted":
+            tokens = [sum(past[len(past) - done :]) for past, done in zip(self.trained, steps, strict=True)]
+            work = [sum_of_them**2 / done if done else 0.0 for sum_of_them, done in zip(tokens, steps, strict=True)]
+            return [one / sum(work) for one in work] if any(work) else [1 / count] * count
+        finite = [norm for norm in norms if np.isfinite(norm)]
+        moved = [norm for norm in finite if norm > 0]
+        if kind == "radial":
+            common, among = float(np.mean(finite)) if finite else 0.0, len(moved)
+        else:
+            common, among = float(np.median(finite)) if finite else 0.0, len(finite)
+        return [None if not np.isfinite(norm) else common / (among * norm) if norm else 0.0 for norm in norms]
 
     def _is_left_out(self, replica: int, block: int, norm: float, lr_sum: float) -> bool:
         """Return whether the norm is anomalous, and remember it as the rule for statistics says."""
@@ -277,8 +305,11 @@ class Oracle:
         mean = weights @ np.array(past)
         return mean, np.sqrt(weights @ (np.array(past) - mean) ** 2)
 
-    def _clipped(self, mean: np.ndarray) -> np.ndarray:
+    def _lengthened(self, mean: np.ndarray, norms: np.ndarray) -> np.ndarray:
+        """The mean of a block as it is used, given the replicas' norms: clipped, or as long as they are."""
         penalty = self.penalty
+        if self.sync.reduction.kind == "radial" and mean.any():
+            return mean / np.linalg.norm(mean) * np.mean(norms[np.isfinite(norms)])
         if penalty is None or penalty.clip is None:
             return mean
         return mean * min(penalty.clip / (np.linalg.norm(mean) + 1e-6), 1.0)

@@ -64,10 +64,10 @@ class PlannedStarts:
         self.worker.wake_signal = self
         end_step = trainer.method.end_step
 
-        def held(step: int) -> None:
+        def held(step: int, tokens: int) -> None:
             if (self.schedule._iteration, self.replica) in LATE and self.worker.is_running:
                 self._until(lambda: self.worker._done >= self.schedule._iteration)
-            end_step(step)
+            end_step(step, tokens)
 
         trainer.method.end_step = held
 
@@ -114,8 +114,8 @@ def train(recipe: Recipe, mesh: tuple[int, int], stop_after: int | None) -> str:
         PlannedStarts(trainer)
     end_step = trainer.method.end_step
 
-    def asked_to_stop(step: int) -> None:
-        end_step(step)
+    def asked_to_stop(step: int, tokens: int) -> None:
+        end_step(step, tokens)
         trainer.metrics.stop.requested |= step == stop_after
 
     trainer.method.end_step = asked_to_stop

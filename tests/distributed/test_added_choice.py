@@ -61,7 +61,7 @@ class OneByOneSection(SyncScheduleSection):
 
 @build_schedule.register
 def build_one_by_one(section: OneByOneSection, parts: ScheduleParts) -> Schedule:
-    return BlockingSchedule(parts.block_sync, parts.penalty, prefetch=0)
+    return BlockingSchedule(parts.block_sync, parts.reduction, prefetch=0)
 
 
 def with_choice(sync: SyncSection, **choice: object) -> SyncSection:

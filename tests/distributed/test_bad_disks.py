@@ -73,8 +73,8 @@ def after_step(trainer: Trainer, chosen: int, do: Callable[[], object]) -> None:
     """On the main rank, once the checkpoints so far are on the disk."""
     end_step = trainer.method.end_step
 
-    def wrapped(step: int) -> None:
-        end_step(step)
+    def wrapped(step: int, tokens: int) -> None:
+        end_step(step, tokens)
         if step == chosen and trainer.metrics.mesh.is_main:
             trainer.checkpointer.wait()
             do()

@@ -89,8 +89,8 @@ def change_a_bit(recipe: Recipe) -> str:
     trainer.recipe = recipe
     end_step = trainer.method.end_step
 
-    def wrapped(step: int) -> None:
-        end_step(step)
+    def wrapped(step: int, tokens: int) -> None:
+        end_step(step, tokens)
         if step == 5 and trainer.metrics.mesh.replica_comms.rank == SICK:
             anchor = trainer.method.block_sync.anchors.anchor[0]
             anchor[0] = math.nextafter(anchor[0].item(), math.inf)

@@ -48,5 +48,5 @@ def test_replicas_compute_the_norm_of_a_mean_only_if_it_may_be_clipped(
     monkeypatch.setattr(ThreadComms, "all_reduce", noted)
     schedule = {"schedule": late} if late else {}
     simulate(Scenario(edit(every=3, penalty={"clip": clip}, wire=wire, **schedule), 2, 2, steps=7))
-    assert "norms of pseudo-gradients" in asked
+    assert "weighing pseudo-gradients" in asked
     assert ("norm of a pseudo-gradient" in asked) == measured

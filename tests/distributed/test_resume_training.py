@@ -58,8 +58,8 @@ def stopped_on_one_rank(recipe: Recipe, step: int) -> tuple[str, int]:
     trainer = whole_trainer(recipe)
     end_step = trainer.method.end_step
 
-    def wrapped(number: int) -> None:
-        end_step(number)
+    def wrapped(number: int, tokens: int) -> None:
+        end_step(number, tokens)
         trainer.metrics.stop.requested |= number == step and trainer.metrics.mesh.world.rank == STOPPED
 
     trainer.method.end_step = wrapped

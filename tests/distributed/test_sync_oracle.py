@@ -12,7 +12,7 @@ import torch
 
 from llmtrain.config import EditPenaltySection
 from llmtrain.errors import TrainingError
-from llmtrain.sync.edit_penalty import EditPenalty
+from llmtrain.sync.reductions.edit_penalty import EditPenalty
 from tests.distributed.fake_engine import Scenario, choices, edit, replay
 from tests.distributed.threads import simulate
 from tests.distributed.trace import Trace, assert_same_bits, assert_same_run

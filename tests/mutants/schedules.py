@@ -133,7 +133,7 @@ MUTANTS = [
     ),
     Mutant(
         "penalty: statistics of the blocks of another fragment change",
-        "llmtrain/sync/edit_penalty.py",
+        "llmtrain/sync/reductions/edit_penalty.py",
         "            whole[:, list(blocks)] = columns",
         "            whole[:, : len(blocks)] = columns",
         SCENARIOS,
@@ -236,7 +236,7 @@ MUTANTS = [
     ),
     Mutant(
         "penalty: no mean is measured below twice the clip",
-        "llmtrain/sync/edit_penalty.py",
+        "llmtrain/sync/reductions/edit_penalty.py",
         "math.inf if self.section.clip is None else CLIP_MARGIN * self.section.clip",
         "math.inf if self.section.clip is None else 2 * self.section.clip",
         ("tests/unit/test_edit_penalty.py",),

@@ -21,7 +21,7 @@ from llmtrain.compare.faults import Faults
 from llmtrain.compare.runner import ComparisonProgress
 from llmtrain.config import EditPenaltySection
 from llmtrain.data.extend import ProgressBar
-from llmtrain.sync.edit_penalty import EditPenalty
+from llmtrain.sync.reductions.edit_penalty import EditPenalty
 from llmtrain.train.loggers import Console
 
 
@@ -247,12 +247,10 @@ def test_the_step_of_a_run_is_that_of_its_last_whole_line(tmp_path: Path, metric
     assert trial.step_of(tmp_path / "metrics.jsonl") == step
 
 
-def test_a_penalty_may_leave_averages_unclipped() -> None:
-    squares = torch.tensor([0.25, 1e6])
-    unclipped = EditPenalty(EditPenaltySection(clip=None), replicas=2, blocks=2)
-    assert torch.equal(unclipped.clip_factor(squares), torch.ones(2))
-    clipped = EditPenalty(EditPenaltySection(clip=1.0), replicas=2, blocks=2)
-    torch.testing.assert_close(clipped.clip_factor(squares), torch.tensor([1.0, 1e-3]))
+def test_a_penalty_clips_long_means_alone() -> None:
+    penalty = EditPenalty(EditPenaltySection(clip=1.0), replicas=2, blocks=2)
+    factors = penalty.factor(torch.tensor([0.25, 1e6]), 1.0)
+    torch.testing.assert_close(factors, torch.tensor([1.0, 1e-3]))
 
 
 @pytest.fixture

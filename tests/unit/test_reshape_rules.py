@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from llmtrain.config import EditPenaltySection
 from llmtrain.errors import CheckpointError
 from llmtrain.reshard import MeshChange, by_replica, require_equal, rules_of
-from llmtrain.sync.edit_penalty import EditPenalty, RunningMoments
+from llmtrain.sync.reductions.edit_penalty import EditPenalty, RunningMoments
 from llmtrain.sync.schedules.fragments import FragmentSchedule
 from llmtrain.sync.sync_stats import SYNC_STATS_RULES, RoundStats, average_stats
 from llmtrain.train.checkpoint import CheckpointReader
@@ -186,12 +186,12 @@ def test_statistics_of_no_round_are_none() -> None:
 
 def test_other_replicas_restart_what_any_was_excluded_from() -> None:
     """The excluded replica's parameters are in the mean that all start from; in rounds of seconds that of their steps, too."""
-    schedule = SimpleNamespace(weighing=SimpleNamespace(penalty=None))
+    schedule = SimpleNamespace(weighing=SimpleNamespace(reduction=None))
     rounds = [RoundStats(2, 0.1, 0.3), RoundStats(4, 0.3, 0.9), RoundStats(6, 0.2, 0.6)]
     states = [
         {
             "since": [done.state(), RoundStats().state()],
-            "sent": [None, {"steps": 2}],
+            "sent": [None, RoundStats(2).state()],
             "penalty": None,
             "restarts": blocks,
         }

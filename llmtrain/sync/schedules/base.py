@@ -14,7 +14,7 @@ import torch.distributed as dist
 from llmtrain.config import SyncScheduleSection
 from llmtrain.reshard import require_equal
 from llmtrain.sync.block_sync import BlockSync
-from llmtrain.sync.edit_penalty import EditPenalty
+from llmtrain.sync.reductions.base import Reduction
 from llmtrain.sync.group_averager import WakeSignal
 from llmtrain.sync.period import Period
 
@@ -39,8 +39,8 @@ class Schedule(ABC):
         """Carry out the work that is due before block `index` is gathered. Called in every training forward."""
 
     @abstractmethod
-    def end_step(self, step: int, lr: float, ends_round: bool) -> None:
-        """Complete local step `step`, whose learning rate was `lr`."""
+    def end_step(self, step: int, lr: float, ends_round: bool, tokens: int = 0) -> None:
+        """Complete local step `step`, whose learning rate was `lr`, on `tokens` tokens of this rank."""
 
     def flush(self) -> None:
         """Carry out the work left to the next forward. Called before the parameters change without a forward."""
@@ -85,7 +85,8 @@ class ScheduleParts:
 
     block_sync: BlockSync
     period: Period
-    penalty: EditPenalty | None
+    reduction: Reduction | None
+    """None: the plain mean."""
     total_steps: int
     store: dist.Store | None
     """The job's key-value store."""

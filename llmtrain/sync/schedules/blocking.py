@@ -10,7 +10,7 @@ import torch
 from llmtrain.config import PREFETCH, BlockingSection
 from llmtrain.reshard import require_equal
 from llmtrain.sync.block_sync import BlockSync, PendingReduction, squared_norm
-from llmtrain.sync.edit_penalty import EditPenalty
+from llmtrain.sync.reductions.base import Reduction
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
 from llmtrain.sync.sync_stats import RoundStats, average_stats
 from llmtrain.sync.weighing import Agreement, Weighing
@@ -28,10 +28,10 @@ class BlockingSchedule(Schedule):
     computes_while_armed = False
     """True if training continues between blocks, so that the end of a synchronization need not wait for the device."""
 
-    def __init__(self, block_sync: BlockSync, penalty: EditPenalty | None, prefetch: int = PREFETCH):
+    def __init__(self, block_sync: BlockSync, reduction: Reduction | None, prefetch: int = PREFETCH):
         super().__init__(block_sync)
-        self.penalty, self.prefetch = penalty, prefetch
-        self._weighing = Weighing(block_sync, penalty)
+        self.reduction, self.prefetch = reduction, prefetch
+        self._weighing = Weighing(block_sync, reduction)
         self._round = RoundStats()
         self._next_block: int | None = None  # of the armed synchronization
         self._agreement: Agreement | None = None  # of the synchronization that has begun
@@ -40,8 +40,8 @@ class BlockingSchedule(Schedule):
         self._mean_squared: torch.Tensor | float = 0.0
         self._opened_at = self._closed_at = own_time()
 
-    def end_step(self, step: int, lr: float, ends_round: bool) -> None:
-        self._round = self._round.add_step(lr)
+    def end_step(self, step: int, lr: float, ends_round: bool, tokens: int = 0) -> None:
+        self._round = self._round.add_step(lr, tokens)
         if ends_round:
             self._arm()
 
@@ -82,14 +82,14 @@ class BlockingSchedule(Schedule):
         return {
             "round": self._round.state(),
             "armed": self._next_block is not None,
-            "penalty": self.penalty.state_dict() if self.penalty else None,
+            "penalty": self.reduction.state_dict() if self.reduction is not None else None,
         }
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
         self._round = RoundStats(**state["round"])
         self._next_block = 0 if state["armed"] else None
-        if self.penalty is not None:
-            self.penalty.load_state_dict(state["penalty"])
+        if self.reduction is not None:
+            self.reduction.load_state_dict(state["penalty"])
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return a state with the old replicas' mean round, as in a synchronization, because rounds of seconds
@@ -98,11 +98,11 @@ class BlockingSchedule(Schedule):
         return {
             "round": average_stats([RoundStats(**state["round"]) for state in states]).state(),
             "armed": require_equal([state["armed"] for state in states]),
-            "penalty": self.penalty.resharded(statistics) if self.penalty is not None else None,
+            "penalty": self.reduction.resharded(statistics) if self.reduction is not None else None,
         }
 
     def _open(self) -> None:
-        """Wait for the other replicas. With a penalty, weigh each replica in each block by all replicas' norms."""
+        """Wait for the other replicas. With a reduction that weighs, weigh each replica in each block."""
         block_sync = self.block_sync
         self._opened_at = own_time()
         computed = self._opened_at - self._closed_at
@@ -129,8 +129,8 @@ class BlockingSchedule(Schedule):
             block_sync.write_parameters(index, mean)
             return
         factor = None
-        if index in agreed.may_clip:
-            factor = self._weighing.clip_factor(squared_norm(mean)).to(mean.dtype)
+        if index in agreed.lengths:
+            factor = self._weighing.factor(squared_norm(mean), agreed.lengths[index]).to(mean.dtype)
         spread, of_mean = block_sync.outer_step(index, mean, agreed.since, factor, measure=True)
         if agreed.weights[index] > 0:  # else its own pseudo-gradient may contain NaN
             self._spread_squared = self._spread_squared + spread
@@ -159,8 +159,8 @@ class BlockingSchedule(Schedule):
         self._next_block, self._round = None, RoundStats()
 
     def _squared_norms(self) -> list[torch.Tensor]:
-        """Return the squared norm of this rank's part of every block's pseudo-gradient; nothing without a penalty."""
-        if self.penalty is None:
+        """Return the squared norm of this rank's part of every block's pseudo-gradient; nothing if they are not needed."""
+        if not self._weighing.uses_norms:
             return []
         visited = self.block_sync.anchors.iter_prefetched(self.block_sync.blocks)
         return [self.block_sync.squared_norm(index) for index in visited]
@@ -169,4 +169,4 @@ class BlockingSchedule(Schedule):
 @build_schedule.register
 def build_blocking(section: BlockingSection, parts: ScheduleParts) -> BlockingSchedule:
     """Return a blocking schedule with the default prefetch."""
-    return BlockingSchedule(parts.block_sync, parts.penalty)
+    return BlockingSchedule(parts.block_sync, parts.reduction)

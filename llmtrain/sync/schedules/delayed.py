@@ -16,7 +16,7 @@ class DelayedSchedule(FragmentSchedule):
     """Delayed synchronization. At its turn (with one fragment, at a round's end), a replica sends the fragment's
     pseudo-gradient and takes the outer step with the mean of the round before. It continues from the new anchor.
 
-    With a penalty, replicas exchange their norms at the turn and send one step later, weighed. In rounds of seconds they
+    With a reduction that weighs, replicas exchange their norms at the turn and send one step later, weighed. In rounds of seconds they
     wait for each other at the turn anyway: they exchange steps and norms there, and send at once. A mean without any
     replica, because all were excluded, leaves the anchor as it is."""
 
@@ -63,6 +63,6 @@ class DelayedSchedule(FragmentSchedule):
 @build_schedule.register
 def build_delayed(section: DelayedSection, parts: ScheduleParts) -> DelayedSchedule:
     """Return a delayed schedule. Replicas exchange rows only if they are weighed or take different numbers of steps."""
-    exchanges = parts.penalty is not None or parts.period.is_timed
-    weighing = Weighing(parts.block_sync, parts.penalty) if exchanges else None
+    exchanges = parts.reduction is not None or parts.period.is_timed
+    weighing = Weighing(parts.block_sync, parts.reduction) if exchanges else None
     return DelayedSchedule(parts.block_sync, parts.period, section, weighing)

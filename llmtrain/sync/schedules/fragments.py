@@ -26,9 +26,9 @@ class FragmentSchedule(Schedule):
         self._local_stats = [RoundStats()] * len(fragments)  # local steps since each fragment's last turn
         self._messages: list[Message | None] = [None] * len(fragments)
 
-    def end_step(self, step: int, lr: float, ends_round: bool) -> None:
+    def end_step(self, step: int, lr: float, ends_round: bool, tokens: int = 0) -> None:
         with self.block_sync.report.time_exposed():
-            self._local_stats = [since.add_step(lr) for since in self._local_stats]
+            self._local_stats = [since.add_step(lr, tokens) for since in self._local_stats]
             for fragment, message in enumerate(self._messages):
                 if message is not None:
                     self._advance(fragment, message, step)
@@ -61,35 +61,42 @@ class FragmentSchedule(Schedule):
         sent = [message.since.state() if message is not None else None for message in self._messages]
         state: dict[str, Any] = {"since": [since.state() for since in self._local_stats], "sent": sent}
         if self.weighing is not None:
-            penalty = self.weighing.penalty
-            state["penalty"] = penalty.state_dict() if penalty is not None else None
+            reduction = self.weighing.reduction
+            state["penalty"] = reduction.state_dict() if reduction is not None else None
             state["restarts"] = sorted(index for message in self._in_flight for index in message.restarts)
+            # Pairs, because the keys of JSON objects are text.
+            state["lengths"] = sorted(list(pair) for message in self._in_flight for pair in message.lengths.items())
         return state
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
-        """Load what `state_dict` returned. A collective of all ranks if there is a penalty."""
+        """Load what `state_dict` returned. A collective of all ranks if weights are being exchanged."""
         self._local_stats = [RoundStats(**since) for since in state["since"]]
-        if self.weighing is not None and self.weighing.penalty is not None:
-            self.weighing.penalty.load_state_dict(state["penalty"])
+        if self.weighing is not None and self.weighing.reduction is not None:
+            self.weighing.reduction.load_state_dict(state["penalty"])
         nothing: BlockTensors = [None] * len(self.block_sync.blocks)
         for fragment, sent in enumerate(state["sent"]):
             self._messages[fragment] = None
             if sent is not None:
                 message = self._messages[fragment] = self._new_message(fragment, RoundStats(**sent))
                 restarts = [index for index in state.get("restarts", []) if index in self.fragments[fragment]]
-                message.load(tensors["arriving"], tensors.get("unsent", nothing), restarts)
+                lengths = {
+                    index: length for index, length in state.get("lengths", []) if index in self.fragments[fragment]
+                }
+                message.load(tensors["arriving"], tensors.get("unsent", nothing), restarts, lengths)
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return a state with the old replicas' mean rounds, because rounds of seconds differ between replicas. Every replica
-        restarts the blocks from which any old replica was excluded, whose parameters are in the mean that all start from."""
+        """Return a state with the old replicas' mean rounds, because their steps and tokens may differ. Every replica restarts
+        the blocks from which any old replica was excluded, whose parameters are in the mean that all start from."""
         if self.weighing is None:
             return require_equal(states)
-        shared = require_equal([state | {"since": None, "restarts": None} for state in states])
-        penalty, rounds = self.weighing.penalty, zip(*(state["since"] for state in states), strict=True)
+        shared = require_equal([state | {"since": None, "sent": None, "restarts": None} for state in states])
+        reduction = self.weighing.reduction
+        since, sent = (zip(*(state[name] for state in states), strict=True) for name in ("since", "sent"))
         return shared | {
-            "since": [average_stats([RoundStats(**since) for since in of_all]).state() for of_all in rounds],
+            "since": [_mean_round(of_all) for of_all in since],
+            "sent": [_mean_round(of_all) if None not in of_all else None for of_all in sent],
             "restarts": sorted({index for state in states for index in state["restarts"]}),
-            "penalty": penalty.resharded(shared["penalty"]) if penalty is not None else None,
+            "penalty": reduction.resharded(shared["penalty"]) if reduction is not None else None,
         }
 
     @property
@@ -119,3 +126,7 @@ class FragmentSchedule(Schedule):
         message = self._new_message(fragment, since)
         message.take()
         return message
+
+
+def _mean_round(of_replicas: Sequence[dict[str, float]]) -> dict[str, float]:
+    return average_stats([RoundStats(**done) for done in of_replicas]).state()

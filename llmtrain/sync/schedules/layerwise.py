@@ -24,4 +24,4 @@ class LayerwiseSchedule(BlockingSchedule):
 @build_schedule.register
 def build_layerwise(section: LayerwiseSection, parts: ScheduleParts) -> LayerwiseSchedule:
     """Return a layer-wise schedule with the section's prefetch."""
-    return LayerwiseSchedule(parts.block_sync, parts.penalty, section.prefetch)
+    return LayerwiseSchedule(parts.block_sync, parts.reduction, section.prefetch)

@@ -18,7 +18,7 @@ class OverlappedSchedule(FragmentSchedule):
     """Overlapped synchronization of fragments. At its turn a replica sends the fragment's pseudo-gradient. `steps` local
     steps later it takes the outer step and mixes its parameters with the new anchor.
 
-    With a penalty, replicas exchange their norms at the turn and send one step later, weighed. A replica that is excluded
+    With a reduction that weighs, replicas exchange their norms at the turn and send one step later, weighed. A replica that is excluded
     from a block sets it to the new anchor, as if alpha were 0: its own parameters may be NaN, or far away."""
 
     def __init__(self, block_sync: BlockSync, period: Period, section: OverlappedSection, weighing: Weighing | None):
@@ -78,5 +78,5 @@ class OverlappedSchedule(FragmentSchedule):
 @build_schedule.register
 def build_overlapped(section: OverlappedSection, parts: ScheduleParts) -> OverlappedSchedule:
     """Return an overlapped schedule, in which the period sets the fragments' turns."""
-    weighing = Weighing(parts.block_sync, parts.penalty) if parts.penalty is not None else None
+    weighing = Weighing(parts.block_sync, parts.reduction) if parts.reduction is not None else None
     return OverlappedSchedule(parts.block_sync, parts.period, section, weighing)

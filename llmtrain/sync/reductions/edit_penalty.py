@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from llmtrain.config import EditPenaltySection
 from llmtrain.errors import TrainingError
+from llmtrain.sync.reductions.base import Reduction, ReplicaWeights, build_reduction
+from llmtrain.sync.sync_stats import RoundStats
 
 EPSILON = 1e-6
 WARN_EXCLUSIONS = 5
@@ -78,21 +79,12 @@ class RunningMoments:
             setattr(self, key, torch.tensor(state[key], dtype=getattr(self, key).dtype))
 
 
-@dataclass(frozen=True)
-class ReplicaWeights:
-    """Weights and anomalies computed from one round's norms."""
-
-    weights: torch.Tensor
-    """[replicas, blocks], float64. A block's column sums to 1, or to 0 if all its replicas are anomalous."""
-    anomalous: torch.Tensor
-    """[replicas, blocks], bool."""
-
-
-class EditPenalty:
+class EditPenalty(Reduction):
     """Anomaly elimination, softmax weights and clip factor for all blocks of all replicas."""
 
-    def __init__(self, section: EditPenaltySection, replicas: int, blocks: int):
-        self.section = section
+    def __init__(self, section: EditPenaltySection, replicas: int, blocks: int, is_rounded: bool = False):
+        """Start without statistics. `is_rounded`: messages are rounded, so that a mean may be longer than pseudo-gradients."""
+        self.section, self.is_rounded = section, is_rounded
         self.norms = RunningMoments((replicas, blocks), section.ema)
         self.excluded = torch.zeros((replicas, blocks), dtype=torch.int64)
         """Rounds in a row in which a block of a replica has been excluded, up to the last round."""
@@ -111,19 +103,22 @@ class EditPenalty:
             share = steps[:, None].expand_as(norms).masked_fill(anomalous, 0.0)
             share = share / share.sum(0).clamp(min=1)
             weights = (1 - self.section.step_weight) * weights + self.section.step_weight * share
-        return ReplicaWeights(weights, anomalous)
+        return ReplicaWeights(weights, anomalous, self._lengths(norms, weights, anomalous))
 
-    def weigh_blocks(
-        self, blocks: Sequence[int], norms: torch.Tensor, steps: torch.Tensor, lr_sums: torch.Tensor
-    ) -> ReplicaWeights:
-        """Return the weights in these blocks alone, for norms [replicas, len(blocks)], and update only their statistics."""
-        part = EditPenalty(self.section, len(norms), len(blocks))
+    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
+        """Return the weights in these blocks alone, and update only their statistics."""
+        part = EditPenalty(self.section, len(norms), len(blocks), self.is_rounded)
         for whole, columns in zip(self._statistics(), part._statistics(), strict=True):
             columns.copy_(whole[:, list(blocks)])
-        weights = part.weigh(norms, steps, lr_sums)
+        steps, lr_sums = ([getattr(done, name) for done in rounds] for name in ("steps", "lr_sum"))
+        weights = part.weigh(norms, *(torch.tensor(of_all, dtype=torch.float64) for of_all in (steps, lr_sums)))
         for whole, columns in zip(self._statistics(), part._statistics(), strict=True):
             whole[:, list(blocks)] = columns
         return weights
+
+    @property
+    def longest_exclusion(self) -> int:
+        return int(self.excluded.max())
 
     def _statistics(self) -> tuple[torch.Tensor, ...]:
         return self.norms.count, self.norms.mean, self.norms.variance, self.excluded
@@ -171,18 +166,18 @@ class EditPenalty:
         logits = (-norms / self.section.temperature).masked_fill(anomalous, -torch.inf)
         return logits.softmax(0).masked_fill(anomalous.all(0), 0.0)
 
-    def may_clip(self, norms: torch.Tensor, found: ReplicaWeights) -> torch.Tensor:
-        """Return for each block if the norm of its mean may exceed the clip, given the norms [replicas, blocks] from which
-        `found` was computed. A mean is at most as long as the replicas' pseudo-gradients are on average: mostly this saves
-        the norm of the mean."""
-        limit = math.inf if self.section.clip is None else CLIP_MARGIN * self.section.clip
-        return (found.weights * norms.masked_fill(found.anomalous, 0.0)).sum(0) > limit
-
-    def clip_factor(self, squared_norm: torch.Tensor) -> torch.Tensor:
-        """Return min(clip / (||D|| + 1e-6), 1) for one block, given ||D||^2 over all its shards; 1 without a clip."""
+    def _lengths(self, norms: torch.Tensor, weights: torch.Tensor, anomalous: torch.Tensor) -> torch.Tensor:
+        """Return the clip for each block of which the mean's norm may exceed it, given the norms [replicas, blocks]. An unrounded
+        mean is at most as long as the replicas' pseudo-gradients are on average: mostly this saves the norm of the mean."""
+        longest = (weights * norms.masked_fill(anomalous, 0.0)).sum(0)
         if self.section.clip is None:
-            return torch.ones_like(squared_norm)
-        return (self.section.clip / (squared_norm.sqrt() + EPSILON)).clamp(max=1)
+            return torch.full_like(longest, math.inf)
+        may_clip = (longest > CLIP_MARGIN * self.section.clip) | self.is_rounded
+        return torch.where(may_clip, self.section.clip, math.inf)
+
+    def factor(self, squared_norm: torch.Tensor, length: float) -> torch.Tensor:
+        """Return min(clip / (||D|| + 1e-6), 1)."""
+        return (length / (squared_norm.sqrt() + EPSILON)).clamp(max=1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the statistics as plain lists."""
@@ -199,3 +194,9 @@ class EditPenalty:
         began = RunningMoments((len(state["count"]), blocks), self.section.ema)
         began.load_state_dict(state)
         return {**began.merge(replicas).state_dict(), "excluded": torch.zeros_like(self.excluded).tolist()}
+
+
+@build_reduction.register
+def build_edit_penalty(section: EditPenaltySection, replicas: int, blocks: int, is_rounded: bool) -> Reduction:
+    """Return EDiT's penalty, without statistics yet."""
+    return EditPenalty(section, replicas, blocks, is_rounded)

@@ -1,0 +1,72 @@
+"""Interface of the reductions that weigh replicas: how much each one counts in a block's mean, and how long the mean is to be.
+
+Everything is computed from the rounds and from the [replicas, blocks] matrix of norms that all ranks have gathered, in
+float64 with operations that round alike on every machine. All ranks therefore find the same weights.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any
+
+import torch
+
+from llmtrain.config import ReductionSection
+from llmtrain.sync.sync_stats import RoundStats
+
+
+@dataclass(frozen=True)
+class ReplicaWeights:
+    """Weights, anomalies and lengths computed from one round."""
+
+    weights: torch.Tensor
+    """[replicas, blocks], float64: the factors of the pseudo-gradients, whose sum is the mean. All are 0 in a block without a
+    mean, whose replicas are all anomalous."""
+    anomalous: torch.Tensor
+    """[replicas, blocks], bool: replicas that do not count."""
+    lengths: torch.Tensor
+    """[blocks], float64: the norm that a mean must have, or must not exceed; infinite if the mean is used as it arrives."""
+
+
+class Reduction(ABC):
+    """Reduction that weighs replicas. Without a state of its own, unless a subclass keeps one."""
+
+    uses_norms = True
+    """True if the weights depend on the norms of the pseudo-gradients."""
+    longest_exclusion = 0
+    """Rounds in a row, up to the last one, in which a block of a replica was excluded; the largest number."""
+
+    @abstractmethod
+    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
+        """Return the weights in these blocks, given each replica's norms in them, [replicas, len(blocks)] (float64; [replicas, 0]
+        without `uses_norms`), and local steps."""
+
+    def factor(self, squared_norm: torch.Tensor, length: float) -> torch.Tensor:
+        """Return the factor of a block's mean, given its ||D||^2 over all shards (float64) and its `lengths`."""
+        return torch.ones_like(squared_norm)
+
+    def check_exclusions(self, names: Sequence[str], blocks: Sequence[int]) -> list[str]:
+        """Return warnings about replicas excluded from these blocks, given all blocks' names. Raises TrainingError if one has been
+        excluded for too long."""
+        return []
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the statistics as plain values; None if there are none."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Restore what `state_dict` returned."""
+
+    def resharded(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return the statistics for a run that resumes with a different number of replicas."""
+        return None
+
+
+@singledispatch
+def build_reduction(section: ReductionSection, replicas: int, blocks: int, is_rounded: bool) -> Reduction | None:
+    """Return the reduction that a recipe's `sync.reduction` describes; None for the plain mean, for which nothing needs to be
+    agreed. `is_rounded` says whether messages are rounded, so that a mean may be longer than what it was made from."""
+    raise NotImplementedError(f"no reduction is registered for {type(section).__name__}")

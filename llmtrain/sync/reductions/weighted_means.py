@@ -1,0 +1,98 @@
+"""Means without a memory of earlier rounds: weighted by tokens, of directions, and of pseudo-gradients of equal norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from llmtrain.config import MeanSection, MedianNormSection, RadialSection, TokenWeightedSection
+from llmtrain.sync.reductions.base import Reduction, ReplicaWeights, build_reduction
+from llmtrain.sync.sync_stats import RoundStats
+
+
+class TokenWeighted(Reduction):
+    """Mean weighted by tokens x tokens per step (Decoupled DiLoCo, arXiv 2604.21428): replicas that did more in the round, with
+    larger batches, count more. Equal tokens and steps give the plain mean, bit for bit."""
+
+    uses_norms = False
+
+    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
+        work = torch.tensor([done.tokens**2 / max(done.steps, 1) for done in rounds], dtype=torch.float64)
+        if not work.any():  # nobody has trained since the last turn of a fragment that is only mixed
+            work = torch.ones_like(work)
+        relative = work / work.max()  # 1, exactly, for equal work
+        weights = (relative / relative.sum())[:, None].repeat(1, len(blocks))
+        return ReplicaWeights(weights, torch.zeros_like(weights, dtype=torch.bool), _unlimited(len(blocks)))
+
+
+class Radial(Reduction):
+    """Mean direction times mean norm of a block's pseudo-gradients (Decoupled DiLoCo). Replicas whose norm is not finite do not
+    count. Those that have not moved count in the mean norm alone.
+
+    The paper was not at hand: that the mean direction is made a unit vector, and that norms are taken block by block and not
+    over a whole fragment, is inferred.
+    """
+
+    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
+        counted, lengths = norms.isfinite(), _mean_of_finite(norms)
+        moved = counted & (norms > 0)
+        # Directions of length `lengths`: messages are as large as pseudo-gradients, which the formats of messages are made for.
+        weights = torch.where(moved, lengths / torch.where(moved, norms, 1.0) / moved.sum(0).clamp(min=1), 0.0)
+        return ReplicaWeights(weights, ~counted, torch.where(moved.any(0), lengths, torch.inf))
+
+    def factor(self, squared_norm: torch.Tensor, length: float) -> torch.Tensor:
+        """Return length / ||D||; 1 if directions cancel each other."""
+        return torch.where(squared_norm > 0, length / squared_norm.sqrt(), 1.0)
+
+
+class MedianNorm(Reduction):
+    """Mean of pseudo-gradients that are rescaled to the median of their norms, block by block (Covenant-72B, arXiv 2603.08163).
+    Replicas whose norm is not finite do not count.
+
+    The paper rescales what is left after sparsification; here the norms are those of whole pseudo-gradients, which replicas
+    exchange before they send. That its unit is a block is a choice of ours.
+    """
+
+    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
+        counted = norms.isfinite()
+        ordered, last = norms.masked_fill(~counted, torch.inf).sort(0).values, counted.sum(0).clamp(min=1) - 1
+        middle = [ordered.gather(0, place[None])[0] for place in (last // 2, (last + 1) // 2)]
+        median = torch.where(counted.any(0), (middle[0] + middle[1]) / 2, 0.0)
+        weights = torch.where(counted & (norms > 0), median / torch.where(norms > 0, norms, 1.0) / (last + 1), 0.0)
+        return ReplicaWeights(weights, ~counted, _unlimited(len(blocks)))
+
+
+def _unlimited(blocks: int) -> torch.Tensor:
+    return torch.full((blocks,), math.inf, dtype=torch.float64)
+
+
+def _mean_of_finite(norms: torch.Tensor) -> torch.Tensor:
+    """Return each column's mean over its finite entries; 0 if there are none."""
+    counted = norms.isfinite()
+    return norms.masked_fill(~counted, 0.0).sum(0) / counted.sum(0).clamp(min=1)
+
+
+@build_reduction.register
+def build_mean(section: MeanSection, replicas: int, blocks: int, is_rounded: bool) -> None:
+    """Return None: all replicas count alike."""
+    return
+
+
+@build_reduction.register
+def build_token_weighted(section: TokenWeightedSection, replicas: int, blocks: int, is_rounded: bool) -> Reduction:
+    """Return the mean weighted by tokens."""
+    return TokenWeighted()
+
+
+@build_reduction.register
+def build_radial(section: RadialSection, replicas: int, blocks: int, is_rounded: bool) -> Reduction:
+    """Return radial-directional averaging."""
+    return Radial()
+
+
+@build_reduction.register
+def build_median_norm(section: MedianNormSection, replicas: int, blocks: int, is_rounded: bool) -> Reduction:
+    """Return the mean of pseudo-gradients of equal norm."""
+    return MedianNorm()

@@ -1,0 +1,92 @@
+"""Reductions that weigh replicas by tokens or by norms, with every schedule that they go with, against the float64 oracle."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmtrain.config import LRScheduleSection
+from tests.distributed.fake_engine import Scenario, choices, replay
+from tests.distributed.threads import simulate
+from tests.distributed.trace import assert_same_bits, assert_same_run
+
+FALLING = LRScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
+KINDS = ("token_weighted", "radial", "median_norm")
+SECONDS = {"kind": "seconds", "every": 3.0, "min_steps": 0}
+SPEEDS = {"step_seconds": (0.5, 1.25, 1.0, 0.75), "delays": {(7, 1): 2.0}}
+BY_SUM = {"kind": "nesterov", "lr": 0.5, "momentum": 0.7, "normalize": "lr_sum"}
+MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1"), pytest.param(4, 2, id="4x2")]
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "blocking": {"method": "diloco", "every": 3},
+    "layerwise": {"method": "diloco", "every": 3, "schedule": "layerwise", "outer": "average"},
+    "overlapped": {
+        "method": "streaming_diloco",
+        "every": 5,
+        "wire": "fp32",
+        "schedule": {"kind": "overlapped", "steps": 3, "fragments": 2, "alpha": 0.4},
+    },
+    "delayed": {"method": "co2", "every": 3, "schedule": {"kind": "delayed", "fragments": 2}},
+    "of-seconds": {"method": "diloco", "period": SECONDS, "outer": BY_SUM},
+    "delayed-of-seconds": {"method": "co2", "period": SECONDS, "outer": BY_SUM},
+    "rounded": {"method": "diloco", "every": 3, "wire": {"kind": "int8", "error_feedback": True}},
+    "largest-values": {
+        "method": "sparseloco",
+        "every": 3,
+        "wire": {"kind": "topk", "keep": 900, "error_feedback": True},
+    },
+}
+
+
+def scenario(kind: str, schedule: str, replicas: int = 2, shard: int = 2, **run: Any) -> Scenario:
+    changes = {"warmup_steps": 2, **SCHEDULES[schedule]}
+    sync = choices(changes.pop("method"), reduction=kind, **changes)
+    speeds = {**SPEEDS, "step_seconds": SPEEDS["step_seconds"][:replicas]} if sync.period.is_timed else {}
+    return Scenario(sync, replicas, shard, **{"steps": 17, "schedule": FALLING, **speeds, **run})
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_oracle_finds_the_same(kind: str, schedule: str, replicas: int, shard: int) -> None:
+    run = scenario(kind, schedule, replicas, shard)
+    got = simulate(run)
+    assert_same_run(got, replay(run))
+    plain = simulate(scenario("mean", schedule, replicas, shard))
+    distance = max(np.abs(one - other).max() for one, other in zip(got.final, plain.final, strict=True))
+    assert distance > 1e-4, "the plain mean ends at the same parameters: nothing was tested"
+
+
+@pytest.mark.parametrize("schedule", ["blocking", "overlapped"])
+@pytest.mark.parametrize("kind", ["radial", "median_norm"])
+def test_a_replica_that_is_not_finite_does_not_count(kind: str, schedule: str) -> None:
+    run = scenario(kind, schedule, 4, 1, steps=22, scales={(9, 1, 1): math.nan, (13, 0, 2): math.nan})
+    got = simulate(run)
+    assert_same_run(got, replay(run))
+    assert got.counts[1] >= 2 and all(np.isfinite(block).all() for block in got.final)
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "delayed", "delayed-of-seconds", "blocking"])
+@pytest.mark.parametrize("kind", ["token_weighted", "radial"])
+def test_a_resumed_run_is_the_run_left_alone(kind: str, schedule: str) -> None:
+    """Also while weights are agreed on, and while a mean is under way that is to be lengthened."""
+    alone = simulate(scenario(kind, schedule))
+    assert_same_bits(simulate(scenario(kind, schedule, resume_after=range(1, 18))), alone)
+    assert_same_bits(simulate(scenario(kind, schedule, save_after=range(1, 18))), alone)
+
+
+@pytest.mark.parametrize("schedule", ["blocking", "overlapped"])
+def test_equal_tokens_are_the_mean(schedule: str) -> None:
+    of_tokens = simulate(scenario("token_weighted", schedule, 4, 1, equal_tokens=True))
+    outer = {"outer": "average"} if schedule == "layerwise" else {}
+    assert_same_bits(of_tokens, simulate(scenario("mean", schedule, 4, 1, **outer)))
+
+
+def test_replicas_that_move_alike_have_the_mean_whatever_the_weights() -> None:
+    """All directions and norms are equal, so the mean direction times the mean norm is each of them."""
+    runs = [scenario(kind, "blocking", 1, 2) for kind in ("mean", *KINDS)]
+    plain, *weighed = map(simulate, runs)
+    for got in weighed:
+        assert_same_run(got, plain)
