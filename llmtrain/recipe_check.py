@@ -123,6 +123,9 @@ def _check_optimizer(recipe: Recipe) -> None:
             "optim.kind is muon, which needs whole matrices, and ZeRO's optimizer has flat parts of a block's parameters; use "
             "engine=fsdp2, or kind=adamw"
         )
+    if recipe.optim.kind == "sgd" and recipe.sync.moments is not None:
+        what = "sync.moments averages the optimizer's moments, but optim.kind is sgd, which has none"
+        raise RecipeError(f"{what}; use kind=adamw, or sync.moments=null")
 
 
 def _check_pull(recipe: Recipe) -> None:

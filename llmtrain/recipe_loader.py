@@ -2,7 +2,7 @@
 
 Later layers win: preset < base files in their order < the file itself < the command line. Mappings merge key by key,
 but a value with a `kind` (`sync.period`, `sync.outer`, ...) is replaced completely by one of another kind. If a layer
-names another method than the layers below it, their `reduction`, `outer`, `schedule` and `pull` are dropped, because
+names another method than the layers below it, their `reduction`, `outer`, `schedule`, `pull` and `moments` are dropped, because
 they were chosen for the old method. Period, warm-up and wire stay, so that methods are compared at the same round
 length. There are two exceptions: a period of another kind than the new method's is dropped, and so is `warmup_steps`
 if that method synchronizes every step. A layer that names texts (`data.source`, `sources`, `per_replica`) drops those of
@@ -224,7 +224,7 @@ def _for_method(data: dict[str, Any], preset: Mapping[str, Any]) -> dict[str, An
     sync = data.get("sync")
     if not isinstance(sync, dict):
         return data
-    dropped = {"reduction", "outer", "schedule", "pull"}
+    dropped = {"reduction", "outer", "schedule", "pull", "moments"}
     kind = preset["period"]["kind"]
     period = sync.get("period")
     if isinstance(period, dict) and period.get("kind", "steps") != kind:

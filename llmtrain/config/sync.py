@@ -102,6 +102,8 @@ class OuterSection(Section):
     """True if this choice needs an anchor: the parameters of the last synchronization."""
     has_momentum: ClassVar[bool] = False
     """True if replicas keep an outer momentum of the size of the parameters."""
+    validates_anchor: ClassVar[bool] = False
+    """True if replicas continue from elsewhere than the anchor, which is the model that the run validates and ends with."""
 
 
 class OuterLrSection(Section):
@@ -177,6 +179,20 @@ class MomentumSection(OuterSection):
     has_momentum: ClassVar[bool] = True
 
 
+class PrimalAverageSection(OuterSection):
+    """Generalized primal averaging (GPA): the anchor x is a running average of a fast point z, and replicas compute gradients at y,
+    between the two. Meant for one replica and H = 1, in which it does the work of an outer step without rounds."""
+
+    kind: Literal["gpa"] = "gpa"
+    """`gpa`: z <- z + (theta - y); x <- decay x + (1 - decay) z; y <- share x + (1 - share) z, where replicas continue."""
+    decay: DecayRate = 0.9967
+    """Decay of the average per synchronization: 0.9934, 0.9967 and 0.9984 for what H = 16, 32 and 64 would smooth."""
+    share: Fraction = 0.7
+    """Share of the average in the point at which gradients are computed."""
+    has_momentum: ClassVar[bool] = True
+    validates_anchor: ClassVar[bool] = True
+
+
 class PullSection(Section):
     """PALSGD's pseudo-synchronization: random local steps that pull the parameters towards the anchor instead of computing a
     gradient. Each replica draws them independently."""
@@ -188,6 +204,16 @@ class PullSection(Section):
     pull only skips the gradient."""
     batch: Literal["keep", "drop"] = "keep"
     """Batch of a pull: `keep` leaves it to the next gradient step; `drop` skips it, as the published code does."""
+
+
+class MomentsSection(Section):
+    """DES-LOC's averages of the inner optimizer's moments over the replicas, at the end of some rounds. They are sent in master
+    precision, while training waits."""
+
+    first: PositiveInt | None = 3
+    """Rounds from one average of the first moments (or Muon's momenta) to the next; `null`: never."""
+    second: PositiveInt | None = 6
+    """Rounds from one average of the second moments to the next; `null`: never."""
 
 
 class WireSection(Section):
@@ -217,7 +243,7 @@ class WireSection(Section):
 
 AnyPeriod = EveryStepsSection | QsrSection | EverySecondsSection | EveryStepSection
 AnyReduction = MeanSection | TokenWeightedSection | RadialSection | MedianNormSection | EditPenaltySection
-AnyOuter = AverageSection | SgdSection | NesterovSection | MomentumSection
+AnyOuter = AverageSection | SgdSection | NesterovSection | MomentumSection | PrimalAverageSection
 AnySchedule = BlockingSection | LayerwiseSection | OverlappedSection | DelayedSection | WaitAvoidingSection
 CHOICE = (Field(discriminator="kind"), BeforeValidator(kind))
 """Validation of a union of sections: `kind` selects the section, and a string is short for it."""
@@ -240,12 +266,15 @@ class SyncSection(Section):
     """Combination of the pseudo-gradients: `mean`, `token_weighted`, `radial`, `median_norm`, or EDiT's `{kind: edit_penalty, z, ema,
     min_rounds, statistics, max_exclusions, temperature, clip, step_weight}`."""
     outer: Annotated[AnyOuter, *CHOICE] = Field(default_factory=AverageSection)
-    """Outer step: `average`, `{kind: sgd, lr, rounds}`, or `nesterov` or `momentum` with `{lr, momentum, rounds, normalize}`."""
+    """Outer step: `average`, `{kind: sgd, lr, rounds}`, `nesterov` or `momentum` with `{lr, momentum, rounds, normalize}`, or
+    `{kind: gpa, decay, share}`."""
     schedule: Annotated[AnySchedule, *CHOICE] = Field(default_factory=BlockingSection)
     """Overlap of messages with training: `blocking`, `layerwise`, `{kind: overlapped, steps, fragments, alpha}`, `delayed` or
     `{kind: wait_avoiding, group_size}`."""
     pull: PullSection | None = None
     """PALSGD's local pull towards the anchor, `{probability, strength, batch}`, or `null`."""
+    moments: MomentsSection | None = None
+    """DES-LOC's averages of the inner optimizer's moments, `{first, second}`, or `null`: each replica keeps its own."""
     wire: Annotated[WireSection, BeforeValidator(kind)] = Field(default_factory=WireSection)
     """Message format: `fp32`, `bf16`, `int8`, `int4`, `fp4`, or with error feedback `{kind: 2bit, error_feedback: true}`; `2bit` and
     `topk` need it."""

@@ -75,7 +75,7 @@ def _facts(source: Source, manifest: Manifest) -> list[tuple[str, str]]:
     replicas, shard = state["mesh"]
     progress = state["ranks"][0]
     engine = f"ZeRO-{recipe.parallel.zero_stage}" if recipe.parallel.engine == "zero" else "FSDP2"
-    start = state.get("from_weights")
+    start, weights = state.get("from_weights"), WeightSource.parse(manifest.weights)
     training, validation = progress["last_line"].get("train/loss"), progress["last_eval"]
     facts = [
         ("method", f"`{recipe.sync.method}`: {progress['method']['report']['count']} synchronizations"),
@@ -93,7 +93,7 @@ def _facts(source: Source, manifest: Manifest) -> list[tuple[str, str]]:
         ("validation loss", _loss(validation, progress["last_evaluated"])),
         (
             "weights",
-            f"{WeightSource.parse(manifest.weights).describe(replicas)}, after step {source.step:,}, {manifest.dtype}",
+            f"{weights.describe(replicas, 'validated' in state)}, after step {source.step:,}, {manifest.dtype}",
         ),
         ("checked", manifest.parity.describe()),
         ("exported with", f"torch {torch.__version__}, transformers {transformers.__version__}"),

@@ -79,9 +79,9 @@ class WeightSource:
     def __str__(self) -> str:
         return self.kind if self.replica is None else f"{self.kind}:{self.replica}"
 
-    def describe(self, replicas: int) -> str:
-        """Return the choice in words, for a run with `replicas` replicas."""
-        if self.kind == "anchor":
+    def describe(self, replicas: int, validates_anchor: bool = False) -> str:
+        """Return the choice in words, for a run with `replicas` replicas, which may validate the anchor and not their mean."""
+        if self.kind == "anchor" or (self.kind == "mean" and validates_anchor):
             return "the anchor (the last synchronization's result)"
         if self.kind == "replica":
             return f"replica {self.replica} of {replicas}, alone"

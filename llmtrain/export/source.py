@@ -20,7 +20,7 @@ from llmtrain.model import PREFIX, LanguageModel
 from llmtrain.recipe_loader import load_recipe, stored_recipe
 from llmtrain.train.checkpoint_files import find_corruption, read_state
 from llmtrain.train.run_dir import recipe_changes
-from llmtrain.train.stored_weights import FullTensorReader, StoredWeights, weights_of_replicas
+from llmtrain.train.stored_weights import FullTensorReader, StoredWeights, validated_weights, weights_of_replicas
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 OTHER = "export another with --step"
@@ -131,8 +131,8 @@ class ChosenWeights(StoredWeights):
         if choice.replica is not None and choice.replica >= replicas:
             there = "replica:0" if replicas == 1 else f"replica:0 to replica:{replicas - 1}"
             raise UserError(f"--weights {choice}: {stored.path} has {there}")
-        chosen = range(replicas) if choice.replica is None else [choice.replica]
-        super().__init__(stored, ["anchor."] if choice.kind == "anchor" else weights_of_replicas(chosen))
+        prefixes = ["anchor."] if choice.kind == "anchor" else validated_weights(state)
+        super().__init__(stored, prefixes if choice.replica is None else weights_of_replicas([choice.replica]))
 
     def check_model(self, model: LanguageModel) -> None:
         """Raise CheckpointError unless the names and shapes of the weights are those of `model`."""

@@ -78,6 +78,11 @@ class Replica(ABC):
     def parameters_changed(self, block: Block) -> None:
         """Make the next forward compute with `block.shards`, which the caller has changed."""
 
+    @abstractmethod
+    def moments(self, index: int, order: int) -> list[torch.Tensor]:
+        """Return this rank's parts of the inner optimizer's first (`order` 1) or second (2) moments of block `index`, which the
+        caller may change; empty if it keeps none there. Known after its first step."""
+
 
 class Engine(Replica):
     """Base class of engines: forward, backward and inner optimizer of one replica, over the ranks of a shard group."""

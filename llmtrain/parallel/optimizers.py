@@ -5,7 +5,7 @@ The state exists from the start so that a checkpoint can be loaded before that s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +43,19 @@ class InnerOptimizer(Protocol):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients."""
+
+
+MOMENTS = {1: ("exp_avg", "momentum_buffer"), 2: ("exp_avg_sq",)}
+"""Names of the moments of each order in the state of torch's optimizers and of Muon."""
+
+
+def moments_of(
+    state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]], tensors: Iterable[torch.Tensor], order: int
+) -> list[torch.Tensor]:
+    """Return the moments of an order of these tensors that an optimizer's state has."""
+    return [
+        state[tensor][key] for tensor in tensors if tensor in state for key in MOMENTS[order] if key in state[tensor]
+    ]
 
 
 class OptimizerSet:

@@ -23,7 +23,7 @@ from llmtrain.parallel.comms import PendingCollective
 from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.parallel.optimizers import TrainedPart, build_sharded_optimizer, set_lr
+from llmtrain.parallel.optimizers import TrainedPart, build_sharded_optimizer, moments_of, set_lr
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.parallel.wrapping import COMPUTE, wrap_layers
 
@@ -106,6 +106,9 @@ class TorchEngine(Engine):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def moments(self, index: int, order: int) -> list[torch.Tensor]:
+        return moments_of(self.optimizer.state, self.masters[index], order)
 
     @contextmanager
     def eval_mode(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:

@@ -30,7 +30,7 @@ from llmtrain.model import PREFIX, LanguageModel, ModelBlock, ReadWeight, blocks
 from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.parallel.optimizers import build_optimizer, decay_groups, start_moments
+from llmtrain.parallel.optimizers import build_optimizer, decay_groups, moments_of, start_moments
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.parallel.wrapping import COMPUTE, named_parameters_of, wrap_layers
 from llmtrain.parallel.zero_layout import FlatGroup, deepspeed_config
@@ -177,6 +177,9 @@ class ZeroEngine(Engine):
                 parameter.ds_tensor.copy_(safe_get_local_fp32_param(parameter))
             if self._in_forward:
                 self._refresh_compute_weights()
+
+    def moments(self, index: int, order: int) -> list[torch.Tensor]:
+        return moments_of(self.optimizer.state, self._masters[index], order)
 
     @contextmanager
     def eval_mode(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:

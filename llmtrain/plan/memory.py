@@ -263,7 +263,7 @@ def _accumulates(recipe: Recipe, replicas: int, shard: int) -> bool:
     return recipe.train.global_batch > recipe.train.micro_batch * replicas * shard
 
 
-def _moments(recipe: Recipe, size: ModelSize, shard: int) -> int:
+def moment_values(recipe: Recipe, size: ModelSize, shard: int = 1) -> int:
     """Return the number of values that the inner optimizer keeps on each rank."""
     part = -(-size.parameters // shard)
     of_muon = size.layers * sum(rows * columns for rows, columns in size.layer_matrices)
@@ -281,7 +281,7 @@ def _fsdp2(recipe: Recipe, size: ModelSize, replicas: int, shard: int, reshards:
         gradients=sharded,
         early_gradients=sharded if accumulates else 0,
         late_gradients=sharded if accumulates else sharded - master * -(-largest // shard),
-        optimizer=_moments(recipe, size, shard) * master,
+        optimizer=moment_values(recipe, size, shard) * master,
         gathered=compute * (gathered + largest) + master * largest,
         gathered_in_forward=compute * gathered,
     )
@@ -297,7 +297,7 @@ def _single_device(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -
         gradients=all_of_it,
         early_gradients=all_of_it if accumulates else 0,
         late_gradients=all_of_it if accumulates else all_of_it - master * largest,
-        optimizer=_moments(recipe, size, 1) * master,
+        optimizer=moment_values(recipe, size) * master,
         # The gradients of earlier micro-batches, to which rounded ones are added without a copy, count above.
         gathered=(rounded + (0 if rounded and accumulates else master)) * largest,
         gathered_in_forward=0,
@@ -311,7 +311,7 @@ def _zero(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _Engine
     largest, second, *_ = sorted(size.block_parameters, reverse=True)
     whole = compute * size.parameters
     gathers = parallel.zero_stage == 3
-    optimizer = _moments(recipe, size, shard) * master
+    optimizer = moment_values(recipe, size, shard) * master
     offloaded = 2 * sharded + optimizer if parallel.zero_offload else 0  # masters and gradients
     accumulates = _accumulates(recipe, replicas, shard)
     gradients = sharded + (whole if parallel.zero_stage == 1 and accumulates else 0)

@@ -11,6 +11,8 @@ another and arithmetic takes no time: what is left is the network's part. With u
     layer-wise          the same, less the forward of the blocks before each one
     every step          messages, less the backward of the blocks that follow each one
     overlapped          per fragment: its messages, less d steps; or per round: all messages, less the round, if that is more
+    averaged moments    all messages of the moments that are due, in fp32, at the end of a round; Muon's matrices count as if they
+                        had second moments
     delayed             the same, with a round for d
     wait-avoiding       a group's messages in every step, all replicas' in the last
 
@@ -237,6 +239,11 @@ def round_time(
             sent += (every - 1) * sum(message.sent for message in group)
         case other:
             raise NotImplementedError(f"no time is known for {type(other).__name__}")
+    for due in (sync.moments.first, sync.moments.second) if sync.moments is not None else ():
+        if due is not None:
+            of_moments = [block_message(values, replicas, sync.wire, rounded=False) for values in block_values]
+            exposed += sequence_seconds(of_moments, link) / due
+            sent += sum(message.sent for message in of_moments) / due
     return RoundTime(compute, exposed, sent)
 
 

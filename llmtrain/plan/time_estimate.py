@@ -17,7 +17,7 @@ from llmtrain.parallel.muon import orthogonalization_flops
 from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
 from llmtrain.parallel.wrapping import COMPUTE
-from llmtrain.plan.memory import BYTES
+from llmtrain.plan.memory import BYTES, moment_values
 from llmtrain.plan.model_size import ModelSize
 from llmtrain.plan.network_time import FORWARD_SHARE, NetworkLink, gradient_time, round_time
 from llmtrain.sync.period import build_period, warmup_of
@@ -43,6 +43,19 @@ def per_average(recipe: Recipe, size: ModelSize, replicas: int, wire: WireSectio
     return 2 * (replicas - 1) / replicas * per_value * size.parameters
 
 
+def moment_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> float:
+    """Return the bytes that one replica sends per round, on average, to average its optimizer's moments, in master precision. Muon
+    has no second moments of the matrices in layers."""
+    moments = recipe.sync.moments
+    if moments is None:
+        return 0.0
+    share_of_second = (moment_values(recipe, size) - size.parameters) / size.parameters
+    averages = sum(
+        share / every for share, every in ((1.0, moments.first), (share_of_second, moments.second)) if every is not None
+    )
+    return averages * per_average(recipe, size, replicas, WireSection())
+
+
 def gradient_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> float:
     """Return the bytes that one replica sends in a synchronous step."""
     wire = recipe.sync.wire
@@ -53,7 +66,7 @@ def round_bytes(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> f
     """Return the bytes that each rank sends over the replica axis in one synchronization (or synchronous step)."""
     if recipe.sync.period.averages_gradients:
         return gradient_bytes(recipe, size, replicas) / shard
-    return per_average(recipe, size, replicas, recipe.sync.wire) / shard
+    return (per_average(recipe, size, replicas, recipe.sync.wire) + moment_bytes(recipe, size, replicas)) / shard
 
 
 @dataclass(frozen=True)
@@ -79,7 +92,7 @@ def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
     period = build_period(sync.period, warmup, rates)
     number = max(1, period.round_number(steps))
     every = (steps - warmup) / number
-    per_round = per_average(recipe, size, replicas, sync.wire)
+    per_round = per_average(recipe, size, replicas, sync.wire) + moment_bytes(recipe, size, replicas)
     members = sync.schedule.resolve_group_size(replicas)
     if members is None:
         return Rounds(warmup, number, every, per_round)
@@ -98,7 +111,7 @@ def traffic(recipe: Recipe, size: ModelSize, replicas: int) -> str:
         return f"{gradients} a step {whose} (gradients in every step)"
     if sync.period.is_timed:
         warmup = warmup_of(sync, LRSchedule.of(recipe))
-        per_round = decimal(int(per_average(recipe, size, replicas, sync.wire)))
+        per_round = decimal(int(round_bytes(recipe, size, replicas, shard=1)))
         line = f"{per_round} {whose} a round, a round in {sync.period.every:g} s"
     else:
         rounds = rounds_of(recipe, size, replicas)
@@ -179,7 +192,7 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
         return TimeEstimate(step, message, gradients, steps * (step + gradients))
     if sync.period.is_timed:
         first = warmup_of(sync, LRSchedule.of(recipe))
-        message = seconds(per_average(recipe, size, replicas, sync.wire))
+        message = seconds(round_bytes(recipe, size, replicas, shard=1))
         every = max(1.0, sync.period.every / step)
     else:
         rounds = rounds_of(recipe, size, replicas)

@@ -134,7 +134,8 @@ class BlockSync:
         measure: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Take the outer step with the mean pseudo-gradient of the local steps `since`, times `factor`. Set the block's
-        parameters to alpha x their own values + (1 - alpha) x the next anchor. The mean is overwritten.
+        parameters to alpha x their own values + (1 - alpha) x where the outer optimizer starts: mostly the next anchor. The
+        mean is overwritten.
 
         With `measure`, return (squared distance of this rank's pseudo-gradient from the mean, squared norm of the mean),
         float64 scalars. They are computed here because all that they need is in the cache.
@@ -152,10 +153,8 @@ class BlockSync:
             if factor is not None:
                 part.mul_(factor)
             outer.step(anchored, part, moment[0] if moment else None, since)
-            if alpha:
-                parameters.copy_(torch.lerp(anchored, parameters.to(anchored.dtype), alpha))
-            else:
-                parameters.copy_(anchored)
+            start = outer.start(anchored, moment[0] if moment else None)
+            parameters.copy_(torch.lerp(start, parameters.to(start.dtype), alpha) if alpha else start)
         self.anchors.write_back(index, anchor, momentum)
         self.replica.parameters_changed(block)
         return (_sum(distances), _sum(squares)) if measure else None
@@ -167,9 +166,21 @@ class BlockSync:
         self.replica.parameters_changed(block)
 
     def reset_to_anchor(self, blocks: Sequence[int] | None = None) -> None:
-        """Set the parameters of these blocks (default: all) to those of the last synchronization. Requires anchors."""
-        for index in self.anchors.iter_prefetched(self.blocks if blocks is None else blocks):
-            self.write_parameters(index, self.anchors.load_anchor(index))
+        """Set the parameters of these blocks (default: all) to those after the last synchronization. Requires anchors."""
+        with_momentum = not self.outer.starts_at_anchor
+        for index in self.anchors.iter_prefetched(self.blocks if blocks is None else blocks, with_momentum):
+            start = self.outer.start(*self.anchors.load(index)) if with_momentum else self.anchors.load_anchor(index)
+            self.write_parameters(index, start)
+
+    def settle(self) -> None:
+        """At the end of a run, set the parameters to the anchors if replicas have continued from elsewhere. A run that is continued
+        starts there, with a momentum of zero."""
+        if self.outer.starts_at_anchor or self.anchors is None or not self.anchors.is_set:
+            return
+        for index in self.anchors.iter_prefetched(self.blocks, momentum=True):
+            anchor, momentum = self.anchors.load(index)
+            self.anchors.write_back(index, anchor, momentum.zero_())
+            self.write_parameters(index, anchor)
 
     def sync_all_blocks(self, since: RoundStats) -> None:
         """Synchronize all blocks now, with equal weights, outside a schedule's own order: at the end of a run, and in

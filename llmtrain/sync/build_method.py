@@ -18,6 +18,7 @@ from llmtrain.sync.anchors import Anchors
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.group_averager import WakeSignal
 from llmtrain.sync.method import Method
+from llmtrain.sync.moments import MomentAverages
 from llmtrain.sync.offload import HostOffload, host_offload
 from llmtrain.sync.outer import build_outer
 from llmtrain.sync.period import Period, build_period, warmup_of
@@ -74,4 +75,8 @@ def build_method(
     pull = Pull(sync.pull, block_sync, seed) if sync.pull is not None else None
     reduction = build_reduction(sync.reduction, replica_comms.size, len(replica.blocks), wire is not None)
     parts = ScheduleParts(block_sync, period, reduction, rates.total_steps, store, wake_signal, timeout_seconds)
-    return Method(replica, period, build_schedule(sync.schedule, parts), pull, sync.reduction.counts_tokens)
+    moments = None
+    if sync.moments is not None:
+        moments = MomentAverages(sync.moments, replica, replica_comms, block_sync.report)
+    schedule = build_schedule(sync.schedule, parts)
+    return Method(replica, period, schedule, pull, moments, sync.reduction.counts_tokens)

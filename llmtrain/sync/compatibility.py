@@ -16,6 +16,7 @@ from llmtrain.config import (
     AnyReduction,
     AnySchedule,
     MeanSection,
+    MomentsSection,
     PullSection,
     SyncSection,
     WireSection,
@@ -32,10 +33,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "outer": _kinds_in(AnyOuter),
     "schedule": _kinds_in(AnySchedule),
     "pull": ("none", "pull"),
+    "moments": ("none", "moments"),
     "wire": get_args(WireSection.model_fields["kind"].annotation),
     "error_feedback": ("off", "on"),
 }
 """All kinds of each choice."""
+
+
+OPTIONAL = {"pull": PullSection, "moments": MomentsSection}
+"""Choices that a recipe makes by giving a section's keys, and does not make with `null`."""
 
 
 def kinds_of(sync: SyncSection) -> dict[str, str]:
@@ -43,6 +49,7 @@ def kinds_of(sync: SyncSection) -> dict[str, str]:
     return {
         **{choice: getattr(sync, choice).kind for choice in ("period", "reduction", "outer", "schedule", "wire")},
         "pull": "none" if sync.pull is None else "pull",
+        "moments": "none" if sync.moments is None else "moments",
         "error_feedback": "on" if sync.wire.error_feedback else "off",
     }
 
@@ -81,8 +88,9 @@ RULES = (
         {
             "schedule": ("layerwise", "overlapped", "delayed", "wait_avoiding"),
             "reduction": WEIGHED,
-            "outer": ("sgd", "nesterov", "momentum"),
+            "outer": ("sgd", "nesterov", "momentum", "gpa"),
             "pull": ("pull",),
+            "moments": ("moments",),
             "error_feedback": ("on",),
         },
         "gradients are averaged in every step, so there is no round, no pseudo-gradient and no anchor",
@@ -100,6 +108,15 @@ RULES = (
             "replicas agree on their weights before a message is used, and group averages do not wait for late ones",
         )
         for kind in WEIGHED
+    ),
+    Rule(
+        *("outer", "gpa"),
+        {
+            "schedule": ("overlapped", "delayed", "wait_avoiding"),
+            "reduction": ("radial", "median_norm", "edit_penalty"),
+            "pull": ("pull",),
+        },
+        "replicas do not continue from the anchor, but from a point between it and where they were",
     ),
     Rule(
         *("error_feedback", "on"),
@@ -129,7 +146,7 @@ def find_conflict(sync: SyncSection) -> str | None:
         if (other := rule.excluded(kinds)) is not None:
             given = f"{_as_override(rule.choice, rule.kind)} does not go with {_as_override(other, kinds[other])}"
             allowed = [kind for kind in CHOICES[other] if kind not in rule.excludes[other]]
-            others = [kind for kind in CHOICES[rule.choice] if kind != rule.kind]
+            others = [kind for kind in CHOICES[rule.choice] if not conflict_between(rule.choice, kind, other, kinds[other])]
             instead = _as_override(rule.choice, others[0]) if len(others) == 1 else f"another sync.{rule.choice}"
             return f"{given}: {rule.why}; use {_alternatives(other, allowed)}, or {instead}"
     return None
@@ -149,6 +166,7 @@ def _as_override(choice: str, kind: str) -> str:
     """Return a choice in the form of an override, such as `sync.schedule=blocking`."""
     if choice == "error_feedback":
         return f"sync.wire.error_feedback={'true' if kind == 'on' else 'false'}"
-    if choice == "pull":
-        return f"sync.pull={{{', '.join(PullSection.model_fields)}}}" if kind == "pull" else "sync.pull=null"
+    if choice in OPTIONAL:
+        keys = ", ".join(OPTIONAL[choice].model_fields)
+        return f"sync.{choice}={'null' if kind == 'none' else f'{{{keys}}}'}"
     return f"sync.{choice}={kind}"

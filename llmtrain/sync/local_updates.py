@@ -16,6 +16,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Block, Replica
+from llmtrain.parallel.optimizers import moments_of
 from llmtrain.sync.anchors import INTEGERS
 from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.sync.compatibility import find_conflict
@@ -27,10 +28,10 @@ ENDLESS = 2**62
 
 
 class ModuleReplica(Replica):
-    """A module as a replica, with this rank's shards. Each layer is a block. The parameters outside the layers form the
-    first block. Layers without trainable parameters are left out."""
+    """A module as a replica, with this rank's shards, trained by `optimizer`. Each layer is a block. The parameters outside the
+    layers form the first block. Layers without trainable parameters are left out."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]):
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], optimizer: torch.optim.Optimizer):
         seen: set[nn.Parameter] = set()
         of_layers = [(f"layer {i}", layer, _take(layer, seen)) for i, layer in enumerate(layers)]
         units = [unit for unit in [("rest", model, _take(model, seen)), *of_layers] if unit[2]]
@@ -42,6 +43,7 @@ class ModuleReplica(Replica):
             for name, _, unit in units
         ]
         self._modules = [module for _, module, _ in units]
+        self._optimizer, self._units = optimizer, [unit for _, _, unit in units]
 
     def fingerprint(self) -> torch.Tensor:
         """Return a sum of the bits of this rank's shards, by block: [blocks], int64, on the CPU."""
@@ -62,6 +64,9 @@ class ModuleReplica(Replica):
 
     def parameters_changed(self, block: Block) -> None:
         """Do nothing: shards are the module's own storage, which FSDP2 gathers again in the next forward."""
+
+    def moments(self, index: int, order: int) -> list[torch.Tensor]:
+        return [_local(moment) for moment in moments_of(self._optimizer.state, self._units[index], order)]
 
 
 class LocalUpdates:
@@ -99,7 +104,7 @@ class LocalUpdates:
         parameters = list(model.parameters())
         sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         _check(self.sync, sharded, shards, lr, store)
-        self.replica = ModuleReplica(model, _layers_of(model) if layers is None else layers)
+        self.replica = ModuleReplica(model, _layers_of(model) if layers is None else layers, optimizer)
         device = self.replica.blocks[0].shards[0].device
         self.sync.schedule.check(self.sync, len(self.replica.blocks))
         self._replicas = Comms(dist.group.WORLD if replicas is None else replicas, device, "replica")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from llmtrain.parallel.engine import Replica
-from llmtrain.reshard import MeshChange, Rules, by_replica
+from llmtrain.reshard import MeshChange, Rules, by_replica, require_equal
+from llmtrain.sync.moments import MomentAverages
 from llmtrain.sync.period import Period
 from llmtrain.sync.pull import Pull
 from llmtrain.sync.schedules.base import BlockTensors, Schedule
@@ -33,9 +37,15 @@ class Method:
     calls `finish` at the end of the run."""
 
     def __init__(
-        self, replica: Replica, period: Period, schedule: Schedule, pull: Pull | None, counts_tokens: bool = False
+        self,
+        replica: Replica,
+        period: Period,
+        schedule: Schedule,
+        pull: Pull | None = None,
+        moments: MomentAverages | None = None,
+        counts_tokens: bool = False,
     ):
-        self.replica, self.period, self.schedule, self.pull = replica, period, schedule, pull
+        self.replica, self.period, self.schedule, self.pull, self.moments = replica, period, schedule, pull, moments
         self._counts_tokens = counts_tokens
         self.block_sync = schedule.block_sync
         self._lr, self._phase = 0.0, "synchronous"
@@ -67,7 +77,10 @@ class Method:
         if self._phase == "local":
             # Not counted otherwise: checkpoints take what replicas count for equal, and tokens may differ.
             tokens = tokens if self._counts_tokens else 0
-            self.schedule.end_step(step, self._lr, self.period.ends_round(step), tokens)
+            ends_round = self.period.ends_round(step)
+            self.schedule.end_step(step, self._lr, ends_round, tokens)
+            if self.moments is not None and ends_round:
+                self.moments.end_round()
 
     def agreed_step(self, step: int) -> int | None:
         """Return the global step after this replica's step `step`, or None if only this replica knows how far it is.
@@ -77,6 +90,7 @@ class Method:
     def finish(self) -> None:
         """Complete what is in flight and a last, shorter round. Afterwards all replicas are equal."""
         self.schedule.finish()
+        self.block_sync.settle()
 
     def close(self) -> None:
         """Stop background work. Also called after a failure."""
@@ -86,6 +100,13 @@ class Method:
     def is_synchronized(self) -> bool:
         """Return whether all replicas hold the same parameters and nothing is in flight."""
         return self.schedule.is_synchronized
+
+    def validated_blocks(self) -> Sequence[torch.Tensor] | None:
+        """Return the parameters that the run validates and exports, by block; None if they are the replicas' mean."""
+        anchors = self.block_sync.anchors
+        if self.block_sync.outer.starts_at_anchor or anchors is None or not anchors.is_set:
+            return None
+        return anchors.state_dict()["anchor"]
 
     def report(self) -> SyncStats:
         """Return the counters so far."""
@@ -128,6 +149,7 @@ class Method:
             "report": self.block_sync.report.state_dict(),
             "period": {**self.period.state_dict(), **begun},
             "schedule": self.schedule.state_dict(),
+            "moments": self.moments.state_dict() if self.moments is not None else None,
         }
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
@@ -144,6 +166,8 @@ class Method:
             self.period.set_warmup(state["period"]["warmup"])
             self._phase = "local"
         self.schedule.load_state_dict(state["schedule"], tensors)
+        if self.moments is not None:
+            self.moments.load_state_dict(state["moments"])
 
     def reshard_rules(self) -> Rules:
         """Return the rules by which `state_dict` is resharded."""
@@ -151,6 +175,7 @@ class Method:
             "report": SYNC_STATS_RULES,
             "period": by_replica(self.period.resharded),
             "schedule": self._reshard_schedule,
+            "moments": by_replica(require_equal),
         }
 
     def _reshard_schedule(self, change: MeshChange, values: list) -> Any:

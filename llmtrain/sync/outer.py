@@ -15,6 +15,7 @@ from llmtrain.config import (
     OuterLrSection,
     OuterRoundsSection,
     OuterSection,
+    PrimalAverageSection,
     SgdSection,
 )
 from llmtrain.sync.sync_stats import RoundStats
@@ -28,6 +29,8 @@ class Outer(ABC):
     momentum = 0.0
     rounds: OuterLrSection | None = None
     """Changes of learning rate and momentum over the rounds; None if there are none."""
+    starts_at_anchor = True
+    """True if replicas continue from the anchor, False if `start` says from where."""
 
     def in_round(self, number: int) -> Outer:
         """Return the optimizer with the learning rate and momentum of a round, counted from 0."""
@@ -45,6 +48,10 @@ class Outer(ABC):
     @abstractmethod
     def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
         """Update `anchor` (and `momentum`) in place. `mean` is D; `since` describes the local steps that led to it."""
+
+    def start(self, anchor: torch.Tensor, momentum: torch.Tensor | None) -> torch.Tensor:
+        """Return the parameters from which replicas continue after a step."""
+        return anchor
 
 
 class Sgd(Outer):
@@ -94,6 +101,26 @@ class Momentum(Outer):
         anchor.add_(momentum, alpha=-self.lr * unit)
 
 
+class PrimalAverage(Outer):
+    """Generalized primal averaging (arXiv 2512.17131) of a fast point z: x is the anchor, m = z - x takes the place of a momentum,
+    and replicas continue from y = x + (1 - share) m. With D = x - theta and theta - y the way from y to where they are now,
+    z + (theta - y) - x = share m - D = b; x <- x + (1 - decay) b; m <- decay b."""
+
+    starts_at_anchor = False
+
+    def __init__(self, decay: float, share: float):
+        self.decay, self.share = decay, share
+
+    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
+        assert momentum is not None
+        momentum.mul_(self.share).sub_(mean)
+        anchor.add_(momentum, alpha=1 - self.decay)
+        momentum.mul_(self.decay)
+
+    def start(self, anchor: torch.Tensor, momentum: torch.Tensor | None) -> torch.Tensor:
+        return torch.add(anchor, momentum, alpha=1 - self.share)
+
+
 def _risen(number: int, warmup: int) -> float:
     """Return the fraction that a value has in a round (from 0), if it has all of it after `warmup` rounds."""
     return min(1.0, (number + 1) / (warmup + 1))
@@ -132,3 +159,9 @@ def build_nesterov(section: NesterovSection) -> Outer:
 def build_momentum(section: MomentumSection) -> Outer:
     """Return SGD with heavy-ball momentum."""
     return Momentum(section.lr, section.momentum, section.clip, section.normalize, section.rounds)
+
+
+@build_outer.register
+def build_primal_average(section: PrimalAverageSection) -> Outer:
+    """Return generalized primal averaging."""
+    return PrimalAverage(section.decay, section.share)

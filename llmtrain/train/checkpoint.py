@@ -45,6 +45,8 @@ from llmtrain.train.run_length import LengthChange
 from llmtrain.turns import own_time
 from llmtrain.waiting import announced
 
+ANCHOR = "anchor"
+"""Value of `validated` in the state of a checkpoint whose run validates the anchor and not the replicas' mean."""
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
 """Function applied to each tensor of the state before it is written: the identity, or a copy to memory that training
@@ -116,6 +118,8 @@ class Checkpointer:
             torch.cuda.current_stream().synchronize()  # for all copies at once
         state = {"format": FORMAT, "step": step, "mesh": [self.mesh.replicas, self.mesh.shard_comms.size]}
         state |= {"shared": _present_blocks(shared), "own": _present_blocks(own)}
+        if self.method.validated_blocks() is not None:
+            state["validated"] = ANCHOR
         if self.recipe is not None:
             state["recipe"] = self.recipe.model_dump(mode="json")
         if self.from_weights is not None:

@@ -32,7 +32,7 @@ from llmtrain.train.mirror import has_mirrored_checkpoint
 from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.safetensors_reader import SafetensorsReader
-from llmtrain.train.stored_weights import FullTensorReader, StoredWeights, weights_of_replicas
+from llmtrain.train.stored_weights import FullTensorReader, StoredWeights, validated_weights
 
 OTHER = f"name another one in {KEY}"
 REMEDY = f"copy it again, or {OTHER}"
@@ -56,9 +56,9 @@ class InitialWeights:
         self._replicas = 1
         if pretrained.is_checkpoint:
             state = read_state(pretrained.folder)
-            self._written, self._replicas = state["files"], state["mesh"][0]
+            self._written, prefixes = state["files"], validated_weights(state)
             stored = FullTensorReader(pretrained.folder, REMEDY, OTHER)
-            self._reader = StoredWeights(stored, weights_of_replicas(range(self._replicas)))
+            self._reader, self._replicas = StoredWeights(stored, prefixes), len(prefixes)
             self._files = sorted(self._written)
         else:
             self._reader = SafetensorsReader(pretrained.folder)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from llmtrain.errors import CheckpointError
 from llmtrain.model import PREFIX
-from llmtrain.train.checkpoint import CheckpointReader
+from llmtrain.train.checkpoint import ANCHOR, CheckpointReader
 
 PART = 1 << 22
 """Elements added per operation. Limits memory, because torch makes an fp64 copy of the elements that it adds."""
@@ -71,6 +72,12 @@ class StoredWeights:
             for sum_of_part, part in zip(total.view(-1).split(PART), parts, strict=True):
                 sum_of_part += part
         return total.div_(1 + len(others)).float()
+
+
+def validated_weights(state: dict[str, Any]) -> list[str]:
+    """Return the prefixes of the weights that the run has validated, given the checkpoint's state.json: those of the replicas, of
+    which the mean counts, or of the anchor."""
+    return ["anchor."] if state.get("validated") == ANCHOR else weights_of_replicas(range(state["mesh"][0]))
 
 
 def weights_of_replicas(replicas: Sequence[int]) -> list[str]:

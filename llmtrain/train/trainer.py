@@ -84,11 +84,12 @@ class Trainer:
             call(state.step)
 
     def validate(self) -> None:
-        """Validate the replicas' mean, and log its loss and, after the first step, a text that it generates. Each
-        replica's own parameters are left as they were."""
+        """Validate the replicas' mean, or what the method keeps in its place, and log its loss and, after the first step, a text
+        that it generates. Each replica's own parameters are left as they were."""
         if self.state.global_step != self.state.last_evaluated:
             self.metrics.wait()  # validation brings all ranks together anyway
-            found, text = self.validator.run(self.method.is_synchronized, with_sample=self.state.global_step > 0)
+            with_sample, given = self.state.global_step > 0, self.method.validated_blocks()
+            found, text = self.validator.run(self.method.is_synchronized, with_sample, given)
             self.metrics.log_validation(self.state, found)
             if text is not None:
                 self.metrics.log_sample(self.state, text)

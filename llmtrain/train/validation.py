@@ -70,16 +70,18 @@ def joined(parts: Sequence[ValidationSet]) -> ValidationSet:
 
 
 @contextmanager
-def mean_of_replicas(engine: Engine, mesh: Mesh) -> Iterator[None]:
-    """Set the engine's parameters to the mean over replicas within this context. On exit, this replica's own parameters
-    are restored bit for bit."""
+def validated_parameters(engine: Engine, mesh: Mesh, given: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
+    """Set the engine's parameters to `given`, a flat tensor by block, or to the mean over replicas within this context. On exit,
+    this replica's own parameters are restored bit for bit."""
     # Validation is not the method's traffic. Its bytes count with those of metrics.
     replica = mesh.replica_comms.with_own_traffic()
     # From and to a GPU, these copies are in pinned memory and in the order of its stream, so that the host need not wait.
     own = [flatten(block).to("cpu", non_blocking=True) for block in engine.blocks]
-    for block in engine.blocks:
-        mean = replica.all_reduce(flat_view(block) / replica.size, f"averaging {block.name} for validation").wait()
-        unflatten_into(mean, block)
+    for index, block in enumerate(engine.blocks):
+        if given is None:
+            what = f"averaging {block.name} for validation"
+            mean = replica.all_reduce(flat_view(block) / replica.size, what).wait()
+        unflatten_into(mean if given is None else given[index].to(mesh.device), block)
         engine.parameters_changed(block)
     mesh.all_ranks.traffic.bytes += replica.traffic.bytes
     try:
@@ -127,13 +129,14 @@ class Validator:
         self._batches: int | None = None  # of all texts, known after the first validation
 
     def run(
-        self, is_synchronized: bool, with_sample: bool
+        self, is_synchronized: bool, with_sample: bool, given: Sequence[torch.Tensor] | None = None
     ) -> tuple[list[tuple[ValidationSet, Validation]], str | None]:
-        """Return the loss on each text, and a sample of the model's own text if asked for and cheap. A collective of all
-        ranks. Averages the parameters first, unless the replicas are equal anyway (`is_synchronized`)."""
-        are_equal = is_synchronized or self.mesh.replicas == 1
+        """Return the loss on each text, and a sample of the model's own text if asked for and cheap. A collective of all ranks.
+        The parameters are `given`, a flat tensor by block, or else the replicas' mean, which is not computed if they are equal
+        anyway (`is_synchronized`)."""
+        stay = given is None and (is_synchronized or self.mesh.replicas == 1)
         done = 0
-        with nullcontext() if are_equal else mean_of_replicas(self.engine, self.mesh):
+        with nullcontext() if stay else validated_parameters(self.engine, self.mesh, given):
             with self.console.progress("validating", self._batches) as show:
 
                 def advance() -> None:

@@ -28,7 +28,7 @@ from llmtrain.sync.build_method import build_method
 from llmtrain.sync.method import Method
 from llmtrain.sync.methods import METHODS
 from llmtrain.sync.offload import HostOffload, host_offload
-from tests.distributed.oracle import Oracle
+from tests.distributed.oracle import FIRST_DECAY, SECOND_DECAY, Oracle
 from tests.distributed.oracle_late import DelayedOracle, OverlappedOracle, TimedDelayedOracle
 from tests.distributed.oracle_timed import TimedOracle
 from tests.distributed.trace import Trace
@@ -86,6 +86,8 @@ class Scenario:
     by its own."""
     copies: Callable[[torch.device], HostOffload | None] = host_offload
     """How anchors are offloaded, if the recipe says that they are."""
+    adapts: bool = False
+    """The inner optimizer has moments."""
     equal_tokens: bool = False
     """All steps of all replicas have as many tokens."""
 
@@ -172,6 +174,7 @@ class FakeEngine:
             for i, (flat, part) in enumerate(zip(self._flat, self._parts, strict=True))
         ]
         self._index = {block.name: i for i, block in enumerate(self.blocks)}
+        self._moments = {order: [torch.zeros_like(flat) for flat in self._flat] for order in (1, 2)}
         self.computed: list[np.ndarray] = [np.empty(0)] * len(self.blocks)
         self.average_gradients = True
         self._hooks: list[Callable[[int], None]] = []
@@ -199,14 +202,25 @@ class FakeEngine:
         for index, (block, flat, part) in enumerate(zip(self.blocks, self._flat, self._parts, strict=True)):
             noise = self.scenario.noise(step, index)
             noise = noise.mean(0) if self.average_gradients else noise[self.replica]
-            flat += lr * (torch.from_numpy(noise[part.places]).to(flat.device) - self.scenario.pull * flat)
+            update = torch.from_numpy(noise[part.places]).to(flat.device) - self.scenario.pull * flat
+            if self.scenario.adapts:
+                first, second = (self._moments[order][index] for order in (1, 2))
+                first.mul_(FIRST_DECAY).add_(update)
+                second.mul_(SECOND_DECAY).add_(update**2)
+                update = first / (1 + second.sqrt())
+            flat += lr * update
             self.parameters_changed(block)
 
-    def load(self, flat: Sequence[torch.Tensor]) -> None:
-        """Go on from these values, by block."""
+    def moments(self, index: int, order: int) -> list[torch.Tensor]:
+        return _cut(self._moments[order][index], self._parts[index].shapes)
+
+    def load(self, flat: Sequence[torch.Tensor], moments: Sequence[torch.Tensor]) -> None:
+        """Go on from these values, by block, and moments, by order and block."""
         for block, ours, theirs in zip(self.blocks, self._flat, flat, strict=True):
             ours.copy_(theirs)
             self.parameters_changed(block)
+        for ours, theirs in zip([*self._moments[1], *self._moments[2]], moments, strict=True):
+            ours.copy_(theirs)
 
 
 def _cut(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -259,6 +273,7 @@ def replay(scenario: Scenario) -> Trace:
         scenario.seed,
         cuts,
         scenario.tokens,
+        scenario.adapts,
     )
     kinds = {"delayed": DelayedOracle, "overlapped": OverlappedOracle}
     if scenario.sync.period.kind == "seconds":
@@ -328,16 +343,20 @@ def meeting_store() -> dist.Store:
     return store
 
 
-def save(engine: FakeEngine, method: Method) -> tuple[list[torch.Tensor], str, dict[str, list]]:
-    """Return what a checkpoint holds: parameters, plain values and tensors."""
+Saved = tuple[list[torch.Tensor], list[torch.Tensor], str, dict[str, list]]
+"""What a checkpoint holds: parameters, moments, plain values and tensors."""
+
+
+def save(engine: FakeEngine, method: Method) -> Saved:
     tensors = {**method.shared_state(), **method.per_replica_state()}
     kept = {name: [None if one is None else one.clone() for one in many] for name, many in tensors.items()}
-    return [flatten(block) for block in engine.blocks], json.dumps(method.state_dict()), kept
+    moments = [flat.clone() for order in (1, 2) for flat in engine._moments[order]]
+    return [flatten(block) for block in engine.blocks], moments, json.dumps(method.state_dict()), kept
 
 
-def load(engine: FakeEngine, method: Method, saved: tuple[list[torch.Tensor], str, dict[str, list]]) -> None:
-    parameters, state, tensors = saved
-    engine.load(parameters)
+def load(engine: FakeEngine, method: Method, saved: Saved) -> None:
+    parameters, moments, state, tensors = saved
+    engine.load(parameters, moments)
     method.load_state_dict(json.loads(state), tensors)
 
 

@@ -30,6 +30,8 @@ from llmtrain.lr import LRSchedule
 from llmtrain.seeding import derive_seed
 from tests.distributed.oracle_wire import summed
 
+FIRST_DECAY, SECOND_DECAY = 0.6, 0.7
+"""Of the moments of an inner optimizer that has any."""
 Direction = Callable[[int, int, int, np.ndarray], np.ndarray]
 """(step, replica, block, its parameters) -> what an inner step at learning rate 1 adds to them."""
 
@@ -59,6 +61,7 @@ class Oracle:
         seed: int = 0,
         cuts: Sequence[Sequence[np.ndarray]] | None = None,
         tokens: Callable[[int, int], int] = lambda replica, step: 1,
+        adapts: bool = False,
     ) -> None:
         """`cuts`: of each block, where the elements of each shard are, whose messages are rounded by themselves. `tokens`: of a
         replica's step."""
@@ -67,8 +70,13 @@ class Oracle:
         self.replicas = range(replicas)
         self.blocks = range(len(start))
         self.theta = [np.repeat(block[None], replicas, axis=0) for block in start]
+        self.moments = [(np.zeros_like(theta), np.zeros_like(theta)) for theta in self.theta] if adapts else []
+        """First and second moments of each replica's inner optimizer, by block, if it has any."""
+        self.rounds_of_moments = 0
         self.anchor = [block.copy() for block in start]
         self.momentum = [np.zeros_like(block) for block in start]
+        self.fast: dict[int, np.ndarray] = {}
+        """Primal averaging's z, by block; where there is none, it is the anchor."""
         self.cuts = cuts or [[np.arange(len(block))] for block in start]
         self.errors = [np.zeros_like(theta) for theta in self.theta]
         """Rounding errors of each replica's messages so far, by block."""
@@ -95,6 +103,8 @@ class Oracle:
                 for replica in self.replicas:
                     self.train_alone(replica, step)
                 self.after_step(step)
+                if self.sync.moments is not None and step in self.ends:
+                    self.average_moments()
             for replica in self.replicas:
                 self.agreed[replica].append((step, step))
         self.finish()
@@ -103,9 +113,30 @@ class Oracle:
         if step in self.ends:
             self.synchronize()
 
+    def average_moments(self) -> None:
+        """At the end of a round: those that are due."""
+        self.rounds_of_moments += 1
+        for moments in self.moments:
+            for moment, every in zip(moments, (self.sync.moments.first, self.sync.moments.second), strict=True):
+                if every is not None and self.rounds_of_moments % every == 0:
+                    moment[:] = moment.mean(0)
+
+    def adapted(self, replica: int, block: int, direction: np.ndarray) -> np.ndarray:
+        """The inner step in this direction."""
+        if not self.moments:
+            return direction
+        first, second = self.moments[block]
+        first[replica] = FIRST_DECAY * first[replica] + direction
+        second[replica] = SECOND_DECAY * second[replica] + direction**2
+        return first[replica] / (1 + np.sqrt(second[replica]))
+
     def finish(self) -> None:
         if any(self.lrs):
             self.synchronize()
+        if self.sync.outer.kind == "gpa":
+            self.fast = {}
+            for block in self.blocks:
+                self.restart(block)
 
     def train_together(self, step: int) -> None:
         """Every replica takes the mean of the inner steps; so all stay equal, and the anchor is where they are."""
@@ -116,7 +147,8 @@ class Oracle:
         for replica in self.replicas:
             self.see(replica)
         for block in self.blocks:
-            self.theta[block] = self.theta[block] + self.rates.at(step) * mean[block]
+            steps = [self.adapted(replica, block, mean[block]) for replica in self.replicas]
+            self.theta[block] = self.theta[block] + self.rates.at(step) * np.stack(steps)
             self.anchor[block] = self.theta[block][0].copy()
 
     def train_alone(self, replica: int, step: int) -> None:
@@ -130,7 +162,8 @@ class Oracle:
             self.see(replica)
             inner_lr = lr if pull is None else lr / (1 - pull.probability)
             for block, theta in enumerate(self.theta):
-                theta[replica] += inner_lr * self.direction(step, replica, block, theta[replica])
+                direction = self.direction(step, replica, block, theta[replica])
+                theta[replica] += inner_lr * self.adapted(replica, block, direction)
         self.lrs[replica].append(lr)
         self.trained[replica].append(self.tokens(replica, step))
 
@@ -217,8 +250,12 @@ class Oracle:
         return Sent(self._lengthened(self.sum_of(block, weights, moved), norms), weights, lrs)
 
     def restart(self, block: int) -> None:
-        """All replicas go on from the anchor."""
-        self.theta[block] = np.repeat(self.anchor[block][None], len(self.replicas), axis=0)
+        """All replicas go on from the anchor, or with primal averaging from y."""
+        self.theta[block] = np.repeat(self._y(block)[None], len(self.replicas), axis=0)
+
+    def _y(self, block: int) -> np.ndarray:
+        outer, x = self.sync.outer, self.anchor[block]
+        return outer.share * x + (1 - outer.share) * self.fast.get(block, x) if outer.kind == "gpa" else x
 
     @property
     def penalty(self) -> EditPenaltySection | None:
@@ -321,6 +358,11 @@ class Oracle:
 
     def outer_step(self, block: int, mean: np.ndarray, g: float) -> None:
         """Move the block's anchor by D = `mean`, of a round whose unit is `g`."""
+        if (section := self.sync.outer).kind == "gpa":
+            x, y = self.anchor[block], self._y(block)
+            self.fast[block] = z = self.fast.get(block, x) + (x - mean) - y
+            self.anchor[block] = section.decay * x + (1 - section.decay) * z
+            return
         outer = in_round(self.sync.outer, self.count)
         self.momentum[block], displacement = displacement_of(outer, self.momentum[block], mean, g)
         self.anchor[block] = self.anchor[block] - displacement

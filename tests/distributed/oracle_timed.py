@@ -38,6 +38,8 @@ class TimedOracle(Oracle):
             if total - synchronized >= period.min_steps:
                 self.synchronize()
                 synchronized = total
+                if self.sync.moments is not None:
+                    self.average_moments()
             length = min(period.every, longest * (wanted - total) / (total - before))
             for replica in self.replicas:  # its share of the steps that are left, rounded up
                 share = max(0, wanted - total) * (done[replica] - began[replica])

@@ -20,7 +20,7 @@ from llmtrain.train.run import build_trainer, prepare_for
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
 from llmtrain.train.trainer import Trainer
-from llmtrain.train.validation import mean_of_replicas
+from llmtrain.train.validation import validated_parameters
 from tests.distributed.fake_engine import meeting_store
 from tests.distributed.real_engine import mesh_of
 from tests.end_to_end.runs import RECIPE, ROOT, TINY
@@ -94,7 +94,7 @@ class _Watching(Console):
 
 def loss_of_mean(trainer: Trainer) -> float:
     """Validation loss of the replicas' mean."""
-    with mean_of_replicas(trainer.engine, trainer.metrics.mesh):
+    with validated_parameters(trainer.engine, trainer.metrics.mesh):
         return trainer.validator.losses_of(trainer.validator.sets[0])[0][1].loss
 
 

@@ -23,7 +23,7 @@ from llmtrain.train.loggers import Console
 from llmtrain.train.run import build_trainer, prepare_for
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
-from llmtrain.train.validation import mean_of_replicas, validate
+from llmtrain.train.validation import validate, validated_parameters
 from tests.distributed.export_runs import ExportRun
 from tests.distributed.fake_engine import choices, edit
 from tests.distributed.real_engine import (
@@ -150,7 +150,7 @@ def validate_between_rounds(changes: dict[str, Any]) -> tuple[list[bool], list[f
     run.train(2)
     before = [flatten(block) for block in run.engine.blocks]
     sent = mesh.replica_comms.traffic.bytes
-    with mean_of_replicas(run.engine, mesh):
+    with validated_parameters(run.engine, mesh):
         losses = [validate(run.engine, mesh, lambda: [BATCH]).loss]
     unchanged = [torch.equal(flatten(block), old) for block, old in zip(run.engine.blocks, before, strict=True)]
     assert mesh.replica_comms.traffic.bytes == sent, "measuring must not count as the method's traffic"

@@ -100,6 +100,46 @@ def train_by_hand(steps: int) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in parameters]
 
 
+def adamw_of(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+
+
+def train_with_averaged_moments(steps: int, by_hand: bool) -> list[torch.Tensor]:
+    """DES-LOC with steps of AdamW: parameters after every second step, first moments as often, second ones half as often."""
+    model = Layered()
+    optimizer, updates = adamw_of(model), None
+    if not by_hand:
+        updates = LocalUpdates(model, optimizer, "des_loc", period=2, moments={"first": 1, "second": 2})
+    for step in range(1, steps + 1):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if by_hand and step % 2 == 0:
+            averaged = [parameter.data for parameter in model.parameters()]
+            averaged += [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
+            if step % 4 == 0:
+                averaged += [optimizer.state[parameter]["exp_avg_sq"] for parameter in model.parameters()]
+            for tensor in averaged:
+                dist.all_reduce(tensor)
+                tensor /= dist.get_world_size()
+    if updates is not None:
+        updates.finish()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_moments_of_an_optimizer_are_averaged(ranks: RankPool) -> None:
+    ours, expected = (ranks.run(train_with_averaged_moments, 8, by_hand, world_size=2) for by_hand in (False, True))
+    for one, other in zip(ours[0], expected[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(one, other) for one, other in zip(*ours, strict=True))
+
+
+def test_an_optimizer_without_moments_is_named(ranks: RankPool) -> None:
+    moments = {"moments": {"first": 1, "second": None}, "period": 2}
+    with pytest.raises(Exception, match=r"sync.moments.first averages first moments, but the optimizer has none"):
+        ranks.run(train, "des_loc", STEPS, moments, world_size=2)
+
+
 DILOCO = {"period": {"every": EVERY}, "warmup_steps": WARMUP, "outer": {"lr": OUTER_LR, "momentum": MOMENTUM}}
 
 
@@ -192,7 +232,8 @@ def test_replicas_that_start_apart_are_refused_on_all_ranks(ranks: RankPool) -> 
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    return [block.name for block in ModuleReplica(model, _layers_of(model)).blocks]
+    optimizer = torch.optim.SGD(model.parameters())
+    return [block.name for block in ModuleReplica(model, _layers_of(model), optimizer).blocks]
 
 
 def test_layers_are_blocks_and_those_without_parameters_are_left_out() -> None:

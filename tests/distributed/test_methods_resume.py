@@ -42,6 +42,7 @@ STEPPED = {
     "edit-qsr": edit(every=None, period=QSR, warmup_steps=WARMUP, penalty=PENALTY, outer=BY_SUM),
     "diloco-rising": of("diloco", outer={"kind": "nesterov", "rounds": {"momentum_warmup": 4, "lr_decay": 5}}),
     "sparseloco": of("sparseloco", wire={"kind": "topk", "keep": 900, "error_feedback": True, "feedback_decay": 0.9}),
+    "gpa": of("gpa", 2, outer={"kind": "gpa", "decay": 0.7}),
     "palsgd": of("palsgd", pull=PULL),
     "palsgd-layerwise": of("palsgd", pull=PULL, schedule="layerwise"),
     "co2": of("co2"),

@@ -110,6 +110,11 @@ def test_gradients_in_small_buckets_are_the_same_gradients(zero_ranks: RankPool,
     compare(zero_ranks, case, stages=(2,), deepspeed=small)
 
 
+def test_averaged_moments_are_the_same_moments(zero_ranks: RankPool) -> None:
+    sync = choices("des_loc", every=1, moments={"first": 1, "second": 2})
+    compare(zero_ranks, Case(sync, 2, 2, steps=4))
+
+
 @pytest.mark.parametrize("prefetch", [9, pytest.param(0, marks=pytest.mark.deep)])
 def test_layerwise_is_blocking_to_the_last_bit(zero_ranks: RankPool, prefetch: int) -> None:
     """A block that were gathered before its turn would be computed with as it was before."""

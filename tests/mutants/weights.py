@@ -31,8 +31,8 @@ MUTANTS = [
     Mutant(
         "weights: those of the first replica instead of the mean",
         "llmtrain/train/initial_weights.py",
-        "weights_of_replicas(range(self._replicas))",
-        "weights_of_replicas(range(1))",
+        "prefixes = validated_weights(state)",
+        'prefixes = ["replica0.weights."]',
         (RUNS,),
     ),
     Mutant(

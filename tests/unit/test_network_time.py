@@ -75,6 +75,12 @@ def test_blocking_waits_for_all_bytes_and_for_the_agreement() -> None:
     assert exposed("local_sgd", far) == pytest.approx(3 + 3 * 6, rel=1e-3)
 
 
+def test_moments_are_waited_for_after_the_parameters() -> None:
+    assert exposed("des_loc") == pytest.approx(6 * BLOCK * (1 + 1 / 3 + 1 / 6))
+    late = {"kind": "overlapped", "steps": 8, "fragments": 1}
+    assert exposed("des_loc", schedule=late, moments={"first": 2, "second": None}) == pytest.approx(3 * BLOCK)
+
+
 def test_tcp_starts_slowly_after_a_pause() -> None:
     link = NetworkLink(mbit=80.0, latency_seconds=0.1)  # 2 MB in a round trip
     window = INITIAL_WINDOW

@@ -167,6 +167,17 @@ def test_traffic_of_wires_groups_and_seconds_by_hand() -> None:
     assert "a round in 600 s" in shown(STDLIB, *mesh, "sync.method=a_edit")
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_traffic_of_averaged_moments_by_hand(kind: str) -> None:
+    keys = ["parallel.replicas=4", "parallel.shards=1", "sync.warmup_steps=0", "train.steps=300", f"optim.kind={kind}"]
+    size = size_of(load_recipe(STDLIB))
+    matrices = size.layers * sum(rows * columns for rows, columns in size.layer_matrices)
+    second = size.parameters - (matrices if kind == "muon" else 0)
+    values = size.parameters + size.parameters / 3 + second / 6
+    text = shown(STDLIB, *keys, "sync.method=des_loc")
+    assert f"{decimal(int(2 * 3 / 4 * 4 * values))} from each of 4 replicas a round" in text
+
+
 def test_traffic_without_rounds_or_replicas() -> None:
     assert "gradients in every step" in shown(STDLIB, "sync.method=synchronous")
     assert "none between replicas" in shown(STDLIB, "parallel.replicas=1", "parallel.shards=4")

@@ -55,7 +55,7 @@ WRONG_OVERRIDES = [
     ("sync.period=qsr", ["sync.period.alpha is not given", "in units of the learning rate"]),
     ("sync.method=qsr", ["sync.period.alpha is not given", "in units of the learning rate"]),
     ("sync.period=hours", ['sync.period.kind is "hours"', "expected steps, qsr, seconds or every_step"]),
-    ("sync.outer={kind: null}", ["sync.outer.kind is null", "expected average, sgd, nesterov or momentum"]),
+    ("sync.outer={kind: null}", ["sync.outer.kind is null", "expected average, sgd, nesterov, momentum or gpa"]),
     (
         "sync.outer={kind: average, momentum: 0.9}",
         ["sync.outer.momentum belongs to kind nesterov", "sync.outer.kind is average", "leave momentum out"],
@@ -172,7 +172,7 @@ WRONG_OVERRIDES = [
     ("sync={method: a_edit, schedule: wait_avoiding}", ["sync.period=seconds", "sync.schedule=wait_avoiding"]),
     (
         "sync={method: edit, schedule: wait_avoiding}",
-        ["sync.reduction=edit_penalty", "sync.schedule=wait_avoiding", "norms", "or sync.reduction=mean"],
+        ["sync.reduction=edit_penalty", "sync.schedule=wait_avoiding", "agree on their weights", "or sync.reduction=mean"],
     ),
     (
         "sync={method: edit, schedule: delayed, period: 1}",

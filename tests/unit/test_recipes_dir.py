@@ -27,6 +27,7 @@ GPT_NEO = ("gpt_neo_8m", "gpt_neo_125m")
 ON_1B = (
     "synchronous",
     "local_sgd",
+    "des_loc",
     "diloco",
     "muloco",
     "sparseloco",
@@ -35,6 +36,8 @@ ON_1B = (
     "palsgd",
     "edit",
     "a_edit",
+    "snoo",
+    "gpa",
 )
 PAIRS = ("3b", "7b", "gpt_neo_125m_fineweb", "llama_fineweb", "llama_python", "llama_stdlib", "llama_tinystories")
 """Models with a recipe of EDiT and a synchronous one."""
@@ -69,12 +72,14 @@ TEXTS = {
 """Values of `data.source`: what is on every machine, and the data sets that llmtrain is for."""
 MAY_DIFFER = ("run.name", "sync", "optim.kind", "optim.muon")
 """Keys in which recipes that are compared may differ."""
+OF_ONE_REPLICA = {"snoo", "gpa"}
+"""Methods that are about one replica, whose recipes make one of all ranks."""
 ALSO_FOR_QUICKSTART = {
     "qsr": ["sync.period.alpha=0.02"],
     "a_edit": ["sync.period.every=3", "sync.period.min_steps=0"],
 }
 """Keys that the quickstart needs in addition to `sync.method`, as docs/methods.md says."""
-OWN_ROUND = {"wagma"}
+OWN_ROUND = {"wagma", "gpa"}
 """Methods with rounds of a fixed length that is part of the method, and not the comparison's."""
 
 
@@ -144,7 +149,9 @@ def test_every_method_has_its_recipe_and_no_other_has_its_name(recipes: dict[str
 def test_compared_recipes_differ_in_their_method_alone(recipes: dict[str, Recipe]) -> None:
     for method, model in COMPARED:
         baseline, recipe = (recipes[f"{name}_{model}"] for name in ("synchronous", method))
-        assert differences(baseline, recipe, ignore=MAY_DIFFER) == [], (method, model)
+        ignored = (*MAY_DIFFER, "parallel.replicas", "parallel.shards") if method in OF_ONE_REPLICA else MAY_DIFFER
+        assert differences(baseline, recipe, ignore=ignored) == [], (method, model)
+        assert (recipe.parallel.replicas == 1) == (method in OF_ONE_REPLICA)
 
 
 def test_a_recipe_of_a_method_has_a_synchronous_partner(recipes: dict[str, Recipe]) -> None:

@@ -13,14 +13,17 @@ from typing import Any
 from llmtrain.sync.methods import (
     a_edit,
     co2,
+    des_loc,
     diloco,
     edit,
+    gpa,
     local_sgd,
     muloco,
     palsgd,
     post_local_sgd,
     qsr,
     slowmo,
+    snoo,
     sparseloco,
     streaming_diloco,
     synchronous,
@@ -34,6 +37,7 @@ METHODS: dict[str, ModuleType] = {
         local_sgd,
         post_local_sgd,
         qsr,
+        des_loc,
         slowmo,
         diloco,
         muloco,
@@ -44,6 +48,8 @@ METHODS: dict[str, ModuleType] = {
         wagma,
         edit,
         a_edit,
+        snoo,
+        gpa,
     )
 }
 

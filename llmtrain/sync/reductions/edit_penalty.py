@@ -169,11 +169,11 @@ class EditPenalty(Reduction):
     def _lengths(self, norms: torch.Tensor, weights: torch.Tensor, anomalous: torch.Tensor) -> torch.Tensor:
         """Return the clip for each block of which the mean's norm may exceed it, given the norms [replicas, blocks]. An unrounded
         mean is at most as long as the replicas' pseudo-gradients are on average: mostly this saves the norm of the mean."""
-        longest = (weights * norms.masked_fill(anomalous, 0.0)).sum(0)
-        if self.section.clip is None:
+        longest, clip = (weights * norms.masked_fill(anomalous, 0.0)).sum(0), self.section.clip
+        if clip is None:
             return torch.full_like(longest, math.inf)
-        may_clip = (longest > CLIP_MARGIN * self.section.clip) | self.is_rounded
-        return torch.where(may_clip, self.section.clip, math.inf)
+        may_clip = (longest > CLIP_MARGIN * clip) | self.is_rounded
+        return torch.full_like(longest, clip).masked_fill(~may_clip, math.inf)
 
     def factor(self, squared_norm: torch.Tensor, length: float) -> torch.Tensor:
         """Return min(clip / (||D|| + 1e-6), 1)."""

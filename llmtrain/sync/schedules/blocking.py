@@ -119,7 +119,7 @@ class BlockingSchedule(Schedule):
             if ahead not in self._pending and ahead not in agreed.rolled_back:
                 self._pending[ahead] = block_sync.start_reduce(ahead, agreed.weights[ahead])
         if index in agreed.rolled_back:
-            block_sync.write_parameters(index, block_sync.anchors.load_anchor(index))
+            block_sync.reset_to_anchor([index])
             return
         mean = self._pending.pop(index).wait()
         if index + 1 in self._pending:

@@ -1,0 +1,79 @@
+"""DES-LOC: averages of the inner optimizer's moments, with every schedule, against the float64 oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmtrain.config import LRScheduleSection
+from tests.distributed.fake_engine import Scenario, choices, replay
+from tests.distributed.threads import simulate
+from tests.distributed.trace import assert_same_bits, assert_same_run
+
+FALLING = LRScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
+SECONDS = {"kind": "seconds", "every": 3.0, "min_steps": 0}
+SOON = {"first": 1, "second": 2}
+SYNCS = {
+    "blocking": choices("des_loc", every=2),
+    "layerwise": choices("des_loc", every=2, schedule="layerwise", moments=SOON, warmup_steps=3),
+    "first-alone": choices("des_loc", every=3, moments={"first": 2, "second": None}),
+    "second-alone": choices("des_loc", every=3, moments={"first": None, "second": 1}),
+    "overlapped": choices(
+        "streaming_diloco",
+        every=4,
+        wire="fp32",
+        schedule={"kind": "overlapped", "steps": 2, "fragments": 2},
+        moments=SOON,
+    ),
+    "delayed": choices("co2", every=3, moments=SOON),
+    "qsr": choices("qsr", period={"kind": "qsr", "base": 2, "alpha": 1.5}, moments=SOON),
+    "of-seconds": choices("diloco", period=SECONDS, moments=SOON),
+}
+MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1", marks=pytest.mark.deep)]
+
+
+def scenario(sync: Any, replicas: int = 2, shard: int = 2, **run: Any) -> Scenario:
+    speeds = {"step_seconds": (0.5, 1.25, 1.0, 0.75)[:replicas]} if sync.period.is_timed else {}
+    return Scenario(sync, replicas, shard, **{"steps": 17, "schedule": FALLING, "adapts": True, **speeds, **run})
+
+
+@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize("sync", SYNCS.values(), ids=SYNCS.keys())
+def test_the_oracle_finds_the_same(sync: Any, replicas: int, shard: int) -> None:
+    run = scenario(sync, replicas, shard)
+    got = simulate(run)
+    assert_same_run(got, replay(run))
+    alone = replace(run, sync=sync.model_copy(update={"moments": None}))
+    with pytest.raises(AssertionError):
+        assert_same_run(got, replay(alone))
+
+
+@pytest.mark.parametrize("name", ["blocking", "layerwise", "overlapped", "of-seconds"])
+def test_a_resumed_run_is_the_run_left_alone(name: str) -> None:
+    """Also in a round before the one in which moments are due."""
+    alone = simulate(scenario(SYNCS[name]))
+    assert_same_bits(simulate(scenario(SYNCS[name], resume_after=range(1, 18))), alone)
+
+
+def test_averages_of_everything_after_every_step_are_synchronous_while_the_optimizer_is_linear() -> None:
+    """Second moments are not: the mean of squares is not the square of the mean. One replica has nothing to average."""
+    sync = choices("des_loc", every=1, moments={"first": 1, "second": 1})
+    for replicas, adapts in ((1, True), (4, False)):
+        run = scenario(sync, replicas, 1, adapts=adapts)
+        together = replay(replace(run, sync=choices("synchronous")))
+        for got, expected in zip(simulate(run).final, together.final, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_moments_are_sent_as_often_as_they_are_due() -> None:
+    """A replica sends 2 (N-1)/N of each of them: in 6 rounds, of first moments twice and of second ones once."""
+    runs = [
+        scenario(choices("des_loc", every=2, moments=each), 4, 1, steps=12)
+        for each in (None, {"first": 3, "second": 6})
+    ]
+    plain, averaged = (simulate(run).bytes_sent for run in runs)
+    values = sum(runs[0].size(block) for block in range(len(runs[0].shapes)))
+    assert averaged - plain == pytest.approx(3 * 4 * 2 * 3 / 4 * 8 * values, rel=0.02)
