@@ -39,6 +39,10 @@ from llmtrain.sync.methods import METHODS
 
 SHORTEST, GLOBAL_EVERY = 10, 10
 """QSR's shortest round, and the steps from one of WAGMA's global averages to the next."""
+DECAY = 0.95
+"""Of GPA's average, over 20 steps like a round."""
+ONE_REPLICA = ["parallel.replicas=1", "parallel.shards=4"]
+"""Mesh of the methods that are about one replica."""
 COLUMNS = (
     "method",
     "validation loss",
@@ -57,7 +61,8 @@ of 4096 (with which 2.1 M of the 8 M parameters are left), sequences of 128 toke
 rate of the recipes after 30 steps of warm-up. {WARMUP} synchronous steps, then
 rounds of {EVERY}, where a method has such; of QSR's rounds the shortest has {SHORTEST} (alpha = half the peak learning
 rate x sqrt({SHORTEST})), WAGMA averages globally every {GLOBAL_EVERY} steps, and post-local SGD is synchronous until the
-learning rate has fallen to half its peak. PALSGD's steps that pull read nothing; it makes as many more. The rounds of
+learning rate has fallen to half its peak. PALSGD's steps that pull read nothing; it makes as many more. SNOO and
+GPA are one replica of four ranks; GPA's average decays by {DECAY} per step. The rounds of
 A-EDiT are of seconds, so its steps, and with them its loss, differ from run to run and from machine to machine.
 
 One seed, and nothing was tuned for any method: values are the presets', most of them the papers' or their code's for
@@ -88,8 +93,11 @@ def own_overrides(method: str, common: Sequence[str], round_seconds: float) -> l
     if sync.pull is not None:  # steps that pull read nothing: as many more, so that all methods read the same tokens
         local = recipe.train.total_steps - WARMUP
         changes.append(f"train.steps={WARMUP + round(local / (1 - sync.pull.probability))}")
+    if recipe.sync.outer.validates_anchor:  # a running average, which needs many more steps than it covers
+        return [*changes, f"sync.outer.decay={DECAY}", *ONE_REPLICA]
     every = GLOBAL_EVERY if sync.schedule.kind == "wait_avoiding" else EVERY
-    return [*changes, f"sync.period.every={every}"]
+    one = ONE_REPLICA if load_recipe(ROOT / recipe_of(method)).parallel.replicas == 1 else []
+    return [*changes, f"sync.period.every={every}", *one]
 
 
 def row(run: Path) -> Row:

@@ -68,6 +68,8 @@ CHOICES = {
     "local_sgd": Choice("local_sgd", 1, _steps(1)),
     "slowmo": Choice("slowmo", 1, _steps(1)),
     "diloco": Choice("diloco", 1, _steps(1)),
+    "des_loc": Choice("des_loc", LATE_ROUND, _steps(LATE_ROUND)),
+    "gpa": Choice("gpa", 1, _steps(1)),
     "sparseloco": Choice("sparseloco", 1, _steps(1), own_wire="topk"),
     "streaming_diloco": Choice("streaming_diloco", LATE_ROUND, _steps(LATE_ROUND)),
     "co2": Choice("co2", LATE_ROUND, _steps(LATE_ROUND)),
@@ -79,7 +81,7 @@ CHOICES = {
         "a_edit", 1, ("sync.period.kind=seconds", "sync.period.every=0.000001", "sync.period.min_steps=1")
     ),
 }
-SAME = {"post_local_sgd": "local_sgd", "qsr": "local_sgd", "palsgd": "diloco", "muloco": "diloco"}
+SAME = {"post_local_sgd": "local_sgd", "qsr": "local_sgd", "palsgd": "diloco", "muloco": "diloco", "snoo": "diloco"}
 """Methods that differ from another one in when they synchronize, or in their steps, but not in how."""
 COLUMNS = (
     "method",
@@ -109,8 +111,8 @@ each parameter, which are 2 copies of its state; EDiT reads 2 more for its norms
 
 A round has one step where all of it happens at its end; a longer one ends no differently. `co2`, `streaming_diloco` and
 `wagma` have rounds of {LATE_ROUND}; WAGMA averages in every one of these steps.
-`post_local_sgd` and `qsr` synchronize as `local_sgd` does, `palsgd` and `muloco` as `diloco`. `a_edit` meets after every step here, so that
-its meeting is in the figure."""
+`post_local_sgd` and `qsr` synchronize as `local_sgd` does, `palsgd`, `muloco` and `snoo` as `diloco`. `a_edit` meets after
+every step here, so that its meeting is in the figure. Moments of `des_loc` are not due within a round."""
 
 
 @dataclass(frozen=True)

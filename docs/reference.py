@@ -48,7 +48,7 @@ overrides. They may have base files themselves.
 
 **Precedence.** Later wins: the method's preset, base files in their order, the file itself, the command line. Mappings merge key
 by key, but a `sync.period`, `reduction`, `outer`, `schedule` or `wire` of another kind replaces the old one completely. If a layer
-names another method than the layers below it, their `reduction`, `outer`, `schedule` and `pull` no longer apply, because they were
+names another method than the layers below it, their `reduction`, `outer`, `schedule`, `pull` and `moments` no longer apply: they were
 chosen for the old method. Their period, warm-up and wire stay, so that methods are compared at the same round length. There are two
 exceptions: a period of another kind than the new method's is dropped, and so is `warmup_steps` if the new method synchronizes every
 step. There is no interpolation (`${...}`), and the environment is not read.

@@ -74,6 +74,14 @@ HEAVY_BALLS = tuple(
 OUTER: dict[str, tuple[Overrides, ...]] = {
     "synchronous": (),
     "local_sgd": (),
+    "des_loc": tuple(
+        (f"sync.moments={{first: {first}, second: {second}}}",)
+        for first, second in ((1, 1), (1, 3), (2, 4), (3, 3), (1, "null"), ("null", 3))
+    ),
+    "gpa": tuple(
+        (f"sync.outer={{kind: gpa, decay: {decay}, share: {share}}}",)
+        for decay, share in ((0.9934, 0.7), (0.984, 0.7), (0.96, 0.7), (0.92, 0.7), (0.984, 0.9), (0.96, 0.9))
+    ),
     "post_local_sgd": tuple((f"sync.warmup_until_lr={lr}",) for lr in (0.25, 0.75, 0.9)),
     "qsr": tuple((QsrRounds(*rounds),) for rounds in ((4, 1.0), (20, 1.0), (30, 1.0), (10, 0.5), (20, 0.5), (30, 0.5))),
     "slowmo": HEAVY_BALLS,
@@ -106,7 +114,7 @@ ALWAYS: dict[str, Overrides] = {
     "streaming_diloco": ("sync.schedule.fragments=3",),
 }
 """Keys that a method's preset leaves open, or that do not fit the model's three blocks; `OUTER` may replace them."""
-ROUNDS_OF_ITS_OWN = ("synchronous", "qsr")
+ROUNDS_OF_ITS_OWN = ("synchronous", "qsr", "gpa")
 """Methods whose rounds have no fixed number of steps."""
 
 
@@ -250,7 +258,7 @@ def runs_of(cell: Cell, done: Records) -> list[Run]:
 
 METHODS = (
     *("synchronous", "diloco", "local_sgd", "edit", "streaming_diloco", "muloco"),
-    *("sparseloco", "palsgd", "qsr", "co2", "slowmo", "post_local_sgd"),
+    *("sparseloco", "palsgd", "qsr", "co2", "slowmo", "post_local_sgd", "des_loc"),
 )
 FEW = ("synchronous", "diloco")
 STAGES = {
@@ -258,7 +266,10 @@ STAGES = {
         *(Cell(method, 4, 30, BATCH[4]) for method in METHODS),
         Cell("synchronous", 4, 30, BATCH[4], inner="muon"),
     ),
-    "replicas": tuple(Cell(method, replicas, 30, BATCH[replicas]) for replicas in (8, 1, 2) for method in FEW),
+    "replicas": (
+        *(Cell(method, replicas, 30, BATCH[replicas]) for replicas in (8, 1, 2) for method in FEW),
+        Cell("gpa", 1, 1, BATCH[1]),
+    ),
     "rounds": tuple(Cell(method, 4, every, BATCH[4]) for every in (100, 10) for method in METHODS[1:4]),
     "batch": tuple(Cell(method, 4, 30, batch) for batch in (32, 128) for method in FEW),
 }

@@ -79,9 +79,9 @@ class Replica(ABC):
         """Make the next forward compute with `block.shards`, which the caller has changed."""
 
     @abstractmethod
-    def moments(self, index: int, order: int) -> list[torch.Tensor]:
+    def moments(self, index: int, order: int) -> list[torch.Tensor | None]:
         """Return this rank's parts of the inner optimizer's first (`order` 1) or second (2) moments of block `index`, which the
-        caller may change; empty if it keeps none there. Known after its first step."""
+        caller may change, tensor by tensor; None for one without any. Known after its first step."""
 
 
 class Engine(Replica):

@@ -51,11 +51,10 @@ MOMENTS = {1: ("exp_avg", "momentum_buffer"), 2: ("exp_avg_sq",)}
 
 def moments_of(
     state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]], tensors: Iterable[torch.Tensor], order: int
-) -> list[torch.Tensor]:
-    """Return the moments of an order of these tensors that an optimizer's state has."""
-    return [
-        state[tensor][key] for tensor in tensors if tensor in state for key in MOMENTS[order] if key in state[tensor]
-    ]
+) -> list[torch.Tensor | None]:
+    """Return each tensor's moment of an order in an optimizer's state; None for one without any."""
+    kept = (state.get(tensor, {}) for tensor in tensors)
+    return [next((of_tensor[key] for key in MOMENTS[order] if key in of_tensor), None) for of_tensor in kept]
 
 
 class OptimizerSet:

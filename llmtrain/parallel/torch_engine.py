@@ -107,7 +107,7 @@ class TorchEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def moments(self, index: int, order: int) -> list[torch.Tensor]:
+    def moments(self, index: int, order: int) -> list[torch.Tensor | None]:
         return moments_of(self.optimizer.state, self.masters[index], order)
 
     @contextmanager

@@ -178,7 +178,7 @@ class ZeroEngine(Engine):
             if self._in_forward:
                 self._refresh_compute_weights()
 
-    def moments(self, index: int, order: int) -> list[torch.Tensor]:
+    def moments(self, index: int, order: int) -> list[torch.Tensor | None]:
         return moments_of(self.optimizer.state, self._masters[index], order)
 
     @contextmanager

@@ -172,7 +172,7 @@ class BlockSync:
             start = self.outer.start(*self.anchors.load(index)) if with_momentum else self.anchors.load_anchor(index)
             self.write_parameters(index, start)
 
-    def settle(self) -> None:
+    def end_at_anchor(self) -> None:
         """At the end of a run, set the parameters to the anchors if replicas have continued from elsewhere. A run that is continued
         starts there, with a momentum of zero."""
         if self.outer.starts_at_anchor or self.anchors is None or not self.anchors.is_set:

@@ -23,7 +23,7 @@ from llmtrain.sync.offload import HostOffload, host_offload
 from llmtrain.sync.outer import build_outer
 from llmtrain.sync.period import Period, build_period, warmup_of
 from llmtrain.sync.pull import Pull
-from llmtrain.sync.reductions.base import build_reduction
+from llmtrain.sync.reductions.reduction import build_reduction
 from llmtrain.sync.schedules.base import ScheduleParts, build_schedule
 from llmtrain.sync.timed_period import Clock, TimedPeriod
 

@@ -146,7 +146,9 @@ def find_conflict(sync: SyncSection) -> str | None:
         if (other := rule.excluded(kinds)) is not None:
             given = f"{_as_override(rule.choice, rule.kind)} does not go with {_as_override(other, kinds[other])}"
             allowed = [kind for kind in CHOICES[other] if kind not in rule.excludes[other]]
-            others = [kind for kind in CHOICES[rule.choice] if not conflict_between(rule.choice, kind, other, kinds[other])]
+            others = [
+                kind for kind in CHOICES[rule.choice] if not conflict_between(rule.choice, kind, other, kinds[other])
+            ]
             instead = _as_override(rule.choice, others[0]) if len(others) == 1 else f"another sync.{rule.choice}"
             return f"{given}: {rule.why}; use {_alternatives(other, allowed)}, or {instead}"
     return None

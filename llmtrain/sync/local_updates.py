@@ -65,8 +65,9 @@ class ModuleReplica(Replica):
     def parameters_changed(self, block: Block) -> None:
         """Do nothing: shards are the module's own storage, which FSDP2 gathers again in the next forward."""
 
-    def moments(self, index: int, order: int) -> list[torch.Tensor]:
-        return [_local(moment) for moment in moments_of(self._optimizer.state, self._units[index], order)]
+    def moments(self, index: int, order: int) -> list[torch.Tensor | None]:
+        moments = moments_of(self._optimizer.state, self._units[index], order)
+        return [None if moment is None else _local(moment) for moment in moments]
 
 
 class LocalUpdates:

@@ -90,7 +90,7 @@ class Method:
     def finish(self) -> None:
         """Complete what is in flight and a last, shorter round. Afterwards all replicas are equal."""
         self.schedule.finish()
-        self.block_sync.settle()
+        self.block_sync.end_at_anchor()
 
     def close(self) -> None:
         """Stop background work. Also called after a failure."""

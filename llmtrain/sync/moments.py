@@ -24,7 +24,8 @@ class MomentAverages:
     def end_round(self) -> None:
         """Count a round, and average the moments that are due. A collective of the replica group."""
         self._rounds += 1
-        for order, every in ((1, self.section.first), (2, self.section.second)):
+        # Second moments first: first moments are averaged where there are second ones.
+        for order, every in ((2, self.section.second), (1, self.section.first)):
             if every is not None and self._rounds % every == 0:
                 with self.report.time_exposed():
                     self._average(order)
@@ -38,25 +39,33 @@ class MomentAverages:
 
     def _average(self, order: int) -> None:
         blocks = range(len(self.replica.blocks))
-        if not any(self.replica.moments(index, order) for index in blocks):
+        if all(moment is None for index in blocks for moment in self.replica.moments(index, order)):
             which, key = ("first", "second")[order - 1], ", ".join(MOMENTS[order])
             raise RecipeError(
                 f"sync.moments.{which} averages {which} moments, but the optimizer has none ({key}); use another one, or null"
             )
         in_flight = {index: self._start(index, order) for index in blocks[: PREFETCH + 1]}
         for index in blocks:
-            parts, pending = in_flight.pop(index)
-            if pending is not None:
-                mean = pending.wait().split([part.numel() for part in parts])
-                for part, averaged in zip(parts, mean, strict=True):
-                    part.copy_(averaged.view(part.shape))
+            if (pending := in_flight.pop(index)) is not None:
+                self._install(index, order, pending.wait())
             if (ahead := index + PREFETCH + 1) < len(blocks):
                 in_flight[ahead] = self._start(ahead, order)
 
-    def _start(self, index: int, order: int) -> tuple[list[torch.Tensor], PendingCollective | None]:
-        """Return a block's moments and their mean on its way; None for a block without any, on all replicas."""
-        parts = self.replica.moments(index, order)
+    def _start(self, index: int, order: int) -> PendingCollective | None:
+        """Start averaging a block's moments; None for a block without any, on all replicas."""
+        parts = [moment.reshape(-1) for moment in self.replica.moments(index, order) if moment is not None]
         if not parts:
-            return parts, None
-        message = torch.cat([part.reshape(-1) for part in parts]).div_(self.replica_comms.size)
-        return parts, self.replica_comms.all_reduce(message, f"averaging moments of {self.replica.blocks[index].name}")
+            return None
+        message = torch.cat(parts).div_(self.replica_comms.size)
+        return self.replica_comms.all_reduce(message, f"averaging moments of {self.replica.blocks[index].name}")
+
+    def _install(self, index: int, order: int, mean: torch.Tensor) -> None:
+        moments = self.replica.moments(index, order)
+        parts = iter(mean.split([moment.numel() for moment in moments if moment is not None]))
+        for moment, second in zip(moments, self.replica.moments(index, 2), strict=True):
+            if moment is None:
+                continue
+            moment.copy_(next(parts).view(moment.shape))
+            if order == 1 and second is not None:
+                # A replica that has not met a token has no second moment of its row, and would divide by epsilon.
+                moment.masked_fill_(second == 0, 0.0)

@@ -10,7 +10,7 @@ import torch
 
 from llmtrain.parallel.comms import PendingCollective
 from llmtrain.sync.block_sync import BlockSync
-from llmtrain.sync.reductions.base import Reduction
+from llmtrain.sync.reductions.reduction import Reduction
 from llmtrain.sync.sync_stats import RoundStats, average_stats
 
 ROUND_VALUES = len(fields(RoundStats))

@@ -29,16 +29,18 @@ IN_A_ROUND, LAST = 4, 5
 
 @dataclass(frozen=True)
 class ExportRun:
-    """What differs between the runs. All are DiLoCo's: it has an anchor, and replicas that differ within a round."""
+    """What differs between the runs. Most are DiLoCo's: it has an anchor, and replicas that differ within a round."""
 
     model: str = "llama"
     tied: bool = False
     engine: str = "fsdp2"
     replicas: int = 2
     shard: int = 2
+    method: str = "diloco"
 
     def __str__(self) -> str:
-        return f"{self.model}-{'tied' if self.tied else 'untied'}-{self.engine}-{self.replicas}x{self.shard}"
+        method = "" if self.method == "diloco" else f"{self.method}-"
+        return f"{method}{self.model}-{'tied' if self.tied else 'untied'}-{self.engine}-{self.replicas}x{self.shard}"
 
     def recipe(self, folder: Path) -> Recipe:
         """Its recipe, with everything that it reads and writes below `folder`."""
@@ -64,7 +66,7 @@ class ExportRun:
                     "log.tensorboard=false",
                     "parallel.precision=fp32",
                 ),
-                *("sync.method=diloco", "sync.warmup_steps=2"),
+                *(f"sync.method={self.method}", "sync.warmup_steps=2"),
                 *(f"parallel.replicas={self.replicas}", f"parallel.shards={self.shard}"),
                 *(["parallel.engine=zero", f"parallel.zero_stage={self.engine[-1]}"] if zero else []),
             ],

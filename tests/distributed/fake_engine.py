@@ -9,10 +9,9 @@ Time is simulated too: a replica's clock moves by what the scenario says that it
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from llmtrain.sync.build_method import build_method
 from llmtrain.sync.method import Method
 from llmtrain.sync.methods import METHODS
 from llmtrain.sync.offload import HostOffload, host_offload
+from tests.distributed.fake_blocks import cut, drawn, part_of
 from tests.distributed.oracle import FIRST_DECAY, SECOND_DECAY, Oracle
 from tests.distributed.oracle_late import DelayedOracle, OverlappedOracle, TimedDelayedOracle
 from tests.distributed.oracle_timed import TimedOracle
@@ -132,35 +132,6 @@ class Scenario:
         return self.noise(step, block)[replica] - self.pull * parameters
 
 
-@cache
-def drawn(seed: tuple[int, ...], deviation: float, shape: tuple[int, ...]) -> np.ndarray:
-    """Normal noise, made once for all ranks and scenarios that use it; so it can't be written to."""
-    noise = np.random.default_rng(seed).normal(0.0, deviation, shape)
-    noise.flags.writeable = False
-    return noise
-
-
-@dataclass(frozen=True)
-class Part:
-    """A shard rank's part of a block: of every tensor, dimension 0 in equal pieces, the last ones shorter or empty."""
-
-    shapes: list[tuple[int, ...]]
-    places: np.ndarray
-    """Indices of its elements among the block's."""
-
-
-@cache
-def part_of(shapes: tuple[tuple[int, ...], ...], shard: int, rank: int) -> Part:
-    pieces, places, start = [], [], 0
-    for shape in shapes:
-        rows = math.ceil(shape[0] / shard)
-        piece = np.arange(start, start + math.prod(shape)).reshape(shape)[rank * rows : (rank + 1) * rows]
-        start += math.prod(shape)
-        pieces.append(piece.shape)
-        places.append(piece.reshape(-1))
-    return Part(pieces, np.concatenate(places))
-
-
 class FakeEngine:
     """What synchronization sees of an engine. Forward computes with copies that follow when `publish` is called."""
 
@@ -170,7 +141,7 @@ class FakeEngine:
         starts = [scenario.start(i)[part.places] for i, part in enumerate(self._parts)]
         self._flat = [torch.from_numpy(start).to(device) for start in starts]
         self.blocks = [
-            Block(f"block {i}", _cut(flat, part.shapes))
+            Block(f"block {i}", cut(flat, part.shapes))
             for i, (flat, part) in enumerate(zip(self._flat, self._parts, strict=True))
         ]
         self._index = {block.name: i for i, block in enumerate(self.blocks)}
@@ -212,7 +183,7 @@ class FakeEngine:
             self.parameters_changed(block)
 
     def moments(self, index: int, order: int) -> list[torch.Tensor]:
-        return _cut(self._moments[order][index], self._parts[index].shapes)
+        return cut(self._moments[order][index], self._parts[index].shapes)
 
     def load(self, flat: Sequence[torch.Tensor], moments: Sequence[torch.Tensor]) -> None:
         """Go on from these values, by block, and moments, by order and block."""
@@ -221,12 +192,6 @@ class FakeEngine:
             self.parameters_changed(block)
         for ours, theirs in zip([*self._moments[1], *self._moments[2]], moments, strict=True):
             ours.copy_(theirs)
-
-
-def _cut(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """Tensors of these shapes that share a flat one's memory."""
-    parts = flat.split([math.prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 Shards = list[np.ndarray]

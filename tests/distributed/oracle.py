@@ -17,17 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmtrain.config import (
-    AverageSection,
-    EditPenaltySection,
-    MomentumSection,
-    NesterovSection,
-    OuterSection,
-    SgdSection,
-    SyncSection,
-)
+from llmtrain.config import AverageSection, EditPenaltySection, SyncSection
 from llmtrain.lr import LRSchedule
 from llmtrain.seeding import derive_seed
+from tests.distributed.oracle_outer import displacement_of, in_round, unit_of
 from tests.distributed.oracle_wire import summed
 
 FIRST_DECAY, SECOND_DECAY = 0.6, 0.7
@@ -116,10 +109,15 @@ class Oracle:
     def average_moments(self) -> None:
         """At the end of a round: those that are due."""
         self.rounds_of_moments += 1
-        for moments in self.moments:
-            for moment, every in zip(moments, (self.sync.moments.first, self.sync.moments.second), strict=True):
-                if every is not None and self.rounds_of_moments % every == 0:
-                    moment[:] = moment.mean(0)
+        is_due = {
+            order: every is not None and self.rounds_of_moments % every == 0
+            for order, every in ((1, self.sync.moments.first), (2, self.sync.moments.second))
+        }
+        for first, second in self.moments:
+            if is_due[2]:
+                second[:] = second.mean(0)
+            if is_due[1]:
+                first[:] = np.where(second > 0, first.mean(0), 0.0)
 
     def adapted(self, replica: int, block: int, direction: np.ndarray) -> np.ndarray:
         """The inner step in this direction."""
@@ -366,43 +364,3 @@ class Oracle:
         outer = in_round(self.sync.outer, self.count)
         self.momentum[block], displacement = displacement_of(outer, self.momentum[block], mean, g)
         self.anchor[block] = self.anchor[block] - displacement
-
-
-def unit_of(outer: OuterSection, lrs: list[list[float]]) -> float:
-    """Return g of a round with these learning rates, by replica."""
-    normalize = getattr(outer, "normalize", "none")
-    if normalize == "none":
-        return 1.0
-    nonzero = [[lr for lr in one if lr != 0] for one in lrs]
-    of_replica = {"lr": [one[-1] if one else 0.0 for one in nonzero], "lr_sum": [sum(one) for one in lrs]}
-    return float(np.mean(of_replica[normalize])) or 1.0
-
-
-def in_round(outer: OuterSection, done: int) -> OuterSection:
-    """The outer optimizer's values in the round after so many."""
-    if isinstance(outer, AverageSection):
-        return outer
-    rounds, factor = outer.rounds, 1.0
-    if done < rounds.lr_warmup:
-        factor = (done + 1) / (rounds.lr_warmup + 1)
-    elif rounds.lr_decay:
-        factor = np.interp(done - rounds.lr_warmup, [0, rounds.lr_decay], [1.0, rounds.lr_final])
-    changes = {"lr": outer.lr * factor}
-    if not isinstance(outer, SgdSection) and done < rounds.momentum_warmup:
-        changes["momentum"] = outer.momentum * (done + 1) / (rounds.momentum_warmup + 1)
-    return outer.model_copy(update=changes)
-
-
-def displacement_of(
-    outer: OuterSection, before: np.ndarray, mean: np.ndarray, g: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return (next momentum, displacement of the anchor), given the momentum before and D = `mean` of a round whose unit is `g`."""
-    if isinstance(outer, NesterovSection):
-        after = outer.momentum * before + mean / g
-        return after, outer.lr * (mean + outer.momentum * g * after)
-    if isinstance(outer, MomentumSection):
-        after = outer.momentum * before + mean / g
-        if outer.clip is not None:
-            after = np.minimum(np.maximum(after, -outer.clip), outer.clip)
-        return after, outer.lr * g * after
-    return before, (outer.lr if isinstance(outer, SgdSection) else 1.0) * mean

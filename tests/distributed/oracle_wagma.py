@@ -13,7 +13,7 @@ import numpy as np
 
 from llmtrain.config import AverageSection, OuterSection
 from tests.distributed.fake_engine import Scenario
-from tests.distributed.oracle import displacement_of, unit_of
+from tests.distributed.oracle_outer import displacement_of, unit_of
 
 Blocks = list[np.ndarray]
 """By block: [replicas, elements]."""

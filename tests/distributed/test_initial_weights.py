@@ -34,6 +34,8 @@ from tests.distributed.real_engine import mesh_of
 
 LLAMA, GPT_NEO = ExportRun(), ExportRun("gpt_neo", tied=True, replicas=4, shard=1)
 """The runs to start from: at IN_A_ROUND, replicas differ."""
+AVERAGED = ExportRun(replicas=2, shard=1, method="gpa")
+"""Another one, whose model is its anchor, where its replicas are not."""
 
 
 @dataclass
@@ -112,6 +114,7 @@ def train(recipe: Recipe) -> str:
 
 CASES = [
     (LLAMA, ExportRun(replicas=1, shard=2), "fp32", True),
+    (AVERAGED, ExportRun(replicas=1, shard=2), "fp32", False),
     pytest.param(LLAMA, ExportRun(replicas=4, shard=1), "fp32", True, marks=pytest.mark.deep),
     pytest.param(GPT_NEO, ExportRun("gpt_neo", tied=True, replicas=2, shard=2), "fp32", False, marks=pytest.mark.deep),
 ]
@@ -156,6 +159,7 @@ def test_a_run_starts_from_exactly_the_mean_of_another_and_its_loss(
             for name, value in rank.weights.items():
                 assert torch.equal(value, expected.read(name)), name
     assert sum(bool(rank.weights) for rank in ranks) == second.replicas
+    assert source.state.get("validated") == ("anchor" if first == AVERAGED else None)
     loss = source.state["ranks"][0]["last_eval"]["loss"]
     assert all(rank.loss == pytest.approx(loss, rel=1e-6 if precision == "fp32" else 3e-3) for rank in ranks)
 

@@ -58,6 +58,16 @@ def test_a_resumed_run_is_the_run_left_alone(name: str) -> None:
     assert_same_bits(simulate(scenario(SYNCS[name], resume_after=range(1, 18))), alone)
 
 
+@pytest.mark.parametrize("second", [3, None])
+def test_what_a_replica_has_never_moved_has_no_first_moment_of_others(second: int | None) -> None:
+    """As the row of a token that it has not met: its second moment is 0, until that is averaged, too."""
+    still = {(step, 1, block): 0.0 for step in range(1, 18) for block in (0, 2)}
+    sync = choices("des_loc", every=2, moments={"first": 1, "second": second})
+    run = scenario(sync, schedule=LRScheduleSection(kind="constant"), scales=still, pull=0.0)
+    got = simulate(run)
+    assert_same_run(got, replay(run))
+
+
 def test_averages_of_everything_after_every_step_are_synchronous_while_the_optimizer_is_linear() -> None:
     """Second moments are not: the mean of squares is not the square of the mean. One replica has nothing to average."""
     sync = choices("des_loc", every=1, moments={"first": 1, "second": 1})

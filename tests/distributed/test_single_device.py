@@ -40,7 +40,9 @@ CASES = {
     "pulled parameters": Case(choices("palsgd", every=2), 2, parallel=BF16),
     "plain average": Case(choices("local_sgd", every=2), 2, parallel=BF16),
     "averaged moments": Case(choices("des_loc", every=1, moments={"first": 1, "second": 2}), 2, parallel=BF16, steps=5),
-    "from between anchor and replicas": Case(choices("gpa", outer={"kind": "gpa", "decay": 0.8}), 2, parallel=BF16, steps=5),
+    "from between anchor and replicas": Case(
+        choices("gpa", outer={"kind": "gpa", "decay": 0.8}), 2, parallel=BF16, steps=5
+    ),
 }
 
 

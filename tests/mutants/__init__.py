@@ -26,6 +26,7 @@ from tests.mutants import (
     tokenizing,
     train,
     turns,
+    weighing,
     weights,
     wrong_inputs,
 )
@@ -34,6 +35,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS: tuple[Mutant, ...] = (
     *sync.MUTANTS,
     *schedules.MUTANTS,
+    *weighing.MUTANTS,
     *parallel.MUTANTS,
     *one_device.MUTANTS,
     *optimizers.MUTANTS,

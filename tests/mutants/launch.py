@@ -182,8 +182,8 @@ MUTANTS = [
     Mutant(
         "recipe: another method keeps the old one's pull",
         "llmtrain/recipe_loader.py",
-        'dropped = {"reduction", "outer", "schedule", "pull"}',
-        'dropped = {"reduction", "outer", "schedule"}',
+        'dropped = {"reduction", "outer", "schedule", "pull", "moments"}',
+        'dropped = {"reduction", "outer", "schedule", "moments"}',
         (
             "tests/unit/test_recipe.py",
             "tests/unit/test_gaps_recipe.py",
@@ -231,8 +231,8 @@ MUTANTS = [
     Mutant(
         "compose: a penalty may go with wait-avoiding groups",
         "llmtrain/sync/compatibility.py",
-        '*("reduction", "edit_penalty"),\n        {"schedule": ("wait_avoiding",)},',
-        '*("reduction", "edit_penalty"),\n        {"schedule": ()},',
+        '*("reduction", kind),\n            {"schedule": ("wait_avoiding",)},',
+        '*("reduction", kind),\n            {"schedule": ()},',
         ("tests/unit/test_recipe_wrong.py",),
     ),
     Mutant(

@@ -106,8 +106,8 @@ MUTANTS = [
     Mutant(
         "penalty: clipping also scales small updates up",
         "llmtrain/sync/reductions/edit_penalty.py",
-        "return (self.section.clip / (squared_norm.sqrt() + EPSILON)).clamp(max=1)",
-        "return self.section.clip / (squared_norm.sqrt() + EPSILON)",
+        "return (length / (squared_norm.sqrt() + EPSILON)).clamp(max=1)",
+        "return length / (squared_norm.sqrt() + EPSILON)",
         SCENARIOS,
     ),
     Mutant(

@@ -31,8 +31,8 @@ MUTANTS = [
     Mutant(
         "weights: those of the first replica instead of the mean",
         "llmtrain/train/initial_weights.py",
-        "prefixes = validated_weights(state)",
-        'prefixes = ["replica0.weights."]',
+        'self._written, prefixes = state["files"], validated_weights(state)',
+        'self._written, prefixes = state["files"], ["replica0.weights."]',
         (RUNS,),
     ),
     Mutant(

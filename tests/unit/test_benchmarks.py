@@ -71,10 +71,13 @@ def test_small_runs_differ_in_their_method_alone() -> None:
     steps = {method: recipe.train.total_steps for method, recipe in recipes.items()}
     assert steps == dict.fromkeys(METHODS, 300) | {"palsgd": 50 + round(250 / 0.8)}
     ours = ("run.name", "sync", "train.steps", "optim.kind", "optim.muon")
-    assert all(not differences(first, recipe, ignore=ours) for recipe in recipes.values())
+    for method, recipe in recipes.items():
+        mesh = ("parallel.replicas", "parallel.shards") if method in ("snoo", "gpa") else ()
+        assert not differences(first, recipe, ignore=(*ours, *mesh))
+        assert (recipe.parallel.replicas, recipe.parallel.shards) == ((1, 4) if mesh else (4, 1))
     periods = {method: recipe.sync.period for method, recipe in recipes.items()}
     fixed = {method: period.every for method, period in periods.items() if period.kind == "steps"}
-    assert fixed == dict.fromkeys(fixed, 20) | {"wagma": 10} and len(fixed) == 11
+    assert fixed == dict.fromkeys(fixed, 20) | {"wagma": 10, "gpa": 1} and len(fixed) == 14
     assert periods["qsr"].base == 10
     assert periods["qsr"].alpha == pytest.approx(first.optim.lr / 2 * math.sqrt(10), rel=1e-3)
     assert periods["a_edit"].every == 10

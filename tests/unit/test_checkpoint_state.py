@@ -49,6 +49,7 @@ class Training:
         method = SimpleNamespace(
             shared_state=lambda: {"anchor": [self.anchor]},
             per_replica_state=dict,
+            validated_blocks=lambda: None,
             state_dict=dict,
             reshard_rules=dict,
             load_state_dict=lambda state, tensors: self.anchor.copy_(tensors["anchor"][0]),

@@ -172,7 +172,7 @@ WRONG_OVERRIDES = [
     ("sync={method: a_edit, schedule: wait_avoiding}", ["sync.period=seconds", "sync.schedule=wait_avoiding"]),
     (
         "sync={method: edit, schedule: wait_avoiding}",
-        ["sync.reduction=edit_penalty", "sync.schedule=wait_avoiding", "agree on their weights", "or sync.reduction=mean"],
+        ["sync.reduction=edit_penalty", "sync.schedule=wait_avoiding", "weights", "or sync.reduction=mean"],
     ),
     (
         "sync={method: edit, schedule: delayed, period: 1}",

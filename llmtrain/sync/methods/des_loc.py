@@ -1,13 +1,15 @@
 """DES-LOC (arXiv 2505.22549): Local SGD that also averages the inner optimizer's moments, more rarely the slower they change.
 
-Rule      theta <- mean theta_n after every H local steps; m <- mean m_n, the first moments, after every third such round; and
-          v <- mean v_n, the second moments, after every sixth.
+Rule      theta <- mean theta_n after every H local steps; v <- mean v_n, the second moments, after every sixth such round; and
+          m <- mean m_n, the first moments, after every third.
 Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica for the parameters, and a third and a sixth of that for
           the moments: 1.5 times Local SGD's.
 Memory    no extra state: the mean replaces the parameters and the moments. Moments of three blocks are in flight at once.
 Defaults  H = 32, first 3, second 6. The ratio of the periods is the paper's; its H was not at hand.
 Differs   moments that are due are averaged right after the parameters, while training waits, and in master precision whatever
-          the wire. With Muon, matrices have a first moment alone.
+          the wire. A value that has no second moment on a replica, such as the row of a token that it has not met, keeps its
+          first moment of 0 there: AdamW would divide the others' mean by its epsilon. With Muon, matrices have a first moment
+          alone.
 """
 
 PAPER = "arXiv 2505.22549"

@@ -14,7 +14,7 @@ import torch
 
 from llmtrain.config import EditPenaltySection
 from llmtrain.errors import TrainingError
-from llmtrain.sync.reductions.base import Reduction, ReplicaWeights, build_reduction
+from llmtrain.sync.reductions.reduction import Reduction, ReplicaWeights, build_reduction
 from llmtrain.sync.sync_stats import RoundStats
 
 EPSILON = 1e-6

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from llmtrain.config import MeanSection, MedianNormSection, RadialSection, TokenWeightedSection
-from llmtrain.sync.reductions.base import Reduction, ReplicaWeights, build_reduction
+from llmtrain.sync.reductions.reduction import Reduction, ReplicaWeights, build_reduction
 from llmtrain.sync.sync_stats import RoundStats
 
 

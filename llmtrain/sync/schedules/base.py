@@ -16,7 +16,7 @@ from llmtrain.reshard import require_equal
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.group_averager import WakeSignal
 from llmtrain.sync.period import Period
-from llmtrain.sync.reductions.base import Reduction
+from llmtrain.sync.reductions.reduction import Reduction
 
 BlockTensors = list[torch.Tensor | None]
 """A flat tensor per block; None for a block that has none."""

@@ -10,7 +10,7 @@ import torch
 from llmtrain.config import PREFETCH, BlockingSection
 from llmtrain.reshard import require_equal
 from llmtrain.sync.block_sync import BlockSync, PendingReduction, squared_norm
-from llmtrain.sync.reductions.base import Reduction
+from llmtrain.sync.reductions.reduction import Reduction
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
 from llmtrain.sync.sync_stats import RoundStats, average_stats
 from llmtrain.sync.weighing import Agreement, Weighing
