@@ -93,7 +93,7 @@ def own_overrides(method: str, common: Sequence[str], round_seconds: float) -> l
     if sync.pull is not None:  # steps that pull read nothing: as many more, so that all methods read the same tokens
         local = recipe.train.total_steps - WARMUP
         changes.append(f"train.steps={WARMUP + round(local / (1 - sync.pull.probability))}")
-    if recipe.sync.outer.validates_anchor:  # a running average, which needs many more steps than it covers
+    if sync.outer.kind == "gpa":  # a running average, which needs many more steps than it covers
         return [*changes, f"sync.outer.decay={DECAY}", *ONE_REPLICA]
     every = GLOBAL_EVERY if sync.schedule.kind == "wait_avoiding" else EVERY
     one = ONE_REPLICA if load_recipe(ROOT / recipe_of(method)).parallel.replicas == 1 else []

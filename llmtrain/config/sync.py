@@ -102,8 +102,6 @@ class OuterSection(Section):
     """True if this choice needs an anchor: the parameters of the last synchronization."""
     has_momentum: ClassVar[bool] = False
     """True if replicas keep an outer momentum of the size of the parameters."""
-    validates_anchor: ClassVar[bool] = False
-    """True if replicas continue from elsewhere than the anchor, which is the model that the run validates and ends with."""
 
 
 class OuterLrSection(Section):
@@ -190,7 +188,6 @@ class PrimalAverageSection(OuterSection):
     share: Fraction = 0.7
     """Share of the average in the point at which gradients are computed."""
     has_momentum: ClassVar[bool] = True
-    validates_anchor: ClassVar[bool] = True
 
 
 class PullSection(Section):

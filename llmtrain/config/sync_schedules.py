@@ -116,7 +116,7 @@ class OverlappedSection(FragmentsSection):
         period, shortest = sync.period, sync.period.min_length
         if self.steps <= sync.reduction.steps_before_sending > 0:
             raise RecipeError(
-                f"sync.schedule.steps is {self.steps}, but with sync.reduction={sync.reduction.kind} replicas exchange norms in the "
+                f"sync.schedule.steps is {self.steps}, but with sync.reduction={sync.reduction.kind} replicas agree on weights in the "
                 f"first of these steps and send after it; give at least {sync.reduction.steps_before_sending + 1}"
             )
         if shortest is not None and self.steps > shortest:
@@ -153,8 +153,8 @@ class DelayedSection(FragmentsSection):
             )
         if shortest is not None and shortest <= before > 0:
             raise RecipeError(
-                f"sync.period.{period.shortest_round} is {shortest}, but with sync.reduction={sync.reduction.kind} replicas exchange "
-                f"norms in the first step of a round and send after it; give at least {before + 1}"
+                f"sync.period.{period.shortest_round} is {shortest}, but with sync.reduction={sync.reduction.kind} replicas agree "
+                f"on weights in the first step of a round and send after it; give at least {before + 1}"
             )
         super().check(sync, blocks)
 

@@ -21,6 +21,7 @@ from llmtrain.export.separators import describe_separators
 from llmtrain.export.source import Source
 from llmtrain.recipe_loader import resolved_yaml
 from llmtrain.train.loggers import format_si
+from llmtrain.train.stored_weights import validates_anchor
 
 
 def model_card(source: Source, manifest: Manifest) -> str:
@@ -76,6 +77,7 @@ def _facts(source: Source, manifest: Manifest) -> list[tuple[str, str]]:
     progress = state["ranks"][0]
     engine = f"ZeRO-{recipe.parallel.zero_stage}" if recipe.parallel.engine == "zero" else "FSDP2"
     start, weights = state.get("from_weights"), WeightSource.parse(manifest.weights)
+    of_anchor = validates_anchor(state)
     training, validation = progress["last_line"].get("train/loss"), progress["last_eval"]
     facts = [
         ("method", f"`{recipe.sync.method}`: {progress['method']['report']['count']} synchronizations"),
@@ -90,10 +92,13 @@ def _facts(source: Source, manifest: Manifest) -> list[tuple[str, str]]:
             if training is None
             else f"{training:.4f} nats per token, last logged interval, each replica with its own weights",
         ),
-        ("validation loss", _loss(validation, progress["last_evaluated"])),
+        (
+            "validation loss",
+            _loss(validation, progress["last_evaluated"], "the anchor" if of_anchor else "replicas' mean"),
+        ),
         (
             "weights",
-            f"{weights.describe(replicas, 'validated' in state)}, after step {source.step:,}, {manifest.dtype}",
+            f"{weights.describe(replicas, of_anchor)}, after step {source.step:,}, {manifest.dtype}",
         ),
         ("checked", manifest.parity.describe()),
         ("exported with", f"torch {torch.__version__}, transformers {transformers.__version__}"),
@@ -106,10 +111,10 @@ def _texts(data: DataSection) -> str:
     return ", ".join(f"`{text.source}`{weights.get(name, '')}" for name, text in data.texts().items())
 
 
-def _loss(validation: dict[str, Any], step: int) -> str:
+def _loss(validation: dict[str, Any], step: int, whose: str) -> str:
     loss = validation["loss"]
     perplexity = f"{math.exp(loss):.2f}" if loss < LARGEST_LOSS else "over e^100"
-    return f"{loss:.4f} nats per token (perplexity {perplexity}), replicas' mean after step {step:,}"
+    return f"{loss:.4f} nats per token (perplexity {perplexity}), {whose} after step {step:,}"
 
 
 def _usage(source: Source) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from llmtrain.config import Recipe, Section
+from llmtrain.config import PrimalAverageSection, Recipe, Section
 from llmtrain.data.dataset import TokenDataset
 from llmtrain.lr import LRSchedule
 from llmtrain.plan.duration import format_duration
@@ -13,6 +13,9 @@ from llmtrain.plan.model_size import size_of
 from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
 from llmtrain.sync.methods import inner_preset
 from llmtrain.sync.period import warmup_of
+
+SEVERAL = 3
+"""Times that a run must be as long as what its running average covers: 5 % of its weight is then older than the run."""
 
 
 def ineffective_keys(recipe: Recipe, texts: Mapping[str, TokenDataset], step_seconds: float | None) -> list[str]:
@@ -23,6 +26,7 @@ def ineffective_keys(recipe: Recipe, texts: Mapping[str, TokenDataset], step_sec
     """
     return [
         *_period(recipe, step_seconds),
+        *_average(recipe),
         *_validation(recipe, texts),
         *_checkpoints(recipe),
         *_recordings(recipe),
@@ -52,6 +56,20 @@ def _period(recipe: Recipe, step_seconds: float | None) -> Iterator[str]:
     elif period.min_length is not None and period.min_length > local:
         yield (
             f"sync.period.{period.shortest_round} is {period.min_length:,}, but the run has {local:,} local steps: {once}"
+        )
+
+
+def _average(recipe: Recipe) -> Iterator[str]:
+    """Yield a line if the run is too short for a running average of its parameters."""
+    sync, outer = recipe.sync, recipe.sync.outer
+    if not isinstance(outer, PrimalAverageSection) or sync.period.min_length is None:
+        return
+    local = recipe.train.total_steps - warmup_of(sync, LRSchedule.of(recipe))
+    rounds, covered = local // sync.period.min_length, round(1 / (1 - outer.decay))
+    if rounds < SEVERAL * covered:
+        yield (
+            f"sync.outer.decay is {outer.decay:g}, an average over about {covered:,} synchronizations, but the run has {rounds:,}: "
+            "it ends with much of its early parameters"
         )
 
 
@@ -94,6 +112,8 @@ def _unused(recipe: Recipe) -> Iterator[str]:
         yield f"sync.warmup_steps is {sync.warmup_steps:,}, but sync.method={sync.method} averages gradients in every step"
     if sync.offload and (sync.period.averages_gradients or not sync.needs_anchor):
         yield f"sync.offload is true, but sync.method={sync.method} keeps no anchor that could be offloaded"
+    if sync.moments is not None and sync.moments.first is None and sync.moments.second is None:
+        yield "sync.moments is given, but neither first nor second: no moments are averaged"
     for key in ("keep", "values"):
         if _is_given(sync.wire, key) and sync.wire.kind != "topk":
             yield f"sync.wire.{key} is {getattr(sync.wire, key)}, but sync.wire is {sync.wire.kind}, and only topk has a choice of values"

@@ -11,16 +11,16 @@ another and arithmetic takes no time: what is left is the network's part. With u
     layer-wise          the same, less the forward of the blocks before each one
     every step          messages, less the backward of the blocks that follow each one
     overlapped          per fragment: its messages, less d steps; or per round: all messages, less the round, if that is more
-    averaged moments    all messages of the moments that are due, in fp32, at the end of a round; Muon's matrices count as if they
-                        had second moments
     delayed             the same, with a round for d
     wait-avoiding       a group's messages in every step, all replicas' in the last
+    averaged moments    all messages of the moments that are due, in fp32, at the end of a round; Muon's matrices count as if they
+                        had second moments
 
 TCP starts slowly after a pause (`NetworkLink.restart_seconds`), which is added to the first message after one.
 
-With a penalty, an overlapped or delayed message is sent one step later, when weights are known, and has d - 1 steps. Its second
-exchange, if it is rounded, starts in the middle of its way; in rounds of seconds and in steps that average gradients it starts
-when the mean is needed, and nothing hides it.
+If the reduction weighs replicas, an overlapped or delayed message is sent one step later, when weights are known, and has d -
+1 steps. Its second exchange, if it is rounded, starts in the middle of its way; in rounds of seconds and in steps that
+average gradients it starts when the mean is needed, and nothing hides it.
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ class BlockSync:
             self.write_parameters(index, start)
 
     def end_at_anchor(self) -> None:
-        """At the end of a run, set the parameters to the anchors if replicas have continued from elsewhere. A run that is continued
-        starts there, with a momentum of zero."""
+        """Set the parameters to the anchors at the end of a run, if replicas have continued from elsewhere. A longer run goes on from
+        there, with a momentum of zero."""
         if self.outer.starts_at_anchor or self.anchors is None or not self.anchors.is_set:
             return
         for index in self.anchors.iter_prefetched(self.blocks, momentum=True):

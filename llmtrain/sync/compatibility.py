@@ -41,7 +41,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 OPTIONAL = {"pull": PullSection, "moments": MomentsSection}
-"""Choices that a recipe makes by giving a section's keys, and does not make with `null`."""
+"""Choices that are a section, or `null` for none."""
 
 
 def kinds_of(sync: SyncSection) -> dict[str, str]:
@@ -110,9 +110,19 @@ RULES = (
         for kind in WEIGHED
     ),
     Rule(
+        *("reduction", "radial"),
+        {"wire": ("topk", "2bit")},
+        "what a message leaves out shortens the mean, which would be lengthened again, and is sent later all the same",
+    ),
+    Rule(
+        *("moments", "moments"),
+        {"reduction": WEIGHED},
+        "moments are averaged plainly, so that those of a replica that does not count would reach all",
+    ),
+    Rule(
         *("outer", "gpa"),
         {
-            "schedule": ("overlapped", "delayed", "wait_avoiding"),
+            "schedule": ("layerwise", "overlapped", "delayed", "wait_avoiding"),
             "reduction": ("radial", "median_norm", "edit_penalty"),
             "pull": ("pull",),
         },

@@ -161,7 +161,7 @@ class LocalUpdates:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict` of this rank between steps. The module's and the optimizer's states are not in it. A collective of
-        all ranks if a penalty's weights were being exchanged."""
+        all ranks if weights were being agreed on."""
         self.step = state["step"]
         self._method.load_state_dict(state["method"], state["tensors"])
 

@@ -1,4 +1,4 @@
-"""Synchronization method: a period, a schedule and optionally a pull, behind the few calls that the trainer makes."""
+"""Synchronization method: a period, a schedule and optional parts, behind the few calls that the trainer makes."""
 
 from __future__ import annotations
 
@@ -71,9 +71,10 @@ class Method:
         """Set the parameters to those of the last synchronization. In a synchronous phase, do nothing."""
         if self._phase == "local":
             self.block_sync.reset_to_anchor()
+            self.schedule.forget_tokens()
 
     def end_step(self, step: int, tokens: int = 0) -> None:
-        """Complete step `step` after its optimizer step or pull. This rank's batch had `tokens` tokens."""
+        """Complete step `step` after its optimizer step or pull. This rank's gradient was of `tokens` tokens."""
         if self._phase == "local":
             # Not counted otherwise: checkpoints take what replicas count for equal, and tokens may differ.
             tokens = tokens if self._counts_tokens else 0

@@ -24,6 +24,10 @@ class MomentAverages:
     def end_round(self) -> None:
         """Count a round, and average the moments that are due. A collective of the replica group."""
         self._rounds += 1
+        if self.replica_comms.size == 1:
+            return
+        if self._rounds == 1:
+            self._check()
         # Second moments first: first moments are averaged where there are second ones.
         for order, every in ((2, self.section.second), (1, self.section.first)):
             if every is not None and self._rounds % every == 0:
@@ -37,13 +41,30 @@ class MomentAverages:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._rounds = state["rounds"]
 
+    def _check(self) -> None:
+        """Raise RecipeError, on every rank, unless all replicas have moments to average, and of the same tensors: torch creates
+        them with the first gradient. A collective of the replica group."""
+        blocks = range(len(self.replica.blocks))
+        for order, every in ((1, self.section.first), (2, self.section.second)):
+            moments = [self.replica.moments(index, order) for index in blocks]
+            values = torch.tensor([sum(m.numel() for m in of_block if m is not None) for of_block in moments])
+            of_all = self.replica_comms.all_gather(
+                values.to(self.replica_comms.device), "comparing the replicas' moments"
+            )
+            name = ("first", "second")[order - 1]
+            if every is not None and not of_all.any():
+                raise RecipeError(
+                    f"sync.moments.{name} averages {name} moments, but the optimizer has none ({', '.join(MOMENTS[order])}); use "
+                    "another one, or null"
+                )
+            if (differ := (of_all != of_all[0]).any(0).nonzero().flatten().tolist()) and every is not None:
+                raise RecipeError(
+                    f"replicas have {name} moments of different parameters of {self.replica.blocks[differ[0]].name}; give every parameter "
+                    "a gradient on all replicas, or set sync.moments to null"
+                )
+
     def _average(self, order: int) -> None:
         blocks = range(len(self.replica.blocks))
-        if all(moment is None for index in blocks for moment in self.replica.moments(index, order)):
-            which, key = ("first", "second")[order - 1], ", ".join(MOMENTS[order])
-            raise RecipeError(
-                f"sync.moments.{which} averages {which} moments, but the optimizer has none ({key}); use another one, or null"
-            )
         in_flight = {index: self._start(index, order) for index in blocks[: PREFETCH + 1]}
         for index in blocks:
             if (pending := in_flight.pop(index)) is not None:

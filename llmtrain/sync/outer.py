@@ -30,7 +30,8 @@ class Outer(ABC):
     rounds: OuterLrSection | None = None
     """Changes of learning rate and momentum over the rounds; None if there are none."""
     starts_at_anchor = True
-    """True if replicas continue from the anchor, False if `start` says from where."""
+    """True if replicas continue from the anchor. If not, `start` says from where, and the anchor is the model that the run validates,
+    exports and ends with."""
 
     def in_round(self, number: int) -> Outer:
         """Return the optimizer with the learning rate and momentum of a round, counted from 0."""

@@ -88,7 +88,7 @@ SYNC_STATS_RULES: Rules = {**rules_of(SyncStats), "exposed_seconds": mean, "wait
 
 @dataclass(frozen=True)
 class RoundStats:
-    """Number, learning rates and tokens of the local steps in a round. Equal on all replicas, or a mean over them."""
+    """Number, learning rates and tokens of the local steps in a round: this rank's, or a mean over the replicas."""
 
     steps: float = 0
     last_lr: float = 0.0

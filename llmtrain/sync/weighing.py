@@ -55,7 +55,8 @@ class Weighing:
         replica_comms, shard_comms = self.block_sync.replica_comms, self.block_sync.shard_comms
         row = torch.tensor([computed_seconds, *done.state().values()], dtype=torch.float64)
         if self.reduction is not None:
-            tokens = torch.tensor(done.tokens, dtype=torch.float64, device=shard_comms.device)
+            device = squares[0].device if squares else shard_comms.device  # with ZeRO's offload, masters are on the CPU
+            tokens = torch.tensor(done.tokens, dtype=torch.float64, device=device)
             whole = shard_comms.all_reduce(torch.stack([tokens, *squares]), "weighing pseudo-gradients").wait()
             row = torch.cat([row[:-1].to(whole.device), whole[:1], whole[1:].sqrt()])
         return replica_comms.gather(row.to(replica_comms.device), "meeting for a synchronization")
@@ -78,7 +79,7 @@ class Weighing:
         report.anomalies += int(found.anomalous.sum())
         report.rollbacks += int(found.anomalous.all(0).sum())
         report.longest_exclusion = self.reduction.longest_exclusion
-        report.weights_max = float(found.weights.max())
+        report.weights_max = float((found.weights / found.weights.sum(0).clamp(min=1.0)).max())
         names = [block.name for block in self.block_sync.replica.blocks]
         self.block_sync.warnings += self.reduction.check_exclusions(names, blocks)
         lengths = dict(zip(blocks, found.lengths.tolist(), strict=True))

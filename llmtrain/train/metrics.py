@@ -146,18 +146,19 @@ class Metrics:
         loss: torch.Tensor,
         grad_norm: torch.Tensor,
         skipped: bool,
-    ) -> None:
+    ) -> int:
         """Count one gradient: its tokens on this rank, their summed loss and the replica's gradient norm. Of a skipped
-        gradient, only the tokens count."""
+        gradient, only the tokens count. Return the tokens that the optimizer's step has used: none if it was skipped."""
         tokens = count_tokens(micro_batches)
         state.count_gradient(tokens, skipped)
         if skipped:
-            return
+            return 0
         self.interval.loss += loss
         self.interval.grad_norm += grad_norm
         self.interval.gradients += 1
         self.interval.predicted_tokens += tokens
         self.interval.padding += count_positions(micro_batches) - tokens
+        return tokens
 
     def count_step(self, state: TrainState) -> None:
         """Count a step and advance the progress bar."""

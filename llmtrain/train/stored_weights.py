@@ -74,10 +74,15 @@ class StoredWeights:
         return total.div_(1 + len(others)).float()
 
 
+def validates_anchor(state: dict[str, Any]) -> bool:
+    """Return whether a run validates its anchor and not the replicas' mean, given the state.json of a checkpoint."""
+    return state.get("validated") == ANCHOR
+
+
 def validated_weights(state: dict[str, Any]) -> list[str]:
     """Return the prefixes of the weights that the run has validated, given the checkpoint's state.json: those of the replicas, of
     which the mean counts, or of the anchor."""
-    return ["anchor."] if state.get("validated") == ANCHOR else weights_of_replicas(range(state["mesh"][0]))
+    return ["anchor."] if validates_anchor(state) else weights_of_replicas(range(state["mesh"][0]))
 
 
 def weights_of_replicas(replicas: Sequence[int]) -> list[str]:

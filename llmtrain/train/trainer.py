@@ -8,7 +8,7 @@ from pathlib import Path
 from llmtrain.config import Recipe
 from llmtrain.data.loader import PrefetchLoader
 from llmtrain.lr import LRSchedule
-from llmtrain.parallel.engine import Engine, count_tokens
+from llmtrain.parallel.engine import Engine
 from llmtrain.reshard import Rules, rules_of
 from llmtrain.sync.method import Method
 from llmtrain.trace import span, step_span
@@ -71,14 +71,15 @@ class Trainer:
         with metrics.training_time(), step_span(state.step):
             plan = self.method.begin_step(state.step, self.lr.at(state.step))
             micro_batches = metrics.time_data(self.loader.next) if plan.takes_batch else []
+            tokens = 0
             if plan.computes_gradient:
                 with span("gradient"):
                     loss = self.engine.forward_backward(micro_batches, self.loader.replica_tokens)
                     grad_norm = self.engine.step(plan.lr)
                 if self.engine.skipped and self.recipe.optim.nonfinite == "rollback":
                     self.method.roll_back()
-                metrics.accumulate(state, micro_batches, loss, grad_norm, skipped=self.engine.skipped)
-            self.method.end_step(state.step, count_tokens(micro_batches))
+                tokens = metrics.accumulate(state, micro_batches, loss, grad_norm, skipped=self.engine.skipped)
+            self.method.end_step(state.step, tokens)
         metrics.count_step(state)
         for call in self.after_step:
             call(state.step)

@@ -344,7 +344,8 @@ class Oracle:
         """The mean of a block as it is used, given the replicas' norms: clipped, or as long as they are."""
         penalty = self.penalty
         if self.sync.reduction.kind == "radial" and mean.any():
-            return mean / np.linalg.norm(mean) * np.mean(norms[np.isfinite(norms)])
+            factor = np.mean(norms[np.isfinite(norms)]) / np.linalg.norm(mean)
+            return mean * min(factor, len(norms))
         if penalty is None or penalty.clip is None:
             return mean
         return mean * min(penalty.clip / (np.linalg.norm(mean) + 1e-6), 1.0)

@@ -14,10 +14,10 @@ from tests.distributed.fake_engine import choices
 from tests.distributed.real_engine import GPT_NEO, LENGTH, LLAMA, TIED, Case
 from tests.distributed.test_offload import late
 
+TESTED_ELSEWHERE = ("muloco", "sparseloco", "des_loc", "snoo", "gpa")
+"""Methods with tests of their own on every engine; SNOO is DiLoCo."""
 FACTORS: dict[str, tuple[str, ...]] = {
-    "method": tuple(
-        method for method in METHODS if method not in ("muloco", "sparseloco")
-    ),  # which have tests of their own
+    "method": tuple(method for method in METHODS if method not in TESTED_ELSEWHERE),
     "mesh": ("2x2", "4x1", "1x3", "3x1"),
     "engine": ("fsdp2", "zero1", "zero2", "zero3"),
     "schedule": ("blocking", "layerwise", "overlapped", "delayed", "wait_avoiding"),

@@ -28,6 +28,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "local_sgd": EVERY,
     "post_local_sgd": EVERY,
     "qsr": ("sync.period={kind: qsr, base: 2, alpha: 0.009}",),
+    "des_loc": (*EVERY, "sync.moments={first: 1, second: 2}"),
     "slowmo": EVERY,
     "diloco": (*EVERY, "sync.wire={kind: int4, error_feedback: true}"),
     "muloco": EVERY,
@@ -41,6 +42,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "palsgd": (*EVERY, "sync.pull.probability=0.4"),
     "wagma": (*EVERY, "sync.schedule.group_size=2"),
     "edit": EVERY,
+    "snoo": EVERY,
+    "gpa": ("sync.outer.decay=0.8",),
     "a_edit": ("sync.period={kind: seconds, every: 3, min_steps: 0}",),
 }
 ENGINES: dict[str, tuple[str, ...]] = {

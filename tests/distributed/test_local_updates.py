@@ -134,6 +134,26 @@ def test_moments_of_an_optimizer_are_averaged(ranks: RankPool) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*ours, strict=True))
 
 
+def train_in_part(steps: int) -> None:
+    """One replica never uses its last layer, so its optimizer has no moments there."""
+    model = Layered()
+    updates = LocalUpdates(
+        model, optimizer := adamw_of(model), "des_loc", period=2, moments={"first": 1, "second": None}
+    )
+    for step in range(1, steps + 1):
+        backward(model, step)
+        if dist.get_rank() == 1:
+            list(model.parameters())[-1].grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    updates.finish()
+
+
+def test_moments_of_different_parameters_are_refused(ranks: RankPool) -> None:
+    with pytest.raises(Exception, match=r"replicas have first moments of different parameters of "):
+        ranks.run(train_in_part, 4, world_size=2)
+
+
 def test_an_optimizer_without_moments_is_named(ranks: RankPool) -> None:
     moments = {"moments": {"first": 1, "second": None}, "period": 2}
     with pytest.raises(Exception, match=r"sync.moments.first averages first moments, but the optimizer has none"):

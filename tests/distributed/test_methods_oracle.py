@@ -74,7 +74,7 @@ OUTER = {
     "edit-accumulated-layerwise": edit(every=3, outer=nesterov(normalize="lr_sum"), penalty={"clip": 0.5}),
     "snoo": choices("snoo", every=3),
     "gpa": choices("gpa", outer={"kind": "gpa", "decay": 0.8, "share": 0.6}),
-    "gpa-layerwise": choices("gpa", every=4, outer={"kind": "gpa", "decay": 0.7}, schedule="layerwise", warmup_steps=3),
+    "gpa-in-rounds": choices("gpa", every=4, outer={"kind": "gpa", "decay": 0.7}, warmup_steps=3),
     "qsr": choices("qsr", period=QSR),
     "qsr-to-the-first-power": choices("qsr", period={**QSR, "power": 1.0}),
     "edit-qsr": edit(every=None, period=QSR, penalty={"temperature": 0.3, "z": 0.5}),

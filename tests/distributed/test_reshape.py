@@ -31,6 +31,12 @@ METHODS = {
     "co2": ("sync.method=co2",),
     "palsgd": ("sync.method=palsgd", "sync.pull.probability=0.5"),
     "wagma": ("sync.method=wagma",),
+    "des_loc": ("sync.method=des_loc", "sync.moments={first: 1, second: 3}"),
+    "gpa": ("sync.method=gpa", "sync.outer.decay=0.8"),
+    "tokens": (
+        *("sync.method=streaming_diloco", "sync.wire=fp32", "sync.schedule={steps: 3, fragments: 2}"),
+        *("sync.reduction=token_weighted", "data.packing=none"),
+    ),
 }
 STEP = {"edit-armed": 10, "streaming-weighed": 8}
 """Where the checkpoint is, if not in a round: two synchronous steps come first, then rounds of four. After 8, one fragment's
@@ -83,7 +89,7 @@ TAGS = ("train/", "eval/", "sync/")
     [
         "edit-armed",
         "streaming-weighed",
-        *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("streaming", "palsgd")),
+        *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("streaming", "palsgd", "des_loc", "gpa", "tokens")),
     ],
 )
 def test_the_same_replicas_on_other_shards_go_on_as_if_nothing_had_happened(
@@ -133,6 +139,11 @@ def test_other_replicas_start_by_the_rules(ranks: RankPool, folder: Path, kind: 
     assert np.abs(first - second).max() > 1e-6, "the replicas do not differ, so their mean shows nothing"
     assert_follows_the_rules(got, old, rtol=1e-13)
     kept = [state["method"]["schedule"] for state in (old.state["ranks"][0], *got.state["ranks"])]
+    if kind == "tokens":
+        in_rounds = [_pop_tokens(state["method"]["schedule"]) for state in (*old.state["ranks"], *got.state["ranks"])]
+        of_replica = (np.sum(in_rounds[:2], axis=0) + np.sum(in_rounds[2:4], axis=0)) / 2
+        np.testing.assert_allclose(in_rounds[4:], [of_replica] * 3)
+        assert (of_replica > 0).sum() == 2, "tokens of the rounds of both fragments"
     pooled = [schedule.pop("penalty", None) for schedule in kept]
     assert all(schedule == kept[0] for schedule in kept), "the round goes on where it was"
     if pooled[0] is not None:
@@ -144,6 +155,14 @@ def test_other_replicas_start_by_the_rules(ranks: RankPool, folder: Path, kind: 
         assert any(name.startswith("sync.unsent.") for name in of_replicas(got)[0])
     if kind in SHARED:
         assert {name.split(".")[0] for name in shared(got)} == SHARED[kind]
+
+
+def _pop_tokens(schedule: dict[str, Any]) -> list[float]:
+    """Take the tokens out of a schedule's rounds, and return those of rounds that go on. Of a message that has been sent, they
+    mean nothing any longer."""
+    for sent in schedule["sent"]:
+        (sent or {}).pop("tokens", None)
+    return [since.pop("tokens") for since in schedule["since"]]
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,24 @@ CASES = {
     "diloco, Muon": gpu(choices("diloco", 3), optim={"kind": "muon", "lr": 1e-2, "muon": {"precision": "bf16"}}),
     "sparse, offloaded": gpu(choices("sparseloco", 3, offload=True, wire={**SPARSE, "values": "fp32"})),
     "sparse, delayed": gpu(choices("co2", 2, warmup_steps=1, wire=SPARSE)),
-    "diloco, ZeRO-1, all offloaded": gpu(
-        choices("diloco", 2, warmup_steps=1, offload=True),
+    "edit, ZeRO-1, all offloaded": gpu(
+        edit(every=2, warmup_steps=1, penalty=PENALTY, offload=True),
+        parallel=ZERO_3 | {"zero_stage": 1, "zero_offload": True},
+    ),
+    "tokens, ZeRO-1, offloaded": gpu(
+        choices("diloco", 2, warmup_steps=1, reduction="token_weighted"),
+        parallel=ZERO_3 | {"zero_stage": 1, "zero_offload": True},
+    ),
+    "radial": gpu(choices("streaming_diloco", 4, warmup_steps=1, schedule=OVERLAPPED, reduction="radial")),
+    "gpa, offloaded": gpu(choices("gpa", 2, outer={"kind": "gpa", "decay": 0.7}, offload=True)),
+    "moments": gpu(choices("des_loc", 2, moments={"first": 1, "second": 2})),
+    "moments, ZeRO-1, offloaded": gpu(
+        choices("des_loc", 2, moments={"first": 1, "second": 2}),
         parallel=ZERO_3 | {"zero_stage": 1, "zero_offload": True},
     ),
 }
+RARE = ("tokens, ZeRO-1, offloaded", "radial", "gpa, offloaded", "moments", "moments, ZeRO-1, offloaded")
+"""Cases whose parts are in others, too."""
 
 
 def train_unfused(cases: list[Case]) -> list[Outcome]:
@@ -67,7 +80,9 @@ def train_unfused(cases: list[Case]) -> list[Outcome]:
         return train(cases)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.deep) if name in RARE else name for name in CASES]
+)
 def test_a_run_on_gpus_is_the_run_on_a_cpu(gpu_ranks: RankPool, cpu_ranks: RankPool, name: str) -> None:
     case = CASES[name]
     size = case.replicas * case.shard

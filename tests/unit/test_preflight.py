@@ -183,6 +183,14 @@ def test_prepared_tokens_that_are_too_few_are_refused(capsys: pytest.CaptureFixt
             ["sync.wire={kind: int4, feedback_decay: 0.5}"],
             "sync.wire.feedback_decay is 0.5, but sync.wire.error_feedback is false",
         ),
+        (
+            ["sync.moments={first: null, second: null}", "sync.reduction=mean"],
+            "sync.moments is given, but neither first nor second",
+        ),
+        (
+            ["sync.method=gpa", "sync.period=1", "sync.outer.decay=0.9"],
+            "sync.outer.decay is 0.9, an average over about 10 synchronizations, but the run has 18",
+        ),
         (["optim.muon.momentum=0.9"], "optim.muon is given, but optim.kind is adamw"),
         (
             ["parallel.reshard_after_forward=false", "parallel.shards=1"],

@@ -77,6 +77,7 @@ OF_ONE_REPLICA = {"snoo", "gpa"}
 ALSO_FOR_QUICKSTART = {
     "qsr": ["sync.period.alpha=0.02"],
     "a_edit": ["sync.period.every=3", "sync.period.min_steps=0"],
+    "gpa": ["sync.period=1", "sync.outer.decay=0.98"],
 }
 """Keys that the quickstart needs in addition to `sync.method`, as docs/methods.md says."""
 OWN_ROUND = {"wagma", "gpa"}

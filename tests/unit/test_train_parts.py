@@ -333,7 +333,9 @@ def test_lines_that_are_no_lines_of_metrics_are_left_out(tmp_path: Path):
 def test_a_roll_back_leaves_a_synchronous_phase_alone(is_synchronous: bool):
     returned = []
     block_sync = SimpleNamespace(reset_to_anchor=lambda: returned.append("to the anchor"), ensure_anchor=lambda: None)
-    schedule = SimpleNamespace(block_sync=block_sync, begin_step=lambda: None, before_block=lambda index: None)
+    schedule = SimpleNamespace(
+        block_sync=block_sync, begin_step=lambda: None, before_block=lambda index: None, forget_tokens=lambda: None
+    )
     period = SimpleNamespace(is_synchronous=lambda step: is_synchronous)
     method = Method(SimpleNamespace(register_block_hook=lambda hook: None), period, schedule, None)
     method.begin_step(1, 0.1)

@@ -36,7 +36,7 @@ def test_equal_work_has_the_weights_of_the_mean_to_the_last_bit(replicas: int) -
 
 
 def test_the_mean_direction_has_the_mean_norm() -> None:
-    radial, parts = Radial(), torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    radial, parts = Radial(2), torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     found = radial.weigh_blocks([0], parts.norm(dim=1)[:, None], rounds((1, 1), (1, 1)))
     mean = (found.weights * parts).sum(0)
     mean *= radial.factor(mean.square().sum(), found.lengths.item())
@@ -44,7 +44,7 @@ def test_the_mean_direction_has_the_mean_norm() -> None:
 
 
 def test_directions_count_of_replicas_that_moved_and_norms_of_all_that_are_finite() -> None:
-    found = Radial().weigh_blocks([0], column(4.0, 0.0, math.nan, 2.0), rounds(*[(1, 1)] * 4))
+    found = Radial(4).weigh_blocks([0], column(4.0, 0.0, math.nan, 2.0), rounds(*[(1, 1)] * 4))
     assert found.lengths.tolist() == [2.0]
     assert found.weights.flatten().tolist() == [0.25, 0.0, 0.0, 0.5]
     assert found.anomalous.flatten().tolist() == [False, False, True, False]
@@ -52,12 +52,13 @@ def test_directions_count_of_replicas_that_moved_and_norms_of_all_that_are_finit
 
 @pytest.mark.parametrize("norms", [(0.0, 0.0), (math.inf, math.nan)])
 def test_without_a_direction_there_is_no_length(norms: tuple[float, ...]) -> None:
-    found = Radial().weigh_blocks([0], column(*norms), rounds((1, 1), (1, 1)))
+    found = Radial(4).weigh_blocks([0], column(*norms), rounds((1, 1), (1, 1)))
     assert found.weights.flatten().tolist() == [0.0, 0.0] and found.lengths.isinf().all()
 
 
-def test_directions_that_cancel_each_other_are_left_as_they_are() -> None:
-    assert Radial().factor(torch.tensor(0.0, dtype=torch.float64), 3.0).item() == 1.0
+def test_directions_that_cancel_each_other_are_lengthened_by_the_number_of_replicas() -> None:
+    squares = torch.tensor([0.0, 1e-20, 0.25, 36.0], dtype=torch.float64)
+    assert Radial(4).factor(squares, 3.0).tolist() == [4.0, 4.0, 4.0, 0.5]
 
 
 @pytest.mark.parametrize(

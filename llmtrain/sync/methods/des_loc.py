@@ -6,8 +6,8 @@ Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica for the 
           the moments: 1.5 times Local SGD's.
 Memory    no extra state: the mean replaces the parameters and the moments. Moments of three blocks are in flight at once.
 Defaults  H = 32, first 3, second 6. The ratio of the periods is the paper's; its H was not at hand.
-Differs   moments that are due are averaged right after the parameters, while training waits, and in master precision whatever
-          the wire. A value that has no second moment on a replica, such as the row of a token that it has not met, keeps its
+Differs   moments that are due are averaged at the end of a round, while training waits, and in master precision whatever the wire
+          and the schedule. A value whose second moment is 0 on a replica, such as those of a token that it has not met, gets a
           first moment of 0 there: AdamW would divide the others' mean by its epsilon. With Muon, matrices have a first moment
           alone.
 """

@@ -167,8 +167,8 @@ class EditPenalty(Reduction):
         return logits.softmax(0).masked_fill(anomalous.all(0), 0.0)
 
     def _lengths(self, norms: torch.Tensor, weights: torch.Tensor, anomalous: torch.Tensor) -> torch.Tensor:
-        """Return the clip for each block of which the mean's norm may exceed it, given the norms [replicas, blocks]. An unrounded
-        mean is at most as long as the replicas' pseudo-gradients are on average: mostly this saves the norm of the mean."""
+        """Return, given the norms [replicas, blocks], the clip for each block whose mean may be longer, and infinity for the others.
+        An unrounded mean is at most as long as the replicas' pseudo-gradients are on average: mostly this saves its norm."""
         longest, clip = (weights * norms.masked_fill(anomalous, 0.0)).sum(0), self.section.clip
         if clip is None:
             return torch.full_like(longest, math.inf)

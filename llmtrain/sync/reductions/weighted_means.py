@@ -31,9 +31,13 @@ class Radial(Reduction):
     """Mean direction times mean norm of a block's pseudo-gradients (Decoupled DiLoCo). Replicas whose norm is not finite do not
     count. Those that have not moved count in the mean norm alone.
 
-    The paper was not at hand: that the mean direction is made a unit vector, and that norms are taken block by block and not
-    over a whole fragment, is inferred.
+    A mean is lengthened by a factor of at most N, the number of replicas (orthogonal directions need its root): where directions
+    cancel each other, rounding errors are all that is left of their mean. The paper was not at hand: that the mean direction is
+    made a unit vector, and that norms are taken block by block and not over a whole fragment, is inferred.
     """
+
+    def __init__(self, replicas: int):
+        self.replicas = replicas
 
     def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
         counted, lengths = norms.isfinite(), _mean_of_finite(norms)
@@ -43,8 +47,8 @@ class Radial(Reduction):
         return ReplicaWeights(weights, ~counted, torch.where(moved.any(0), lengths, torch.inf))
 
     def factor(self, squared_norm: torch.Tensor, length: float) -> torch.Tensor:
-        """Return length / ||D||; 1 if directions cancel each other."""
-        return torch.where(squared_norm > 0, length / squared_norm.sqrt(), 1.0)
+        """Return length / ||D||, at most the number of replicas."""
+        return (length / squared_norm.sqrt()).clamp(max=self.replicas)
 
 
 class MedianNorm(Reduction):
@@ -89,7 +93,7 @@ def build_token_weighted(section: TokenWeightedSection, replicas: int, blocks: i
 @build_reduction.register
 def build_radial(section: RadialSection, replicas: int, blocks: int, is_rounded: bool) -> Reduction:
     """Return radial-directional averaging."""
-    return Radial()
+    return Radial(replicas)
 
 
 @build_reduction.register

@@ -42,6 +42,9 @@ class Schedule(ABC):
     def end_step(self, step: int, lr: float, ends_round: bool, tokens: int = 0) -> None:
         """Complete local step `step`, whose learning rate was `lr`, on `tokens` tokens of this rank."""
 
+    def forget_tokens(self) -> None:
+        """Count the tokens of the round anew, because its steps have been taken back."""
+
     def flush(self) -> None:
         """Carry out the work left to the next forward. Called before the parameters change without a forward."""
 

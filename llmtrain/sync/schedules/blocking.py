@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ class BlockingSchedule(Schedule):
         self._round = self._round.add_step(lr, tokens)
         if ends_round:
             self._arm()
+
+    def forget_tokens(self) -> None:
+        self._round = replace(self._round, tokens=0)
 
     def _arm(self) -> None:
         self._next_block = 0

@@ -16,9 +16,9 @@ class DelayedSchedule(FragmentSchedule):
     """Delayed synchronization. At its turn (with one fragment, at a round's end), a replica sends the fragment's
     pseudo-gradient and takes the outer step with the mean of the round before. It continues from the new anchor.
 
-    With a reduction that weighs, replicas exchange their norms at the turn and send one step later, weighed. In rounds of seconds they
-    wait for each other at the turn anyway: they exchange steps and norms there, and send at once. A mean without any
-    replica, because all were excluded, leaves the anchor as it is."""
+    If the reduction weighs replicas, they agree on their weights at the turn and send one step later, weighed. In rounds of
+    seconds they wait for each other at the turn anyway: they agree there, and send at once. A mean without any replica,
+    because all were excluded, leaves the anchor as it is."""
 
     def __init__(self, block_sync: BlockSync, period: Period, section: DelayedSection, weighing: Weighing | None):
         super().__init__(block_sync, period, section.blocks_of_fragments(len(block_sync.blocks)), weighing)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from llmtrain.errors import CheckpointError
 from llmtrain.reshard import require_equal
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.message import Message, WeighedMessage
@@ -34,6 +36,9 @@ class FragmentSchedule(Schedule):
                     self._advance(fragment, message, step)
             for fragment in self._fragments_due(step, ends_round):
                 self._take_turn(fragment)
+
+    def forget_tokens(self) -> None:
+        self._local_stats = [replace(since, tokens=0) for since in self._local_stats]
 
     @abstractmethod
     def _advance(self, fragment: int, message: Message, step: int) -> None:
@@ -73,6 +78,11 @@ class FragmentSchedule(Schedule):
         self._local_stats = [RoundStats(**since) for since in state["since"]]
         if self.weighing is not None and self.weighing.reduction is not None:
             self.weighing.reduction.load_state_dict(state["penalty"])
+            if "lengths" not in state and any(tensor is not None for tensor in tensors["arriving"]):
+                raise CheckpointError(
+                    "the checkpoint is of an earlier version and has a weighed mean in flight, without the length that it is to have; "
+                    "continue it with that version, or from another checkpoint"
+                )
         nothing: BlockTensors = [None] * len(self.block_sync.blocks)
         for fragment, sent in enumerate(state["sent"]):
             self._messages[fragment] = None

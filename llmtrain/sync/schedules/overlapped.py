@@ -18,8 +18,8 @@ class OverlappedSchedule(FragmentSchedule):
     """Overlapped synchronization of fragments. At its turn a replica sends the fragment's pseudo-gradient. `steps` local
     steps later it takes the outer step and mixes its parameters with the new anchor.
 
-    With a reduction that weighs, replicas exchange their norms at the turn and send one step later, weighed. A replica that is excluded
-    from a block sets it to the new anchor, as if alpha were 0: its own parameters may be NaN, or far away."""
+    If the reduction weighs replicas, they agree on their weights at the turn and send one step later, weighed. A replica that
+    is excluded from a block sets it to the new anchor, as if alpha were 0: its own parameters may be NaN, or far away."""
 
     def __init__(self, block_sync: BlockSync, period: Period, section: OverlappedSection, weighing: Weighing | None):
         super().__init__(block_sync, period, section.blocks_of_fragments(len(block_sync.blocks)), weighing)
