@@ -21,6 +21,7 @@ COLUMNS = ("method", "best trial", "loss", "± seeds", "to synchronous", "bits p
 FIGURE = "losses.png"
 TITLES = {
     "main": "All methods, 4 replicas, H = 30",
+    "together": "The first 8 % of the steps synchronous, 4 replicas, H = 30",
     "replicas": "Numbers of replicas, H = 30",
     "rounds": "Lengths of rounds, 4 replicas",
     "batch": "Other batches, 4 replicas, H = 30",

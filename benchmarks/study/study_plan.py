@@ -129,11 +129,14 @@ class Cell:
     """Sequences per global batch."""
     inner: str = ""
     """Inner optimizer; empty: the method's own."""
+    together: float = 0.0
+    """Share of the steps that are synchronous, before the first round."""
 
     @property
     def label(self) -> str:
-        """Return the method's name, with the inner optimizer if it is not its own."""
-        return f"{self.method}-{self.inner}" if self.inner else self.method
+        """Return the method's name, with the inner optimizer if it is not its own, and the percentage of synchronous steps."""
+        together = f"s{100 * self.together:.0f}" if self.together else ""
+        return "-".join(part for part in (self.method, self.inner, together) if part)
 
     @property
     def name(self) -> str:
@@ -192,6 +195,7 @@ class Run:
             f"sync.method={cell.method}",
             *([f"optim.kind={cell.inner}"] if cell.inner else []),
             *([] if cell.method in ROUNDS_OF_ITS_OWN else [f"sync.period.every={cell.every}"]),
+            *([f"sync.warmup_steps={round(cell.together * self.steps)}"] if cell.together else []),
             f"eval.every={math.ceil(self.steps / 8) if is_final else 'null'}",
             f"checkpoint.every={math.ceil(self.steps / 4)}",
             *self.setting.overrides(),
@@ -266,6 +270,7 @@ STAGES = {
         *(Cell(method, 4, 30, BATCH[4]) for method in METHODS),
         Cell("synchronous", 4, 30, BATCH[4], inner="muon"),
     ),
+    "together": tuple(Cell(method, 4, 30, BATCH[4], together=0.08) for method in ("diloco", "local_sgd", "edit")),
     "replicas": (
         *(Cell(method, replicas, 30, BATCH[replicas]) for replicas in (8, 1, 2) for method in FEW),
         Cell("gpa", 1, 1, BATCH[1]),

@@ -12,11 +12,12 @@ from typing import Annotated, Literal
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import KeyValidationError, OmegaConfBaseException
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from llmtrain.compare.cluster import HostLimits
 from llmtrain.config import Section, TraceSection
-from llmtrain.config.section import FileName, PathText
+from llmtrain.config.section import Count, FileName, PathText
+from llmtrain.config.section import name as name_or_section
 from llmtrain.errors import RecipeError
 from llmtrain.recipe_messages import explain_in
 
@@ -126,6 +127,17 @@ class TargetSection(Section):
     """Nats per token; `null`: the baseline's final loss under the same condition."""
 
 
+class BenchmarkSection(Section):
+    """Benchmarks of the runs' last checkpoints, which `llmtrain eval` makes on the CPU after all trials (eval/README.md)."""
+
+    name: str
+    """Suite of the package (`small`, `offline`, `edit_paper`, `tinystories`) or a YAML file."""
+    limit: Count | None = None
+    """Maximum number of documents per task; `null`: the limit of the suite."""
+    data_dir: PathText | None = None
+    """Folder of local data, for suites like `offline` that read it."""
+
+
 class Comparison(Section):
     """Runs, conditions and seeds. Each run is made under each condition with each seed."""
 
@@ -146,6 +158,8 @@ class Comparison(Section):
     baseline: str | None = None
     """Run that the others are compared with; `null`: the synchronous one, or else the first."""
     target: TargetSection = Field(default_factory=TargetSection)
+    suite: Annotated[BenchmarkSection | None, BeforeValidator(name_or_section)] = None
+    """Benchmarks of all runs, `{name, limit, data_dir}`; `NAME` is short for `{name: NAME}`, and `null`: none."""
     trace: TraceSection | None = None
     """Steps whose timelines are drawn; `null`: none."""
     stop_after_minutes: PositiveFloat | None = None

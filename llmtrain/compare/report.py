@@ -20,6 +20,7 @@ from matplotlib.ticker import EngFormatter
 
 import llmtrain
 from llmtrain.compare import plots
+from llmtrain.compare.benchmarks import benchmark_tables
 from llmtrain.compare.measures import Outcome, Results, find_sweeps
 from llmtrain.compare.results import AS_RUN, TrialState
 from llmtrain.files import atomic_write
@@ -46,6 +47,7 @@ def write_report(results: Results, folder: Path, command: str | None = None) -> 
         trials=trials,
         headline=headline(results),
         runs={name: runs_table(results, name) for name in results.targets},
+        benchmarks=list(benchmark_tables(results)),
         wire=wire_table(results),
         recipes=recipes_table(results),
         sweeps=find_sweeps(list(results.targets)),

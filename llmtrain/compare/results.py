@@ -66,6 +66,8 @@ class Trial(TrialRecord, frozen=True):
     """None if the run failed before it wrote its recipe."""
     averages_every_step: bool
     """True for synchronous data parallelism, the default baseline."""
+    benchmarks: dict[str, dict[str, Any]] = {}
+    """Results of `llmtrain eval` for the last checkpoint, by suite."""
     lines: tuple[dict[str, Any], ...]
     """Lines of metrics.jsonl; null stands for a value that was not finite."""
     summary: dict[str, Any]
@@ -137,9 +139,21 @@ def _load(path: Path) -> Trial:
             "averages_every_step": (sync.get("period") or {}).get("kind") == "every_step",
         }
         lines = [line for line in read_lines(path / "metrics.jsonl") if line.keys() >= LINE]
-        return Trial.model_validate(found | record | {"path": path, "summary": summary, "lines": lines})
+        return Trial.model_validate(
+            found | record | {"path": path, "summary": summary, "lines": lines, "benchmarks": benchmarks_of(path)}
+        )
     except (AttributeError, TypeError, ValueError) as error:
         why = str(error).partition(" [type=")[0] if isinstance(error, ValueError) else reason(error)
         raise ResultsError(
             f"{path} is not a valid trial ({' '.join(why.split())}); delete it to run it again"
         ) from error
+
+
+def benchmarks_of(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the results of a run's last checkpoint on every suite on which it has been evaluated, by suite."""
+    found = {path: read_mapping(path) for path in sorted((directory / "eval").glob("*.json"))}
+    return {
+        str(result["suite"]): result
+        for path, result in found.items()
+        if "-step-" not in path.stem and {"suite", "results", "tasks", "shown"} <= result.keys()
+    }

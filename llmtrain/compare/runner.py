@@ -14,9 +14,10 @@ from types import FrameType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from llmtrain.compare.benchmarks import check_benchmarks, evaluate_trials
 from llmtrain.compare.cluster import Host, HostLimits, loopback_cluster, virtual_cluster, why_no_cluster
 from llmtrain.compare.comparison import Comparison, ConditionSection, TrialSpec, load_comparison, trials
-from llmtrain.compare.measures import gather
+from llmtrain.compare.measures import Results, gather
 from llmtrain.compare.report import seconds, write_report
 from llmtrain.compare.results import TrialRecord, TrialState, load_trials
 from llmtrain.compare.trial import TrialRun
@@ -33,15 +34,17 @@ from llmtrain.train.run_dir import lock_folder
 
 
 def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = True, retry: bool = False) -> int:
-    """Run all trials of a comparison file that have not ended yet, and write its report after each.
+    """Run all trials of a comparison file that have not ended yet, and write its report after each. Then evaluate them, if the file
+    names a suite.
 
-    Returns the exit code: 0, 1 if a trial failed, 3 after an interruption. `overrides` apply to all runs. With
+    Returns the exit code: 0, 1 if a trial or an evaluation failed, 3 after an interruption. `overrides` apply to all runs. With
     `shaping=False`, hosts are on loopback, without the conditions' limits. With `retry`, failed trials are repeated.
     Raises UserError before the first trial if the file, a recipe or the machine does not allow it.
     """
     comparison = load_comparison(file, overrides)
     if shaping and (why := why_no_cluster()):
         raise RecipeError(f"hosts can't be made here: {why}; or compare on loopback, without limits: --no-shaping")
+    check_benchmarks(comparison.suite)
     planned = trials(comparison, file)
     recipes = [_checked(one, comparison) for one in planned]
     folder = Path(comparison.out_dir) / comparison.name
@@ -65,14 +68,17 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
                 progress.begin(one, recipe.train.total_steps)
                 record = _make(one, comparison, recipe, shaping, progress)
                 progress.end(record, _seconds_left([one for one, _ in missing[number:]], planned))
-                _report(folder, comparison, planned, command)
+                write_report(_results(comparison, planned), folder, command)
+            succeeded = comparison.suite is None or evaluate_trials(
+                planned, _results(comparison, planned).baseline, comparison.suite, progress.print
+            )
     except KeyboardInterrupt:
         progress.print("interrupted; start the same command again to continue with this trial")
         return STOPPED_EARLY
     finally:
         lock.release()
-    progress.print(f"report: {_report(folder, comparison, planned, command)}")
-    return FAILED if TrialState.FAILED in map(_state, planned) else DONE
+    progress.print(f"report: {write_report(_results(comparison, planned), folder, command)}")
+    return DONE if succeeded and TrialState.FAILED not in map(_state, planned) else FAILED
 
 
 def _checked(planned: TrialSpec, comparison: Comparison) -> Recipe:
@@ -135,11 +141,10 @@ def _seconds_left(missing: Sequence[TrialSpec], planned: Sequence[TrialSpec]) ->
     return sum(known.get((one.condition, one.run), median) for one in missing)
 
 
-def _report(folder: Path, comparison: Comparison, planned: Sequence[TrialSpec], command: str) -> Path:
+def _results(comparison: Comparison, planned: Sequence[TrialSpec]) -> Results:
     present = [one.directory for one in planned if _state(one)]
     names = [(one.condition, one.run, one.seed) for one in planned]
-    results = gather(load_trials(present), comparison.baseline, comparison.target.loss, names)
-    return write_report(results, folder, command)
+    return gather(load_trials(present), comparison.baseline, comparison.target.loss, names)
 
 
 @contextmanager

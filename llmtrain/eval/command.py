@@ -111,6 +111,7 @@ def _result(suite: str, each: Evaluated, baseline: Evaluated | None, show: dict[
         "model": str(checkpoint.folder),
         "tokens": checkpoint.tokens,
         "headline": scores_on_one_line(each, show),
+        "shown": [[row.name, row.metric] for row in rows_of([each], show)],
         "results": {name: scores for entry in entries.values() for name, scores in entry.scores.items()},
         "tasks": {name: about for entry in entries.values() for name, about in entry.about.items()},
         "versions": {"llmtrain": llmtrain.__version__, **{name: installed_version(name) for name in VERSIONS_OF}},

@@ -98,7 +98,8 @@ def test_the_recipes_are_right(stage: str) -> None:
             assert recipe.train.global_batch == cell.batch and recipe.train.total_steps == run.steps
             tokens = plan.TOKENS if run.kind == "final" else plan.TOKENS / 4
             assert run.steps * recipe.train.tokens_per_step == pytest.approx(tokens, rel=0.01)
-            assert recipe.sync.warmup_steps == 0 and recipe.run.seed == (run.number if run.kind == "final" else 1)
+            assert recipe.sync.warmup_steps == round(cell.together * run.steps)
+            assert recipe.run.seed == (run.number if run.kind == "final" else 1)
 
 
 def test_qsr_rounds_grow_with_the_learning_rate() -> None:

@@ -1,0 +1,138 @@
+"""Benchmarks by method: evaluations of a comparison's runs after training, and their table over the seeds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from llmtrain.compare.comparison import BenchmarkSection, TrialSpec
+from llmtrain.compare.measures import Results
+from llmtrain.compare.results import TrialState
+from llmtrain.files import read_mapping
+from llmtrain.suites import check_local_files, harness_version, load_suite
+from llmtrain.train.background_eval import last_log_line
+
+SIGNIFICANT = 0.05
+"""Largest p of a difference from the baseline that the table counts."""
+LOWER_IS_BETTER = ("perplexity", "bits_per_byte", "loss", "ppl", "bpb")
+NOTHING = "–"
+
+
+def check_benchmarks(section: BenchmarkSection | None) -> None:
+    """Raise UserError if evaluating a comparison's suite would fail on this machine."""
+    if section is None:
+        return
+    _, suite, folders = load_suite(section.name, "suite.name")
+    if suite.tasks:
+        harness_version()
+    check_local_files(suite, folders, Path(section.data_dir) if section.data_dir else None, "suite.data_dir")
+
+
+def evaluate_trials(
+    planned: Sequence[TrialSpec], baseline: str, section: BenchmarkSection, say: Callable[[str], None]
+) -> bool:
+    """Evaluate the last checkpoint of every finished trial, those of the baseline first, and test the others against the baseline's
+    with the same condition and seed. Trials that have been evaluated are left out. Return whether all evaluations succeeded.
+    """
+    done = [one for one in planned if read_mapping(one.directory / "trial.json").get("state") == TrialState.DONE]
+    bases = {(one.condition, one.seed): one for one in done if one.run == baseline}
+    missing = []
+    for one in sorted(done, key=lambda one: one.run != baseline):
+        base = bases.get((one.condition, one.seed)) if one.run != baseline else None
+        result = read_mapping(_result(one.directory, section))
+        if not result or (base is not None and "against" not in result):
+            missing.append((one, base))
+    succeeded = True
+    for number, (one, base) in enumerate(missing, 1):
+        name = f"{one.condition} · {one.run} · seed {one.seed}"
+        say(f"evaluating {number} of {len(missing)}: {name}")
+        code, log = _evaluate(one.directory, base.directory if base is not None else None, section)
+        result = read_mapping(_result(one.directory, section))
+        if code == 0 and result:
+            say(f"{name}: {result.get('headline') or 'evaluated'}")
+        else:
+            succeeded = False
+            say(f"{name}: the evaluation failed (exit code {code}): {last_log_line(log)}; see {log}")
+    return succeeded
+
+
+def _result(directory: Path, section: BenchmarkSection) -> Path:
+    return directory / "eval" / f"{load_suite(section.name, 'suite.name')[0]}.json"
+
+
+def _evaluate(directory: Path, base: Path | None, section: BenchmarkSection) -> tuple[int, Path]:
+    """Run `llmtrain eval` on the CPU, in a process of its own. Return its exit code and its log."""
+    command = [sys.executable, "-m", "llmtrain", "eval", directory, "--suite", section.name, "--device", "cpu"]
+    command += ["--limit", section.limit] if section.limit is not None else []
+    command += ["--data-dir", section.data_dir] if section.data_dir is not None else []
+    command += ["--baseline", base] if base is not None else []
+    log = directory / "eval" / "log" / f"{Path(section.name).stem}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        ended = subprocess.run(list(map(str, command)), env=env, stdout=file, stderr=subprocess.STDOUT, check=False)
+    return ended.returncode, log
+
+
+def benchmark_tables(results: Results) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """Yield (suite, condition, table) for every suite on which finished trials have been evaluated. A table has one row per score,
+    and one column per run with the median over the seeds, their range, and in how many seeds the run differs from the baseline.
+    """
+    trials = [trial for trial in results.trials["trial"].dropna() if trial.state == TrialState.DONE]
+    for suite in dict.fromkeys(name for trial in trials for name in trial.benchmarks):
+        for condition in results.targets:
+            runs: dict[str, list[dict[str, Any]]] = {}
+            for trial in trials:
+                if trial.condition == condition and suite in trial.benchmarks:
+                    runs.setdefault(trial.run, []).append(trial.benchmarks[suite])
+            if runs:
+                yield suite, condition, _table(runs, results.baseline)
+
+
+def _table(runs: dict[str, list[dict[str, Any]]], baseline: str) -> pd.DataFrame:
+    """Return the table of some runs, given each one's results by seed."""
+    everything = [result for of_run in runs.values() for result in of_run]
+    rows = []
+    for task, metric in dict.fromkeys(tuple(row) for result in everything for row in result.get("shown", [])):
+        documents = _first(result["results"].get(task, {}).get("n") for result in everything)
+        chance = _first(result["tasks"].get(task, {}).get("chance") for result in everything)
+        has_chance = chance is not None and metric.startswith("acc")
+        row = {
+            "task": task,
+            "metric": metric,
+            "documents": NOTHING if documents is None else f"{documents:,}",
+            "chance": f"{chance:.3f}" if has_chance else NOTHING,
+        }
+        for run, of_run in runs.items():
+            title = f"{run} (baseline)" if run == baseline else run
+            row[title] = _cell(of_run, task, metric)
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _cell(of_run: Sequence[dict[str, Any]], task: str, metric: str) -> str:
+    """Return a run's median over the seeds, with its range if seeds differ, and its significant differences."""
+    values = [result["results"].get(task, {}).get(metric) for result in of_run]
+    known = [value for value in values if value is not None]
+    if not known:
+        return NOTHING
+    median, low, high = (f"{value:.3f}" for value in (np.median(known), min(known), max(known)))
+    tests = [test for result in of_run for test in result.get("against", {}).get("scores", [])]
+    found = [test for test in tests if (test["task"], test["metric"]) == (task, metric)]
+    sign = -1 if metric in LOWER_IS_BETTER else 1
+    for word, factor in (("better", sign), ("worse", -sign)):
+        count = sum(test["p"] < SIGNIFICANT and factor * test["difference"] > 0 for test in found)
+        median += f" {word} in {count} of {len(found)}" if count else ""
+    return median if low == high else f"{median} ({low} to {high})"
+
+
+def _first(values: Iterable[Any]) -> Any:
+    """Return the first value that is not None; None if there is none."""
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,163 @@
+"""Benchmarks of a comparison: which trials are evaluated against which, and what the report says of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmtrain.compare import benchmarks
+from llmtrain.compare.benchmarks import benchmark_tables, check_benchmarks, evaluate_trials
+from llmtrain.compare.comparison import BenchmarkSection, TrialSpec, load_comparison
+from llmtrain.compare.measures import gather
+from llmtrain.compare.report import write_report
+from llmtrain.compare.results import load_trials
+from llmtrain.errors import DataError, RecipeError, SuiteError
+from tests.unit.written_trials import straight, write_trial
+
+SUITE = BenchmarkSection(name="tinystories", limit=7, data_dir="texts")
+SHOWN = [["arc_easy", "acc"], ["arc_easy", "bits_per_byte"], ["valid", "loss"]]
+
+
+def result(acc: float, bits: float, loss: float | None, against: dict[str, tuple[float, float]] | None = None) -> dict:
+    """What `llmtrain eval` writes. `against`: metric of arc_easy -> (difference, p)."""
+    found: dict[str, Any] = {
+        "suite": "tinystories",
+        "headline": f"arc_easy acc {acc:.3f}",
+        "shown": SHOWN,
+        "results": {"arc_easy": {"acc": acc, "bits_per_byte": bits, "n": 1200}, "valid": {"loss": loss, "n": 30}},
+        "tasks": {"arc_easy": {"chance": 0.25}, "valid": {}},
+    }
+    if against is not None:
+        scores = [{"task": "arc_easy", "metric": m, "difference": d, "p": p} for m, (d, p) in against.items()]
+        found["against"] = {"baseline": "export", "scores": scores}
+    return found
+
+
+def write_result(trial: Path, content: dict[str, Any], name: str = "tinystories") -> None:
+    (trial / "eval").mkdir(exist_ok=True)
+    (trial / "eval" / f"{name}.json").write_text(json.dumps(content))
+
+
+def evaluated(folder: Path) -> None:
+    """Two runs with three seeds, of which the second has one trial that failed."""
+    for seed, (ours, theirs) in enumerate(((0.31, 0.30), (0.33, 0.36), (0.32, 0.29)), 1):
+        write_result(write_trial(folder, "plain", "synchronous", seed, straight(60, 4.0)), result(ours, 2.0, 3.5))
+        state = "done" if seed < 3 else "failed"
+        trial = write_trial(folder, "plain", "diloco", seed, straight(50, 4.1), state=state)
+        significant = {"acc": (theirs - ours, 0.001 if seed == 2 else 0.4), "bits_per_byte": (0.1 * seed, 0.01)}
+        write_result(trial, result(theirs, 2.0 + 0.1 * seed, None, significant))
+        write_result(trial, result(9.9, 9.9, 9.9), "tinystories-step-00000010")
+
+
+def test_a_table_has_medians_over_seeds_and_the_differences_that_are_significant(tmp_path: Path) -> None:
+    evaluated(tmp_path)
+    results = gather(load_trials([tmp_path]), "synchronous")
+    [(suite, condition, table)] = benchmark_tables(results)
+    assert (suite, condition) == ("tinystories", "plain")
+    assert table.to_dict("records") == [
+        {
+            "task": "arc_easy",
+            "metric": "acc",
+            "documents": "1,200",
+            "chance": "0.250",
+            "synchronous (baseline)": "0.320 (0.310 to 0.330)",
+            "diloco": "0.330 better in 1 of 2 (0.300 to 0.360)",
+        },
+        {
+            "task": "arc_easy",
+            "metric": "bits_per_byte",
+            "documents": "1,200",
+            "chance": "–",
+            "synchronous (baseline)": "2.000",
+            "diloco": "2.150 worse in 2 of 2 (2.100 to 2.200)",
+        },
+        {
+            "task": "valid",
+            "metric": "loss",
+            "documents": "30",
+            "chance": "–",
+            "synchronous (baseline)": "3.500",
+            "diloco": "–",
+        },
+    ]
+
+
+def test_the_report_shows_it(tmp_path: Path) -> None:
+    evaluated(tmp_path)
+    write_report(gather(load_trials([tmp_path]), "synchronous"), tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert text.count("## Benchmarks") == 1 and "### tinystories\n" in text
+    assert (
+        "| arc_easy | acc | 1,200 | 0.250 | 0.320 (0.310 to 0.330) | 0.330 better in 1 of 2 (0.300 to 0.360) |" in text
+    )
+    assert "0.330 better in 1 of 2</span>" in (tmp_path / "report.html").read_text()
+
+
+def planned(folder: Path, *names: tuple[str, str, int]) -> list[TrialSpec]:
+    return [
+        TrialSpec(condition, run, seed, Path("recipe.yaml"), (), folder / condition / run / f"seed-{seed}", ())
+        for condition, run, seed in names
+    ]
+
+
+def test_finished_trials_are_evaluated_once_and_against_the_baseline_of_their_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [(condition, run, seed) for seed in (1, 2) for condition in ("fast", "slow") for run in ("a", "base")]
+    for condition, run, seed in names[:-1]:
+        state = "failed" if (condition, run, seed) == ("slow", "a", 1) else "done"
+        write_trial(tmp_path, condition, run, seed, straight(50, 4.0), state=state)
+    commands, said = [], []
+    fails = {"fast-a-2"}
+
+    def run(command: list[str], env: dict[str, str], stdout: Any, **_: Any) -> SimpleNamespace:
+        assert env["CUDA_VISIBLE_DEVICES"] == ""
+        trial = Path(command[4])
+        name = "-".join((*trial.parts[-3:-1], trial.name.removeprefix("seed-")))
+        commands.append((name, command[5:]))
+        if name in fails:
+            stdout.write("error: no more memory\n")
+            return SimpleNamespace(returncode=2)
+        write_result(trial, result(0.3, 2.0, 3.0, {} if "--baseline" in command else None))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(benchmarks.subprocess, "run", run)
+    everything = planned(tmp_path, *names)
+    assert not evaluate_trials(everything, "base", SUITE, said.append)
+    options = ["--suite", "tinystories", "--device", "cpu", "--limit", "7", "--data-dir", "texts"]
+    against = [*options, "--baseline", str(tmp_path / "fast/base/seed-1")]
+    # The baseline has not finished with seed 2 on the slow network, and another run has failed with seed 1.
+    assert [name for name, _ in commands] == [
+        "fast-base-1",
+        "slow-base-1",
+        "fast-base-2",
+        "fast-a-1",
+        "fast-a-2",
+        "slow-a-2",
+    ]
+    given = dict(commands)
+    assert given["fast-base-1"] == options == given["slow-a-2"] and given["fast-a-1"] == against
+    assert "fast · a · seed 1: arc_easy acc 0.300" in said
+    assert any("fast · a · seed 2: the evaluation failed (exit code 2): no more memory; see " in line for line in said)
+    fails.clear()
+    assert evaluate_trials(everything, "base", SUITE, said.append)
+    assert [name for name, _ in commands[6:]] == ["fast-a-2"]
+    assert evaluate_trials(everything, "base", SUITE, said.append) and len(commands) == 7
+
+
+def test_a_suite_that_cannot_be_run_is_refused_before_the_first_trial(tmp_path: Path) -> None:
+    check_benchmarks(None)
+    with pytest.raises(SuiteError, match=r"^suite\.name"):
+        check_benchmarks(BenchmarkSection(name="unknown"))
+    with pytest.raises(DataError, match=r"suite\.data_dir"):
+        check_benchmarks(BenchmarkSection(name="tinystories"))
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: r.yaml\nruns: {a: {}}\nsuite: offline\n")
+    assert load_comparison(file).suite == BenchmarkSection(name="offline")
+    file.write_text("recipe: r.yaml\nruns: {a: {}}\nsuite: {name: offline, limit: 0}\n")
+    with pytest.raises(RecipeError, match=r"suite\.limit is 0"):
+        load_comparison(file)
