@@ -186,11 +186,11 @@ class FakeEngine:
         return cut(self._moments[order][index], self._parts[index].shapes)
 
     def load(self, flat: Sequence[torch.Tensor], moments: Sequence[torch.Tensor]) -> None:
-        """Go on from these values, by block, and moments, by order and block."""
+        """Go on from these values, by block, and moments, by order and block; without any, the present ones stay."""
         for block, ours, theirs in zip(self.blocks, self._flat, flat, strict=True):
             ours.copy_(theirs)
             self.parameters_changed(block)
-        for ours, theirs in zip([*self._moments[1], *self._moments[2]], moments, strict=True):
+        for ours, theirs in zip([*self._moments[1], *self._moments[2]] if moments else [], moments, strict=True):
             ours.copy_(theirs)
 
 

@@ -101,7 +101,7 @@ def test_what_a_broken_replica_sent_does_not_come_back(broken: int, kind: str) -
         if rank == broken:
             engine.blocks[0].shards[0][2, 1] = torch.nan
         first = block_sync.start_reduce(0).wait().clone()
-        engine.load(start)
+        engine.load(start, [])
         engine.step(2)
         return first, block_sync.errors[0].clone(), block_sync.start_reduce(0).wait()
 

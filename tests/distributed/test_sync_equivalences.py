@@ -186,7 +186,7 @@ def test_bytes_are_those_of_the_rings(method: str, replicas: int, shard: int) ->
     values = sum(scenario.size(block) for block in range(len(SHAPES)))
     vectors = 3 * replicas * 2 * (replicas - 1) / replicas * values * 8
     scalars = simulate(scenario).bytes_sent - vectors
-    assert 0 <= scalars <= 3 * replicas * shard * (replicas - 1) * (len(SHAPES) + 4) * 8
+    assert 0 <= scalars <= 3 * replicas * shard * (replicas - 1) * (len(SHAPES) + 5) * 8
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)

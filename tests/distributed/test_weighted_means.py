@@ -21,7 +21,7 @@ KINDS = ("token_weighted", "radial", "median_norm")
 SECONDS = {"kind": "seconds", "every": 3.0, "min_steps": 0}
 SPEEDS = {"step_seconds": (0.5, 1.25, 1.0, 0.75), "delays": {(7, 1): 2.0}}
 BY_SUM = {"kind": "nesterov", "lr": 0.5, "momentum": 0.7, "normalize": "lr_sum"}
-MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1"), pytest.param(4, 2, id="4x2")]
+MESHES = ((2, 2), (4, 1), (4, 2))
 SCHEDULES: dict[str, dict[str, Any]] = {
     "blocking": {"method": "diloco", "every": 3},
     "layerwise": {"method": "diloco", "every": 3, "schedule": "layerwise", "outer": "average"},
@@ -50,11 +50,18 @@ def scenario(kind: str, schedule: str, replicas: int = 2, shard: int = 2, **run:
     return Scenario(sync, replicas, shard, **{"steps": 17, "schedule": FALLING, **speeds, **run})
 
 
-PLACES = [(kind, name) for kind in KINDS for name in SCHEDULES if (kind, name) != ("radial", "largest-values")]
+OFTEN = {(4, 1): tuple(SCHEDULES), (4, 2): ("blocking", "overlapped")}
+"""Schedules that are tested on a mesh outside `deep`."""
+PLACES = [
+    pytest.param(kind, name, *mesh, marks=() if name in OFTEN.get(mesh, ()) else pytest.mark.deep)
+    for kind in KINDS
+    for name in SCHEDULES
+    for mesh in MESHES
+    if (kind, name) != ("radial", "largest-values")
+]
 
 
-@pytest.mark.parametrize(("replicas", "shard"), MESHES)
-@pytest.mark.parametrize(("kind", "schedule"), PLACES)
+@pytest.mark.parametrize(("kind", "schedule", "replicas", "shard"), PLACES)
 def test_the_oracle_finds_the_same(kind: str, schedule: str, replicas: int, shard: int) -> None:
     run = scenario(kind, schedule, replicas, shard)
     got = simulate(run)
