@@ -23,6 +23,8 @@ SIGNIFICANT = 0.05
 """Largest p of a difference from the baseline that the table counts."""
 LOWER_IS_BETTER = ("perplexity", "bits_per_byte", "loss", "ppl", "bpb")
 NOTHING = "–"
+LARGE = 1000.0
+"""Scores from which on, such as an untrained model's perplexity, only three digits are shown."""
 
 
 def check_benchmarks(section: BenchmarkSection | None) -> None:
@@ -123,7 +125,8 @@ def _cell(of_run: Sequence[dict[str, Any]], task: str, metric: str) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return NOTHING
-    median, low, high = (f"{value:.3f}" for value in (np.median(known), min(known), max(known)))
+    ends = (float(np.median(known)), min(known), max(known))
+    median, low, high = (f"{value:.3f}" if abs(value) < LARGE else f"{value:.3g}" for value in ends)
     tests = [test for result in of_run for test in result.get("against", {}).get("scores", [])]
     found = [test for test in tests if (test["task"], test["metric"]) == (task, metric)]
     sign = -1 if metric in LOWER_IS_BETTER else 1

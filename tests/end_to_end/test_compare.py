@@ -115,6 +115,22 @@ def test_a_complete_comparison_trains_nothing_again_and_is_reported_elsewhere(
     assert code == 0 and (tmp_path / "another" / "report.html").exists(), output
 
 
+@pytest.mark.deep
+def test_finished_runs_are_evaluated_once_and_against_the_baseline(tmp_path: Path, runs: Runs) -> None:
+    file = comparison(tmp_path, runs, SYNCHRONOUS, DILOCO, conditions=SLEEPY)
+    (tmp_path / "valid.txt").write_text("".join(f"def number_{n}():\n    return {n}\n\n" for n in range(50)))
+    (tmp_path / "suite.yaml").write_text("about: a text\ntexts: [{name: numbers, file: valid.txt}]\n")
+    file.write_text(f"{file.read_text()}suite: {{name: {tmp_path}/suite.yaml, data_dir: {tmp_path}}}\n")
+    code, output = compare(file, "--no-shaping")
+    assert code == 0 and "evaluating 2 of 2: plain · diloco · seed 1234" in output, output
+    result = json.loads((tmp_path / "small/plain/diloco/seed-1234/eval/suite.json").read_text())
+    assert result["checkpoint_step"] == 8 and "plain/synchronous/seed-1234" in result["against"]["baseline"]
+    report = (tmp_path / "small" / "report.md").read_text()
+    assert "## Benchmarks" in report and "| numbers | bits_per_byte |" in report
+    code, output = compare(file, "--no-shaping")
+    assert code == 0 and "evaluating" not in output
+
+
 def test_a_run_goes_on_with_more_replicas(tmp_path: Path, runs: Runs) -> None:
     file = comparison(tmp_path, runs, ELASTIC, conditions=SLEEPY)
     code, output = compare(file, "--no-shaping")

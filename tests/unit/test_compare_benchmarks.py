@@ -147,6 +147,10 @@ def test_finished_trials_are_evaluated_once_and_against_the_baseline_of_their_se
     assert evaluate_trials(everything, "base", SUITE, said.append)
     assert [name for name, _ in commands[6:]] == ["fast-a-2"]
     assert evaluate_trials(everything, "base", SUITE, said.append) and len(commands) == 7
+    write_trial(tmp_path, *names[-1], straight(50, 4.0))
+    assert evaluate_trials(everything, "base", SUITE, said.append)
+    assert [name for name, _ in commands[7:]] == ["slow-base-2", "slow-a-2"]
+    assert commands[-1][1][-1] == str(tmp_path / "slow/base/seed-2")
 
 
 def test_a_suite_that_cannot_be_run_is_refused_before_the_first_trial(tmp_path: Path) -> None:
