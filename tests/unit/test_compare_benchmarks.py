@@ -14,7 +14,7 @@ from llmtrain.compare.benchmarks import benchmark_tables, check_benchmarks, eval
 from llmtrain.compare.comparison import BenchmarkSection, TrialSpec, load_comparison
 from llmtrain.compare.measures import gather
 from llmtrain.compare.report import write_report
-from llmtrain.compare.results import load_trials
+from llmtrain.compare.results import benchmarks_of, load_trials
 from llmtrain.errors import DataError, RecipeError, SuiteError
 from tests.unit.written_trials import straight, write_trial
 
@@ -50,7 +50,6 @@ def evaluated(folder: Path) -> None:
         trial = write_trial(folder, "plain", "diloco", seed, straight(50, 4.1), state=state)
         significant = {"acc": (theirs - ours, 0.001 if seed == 2 else 0.4), "bits_per_byte": (0.1 * seed, 0.01)}
         write_result(trial, result(theirs, 2.0 + 0.1 * seed, None, significant))
-        write_result(trial, result(9.9, 9.9, 9.9), "tinystories-step-00000010")
 
 
 def test_a_table_has_medians_over_seeds_and_the_differences_that_are_significant(tmp_path: Path) -> None:
@@ -95,6 +94,14 @@ def test_the_report_shows_it(tmp_path: Path) -> None:
         "| arc_easy | acc | 1,200 | 0.250 | 0.320 (0.310 to 0.330) | 0.330 better in 1 of 2 (0.300 to 0.360) |" in text
     )
     assert "0.330 better in 1 of 2</span>" in (tmp_path / "report.html").read_text()
+
+
+def test_results_of_an_earlier_checkpoint_are_not_the_runs(tmp_path: Path) -> None:
+    write_result(tmp_path, result(0.3, 2.0, 3.0), "tinystories-step-00000010")
+    write_result(tmp_path, {"suite": "tinystories", "checkpoints": []}, "tinystories-over-time")
+    assert benchmarks_of(tmp_path) == {}
+    write_result(tmp_path, result(0.4, 2.0, 3.0))
+    assert benchmarks_of(tmp_path)["tinystories"]["results"]["arc_easy"]["acc"] == 0.4
 
 
 def planned(folder: Path, *names: tuple[str, str, int]) -> list[TrialSpec]:
