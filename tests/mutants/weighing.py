@@ -53,6 +53,7 @@ MUTANTS = [
         "device = squares[0].device if squares else shard_comms.device",
         "device = shard_comms.device",
         ("tests/emulated_gpu/test_training.py",),
+        deep="an engine on a GPU needs the emulation, which is built for a minute",
     ),
     Mutant(
         "tokens: of steps that were taken back",
