@@ -43,7 +43,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "wagma": (*EVERY, "sync.schedule.group_size=2"),
     "edit": EVERY,
     "snoo": EVERY,
-    "gpa": ("sync.outer.decay=0.8",),
+    "gpa": ("sync.outer.decay=0.5",),
     "a_edit": ("sync.period={kind: seconds, every: 3, min_steps: 0}",),
 }
 ENGINES: dict[str, tuple[str, ...]] = {
