@@ -205,7 +205,7 @@ LATE = {
 }
 
 
-@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize(("replicas", "shard"), SHARDED)
 @pytest.mark.parametrize("sync", LATE.values(), ids=LATE.keys())
 def test_delayed_with_a_penalty_or_in_fragments(sync: Any, replicas: int, shard: int) -> None:
     """Runs that end before weights are known, at a turn, and before the first one."""

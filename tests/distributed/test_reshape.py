@@ -88,8 +88,10 @@ TAGS = ("train/", "eval/", "sync/")
     "kind",
     [
         "edit-armed",
-        "streaming-weighed",
-        *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("streaming", "palsgd", "des_loc", "gpa", "tokens")),
+        *(
+            pytest.param(kind, marks=pytest.mark.deep)
+            for kind in ("streaming-weighed", "streaming", "palsgd", "des_loc", "gpa", "tokens")
+        ),
     ],
 )
 def test_the_same_replicas_on_other_shards_go_on_as_if_nothing_had_happened(
@@ -169,7 +171,7 @@ def _pop_tokens(schedule: dict[str, Any]) -> list[float]:
     "least",
     [
         pytest.param(0, id="at a synchronization", marks=pytest.mark.deep),
-        pytest.param(1000, id="in a round"),
+        pytest.param(1000, id="in a round", marks=pytest.mark.deep),
     ],
 )
 def test_rounds_of_seconds_go_on_at_the_mean_step(ranks: RankPool, folder: Path, least: int) -> None:

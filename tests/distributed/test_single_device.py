@@ -46,7 +46,7 @@ CASES = {
 }
 
 
-SAME_WAY = ("pulled parameters", "plain average")
+SAME_WAY = ("pulled parameters", "plain average", "from between anchor and replicas")
 """Parameters change as in another case."""
 
 

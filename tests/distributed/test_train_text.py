@@ -154,6 +154,7 @@ def state_without_shuffle(path: Path) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.deep
 def test_a_run_that_waits_for_its_text_trains_as_one_that_has_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

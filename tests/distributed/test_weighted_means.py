@@ -50,7 +50,7 @@ def scenario(kind: str, schedule: str, replicas: int = 2, shard: int = 2, **run:
     return Scenario(sync, replicas, shard, **{"steps": 17, "schedule": FALLING, **speeds, **run})
 
 
-OFTEN = {(4, 1): tuple(SCHEDULES), (4, 2): ("blocking", "overlapped")}
+OFTEN = {(4, 1): ("layerwise", "delayed", "of-seconds", "rounded"), (4, 2): ("blocking", "overlapped")}
 """Schedules that are tested on a mesh outside `deep`."""
 PLACES = [
     pytest.param(kind, name, *mesh, marks=() if name in OFTEN.get(mesh, ()) else pytest.mark.deep)

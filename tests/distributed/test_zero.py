@@ -110,6 +110,7 @@ def test_gradients_in_small_buckets_are_the_same_gradients(zero_ranks: RankPool,
     compare(zero_ranks, case, stages=(2,), deepspeed=small)
 
 
+@pytest.mark.deep
 def test_averaged_moments_are_the_same_moments(zero_ranks: RankPool) -> None:
     sync = choices("des_loc", every=1, moments={"first": 1, "second": 2})
     compare(zero_ranks, Case(sync, 2, 2, steps=4))

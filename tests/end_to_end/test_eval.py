@@ -367,7 +367,7 @@ def test_a_text_costs_what_predicting_it_token_by_token_costs(model: Path) -> No
 @pytest.mark.parametrize(
     ("file", "every", "known"),
     [
-        ("valid", 10, 1.5075),  # by a loop over windows in fp64
+        pytest.param("valid", 10, 1.5075, marks=pytest.mark.deep),  # by a loop over windows in fp64
         pytest.param("valid", 1, 1.509, marks=pytest.mark.deep),
         pytest.param("train", 5, 1.380, marks=pytest.mark.deep),
     ],

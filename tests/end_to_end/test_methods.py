@@ -55,6 +55,7 @@ def test_a_run_with_messages_under_way_continues_to_the_same_losses(
         assert runs.lines(name)[-1]["tokens"] == said["tokens"]
 
 
+@pytest.mark.deep
 def test_a_edit_ends_on_the_tokens_of_all_replicas(runs: Runs):
     period = "sync.period={kind: seconds, every: 0.01, min_steps: 2}"
     changes = ["sync.method=a_edit", period, "train.steps=8", "parallel.replicas=4", "parallel.shards=1"]

@@ -150,7 +150,7 @@ NEO = [
     "overrides",
     [
         ["parallel.replicas=1", "parallel.shards=1", "sync.method=diloco"],
-        ["parallel.replicas=4", "parallel.shards=1", "sync.method=local_sgd"],
+        pytest.param(["parallel.replicas=4", "parallel.shards=1", "sync.method=local_sgd"], marks=pytest.mark.deep),
     ],
     ids=["diloco alone", "local SGD of four"],
 )
@@ -236,6 +236,7 @@ def test_help_is_there_for_every_command():
         assert shown.exit_code == 0 and "Usage" in shown.output, command
 
 
+@pytest.mark.deep
 def test_a_run_starts_from_another_and_later_needs_it_no_more(runs: Runs):
     first = shutil.copytree(runs.reference(1, 1), runs.path("first"))
     keys = ("parallel.replicas=2", "parallel.shards=1", f"model.from_weights={first}", "sync.method=edit")

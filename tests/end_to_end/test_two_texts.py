@@ -58,6 +58,7 @@ def free_port() -> str:
         return str(one.getsockname()[1])
 
 
+@pytest.mark.deep
 def test_a_node_needs_the_text_of_its_own_site_alone(folder: Path) -> None:
     keys = overrides(folder, "sites", ENTRIES, "parallel.replicas=2", "train.steps=6", "train.global_batch=8")
     nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NPROC_PER_NODE": "1"}

@@ -52,7 +52,8 @@ def test_an_interruption_that_python_drops_ends_it_before_the_next_trial(
     file.write_text(FILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner, "_make", make)
-    monkeypatch.setattr(runner, "_report", report)
+    monkeypatch.setattr(runner, "write_report", report)
+    monkeypatch.setattr(runner, "_results", lambda *_: None)
     monkeypatch.setattr(runner, "_seconds_left", lambda *_: 0.0)
     monkeypatch.setattr(runner, "prepare_for", lambda *_, **__: SimpleNamespace(vocab_size=400))
     before = signal.getsignal(number)
@@ -81,7 +82,8 @@ def test_the_time_left_includes_trials_to_repeat_and_no_failure_shortens_it(
     file.write_text(FILE + "seeds: [1, 2]\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner, "_make", make)
-    monkeypatch.setattr(runner, "_report", lambda *_: tmp_path)
+    monkeypatch.setattr(runner, "write_report", lambda *_: tmp_path)
+    monkeypatch.setattr(runner, "_results", lambda *_: None)
     monkeypatch.setattr(runner, "prepare_for", lambda *_, **__: SimpleNamespace(vocab_size=400))
     assert times_left(retry=False) == ["", "about 20.0 min left", "about 10.0 min left", ""], (
         "a failure alone says nothing"
