@@ -40,7 +40,7 @@ from llmtrain.sync.methods import METHODS
 SHORTEST, GLOBAL_EVERY = 10, 10
 """QSR's shortest round, and the steps from one of WAGMA's global averages to the next."""
 DECAY = 0.95
-"""Of GPA's average, over 20 steps like a round."""
+"""Decay of GPA's average: over 20 steps, like a round."""
 ONE_REPLICA = ["parallel.replicas=1", "parallel.shards=4"]
 """Mesh of the methods that are about one replica."""
 COLUMNS = (

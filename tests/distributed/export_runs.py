@@ -29,7 +29,7 @@ IN_A_ROUND, LAST = 4, 5
 
 @dataclass(frozen=True)
 class ExportRun:
-    """What differs between the runs. Most are DiLoCo's: it has an anchor, and replicas that differ within a round."""
+    """Choices in which the runs differ. Most are DiLoCo's: it has an anchor, and replicas that differ within a round."""
 
     model: str = "llama"
     tied: bool = False

@@ -309,7 +309,7 @@ def meeting_store() -> dist.Store:
 
 
 Saved = tuple[list[torch.Tensor], list[torch.Tensor], str, dict[str, list]]
-"""What a checkpoint holds: parameters, moments, plain values and tensors."""
+"""Content of a checkpoint: parameters, moments, plain values and tensors."""
 
 
 def save(engine: FakeEngine, method: Method) -> Saved:

@@ -24,7 +24,7 @@ from tests.distributed.oracle_outer import displacement_of, in_round, unit_of
 from tests.distributed.oracle_wire import summed
 
 FIRST_DECAY, SECOND_DECAY = 0.6, 0.7
-"""Of the moments of an inner optimizer that has any."""
+"""Decay rates of the moments of an inner optimizer that has any."""
 Direction = Callable[[int, int, int, np.ndarray], np.ndarray]
 """(step, replica, block, its parameters) -> what an inner step at learning rate 1 adds to them."""
 

@@ -60,7 +60,7 @@ def test_a_resumed_run_is_the_run_left_alone(name: str) -> None:
 
 @pytest.mark.parametrize("second", [3, None])
 def test_what_a_replica_has_never_moved_has_no_first_moment_of_others(second: int | None) -> None:
-    """As the row of a token that it has not met: its second moment is 0, until that is averaged, too."""
+    """Leave a first moment at 0 while the second one is, as in the row of a token that a replica has not met."""
     still = {(step, 1, block): 0.0 for step in range(1, 18) for block in (0, 2)}
     sync = choices("des_loc", every=2, moments={"first": 1, "second": second})
     run = scenario(sync, schedule=LRScheduleSection(kind="constant"), scales=still, pull=0.0)

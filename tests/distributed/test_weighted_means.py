@@ -112,12 +112,11 @@ def test_steps_that_were_taken_back_count_no_tokens(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["blocking", "overlapped"])
 def test_equal_tokens_are_the_mean(schedule: str) -> None:
     of_tokens = simulate(scenario("token_weighted", schedule, 4, 1, equal_tokens=True))
-    outer = {"outer": "average"} if schedule == "layerwise" else {}
-    assert_same_bits(of_tokens, simulate(scenario("mean", schedule, 4, 1, **outer)))
+    assert_same_bits(of_tokens, simulate(scenario("mean", schedule, 4, 1)))
 
 
-def test_replicas_that_move_alike_have_the_mean_whatever_the_weights() -> None:
-    """All directions and norms are equal, so the mean direction times the mean norm is each of them."""
+def test_one_replica_is_its_own_mean_by_every_reduction() -> None:
+    """Its direction is the mean direction, and its norm the mean and the median of all norms."""
     runs = [scenario(kind, "blocking", 1, 2) for kind in ("mean", *KINDS)]
     plain, *weighed = map(simulate, runs)
     for got in weighed:

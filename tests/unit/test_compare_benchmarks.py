@@ -23,7 +23,7 @@ SHOWN = [["arc_easy", "acc"], ["arc_easy", "bits_per_byte"], ["valid", "loss"]]
 
 
 def result(acc: float, bits: float, loss: float | None, against: dict[str, tuple[float, float]] | None = None) -> dict:
-    """What `llmtrain eval` writes. `against`: metric of arc_easy -> (difference, p)."""
+    """Return a result as `llmtrain eval` writes it. `against`: metric of arc_easy -> (difference, p)."""
     found: dict[str, Any] = {
         "suite": "tinystories",
         "headline": f"arc_easy acc {acc:.3f}",
