@@ -279,12 +279,14 @@ STAGES = {
     "batch": tuple(Cell(method, 4, 30, batch) for batch in (32, 128) for method in FEW),
 }
 """Cells by stage, in the order in which they are run."""
+URGENT = (*STAGES["main"][:4], *STAGES["together"])
+"""Cells to run before all others: whether a few synchronous steps close DiLoCo's gap matters more than the next method's loss."""
 
 
 def pending(stages: Sequence[str], done: Records) -> list[Run]:
-    """Return the runs that can be made now, the most urgent first: cells in turn, so that all of them advance alike."""
-    by_cell = [[run for run in runs_of(cell, done) if run.id not in done] for stage in stages for cell in STAGES[stage]]
-    return [run for runs in by_cell for run in runs]
+    """Return the runs that can be made now, in the order in which to make them: cell by cell, those in `URGENT` first."""
+    cells = sorted((cell for stage in stages for cell in STAGES[stage]), key=lambda cell: cell not in URGENT)
+    return [run for cell in cells for run in runs_of(cell, done) if run.id not in done]
 
 
 def total(stages: Sequence[str]) -> int:

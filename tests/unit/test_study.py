@@ -117,6 +117,8 @@ def test_runs_come_in_the_order_of_the_stages_and_none_twice(capsys: pytest.Capt
     running = [SimpleNamespace(run=first[1])]
     assert runs.next_run(["main"], done, running).id == first[2].id
     assert plan.total(["main", "batch"]) == (14 + 4) * 15
+    cells = list(dict.fromkeys(run.cell for run in plan.pending(list(plan.STAGES), {})))
+    assert cells[:8] == [*MAIN[:4], *plan.STAGES["together"], MAIN[4]]
 
 
 def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
