@@ -126,12 +126,17 @@ def provenance() -> str:
 
 
 def commit(tree: Path = ROOT) -> str:
-    """Return the commit that is checked out, by $LLMTRAIN_COMMIT for this tree or git, or `unknown`."""
+    """Return the commit that is checked out, by $LLMTRAIN_COMMIT for this tree or git, or `unknown`. It is `-dirty` if anything
+    but results has changed since."""
     if tree == ROOT and (given := os.environ.get(COMMIT)):
         return given
-    describe = ["git", "describe", "--always", "--dirty"]
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=tree, capture_output=True, text=True).stdout.strip()
+
     try:
-        return subprocess.run(describe, cwd=tree, capture_output=True, text=True).stdout.strip() or "unknown"
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks/results")
+        return git("describe", "--always") + ("-dirty" if changed else "") or "unknown"
     except OSError:  # no git
         return "unknown"
 

@@ -275,17 +275,22 @@ STAGES = {
         *(Cell(method, replicas, 30, BATCH[replicas]) for replicas in (8, 1, 2) for method in FEW),
         Cell("gpa", 1, 1, BATCH[1]),
     ),
-    "rounds": tuple(Cell(method, 4, every, BATCH[4]) for every in (100, 10) for method in METHODS[1:4]),
+    "rounds": (
+        *(Cell(method, 4, 3, BATCH[4]) for method in METHODS[1:3]),
+        *(Cell(method, 4, every, BATCH[4]) for every in (10, 100) for method in METHODS[1:4]),
+    ),
     "batch": tuple(Cell(method, 4, 30, batch) for batch in (32, 128) for method in FEW),
 }
 """Cells by stage, in the order in which they are run."""
-URGENT = (*STAGES["main"][:4], *STAGES["together"])
-"""Cells to run before all others: whether a few synchronous steps close DiLoCo's gap matters more than the next method's loss."""
+URGENT = (*STAGES["main"][:4], STAGES["rounds"][0], *STAGES["together"], *STAGES["rounds"][1:4])
+"""Cells to run before all others: whether shorter rounds or a few synchronous steps close DiLoCo's gap matters more than the
+next method's loss."""
 
 
 def pending(stages: Sequence[str], done: Records) -> list[Run]:
     """Return the runs that can be made now, in the order in which to make them: cell by cell, those in `URGENT` first."""
-    cells = sorted((cell for stage in stages for cell in STAGES[stage]), key=lambda cell: cell not in URGENT)
+    cells = [cell for stage in stages for cell in STAGES[stage]]
+    cells.sort(key=lambda cell: URGENT.index(cell) if cell in URGENT else len(URGENT))
     return [run for cell in cells for run in runs_of(cell, done) if run.id not in done]
 
 

@@ -118,7 +118,9 @@ def test_runs_come_in_the_order_of_the_stages_and_none_twice(capsys: pytest.Capt
     assert runs.next_run(["main"], done, running).id == first[2].id
     assert plan.total(["main", "batch"]) == (14 + 4) * 15
     cells = list(dict.fromkeys(run.cell for run in plan.pending(list(plan.STAGES), {})))
-    assert cells[:8] == [*MAIN[:4], *plan.STAGES["together"], MAIN[4]]
+    first = ("diloco-m4-h3-b64", *(f"{name}-s8-m4-h30-b64" for name in ("diloco", "local_sgd", "edit")))
+    then = ("local_sgd-m4-h3-b64", "diloco-m4-h10-b64", "local_sgd-m4-h10-b64", MAIN[4].name)
+    assert [cell.name for cell in cells[:12]] == [*(cell.name for cell in MAIN[:4]), *first, *then]
 
 
 def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
