@@ -253,8 +253,9 @@ class CheckpointWriter:
             join(self._thread, timeout_seconds)
         if not self.is_done:
             raise TrainingError(
-                f"{self.final} was not written within {timeout_seconds:g} s (run.timeout_seconds); is the disk there? Start the "
-                "same command again to continue from the last checkpoint"
+                f"{self.final} was not written within {timeout_seconds:g} s (run.timeout_seconds); "
+                f"{'is the disk' if self._comms.size == 1 else 'are the disk and all other ranks'} there? Start the same command "
+                "again to continue from the last checkpoint"
             )
         self.check()
 

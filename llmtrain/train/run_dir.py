@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import math
 import shutil
@@ -167,10 +168,12 @@ class RunDirectory:
             self._lock.release()
 
     def copy_tokenizer(self, folder: Path) -> None:
-        """Copy the tokenizer from `folder`, unless a copy exists, so that export does not need the data. Main rank
-        only. Raises RecipeError if the copy can't be written."""
+        """Copy the tokenizer from `folder`, so that export does not need the data. Once the run has a checkpoint, its copy stays.
+        Main rank only. Raises RecipeError if the copy can't be written."""
         if self.tokenizer.exists():
-            return
+            if list_checkpoints(self.checkpoints) or _have_same_files(self.tokenizer, folder):
+                return
+            shutil.rmtree(self.tokenizer, ignore_errors=True)
         half_copied = self.tokenizer.with_suffix(".tmp")
         shutil.rmtree(half_copied, ignore_errors=True)
         with self._os_errors_as_recipe_errors():
@@ -195,6 +198,12 @@ class RunDirectory:
             for key, value in summary.items()
         }
         atomic_write(self.path / "summary.json", json.dumps(finite, indent=2, allow_nan=False) + "\n")
+
+
+def _have_same_files(one: Path, other: Path) -> bool:
+    names = {path.name for folder in (one, other) for path in folder.iterdir()}
+    equal, _, _ = filecmp.cmpfiles(one, other, names, shallow=False)
+    return len(equal) == len(names)
 
 
 def check_same_recipe(there: Recipe, recipe: Recipe, where: str, ignored: Sequence[str] = ()) -> None:

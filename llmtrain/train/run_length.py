@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llmtrain.config import Recipe
+from llmtrain.config import DataSection, Recipe
 from llmtrain.data.sources import HUB
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
@@ -66,9 +66,14 @@ class LengthChange:
         sequences are of this text."""
         texts = {**self.after.data.texts(), **self.before.data.texts()}
         data, train = texts[name], self.before.train
-        if not data.source.startswith(HUB) or data.max_tokens is not None:
+        if is_fixed(data):
             return samples
         return min(samples, of_text(train.total_steps * train.global_batch))
+
+
+def is_fixed(data: DataSection) -> bool:
+    """Return whether a text has the same tokens in a run of any length. A hub data set is tokenized as far as a run reads it."""
+    return not data.source.startswith(HUB) or data.max_tokens is not None
 
 
 def length_key(recipe: Recipe) -> str:

@@ -20,11 +20,15 @@ from llmtrain.data.prepare import cache_path, describe_kept, prepare
 from llmtrain.data.same_tokens import check_same_tokens
 from llmtrain.data.sites import SiteLoader, Sites, SiteText, gather_sites, tokenizer_digest
 from llmtrain.data.stream import first_block, shuffles_in_blocks
+from llmtrain.data.text_identity import TextIdentity, check_continued
 from llmtrain.data.text_list import check_token_files, texts_of, with_tokenizer_of
 from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.reshard import FromAllRanks
 from llmtrain.train.loggers import format_si
+from llmtrain.train.rank_errors import raise_on_all
+from llmtrain.train.run_length import is_fixed
 from llmtrain.train.train_text import TrainText
 from llmtrain.train.validation import Batches, ValidationSet, joined
 
@@ -134,6 +138,19 @@ class RunTexts:
             return SiteLoader(own, self._site_of_replica(), mesh.replica_comms.rank, **shape)
         return MixtureLoader(tokens, [entry.weight for entry in data.sources], **shape, **replica)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the identities of the training texts that this rank reads, for a checkpoint."""
+        return {name: identity.state_dict() for name, identity in self._identities().items()}
+
+    def reshard_rule(self) -> FromAllRanks:
+        """Return the rule by which `state_dict` is resharded: a rank knows all texts of all ranks."""
+        return FromAllRanks(lambda change, states: {name: own for state in states for name, own in state.items()})
+
+    def check_continued(self, stored: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise DataError, on every rank, if a rank's text is not the one that a checkpoint has stored. A collective of all
+        ranks."""
+        raise_on_all(self.mesh, lambda: check_continued(self._identities(), stored))
+
     def validation_sets(self) -> list[ValidationSet]:
         """Return the run's own text, which may have parts, then those of `eval.sets`."""
         if self.sites is not None:
@@ -192,6 +209,17 @@ class RunTexts:
                 "eval_loss": losses.get(name),
             }
             for name, number in read.items()
+        }
+
+    def _identities(self) -> dict[str, TextIdentity]:
+        """Return the identity of each text that this rank reads. Of a text that grows, it is that of the part that every host has
+        before the first step."""
+        sections, is_growing = self.recipe.data.texts(), self.train_text is not None
+        return {
+            name: TextIdentity.of(
+                first_block(text) if is_growing else text, not is_growing and is_fixed(sections[name])
+            )
+            for name, text in self.texts.items()
         }
 
     def _site_of_replica(self) -> list[str]:

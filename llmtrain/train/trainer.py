@@ -114,6 +114,7 @@ class Trainer:
     def load(self, path: Path) -> None:
         """Continue from a checkpoint, whatever mesh wrote it."""
         loaded = self.checkpointer.load(path, self.reshard_rules(), self.recipe.run.seed)
+        self.texts.check_continued(loaded.progress.get("texts", {}))
         self.state.load_state_dict(loaded.progress, loaded.step)
         self.metrics.load_state_dict(loaded.progress, self.state)
         of_loader, length, note = loaded.progress["loader"], loaded.length, self.metrics.console.print
@@ -127,8 +128,10 @@ class Trainer:
 
     def state_dict(self) -> dict[str, object]:
         """Return this rank's plain values for a checkpoint."""
-        return {**self.state.state_dict(), **self.metrics.state_dict(), "loader": self.loader.state_dict()}
+        of_data = {"loader": self.loader.state_dict(), "texts": self.texts.state_dict()}
+        return {**self.state.state_dict(), **self.metrics.state_dict(), **of_data}
 
     def reshard_rules(self) -> Rules:
         """Return the rules by which `state_dict` is resharded."""
-        return {**rules_of(TrainState), **METRICS_RULES, "loader": self.loader.reshard_rule()}
+        of_data = {"loader": self.loader.reshard_rule(), "texts": self.texts.reshard_rule()}
+        return {**rules_of(TrainState), **METRICS_RULES, **of_data}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmtrain.config import Recipe
-from llmtrain.errors import DONE, RecipeError
+from llmtrain.errors import DONE, DataError, RecipeError
 from llmtrain.parallel.world import World
 from llmtrain.train.checkpoint_files import list_checkpoints
 from llmtrain.train.run import run_training
@@ -158,3 +158,15 @@ def test_a_checkpoint_of_another_recipe_is_not_continued(
         run_training(recipe_of(folder, "a", *keys, change), alone)
     assert problem in str(refused.value) and "\n" not in str(refused.value)
     assert str(refused.value).startswith(f"{tmp_path}/a/checkpoints/step-00000004 holds a run of another recipe (")
+
+
+def test_a_run_is_not_continued_on_another_text(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    keys = ("parallel.replicas=1", "parallel.shards=1", "checkpoint.every=4")
+    first, longer = (recipe_of(tmp_path, "changed", *keys, f"train.steps={steps}") for steps in (4, 8))
+    assert run_training(first, World(0, 1, 0, 1)) == DONE
+    (tmp_path / "train" / "zzz.txt").write_text("another file\n" * 200)
+    with pytest.raises(DataError, match="the training text is another one than when the run's checkpoint was written"):
+        run_training(longer, World(0, 1, 0, 1))
+    (tmp_path / "train" / "zzz.txt").unlink()
+    assert run_training(longer, World(0, 1, 0, 1)) == DONE

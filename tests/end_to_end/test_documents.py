@@ -33,6 +33,8 @@ def test_a_run_continues_to_the_same_losses_and_counts_real_tokens(runs: Runs) -
 
 @pytest.mark.deep
 def test_wait_avoiding_replicas_train_on_documents(runs: Runs) -> None:
+    if not runs.path("whole").exists():
+        runs.train("whole", *DOCUMENTS)
     changes = ["sync.method=wagma", "sync.period.every=4", "parallel.replicas=4", "parallel.shards=1"]
     code, output = runs.run("wagma", *DOCUMENTS, *changes)
     assert code == 0, output

@@ -80,6 +80,7 @@ def test_a_network_that_is_cut_ends_the_run_on_both_sides(runs: Runs) -> None:
     for rank, (_, output) in enumerate(ended):
         # Whichever message was under way: one of ours, or one inside a library (a checkpoint's, say).
         named = (f"failed on rank {rank} (", f"rank {rank} (replica {rank}, shard 0) lost a peer in step")
+        named += ("are the disk and all other ranks there?",)
         assert any(words in line for line in errors(output) for words in named), output
 
 

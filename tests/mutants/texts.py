@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MIXTURE = ("tests/unit/test_data_mixture.py",)
+IDENTITY = ("tests/unit/test_text_identity.py",)
 SITES = ("tests/unit/test_data_sites.py",)
 LISTS = ("tests/unit/test_text_list.py",)
 WEIGHTED = ("tests/distributed/test_sites.py::test_a_mixture_is_validated_by_weight",)
@@ -116,6 +117,20 @@ MUTANTS = [
         "rule.combine(self, [rank[name] for rank in ranks])",
         "rule.combine(self, [rank[name] for rank in ranks[: self.old_shards]])",
         SITES,
+    ),
+    Mutant(
+        "identity: a text that has grown passes",
+        "llmtrain/data/text_identity.py",
+        "if self.is_complete and other.is_complete and self.tokens != other.tokens:",
+        "if False:",
+        IDENTITY,
+    ),
+    Mutant(
+        "identity: only the beginning of a text is compared",
+        "llmtrain/data/text_identity.py",
+        "start = max(start + WINDOW, int(start * SPACING))",
+        "return",
+        IDENTITY,
     ),
     Mutant(
         "sites: other tokenizers pass",

@@ -17,7 +17,7 @@ from llmtrain.train.run_dir import RunDirectory
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_runs_tokenizer_is_copied_once_and_whole(tmp_path: Path):
+def test_a_runs_tokenizer_is_copied_whole_and_kept_from_its_first_checkpoint_on(tmp_path: Path):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/tokenizer.json").write_text("first")
     directory = RunDirectory(
@@ -27,12 +27,16 @@ def test_a_runs_tokenizer_is_copied_once_and_whole(tmp_path: Path):
     (tmp_path / "a/tokenizer.tmp").mkdir()  # of a copy that was interrupted
     (tmp_path / "a/tokenizer.tmp/half").touch()
     directory.copy_tokenizer(tmp_path / "cache")
+    assert [path.name for path in (tmp_path / "a").glob("tokenizer*")] == ["tokenizer"]
+    copy = tmp_path / "a/tokenizer"
     (tmp_path / "cache/tokenizer.json").write_text("second")
     directory.copy_tokenizer(tmp_path / "cache")
-    assert [path.name for path in (tmp_path / "a").glob("tokenizer*")] == ["tokenizer"]
-    assert [(path.name, path.read_text()) for path in (tmp_path / "a/tokenizer").iterdir()] == [
-        ("tokenizer.json", "first")
-    ]
+    assert [(path.name, path.read_text()) for path in copy.iterdir()] == [("tokenizer.json", "second")]
+    (directory.checkpoints / "step-00000004").mkdir(parents=True)
+    (directory.checkpoints / "step-00000004/state.json").touch()
+    (tmp_path / "cache/tokenizer.json").write_text("third")
+    directory.copy_tokenizer(tmp_path / "cache")
+    assert [(path.name, path.read_text()) for path in copy.iterdir()] == [("tokenizer.json", "second")]
 
 
 def test_two_processes_never_train_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,78 @@
+"""Identity of a run's texts, kept in its checkpoints: a run does not continue on other tokens.
+
+A text may change behind the same recipe: a file is added to a folder, a package is upgraded, the data set has a new revision. Its
+samples would then be other ones, and with a trained tokenizer its ids other tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmtrain.data.dataset import TokenDataset, TokenShards
+from llmtrain.errors import DataError
+
+WINDOW = 1024
+"""Tokens that are compared at each position."""
+SPACING = 1.5
+"""Ratio of the positions of two windows. They do not depend on the text's length, so they are the same in a longer run."""
+
+
+@dataclass(frozen=True)
+class TextIdentity:
+    """Training tokens of a text, as far as a run needs to know them again."""
+
+    tokens: int
+    is_complete: bool
+    """A run of another length would have as many tokens."""
+    windows: tuple[str, ...]
+    """Digest of each window that is complete."""
+
+    @classmethod
+    def of(cls, text: TokenDataset, is_complete: bool) -> TextIdentity:
+        """Return the identity of what exists of a text."""
+        tokens = text.tokens("train")
+        vocabulary = f"{text.vocab_size} {text.eos_id} ".encode()
+        return cls(len(tokens), is_complete, tuple(_digest(vocabulary, tokens, start) for start in _starts(tokens)))
+
+    def continues(self, other: TextIdentity) -> bool:
+        """Return whether a run that began with the other text can go on with this one."""
+        if self.is_complete and other.is_complete and self.tokens != other.tokens:
+            return False
+        return all(mine == theirs for mine, theirs in zip(self.windows, other.windows, strict=False))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values that a checkpoint stores."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> TextIdentity:
+        """Return the identity that `state_dict` has stored."""
+        return cls(state["tokens"], state["is_complete"], tuple(state["windows"]))
+
+
+def check_continued(texts: Mapping[str, TextIdentity], stored: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise DataError if a text is not the one whose identity a checkpoint has stored. Texts that it does not know are new."""
+    for name in texts.keys() & stored.keys():
+        before, now = TextIdentity.from_state(stored[name]), texts[name]
+        if not now.continues(before):
+            counts = "" if now.tokens == before.tokens else f" ({now.tokens:,} tokens, then {before.tokens:,})"
+            raise DataError(
+                f"the training text{f' {name}' if name else ''} is another one than when the run's checkpoint was written{counts}; "
+                "give the same text and tokenizer, start another run with run.name=NAME, or continue from the weights alone with "
+                "model.from_weights=RUN"
+            )
+
+
+def _starts(tokens: TokenShards) -> Iterator[int]:
+    """Yield the positions of complete windows, the later ones farther apart."""
+    start = 0
+    while start + WINDOW <= len(tokens):
+        yield start
+        start = max(start + WINDOW, int(start * SPACING))
+
+
+def _digest(prefix: bytes, tokens: TokenShards, start: int) -> str:
+    return hashlib.sha256(prefix + tokens.window(start, WINDOW).astype("<u4").tobytes()).hexdigest()[:8]

@@ -1,0 +1,63 @@
+"""A run continues on its own text alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmtrain.data.dataset import TokenShards
+from llmtrain.data.text_identity import TextIdentity, check_continued
+from llmtrain.errors import DataError
+
+IDS = np.random.default_rng(0).integers(0, 500, 9000).astype(np.uint16)
+
+
+def text(ids: np.ndarray, vocabulary: int = 500) -> Any:
+    return SimpleNamespace(tokens=lambda split: TokenShards([ids]), vocab_size=vocabulary, eos_id=0)
+
+
+def identity(ids: np.ndarray, is_complete: bool = True, **changes: Any) -> TextIdentity:
+    return TextIdentity.of(text(ids, **changes), is_complete)
+
+
+def changed(at: int) -> np.ndarray:
+    ids = IDS.copy()
+    ids[at] += 1
+    return ids
+
+
+def test_the_same_text_continues() -> None:
+    stored = identity(IDS)
+    assert len(stored.windows) == 6
+    assert TextIdentity.from_state(stored.state_dict()).continues(stored)
+    check_continued({"": identity(IDS), "new": identity(IDS)}, {"": stored.state_dict(), "gone": stored.state_dict()})
+
+
+@pytest.mark.parametrize(
+    ("other", "continues"),
+    [
+        (identity(changed(7)), False),
+        (identity(changed(2500)), False),
+        (identity(IDS, vocabulary=600), False),
+        (identity(IDS[:8000]), False),
+        (identity(np.append(IDS, IDS)), False),
+        (identity(np.append(IDS, IDS), is_complete=False), True),
+        (identity(IDS[:3000], is_complete=False), True),
+        (identity(changed(7), is_complete=False), False),
+        (identity(IDS[:10], is_complete=False), True),
+    ],
+)
+def test_what_continues(other: TextIdentity, continues: bool) -> None:
+    """A text that is tokenized as far as a run reads it may be longer or shorter."""
+    assert identity(IDS).continues(other) == other.continues(identity(IDS)) == continues
+
+
+def test_another_text_is_named() -> None:
+    stored = {"news": identity(IDS).state_dict()}
+    with pytest.raises(
+        DataError, match=r"text news is another one .* \(8,000 tokens, then 9,000\); give the same text"
+    ):
+        check_continued({"news": identity(IDS[:8000])}, stored)
