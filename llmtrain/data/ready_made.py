@@ -25,6 +25,7 @@ from llmtrain.data.dataset import (
     TokenDataset,
     TokenShards,
 )
+from llmtrain.data.local_files import stamps, without_held_out
 from llmtrain.data.sources import READERS, Position
 from llmtrain.data.token_files import TokenFile, find_token_files, read_headers
 from llmtrain.data.token_ids import Vocabulary
@@ -52,8 +53,7 @@ class ReadyMadeFiles:
 
     def stamps(self) -> list[tuple[str, int, int]]:
         """Return path, size and time of change of all files."""
-        paths = itertools.chain.from_iterable(file.files for file in (*self.train, *self.validation))
-        return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+        return stamps(path for file in (*self.train, *self.validation) for path in file.files)
 
 
 def find_ready_made(data: DataSection) -> ReadyMadeFiles | None:
@@ -79,6 +79,8 @@ def find_ready_made(data: DataSection) -> ReadyMadeFiles | None:
                 f"data.validation: {data.validation}: no token files, but data.source is; give token files, or the text under "
                 "eval.sets"
             )
+        if data.validation != data.source:
+            paths = without_held_out(paths, held_out, data)
     elif any(map(_is_for_validation, paths)) and not all(map(_is_for_validation, paths)):
         held_out = list(filter(_is_for_validation, paths))
         paths = [path for path in paths if path not in held_out]

@@ -27,6 +27,7 @@ from pydantic import BaseModel
 
 from llmtrain.config import DataSection
 from llmtrain.data.bytes_read import BytesRead
+from llmtrain.data.local_files import stamps, without_held_out
 from llmtrain.data.python_files import LIBRARY, PYTHON, STDLIB, PythonText, package_named, python_text, read_stdlib
 from llmtrain.errors import DataError, first_line, kind_of
 from llmtrain.files import local_path
@@ -104,9 +105,8 @@ def source_keys(data: DataSection) -> tuple[SourceKey, ...]:
 
 def splits_of(data: DataSection, key: SourceKey) -> tuple[Split, ...]:
     """Return the splits to which the documents of `key` belong."""
-    if data.validation is None:
-        return SPLITS
-    return ("train",) if key == "data.source" else ("validation",)
+    own: tuple[Split, ...] = ("train",) if key == "data.source" else ("validation",)
+    return SPLITS if data.validation is None else own
 
 
 def documents(data: DataSection, split: Split) -> Iterator[str]:
@@ -116,8 +116,7 @@ def documents(data: DataSection, split: Split) -> Iterator[str]:
 
 
 def fingerprint(data: DataSection) -> dict[str, Any]:
-    """Return JSON-serializable values that identify the source. They change when a local file or the Python version
-    changes."""
+    """Return JSON-serializable values that identify the source. They change when a local file or Python changes."""
     if data.source.startswith(HUB):
         return {"hub": data.source, "subset": data.subset, "split": data.split, "validation": data.validation}
     identity: dict[str, Any] = {}
@@ -128,9 +127,9 @@ def fingerprint(data: DataSection) -> dict[str, Any]:
     elif data.source == PYTHON:
         identity["python"] = _python_text().records
     else:
-        identity["files"] = _stamps(_files(data.source, "data.source"))
+        identity["files"] = stamps(_files_of(data, "data.source"))
     if data.validation is not None:
-        identity["validation"] = _stamps(_files(data.validation, "data.validation"))
+        identity["validation"] = stamps(_files_of(data, "data.validation"))
     return identity
 
 
@@ -150,7 +149,7 @@ def _read_files(data: DataSection, key: SourceKey, read: BytesRead) -> Iterator[
         for path in read.files([_stories_file()]):
             yield from islice(_read_txt(path, DataSection(), read), 1, None)
     else:
-        for path in read.files(_files(data.source if key == "data.source" else data.validation or "", key)):
+        for path in read.files(_files_of(data, key)):
             yield from _reader(path)(path, data, read)
 
 
@@ -185,6 +184,14 @@ def _refuse_local(name: str, meaning: str) -> None:
 # ---- local files
 
 
+def _files_of(data: DataSection, key: SourceKey) -> list[Path]:
+    if key == "data.validation":
+        return _files(data.validation or "", key)
+    found = _files(data.source, key)
+    is_apart = data.validation not in (None, data.source)  # the source itself in `eval.sets`
+    return without_held_out(found, _files_of(data, "data.validation"), data) if is_apart else found
+
+
 def _files(source: str, key: str) -> list[Path]:
     """Return the files of readable types at a path, sorted. Hidden files and folders inside a folder are skipped."""
     path, known = local_path(source), ", ".join(READERS)
@@ -208,10 +215,6 @@ def _files(source: str, key: str) -> list[Path]:
             f"{key}: {source}: no text in this folder; expected files that end in {known}, or tokens: .bin, .npy"
         )
     return found
-
-
-def _stamps(files: list[Path]) -> list[tuple[str, int, int]]:
-    return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
 def _read_txt(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:

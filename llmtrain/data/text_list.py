@@ -11,6 +11,7 @@ from llmtrain.config.data import LISTS
 from llmtrain.data.dataset import TOKENIZER, TokenDataset
 from llmtrain.data.mixture import BLOCK, shares_of
 from llmtrain.data.ready_made import find_ready_made
+from llmtrain.data.sources import HUB
 from llmtrain.data.tokenizer import trained_size
 from llmtrain.errors import DataError, RecipeError
 
@@ -33,6 +34,7 @@ def check_text_list(data: DataSection, sets: Collection[str]) -> None:
         )
     _check_names(data, sets)
     _check_weights(data)
+    _check_validation(data)
     if data.per_replica and trained_size(data.tokenizer) is not None:
         raise RecipeError(
             f"data.tokenizer is {data.tokenizer}, but with data.per_replica each site would train another one; train it "
@@ -108,6 +110,15 @@ def _check_names(data: DataSection, sets: Collection[str]) -> None:
             )
     if data.is_list and (both := [name for name in data.texts() if name in sets]):
         raise RecipeError(f"eval.sets.{both[0]} has the name of a training text; choose another name")
+
+
+def _check_validation(data: DataSection) -> None:
+    for name, section in data.texts().items():
+        if section.validation == (section.split if section.source.startswith(HUB) else section.source):
+            raise RecipeError(
+                f"data.validation{f' of {name}' if name else ''} is {section.validation}, the text that is trained on; give another "
+                "one, or leave it out to hold out data.validation_fraction of the documents"
+            )
 
 
 def _check_weights(data: DataSection) -> None:

@@ -80,10 +80,17 @@ MUTANTS = [
         WRONG,
     ),
     Mutant(
+        "token files: files of the validation text are trained on",
+        "llmtrain/data/local_files.py",
+        "if path.resolve() not in validated]",
+        "if path not in validated or True]",
+        (*READY_MADE, "tests/unit/test_data_sources.py"),
+    ),
+    Mutant(
         "token files: changed files are the same source",
-        "llmtrain/data/ready_made.py",
-        "path.stat().st_size, path.stat().st_mtime_ns) for path in paths]",
-        "0, 0) for path in paths]",
+        "llmtrain/data/local_files.py",
+        "path.stat().st_size, path.stat().st_mtime_ns) for path in files]",
+        "0, 0) for path in files]",
         READY_MADE,
     ),
     Mutant(

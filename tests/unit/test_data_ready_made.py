@@ -155,7 +155,9 @@ def test_shards_pairs_patterns_and_names_are_found(tmp_path: Path) -> None:
     named = prepare(tokens_in(folder), *NEEDED)
     keys = {"source": str(folder / "f_train_*.bin"), "validation": str(folder / "f_val_000000.bin")}
     by_pattern = prepare(tokens_in(folder, **keys), *NEEDED)
-    for prepared in (named, by_pattern):
+    keys["source"] = str(folder)
+    of_folder = prepare(tokens_in(folder, **keys), *NEEDED)
+    for prepared in (named, by_pattern, of_folder):
         assert [len(prepared.tokens(split)) for split in ("train", "validation")] == [315, 36]
         assert np.array_equal(prepared.tokens("train").window(265, 10), np.r_[ids[265:], ids[:5]])
     pair = made_by(tmp_path / "b", ids, "megatron")

@@ -69,8 +69,16 @@ def test_folder_is_sorted_mixed_and_without_hidden_files(tmp_path: Path) -> None
     (tmp_path / ".cache" / "x.txt").write_text("hidden")
     (tmp_path / "README.md").write_text("not data")
     data = DataSection(source=str(tmp_path), validation=str(tmp_path / "b.jsonl"))
-    assert list(documents(data, "train")) == ["from a", "from b", "from c"]
+    assert list(documents(data, "train")) == ["from a", "from c"]
     assert list(documents(data, "validation")) == ["from b"]
+    assert list(documents(data.model_copy(update={"validation": None, "validation_fraction": 1e-9}), "train")) == [
+        "from a",
+        "from b",
+        "from c",
+    ]
+    same = DataSection(source=str(tmp_path / "b.jsonl"), validation=f"{tmp_path}/./b.jsonl")
+    with pytest.raises(DataError, match=r"has all files of data\.source"):
+        list(documents(same, "train"))
 
 
 def test_held_out_documents_depend_on_their_text_alone(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def test_a_folder_of_the_same_name_is_not_passed_over(tmp_path: Path, monkeypatc
             DataError, match=r"stories is this package's text, but also .* here; write \./stories for that"
         ):
             look()
-    assert list(documents(DataSection(source="./stories", validation="stories"), "train")) == ["My own story."]
+    (tmp_path / "other.txt").write_text("Another story.")
+    assert list(documents(DataSection(source="./stories", validation="other.txt"), "train")) == ["My own story."]
     (tmp_path / "stories").rename(tmp_path / "mine")
     assert fingerprint(STORIES) == before
 
@@ -90,7 +91,7 @@ def test_tokens_of_the_stories_serve_every_copy_of_the_package(tmp_path: Path, m
 def test_compressed_text_is_read_and_a_damaged_file_named(tmp_path: Path) -> None:
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress(f"one\n{SEPARATOR}\ntwo\n".encode()))
-    data = DataSection(source=str(tmp_path), validation=str(path))
+    data = DataSection(source=str(path), validation=str(path))
     assert list(documents(data, "train")) == list(documents(data, "validation")) == ["one", "two"]
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"a\.txt\.gz: damaged gzip file \(.*\); copy it again"):

@@ -45,6 +45,19 @@ def test_an_entry_takes_from_data_what_it_does_not_give() -> None:
     assert recipe().data.texts() == {"": recipe().data}
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["data.source=texts", "data.validation=texts"], "data.validation is texts, the text that is trained on"),
+        (["data.source=hf:owner/one", "data.validation=train"], "data.validation is train, the text"),
+        (["data.sources=[{source: a.txt, validation: a.txt}]"], "data.validation of a is a.txt, the text"),
+    ],
+)
+def test_a_text_is_not_validated_on_itself(keys: list[str], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        check(recipe(*keys), 1)
+
+
 def test_a_resolved_recipe_with_a_list_reads_back_the_same(tmp_path: Path) -> None:
     for key, entries in (("sources", TWO), ("per_replica", SITES)):
         made = recipe(f"data.{key}={entries}", "data.separator=null", "run.name=a")
