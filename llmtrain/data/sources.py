@@ -35,7 +35,6 @@ from llmtrain.waiting import announced
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
-
 HUB = "hf:"
 STORIES = "stories"
 STORIES_FILE = Path(__file__).parent / "tinystories" / "stories.txt.gz"

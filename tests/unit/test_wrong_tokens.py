@@ -126,8 +126,8 @@ COMBINED: list[tuple[str, Files, str]] = [
     ("data.source={f}/a.bin data.tokenizer={f}/none", BIN, "none' is neither a file or folder here"),
     ("data.source={f}/a.bin eval.sets={{x: {f}/b.bin}}", BIN | {"b.bin": b"a\0\0"}, "b.bin: 3 bytes, an odd number"),
     (
-        "data.source={f}/a.npy train.document_mask=true data.validation={f}/a.npy",
-        {"a.npy": npy(IDS % 6)},
+        "data.source={f}/a.npy train.document_mask=true data.validation={f}/b.npy",
+        {"a.npy": npy(IDS % 6), "b.npy": npy(IDS % 6)},
         "train.document_mask: .*a.npy: documents are not separated, the eos token <eos>",
     ),
     ("data.source={f}/a.bin data.tokenizer={f}/m.model", BIN | {"m.model": b"junk" * 99}, "not a SentencePiece model"),
