@@ -66,8 +66,9 @@ class Sgd(Outer):
 
 
 class Nesterov(Outer):
-    """Nesterov momentum: b <- mu b + D / g; anchor <- anchor - lr (D + mu g b). g is 1 or, if normalized, the
-    round's last learning rate or the sum of its learning rates. The first displacement is (1 + mu) lr D."""
+    """Nesterov momentum: b <- mu b + D / g; anchor <- anchor - lr (D + mu g b). g is 1 or, if normalized, the round's last
+    learning rate or the sum of its learning rates; where that is 0, b stays and anchor <- anchor - lr D. The first
+    displacement is (1 + mu) lr D."""
 
     def __init__(self, lr: float, momentum: float, normalize: str = "none", rounds: OuterRoundsSection | None = None):
         self.lr, self.momentum, self.normalize, self.rounds = lr, momentum, normalize, rounds

@@ -14,7 +14,7 @@ def unit_of(outer: OuterSection, lrs: list[list[float]]) -> float:
         return 1.0
     nonzero = [[lr for lr in one if lr != 0] for one in lrs]
     of_replica = {"lr": [one[-1] if one else 0.0 for one in nonzero], "lr_sum": [sum(one) for one in lrs]}
-    return float(np.mean(of_replica[normalize])) or 1.0
+    return float(np.mean(of_replica[normalize]))
 
 
 def in_round(outer: OuterSection, done: int) -> OuterSection:
@@ -36,6 +36,8 @@ def displacement_of(
     outer: OuterSection, before: np.ndarray, mean: np.ndarray, g: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (next momentum, displacement of the anchor), given the momentum before and D = `mean` of a round whose unit is `g`."""
+    if g == 0:  # a round without a learning rate
+        return before, outer.lr * mean
     if isinstance(outer, NesterovSection):
         after = outer.momentum * before + mean / g
         return after, outer.lr * (mean + outer.momentum * g * after)

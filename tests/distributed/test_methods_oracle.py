@@ -154,6 +154,21 @@ def test_overlapped(sync: Any, replicas: int, shard: int) -> None:
     matches_the_oracle(*(Scenario(sync, replicas, shard, steps=steps, schedule=FALLING) for steps in lengths))
 
 
+ENDS_WITHOUT_A_RATE = {
+    "slowmo": (choices("slowmo", every=3), 16, TO_ZERO),
+    "nesterov": (choices("diloco", every=3, outer=nesterov(normalize="lr_sum")), 16, TO_ZERO),
+    "one-fragment": (overlapped(3, 1, 0.5, outer=momentum(normalize="lr")), 20, FALLING),
+    "two-fragments": (overlapped(2, 2, 0.5, every=3, outer=nesterov(normalize="lr_sum")), 16, TO_ZERO),
+    "delayed": (choices("co2", every=3, outer=momentum(normalize="lr")), 16, TO_ZERO),
+}
+"""The last synchronization follows a step whose rate is 0, or no step. A momentum in units of earlier rates must not be used then."""
+
+
+@pytest.mark.parametrize(("sync", "steps", "schedule"), ENDS_WITHOUT_A_RATE.values(), ids=ENDS_WITHOUT_A_RATE.keys())
+def test_the_last_round_has_no_learning_rate(sync: Any, steps: int, schedule: LRScheduleSection) -> None:
+    matches_the_oracle(Scenario(sync, 2, 1, steps=steps, schedule=schedule))
+
+
 def late(penalty: dict | None = None, **changes: Any) -> Any:
     """CO2 with a penalty, or in fragments."""
     return choices("co2", **{"every": 4, "penalty": penalty, **changes})

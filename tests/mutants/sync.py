@@ -125,6 +125,13 @@ MUTANTS = [
         (*RESUMED, "tests/unit/test_reshape_rules.py"),
     ),
     Mutant(
+        "outer: a round without a learning rate has the unit 1",
+        "llmtrain/sync/sync_stats.py",
+        '"lr_sum": self.lr_sum}[normalize]',
+        '"lr_sum": self.lr_sum}[normalize] or 1.0',
+        ("tests/distributed/test_methods_oracle.py",),
+    ),
+    Mutant(
         "outer: Nesterov's step ignores the weight",
         "llmtrain/sync/outer.py",
         "alpha=-self.lr * self.momentum * unit)",
