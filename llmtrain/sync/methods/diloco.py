@@ -9,7 +9,7 @@ Differs   the paper starts from a model pretrained for 24 k steps on one worker;
 """
 
 PAPER = "arXiv 2311.08105"
-CHOOSE_WHEN = "rounds must be long"
+CHOOSE_WHEN = "you can synchronize only every few hundred steps"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 500},

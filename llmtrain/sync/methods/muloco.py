@@ -12,7 +12,7 @@ Differs   Muon's learning rate is adjusted to AdamW's size of updates (`optim.mu
 """
 
 PAPER = "arXiv 2505.23725"
-CHOOSE_WHEN = "replicas are many; the optimizer may change"
+CHOOSE_WHEN = "you can switch to Muon"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 30},
