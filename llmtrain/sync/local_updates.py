@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from llmtrain.sync.sync_stats import SyncStats
 
 ENDLESS = 2**62
 """Total steps of a loop of unknown length."""
+_LOOPS = itertools.count()
+"""Numbers of the loops of this process that use a store. All ranks make the same ones."""
 
 
 class ModuleReplica(Replica):
@@ -109,13 +112,18 @@ class LocalUpdates:
         device = self.replica.blocks[0].shards[0].device
         self.sync.schedule.check(self.sync, len(self.replica.blocks))
         self._replicas = Comms(dist.group.WORLD if replicas is None else replicas, device, "replica")
+        self._shards = Comms(shards, device, "shard")
+        if store is not None and self.sync.schedule.needs_threads:
+            # With keys of this loop alone, because a store may serve several, one after the other.
+            _check_order(self._replicas, self._shards)
+            store = dist.PrefixStore(f"llmtrain/loop{next(_LOOPS)}", store)
         rates = lr or LRSchedule(optimizer.param_groups[0]["lr"], ENDLESS, LRScheduleSection(kind="constant"))
         self._gradient_wire = build_wire(self.sync.wire) if self.sync.wire.gradients else None
         self._method = build_method(
             self.sync,
             self.replica,
             self._replicas,
-            Comms(shards, device, "shard"),
+            self._shards,
             rates,
             seed=0,
             store=store,
@@ -168,7 +176,7 @@ class LocalUpdates:
     def _before_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         self.step += 1
         if self.step == 1:
-            _check_equal_start(self._replicas, self.replica)
+            _check_equal_start(self._replicas, self._shards, self.replica)
         with torch.no_grad():
             plan = self._method.begin_step(self.step, optimizer.param_groups[0]["lr"])
             if plan.phase != "local":
@@ -182,21 +190,44 @@ class LocalUpdates:
                 warnings.warn(f"step {self.step}: {text}", stacklevel=2)
 
     def _average_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        for gradient in map(_local, gradients):
+        """Replace each gradient with its mean. That of a replica without one, which has not used the parameter, is 0."""
+        if self._replicas.size == 1:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        has_gradient = torch.tensor([p.grad is not None for p in parameters], device=self._replicas.device)
+        of_any = self._replicas.all_gather(has_gradient.long(), "comparing which parameters have gradients").any(0)
+        for parameter, is_used in zip(parameters, of_any.tolist(), strict=True):
+            if not is_used:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = _local(parameter.grad)
             mean = gradient / self._replicas.size
             gradient.copy_(self._replicas.all_reduce(mean, "averaging gradients", self._gradient_wire).wait())
 
 
-def _check_equal_start(replicas: Comms, replica: ModuleReplica) -> None:
-    """Raise RecipeError, on every rank, if replicas hold different parameters. A collective of the replica group."""
+def _check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica) -> None:
+    """Raise RecipeError, on every rank, if replicas hold different parameters. A collective of all ranks."""
     sums = replicas.all_gather(replica.fingerprint().to(replicas.device), "comparing the replicas' parameters")
-    differ = (sums != sums[0]).any(0).nonzero().flatten().tolist()
-    if differ:
+    differs = shards.all_gather((sums != sums[0]).any(0).long(), "comparing the shards' parameters").any(0)
+    if differ := differs.nonzero().flatten().tolist():
         raise RecipeError(
             f"replicas differ in {replica.blocks[differ[0]].name} before the first step; give them the same seed, or load the same "
             "weights"
         )
+
+
+def _check_order(replicas: Comms, shards: Comms) -> None:
+    """Raise RecipeError unless the ranks of a replica follow each other, which groups of replicas rely on."""
+    for comms, expected in (
+        (replicas, [r * shards.size + shards.rank for r in range(replicas.size)]),
+        (shards, [replicas.rank * shards.size + s for s in range(shards.size)]),
+    ):
+        if comms.group is not None and (found := dist.get_process_group_ranks(comms.group)) != expected:
+            raise RecipeError(
+                f"the {comms.axis} group of rank {dist.get_rank()} has ranks {found}, expected {expected}: with this schedule, the ranks "
+                "of a replica must follow each other; make the mesh with replicas as its first dimension"
+            )
 
 
 def _section(method: str, choices: dict[str, Any]) -> SyncSection:
@@ -249,9 +280,14 @@ def _check(
         )
     if lr is None and (sync.period.follows_lr or sync.warmup_until_lr is not None):
         raise RecipeError(f"method {sync.method} follows the learning rate: give lr, a llmtrain.lr.LRSchedule")
-    if store is None and sync.schedule.resolve_group_size(1) is not None:
+    if store is None and sync.schedule.needs_threads:
         raise RecipeError(
             f"sync.schedule={sync.schedule.kind} needs store, a torch.distributed.Store that all ranks share"
+        )
+    if sync.schedule.needs_threads and sync.period.min_length == 1:
+        raise RecipeError(
+            f"sync.period.{sync.period.shortest_round} is 1, but with sync.schedule={sync.schedule.kind} a loop needs rounds of at "
+            "least 2; give more, or use local_sgd"
         )
 
 

@@ -17,22 +17,25 @@ from llmtrain.sync.sync_stats import SyncStats
 class MomentAverages:
     """Blocking averages of first and second moments, block by block, in the precision in which they are kept."""
 
-    def __init__(self, section: MomentsSection, replica: Replica, replica_comms: Comms, report: SyncStats):
-        self.section, self.replica, self.replica_comms, self.report = section, replica, replica_comms, report
+    def __init__(
+        self, section: MomentsSection, replica: Replica, replica_comms: Comms, shard_comms: Comms, report: SyncStats
+    ):
+        self.section, self.replica, self.report = section, replica, report
+        self.replica_comms, self.shard_comms = replica_comms, shard_comms
         self._rounds = 0
 
     def end_round(self) -> None:
-        """Count a round, and average the moments that are due. A collective of the replica group."""
+        """Count a round, and average the moments that are due. A collective of all ranks."""
         self._rounds += 1
         if self.replica_comms.size == 1:
             return
-        if self._rounds == 1:
-            self._check()
         # Second moments first: first moments are averaged where there are second ones.
-        for order, every in ((2, self.section.second), (1, self.section.first)):
-            if every is not None and self._rounds % every == 0:
-                with self.report.time_exposed():
-                    self._average(order)
+        orders = ((2, self.section.second), (1, self.section.first))
+        if due := [order for order, every in orders if every is not None and self._rounds % every == 0]:
+            self._check()
+        for order in due:
+            with self.report.time_exposed():
+                self._average(order)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of rounds so far."""
@@ -43,24 +46,29 @@ class MomentAverages:
 
     def _check(self) -> None:
         """Raise RecipeError, on every rank, unless all replicas have moments to average, and of the same tensors: torch creates
-        them with the first gradient. A collective of the replica group."""
-        blocks = range(len(self.replica.blocks))
-        for order, every in ((1, self.section.first), (2, self.section.second)):
-            moments = [self.replica.moments(index, order) for index in blocks]
-            values = torch.tensor([sum(m.numel() for m in of_block if m is not None) for of_block in moments])
-            of_all = self.replica_comms.all_gather(
-                values.to(self.replica_comms.device), "comparing the replicas' moments"
-            )
-            name = ("first", "second")[order - 1]
-            if every is not None and not of_all.any():
+        them with the first gradient. A collective of all ranks."""
+        blocks, device = self.replica.blocks, self.replica_comms.device
+        values = [
+            [
+                sum(m.numel() for m in self.replica.moments(index, order) if m is not None)
+                for index in range(len(blocks))
+            ]
+            for order in (1, 2)
+        ]
+        of_all = self.replica_comms.all_gather(torch.tensor(values, device=device), "comparing the replicas' moments")
+        found = torch.stack(((of_all != 0).any(0), (of_all != of_all[0]).any(0))).long()
+        exist, differ = self.shard_comms.all_gather(found, "comparing the shards' moments").any(0).tolist()
+        for order, every in enumerate((self.section.first, self.section.second)):
+            name = ("first", "second")[order]
+            if every is not None and not any(exist[order]):
                 raise RecipeError(
-                    f"sync.moments.{name} averages {name} moments, but the optimizer has none ({', '.join(MOMENTS[order])}); use "
+                    f"sync.moments.{name} averages {name} moments, but the optimizer has none ({', '.join(MOMENTS[order + 1])}); use "
                     "another one, or null"
                 )
-            if (differ := (of_all != of_all[0]).any(0).nonzero().flatten().tolist()) and every is not None:
+            if every is not None and any(differ[order]):
                 raise RecipeError(
-                    f"replicas have {name} moments of different parameters of {self.replica.blocks[differ[0]].name}; give every parameter "
-                    "a gradient on all replicas, or set sync.moments to null"
+                    f"replicas have {name} moments of different parameters of {blocks[differ[order].index(True)].name}; give every "
+                    "parameter a gradient on all replicas, or set sync.moments to null"
                 )
 
     def _average(self, order: int) -> None:

@@ -75,9 +75,11 @@ class Nesterov(Outer):
 
     def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
         assert momentum is not None
-        unit = since.scale(self.normalize)
+        anchor.add_(mean, alpha=-self.lr)
+        if (unit := since.scale(self.normalize)) == 0:  # no local step with a learning rate, so nothing to add to b
+            return
         _accumulate(momentum, mean, self.momentum, unit)
-        anchor.add_(mean, alpha=-self.lr).add_(momentum, alpha=-self.lr * self.momentum * unit)
+        anchor.add_(momentum, alpha=-self.lr * self.momentum * unit)
 
 
 class Momentum(Outer):
@@ -96,7 +98,11 @@ class Momentum(Outer):
 
     def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
         assert momentum is not None
-        unit = since.scale(self.normalize)
+        if (
+            unit := since.scale(self.normalize)
+        ) == 0:  # no local step with a learning rate: of lr (mu g b + D), D is left
+            anchor.add_(mean, alpha=-self.lr)
+            return
         _accumulate(momentum, mean, self.momentum, unit)
         if self.clip is not None:
             momentum.clamp_(-self.clip, self.clip)

@@ -112,7 +112,7 @@ class FixedPeriod(Period):
 class QsrPeriod(Period):
     """The quadratic synchronization rule (arXiv 2310.14423): rounds of max(base, floor((alpha / lr)^power)) local steps.
     lr is that of the round's first step, or the peak while the learning rate warms up. The last round is shortened
-    so that the run ends synchronized."""
+    so that the run ends synchronized. In a loop that goes on beyond the learning rate's end, rounds have `base` steps."""
 
     def __init__(self, base: int, alpha: float, warmup: int, rates: LRSchedule, power: float = 2.0):
         self.base, self.alpha, self.power, self.rates = base, alpha, power, rates
@@ -139,15 +139,17 @@ class QsrPeriod(Period):
         if self.is_synchronous(step):
             return 0
         index = bisect_left(self._ends, step)
-        return self._ends[index] - self._ends[index - 1]
+        return self._ends[index] - self._ends[index - 1] if index < len(self._ends) else self.base
 
     def step_in_round(self, step: int) -> int:
         if self.is_synchronous(step):
             return 0
-        return step - self._ends[bisect_left(self._ends, step) - 1]
+        index, beyond = bisect_left(self._ends, step), step - self._ends[-1]
+        return step - self._ends[index - 1] if index < len(self._ends) else (beyond - 1) % self.base + 1
 
     def round_number(self, step: int) -> int:
-        return bisect_left(self._ends, step)
+        index, beyond = bisect_left(self._ends, step), step - self._ends[-1]
+        return index if index < len(self._ends) else index + (beyond - 1) // self.base
 
 
 def warmup_of(sync: SyncSection, rates: LRSchedule) -> int:

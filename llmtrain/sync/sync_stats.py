@@ -102,8 +102,8 @@ class RoundStats:
         return RoundStats(self.steps + 1, lr or self.last_lr, self.lr_sum + lr, self.tokens + tokens)
 
     def scale(self, normalize: str) -> float:
-        """Return the unit of pseudo-gradients: 1 ("none"), or a learning rate ("lr", "lr_sum") unless that is 0."""
-        return {"none": 1.0, "lr": self.last_lr, "lr_sum": self.lr_sum}[normalize] or 1.0
+        """Return the unit of pseudo-gradients: 1 ("none"), or a learning rate ("lr", "lr_sum"), which is 0 after no step."""
+        return {"none": 1.0, "lr": self.last_lr, "lr_sum": self.lr_sum}[normalize]
 
     def state(self) -> dict[str, float]:
         """Return plain values by name; `RoundStats(**state)` is the inverse."""

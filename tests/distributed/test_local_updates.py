@@ -251,6 +251,74 @@ def test_replicas_that_start_apart_are_refused_on_all_ranks(ranks: RankPool) -> 
     )
 
 
+def train_with_an_unused_layer(steps: int, by_hand: bool) -> list[torch.Tensor]:
+    """Synchronous steps in which the second replica does not use the last parameter, and none the first one."""
+    model = Layered()
+    parameters, optimizer = list(model.parameters()), torch.optim.SGD(model.parameters(), lr=LR)
+    updates = None if by_hand else LocalUpdates(model, optimizer, "synchronous")
+    for step in range(1, steps + 1):
+        backward(model, step)
+        parameters[0].grad = None
+        if dist.get_rank() == 1:
+            parameters[-1].grad = None
+        for parameter in parameters[1:] if by_hand else ():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        optimizer.step()
+        assert parameters[0].grad is None
+        optimizer.zero_grad()
+    if updates is not None:
+        updates.finish()
+    return [parameter.detach() for parameter in parameters]
+
+
+def test_a_parameter_that_a_replica_does_not_use_has_the_gradient_zero_there(ranks: RankPool) -> None:
+    ours, expected = (ranks.run(train_with_an_unused_layer, 3, by_hand, world_size=2) for by_hand in (False, True))
+    for found, by_hand in zip(ours, expected, strict=True):
+        for one, other in zip(found, by_hand, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-14, atol=0)
+
+
+def shared_store() -> dist.Store:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
+    port = [store.port if store else None]
+    dist.broadcast_object_list(port)
+    return store or dist.TCPStore("127.0.0.1", port[0], is_master=False)
+
+
+def train_wagma_twice(steps: int) -> list[int]:
+    """Two loops with one store, the second longer than the first: how many synchronizations each has."""
+    counts, store = [], shared_store()
+    for length in (steps, 2 * steps):
+        model = Layered()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        updates = LocalUpdates(model, optimizer, "wagma", store=store, period=3, warmup_steps=0, timeout_seconds=20)
+        for step in range(1, length + 1):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        updates.finish()
+        counts.append(updates.report().count)
+    return counts
+
+
+def test_loops_follow_each_other_on_one_store(ranks: RankPool) -> None:
+    assert ranks.run(train_wagma_twice, 5, world_size=2) == [[2, 4]] * 2
+
+
+def refused_for_groups() -> list[str]:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replica"))
+    transposed = {"replicas": mesh.get_group("replica"), "shards": mesh.get_group("shard")}
+    return [refused("wagma", {**choices, "store": dist.HashStore()}) for choices in (transposed, {"period": 1})]
+
+
+def test_what_groups_of_replicas_cannot_do_is_refused(ranks: RankPool) -> None:
+    for of_mesh, of_period in ranks.run(refused_for_groups, world_size=4):
+        assert "expected [" in of_mesh and "the ranks of a replica must follow each other" in of_mesh
+        assert of_period.startswith("sync.period.every is 1, but with sync.schedule=wait_avoiding a loop needs")
+
+
 def blocks_of(model: nn.Module) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters())
     return [block.name for block in ModuleReplica(model, _layers_of(model), optimizer).blocks]

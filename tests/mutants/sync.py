@@ -125,6 +125,20 @@ MUTANTS = [
         (*RESUMED, "tests/unit/test_reshape_rules.py"),
     ),
     Mutant(
+        "a loop of one's own: a gradient that a replica lacks is left out",
+        "llmtrain/sync/local_updates.py",
+        "if not is_used:",
+        "if parameter.grad is None:",
+        ("tests/distributed/test_local_updates.py",),
+    ),
+    Mutant(
+        "a loop of one's own: a second one hears the first one's end",
+        "llmtrain/sync/local_updates.py",
+        'f"llmtrain/loop{next(_LOOPS)}"',
+        '"llmtrain/loop"',
+        ("tests/distributed/test_local_updates.py",),
+    ),
+    Mutant(
         "outer: a round without a learning rate has the unit 1",
         "llmtrain/sync/sync_stats.py",
         '"lr_sum": self.lr_sum}[normalize]',

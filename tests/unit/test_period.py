@@ -199,3 +199,14 @@ def test_rounds_are_numbered_and_the_last_number_is_how_many_there_are():
     assert [qsr.round_number(step) for step in (500, 501, ends[0], ends[0] + 1)] == [0, 1, 1, 2]
     assert qsr.round_number(VIT["total"]) == len(ends)
     assert [timed(Hands([0.0])).round_number(step) for step in (1, 2, 3)] == [0, 0, None], "counted when they end"
+
+
+def test_rounds_of_the_quadratic_rule_beyond_the_end_have_the_shortest_length() -> None:
+    """In a loop of one's own that goes on, for its last averages."""
+    rates = LRSchedule(1.0, 10, LRScheduleSection(kind="constant"))
+    period = QsrPeriod(3, 3**0.5, 1, rates)
+    ends = [step for step in range(1, 20) if period.ends_round(step)]
+    assert ends == [4, 7, 10, 13, 16, 19]
+    assert [period.round_length(step) for step in (10, 11, 13, 14)] == [3] * 4
+    assert [period.step_in_round(step) for step in (10, 11, 13, 14)] == [3, 1, 3, 1]
+    assert [period.round_number(step) for step in (10, 11, 13, 14)] == [3, 4, 4, 5]

@@ -148,10 +148,12 @@ def build_wait_avoiding(section: WaitAvoidingSection, parts: ScheduleParts) -> W
     def group_of(iteration: int) -> Comms:
         return comms[str(butterfly.groups_at(iteration, size, replica.size))]
 
+    beyond = parts.period.round_length(parts.total_steps + 1)
+
     def is_global(iteration: int) -> bool:
-        # No iteration beyond the run's end is global, so a search for the next group average always ends.
+        # A loop of one's own may go on beyond the end. Rounds of one step do not, so a search for the next group average ends.
         step = parts.period.warmup + 1 + iteration
-        return step <= parts.total_steps and parts.period.ends_round(step)
+        return (step <= parts.total_steps or beyond > 1) and parts.period.ends_round(step)
 
     for iteration in range(replica.size.bit_length()):  # covers all groups, because they repeat
         groups = butterfly.groups_at(iteration, size, replica.size)
