@@ -43,3 +43,19 @@ def test_an_environment_that_was_left_without_pip_is_made_again(tmp_path: Path, 
         (tmp_path / venv / ".ready").unlink()
     calls = (tmp_path / "calls").read_text().splitlines()
     assert [call for call in calls if " -m " in call] == [f"python -m venv --clear {venv}"], "a complete one is kept"
+
+
+def test_a_host_that_fails_does_not_keep_the_tunnel_on_the_others(tmp_path: Path) -> None:
+    write_program(tmp_path / "ssh", f'#!/bin/sh\necho "$3" >> {tmp_path}/calls\n[ "$3" != root@b ]\n')
+    for hosts, code in ((["root@a", "root@b", "root@c=1.2.3.4"], 1), (["root@a"], 0)):
+        (tmp_path / "calls").unlink(missing_ok=True)
+        done = subprocess.run(
+            ["bash", str(ROOT / "launch/tunnel.sh"), "down", *hosts],
+            env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (tmp_path / "calls").read_text().split() == [host.partition("=")[0] for host in hosts]
+        assert (done.returncode, done.stdout) == (code, "")
+        assert done.stderr == ("error: root@b: stop network failed, see the line above\n" if code else "")
