@@ -59,3 +59,13 @@ def test_a_host_that_fails_does_not_keep_the_tunnel_on_the_others(tmp_path: Path
         assert (tmp_path / "calls").read_text().split() == [host.partition("=")[0] for host in hosts]
         assert (done.returncode, done.stdout) == (code, "")
         assert done.stderr == ("error: root@b: stop network failed, see the line above\n" if code else "")
+
+
+def test_train_sh_finds_its_repository_whatever_cdpath_is(tmp_path: Path) -> None:
+    write_program(tmp_path / "bin/python3", '#!/bin/sh\necho "$PYTHONPATH"\n')
+    write_program(tmp_path / "mine/launch/train.sh", (ROOT / "launch/train.sh").read_text())
+    (tmp_path / "others/launch").mkdir(parents=True)
+    environ = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CDPATH": f"{tmp_path}/others"}
+    command = ["bash", "launch/train.sh", "recipe.yaml"]
+    done = subprocess.run(command, cwd=tmp_path / "mine", env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/mine\n"), done.stderr
