@@ -82,7 +82,7 @@ docs: $(READY)
 $(READY): requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "$(PYTHON) is older than Python 3.11; choose another: make PYTHON=python3.12 ..."; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP) torch -c constraints.txt
 	$(PIP) -r requirements.txt -c constraints.txt
 	$(PIP) --no-deps --editable .
@@ -95,7 +95,7 @@ $(TOOLS): $(READY)
 
 # all that we need ourselves, in the same versions, and torchft
 $(PEERS)/.ready: Makefile requirements.txt constraints.txt
-	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@test -x $(PEERS)/bin/pip || $(PYTHON) -m venv --clear $(PEERS)
 	$(PEERS_PIP) torch -c constraints.txt
 	$(PEERS_PIP) -r requirements.txt $(TORCHFT) -c constraints.txt
 	$(PEERS_PIP) --no-deps --editable .

@@ -7,7 +7,7 @@
 # by srun --ntasks-per-node=1, which needs none of them. Read by Python, as DeepSpeed's launcher does in
 #     deepspeed launch/train.sh recipes/edit_1b.yaml
 # it is one rank, and this part is a string.
-root=$(cd "$(dirname "$0")/.." && pwd)
+root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 python=python3
 if [ -x "$root/.venv/bin/python" ] && [ -z "$VIRTUAL_ENV" ]; then python="$root/.venv/bin/python"; fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"

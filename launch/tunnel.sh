@@ -70,8 +70,9 @@ endpoint() {
 }
 
 if [ "$action" = down ]; then
-  for host in "${hosts[@]}"; do stop_network "$host"; done
-  exit
+  failed=0
+  for host in "${hosts[@]}"; do (stop_network "$host") || failed=1; done
+  exit "$failed"
 fi
 
 keys=()

@@ -44,6 +44,26 @@ def local_path(name: str) -> Path | None:
     return Path(path) if os.path.exists(path) else None  # False also for a text that is too long for a path
 
 
+def visible_files(folder: Path) -> list[Path]:
+    """Return the files of a folder and its subfolders, sorted by path. Hidden files and folders are left out. Links to folders
+    are followed, but each folder is read once. Raises OSError if one can't be listed."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found, folders, seen = [], [str(folder)], set()
+    for start in folders:
+        for path, below, names in os.walk(start, onerror=refuse):
+            below[:] = sorted(name for name in below if not name.startswith("."))
+            if (real := os.path.realpath(path)) in seen:
+                below.clear()
+                continue
+            seen.add(real)
+            folders += filter(os.path.islink, (os.path.join(path, name) for name in below))
+            found += [Path(path, name) for name in names if not name.startswith(".")]
+    return sorted(filter(os.path.isfile, found))
+
+
 def is_bare_file_name(name: str) -> bool:
     """Return whether `name` is a plain file name, which can't lead out of its folder."""
     return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}

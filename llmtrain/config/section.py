@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
@@ -21,14 +22,16 @@ def _count(value: Any) -> Any:
 Count = Annotated[PositiveInt, BeforeValidator(_count)]
 
 
-def _short_enough(path: str) -> str:
+def _expanded(path: str) -> str:
+    """Return a path with `~` expanded, and a URL as it is."""
+    path = os.path.expanduser(path)
     if is_too_long(path):
         rule = f"a path of at most {LONGEST_PATH} bytes, with names of at most {LONGEST_NAME}"
         raise PydanticCustomError("path_too_long", f"Input should be {rule}")
     return path
 
 
-PathText = Annotated[str, AfterValidator(_short_enough)]
+PathText = Annotated[str, AfterValidator(_expanded)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)]
 
 

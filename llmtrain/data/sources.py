@@ -15,7 +15,6 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -30,7 +29,7 @@ from llmtrain.data.bytes_read import BytesRead
 from llmtrain.data.local_files import stamps, without_held_out
 from llmtrain.data.python_files import LIBRARY, PYTHON, STDLIB, PythonText, package_named, python_text, read_stdlib
 from llmtrain.errors import DataError, first_line, kind_of
-from llmtrain.files import local_path
+from llmtrain.files import local_path, visible_files
 from llmtrain.waiting import announced
 
 Split = Literal["train", "validation"]
@@ -203,12 +202,11 @@ def _files(source: str, key: str) -> list[Path]:
             f"{key}: {source}: no such file or folder; expected stories, stdlib, python, a path, or hf:OWNER/NAME"
         )
     try:
-        found = sorted(file for file in path.rglob("*") if os.path.isfile(file) and _reader(file) is not None)
+        found = [file for file in visible_files(path) if _reader(file) is not None]
     except OSError as error:
         raise DataError(
             f"{key}: {source}: {error.filename} can't be read ({error.strerror}); give a folder of text"
         ) from None
-    found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not found:
         raise DataError(
             f"{key}: {source}: no text in this folder; expected files that end in {known}, or tokens: .bin, .npy"

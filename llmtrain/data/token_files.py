@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from llmtrain.errors import DataError, one_line
-from llmtrain.files import local_path
+from llmtrain.files import local_path, visible_files
 
 Kind = Literal["nanogpt", "llm.c", "megatron", "npy"]
 ENDINGS = (".bin", ".npy", ".idx")
@@ -131,11 +131,7 @@ def find_token_files(source: str, key: str, text_endings: tuple[str, ...]) -> li
     if os.path.isfile(path):
         return _without_indexes([path]) if path.name.lower().endswith(ENDINGS) else None
     try:
-        visible = [
-            file
-            for file in sorted(path.rglob("*"))
-            if not any(part.startswith(".") for part in file.relative_to(path).parts) and os.path.isfile(file)
-        ]
+        visible = visible_files(path)
     except OSError:  # reported by the reader of text
         return None
     found = [file for file in visible if file.name.lower().endswith(ENDINGS)]

@@ -12,6 +12,7 @@ from llmtrain.export.folder import (
     Manifest,
     can_write,
     copy_tokenizer,
+    destination,
     locked,
     note,
     read_manifest,
@@ -45,7 +46,7 @@ def export(source: Source, request: Request, out: Path | None = None) -> tuple[P
 
     Existing exports, the model card and errors are handled as in `exported`.
     """
-    final = out or request.folder_of(source)
+    final = request.folder_of(source) if out is None else destination(out)
     if not can_write(final):  # another user's, perhaps, of which nothing has to change
         manifest = read_manifest(final)
         if manifest is not None and request.is_met_by(manifest, source):

@@ -27,6 +27,7 @@ from llmtrain.train.checkpoint_files import Digest, digests, find_corruption
 
 MANIFEST = "export.json"
 CARD = "README.md"
+COMMAND = "export RUN --out FOLDER"
 LOCK_SECONDS = 3600.0
 """Seconds to wait for another process that exports to the same folder."""
 
@@ -84,6 +85,14 @@ def can_write(folder: Path) -> bool:
     return os.access(folder, os.W_OK) and os.access(folder.parent, os.W_OK)
 
 
+def destination(folder: Path, command: str = COMMAND) -> Path:
+    """Return the absolute path of a folder to write, which has a name even if it is given as `.`. Raises UserError for `/`."""
+    final = Path(os.path.abspath(folder))
+    if not final.name:
+        raise UserError(f"{folder} can't be replaced by an export; choose another folder: {command}")
+    return final
+
+
 @contextmanager
 def locked(final: Path) -> Iterator[None]:
     """Hold a lock that lets one process at a time export to `final`. Waiting for it is announced.
@@ -112,7 +121,7 @@ def locked(final: Path) -> Iterator[None]:
         lock.release()
 
 
-def cannot_write(final: Path, error: Exception, command: str = "export RUN --out FOLDER") -> UserError:
+def cannot_write(final: Path, error: Exception, command: str = COMMAND) -> UserError:
     """Return the error for an export that failed because `final` can't be written."""
     reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
     return UserError(f"{final} can't be written ({reason}); make room, or choose another folder: {command}")
@@ -126,7 +135,7 @@ def check_replaceable(final: Path, manifest: str, what: str, command: str) -> No
 
 @contextmanager
 def replacing(
-    final: Path, manifest: str = MANIFEST, what: str = "an exported model", command: str = "export RUN --out FOLDER"
+    final: Path, manifest: str = MANIFEST, what: str = "an exported model", command: str = COMMAND
 ) -> Iterator[Path]:
     """Yield an empty temporary folder next to `final`, which then replaces `final`.
 
@@ -141,9 +150,12 @@ def replacing(
     try:
         temporary.mkdir()
         yield temporary
+        is_current = final.exists() and final.samefile(".")
         if final.exists():
             final.rename(retired)
         temporary.rename(final)
+        if is_current:
+            note(f"{final} is a new folder; a shell that is in the old one sees its files after: cd {final}")
     except (OSError, SafetensorError) as error:
         if retired.exists() and not final.exists():
             retired.rename(final)

@@ -6,6 +6,7 @@ which says what the tokens are.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from llmtrain.data.dataset import TOKENIZER, TokenDataset, TokenShards, token_di
 from llmtrain.data.sources import SPLITS
 from llmtrain.data.token_files import HEADER_INTS, LLM_C_KINDS, MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC, Kind
 from llmtrain.errors import UserError
-from llmtrain.export.folder import CARD, check_replaceable, locked, note, replacing
+from llmtrain.export.folder import CARD, check_replaceable, destination, locked, note, replacing
 
 MANIFEST = "tokens.json"
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -67,6 +68,16 @@ def parse_kind(name: str | None, final: Path) -> Kind:
         given = "is missing" if name is None else f"is {name}"
         raise UserError(f"--format {given}, expected {', '.join(KINDS[:-1])} or {KINDS[-1]}")
     return found
+
+
+def token_destination(folder: Path, data: DataSection) -> Path:
+    """Return the absolute path of the folder to write. Raises UserError if it is `/`, or if the tokens are prepared in it."""
+    final = destination(folder, WORDS[1])
+    if Path(os.path.abspath(data.cache_dir)).is_relative_to(final):
+        raise UserError(
+            f"--export {folder} contains data.cache_dir={data.cache_dir}; choose another folder for one of them"
+        )
+    return final
 
 
 def check_kind(kind: Kind, vocab_size: int) -> None:

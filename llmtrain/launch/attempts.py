@@ -53,7 +53,7 @@ def train_with_restarts(
     members = list(range(nodes.count))
     number = 0
     while True:
-        left = Nodes(len(members), members.index(nodes.rank), nodes.address, nodes.port)
+        left = Nodes(len(members), members.index(nodes.rank), nodes.address, nodes.port, nodes.step)
         mine = run(Attempt(number, left, tuple(members)))
         endings = exchange_exits(number, mine, allow_node_loss)
         if nodes.rank not in endings:

@@ -282,7 +282,8 @@ def rendezvous_nodes(nodes: Nodes, timeout_seconds: float) -> Iterator[NodeRende
     if nodes.count == 1:
         yield NodeRendezvous(nodes, None)
         return
-    store = TimeoutStore(PrefixStore("llmtrain launch", _open_store(nodes, timeout_seconds)), SILENCE_SECONDS)
+    prefix = f"llmtrain launch {nodes.step}"
+    store = TimeoutStore(PrefixStore(prefix, _open_store(nodes, timeout_seconds)), SILENCE_SECONDS)
     rendezvous, over = NodeRendezvous(nodes, store), threading.Event()
     heart = threading.Thread(target=rendezvous.heartbeat, args=(over,), daemon=True, name="says that it is there")
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError
-from llmtrain.parallel.world import MAX_PORT, environment_number, master_endpoint, may_share_gpu
+from llmtrain.parallel.world import MAX_PORT, environment_number, master_endpoint, may_share_gpu, slurm_step
 
 DEFAULT_PORT = 29400
 
@@ -21,6 +21,8 @@ class Nodes:
     rank: int = 0
     address: str = "localhost"
     port: int = DEFAULT_PORT
+    step: str = ""
+    """Number of the Slurm step whose nodes these are."""
 
     @classmethod
     def from_environment(cls) -> Nodes:
@@ -65,7 +67,7 @@ class Nodes:
                 "or once per rank without it: srun llmtrain train RECIPE"
             )
         address, port = master_endpoint()
-        return cls(nodes, environment_number("SLURM_NODEID", 0), address, int(port))
+        return cls(nodes, environment_number("SLURM_NODEID", 0), address, int(port), slurm_step())
 
 
 def processes_per_node(parallel: ParallelSection, nodes: int) -> int:

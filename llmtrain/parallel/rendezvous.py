@@ -33,7 +33,7 @@ from llmtrain.parallel.network import (
     network_stack,
 )
 from llmtrain.parallel.public_network import NodeAddress, find_unencrypted
-from llmtrain.parallel.world import World, master_endpoint, node_name
+from llmtrain.parallel.world import World, master_endpoint, node_name, slurm_step
 from llmtrain.waiting import announced
 
 GRACE_SECONDS = 3.0
@@ -193,10 +193,11 @@ def _attempt(world: World) -> str:
     """Return a prefix of the store's keys that separates this start of the ranks from earlier ones.
 
     A launcher that restarts its ranks may keep the store. torchrun counts restarts after a failure, but not those after
-    a node has left or joined, which change the number of ranks.
+    a node has left or joined, which change the number of ranks. Only ranks that Slurm numbers are all in one step.
     """
     run, restarts = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
-    return f"{run}/{restarts}/{world.size}"
+    step = "" if "RANK" in os.environ else slurm_step()
+    return f"{run}/{restarts}/{step}/{world.size}"
 
 
 def _open_store(world: World, address: str, port: str, timeout_seconds: float) -> dist.Store:

@@ -17,6 +17,8 @@ from llmtrain.waiting import announced
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 MAX_PORT = 65_535
+PORTS_BETWEEN_STEPS = 1009
+"""Distance of the ports of two steps of a Slurm job, whose neighbors are taken by the jobs that follow it."""
 SCONTROL_SECONDS = 20.0
 """Seconds in which Slurm's controller must answer."""
 SHARE_GPU = "LLMTRAIN_SHARE_GPU"
@@ -74,13 +76,16 @@ def node_name() -> str:
 
 
 def master_endpoint() -> tuple[str, str]:
-    """Return rank 0's (address, port): MASTER_ADDR and MASTER_PORT, or the first host of the Slurm job and a port
-    derived from the job's number. Raises RecipeError if neither is available, or if one can't be an endpoint."""
+    """Return rank 0's (address, port): MASTER_ADDR and MASTER_PORT, or the first host of the Slurm step and a port
+    derived from the job's number and the step's. Raises RecipeError if neither is available, or if one can't be an
+    endpoint."""
     env = os.environ
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
-    if address is None and "SLURM_JOB_NODELIST" in env:
-        address = _first_host(env["SLURM_JOB_NODELIST"])
-        port = port or str(15000 + environment_number("SLURM_JOB_ID", 0) % 20000)
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")  # a step need not have the job's first node
+    if address is None and nodes is not None:
+        address = _first_host(nodes)
+        step = environment_number("SLURM_STEP_ID", 0)
+        port = port or str(15000 + (environment_number("SLURM_JOB_ID", 0) + PORTS_BETWEEN_STEPS * step) % 20000)
     if address is None or port is None:
         raise RecipeError(
             f"environment: MASTER_ADDR={address}, MASTER_PORT={port}; give both (rank 0's host and a free port on it), "
@@ -89,6 +94,12 @@ def master_endpoint() -> tuple[str, str]:
     if not address.strip():
         raise RecipeError("MASTER_ADDR is empty in the environment; set it to rank 0's host")
     return address, str(environment_number("MASTER_PORT", port, 1, MAX_PORT))
+
+
+def slurm_step() -> str:
+    """Return the number of this process's Slurm step, or an empty text outside of Slurm. Steps of a job may run at the same
+    time, and share a MASTER_PORT that the job has set."""
+    return os.environ.get("SLURM_STEP_ID", "")
 
 
 def environment_number(name: str, default: int | str, minimum: int = 0, maximum: int | None = None) -> int:

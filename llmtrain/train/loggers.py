@@ -38,8 +38,8 @@ class Logger(ABC):
         """Record a text that the model has generated after `step`."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Flush and close."""
+    def close(self, failed: bool = False) -> None:
+        """Flush and close. `failed`: training has ended with an error."""
 
 
 class JsonlLogger(Logger):
@@ -61,7 +61,7 @@ class JsonlLogger(Logger):
     def log_sample(self, step: int, tokens: int, text: str) -> None:
         """Do nothing: samples.txt has it."""
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._file.close()
 
 
@@ -92,7 +92,7 @@ class SampleLogger(Logger):
         with self.path.open("a") as file:
             file.write(f"{SAMPLE.format(step=step)}\n{text}\n\n")
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Do nothing: the file is closed after each sample."""
 
 
@@ -120,7 +120,7 @@ class TensorBoardLogger(Logger):
     def log_sample(self, step: int, tokens: int, text: str) -> None:
         self._by_step.add_text("sample", _as_markdown(text), step)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._by_step.close()
         self._by_tokens.close()
 
@@ -166,10 +166,10 @@ class WandbLogger(Logger):
 
         self._run.log({"tokens": tokens, "sample": wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step=step)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         import wandb
 
-        self._run.finish()
+        self._run.finish(exit_code=int(failed))
         wandb.teardown()  # waits for wandb's own process, which may still write the file when finish() returns
 
 

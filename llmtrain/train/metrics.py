@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -115,11 +115,19 @@ class Metrics:
         self.io_errors.check()
         rounds = self.method.period.round_number(state.total_steps)
         self.console.start(state.global_step, state.total_steps, rounds)
-        yield
-        for logger in self._loggers:
-            self._write(logger.close)
-        self.io_errors.check()
-        self.console.stop()
+        try:
+            yield
+        except BaseException:
+            for logger in self._loggers:
+                with suppress(OSError):  # the disk may have ended the run
+                    logger.close(failed=True)
+            raise
+        else:
+            for logger in self._loggers:
+                self._write(logger.close)
+            self.io_errors.check()
+        finally:
+            self.console.stop()
 
     @contextmanager
     def training_time(self) -> Iterator[None]:

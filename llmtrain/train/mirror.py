@@ -58,15 +58,23 @@ class RemoteRun:
         self._losses: dict[int, CheckpointLoss | None] = {}  # read once from each checkpoint
 
     def check_owner(self, recipe: Recipe) -> None:
-        """Write the recipe to the mirror. Raises RecipeError if the mirror contains another recipe."""
+        """Raise RecipeError if the mirror contains another recipe, or the file system's error if it can't be written."""
         there = f"{self._root}/recipe.yaml"
         with tempfile.TemporaryDirectory() as folder:
             here = Path(folder) / "recipe.yaml"
             if self._files.exists(there):
                 self._files.get_file(there, str(here))
                 check_same_recipe(load_recipe(here), recipe, self.url)
+            here.touch()
+            self._files.put_file(str(here), f"{there}.tmp")
+            self._files.rm(f"{there}.tmp")
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        """Write the recipe, so that the mirror belongs to it."""
+        with tempfile.TemporaryDirectory() as folder:
+            here = Path(folder) / "recipe.yaml"
             here.write_text(resolved_yaml(recipe))
-            self._put_file(here, there)
+            self._put_file(here, f"{self._root}/recipe.yaml")
 
     def complete(self) -> list[int]:
         """Return the steps of all complete checkpoints, oldest first."""
@@ -191,10 +199,14 @@ class Mirror:
     # ---- at the start, on all ranks
 
     def open(self, mesh: Mesh) -> None:
-        """Write the recipe to the mirror. Raises RecipeError, on every rank, if that fails or the mirror
-        contains another recipe."""
+        """Raise RecipeError, on every rank, if the mirror can't be written or contains another recipe."""
         if self.url is not None:
             self._on_main(mesh, self._open)
+
+    def claim(self, mesh: Mesh) -> None:
+        """Write the recipe to the mirror, once the run directory has it. Raises RecipeError, on every rank, if that fails."""
+        if self.url is not None:
+            self._on_main(mesh, lambda: self._remote.write_recipe(self.recipe))
 
     def fetch(self, mesh: Mesh, newer_than: int) -> Path | None:
         """Fetch the newest valid checkpoint after step `newer_than` (-1: any) into the run directory, together

@@ -117,6 +117,7 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
             trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop, end_early, weights, text)
         del weights  # its files
         mesh.broadcast_from_main(directory.open)  # a run only from here on, because the weights may be damaged
+        mirror.claim(mesh)
         trainer.checkpointer.on_saved += [suites.after_checkpoint, mirror.upload_async]
         trainer.checkpointer.pinned_by += [suites.worker.pending_steps, mirror.pinned_steps]
         try:

@@ -12,6 +12,7 @@ import pytest
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, RecipeError, TrainingError
 from llmtrain.parallel.world import World
+from llmtrain.recipe_loader import load_recipe
 from llmtrain.train.checkpoint_files import list_checkpoints
 from llmtrain.train.mirror import Mirror, RemoteRun
 from llmtrain.train.run import run_training
@@ -52,6 +53,7 @@ def opened_and_finished(recipe: Recipe, step: int | None) -> tuple[str, str | No
     mirror = Mirror(recipe, RunDirectory(recipe), lambda text: None, mesh.is_main)
     try:
         mirror.open(mesh)
+        mirror.claim(mesh)
     except RecipeError as error:
         return str(error), None
     if step is not None:
@@ -84,10 +86,24 @@ def test_a_run_whose_last_checkpoint_is_not_copied_has_failed_until_it_is(folder
     run = RunDirectory(recipe)
     assert run.summary()["stopped"] == "error" and steps_of(run.path) == [3, 6, 9]
     lines = lines_of(run.path)
+    assert load_recipe(there.parent / "recipe.yaml") == recipe
     there.unlink()
     assert run_training(recipe, ALONE) == DONE
     assert run.summary()["mirrored"] == 9 and lines_of(run.path) == lines
     assert (there / "step-00000009/state.json").is_file()
+
+
+def test_a_start_that_fails_before_training_leaves_the_mirror_to_a_corrected_recipe(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RecipeError("the model can't be built")
+
+    monkeypatch.setattr("llmtrain.train.run.build_trainer", fail)
+    for overrides in ((), ("optim.lr=0.5",)):
+        with pytest.raises(RecipeError, match=r"^the model can't be built"):
+            run_training(mirrored(folder, "failed", *overrides), ALONE)
+    assert list((folder / "there/failed").iterdir()) == []
 
 
 def test_a_run_that_was_asked_to_stop_only_says_what_is_not_copied(

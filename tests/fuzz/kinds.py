@@ -27,6 +27,7 @@ VARIABLES = (
     "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "LLMTRAIN_SHARE_GPU", "LLMTRAIN_STARTED",
     "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST", "SLURM_JOB_ID", "SLURM_NODEID",
+    "SLURM_STEP_NODELIST", "SLURM_STEP_ID",
 )  # fmt: skip
 WORDS = (
     "train", "launch", "recipe", "check", "show", "keys", "schema", "prepare", "runs", "export", "generate", "eval", "compare",

@@ -349,4 +349,32 @@ MUTANTS = [
         "interrupts = set(psutil.Process().children()), itertools.count(2)",
         ("tests/end_to_end/test_interruptions.py",),
     ),
+    Mutant(
+        "world: the ranks of a Slurm step meet on the job's first node",
+        "llmtrain/parallel/world.py",
+        'env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")',
+        'env.get("SLURM_JOB_NODELIST")',
+        ("tests/unit/test_world.py",),
+    ),
+    Mutant(
+        "world: the steps of a Slurm job have one port",
+        "llmtrain/parallel/world.py",
+        "PORTS_BETWEEN_STEPS * step",
+        "step * 0",
+        ("tests/unit/test_world.py",),
+    ),
+    Mutant(
+        "rendezvous: the ranks of all steps of a Slurm job are of one run",
+        "llmtrain/parallel/rendezvous.py",
+        "else slurm_step()",
+        'else ""',
+        ("tests/unit/test_gaps_launch.py",),
+    ),
+    Mutant(
+        "launcher: the nodes of all steps of a Slurm job are of one run",
+        "llmtrain/launch/node_rendezvous.py",
+        'f"llmtrain launch {nodes.step}"',
+        '"llmtrain launch"',
+        ("tests/unit/test_launch.py",),
+    ),
 ]

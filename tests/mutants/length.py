@@ -166,4 +166,11 @@ MUTANTS = [
         "",
         (MIRROR,),
     ),
+    Mutant(
+        "run: its mirror belongs to nobody",
+        "llmtrain/train/run.py",
+        "        mirror.claim(mesh)\n",
+        "",
+        ("tests/distributed/test_mirror.py",),
+    ),
 ]

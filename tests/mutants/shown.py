@@ -152,4 +152,18 @@ MUTANTS = [
         "if number:",
         ("tests/unit/test_run_plots.py",),
     ),
+    Mutant(
+        "metrics: a disk that is full hides why the run has failed",
+        "llmtrain/train/metrics.py",
+        "with suppress(OSError):  # the disk may have ended the run",
+        "with suppress():",
+        ("tests/unit/test_loggers.py",),
+    ),
+    Mutant(
+        "metrics: a run that fails leaves the bar on the terminal",
+        "llmtrain/train/metrics.py",
+        "        finally:\n            self.console.stop()\n",
+        "        self.console.stop()\n",
+        ("tests/unit/test_loggers.py",),
+    ),
 ]

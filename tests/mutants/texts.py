@@ -209,4 +209,18 @@ MUTANTS = [
         "texts = [_text_keys(entry) for",
         LISTS,
     ),
+    Mutant(
+        "files: a folder that can't be listed is left out",
+        "llmtrain/files.py",
+        "os.walk(start, onerror=refuse)",
+        "os.walk(start)",
+        ("tests/unit/test_data_sources.py",),
+    ),
+    Mutant(
+        "files: a folder is read again for each link to it",
+        "llmtrain/files.py",
+        "                below.clear()\n                continue\n",
+        "                below.clear()\n",
+        ("tests/unit/test_data_sources.py",),
+    ),
 ]

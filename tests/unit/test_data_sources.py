@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from llmtrain.config import DataSection
 from llmtrain.data.sources import documents, fingerprint
+from llmtrain.data.token_files import find_token_files
 from llmtrain.errors import DataError
 
 STORIES = [f"Story {i}.\n\nThe {i} cats sat." for i in range(40)]
@@ -153,17 +155,37 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
         read("stdlib", validation=str(tmp_path / "nothing"))
 
 
+def test_linked_folders_are_read_each_once(tmp_path: Path) -> None:
+    for name in ("text/sub", "elsewhere/more", "elsewhere/.hidden"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.txt").write_text(f"from {name}")
+    (tmp_path / "text" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "text" / "again").symlink_to("sub")
+    (tmp_path / "text" / "sub" / "around").symlink_to(tmp_path / "text")
+    assert read(tmp_path / "text") == ["from elsewhere/more", "from text/sub"]
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "more" / "a.txt").rename(tmp_path / "elsewhere" / "more" / "a.bin")
+    assert find_token_files(str(tmp_path / "tokens"), "data.source", (".txt",)) == [
+        tmp_path / "tokens/linked/more/a.bin"
+    ]
+
+
 def test_a_folder_that_can_not_be_listed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "locked").mkdir()
+    scandir = os.scandir
 
-    def refuse(path: Path, pattern: str) -> list[Path]:
-        raise PermissionError(13, "Permission denied", f"{path}/cwd")
+    def refuse(path: str) -> Iterator[os.DirEntry]:
+        if str(path).endswith("/locked"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
 
-    monkeypatch.setattr(Path, "rglob", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(
-        DataError, match=r"data.source: .*/cwd can't be read \(Permission denied\); give a folder of text"
+        DataError, match=r"data.source: .*/locked can't be read \(Permission denied\); give a folder of text"
     ):
-        list(documents(DataSection(source=str(tmp_path)), "train"))
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])

@@ -22,6 +22,7 @@ from llmtrain.errors import CheckpointError, DataError, ModelError, TrainingErro
 from llmtrain.eval.texts import generate
 from llmtrain.export import card, parity
 from llmtrain.export.card import read_scores
+from llmtrain.export.export import export
 from llmtrain.export.folder import (
     copy_tokenizer,
     write_configs,
@@ -195,6 +196,18 @@ def test_a_card_shows_the_results_of_its_own_step(source: Source) -> None:
 def test_a_run_that_diverged_has_a_card(source: Source) -> None:
     source.state["ranks"][0]["last_eval"]["loss"] = 1289.25
     assert "1289.2500 nats per token (perplexity over e^100)" in card.model_card(source, MANIFEST)
+
+
+def test_a_model_is_exported_to_the_current_folder_but_not_to_the_root(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmtrain.export.export._write", lambda source, request, folder: MANIFEST)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert export(source, Request(), Path("."))[0] == tmp_path / "here"
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["README.md"]
+    with pytest.raises(UserError, match=r"^/ can't be replaced by an export; choose another folder: export RUN --out"):
+        export(source, Request(), Path("/"))
 
 
 def test_models_whose_logits_are_all_0_do_not_differ() -> None:

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch.distributed as dist
@@ -87,6 +88,28 @@ def test_ranks_that_torchrun_starts_again_meet_anew_in_the_same_store(
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(TrainingError, match=r"^ranks? 1"):
         meet(World(0, ranks, 0, 1))
+    del store
+
+
+@pytest.mark.usefixtures("meeting_point")
+@pytest.mark.parametrize("numbered_by", ["Slurm", "hand"])
+def test_ranks_of_two_slurm_steps_are_not_of_one_run_unless_they_are_numbered_by_hand(
+    monkeypatch: pytest.MonkeyPatch, numbered_by: str
+) -> None:
+    def come(rank: int, step: str) -> Rendezvous:
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+        if numbered_by == "hand":
+            monkeypatch.setenv("RANK", str(rank))
+        return rendezvous(World(rank, 2, 0, 1), ParallelSection(), lambda: 1.0, 0.1)
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("llmtrain.parallel.rendezvous.GRACE_SECONDS", 0.1)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+    with pytest.raises(TrainingError, match=r"^rank 0 of 2 did not answer"):
+        come(1, "1")
+    with nullcontext() if numbered_by == "hand" else pytest.raises(TrainingError, match=r"^rank 1 of 2 did not answer"):
+        come(0, "0")
     del store
 
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +29,7 @@ from tests.unit import processes
 HERE = socket.gethostname()
 VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
 STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "41007"}
+SECOND = {"SLURM_STEP_NODELIST": "beta,gamma", "SLURM_STEP_ID": "1"}
 ON_CPU = {"on_cpu": {"replicas": 2, "shards": 2}}
 JOB = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "alpha,beta"}
 
@@ -70,7 +71,7 @@ def nodes_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], Node
     """The nodes that an environment with these variables describes."""
 
     def read(variables: dict[str, str]) -> Nodes:
-        for name in (*VARIABLES, *STEP, *JOB):
+        for name in (*VARIABLES, *STEP, *SECOND, *JOB):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -88,9 +89,19 @@ def nodes_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], Node
         ({"NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "alpha", "MASTER_PORT": "5"}, Nodes(3, 0, "alpha", 5)),
         ({**STEP, **JOB}, Nodes(2, 1, "alpha", 16007)),
         ({**STEP, **JOB, "MASTER_ADDR": "gamma", "MASTER_PORT": "5"}, Nodes(2, 1, "gamma", 5)),
+        ({**STEP, **JOB, **SECOND}, Nodes(2, 1, "beta", 17016, "1")),
         ({**STEP, **JOB, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}, Nodes()),
     ],
-    ids=["alone", "one of a job", "by hand", "by hand with a port", "slurm", "slurm with an address", "one task"],
+    ids=[
+        "alone",
+        "one of a job",
+        "by hand",
+        "by hand with a port",
+        "slurm",
+        "slurm with an address",
+        "second step",
+        "one task",
+    ],
 )
 def test_nodes_come_from_the_known_variables_or_from_slurm(nodes_in, variables, expected):
     assert nodes_in(variables) == expected
@@ -146,13 +157,21 @@ class Meeting:
         self.port = unused_port()
 
     def hold(
-        self, ranks: list[int], count: int, do: Callable[[NodeRendezvous], object], seconds: float = 20, counts=None
+        self,
+        ranks: list[int],
+        count: int,
+        do: Callable[[NodeRendezvous], object],
+        seconds: float = 20,
+        counts=None,
+        steps: Sequence[str] = (),
     ) -> list[object]:
         """What `do` returned or raised for each of `ranks`, in order."""
         outcomes: list[object] = [None] * len(ranks)
 
         def attend(place: int) -> None:
-            nodes = Nodes((counts or {}).get(place, count), ranks[place], "127.0.0.1", self.port)
+            nodes = Nodes(
+                (counts or {}).get(place, count), ranks[place], "127.0.0.1", self.port, *steps[place : place + 1]
+            )
             try:
                 with rendezvous_nodes(nodes, seconds) as rendezvous:
                     outcomes[place] = do(rendezvous)
@@ -183,6 +202,11 @@ def test_node_0_prepares_before_the_others_and_all_wait_for_all(meeting: Meeting
 
     assert meeting.hold([2, 0, 1], 3, attend) == [("", 3)] * 3
     assert order[0] == 0 and sorted(order) == [0, 1, 2]
+
+
+def test_two_steps_of_a_slurm_job_with_one_port_do_not_meet(meeting: Meeting):
+    outcomes = meeting.hold([0, 1], 2, lambda call: None, seconds=0.5, steps=["0", "1"])
+    assert all(isinstance(outcome, TrainingError) and " to come; here: " in str(outcome) for outcome in outcomes)
 
 
 def test_a_run_that_node_0_finds_complete_is_complete_everywhere(meeting: Meeting):

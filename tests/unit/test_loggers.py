@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import io
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console as RichConsole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llmtrain import recipe_check
 from llmtrain.config import Recipe
-from llmtrain.errors import RecipeError
+from llmtrain.errors import RecipeError, TrainingError
 from llmtrain.recipe_loader import load_recipe
+from llmtrain.train import metrics
 from llmtrain.train.loggers import Console, JsonlLogger, SampleLogger, TensorBoardLogger, WandbLogger, open_loggers
 from llmtrain.train.run_dir import RunDirectory
 
@@ -182,6 +186,18 @@ def test_a_sample_is_one_short_line(capsys) -> None:
     assert line.startswith("step 10/100 | writes: def f(): x x") and line.endswith(" …\n") and len(line) < 125
 
 
+def test_weights_and_biases_are_told_that_a_run_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, finish=lambda exit_code: codes.append(exit_code))
+    fake = SimpleNamespace(Error=OSError, init=lambda **_: run, Settings=dict, teardown=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    recipe = recipe_in(tmp_path, "log.wandb={project: p}")
+    RunDirectory(recipe).path.mkdir()
+    for failed in (True, False):
+        WandbLogger(recipe, RunDirectory(recipe), 0).close(failed)
+    assert codes == [1, 0]
+
+
 def test_a_server_that_refuses_is_an_error_of_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Refused(Exception):
         pass
@@ -205,3 +221,30 @@ def test_without_the_package_a_recipe_that_wants_it_is_refused(tmp_path: Path, m
     ):
         recipe_check.check(recipe_in(tmp_path, OFFLINE), None)
     recipe_check.check(recipe_in(tmp_path), None)
+
+
+@pytest.mark.parametrize("disk", ["good", "full"])
+def test_a_run_that_fails_on_a_terminal_closes_its_files_and_shows_the_cursor_again(
+    monkeypatch: pytest.MonkeyPatch, disk: str
+) -> None:
+    def close(failed: bool = False) -> None:
+        closed.append(failed)
+        if disk == "full":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    console, screen, closed = Console(enabled=True), io.StringIO(), []
+    console.out = RichConsole(file=screen, force_terminal=True)
+    monkeypatch.setattr(metrics, "open_loggers", lambda *_: [SimpleNamespace(close=close)] * 2)
+    run = SimpleNamespace(
+        **{"mesh": SimpleNamespace(is_main=True), "console": console, "io_errors": SimpleNamespace(check=lambda: None)},
+        **{"recipe": None, "directory": None, "tokens": 0, "_write": lambda work: work()},
+        method=SimpleNamespace(period=SimpleNamespace(round_number=lambda steps: 1)),
+    )
+    with (
+        pytest.raises(TrainingError, match=r"^a rank is gone$"),
+        metrics.Metrics.open(run, SimpleNamespace(global_step=0, total_steps=2)),
+    ):
+        raise TrainingError("a rank is gone")
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"
+    assert 0 <= screen.getvalue().rfind(hidden) < screen.getvalue().rfind(shown)
+    assert closed == [True, True]

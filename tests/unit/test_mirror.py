@@ -54,6 +54,7 @@ class Machine:
         """Up to the first step, without a local checkpoint."""
         self.mirror.open(ALONE)
         self.directory.open()
+        self.mirror.claim(ALONE)
         there = self.mirror.fetch(ALONE, newer_than=-1)
         self.directory.metrics.touch()
         return there
@@ -362,6 +363,7 @@ def test_without_a_mirror_nothing_is_asked_of_anybody(tmp_path: Path) -> None:
     machine = Machine(tmp_path / "disk", None)
     mesh = SimpleNamespace(world=ALONE.world, is_main=True)  # no broadcast_from_main
     machine.mirror.open(mesh)
+    machine.mirror.claim(mesh)
     assert machine.mirror.fetch(mesh, -1) is None and machine.mirror.finish(mesh) is None
     machine.mirror.upload_async(10)
     machine.mirror.upload_if_newer(None)

@@ -88,6 +88,23 @@ def test_run_is_named_after_its_file_unless_named(write: Write) -> None:
     assert load_recipe(write("named.yaml", "run: {name: given}")).run.name == "given"
 
 
+def test_a_tilde_is_the_home_folder_in_every_path_but_not_in_a_url(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/me")
+    given = [
+        "run.out_dir=~/a",
+        "data.cache_dir=~/b",
+        "checkpoint.mirror=~/c",
+        "eval.suite={name: small, data_dir: ~/d}",
+    ]
+    recipe = load_recipe(write("a.yaml", ""), given)
+    assert (recipe.run.out_dir, recipe.data.cache_dir) == ("/me/a", "/me/b")
+    assert (recipe.checkpoint.mirror, recipe.eval.suite.data_dir) == ("/me/c", "/me/d")
+    recipe = load_recipe(write("a.yaml", ""), ["checkpoint.mirror=s3://bucket/~/c", "run.out_dir=a/~"])
+    assert (recipe.checkpoint.mirror, recipe.run.out_dir) == ("s3://bucket/~/c", "a/~")
+
+
 def test_numbers_as_people_write_them(write: Write) -> None:
     recipe = load_recipe(write("r.yaml", "train: {tokens: 100e9}\noptim: {lr: 3e-4, eps: 1e-8}"))
     assert (recipe.train.tokens, recipe.optim.lr, recipe.optim.eps) == (100_000_000_000, 0.0003, 1e-8)

@@ -72,6 +72,10 @@ def test_the_meeting_point_is_given_or_made_from_the_slurm_job(environment):
     assert master_endpoint() == ("10.0.0.1", "4711")
     environment(SLURM_JOB_NODELIST="a,b", SLURM_JOB_ID="12345")
     assert master_endpoint() == ("a", str(15000 + 12345))
+    environment(SLURM_JOB_NODELIST="a,b", SLURM_JOB_ID="12345", SLURM_STEP_NODELIST="a,b", SLURM_STEP_ID="0")
+    assert master_endpoint() == ("a", str(15000 + 12345))
+    environment(SLURM_JOB_NODELIST="a,b,c", SLURM_JOB_ID="12345", SLURM_STEP_NODELIST="b,c", SLURM_STEP_ID="1")
+    assert master_endpoint() == ("b", str(15000 + 12345 + 1009)), "a step without the job's first node"
     environment(MASTER_ADDR="10.0.0.1")
     with pytest.raises(RecipeError, match="MASTER_PORT=None"):
         master_endpoint()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.in_process import run_here
 from tests.unit.test_wrong_files import assert_refused
 from tests.unit.token_file_writers import EOS, write_llm_c, write_megatron, write_tokenizer
 
@@ -182,6 +183,7 @@ def test_a_wrong_combination_is_refused(tmp_path: Path, keys: str, files: Files,
         ("--format npy", "--format is for --export; add --export FOLDER"),
         ("--export {f}/a.bin --format npy", "a.bin exists and is not exported tokens; choose another folder"),
         ("--export {f} --format npy", "exists and is not exported tokens; choose another folder"),
+        ("--export {f}/data --format npy", "/data contains data.cache_dir=.*; choose another folder for one of them"),
     ],
 )
 def test_a_wrong_export_is_refused(tmp_path: Path, options: str, pattern: str) -> None:
@@ -189,3 +191,14 @@ def test_a_wrong_export_is_refused(tmp_path: Path, options: str, pattern: str) -
     command = [*prepare(tmp_path, f"data.source={tmp_path / 'a.bin'}"), *options.format(f=tmp_path).split()]
     assert_refused(command, pattern)
     assert (tmp_path / "a.bin").read_bytes() == tokens() and not (tmp_path / "out").exists()
+
+
+def test_tokens_are_exported_to_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.bin").write_bytes(tokens())
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    code, output = run_here(
+        [*prepare(tmp_path, f"data.source={tmp_path / 'a.bin'}"), "--export", ".", "--format", "npy"]
+    )
+    assert code == 0 and f"{tmp_path}/here is a new folder" in output, output
+    assert {path.name for path in (tmp_path / "here").iterdir()} >= {"train.npy", "tokens.json"}

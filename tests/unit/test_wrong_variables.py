@@ -59,6 +59,7 @@ WRONG_VARIABLES: list[Row] = [
     (Nodes.from_environment, STEP | {"SLURM_STEP_NUM_NODES": "x"}, f"SLURM_STEP_NUM_NODES='x' {NO_NUMBER}"),
     (Nodes.from_environment, STEP | {"SLURM_NODEID": "x"}, f"SLURM_NODEID='x' {NO_NUMBER}"),
     (Nodes.from_environment, STEP | {"SLURM_JOB_ID": "x"}, f"SLURM_JOB_ID='x' {NO_NUMBER}"),
+    (Nodes.from_environment, STEP | {"SLURM_STEP_ID": "x"}, f"SLURM_STEP_ID='x' {NO_NUMBER}"),
     (Nodes.from_environment, STEP | {"SLURM_JOB_NODELIST": "a[1-2]"}, "scontrol could not be asked for the first of a.1-2"),
     *((World.from_environment, RANK | {name: "x"}, f"{name}=x.* {NO_RANK}") for name in RANK),
     *((World.from_environment, RANK | {name: "-1"}, f"{name}=-1.* {NO_RANK}") for name in RANK),

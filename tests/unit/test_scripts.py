@@ -1,0 +1,71 @@
+"""The Makefile and the scripts in launch/, with stand-ins for the programs that they call."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = """#!/bin/sh
+echo "python $*" >> calls
+[ "$1" = -m ] || exit 0
+for folder in "$@"; do :; done
+mkdir -p "$folder/bin"
+printf '#!/bin/sh\\n' | tee "$folder/bin/python" > "$folder/bin/pip"
+chmod +x "$folder/bin/python" "$folder/bin/pip"
+"""
+"""In place of Python: notes what it is asked for, and makes environments."""
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("venv", [".venv", ".venv-peers"])
+def test_an_environment_that_was_left_without_pip_is_made_again(tmp_path: Path, venv: str) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("requirements.txt", "constraints.txt", "pyproject.toml"):
+        (tmp_path / name).touch()
+    write_program(tmp_path / "stand-in", PYTHON)
+    write_program(tmp_path / venv / "bin/python", "#!/bin/sh\n")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    for _ in range(2):
+        command = ["make", "PYTHON=./stand-in", f"{venv}/.ready"]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (tmp_path / venv / ".ready").unlink()
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call for call in calls if " -m " in call] == [f"python -m venv --clear {venv}"], "a complete one is kept"
+
+
+def test_a_host_that_fails_does_not_keep_the_tunnel_on_the_others(tmp_path: Path) -> None:
+    write_program(tmp_path / "ssh", f'#!/bin/sh\necho "$3" >> {tmp_path}/calls\n[ "$3" != root@b ]\n')
+    for hosts, code in ((["root@a", "root@b", "root@c=1.2.3.4"], 1), (["root@a"], 0)):
+        (tmp_path / "calls").unlink(missing_ok=True)
+        done = subprocess.run(
+            ["bash", str(ROOT / "launch/tunnel.sh"), "down", *hosts],
+            env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (tmp_path / "calls").read_text().split() == [host.partition("=")[0] for host in hosts]
+        assert (done.returncode, done.stdout) == (code, "")
+        assert done.stderr == ("error: root@b: stop network failed, see the line above\n" if code else "")
+
+
+def test_train_sh_finds_its_repository_whatever_cdpath_is(tmp_path: Path) -> None:
+    write_program(tmp_path / "bin/python3", '#!/bin/sh\necho "$PYTHONPATH"\n')
+    write_program(tmp_path / "mine/launch/train.sh", (ROOT / "launch/train.sh").read_text())
+    (tmp_path / "others/launch").mkdir(parents=True)
+    environ = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CDPATH": f"{tmp_path}/others"}
+    command = ["bash", "launch/train.sh", "recipe.yaml"]
+    done = subprocess.run(command, cwd=tmp_path / "mine", env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/mine\n"), done.stderr
