@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
+import signal
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -174,3 +176,48 @@ def test_the_page_compares_with_synchronous_runs(tmp_path: Path, monkeypatch: py
     written = (tmp_path / "README.md").read_text()
     assert "| replicas | DiLoCo to synchronous | published fit |" in written
     assert written.count("## ") == 3 and (tmp_path / "losses.png").stat().st_size > 5_000
+
+
+DIVERGED = (
+    "error: the norm of the gradient is inf on rank 0 (replica 0) at step 40 or in the 20 steps before it; start again"
+)
+
+
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> list[dict[str, Any]]:
+    """Let a shell script stand in for all training runs. Return the list to which records are appended."""
+    python, records = tmp_path / "python", []
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("LLMTRAIN_COMMIT", "abc")
+    monkeypatch.setattr(runs, "sys", SimpleNamespace(executable=str(python), stderr=sys.stderr))
+    monkeypatch.setattr(runs, "signal", SimpleNamespace(**vars(signal) | {"signal": lambda *_: None}))
+    for name, value in {"RUNS": tmp_path, "POLL_SECONDS": 0.01, "read_records": dict, "append": records.append}.items():
+        monkeypatch.setattr(runs, name, value)
+    return records
+
+
+@pytest.mark.parametrize(
+    "line", [DIVERGED, "error: replica 1: layers.0 excluded 9 rounds (sync.reduction.max_exclusions)"]
+)
+def test_a_run_that_diverged_is_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    commands(tmp_path, monkeypatch, f"echo '{line}'; echo 'see the log'; exit 1")
+    job = runs.Job(plan.pending(["main"], {})[0], min(os.sched_getaffinity(0)))
+    job.process.wait(10)
+    record = job.end(False)
+    assert (record["loss"], record["error"]) == (None, line) and job.log.exists()
+
+
+@pytest.mark.parametrize("ending", ["echo 'error: no space left'; exit 1", f"echo '{DIVERGED}'; exit 2", "kill -9 $$"])
+def test_a_run_that_failed_is_no_record_and_ends_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ending: str
+) -> None:
+    """Two others are in progress, and stop with a checkpoint."""
+    script = f"case \"$*\" in *trial-00*) {ending};; esac\ntrap 'exit 3' TERM\nwhile :; do sleep 0.02; done"
+    records = commands(tmp_path, monkeypatch, script)
+    first = plan.pending(["main"], {})
+    (tmp_path / first[0].id).mkdir()
+    assert runs.make_runs(["main"], 3, 0.002) == 1
+    assert not records and (tmp_path / first[0].id).is_dir()
+    assert sorted(path.stem for path in tmp_path.glob("*.log")) == [run.id for run in first[:3]]
+    [error] = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: {first[0].id} failed with exit code") and "start the same command again" in error
