@@ -5,6 +5,7 @@ python benchmarks/study/study_page.py --write
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections import Counter
@@ -35,7 +36,7 @@ Llama with 0.32 M parameters on Python files, 6.4 M tokens, one epoch: what was 
 `best trial` is the lowest of {trials} trials with a quarter of the tokens; `loss` is the mean of {seeds} seeds with all tokens and
 that trial's setting, and `± seeds` half of the distance between the lowest and the highest. `to synchronous` compares with the
 synchronous runs of the same number of replicas and the same batch. `sent` is the sum of what all replicas send. Cells
-without a loss are not complete."""
+without a loss are not complete; if a seed diverged, there is no mean."""
 
 
 def finals_of(cell: Cell, done: Records) -> list[Mapping[str, Any]]:
@@ -45,9 +46,9 @@ def finals_of(cell: Cell, done: Records) -> list[Mapping[str, Any]]:
 
 
 def mean_loss(cell: Cell, done: Records) -> float | None:
-    """Return the mean loss of a cell's final runs, or None unless all are done."""
-    finals = finals_of(cell, done)
-    return statistics.mean(map(loss_of, finals)) if len(finals) == len(FINAL_SEEDS) else None
+    """Return the mean loss of a cell's final runs, or None unless all are done and none diverged."""
+    losses = [loss_of(record) for record in finals_of(cell, done)]
+    return statistics.mean(losses) if len(losses) == len(FINAL_SEEDS) and all(map(math.isfinite, losses)) else None
 
 
 def row_of(cell: Cell, done: Records) -> Row | None:
@@ -61,10 +62,11 @@ def row_of(cell: Cell, done: Records) -> Row | None:
     count = "" if len(tried) == TRIALS else f" ({len(tried)} of {TRIALS})"
     trial = f"{loss_of(done[best.id]):.4f}{count}"
     chosen = " ".join(key.removeprefix("sync.") for key in done[best.id]["keys"])
-    if (loss := mean_loss(cell, done)) is None:
-        return label, trial, *[""] * 6, chosen
     finals = finals_of(cell, done)
     losses = [loss_of(record) for record in finals]
+    if (loss := mean_loss(cell, done)) is None:
+        is_complete, diverged = len(losses) == len(FINAL_SEEDS), losses.count(math.inf)
+        return label, trial, f"{diverged} of {len(losses)} diverged" if is_complete else "", *[""] * 5, chosen
     other = mean_loss(Cell("synchronous", cell.replicas, cell.every, cell.batch), done)
     gap = "" if other is None or cell.label == "synchronous" else f"{loss / other - 1:+.1%}"
     bits = statistics.mean(record["bits_per_byte"] for record in finals)
@@ -94,6 +96,11 @@ def formula_rows(done: Records) -> list[Row]:
             fit, base = (scale * PARAMETERS**power for scale, power in (FIT[cell.replicas], FIT[0]))
             rows.append((cell.replicas, (str(cell.replicas), f"{loss / other - 1:+.1%}", f"{fit / base - 1:+.1%}")))
     return [row for _, row in sorted(rows)]
+
+
+def has_figure(done: Records) -> bool:
+    """Return whether there is a loss to draw."""
+    return any(mean_loss(cell, done) is not None for cell in STAGES["main"])
 
 
 def draw(done: Records, path: Path) -> None:
@@ -143,7 +150,7 @@ def main() -> None:
         rows = [row for cell in cells if (row := row_of(cell, done)) is not None]
         if rows:
             show(TITLES[stage], COLUMNS, rows)
-            figure = f"![]({FIGURE})\n\n" if stage == "main" and any(row[2] for row in rows) else ""
+            figure = f"![]({FIGURE})\n\n" if stage == "main" and has_figure(done) else ""
             tables.append((TITLES[stage], figure + markdown(COLUMNS, rows)))
     if formulas := formula_rows(done):
         columns = ("replicas", "DiLoCo to synchronous", "published fit")
@@ -151,7 +158,7 @@ def main() -> None:
         tables.append(("Beside the fit of arXiv 2503.09799, extrapolated to this size", markdown(columns, formulas)))
     if options.write:
         (RECORDS.parent / "README.md").write_text(page(done, tables))
-        if any(mean_loss(cell, done) is not None for cell in STAGES["main"]):
+        if has_figure(done):
             draw(done, RECORDS.parent / FIGURE)
 
 

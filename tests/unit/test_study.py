@@ -26,12 +26,16 @@ sys.path.append(str(ROOT / "benchmarks" / "study"))
 plan, runs, page = map(importlib.import_module, ("study_plan", "study_runs", "study_page"))
 MAIN = plan.STAGES["main"]
 TIMED = {"a_edit", "wagma"}
+DIVERGED = (
+    "error: the norm of the gradient is inf on rank 0 (replica 0) at step 40 or in the 20 steps before it; start again"
+)
 
 
 def record(run: Any, loss: float | None) -> dict[str, Any]:
     numbers = {"bits_per_byte": 1.5, "rounds": 26, "bytes": 1e6 * len(run.cell.method), "steps": run.steps}
     made = {"commit": "abc", "torch": "2", "cpu": "fast"}
-    return {"id": run.id, "loss": loss, "kind": run.kind, "keys": run.setting.overrides(), **numbers, **made}
+    found = {"error": DIVERGED} if loss is None else numbers
+    return {"id": run.id, "loss": loss, "kind": run.kind, "keys": run.setting.overrides(), **found, **made}
 
 
 def finished(cell: Any, loss_of: Callable[[Any], float | None]) -> tuple[list[Any], dict[str, Any]]:
@@ -178,9 +182,19 @@ def test_the_page_compares_with_synchronous_runs(tmp_path: Path, monkeypatch: py
     assert written.count("## ") == 3 and (tmp_path / "losses.png").stat().st_size > 5_000
 
 
-DIVERGED = (
-    "error: the norm of the gradient is inf on rank 0 (replica 0) at step 40 or in the 20 steps before it; start again"
-)
+@pytest.mark.parametrize(("seeds", "words"), [({12}, "1 of 3 diverged"), ({11, 12, 13}, "3 of 3 diverged")])
+def test_the_page_shows_how_many_seeds_diverged(tmp_path: Path, seeds: set[int], words: str) -> None:
+    usual = likes(0.0026)
+    done = finished(MAIN[0], usual)[1]
+    page.draw(done, tmp_path / "without.png")
+    done |= finished(MAIN[1], lambda run: None if run.number in seeds and run.kind == "final" else usual(run))[1]
+    row = page.row_of(MAIN[1], done)
+    assert row[2:8] == (words, *[""] * 5) and row[8].startswith("optim.lr=") and len(row) == len(page.COLUMNS)
+    assert page.formula_rows(done) == []
+    page.draw(done, tmp_path / "with.png")
+    assert (tmp_path / "with.png").read_bytes() == (tmp_path / "without.png").read_bytes()
+    del done[f"{MAIN[1].name}-final-13"]
+    assert page.row_of(MAIN[1], done)[2:8] == ("",) * 6, "not complete"
 
 
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> list[dict[str, Any]]:
