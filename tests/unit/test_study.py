@@ -154,7 +154,9 @@ def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert plan.loss_of(failed) == math.inf
 
 
-def test_the_page_compares_with_synchronous_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_compares_with_synchronous_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     done: dict[str, Any] = {}
     for stage in ("main", "replicas"):
         for cell in plan.STAGES[stage][:2]:
@@ -175,11 +177,17 @@ def test_the_page_compares_with_synchronous_runs(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(page, "RECORDS", tmp_path / "runs.jsonl")
     monkeypatch.setattr(page, "read_records", lambda: done)
-    monkeypatch.setattr(page, "parser", lambda text: SimpleNamespace(parse_args=lambda: Namespace(write=True)))
+    options = Namespace(write=False)
+    monkeypatch.setattr(page, "parser", lambda text: SimpleNamespace(parse_args=lambda: options))
+    page.main()
+    assert "Gap against" not in capsys.readouterr().out and not list(tmp_path.iterdir()), "there is one row"
+    done |= finished(plan.STAGES["rounds"][0], likes(0.0026))[1]
+    options.write = True
     page.main()
     written = (tmp_path / "README.md").read_text()
     assert "| replicas | DiLoCo to synchronous | published fit |" in written
-    assert written.count("## ") == 3 and (tmp_path / "losses.png").stat().st_size > 5_000
+    assert "## Gap against the number of rounds\n\n| method | H |" in written
+    assert written.count("## ") == 5 and (tmp_path / "losses.png").stat().st_size > 5_000
 
 
 @pytest.mark.parametrize(("seeds", "words"), [({12}, "1 of 3 diverged"), ({11, 12, 13}, "3 of 3 diverged")])
@@ -195,6 +203,31 @@ def test_the_page_shows_how_many_seeds_diverged(tmp_path: Path, seeds: set[int],
     assert (tmp_path / "with.png").read_bytes() == (tmp_path / "without.png").read_bytes()
     del done[f"{MAIN[1].name}-final-13"]
     assert page.row_of(MAIN[1], done)[2:8] == ("",) * 6, "not complete"
+
+
+def test_gaps_are_listed_by_method_and_rounds() -> None:
+    """And only of cells whose final runs are done."""
+    usual, done = likes(0.0026), finished(MAIN[0], likes(0.0026))[1]
+    cells = [MAIN[3], *plan.STAGES["together"][:2], *plan.STAGES["rounds"][:3], MAIN[1], *plan.STAGES["batch"]]
+    for cell in cells:
+        is_bad = cell.method == "edit"
+        done |= finished(cell, lambda run, bad=is_bad: None if bad and run.number == 13 else usual(run))[1]
+        of_cell = [record for name, record in done.items() if name.startswith(f"{cell.name}-final") and record["loss"]]
+        for record in of_cell:
+            record["rounds"] = round(781 * (1 - cell.together)) // cell.every
+    assert len(page.rounds_rows(done)) == 7
+    del done[f"{plan.STAGES['rounds'][1].name}-final-12"]
+    rows = page.rounds_rows(done)
+    assert [row[:4] for row in rows] == [
+        ("diloco-s8", "30", "8%", "23"),
+        ("diloco", "30", "0%", "26"),
+        ("diloco", "10", "0%", "78"),
+        ("diloco", "3", "0%", "260"),
+        ("local_sgd-s8", "30", "8%", "23"),
+        ("edit", "30", "0%", ""),
+    ]
+    assert rows[1][4:] == tuple(page.row_of(MAIN[1], done)[column] for column in (2, 3, 4, 7))
+    assert rows[-1][4:] == ("1 of 3 diverged", "", "", "")
 
 
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> list[dict[str, Any]]:
