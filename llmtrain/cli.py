@@ -13,7 +13,7 @@ import typer
 
 import llmtrain
 from llmtrain.completion import Overrides, complete_recipe
-from llmtrain.errors import STOPPED_EARLY, UserError, exit_with_status
+from llmtrain.errors import STOPPED_EARLY, ResultsError, UserError, exit_with_status, reason
 from llmtrain.recipe_commands import UNKNOWN_OPTIONS, RecipeFile, recipe_app
 from llmtrain.recipe_files import find_recipe, usable_arguments, usable_paths
 from llmtrain.startup import import_transformers, imports_without_gc, single_threaded_imports
@@ -207,7 +207,11 @@ def compare(
 
         results = gather(load_trials([Path(directory) for directory in arguments]), baseline, target)
         note = f"\nwarning: {results.unit.note}" if results.unit.note else ""
-        typer.echo(f"{write_report(results, out)}{note}")
+        try:
+            report = write_report(results, out)
+        except OSError as error:
+            raise ResultsError(f"{out} can't be written ({reason(error)}); choose another --out") from None
+        typer.echo(f"{report}{note}")
         return
     if baseline is not None or target is not None:
         raise UserError("--baseline and --target are for reports on given runs; add --report-only, or leave them out")
