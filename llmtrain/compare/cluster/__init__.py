@@ -34,7 +34,7 @@ from llmtrain.compare.cluster import processes
 from llmtrain.compare.cluster.delaying import DelaySwitch, delay_switch
 from llmtrain.compare.cluster.limits import HostLimits, controller, largest_packet, shape
 from llmtrain.compare.cluster.processes import CommandError, cluster_of, marks, run, signal_all
-from llmtrain.errors import ClusterError
+from llmtrain.errors import ClusterError, one_line
 
 NAMESPACES = Path("/run/netns")
 """Folder in which iproute2 keeps a file for each namespace."""
@@ -166,14 +166,19 @@ def virtual_cluster(limits: Sequence[HostLimits], networks: int = 1) -> Iterator
     if not 0 < len(limits) <= MOST_HOSTS:
         raise ClusterError(f"{len(limits)} hosts: expected 1 to {MOST_HOSTS}")
     with _new_cluster() as (cluster, hosts):
-        switch = f"{cluster}-switch"
-        run("ip", "netns", "add", switch)
-        delays = any(own.needs_delay_switch for own in limits)
-        for network in () if delays else range(networks):
-            run("ip", "-n", switch, "link", "add", f"net{network}", "type", "bridge")
-            run("ip", "-n", switch, "link", "set", f"net{network}", "up")
-        for number in range(len(limits)):
-            hosts.append(_virtual_host(cluster, switch, number, limits, networks))
+        switch, delays = f"{cluster}-switch", any(own.needs_delay_switch for own in limits)
+        try:
+            run("ip", "netns", "add", switch)
+            for network in () if delays else range(networks):
+                run("ip", "-n", switch, "link", "add", f"net{network}", "type", "bridge")
+                run("ip", "-n", switch, "link", "set", f"net{network}", "up")
+            for number in range(len(limits)):
+                hosts.append(_virtual_host(cluster, switch, number, limits, networks))
+        except (CommandError, OSError) as error:
+            raise ClusterError(
+                f"hosts can't be made here: {one_line(error)}; allow it, as in a privileged container, or compare on loopback, "
+                "without limits: --no-shaping"
+            ) from None
         with ExitStack() as running:
             if delays:
                 for network in range(networks):
