@@ -5,6 +5,7 @@ python benchmarks/study/study_page.py --write
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections import Counter
@@ -13,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from study_plan import FINAL_SEEDS, ROUNDS_OF_ITS_OWN, STAGES, TRIALS, Cell, Records, best_of, loss_of, trials
+from study_plan import BATCH, FINAL_SEEDS, ROUNDS_OF_ITS_OWN, STAGES, TRIALS, Cell, Records, best_of, loss_of, trials
 from study_runs import RECORDS, read_records
 from table import Row, markdown, parser, show
 
 COLUMNS = ("method", "best trial", "loss", "± seeds", "to synchronous", "bits per byte", "rounds", "sent", "chosen")
+BY_ROUNDS = ("diloco", "local_sgd", "edit")
+"""Methods whose losses are listed by number of rounds."""
+GAPS = "Gap against the number of rounds"
 FIGURE = "losses.png"
 TITLES = {
     "main": "All methods, 4 replicas, H = 30",
@@ -35,7 +39,7 @@ Llama with 0.32 M parameters on Python files, 6.4 M tokens, one epoch: what was 
 `best trial` is the lowest of {trials} trials with a quarter of the tokens; `loss` is the mean of {seeds} seeds with all tokens and
 that trial's setting, and `± seeds` half of the distance between the lowest and the highest. `to synchronous` compares with the
 synchronous runs of the same number of replicas and the same batch. `sent` is the sum of what all replicas send. Cells
-without a loss are not complete."""
+without a loss are not complete; if a seed diverged, there is no mean."""
 
 
 def finals_of(cell: Cell, done: Records) -> list[Mapping[str, Any]]:
@@ -45,9 +49,9 @@ def finals_of(cell: Cell, done: Records) -> list[Mapping[str, Any]]:
 
 
 def mean_loss(cell: Cell, done: Records) -> float | None:
-    """Return the mean loss of a cell's final runs, or None unless all are done."""
-    finals = finals_of(cell, done)
-    return statistics.mean(map(loss_of, finals)) if len(finals) == len(FINAL_SEEDS) else None
+    """Return the mean loss of a cell's final runs, or None unless all are done and none diverged."""
+    losses = [loss_of(record) for record in finals_of(cell, done)]
+    return statistics.mean(losses) if len(losses) == len(FINAL_SEEDS) and all(map(math.isfinite, losses)) else None
 
 
 def row_of(cell: Cell, done: Records) -> Row | None:
@@ -61,26 +65,35 @@ def row_of(cell: Cell, done: Records) -> Row | None:
     count = "" if len(tried) == TRIALS else f" ({len(tried)} of {TRIALS})"
     trial = f"{loss_of(done[best.id]):.4f}{count}"
     chosen = " ".join(key.removeprefix("sync.") for key in done[best.id]["keys"])
-    if (loss := mean_loss(cell, done)) is None:
-        return label, trial, *[""] * 6, chosen
+    return label, trial, *figures_of(cell, done), chosen
+
+
+def figures_of(cell: Cell, done: Records) -> Row:
+    """Return loss, spread, gap to synchronous training, bits per byte, rounds and traffic of a cell's final runs. They are empty
+    unless all runs are done. If some diverged, the loss says how many, and the others are empty."""
     finals = finals_of(cell, done)
     losses = [loss_of(record) for record in finals]
+    if (loss := mean_loss(cell, done)) is None:
+        is_complete, diverged = len(losses) == len(FINAL_SEEDS), losses.count(math.inf)
+        return f"{diverged} of {len(losses)} diverged" if is_complete else "", *[""] * 5
     other = mean_loss(Cell("synchronous", cell.replicas, cell.every, cell.batch), done)
     gap = "" if other is None or cell.label == "synchronous" else f"{loss / other - 1:+.1%}"
-    bits = statistics.mean(record["bits_per_byte"] for record in finals)
-    rounds, sent = (statistics.mean(record[key] for record in finals) for key in ("rounds", "bytes"))
-    spread = (max(losses) - min(losses)) / 2
-    return (
-        label,
-        trial,
-        f"{loss:.4f}",
-        f"{spread:.4f}",
-        gap,
-        f"{bits:.4f}",
-        f"{rounds:.0f}",
-        f"{sent / 1e6:.0f} MB",
-        chosen,
+    bits, rounds, sent = (
+        statistics.mean(record[key] for record in finals) for key in ("bits_per_byte", "rounds", "bytes")
     )
+    spread = (max(losses) - min(losses)) / 2
+    return f"{loss:.4f}", f"{spread:.4f}", gap, f"{bits:.4f}", f"{rounds:.0f}", f"{sent / 1e6:.0f} MB"
+
+
+def rounds_rows(done: Records) -> list[Row]:
+    """Return the complete cells of `BY_ROUNDS` with 4 replicas and their usual batch, by method and number of rounds."""
+    rows = []
+    for cell in (cell for stage in ("main", "rounds", "together") for cell in STAGES[stage]):
+        loss, spread, gap, _, rounds, sent = figures_of(cell, done)
+        if cell.method in BY_ROUNDS and (cell.replicas, cell.batch) == (4, BATCH[4]) and loss:
+            row = (cell.label, str(cell.every), f"{cell.together:.0%}", rounds, loss, spread, gap, sent)
+            rows.append((BY_ROUNDS.index(cell.method), float(rounds or "inf"), row))
+    return [row for *_, row in sorted(rows)]
 
 
 def formula_rows(done: Records) -> list[Row]:
@@ -94,6 +107,11 @@ def formula_rows(done: Records) -> list[Row]:
             fit, base = (scale * PARAMETERS**power for scale, power in (FIT[cell.replicas], FIT[0]))
             rows.append((cell.replicas, (str(cell.replicas), f"{loss / other - 1:+.1%}", f"{fit / base - 1:+.1%}")))
     return [row for _, row in sorted(rows)]
+
+
+def has_figure(done: Records) -> bool:
+    """Return whether there is a loss to draw."""
+    return any(mean_loss(cell, done) is not None for cell in STAGES["main"])
 
 
 def draw(done: Records, path: Path) -> None:
@@ -143,15 +161,19 @@ def main() -> None:
         rows = [row for cell in cells if (row := row_of(cell, done)) is not None]
         if rows:
             show(TITLES[stage], COLUMNS, rows)
-            figure = f"![]({FIGURE})\n\n" if stage == "main" and any(row[2] for row in rows) else ""
+            figure = f"![]({FIGURE})\n\n" if stage == "main" and has_figure(done) else ""
             tables.append((TITLES[stage], figure + markdown(COLUMNS, rows)))
+    if len(by_rounds := rounds_rows(done)) > 1:
+        columns = ("method", "H", "synchronous steps", "rounds", *COLUMNS[2:5], "sent")
+        show(GAPS, columns, by_rounds)
+        tables.append((GAPS, markdown(columns, by_rounds)))
     if formulas := formula_rows(done):
         columns = ("replicas", "DiLoCo to synchronous", "published fit")
         show("Beside the published fit", columns, formulas)
         tables.append(("Beside the fit of arXiv 2503.09799, extrapolated to this size", markdown(columns, formulas)))
     if options.write:
         (RECORDS.parent / "README.md").write_text(page(done, tables))
-        if any(mean_loss(cell, done) is not None for cell in STAGES["main"]):
+        if has_figure(done):
             draw(done, RECORDS.parent / FIGURE)
 
 

@@ -5,7 +5,8 @@
 
 Each run has one core and the lowest priority. A run that is interrupted continues from its checkpoint the next time. Results are
 lines of benchmarks/results/study/runs.jsonl, one per run, written as runs end; commit them with the page that
-`python benchmarks/study/study_page.py --write` makes of them.
+`python benchmarks/study/study_page.py --write` makes of them. A run that diverges is a result. Any other failure, such as a full
+disk, ends the study with exit code 1 and keeps the run's folder and log; the same command continues it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study_plan import STAGES, Run, loss_of, pending, total
 from table import RESULTS, ROOT, commit
 
-from llmtrain.errors import DONE, STOPPED_EARLY
+from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, TrainingError
 
 RECIPE = "benchmarks/study/study.yaml"
 RECORDS = RESULTS / "study" / "runs.jsonl"
@@ -37,8 +39,11 @@ RUNS = ROOT / "runs" / "study"
 POLL_SECONDS = 2.0
 LOWEST = 19
 """Priority of the runs: what is left by everything else."""
-STOP_SECONDS = 120.0
-"""Seconds for runs to write a last checkpoint."""
+DIVERGED = re.compile(
+    r"error: .*(the (loss|norm of the gradient) is (nan|-?inf) on rank|no gradient was finite|\(sync\.reduction\.max_exclusions\))"
+)
+"""Error line of a run that diverged: from the trainer's check of its numbers, or from EDiT's of its norms."""
+NO_LOSS = "error: the validation loss at the end is not finite"
 
 
 def read_records(path: Path = RECORDS) -> dict[str, dict[str, Any]]:
@@ -55,8 +60,8 @@ def append(record: Mapping[str, Any], path: Path = RECORDS) -> None:
 
 
 def record_of(run: Run, folder: Path, error: str | None = None) -> dict[str, Any]:
-    """Return the record of a run that has ended: what it was, and what its folder says of it. `error` is its last line if it
-    failed."""
+    """Return the record of a run that has ended: what it was, and what its folder says of it. `error` is its error line if it
+    diverged."""
     record: dict[str, Any] = {
         "id": run.id,
         **asdict(run.cell),
@@ -70,6 +75,8 @@ def record_of(run: Run, folder: Path, error: str | None = None) -> dict[str, Any
     if error is not None:
         return {**record, "loss": None, "error": error}
     summary = json.loads((folder / "summary.json").read_text())
+    if summary["final_eval_loss"] is None:
+        return record_of(run, folder, NO_LOSS)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     sent, curve = 0.0, []
     for line in lines:
@@ -116,20 +123,23 @@ class Job:
         with suppress(OSError):  # the kernel may share cores between sessions first (sched(7), autogroup)
             Path(f"/proc/{self.process.pid}/autogroup").write_text(str(LOWEST))
 
-    def end(self) -> dict[str, Any] | None:
-        """Return the record if the run has ended, and remove what it has left, or None if it was interrupted."""
+    def end(self, is_stopping: bool) -> dict[str, Any] | None:
+        """Return the record if the run has finished or diverged, and remove what it has left, or None if it was interrupted.
+        Raises TrainingError if it failed otherwise; its folder and log remain."""
         self.log_file.close()
-        folder = RUNS / self.run.id
-        code = self.process.returncode
-        if code == STOPPED_EARLY or code < 0:
+        folder, code = RUNS / self.run.id, self.process.returncode
+        if code == STOPPED_EARLY or (is_stopping and code == -signal.SIGTERM):
             return None
-        lines = self.log.read_text().splitlines()
-        failure = (
-            None if code == DONE else next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
-        )
-        record = record_of(self.run, folder, failure)
+        lines = [line for line in self.log.read_text().splitlines() if line.strip()]
+        diverged = next(filter(DIVERGED.match, lines), None) if code == FAILED else None
+        if code != DONE and diverged is None:
+            raise TrainingError(
+                f"{self.run.id} failed with exit code {code} ({lines[-1] if lines else 'it printed nothing'}); see {self.log}, "
+                "then start the same command again"
+            )
+        record = record_of(self.run, folder, diverged)
         shutil.rmtree(folder, ignore_errors=True)
-        if failure is None:
+        if diverged is None:
             self.log.unlink()
         return record
 
@@ -140,11 +150,12 @@ def next_run(stages: Sequence[str], done: Mapping[str, Any], running: Sequence[J
     return next((run for run in pending(stages, done) if run.id not in taken), None)
 
 
-def make_runs(stages: Sequence[str], jobs: int, hours: float) -> None:
-    """Make runs until `hours` are over or none is left, then stop those in progress with a checkpoint."""
+def make_runs(stages: Sequence[str], jobs: int, hours: float) -> int:
+    """Make runs until `hours` are over, none is left or one has failed, then stop those in progress with a checkpoint. Return
+    the exit code: 1 if one has failed."""
     done, deadline = read_records(), time.monotonic() + 3600 * hours
     cores, running = sorted(os.sched_getaffinity(0)), []
-    stopping = False
+    stopping, code = False, DONE
 
     def stop(*_: object) -> None:
         nonlocal deadline
@@ -165,7 +176,14 @@ def make_runs(stages: Sequence[str], jobs: int, hours: float) -> None:
         time.sleep(POLL_SECONDS)
         for job in [job for job in running if job.process.poll() is not None]:
             running.remove(job)
-            if (record := job.end()) is None:
+            try:
+                record = job.end(stopping)
+            except TrainingError as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                code = FAILED
+                stop()
+                continue
+            if record is None:
                 continue
             append(record)
             done[record["id"]] = record
@@ -174,6 +192,7 @@ def make_runs(stages: Sequence[str], jobs: int, hours: float) -> None:
             )
             minutes = (time.monotonic() - job.began) / 60
             print(f"[{made}/{total(stages)}] {record['id']} {loss_of(record):.4f} ({minutes:.1f} min)", flush=True)
+    return code
 
 
 def list_runs(stages: Sequence[str]) -> None:
@@ -199,7 +218,7 @@ def main() -> None:
     if options.list:
         list_runs(options.stages)
     else:
-        make_runs(options.stages, options.jobs, options.hours)
+        sys.exit(make_runs(options.stages, options.jobs, options.hours))
 
 
 if __name__ == "__main__":

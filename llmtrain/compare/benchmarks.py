@@ -41,7 +41,7 @@ def evaluate_trials(
     planned: Sequence[TrialSpec], baseline: str, section: BenchmarkSection, say: Callable[[str], None]
 ) -> bool:
     """Evaluate the last checkpoint of every finished trial, those of the baseline first, and test the others against the baseline's
-    with the same condition and seed. Trials that have been evaluated are left out. Return whether all evaluations succeeded.
+    with the same condition and seed. Trials that have been evaluated so are left out. Return whether all evaluations succeeded.
     """
     done = [one for one in planned if read_mapping(one.directory / "trial.json").get("state") == TrialState.DONE]
     bases = {(one.condition, one.seed): one for one in done if one.run == baseline}
@@ -49,7 +49,7 @@ def evaluate_trials(
     for one in sorted(done, key=lambda one: one.run != baseline):
         base = bases.get((one.condition, one.seed)) if one.run != baseline else None
         result = read_mapping(_result(one.directory, section))
-        if not result or (base is not None and "against" not in result):
+        if not result or (base is not None and not _is_against(result, one.directory, base.directory)):
             missing.append((one, base))
     succeeded = True
     for number, (one, base) in enumerate(missing, 1):
@@ -69,6 +69,16 @@ def _result(directory: Path, section: BenchmarkSection) -> Path:
     return directory / "eval" / f"{load_suite(section.name, 'suite.name')[0]}.json"
 
 
+def _is_against(result: dict[str, Any], directory: Path, base: Path) -> bool:
+    """Return whether the result of the run in `directory` holds tests against the run in `base`. Only the position of their exports to
+    each other counts, because the paths in a result are those of the folder and the machine on which it was made."""
+    model, other = result.get("model"), result.get("against", {}).get("baseline")
+    if model is None or other is None:
+        return False
+    position = os.path.relpath(other, Path(model).parent.parent)  # from the run to the export of the other one
+    return Path(os.path.abspath(directory / position)).is_relative_to(os.path.abspath(base))
+
+
 def _evaluate(directory: Path, base: Path | None, section: BenchmarkSection) -> tuple[int, Path]:
     """Run `llmtrain eval` on the CPU, in a process of its own. Return its exit code and its log."""
     command = [sys.executable, "-m", "llmtrain", "eval", directory, "--suite", section.name, "--device", "cpu"]
@@ -85,15 +95,20 @@ def _evaluate(directory: Path, base: Path | None, section: BenchmarkSection) -> 
 
 def benchmark_tables(results: Results) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """Yield (suite, condition, table) for every suite on which finished trials have been evaluated. A table has one row per score,
-    and one column per run with the median over the seeds, their range, and in how many seeds the run differs from the baseline.
+    and one column per run with the median over the seeds, their range, and in how many seeds the run differs from the baseline's
+    trial with the same seed. Tests against other runs are not counted.
     """
     trials = [trial for trial in results.trials["trial"].dropna() if trial.state == TrialState.DONE]
+    bases = {(trial.condition, trial.seed): trial for trial in trials if trial.run == results.baseline}
     for suite in dict.fromkeys(name for trial in trials for name in trial.benchmarks):
         for condition in results.targets:
             runs: dict[str, list[dict[str, Any]]] = {}
             for trial in trials:
                 if trial.condition == condition and suite in trial.benchmarks:
-                    runs.setdefault(trial.run, []).append(trial.benchmarks[suite])
+                    result, base = trial.benchmarks[suite], bases.get((condition, trial.seed))
+                    if base is None or not _is_against(result, trial.path, base.path):
+                        result = {key: value for key, value in result.items() if key != "against"}
+                    runs.setdefault(trial.run, []).append(result)
             if runs:
                 yield suite, condition, _table(runs, results.baseline)
 

@@ -32,7 +32,8 @@ MEGABITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 class Outcome(StrEnum):
     """Verdict on when a run reached the target, compared with the baseline. If the ranges over seeds overlap, there is
-    no difference. A run is mixed if it was sooner, but in fewer seeds or in at most half, or later, but in more."""
+    no difference. A run is mixed if it was sooner, but in fewer seeds or in at most half, or later, but in more. A trial
+    that failed counts as a seed that did not reach the target."""
 
     BASELINE = "baseline"
     FASTER = "faster"
@@ -53,7 +54,7 @@ class Results:
     is NaN if unknown, and infinite if its loss was never reached. Conditions and runs keep the comparison's order."""
     runs: pd.DataFrame
     """One row per condition and run: every measure and two ratios with the columns of `over_seeds` (speed_up to the
-    target, own_speed_up to the run's own final loss), byte_share, and outcome."""
+    target, own_speed_up to the run's own final loss), failed (a number of trials), byte_share, and outcome."""
     targets: dict[str, float]
     """Target loss per condition; NaN if the baseline has no final loss."""
     baseline: str
@@ -213,6 +214,7 @@ def find_sweeps(conditions: Sequence[str]) -> list[Sweep]:
 def _against_baseline(table: pd.DataFrame, ends: pd.Series, baseline: str) -> pd.DataFrame:
     """Return Results.runs; `ends` are the final losses of the runs."""
     runs = over_seeds(table)
+    runs["failed", ""] = (table["state"] == TrialState.FAILED).groupby([table[name] for name in RUN], sort=False).sum()
     is_other = runs.index.get_level_values("run") != baseline
     base = runs.xs(baseline, level="run").reindex(runs.index.get_level_values("condition")).set_axis(runs.index)
     ours = _seconds_to(ends, table[[*RUN, "trial"]])
@@ -221,8 +223,8 @@ def _against_baseline(table: pd.DataFrame, ends: pd.Series, baseline: str) -> pd
     runs = runs.join(pd.concat(speed_ups, axis=1)[is_other])
     share = runs["bytes"]["median"] / base["bytes"]["median"]
     runs["byte_share", ""] = share.where(is_other & np.isfinite(share) & np.isfinite(base["bytes"]["median"]))
-    pairs = zip(runs["seconds"].to_dict("records"), base["seconds"].to_dict("records"), strict=True)
-    runs["outcome", ""] = [_outcome(*pair) for pair in pairs]
+    sides = (side["seconds"].assign(failed=side["failed"]).to_dict("records") for side in (runs, base))
+    runs["outcome", ""] = [_outcome(*pair) for pair in zip(*sides, strict=True)]
     runs.loc[runs["measured"]["finite"] == 0, ("outcome", "")] = Outcome.NOT_FINISHED
     runs.loc[~is_other, ("outcome", "")] = Outcome.BASELINE
     return runs
@@ -246,14 +248,15 @@ def _speed_up(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _outcome(ours: dict[str, float], theirs: dict[str, float]) -> Outcome:
-    """Compare ranges of the seeds that reached the target, and how many did. MIXED if these contradict each other."""
+    """Compare ranges of the seeds that reached the target, and the share of ended trials that did, failed ones included. MIXED if
+    these contradict each other."""
     if ours["seeds"] and not ours["finite"]:
         return Outcome.NOT_REACHED
     if not ours["seeds"] or not theirs["finite"] > 0:
         return Outcome.NOT_COMPARABLE
-    our_share, their_share = ours["finite"] / ours["seeds"], theirs["finite"] / theirs["seeds"]
+    our_share, their_share = (side["finite"] / (side["seeds"] + side["failed"]) for side in (ours, theirs))
     if ours["high"] < theirs["low"]:
-        return Outcome.FASTER if our_share >= their_share and math.isfinite(ours["median"]) else Outcome.MIXED
+        return Outcome.FASTER if our_share >= their_share and our_share > 0.5 else Outcome.MIXED
     if ours["low"] > theirs["high"]:
         return Outcome.SLOWER if our_share <= their_share else Outcome.MIXED
     return Outcome.NO_DIFFERENCE

@@ -109,6 +109,8 @@ def headline(results: Results) -> str:
     between = f"{ratio(speed_up['low'])} to {ratio(speed_up['high'])}, " if speed_up["seeds"] > 1 else ""
     fewest = min(best["seeds"], base["seeds"])
     seeds = f"{fewest:.0f} seeds" if fewest > 1 else "1 seed: chance is not excluded"
+    failed = {run: runs.loc[(condition, run), ("failed", "")] for run in (name, baseline)}
+    seeds += "".join(f"; {run}: {number} failed" for run, number in failed.items() if number)
     goal = f"{baseline}'s final loss" if results.given_target is None else "a validation loss of"
     under = f" under {condition}" if condition != AS_RUN else ""
     tied = f"; no difference to {', '.join(run for _, run in rivals.index)}" if len(rivals) else ""

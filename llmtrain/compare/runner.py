@@ -27,7 +27,7 @@ from llmtrain.files import read_mapping
 from llmtrain.launch.nodes import DEFAULT_PORT
 from llmtrain.parallel.network import unused_port
 from llmtrain.recipe_check import check, check_vocabulary
-from llmtrain.recipe_loader import load_recipe, resolved_yaml
+from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
 from llmtrain.run_list import is_number
 from llmtrain.train.run import prepare_for
 from llmtrain.train.run_dir import lock_folder
@@ -49,11 +49,14 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     recipes = [_checked(one, comparison) for one in planned]
     folder = Path(comparison.out_dir) / comparison.name
     lock = lock_folder(folder, "give the other comparison another `name:`")
-    _open(folder, comparison)
-    flags = [] if shaping else ["--no-shaping"]
-    command = shlex.join(["llmtrain", "compare", str(file), *overrides, *flags])
     repeated = (None, TrialState.FAILED) if retry else (None,)
     missing = [pair for pair in zip(planned, recipes, strict=True) if _state(pair[0]) in repeated]
+    _open(folder, comparison)
+    for one, recipe in zip(planned, recipes, strict=True):
+        if _state(one) not in repeated and (changed := _differences(one, recipe, comparison, shaping)):
+            raise _of_another_version(folder, f"{one.condition} · {one.run} · seed {one.seed}: {changed[0]}")
+    flags = [] if shaping else ["--no-shaping"]
+    command = shlex.join(["llmtrain", "compare", str(file), *overrides, *flags])
     progress = ComparisonProgress(len(planned), len(missing))
     try:
         with progress, _interruptions() as signals:
@@ -97,10 +100,26 @@ def _open(folder: Path, comparison: Comparison) -> None:
     if path.exists() and path.read_text() != text:
         here, there = text.splitlines(), path.read_text().splitlines()
         differing = next((line.strip() for line in here if line not in there), "a key is gone")
-        raise RecipeError(
-            f"{folder} belongs to another version of this comparison ({differing}); give another `name:`, or remove the folder"
-        )
+        raise _of_another_version(folder, differing)
     path.write_text(text)
+
+
+def _differences(planned: TrialSpec, recipe: Recipe, comparison: Comparison, shaping: bool) -> list[str]:
+    """Return a line for each way in which a trial that has ended was made differently than it would be now. The number of
+    replicas is the last stage's."""
+    there = read_mapping(planned.directory / "trial.json").get("condition_in_words")
+    here, stored = _words(planned, comparison, shaping), planned.directory / "recipe.yaml"
+    changed = [f"{there} there, {here} here"] if there not in (None, here) else []
+    try:
+        return [*changed, *(differences(load_recipe(stored), recipe, ["parallel.replicas"]) if stored.exists() else [])]
+    except RecipeError as error:  # of a version with other keys
+        return [*changed, str(error)]
+
+
+def _of_another_version(folder: Path, differing: str) -> RecipeError:
+    return RecipeError(
+        f"{folder} belongs to another version of this comparison ({differing}); give another `name:`, or remove the folder"
+    )
 
 
 def _state(planned: TrialSpec) -> str | None:
@@ -111,11 +130,14 @@ def _state(planned: TrialSpec) -> str | None:
 def _make(
     planned: TrialSpec, comparison: Comparison, recipe: Recipe, shaping: bool, progress: ComparisonProgress
 ) -> TrialRecord:
-    condition = comparison.conditions[planned.condition]
-    words = condition.settings() if shaping else "on loopback, without limits"
-    with _cluster(comparison, condition, shaping) as hosts:
+    words = _words(planned, comparison, shaping)
+    with _cluster(comparison, comparison.conditions[planned.condition], shaping) as hosts:
         port = DEFAULT_PORT if shaping else unused_port()
         return TrialRun(planned, comparison, recipe, hosts, port, words, progress.show_step).run()
+
+
+def _words(planned: TrialSpec, comparison: Comparison, shaping: bool) -> str:
+    return comparison.conditions[planned.condition].settings() if shaping else "on loopback, without limits"
 
 
 def _cluster(comparison: Comparison, condition: ConditionSection, shaping: bool) -> AbstractContextManager[list[Host]]:

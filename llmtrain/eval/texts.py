@@ -100,7 +100,8 @@ def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: L
     """Return loss (nats per token), perplexity and bits per byte of a text file.
 
     Bits per byte are summed nats / ln 2 / UTF-8 bytes of the documents. Standard errors are over documents. Raises
-    DataError if the file is not UTF-8 or has no documents.
+    DataError if the file is not UTF-8 or has no documents, and ModelError if the window has more tokens than the model has
+    learned positions.
     """
     try:
         texts = documents(path.read_text(), section.separator, section.every, limit)
@@ -111,6 +112,11 @@ def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: L
     window = section.window or min(
         getattr(loaded.model.config, "max_position_embeddings", LONGEST_WINDOW), LONGEST_WINDOW
     )
+    if (positions := learned_positions(loaded.model)) is not None and window > positions:
+        raise ModelError(
+            f"{section.name}: window is {window}, but {loaded.model.name_or_path} has {positions} positions; give at most as many in "
+            "the suite, or leave window out"
+        )
     nll, tokens = losses(texts, loaded, window, batch_size)
     sizes = [len(text.encode()) for text in texts]
     loss, loss_error = ratio(nll, tokens)
@@ -133,6 +139,13 @@ def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: L
         shown=[section.name],
         answers={section.name: {"doc": list(range(len(texts))), "nll": nll, "tokens": tokens, "bytes": sizes}},
     )
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """Return the number of positions in the model's table, or None if it computes positions, as rotary ones, or has no limit."""
+    limit, words = getattr(model.config, "max_position_embeddings", None), model.get_input_embeddings()
+    tables = (module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module is not words)
+    return limit if limit is not None and any(table.num_embeddings >= limit for table in tables) else None
 
 
 @torch.inference_mode()

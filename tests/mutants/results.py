@@ -29,7 +29,7 @@ MUTANTS = [
     Mutant(
         "compare: a trial without its test against the baseline is not evaluated again",
         "llmtrain/compare/benchmarks.py",
-        'if not result or (base is not None and "against" not in result):',
+        "if not result or (base is not None and not _is_against(result, one.directory, base.directory)):",
         "if not result:",
         ("tests/unit/test_compare_benchmarks.py",),
     ),

@@ -94,6 +94,29 @@ def test_a_network_has_addresses_for_so_many_hosts(monkeypatch: pytest.MonkeyPat
         virtual_cluster([HostLimits()] * count).__enter__()
 
 
+@pytest.mark.parametrize(
+    ("refuses", "why"),
+    [
+        (
+            "*tcp_congestion_control*",
+            r"ip netns exec .*-host0 sh -c echo reno > /proc/sys/.*: sh: Read-only file system",
+        ),
+        ("*-switch*master*", r"ip -n .*-switch link set host0net0 master net0 up: sh: Read-only file system"),
+        ("none", r"\[Errno 20\] Not a directory: .*"),
+    ],
+)
+def test_a_host_that_the_machine_refuses_to_make_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Script, refuses: str, why: str
+) -> None:
+    script(f'case "$*" in {refuses}) echo "sh: Read-only" >&2; echo "file system" >&2; exit 2;; esac', "ip")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(cluster, "why_no_cluster", lambda: None)
+    monkeypatch.setattr(cluster, "FOLDERS", tmp_path / ("file" if refuses == "none" else "folders"))
+    monkeypatch.setattr(cluster, "NAMESPACES", tmp_path / "namespaces")
+    with pytest.raises(ClusterError, match=rf"^hosts can't be made here: {why}; .*--no-shaping$"):
+        virtual_cluster([HostLimits()]).__enter__()
+
+
 def test_a_limit_that_the_kernel_refuses_is_named(script: Script) -> None:
     script(REFUSES, "tc")
     with pytest.raises(ClusterError) as refused:

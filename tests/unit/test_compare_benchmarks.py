@@ -22,10 +22,20 @@ SUITE = BenchmarkSection(name="tinystories", limit=7, data_dir="texts")
 SHOWN = [["arc_easy", "acc"], ["arc_easy", "bits_per_byte"], ["valid", "loss"]]
 
 
-def result(acc: float, bits: float, loss: float | None, against: dict[str, tuple[float, float]] | None = None) -> dict:
-    """Return a result as `llmtrain eval` writes it. `against`: metric of arc_easy -> (difference, p)."""
+def result(
+    acc: float,
+    bits: float,
+    loss: float | None,
+    against: dict[str, tuple[float, float]] | None = None,
+    *,
+    model: str | Path = "runs/plain/diloco/seed-1",
+    baseline: str | Path = "runs/plain/synchronous/seed-1",
+) -> dict:
+    """Return a result as `llmtrain eval` writes it. `against`: metric of arc_easy -> (difference, p). `model` and `baseline` are
+    run directories."""
     found: dict[str, Any] = {
         "suite": "tinystories",
+        "model": f"{model}/export/step-00000010",
         "headline": f"arc_easy acc {acc:.3f}",
         "shown": SHOWN,
         "results": {"arc_easy": {"acc": acc, "bits_per_byte": bits, "n": 1200}, "valid": {"loss": loss, "n": 30}},
@@ -33,7 +43,7 @@ def result(acc: float, bits: float, loss: float | None, against: dict[str, tuple
     }
     if against is not None:
         scores = [{"task": "arc_easy", "metric": m, "difference": d, "p": p} for m, (d, p) in against.items()]
-        found["against"] = {"baseline": "export", "scores": scores}
+        found["against"] = {"baseline": f"{baseline}/export/step-00000010", "scores": scores}
     return found
 
 
@@ -49,7 +59,8 @@ def evaluated(folder: Path) -> None:
         state = "done" if seed < 3 else "failed"
         trial = write_trial(folder, "plain", "diloco", seed, straight(50, 4.1), state=state)
         significant = {"acc": (theirs - ours, 0.001 if seed == 2 else 0.4), "bits_per_byte": (0.1 * seed, 0.01)}
-        write_result(trial, result(theirs, 2.0 + 0.1 * seed, None, significant))
+        paths = {"model": trial, "baseline": folder / "plain" / "synchronous" / trial.name}
+        write_result(trial, result(theirs, 2.0 + 0.1 * seed, None, significant, **paths))
 
 
 def test_a_table_has_medians_over_seeds_and_the_differences_that_are_significant(tmp_path: Path) -> None:
@@ -83,6 +94,25 @@ def test_a_table_has_medians_over_seeds_and_the_differences_that_are_significant
             "diloco": "–",
         },
     ]
+
+
+def cells(folder: Path, baseline: str) -> dict[str, str]:
+    """The accuracies, by title of their column."""
+    [(_, _, table)] = benchmark_tables(gather(load_trials([folder]), baseline))
+    return table.to_dict("records")[0]
+
+
+def test_tests_count_against_the_baseline_that_they_were_made_against(tmp_path: Path) -> None:
+    """The folder may have been moved since. Another baseline of the report, or one with another seed, was not tested."""
+    better = {"acc": (0.02, 0.001)}
+    for seed in (1, 2, 3):
+        for run in ("synchronous", "diloco", "edit"):
+            trial = write_trial(tmp_path, "plain", run, seed, straight(60, 4.0))
+            other = f"runs/plain/synchronous/seed-{1 if seed == 3 else seed}"
+            tested = None if run == "synchronous" else better
+            write_result(trial, result(0.3, 2.0, 3.5, tested, model=f"runs/plain/{run}/seed-{seed}", baseline=other))
+    assert cells(tmp_path, "synchronous")["diloco"] == "0.300 better in 2 of 2"
+    assert cells(tmp_path, "edit")["diloco"] == cells(tmp_path, "edit")["edit (baseline)"] == "0.300"
 
 
 def test_the_report_shows_it(tmp_path: Path) -> None:
@@ -129,7 +159,8 @@ def test_finished_trials_are_evaluated_once_and_against_the_baseline_of_their_se
         if name in fails:
             stdout.write("error: no more memory\n")
             return SimpleNamespace(returncode=2)
-        write_result(trial, result(0.3, 2.0, 3.0, {} if "--baseline" in command else None))
+        given = {"against": {}, "baseline": command[-1]} if "--baseline" in command else {}
+        write_result(trial, result(0.3, 2.0, 3.0, model=trial, **given))
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(benchmarks.subprocess, "run", run)
@@ -158,6 +189,12 @@ def test_finished_trials_are_evaluated_once_and_against_the_baseline_of_their_se
     assert evaluate_trials(everything, "base", SUITE, said.append)
     assert [name for name, _ in commands[7:]] == ["slow-base-2", "slow-a-2"]
     assert commands[-1][1][-1] == str(tmp_path / "slow/base/seed-2")
+    assert evaluate_trials(everything, "a", SUITE, said.append)
+    assert [name for name, _ in commands[9:]] == ["fast-base-1", "fast-base-2", "slow-base-2"], "another baseline"
+    elsewhere = tmp_path / "fast/base/seed-2/eval/tinystories.json"
+    elsewhere.write_text(elsewhere.read_text().replace("fast/a/seed-2", "fast/a/seed-1"))
+    assert evaluate_trials(everything, "a", SUITE, said.append)
+    assert [name for name, _ in commands[12:]] == ["fast-base-2"]
 
 
 def test_a_suite_that_cannot_be_run_is_refused_before_the_first_trial(tmp_path: Path) -> None:

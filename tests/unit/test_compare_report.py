@@ -81,6 +81,15 @@ def test_one_seed_has_no_range(tmp_path: Path) -> None:
     assert rows(tmp_path)["edit"]["speed-up"] == "4.0"
 
 
+def test_the_headline_names_failed_trials(tmp_path: Path) -> None:
+    write(tmp_path, synchronous=SYNCHRONOUS, edit=[(20.0, 4.0), (25.0, 4.0)])
+    for run, seed in (("synchronous", 4), ("synchronous", 5), ("edit", 3)):
+        write_trial(tmp_path, "plain", run, seed, straight(10.0, None), state="failed")
+    assert headline(tmp_path).endswith("(4.0 to 6.0, 2 seeds; edit: 1 failed; synchronous: 2 failed)")
+    write_trial(tmp_path, "plain", "edit", 4, straight(10.0, None), state="failed")
+    assert headline(tmp_path) == "No run was measurably faster than the baseline synchronous"
+
+
 def test_outcomes(tmp_path: Path) -> None:
     write(
         tmp_path,

@@ -287,6 +287,32 @@ def test_failed_trials_count_in_nothing_and_stopped_ones_only_until_they_stopped
     assert spread(edit, "final_loss") == (4.0, 4.0, 4.0) and edit["final_loss", "seeds"] == 1
 
 
+@pytest.mark.parametrize(
+    ("failed", "of_baseline", "seconds", "expected"),
+    [
+        (0, 0, 20, Outcome.FASTER),
+        (1, 0, 20, Outcome.MIXED),
+        (4, 0, 20, Outcome.MIXED),
+        (1, 1, 20, Outcome.FASTER),
+        (2, 3, 20, Outcome.MIXED),  # in half of them
+        (1, 1, 200, Outcome.SLOWER),
+        (0, 1, 200, Outcome.MIXED),
+        (1, 0, 200, Outcome.SLOWER),
+        (1, 0, 100, Outcome.NO_DIFFERENCE),
+    ],
+)
+def test_a_failed_trial_is_a_seed_that_did_not_reach_the_target(
+    tmp_path: Path, failed: int, of_baseline: int, seconds: int, expected: Outcome
+) -> None:
+    write_runs(tmp_path, {"synchronous": [(100, 4.0)] * 2, "edit": [(seconds, 4.0)] * 2})
+    for run, count in (("edit", failed), ("synchronous", of_baseline)):
+        for seed in range(3, 3 + count):
+            write_trial(tmp_path, "plain", run, seed, straight(10, None), state="failed")
+    edit = runs_of(tmp_path)["edit"]
+    assert outcome(edit) == expected and edit["failed", ""] == failed
+    assert edit["speed_up", "median"] == 100 / seconds
+
+
 def test_a_given_target_and_baseline(tmp_path: Path) -> None:
     write_runs(tmp_path, {"synchronous": [(100, 4.0)], "edit": [(20, 4.0)]})
     runs = runs_of(tmp_path, baseline="edit", target=6.0)

@@ -108,6 +108,15 @@ def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path, capsys) ->
     assert code == 2 and "choose another --out" in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(("taken", "why"), [("report", "Not a directory"), ("report/plots", "File exists")])
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path, capsys, taken: str, why: str) -> None:
+    out, file = tmp_path / "report", tmp_path / taken
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("")
+    code, _, error = compared(capsys, write(tmp_path, "a", 4.0), "--report-only", "--out", out)
+    assert (code, error) == (2, f"error: {out} can't be written ({why}); choose another --out\n")
+
+
 def test_a_file_or_nothing_is_a_comparison(tmp_path: Path, capsys) -> None:
     assert "comparisons are YAML files" in compared(capsys, tmp_path / "none")[2]
     (tmp_path / "file.yaml").write_text("a: 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from llmtrain.compare.faults import Faults, GarbageLoader, inject
 from llmtrain.errors import STOPPED_EARLY, RecipeError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.recipe_check import check
-from llmtrain.recipe_loader import load_recipe
+from llmtrain.recipe_loader import load_recipe, resolved_yaml
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "recipes" / "compare").glob("*.yaml"))
@@ -277,3 +278,43 @@ def test_the_folder_of_another_comparison_is_not_gone_on_with(
     assert str(refused.value) == (
         f"runs/small belongs to another version of this comparison ({difference}); give another `name:`, or remove the folder"
     )
+
+
+@pytest.mark.usefixtures("goes_no_further")
+def test_ended_trials_that_were_made_otherwise_are_not_mixed_with_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another recipe file, or with limits. What is repeated is not compared."""
+    monkeypatch.setattr(runner, "why_no_cluster", lambda: None)
+    recipe, file = (
+        tmp_path / "recipe.yaml",
+        written(tmp_path, "recipe: recipe.yaml\nruns: {edit: }\nseeds: [1, 2]\n"),
+    )
+    recipe.write_text(f"base: {ROOT}/recipes/edit_llama_stdlib.yaml\n")
+    first, second = trials(load_comparison(file), file)
+    for one, state, words in ((first, "done", "on loopback, without limits"), (second, "failed", None)):
+        one.directory.mkdir(parents=True)
+        stored = load_recipe(one.recipe, (*one.overrides, "parallel.replicas=2"))  # a last stage's
+        (one.directory / "recipe.yaml").write_text(resolved_yaml(stored))
+        record = {"state": state, **({"condition_in_words": words} if words else {})}
+        (one.directory / "trial.json").write_text(json.dumps(record))
+
+    def outcome(**options: bool) -> int | str:
+        try:
+            return runner.run_comparison(file, **{"shaping": False, **options})
+        except RecipeError as error:
+            return str(error)
+
+    other = "runs/small belongs to another version of this comparison (plain · edit · seed {}); give another `name:`"
+    assert outcome() == STOPPED_EARLY
+    limits = "1: on loopback, without limits there, no limits, no faults here"
+    assert outcome(shaping=True).startswith(other.format(limits))
+    with recipe.open("a") as added:
+        added.write("optim: {lr: 0.0123}\n")
+    lr = load_recipe(first.directory / "recipe.yaml").optim.lr
+    assert outcome().startswith(other.format(f"1: optim.lr: {lr} there, 0.0123 here"))
+    (first.directory / "recipe.yaml").unlink()  # a run that failed before it wrote it
+    assert outcome().startswith(other.format(f"2: optim.lr: {lr} there, 0.0123 here"))
+    (second.directory / "recipe.yaml").write_text("optim: {momentum: 1}\n")
+    assert "optim.momentum is not a key" in outcome()
+    assert outcome(retry=True) == STOPPED_EARLY

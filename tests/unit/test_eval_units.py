@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from llmtrain.config import SuiteSection
@@ -22,10 +23,10 @@ from llmtrain.eval.evaluated_checkpoint import Checkpoint, find_checkpoints
 from llmtrain.eval.harness import check_answers_fit, check_tasks, entry_of, run_task
 from llmtrain.eval.scores import Entry, compare, write_json
 from llmtrain.eval.table import Evaluated, Row, comparison, lines_of, scores_on_one_line
-from llmtrain.eval.texts import Loaded, losses
+from llmtrain.eval.texts import Loaded, evaluate_text, losses
 from llmtrain.eval.units import EvalUnit, LazyModels, Options, units_of
 from llmtrain.export.parity import without_progress_bars
-from llmtrain.suites import Suite, TaskSection, check_suite, check_suite_data, local_tasks
+from llmtrain.suites import Suite, TaskSection, TextSection, check_suite, check_suite_data, local_tasks
 from tests.unit.test_export_folder import complete
 from tests.unit.test_gaps_files import sample
 
@@ -336,6 +337,30 @@ def test_every_token_but_the_first_is_predicted_once(texts: list[str], read: lis
     assert model.read == read
     assert tokens == [len(text) + 1 for text in texts[:-1]] + [len(texts[-1])]
     assert nll == pytest.approx([count * math.log(4) for count in tokens])
+
+
+@pytest.mark.parametrize("window", [8, 9])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "opt", "llama"])
+def test_a_window_fits_into_the_positions_that_a_model_has_learned(tmp_path: Path, kind: str, window: int) -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8, "ffn_dim": 8}
+    own = {"attention_types": [[["global"], 1]], "num_layers": 1, "num_heads": 2} if kind == "gpt_neo" else sizes
+    special = {"bos_token_id": 0, "eos_token_id": 3, "pad_token_id": None, "word_embed_proj_dim": 8}
+    config = AutoConfig.for_model(kind, vocab_size=4, max_position_embeddings=8, **{"hidden_size": 8} | own | special)
+    model = AutoModelForCausalLM.from_config(config)
+    model.name_or_path = "models/short"
+    (tmp_path / "text").write_text("abc" * 4)
+    section = TextSection(name="letters", file="text", window=window)
+    if window == 8 or kind == "llama":
+        assert (
+            evaluate_text(section, tmp_path / "text", None, Loaded(model, Letters()), 2).scores["letters"]["tokens"]
+            == 12
+        )
+        return
+    with pytest.raises(ModelError) as refused:
+        evaluate_text(section, tmp_path / "text", None, Loaded(model, Letters()), 2)
+    assert str(refused.value) == (
+        "letters: window is 9, but models/short has 8 positions; give at most as many in the suite, or leave window out"
+    )
 
 
 @pytest.mark.parametrize(("bos", "eos", "first"), [(0, 7, 0), (None, 7, 7), (None, None, None)])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
+import signal
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -24,12 +26,16 @@ sys.path.append(str(ROOT / "benchmarks" / "study"))
 plan, runs, page = map(importlib.import_module, ("study_plan", "study_runs", "study_page"))
 MAIN = plan.STAGES["main"]
 TIMED = {"a_edit", "wagma"}
+DIVERGED = (
+    "error: the norm of the gradient is inf on rank 0 (replica 0) at step 40 or in the 20 steps before it; start again"
+)
 
 
 def record(run: Any, loss: float | None) -> dict[str, Any]:
     numbers = {"bits_per_byte": 1.5, "rounds": 26, "bytes": 1e6 * len(run.cell.method), "steps": run.steps}
     made = {"commit": "abc", "torch": "2", "cpu": "fast"}
-    return {"id": run.id, "loss": loss, "kind": run.kind, "keys": run.setting.overrides(), **numbers, **made}
+    found = {"error": DIVERGED} if loss is None else numbers
+    return {"id": run.id, "loss": loss, "kind": run.kind, "keys": run.setting.overrides(), **found, **made}
 
 
 def finished(cell: Any, loss_of: Callable[[Any], float | None]) -> tuple[list[Any], dict[str, Any]]:
@@ -148,7 +154,9 @@ def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert plan.loss_of(failed) == math.inf
 
 
-def test_the_page_compares_with_synchronous_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_compares_with_synchronous_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     done: dict[str, Any] = {}
     for stage in ("main", "replicas"):
         for cell in plan.STAGES[stage][:2]:
@@ -169,8 +177,94 @@ def test_the_page_compares_with_synchronous_runs(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(page, "RECORDS", tmp_path / "runs.jsonl")
     monkeypatch.setattr(page, "read_records", lambda: done)
-    monkeypatch.setattr(page, "parser", lambda text: SimpleNamespace(parse_args=lambda: Namespace(write=True)))
+    options = Namespace(write=False)
+    monkeypatch.setattr(page, "parser", lambda text: SimpleNamespace(parse_args=lambda: options))
+    page.main()
+    assert "Gap against" not in capsys.readouterr().out and not list(tmp_path.iterdir()), "there is one row"
+    done |= finished(plan.STAGES["rounds"][0], likes(0.0026))[1]
+    options.write = True
     page.main()
     written = (tmp_path / "README.md").read_text()
     assert "| replicas | DiLoCo to synchronous | published fit |" in written
-    assert written.count("## ") == 3 and (tmp_path / "losses.png").stat().st_size > 5_000
+    assert "## Gap against the number of rounds\n\n| method | H |" in written
+    assert written.count("## ") == 5 and (tmp_path / "losses.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize(("seeds", "words"), [({12}, "1 of 3 diverged"), ({11, 12, 13}, "3 of 3 diverged")])
+def test_the_page_shows_how_many_seeds_diverged(tmp_path: Path, seeds: set[int], words: str) -> None:
+    usual = likes(0.0026)
+    done = finished(MAIN[0], usual)[1]
+    page.draw(done, tmp_path / "without.png")
+    done |= finished(MAIN[1], lambda run: None if run.number in seeds and run.kind == "final" else usual(run))[1]
+    row = page.row_of(MAIN[1], done)
+    assert row[2:8] == (words, *[""] * 5) and row[8].startswith("optim.lr=") and len(row) == len(page.COLUMNS)
+    assert page.formula_rows(done) == []
+    page.draw(done, tmp_path / "with.png")
+    assert (tmp_path / "with.png").read_bytes() == (tmp_path / "without.png").read_bytes()
+    del done[f"{MAIN[1].name}-final-13"]
+    assert page.row_of(MAIN[1], done)[2:8] == ("",) * 6, "not complete"
+
+
+def test_gaps_are_listed_by_method_and_rounds() -> None:
+    """And only of cells whose final runs are done."""
+    usual, done = likes(0.0026), finished(MAIN[0], likes(0.0026))[1]
+    cells = [MAIN[3], *plan.STAGES["together"][:2], *plan.STAGES["rounds"][:3], MAIN[1], *plan.STAGES["batch"]]
+    for cell in cells:
+        is_bad = cell.method == "edit"
+        done |= finished(cell, lambda run, bad=is_bad: None if bad and run.number == 13 else usual(run))[1]
+        of_cell = [record for name, record in done.items() if name.startswith(f"{cell.name}-final") and record["loss"]]
+        for record in of_cell:
+            record["rounds"] = round(781 * (1 - cell.together)) // cell.every
+    assert len(page.rounds_rows(done)) == 7
+    del done[f"{plan.STAGES['rounds'][1].name}-final-12"]
+    rows = page.rounds_rows(done)
+    assert [row[:4] for row in rows] == [
+        ("diloco-s8", "30", "8%", "23"),
+        ("diloco", "30", "0%", "26"),
+        ("diloco", "10", "0%", "78"),
+        ("diloco", "3", "0%", "260"),
+        ("local_sgd-s8", "30", "8%", "23"),
+        ("edit", "30", "0%", ""),
+    ]
+    assert rows[1][4:] == tuple(page.row_of(MAIN[1], done)[column] for column in (2, 3, 4, 7))
+    assert rows[-1][4:] == ("1 of 3 diverged", "", "", "")
+
+
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> list[dict[str, Any]]:
+    """Let a shell script stand in for all training runs. Return the list to which records are appended."""
+    python, records = tmp_path / "python", []
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("LLMTRAIN_COMMIT", "abc")
+    monkeypatch.setattr(runs, "sys", SimpleNamespace(executable=str(python), stderr=sys.stderr))
+    monkeypatch.setattr(runs, "signal", SimpleNamespace(**vars(signal) | {"signal": lambda *_: None}))
+    for name, value in {"RUNS": tmp_path, "POLL_SECONDS": 0.01, "read_records": dict, "append": records.append}.items():
+        monkeypatch.setattr(runs, name, value)
+    return records
+
+
+@pytest.mark.parametrize(
+    "line", [DIVERGED, "error: replica 1: layers.0 excluded 9 rounds (sync.reduction.max_exclusions)"]
+)
+def test_a_run_that_diverged_is_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    commands(tmp_path, monkeypatch, f"echo '{line}'; echo 'see the log'; exit 1")
+    job = runs.Job(plan.pending(["main"], {})[0], min(os.sched_getaffinity(0)))
+    job.process.wait(10)
+    record = job.end(False)
+    assert (record["loss"], record["error"]) == (None, line) and job.log.exists()
+
+
+@pytest.mark.parametrize("ending", ["echo 'error: no space left'; exit 1", f"echo '{DIVERGED}'; exit 2", "kill -9 $$"])
+def test_a_run_that_failed_is_no_record_and_ends_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ending: str
+) -> None:
+    """Two others are in progress, and stop with a checkpoint."""
+    script = f"case \"$*\" in *trial-00*) {ending};; esac\ntrap 'exit 3' TERM\nwhile :; do sleep 0.02; done"
+    records = commands(tmp_path, monkeypatch, script)
+    first = plan.pending(["main"], {})
+    (tmp_path / first[0].id).mkdir()
+    assert runs.make_runs(["main"], 3, 0.002) == 1
+    assert not records and (tmp_path / first[0].id).is_dir()
+    assert sorted(path.stem for path in tmp_path.glob("*.log")) == [run.id for run in first[:3]]
+    [error] = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: {first[0].id} failed with exit code") and "start the same command again" in error
