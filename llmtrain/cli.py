@@ -122,7 +122,7 @@ def prepare(
     if kind is not None and export_to is None:
         raise UserError("--format is for --export; add --export FOLDER, or leave it out")
     with imports_without_gc():
-        from llmtrain.export.token_export import describe, export_tokens, parse_kind
+        from llmtrain.export.token_export import describe, export_tokens, parse_kind, token_destination
         from llmtrain.recipe_check import check
         from llmtrain.recipe_loader import load_recipe
         from llmtrain.train.run import prepare_for
@@ -131,8 +131,10 @@ def prepare(
     chosen = parse_kind(kind, export_to) if export_to is not None else None
     loaded = load_recipe(recipe, overrides or ())
     check(loaded, None)
-    if export_to is not None and loaded.data.is_list:
-        raise UserError("--export writes the tokens of one text; give it as data.source=TEXT")
+    if export_to is not None:
+        if loaded.data.is_list:
+            raise UserError("--export writes the tokens of one text; give it as data.source=TEXT")
+        export_to = token_destination(export_to, loaded.data)
     try:
         prepare_for(loaded, show_progress=True)
     except KeyboardInterrupt:
