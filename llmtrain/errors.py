@@ -20,6 +20,9 @@ DONE, FAILED, BAD_USAGE, STOPPED_EARLY = 0, 1, 2, 3
 class UserError(ValueError):
     """User input that is not usable as given; the command ends with exit code 2."""
 
+    is_shared = True
+    """All ranks of a host find the same fault, so the first of them prints it."""
+
 
 class RecipeError(UserError):
     """A recipe key that is unknown, has a wrong value, or contradicts another key."""
@@ -98,7 +101,7 @@ def exit_with_status(command: Callable[[], object]) -> None:
     try:
         command()
     except UserError as error:
-        if is_local_rank_zero():  # all ranks find the same fault in a recipe
+        if is_local_rank_zero() or not error.is_shared:
             print(f"error: {error}", file=sys.stderr)
         _leave(BAD_USAGE)
     except TrainingError as error:

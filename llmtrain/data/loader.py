@@ -23,7 +23,7 @@ import torch
 from llmtrain.data.dataset import TokenShards
 from llmtrain.data.order import SampleCursor, SampleOrder, block_of_sample, grow, merge_cursors
 from llmtrain.data.stream import GrowingTokens
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, TrainingError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.reshard import Rule, by_replica
 from llmtrain.threads import with_current_device
@@ -173,7 +173,7 @@ class PrefetchLoader:
         atexit.register(self._drain)
 
     def next(self) -> list[torch.Tensor]:
-        """Return this rank's micro-batches for the next step, as the loader does. Raises DataError if they do not arrive
+        """Return this rank's micro-batches for the next step, as the loader does. Raises TrainingError if they do not arrive
         within `timeout_seconds`."""
         if not self._is_coming:
             self._request()
@@ -235,7 +235,7 @@ class PrefetchLoader:
             )
             batches = self._get(self._timeout - quiet)
         if batches is None:
-            raise DataError(
+            raise TrainingError(  # of this rank alone, and not for good
                 f"no batch could be read in {self._timeout:g} s (run.timeout_seconds): the disk that holds the token shards does "
                 "not answer; start the same command again when it does, to continue from the last checkpoint"
             )

@@ -93,8 +93,7 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
     memory = [rank_info.memory for rank_info in peers.ranks]
     replicas, shard, reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
     check_group(recipe, replicas)
-    here = [world.rank // shard]
-    prepared = prepare_for(recipe, show_progress=world.local_rank == 0, to_begin=True, replicas=here)
+    prepared = _prepare_own(recipe, world, shard)
     check_vocabulary(recipe, prepared.vocab_size)
     with (
         closing(directory),
@@ -149,6 +148,17 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
             return STOPPED_EARLY
         print_report(trainer)
     return DONE
+
+
+def _prepare_own(recipe: Recipe, world: World, shards: int) -> TokenDataset:
+    """Prepare this rank's text. With a text per replica, the fault of one may be none of the others, and is then printed by a rank
+    of that replica."""
+    replica, shard = divmod(world.rank, shards)
+    try:
+        return prepare_for(recipe, show_progress=world.local_rank == 0, to_begin=True, replicas=[replica])
+    except DataError as error:
+        error.is_shared = not (recipe.data.per_replica and shard == 0)
+        raise
 
 
 def _shared_stop(recipe: Recipe, mesh: Mesh, stop: StopRequest) -> AbstractContextManager[Callable[[], bool]]:

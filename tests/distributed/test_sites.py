@@ -20,6 +20,7 @@ from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.mesh import build_mesh
 from llmtrain.parallel.world import World
+from llmtrain.train.run import _prepare_own
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.run_texts import RunTexts, prepare_texts
 from llmtrain.train.validation import validate_each
@@ -221,3 +222,14 @@ def test_what_one_site_lacks_is_an_error_at_all(ranks: RankPool, folder: Path) -
     )
     first, second = ranks.run(opened, one, "text", world_size=2)
     assert first == second and first.startswith("b: training data: ") and "(rank 1 on " in first
+
+
+@pytest.mark.parametrize(("rank", "is_shared"), [(2, False), (3, True)])
+def test_the_fault_of_a_sites_text_is_told_by_its_first_rank(tmp_path: Path, rank: int, is_shared: bool) -> None:
+    """The first rank of the host, of another site, does not know of it."""
+    (tmp_path / "there.txt").write_text("text")
+    entries = f"data.per_replica=[{{source: {tmp_path}/there.txt}}, {{source: {tmp_path}/missing.txt}}]"
+    texts = ("data.source=null", "data.validation=null", entries, f"data.tokenizer={tmp_path}/tokenizer.json")
+    with pytest.raises(DataError, match=r"missing\.txt: no such file") as caught:
+        _prepare_own(recipe_of(tmp_path, "run", *texts), World(rank, 4, rank, 4), 2)
+    assert caught.value.is_shared == is_shared

@@ -106,7 +106,7 @@ def read_from_a_silent_disk() -> None:
     """Give a batch up; the thread that reads it is never done."""
     try:
         PrefetchLoader(_Disk(answers=False), timeout_seconds=0.05).next()
-    except DataError as error:
+    except TrainingError as error:
         print(error, flush=True)
 
 

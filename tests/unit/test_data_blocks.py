@@ -14,7 +14,7 @@ from llmtrain.data import order
 from llmtrain.data.dataset import TokenShards
 from llmtrain.data.loader import Loader, PrefetchLoader
 from llmtrain.data.order import block_of, block_of_sample, grow
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, TrainingError
 from tests.unit.test_data_loader import MESHES
 
 LENGTH, BATCH = 4, 8
@@ -177,7 +177,7 @@ def test_a_wait_for_text_is_no_wait_for_the_disk(capsys: pytest.CaptureFixture[s
     made = loader(SlowTokens(90))
     ahead = PrefetchLoader(made, timeout_seconds=0.01)
     made.tokens = Answers()  # and never a batch
-    with pytest.raises(DataError, match="does not answer"):
+    with pytest.raises(TrainingError, match="does not answer"):
         ahead._receive()
     assert made.tokens.left == -2, "asked whenever a limit has passed"
     assert capsys.readouterr().err.count("waiting for the disk") == 1

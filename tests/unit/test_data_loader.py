@@ -12,7 +12,7 @@ import torch
 from llmtrain.data.dataset import TokenShards
 from llmtrain.data.loader import Loader, PrefetchLoader, eval_batches
 from llmtrain.data.order import grow, merge_cursors
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, TrainingError
 from llmtrain.loss import IGNORE_INDEX
 from tests.end_to_end.runs import wait_until
 from tests.mother import session
@@ -146,7 +146,7 @@ def test_a_disk_that_does_not_answer_is_an_error() -> None:
     slow = loader(sequence(29))
     read, slow.next = slow.next, lambda: answers.wait(20) and read()
     ahead = PrefetchLoader(slow, timeout_seconds=0.05)
-    with pytest.raises(DataError, match="does not answer"):
+    with pytest.raises(TrainingError, match="does not answer"):
         ahead.next()
     answers.set()
 

@@ -129,6 +129,13 @@ def test_only_the_first_rank_of_a_host_speaks(environment: pytest.MonkeyPatch, v
     for name, value in variables.items():
         environment.setenv(name, value)
     assert run_here(fail) == (2, "")
+
+    def fail_alone() -> None:
+        error = UserError("wrong here")
+        error.is_shared = False
+        raise error
+
+    assert run_here(fail_alone) == (2, "error: wrong here\n")
     environment.setenv("LOCAL_RANK" if "RANK" in variables else "SLURM_LOCALID", "0")
     assert run_here(fail) == (2, "error: wrong\n")
 
