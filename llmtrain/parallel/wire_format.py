@@ -130,8 +130,7 @@ def _integers(groups: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Te
 def _encode_fp4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = groups.abs().amax(-1, keepdim=True).to(torch.float32)
     quotients = _quotients(groups, scales)
-    between = torch.tensor(POWERS_BETWEEN, dtype=groups.dtype, device=groups.device)
-    powers = torch.bucketize(quotients.abs(), between, out_int32=True).to(torch.int8)
+    powers = torch.bucketize(quotients.abs(), _table(POWERS_BETWEEN, groups), out_int32=True).to(torch.int8)
     return _packed(powers + 8 * _negative(quotients), 4), scales
 
 
@@ -181,8 +180,20 @@ def _unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _look_up(codes: torch.Tensor, levels: tuple[float, ...], groups: torch.Tensor) -> torch.Tensor:
     """Write the level of each code to `groups`, and return them."""
-    table = torch.tensor(levels, dtype=groups.dtype, device=groups.device)
-    return groups.copy_(table[codes.int()])
+    return groups.copy_(_table(levels, groups)[codes.int()])
+
+
+def _table(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
+    """Return the values where `like` is. They are kept, because the host would wait for a GPU with each copy."""
+    key = values, like.dtype, like.device
+    if torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
+    if key not in _TABLES:
+        _TABLES[key] = torch.tensor(values, dtype=like.dtype, device=like.device)
+    return _TABLES[key]
+
+
+_TABLES: dict[tuple[tuple[float, ...], torch.dtype, torch.device], torch.Tensor] = {}
 
 
 CODES: dict[str, tuple[int, Encoder, Decoder]] = {

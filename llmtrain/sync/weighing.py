@@ -59,6 +59,8 @@ class Weighing:
             tokens = torch.tensor(done.tokens, dtype=torch.float64, device=device)
             whole = shard_comms.all_reduce(torch.stack([tokens, *squares]), "weighing pseudo-gradients").wait()
             row = torch.cat([row[:-1].to(whole.device), whole[:1], whole[1:].sqrt()])
+        elif replica_comms.size == 1:  # no other row, so the host need not wait for its device
+            return replica_comms.gather(row, "meeting for a synchronization")
         return replica_comms.gather(row.to(replica_comms.device), "meeting for a synchronization")
 
     def agree(self, blocks: Sequence[int], gathering: PendingCollective) -> Agreement:

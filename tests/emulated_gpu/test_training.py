@@ -173,14 +173,16 @@ def reads_by_step(case: Case) -> list[int]:
         (edit(every=4, warmup_steps=1, penalty=PENALTY, offload=True), {6}),
         (choices("streaming_diloco", 4, warmup_steps=1, schedule=OVERLAPPED, offload=True), set()),
         (choices("co2", 2, warmup_steps=1, offload=True), set()),
+        (choices("gpa", outer={"kind": "gpa", "decay": 0.7}), set()),
     ],
     ids=lambda given: getattr(given, "method", ""),
 )
 def test_the_host_waits_for_the_gpu_only_where_replicas_wait_for_each_other(
     gpu_ranks: RankPool, sync: SyncSection, reading: set[int]
 ) -> None:
-    """Or when the first anchor is taken, in step 2."""
-    for reads in gpu_ranks.run(reads_by_step, gpu(sync)):
+    """Or when the first anchor is taken, in step 2. GPA has one replica, which waits for no other."""
+    replicas = 1 if sync.method == "gpa" else 2
+    for reads in gpu_ranks.run(reads_by_step, gpu(sync, replicas), world_size=2 * replicas):
         assert {step for step, count in enumerate(reads, start=1) if count and step != 2} == reading
 
 
