@@ -8,6 +8,8 @@ Traffic   nothing between replicas. In a replica of n ranks, the rows of a matri
 Memory    one momentum: 4 bytes per value, half of AdamW's.
 Differs   iterations are in bf16 on GPUs, as published and as in torch.optim.Muon, which does the same on one rank; on CPUs they
           are in fp32, and in fp64 if parameters are.
+Needs     equal devices for synchronous steps. Unlike ones round products differently, so replicas would drift apart although their
+          gradients are equal; with unlike ones give sync.warmup_steps=0.
 """
 
 from __future__ import annotations
