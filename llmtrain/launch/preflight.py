@@ -30,6 +30,7 @@ from llmtrain.errors import DataError, RecipeError
 from llmtrain.files import lock_holder
 from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
 from llmtrain.loss import summed_loss
+from llmtrain.machine_check import check_machine
 from llmtrain.model import blocks_of, build, check_initial_values, model_config
 from llmtrain.parallel.network import Networks
 from llmtrain.parallel.world import World
@@ -54,7 +55,7 @@ class Preflight:
     reason: str
     """Reason for this mesh, in a few words."""
     memory: float
-    """Bytes that each process may use; infinite on machines that are not known."""
+    """Bytes that each process may use."""
     texts: Mapping[str, TokenDataset] = field(default_factory=dict)
     """The token shards of each text by name, if all are prepared; otherwise empty."""
     warnings: Sequence[str] = ()
@@ -79,6 +80,7 @@ def check_start(recipe: Recipe, nodes: Nodes, per_node: int) -> Preflight:
     """Choose the mesh. Raises UserError if ranks on nodes like this one would refuse the recipe before they read data."""
     world, on_gpu = nodes.count * per_node, torch.cuda.is_available()
     check(recipe, world)
+    check_machine(recipe)
     each = memory_of_rank(World(per_node - 1, world, per_node - 1, per_node))
     places = [str(node) for node in range(nodes.count) for _ in range(per_node)]
     replicas, shards, reason = plan_mesh(recipe, places, [each] * world, on_gpu)
@@ -88,15 +90,12 @@ def check_start(recipe: Recipe, nodes: Nodes, per_node: int) -> Preflight:
     return Preflight(world, replicas, shards, reason, each, weights=check_initial_weights(recipe))
 
 
-def check_elsewhere(recipe: Recipe, processes: int) -> Preflight:
-    """Check a recipe for this number of processes on machines that are not known. Raises UserError for what they would
-    refuse whatever their memory, devices and files."""
+def check_elsewhere(recipe: Recipe, processes: int) -> list[str]:
+    """Return the warnings about a recipe for this number of processes on machines that are not known. Raises UserError for
+    what they would refuse whatever their memory, devices, files and number of nodes, on which an automatic mesh depends."""
     check(recipe, processes)
-    replicas, shards, reason = plan_mesh(recipe, ["unknown"] * processes, [math.inf] * processes, on_gpu=False)
-    check_group(recipe, replicas)
     check_model(recipe)
-    warnings = ineffective_keys(recipe, {}, None)
-    return Preflight(processes, replicas, shards, reason, math.inf, warnings=warnings)
+    return ineffective_keys(recipe, {}, None)
 
 
 def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None = None) -> Preflight:
@@ -139,23 +138,33 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
 
 def notes(preflight: Preflight) -> list[str]:
     """Return the lines about what is unknown, or other than the recipe says."""
-    lines = [f"warning: {line}" for line in preflight.warnings]
-    if preflight.prepared is None and preflight.completed is None and preflight.memory < math.inf:
+    lines = _marked(preflight.warnings)
+    if preflight.prepared is None and preflight.completed is None:
         lines.append("note: the text is not tokenized yet, so its length is unknown (llmtrain prepare, or the start)")
     return lines
 
 
 def describe(path: Path, recipe: Recipe, preflight: Preflight) -> list[str]:
-    """Return the lines that `recipe check` prints: notes, and last that the recipe is fine."""
-    length = f"{recipe.train.total_steps:,} steps of {recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
+    """Return the lines that `recipe check` prints: notes, and last that the recipe is fine on this machine."""
     processes = "1 process" if preflight.processes == 1 else f"{preflight.processes} processes"
     mesh = f"{processes} as {preflight.replicas} replicas x {preflight.shards} shards"
-    verdict = f"fine on this machine with {mesh} ({length})"
-    if preflight.memory == math.inf:
-        verdict = f"fine ({length})"
-    elif preflight.completed is not None:
+    verdict = f"fine on this machine with {mesh} ({_length(recipe)})"
+    if preflight.completed is not None:
         verdict = f"fine, but {preflight.completed}"
     return [*notes(preflight), f"{path}: {verdict}"]
+
+
+def describe_elsewhere(path: Path, recipe: Recipe, warnings: Sequence[str]) -> list[str]:
+    """Return the lines that `recipe check --processes` prints: warnings, and last that the recipe is fine."""
+    return [*_marked(warnings), f"{path}: fine ({_length(recipe)})"]
+
+
+def _marked(warnings: Sequence[str]) -> list[str]:
+    return [f"warning: {line}" for line in warnings]
+
+
+def _length(recipe: Recipe) -> str:
+    return f"{recipe.train.total_steps:,} steps of {recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
 
 
 def check_model(recipe: Recipe) -> None:

@@ -16,6 +16,7 @@ from llmtrain.data.prepare import prepare
 from llmtrain.data.ready_made import check_separators
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError, first_line
 from llmtrain.lr import LRSchedule
+from llmtrain.machine_check import check_machine
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
 from llmtrain.parallel.build_engine import build_engine, replica_backend
 from llmtrain.parallel.comms import is_lost_peer
@@ -71,6 +72,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     """
     use_expandable_segments()  # if another launcher has started this rank
     check(recipe, world.size)
+    check_machine(recipe)
     check_suite_data(recipe.eval.suite)
     if not recipe.parallel.in_process:
         return _run_rank(recipe, world, alter)
