@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 
 from llmtrain.config import DataSection, Recipe
-from llmtrain.data.build_loader import build_loader, validation_batches
+from llmtrain.data.build_loader import build_loader, check_set, validation_batches
 from llmtrain.data.dataset import TokenDataset, open_dataset
 from llmtrain.data.mixture_loader import count_samples
 from llmtrain.data.prepare import cache_path
 from llmtrain.data.ready_made import check_separators, find_ready_made
 from llmtrain.data.sites import check_site
 from llmtrain.data.sources import HUB, Split, documents, require
-from llmtrain.data.text_list import check_token_files, key_of, named, texts_of, with_tokenizer_of
+from llmtrain.data.text_list import check_token_files, key_of, named, sets_of, texts_of, with_tokenizer_of
 from llmtrain.data.tokenizer import check_tokenizer_exists, trained_size
 from llmtrain.errors import DataError, RecipeError
 from llmtrain.files import lock_holder
@@ -123,8 +123,9 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
         check_initial_weights(recipe, prepared)
     vocab_size = prepared.vocab_size if prepared else size_or_assumed(recipe).vocabulary
     step_seconds = seconds_of_step(recipe, vocab_size, start.replicas, start.shards)
+    sets = check_sets(recipe, prepared)
     warnings, change = (
-        ineffective_keys(recipe, texts, step_seconds),
+        ineffective_keys(recipe, {**texts, **sets}, step_seconds),
         directory.length_change(),
     )
     jump = change.rate_jump() if change is not None and not change.is_none else None
@@ -200,6 +201,21 @@ def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) 
                 check_separators(text, "train.document_mask")
             _check_token_count(recipe, name, text, replicas, shards)
     return prepared
+
+
+def check_sets(recipe: Recipe, prepared: TokenDataset | None) -> dict[str, TokenDataset]:
+    """Return the token shards of those texts of `eval.sets` that are prepared with the tokenizer of `prepared`, the run's first
+    text, by name. Raises DataError if one is damaged or too short."""
+    texts: dict[str, TokenDataset] = {}
+    for name, section in sets_of(recipe.data, recipe.eval.sets, prepared).items() if prepared else ():
+        with named(f"eval.sets.{name}"):
+            if not (folder := cache_path(section)).exists():
+                continue
+            texts[name] = text = open_dataset(folder)
+            if text.index.splits["validation"].exhausted:  # otherwise `prepare` adds what the run needs
+                check_set(recipe, name, text)
+                validation_batches(recipe, text, rank=0, world=1, write=False)()
+    return texts
 
 
 def _find_prepared(recipe: Recipe, section: DataSection) -> TokenDataset | None:

@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from llmtrain.config import Recipe, TraceSection
+from llmtrain.data.build_loader import check_set
 from llmtrain.data.dataset import TOKENIZER, TokenDataset
 from llmtrain.data.documents import document_samples
 from llmtrain.data.loader import PrefetchLoader
 from llmtrain.data.prepare import prepare
 from llmtrain.data.ready_made import check_separators
+from llmtrain.data.text_list import sets_of
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError, first_line
 from llmtrain.lr import LRSchedule
 from llmtrain.machine_check import check_machine
@@ -188,17 +190,14 @@ def prepare_for(
 
 
 def prepare_sets(recipe: Recipe, prepared: TokenDataset, show_progress: bool) -> dict[str, TokenDataset]:
-    """Return the texts of `eval.sets`, tokenized with the run's tokenizer. Only their validation split is used."""
-    tokenizer, least = str(prepared.directory / TOKENIZER), {"max_tokens": 1, "sources": (), "per_replica": ()}
-    return {
-        name: prepare(
-            recipe.data.model_copy(update={"source": text, "validation": text, "tokenizer": tokenizer, **least}),
-            1,
-            recipe.eval.tokens + 1,
-            show_progress=show_progress,
-        )
-        for name, text in recipe.eval.sets.items()
+    """Return the texts of `eval.sets`, tokenized with the run's tokenizer. Raises DataError if one is too short to be validated."""
+    sets = {
+        name: prepare(section, 1, recipe.eval.tokens + 1, show_progress=show_progress)
+        for name, section in sets_of(recipe.data, recipe.eval.sets, prepared).items()
     }
+    for name, text in sets.items():
+        check_set(recipe, name, text)
+    return sets
 
 
 def _is_finished(directory: RunDirectory) -> bool:

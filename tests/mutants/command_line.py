@@ -37,6 +37,13 @@ MUTANTS = [
         PREFLIGHT,
     ),
     Mutant(
+        "preflight: a prepared text of eval.sets may be too short",
+        "llmtrain/launch/preflight.py",
+        "                check_set(recipe, name, text)\n",
+        "",
+        PREFLIGHT,
+    ),
+    Mutant(
         "warnings: synchronous steps count as local ones",
         "llmtrain/plan/ineffective_keys.py",
         "local = total - warmup_of(sync, LRSchedule.of(recipe))",

@@ -12,7 +12,7 @@ import torch
 
 from llmtrain.cli import main
 from llmtrain.data.prepare import prepare
-from llmtrain.errors import RecipeError
+from llmtrain.errors import DataError, RecipeError
 from llmtrain.launch import preflight
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.preflight import check_elsewhere, check_here, check_start
@@ -20,7 +20,7 @@ from llmtrain.parallel.world import World
 from llmtrain.plan import ineffective_keys as ineffective
 from llmtrain.plan.model_size import size_of
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.train.run import run_training
+from llmtrain.train.run import prepare_for, run_training
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "edit_llama_stdlib.yaml"
 SMALL = [f"model.config.{key}" for key in ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=2")]
@@ -213,6 +213,25 @@ def test_prepared_tokens_that_are_too_few_are_refused(capsys: pytest.CaptureFixt
     for tokenizer in ("train:300", "train:301"):  # prepared, and not
         with pytest.raises(ValueError, match=r"model\.config\.vocab_size is 200"):
             check_here(load_recipe(RECIPE, [*keys, "model.config.vocab_size=200", f"data.tokenizer={tokenizer}"]))
+
+
+def test_a_prepared_text_of_eval_sets_that_is_too_short_is_refused_before_the_model_is_built(
+    tmp_path: Path, keys: list[str]
+) -> None:
+    """As soon as its tokens are there: by the preparation itself, and then by `recipe check`."""
+    (tmp_path / "short.txt").write_text("A text.\n")
+    (tmp_path / "long.txt").write_text("A text of more tokens than a sequence has.\n" * 9)
+    recipe = load_recipe(RECIPE, [*keys, f"eval.sets={{long: {tmp_path}/long.txt, news: {tmp_path}/short.txt}}"])
+    assert check_here(recipe).prepared is None
+    prepare(recipe.data, 1, 10**9)
+    assert check_here(recipe).warnings == []
+    reason = rf"^eval\.sets\.news: {tmp_path}/short\.txt: \d+ tokens, 33 needed for one sequence; give a longer text"
+    for start in (lambda: prepare_for(recipe, show_progress=False), lambda: check_here(recipe)):
+        with pytest.raises(DataError, match=reason):
+            start()
+    recipe = load_recipe(RECIPE, [*keys, f"eval.sets={{long: {tmp_path}/long.txt}}", "eval.tokens=1e4"])
+    prepare_for(recipe, show_progress=False)
+    assert "eval.tokens is 10,000, but the text long of eval.sets has" in check_here(recipe).warnings[1]
 
 
 @pytest.mark.parametrize(
