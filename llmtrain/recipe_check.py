@@ -1,12 +1,11 @@
 """Checks of combinations of recipe keys. Combinations that can't run are refused, with the reason.
 
-`check` needs no process group, no data and no GPU, so `recipe check` gives the same result on a laptop and a
-cluster.
+`check` needs no process group, no data and no GPU, so `recipe check --processes N` gives the same result on a laptop and a
+cluster. `check_machine` of machine_check.py asks the machine of a start.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +62,6 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     _check_pull(recipe)
     if world_size is not None:
         check_mesh(recipe.parallel, world_size)
-        if not recipe.parallel.in_process:
-            _check_backend(recipe.parallel)
     if recipe.parallel.replicas != "auto":
         check_group(recipe, recipe.parallel.replicas)
     elif world_size is not None and recipe.parallel.shards != "auto":
@@ -73,7 +70,6 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     if ranks is not None:
         _check_batch(recipe.train, ranks)
     _check_model(recipe)
-    _check_log(recipe)
     check_suite(recipe.eval.suite)
 
 
@@ -98,11 +94,6 @@ def _check_in_process(recipe: Recipe, processes: int | None) -> None:
     if recipe.log.trace or (profile and len(profile.ranks) > 1):
         what = "log.trace" if recipe.log.trace else f"log.profile with {len(profile.ranks)} ranks"
         raise RecipeError(f"{given}, which has one timeline, but {what} records one per rank; leave one of them out")
-
-
-def _check_log(recipe: Recipe) -> None:
-    if recipe.log.wandb is not None and importlib.util.find_spec("wandb") is None:
-        raise RecipeError("log.wandb is given, but wandb is not installed; pip install wandb, or log.wandb=null")
 
 
 def _check_nonfinite(recipe: Recipe) -> None:
@@ -275,29 +266,6 @@ def _check_batch(train: TrainSection, ranks: int) -> None:
         f"train.global_batch is {train.global_batch}, not a multiple of micro_batch x replicas x shard = "
         f"{train.micro_batch} x {ranks} = {at_once}; use train.global_batch={works}{or_micro}"
     )
-
-
-def _check_backend(parallel: ParallelSection) -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        if parallel.replica_backend == "nccl":
-            raise RecipeError(
-                "parallel.replica_backend is nccl, which needs GPUs, and there is none here; use auto or gloo"
-            )
-        return
-    networks = (parallel.replica_network, parallel.shard_network)
-    if (
-        parallel.shard_across_nodes
-        and parallel.replica_backend != "gloo"
-        and None not in networks
-        and len({*networks}) > 1
-    ):
-        raise RecipeError(
-            f"parallel.replica_network is {networks[0]} and parallel.shard_network {networks[1]}, but with "
-            "shard_across_nodes=true both are nccl's, which uses one network in a process; give both the same, or "
-            "parallel.replica_backend=gloo"
-        )
 
 
 def _check_engine(parallel: ParallelSection) -> None:

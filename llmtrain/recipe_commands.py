@@ -68,12 +68,15 @@ def recipe_check(
     the memory, devices and files of this machine do not matter.
     """
     with imports_without_gc():
-        from llmtrain.launch.preflight import check_elsewhere, check_here, describe
+        from llmtrain.launch.preflight import check_elsewhere, check_here, describe, describe_elsewhere
         from llmtrain.recipe_loader import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    preflight = check_here(loaded) if processes is None else check_elsewhere(loaded, processes)
-    for line in describe(recipe, loaded, preflight):
+    if processes is None:
+        lines = describe(recipe, loaded, check_here(loaded))
+    else:
+        lines = describe_elsewhere(recipe, loaded, check_elsewhere(loaded, processes))
+    for line in lines:
         typer.echo(line)
 
 

@@ -25,6 +25,7 @@ from llmtrain.config import Recipe
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, UserError
 from llmtrain.files import read_mapping
 from llmtrain.launch.nodes import DEFAULT_PORT
+from llmtrain.machine_check import check_machine
 from llmtrain.parallel.network import unused_port
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
@@ -88,7 +89,9 @@ def _checked(planned: TrialSpec, comparison: Comparison) -> Recipe:
     """Return the recipe of a trial. Raises UserError, which names the run, if it can't be trained."""
     try:
         for stage in planned.stages:
-            check(load_recipe(planned.recipe, planned.overrides_of(stage)), stage.replicas * comparison.hosts.processes)
+            recipe = load_recipe(planned.recipe, planned.overrides_of(stage))
+            check(recipe, stage.replicas * comparison.hosts.processes)
+            check_machine(recipe)
         return load_recipe(planned.recipe, planned.overrides)
     except UserError as error:
         raise type(error)(f"runs.{planned.run}: {error}") from None

@@ -13,6 +13,7 @@ from llmtrain.data.document_loader import DocumentLoader, document_eval_batches
 from llmtrain.data.documents import document_samples
 from llmtrain.data.loader import Loader, eval_batches
 from llmtrain.data.stream import GrowingTokens
+from llmtrain.errors import DataError
 
 
 def build_loader(
@@ -62,3 +63,14 @@ def validation_batches(
     if recipe.data.packing == "none":
         return partial(document_eval_batches, document_samples(text, "validation", length, write), **shape)
     return partial(eval_batches, text.tokens("validation"), **shape)
+
+
+def check_set(recipe: Recipe, name: str, text: TokenDataset) -> None:
+    """Raise DataError if a text of `eval.sets` has too few tokens to be validated. Without packing, one document is enough,
+    which every prepared text has."""
+    tokens, needed = len(text.tokens("validation")), recipe.train.sequence_length + 1
+    if recipe.data.packing == "packed" and tokens < needed:
+        raise DataError(
+            f"eval.sets.{name}: {recipe.eval.sets[name]}: {tokens} tokens, {needed} needed for one sequence; give a longer text, "
+            "or lower train.sequence_length"
+        )

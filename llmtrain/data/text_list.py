@@ -62,6 +62,16 @@ def texts_of(data: DataSection, replicas: Iterable[int] | None = None) -> dict[s
     return {name: texts[name] for name in dict.fromkeys(names)}
 
 
+def sets_of(data: DataSection, sets: Mapping[str, str], prepared: TokenDataset) -> dict[str, DataSection]:
+    """Return the section of each text of `eval.sets` by its name, with the tokenizer of the run's first text. Only its validation
+    split is read."""
+    tokenizer, least = str(prepared.directory / TOKENIZER), {"max_tokens": 1, "sources": (), "per_replica": ()}
+    return {
+        name: data.model_copy(update={"source": text, "validation": text, "tokenizer": tokenizer, **least})
+        for name, text in sets.items()
+    }
+
+
 def with_tokenizer_of(prepared: Iterable[TokenDataset], section: DataSection) -> DataSection:
     """Return a section of a mixture with the tokenizer that was trained on the first text, if one is trained."""
     first = next(iter(prepared), None)

@@ -37,6 +37,7 @@ from llmtrain.doctor.network_speed import (
 from llmtrain.doctor.network_use import network_use
 from llmtrain.errors import DONE, FAILED, ModelError, TrainingError, UserError
 from llmtrain.launch.nodes import processes_per_node
+from llmtrain.machine_check import check_machine
 from llmtrain.parallel.build_engine import replica_backend
 from llmtrain.parallel.mesh import local_device, open_mesh
 from llmtrain.parallel.network import Networks, check_localhost
@@ -160,6 +161,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
     on_gpu = torch.cuda.is_available()
     try:
         check(recipe, len(nodes))
+        check_machine(recipe)
         replicas, shard, reason = plan_mesh(recipe, nodes, memory, on_gpu)
         check_group(recipe, replicas)
     except UserError as error:

@@ -17,19 +17,20 @@ from pathlib import Path
 import torch
 
 from llmtrain.config import DataSection, Recipe
-from llmtrain.data.build_loader import build_loader, validation_batches
+from llmtrain.data.build_loader import build_loader, check_set, validation_batches
 from llmtrain.data.dataset import TokenDataset, open_dataset
 from llmtrain.data.mixture_loader import count_samples
 from llmtrain.data.prepare import cache_path
 from llmtrain.data.ready_made import check_separators, find_ready_made
 from llmtrain.data.sites import check_site
 from llmtrain.data.sources import HUB, Split, documents, require
-from llmtrain.data.text_list import check_token_files, key_of, named, texts_of, with_tokenizer_of
+from llmtrain.data.text_list import check_token_files, key_of, named, sets_of, texts_of, with_tokenizer_of
 from llmtrain.data.tokenizer import check_tokenizer_exists, trained_size
 from llmtrain.errors import DataError, RecipeError
 from llmtrain.files import lock_holder
 from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
 from llmtrain.loss import summed_loss
+from llmtrain.machine_check import check_machine
 from llmtrain.model import blocks_of, build, check_initial_values, model_config
 from llmtrain.parallel.network import Networks
 from llmtrain.parallel.world import World
@@ -54,7 +55,7 @@ class Preflight:
     reason: str
     """Reason for this mesh, in a few words."""
     memory: float
-    """Bytes that each process may use; infinite on machines that are not known."""
+    """Bytes that each process may use."""
     texts: Mapping[str, TokenDataset] = field(default_factory=dict)
     """The token shards of each text by name, if all are prepared; otherwise empty."""
     warnings: Sequence[str] = ()
@@ -79,6 +80,7 @@ def check_start(recipe: Recipe, nodes: Nodes, per_node: int) -> Preflight:
     """Choose the mesh. Raises UserError if ranks on nodes like this one would refuse the recipe before they read data."""
     world, on_gpu = nodes.count * per_node, torch.cuda.is_available()
     check(recipe, world)
+    check_machine(recipe)
     each = memory_of_rank(World(per_node - 1, world, per_node - 1, per_node))
     places = [str(node) for node in range(nodes.count) for _ in range(per_node)]
     replicas, shards, reason = plan_mesh(recipe, places, [each] * world, on_gpu)
@@ -88,15 +90,12 @@ def check_start(recipe: Recipe, nodes: Nodes, per_node: int) -> Preflight:
     return Preflight(world, replicas, shards, reason, each, weights=check_initial_weights(recipe))
 
 
-def check_elsewhere(recipe: Recipe, processes: int) -> Preflight:
-    """Check a recipe for this number of processes on machines that are not known. Raises UserError for what they would
-    refuse whatever their memory, devices and files."""
+def check_elsewhere(recipe: Recipe, processes: int) -> list[str]:
+    """Return the warnings about a recipe for this number of processes on machines that are not known. Raises UserError for
+    what they would refuse whatever their memory, devices, files and number of nodes, on which an automatic mesh depends."""
     check(recipe, processes)
-    replicas, shards, reason = plan_mesh(recipe, ["unknown"] * processes, [math.inf] * processes, on_gpu=False)
-    check_group(recipe, replicas)
     check_model(recipe)
-    warnings = ineffective_keys(recipe, {}, None)
-    return Preflight(processes, replicas, shards, reason, math.inf, warnings=warnings)
+    return ineffective_keys(recipe, {}, None)
 
 
 def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None = None) -> Preflight:
@@ -124,8 +123,9 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
         check_initial_weights(recipe, prepared)
     vocab_size = prepared.vocab_size if prepared else size_or_assumed(recipe).vocabulary
     step_seconds = seconds_of_step(recipe, vocab_size, start.replicas, start.shards)
+    sets = check_sets(recipe, prepared)
     warnings, change = (
-        ineffective_keys(recipe, texts, step_seconds),
+        ineffective_keys(recipe, {**texts, **sets}, step_seconds),
         directory.length_change(),
     )
     jump = change.rate_jump() if change is not None and not change.is_none else None
@@ -139,23 +139,33 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
 
 def notes(preflight: Preflight) -> list[str]:
     """Return the lines about what is unknown, or other than the recipe says."""
-    lines = [f"warning: {line}" for line in preflight.warnings]
-    if preflight.prepared is None and preflight.completed is None and preflight.memory < math.inf:
+    lines = _marked(preflight.warnings)
+    if preflight.prepared is None and preflight.completed is None:
         lines.append("note: the text is not tokenized yet, so its length is unknown (llmtrain prepare, or the start)")
     return lines
 
 
 def describe(path: Path, recipe: Recipe, preflight: Preflight) -> list[str]:
-    """Return the lines that `recipe check` prints: notes, and last that the recipe is fine."""
-    length = f"{recipe.train.total_steps:,} steps of {recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
+    """Return the lines that `recipe check` prints: notes, and last that the recipe is fine on this machine."""
     processes = "1 process" if preflight.processes == 1 else f"{preflight.processes} processes"
     mesh = f"{processes} as {preflight.replicas} replicas x {preflight.shards} shards"
-    verdict = f"fine on this machine with {mesh} ({length})"
-    if preflight.memory == math.inf:
-        verdict = f"fine ({length})"
-    elif preflight.completed is not None:
+    verdict = f"fine on this machine with {mesh} ({_length(recipe)})"
+    if preflight.completed is not None:
         verdict = f"fine, but {preflight.completed}"
     return [*notes(preflight), f"{path}: {verdict}"]
+
+
+def describe_elsewhere(path: Path, recipe: Recipe, warnings: Sequence[str]) -> list[str]:
+    """Return the lines that `recipe check --processes` prints: warnings, and last that the recipe is fine."""
+    return [*_marked(warnings), f"{path}: fine ({_length(recipe)})"]
+
+
+def _marked(warnings: Sequence[str]) -> list[str]:
+    return [f"warning: {line}" for line in warnings]
+
+
+def _length(recipe: Recipe) -> str:
+    return f"{recipe.train.total_steps:,} steps of {recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
 
 
 def check_model(recipe: Recipe) -> None:
@@ -191,6 +201,21 @@ def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) 
                 check_separators(text, "train.document_mask")
             _check_token_count(recipe, name, text, replicas, shards)
     return prepared
+
+
+def check_sets(recipe: Recipe, prepared: TokenDataset | None) -> dict[str, TokenDataset]:
+    """Return the token shards of those texts of `eval.sets` that are prepared with the tokenizer of `prepared`, the run's first
+    text, by name. Raises DataError if one is damaged or too short."""
+    texts: dict[str, TokenDataset] = {}
+    for name, section in sets_of(recipe.data, recipe.eval.sets, prepared).items() if prepared else ():
+        with named(f"eval.sets.{name}"):
+            if not (folder := cache_path(section)).exists():
+                continue
+            texts[name] = text = open_dataset(folder)
+            if text.index.splits["validation"].exhausted:  # otherwise `prepare` adds what the run needs
+                check_set(recipe, name, text)
+                validation_batches(recipe, text, rank=0, world=1, write=False)()
+    return texts
 
 
 def _find_prepared(recipe: Recipe, section: DataSection) -> TokenDataset | None:

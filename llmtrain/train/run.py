@@ -9,13 +9,16 @@ from pathlib import Path
 import torch
 
 from llmtrain.config import Recipe, TraceSection
+from llmtrain.data.build_loader import check_set
 from llmtrain.data.dataset import TOKENIZER, TokenDataset
 from llmtrain.data.documents import document_samples
 from llmtrain.data.loader import PrefetchLoader
 from llmtrain.data.prepare import prepare
 from llmtrain.data.ready_made import check_separators
+from llmtrain.data.text_list import sets_of
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError, first_line
 from llmtrain.lr import LRSchedule
+from llmtrain.machine_check import check_machine
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
 from llmtrain.parallel.build_engine import build_engine, replica_backend
 from llmtrain.parallel.comms import is_lost_peer
@@ -71,6 +74,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     """
     use_expandable_segments()  # if another launcher has started this rank
     check(recipe, world.size)
+    check_machine(recipe)
     check_suite_data(recipe.eval.suite)
     if not recipe.parallel.in_process:
         return _run_rank(recipe, world, alter)
@@ -196,17 +200,14 @@ def prepare_for(
 
 
 def prepare_sets(recipe: Recipe, prepared: TokenDataset, show_progress: bool) -> dict[str, TokenDataset]:
-    """Return the texts of `eval.sets`, tokenized with the run's tokenizer. Only their validation split is used."""
-    tokenizer, least = str(prepared.directory / TOKENIZER), {"max_tokens": 1, "sources": (), "per_replica": ()}
-    return {
-        name: prepare(
-            recipe.data.model_copy(update={"source": text, "validation": text, "tokenizer": tokenizer, **least}),
-            1,
-            recipe.eval.tokens + 1,
-            show_progress=show_progress,
-        )
-        for name, text in recipe.eval.sets.items()
+    """Return the texts of `eval.sets`, tokenized with the run's tokenizer. Raises DataError if one is too short to be validated."""
+    sets = {
+        name: prepare(section, 1, recipe.eval.tokens + 1, show_progress=show_progress)
+        for name, section in sets_of(recipe.data, recipe.eval.sets, prepared).items()
     }
+    for name, text in sets.items():
+        check_set(recipe, name, text)
+    return sets
 
 
 def _is_finished(directory: RunDirectory) -> bool:

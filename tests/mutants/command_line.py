@@ -30,10 +30,17 @@ MUTANTS = [
         PREFLIGHT,
     ),
     Mutant(
-        "preflight: memory of this machine counts elsewhere",
+        "preflight: a start takes another machine's packages and GPUs",
         "llmtrain/launch/preflight.py",
-        "[math.inf] * processes",
-        "[1e9] * processes",
+        "    check_machine(recipe)\n",
+        "",
+        PREFLIGHT,
+    ),
+    Mutant(
+        "preflight: a prepared text of eval.sets may be too short",
+        "llmtrain/launch/preflight.py",
+        "                check_set(recipe, name, text)\n",
+        "",
         PREFLIGHT,
     ),
     Mutant(

@@ -43,6 +43,7 @@ LAYERS = [
         "recipe_loader",
         "recipe_messages",
         "recipe_check",
+        "machine_check",
         "recipe_files",
         "recipe_keys",
         "recipe_schema",

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from llmtrain.errors import RecipeError, UserError
+from llmtrain.machine_check import check_machine
 from llmtrain.plan.hardware import Hardware, hardware_of
 from llmtrain.plan.memory import estimate
 from llmtrain.plan.mesh_plan import plan_mesh, size_or_assumed
@@ -62,9 +63,9 @@ def test_replicas_of_one_process_are_refused(
     "overrides", [[], ["parallel.shards=1"], ["log.profile={}"], ["parallel.replica_backend=nccl"]]
 )
 def test_replicas_of_one_process_are_right(right: Path, overrides: list[str]) -> None:
-    check(
-        load_recipe(right, ["parallel.in_process=true", "parallel.replicas=4", "parallel.shards=auto", *overrides]), 1
-    )
+    recipe = load_recipe(right, ["parallel.in_process=true", "parallel.replicas=4", "parallel.shards=auto", *overrides])
+    check(recipe, 1)
+    check_machine(recipe)
 
 
 def test_what_is_planned_is_of_all_replicas(right: Path) -> None:

@@ -13,9 +13,10 @@ import pytest
 from rich.console import Console as RichConsole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from llmtrain import recipe_check
 from llmtrain.config import Recipe
 from llmtrain.errors import RecipeError, TrainingError
+from llmtrain.machine_check import check_machine
+from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.train import metrics
 from llmtrain.train.loggers import Console, JsonlLogger, SampleLogger, TensorBoardLogger, WandbLogger, open_loggers
@@ -219,8 +220,9 @@ def test_without_the_package_a_recipe_that_wants_it_is_refused(tmp_path: Path, m
     with pytest.raises(
         RecipeError, match=r"^log.wandb is given, but wandb is not installed; pip install wandb, or log"
     ):
-        recipe_check.check(recipe_in(tmp_path, OFFLINE), None)
-    recipe_check.check(recipe_in(tmp_path), None)
+        check_machine(recipe_in(tmp_path, OFFLINE))
+    check(recipe_in(tmp_path, OFFLINE), None)  # elsewhere
+    check_machine(recipe_in(tmp_path))
 
 
 @pytest.mark.parametrize("disk", ["good", "full"])

@@ -15,6 +15,7 @@ from llmtrain.doctor.finding import Level
 from llmtrain.errors import RecipeError, TrainingError
 from llmtrain.launch import torchrun
 from llmtrain.launch.nodes import Nodes
+from llmtrain.machine_check import check_machine
 from llmtrain.parallel.mesh import local_device, open_mesh, ranks_per_device
 from llmtrain.parallel.network import (
     GLOO,
@@ -28,7 +29,6 @@ from llmtrain.parallel.network import (
 )
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, format_ranks, rendezvous
 from llmtrain.parallel.world import SHARE_GPU, World
-from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
 
 
@@ -107,12 +107,13 @@ def test_ranks_are_listed_in_runs():
 def test_two_networks_of_nccl_in_one_process_are_refused(monkeypatch):
     recipe = Path("recipes/edit_llama_stdlib.yaml")
     networks = ["parallel.replica_network=eth0", "parallel.shard_network=ib0", "parallel.shard_across_nodes=true"]
-    check(load_recipe(recipe, networks), 4)  # gloo, without GPUs
+    check_machine(load_recipe(recipe, networks))  # gloo, without GPUs
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    check(load_recipe(recipe, networks[:2]), 4)
-    check(load_recipe(recipe, [*networks, "parallel.replica_backend=gloo"]), 4)
+    check_machine(load_recipe(recipe, networks[:2]))
+    check_machine(load_recipe(recipe, ["parallel.replica_backend=nccl"]))
+    check_machine(load_recipe(recipe, [*networks, "parallel.replica_backend=gloo"]))
     with pytest.raises(RecipeError, match=r"replica_network is eth0 and .*shard_network ib0, .* nccl's"):
-        check(load_recipe(recipe, networks), 4)
+        check_machine(load_recipe(recipe, networks))
 
 
 def told(monkeypatch: pytest.MonkeyPatch, *places: RankInfo) -> None:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from llmtrain.cli import main
 from llmtrain.data.prepare import prepare
+from llmtrain.errors import DataError, RecipeError
 from llmtrain.launch import preflight
-from llmtrain.launch.preflight import check_elsewhere, check_here
+from llmtrain.launch.nodes import Nodes
+from llmtrain.launch.preflight import check_elsewhere, check_here, check_start
+from llmtrain.parallel.world import World
 from llmtrain.plan import ineffective_keys as ineffective
 from llmtrain.plan.model_size import size_of
 from llmtrain.recipe_loader import load_recipe
+from llmtrain.train.run import prepare_for, run_training
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "edit_llama_stdlib.yaml"
 SMALL = [f"model.config.{key}" for key in ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=2")]
 SMALL += ["model.config.num_attention_heads=2", "train.sequence_length=32", "train.global_batch=16"]
 SMALL += ["train.micro_batch=2", "train.steps=20", "sync.warmup_steps=2", "sync.period.every=4", "eval.tokens=64"]
 SMALL += ["eval.sample_prompt=null", "schedule.warmup_steps=2"]
+WAGMA = ["sync.method=wagma", "train.global_batch=48", "train.micro_batch=1"]
 MIXTRAL = ["model.type=mixtral", "model.config.num_key_value_heads=2", "model.config.num_local_experts=2"]
 
 
@@ -88,10 +95,57 @@ def test_no_processes_are_no_number_of_processes(capsys: pytest.CaptureFixture[s
 
 def test_a_recipe_for_a_cluster_is_checked_without_this_machines_memory_and_files(keys: list[str]) -> None:
     large = ["model.config.hidden_size=65536", "model.config.num_hidden_layers=99", "data.source=/no/text"]
-    found = check_elsewhere(load_recipe(RECIPE, [*keys, *large, "parallel.shards=4"]), 8)
-    assert (found.replicas, found.shards) == (2, 4)
+    assert check_elsewhere(load_recipe(RECIPE, [*keys, *large, "parallel.shards=4"]), 8) == []
     with pytest.raises(ValueError, match="no initialization is known"):
         check_elsewhere(load_recipe(RECIPE, [*keys, *MIXTRAL]), 8)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "processes", "overrides", "settled", "reason"),
+    [
+        (
+            "two_sites",
+            16,
+            ["train.micro_batch=1"],
+            "parallel.shards=1",
+            "data.per_replica has 2 entries, but the run has 16 replicas",
+        ),
+        ("edit_llama_stdlib", 12, WAGMA, "parallel.shards=1", "need a power of two"),
+    ],
+)
+def test_a_mesh_that_depends_on_a_clusters_nodes_is_not_refused(
+    recipe: str, processes: int, overrides: Sequence[str], settled: str, reason: str
+) -> None:
+    """2 nodes of 8 GPUs are 2 replicas, and 4 nodes of 3 are 4."""
+    path, keys = RECIPE.with_stem(recipe), [*overrides, "parallel.replicas=auto"]
+    assert check_elsewhere(load_recipe(path, [*keys, "parallel.shards=auto"]), processes) == []
+    with pytest.raises(ValueError, match=reason):
+        check_elsewhere(load_recipe(path, [*keys, settled]), processes)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (
+            "parallel.replica_backend=nccl",
+            r"^parallel\.replica_backend is nccl, which needs GPUs, and there is none here; use",
+        ),
+        ("log.wandb={project: p}", r"^log\.wandb is given, but wandb is not installed; pip install wandb, or"),
+    ],
+)
+def test_gpus_and_packages_are_those_of_the_machine_that_trains(
+    monkeypatch: pytest.MonkeyPatch, keys: list[str], given: str, reason: str
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *of: None if name == "wandb" else find_spec(name, *of)
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recipe = load_recipe(RECIPE, [*keys, given])
+    assert check_elsewhere(recipe, 8) == []
+    for start in (lambda: check_start(recipe, Nodes(1, 0), 4), lambda: run_training(recipe, World(0, 4, 0, 4))):
+        with pytest.raises(RecipeError, match=reason):
+            start()
 
 
 def test_a_recipe_that_is_fine_says_how_it_would_start(
@@ -159,6 +213,25 @@ def test_prepared_tokens_that_are_too_few_are_refused(capsys: pytest.CaptureFixt
     for tokenizer in ("train:300", "train:301"):  # prepared, and not
         with pytest.raises(ValueError, match=r"model\.config\.vocab_size is 200"):
             check_here(load_recipe(RECIPE, [*keys, "model.config.vocab_size=200", f"data.tokenizer={tokenizer}"]))
+
+
+def test_a_prepared_text_of_eval_sets_that_is_too_short_is_refused_before_the_model_is_built(
+    tmp_path: Path, keys: list[str]
+) -> None:
+    """As soon as its tokens are there: by the preparation itself, and then by `recipe check`."""
+    (tmp_path / "short.txt").write_text("A text.\n")
+    (tmp_path / "long.txt").write_text("A text of more tokens than a sequence has.\n" * 9)
+    recipe = load_recipe(RECIPE, [*keys, f"eval.sets={{long: {tmp_path}/long.txt, news: {tmp_path}/short.txt}}"])
+    assert check_here(recipe).prepared is None
+    prepare(recipe.data, 1, 10**9)
+    assert check_here(recipe).warnings == []
+    reason = rf"^eval\.sets\.news: {tmp_path}/short\.txt: \d+ tokens, 33 needed for one sequence; give a longer text"
+    for start in (lambda: prepare_for(recipe, show_progress=False), lambda: check_here(recipe)):
+        with pytest.raises(DataError, match=reason):
+            start()
+    recipe = load_recipe(RECIPE, [*keys, f"eval.sets={{long: {tmp_path}/long.txt}}", "eval.tokens=1e4"])
+    prepare_for(recipe, show_progress=False)
+    assert "eval.tokens is 10,000, but the text long of eval.sets has" in check_here(recipe).warnings[1]
 
 
 @pytest.mark.parametrize(

@@ -383,16 +383,6 @@ def test_a_smaller_vocabulary_of_a_foreign_config_is_refused(tmp_path: Path) -> 
     check_vocabulary(recipe, 1000)
 
 
-def test_nccl_without_a_gpu_is_refused(right: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    message = refusal(right, "parallel.replica_backend=nccl")
-    assert_one_line_with(message, ["parallel.replica_backend is nccl", "needs GPUs", "use auto or gloo"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    check(load_recipe(right, ["parallel.replica_backend=nccl"]), PROCESSES)
-
-
 def test_batch_is_checked_without_processes_where_the_mesh_is_given(right: Path) -> None:
     with pytest.raises(RecipeError, match=r"train\.global_batch is 40"):
         check(load_recipe(right, ["train.global_batch=40"]), None)

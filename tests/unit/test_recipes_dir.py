@@ -216,6 +216,7 @@ def test_recipes_of_several_texts_are_the_quickstart_on_these(recipes: dict[str,
         assert all(key.startswith(("run.name", "data.", "model.config.vocab_size")) for key in changed), changed
         check(recipe, 4)
     assert recipes["mixture"].data.sources and recipes["two_sites"].data.per_replica
+    assert any("launch/two_sites.md" in line for line in header_of(ROOT / "two_sites.yaml"))
 
 
 @pytest.mark.parametrize("method", METHODS)

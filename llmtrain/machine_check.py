@@ -1,0 +1,43 @@
+"""Checks of a recipe that ask this machine for a device or a package. Only a start here makes them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from llmtrain.config import ParallelSection, Recipe
+from llmtrain.errors import RecipeError
+
+
+def check_machine(recipe: Recipe) -> None:
+    """Raise RecipeError if this machine lacks what the recipe names: GPUs for NCCL with a network for each group, or wandb."""
+    if not recipe.parallel.in_process:
+        _check_backend(recipe.parallel)
+    _check_log(recipe)
+
+
+def _check_backend(parallel: ParallelSection) -> None:
+    if not torch.cuda.is_available():
+        if parallel.replica_backend == "nccl":
+            raise RecipeError(
+                "parallel.replica_backend is nccl, which needs GPUs, and there is none here; use auto or gloo"
+            )
+        return
+    networks = (parallel.replica_network, parallel.shard_network)
+    if (
+        parallel.shard_across_nodes
+        and parallel.replica_backend != "gloo"
+        and None not in networks
+        and len({*networks}) > 1
+    ):
+        raise RecipeError(
+            f"parallel.replica_network is {networks[0]} and parallel.shard_network {networks[1]}, but with "
+            "shard_across_nodes=true both are nccl's, which uses one network in a process; give both the same, or "
+            "parallel.replica_backend=gloo"
+        )
+
+
+def _check_log(recipe: Recipe) -> None:
+    if recipe.log.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise RecipeError("log.wandb is given, but wandb is not installed; pip install wandb, or log.wandb=null")
