@@ -18,7 +18,7 @@ from llmtrain.plan.hardware import Hardware
 from llmtrain.plan.memory import Memory, estimate, reshards
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM
 from llmtrain.plan.model_size import ModelSize, size_of
-from llmtrain.plan.time_estimate import estimate_time, traffic
+from llmtrain.plan.time_estimate import estimate_time, pull_share, traffic
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import resolved_yaml
 
@@ -55,6 +55,9 @@ def _footnote(hardware: Hardware) -> str:
 
 def _figures(recipe: Recipe, size: ModelSize, replicas: int) -> Table:
     steps, per_step = recipe.train.total_steps, recipe.train.tokens_per_step
+    pull, pulls = recipe.sync.pull, pull_share(recipe)
+    keeps_batches = pull is not None and pull.batch == "keep"
+    computed = (1 - pulls) * steps * per_step
     layer, largest = size.block_parameters[1], max(size.block_parameters)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
@@ -64,9 +67,11 @@ def _figures(recipe: Recipe, size: ModelSize, replicas: int) -> Table:
         "blocks", f"{len(size.block_parameters)}: {_si(layer)} in a layer, {_si(largest)} in the largest block"
     )
     at_most = recipe.data.at_most
-    table.add_row("tokens", f"{at_most}{_si(steps * per_step)}: {steps:,} steps of {at_most}{per_step:,}")
+    taken = computed if keeps_batches else steps * per_step
+    pulled = f", none in pulls (about {pulls:.0%} of steps)" if pulls and keeps_batches else ""
+    table.add_row("tokens", f"{at_most}{_si(taken)}: {steps:,} steps of {at_most}{per_step:,}{pulled}")
     table.add_row(
-        "FLOPs", f"{_si(size.flops_per_token)} a token, {at_most}{size.flops_per_token * steps * per_step:.2e} in all"
+        "FLOPs", f"{_si(size.flops_per_token)} a token, {at_most}{size.flops_per_token * computed:.2e} in all"
     )
     table.add_row("traffic", traffic(recipe, size, replicas))
     return table

@@ -21,7 +21,7 @@ from llmtrain.plan.duration import format_duration
 from llmtrain.plan.hardware import Hardware, hardware_of
 from llmtrain.plan.model_size import size_of
 from llmtrain.plan.show import show
-from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
+from llmtrain.plan.time_estimate import HardwareRates, estimate_time, pull_share, rate_here
 from llmtrain.recipe_loader import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -239,6 +239,40 @@ def test_time_by_hand() -> None:
     muon = estimate_time(load_recipe(STDLIB, [*keys, "optim.kind=muon"]), size, 4, 1, RATES)
     products = size.layers * sum(orthogonalization_flops(*shape, 5) for shape in size.layer_matrices)
     assert muon.step - found.step == pytest.approx(products / 1e10)
+
+
+@pytest.mark.parametrize(("batch", "taken"), [("keep", 0.75), ("drop", 1.0)])
+def test_pulls_compute_nothing(batch: str, taken: float) -> None:
+    """Half of the local steps are pulls, and 50 of 100 steps are local."""
+    keys = ["sync.method=palsgd", "sync.period.every=10", "train.steps=100", "sync.warmup_steps=50"]
+    keys += ["sync.pull.probability=0.5", f"sync.pull.batch={batch}"]
+    pulling, plain = (load_recipe(STDLIB, [*keys, *more]) for more in ([], ["sync.pull=null"]))
+    size = size_of(plain)
+    assert (pull_share(pulling), pull_share(plain)) == (0.25, 0)
+    assert pull_share(load_recipe(STDLIB, [*keys, "sync.warmup_steps=200"])) == 0, "no step is local"
+    for keys_of_mesh, replicas in (([], 4), ([], 1), (["parallel.in_process=true", "parallel.replicas=4"], 4)):
+        some, all_of_them = (
+            estimate_time(load_recipe(STDLIB, [*keys, *more, *keys_of_mesh]), size, replicas, 1, RATES)
+            for more in ([], ["sync.pull=null"])
+        )
+        assert some.step == pytest.approx(0.75 * all_of_them.step)
+        assert some.waiting == pytest.approx(all_of_them.waiting), "the messages are the same"
+        assert some.run == pytest.approx(100 * (some.step + some.waiting))
+    text = shown(STDLIB, *keys)
+    flops = size.flops_per_token * plain.train.tokens_per_step * 100
+    assert f"{0.75 * flops:.2e} in all" in text
+    tokens = taken * plain.train.tokens_per_step * 100
+    assert float(row(text, "tokens")[0].rstrip("k:")) == pytest.approx(tokens / 1e3, rel=0.01)
+    assert ("none in pulls (about 25% of steps)" in text) is (batch == "keep")
+
+
+def test_what_a_schedule_hides_is_less_where_some_steps_are_pulls() -> None:
+    keys = ["sync.warmup_steps=0", "train.steps=50", "sync.period.every=10", "sync.method=palsgd"]
+    keys += ["sync.schedule={kind: overlapped, steps: 1, fragments: 2}", "sync.pull.probability=0.25"]
+    pulling, plain = (load_recipe(STDLIB, [*keys, *more]) for more in ([], ["sync.pull=null"]))
+    size = size_of(plain)
+    some, all_of_them = (estimate_time(recipe, size, 4, 1, replace(RATES, mbit=20)) for recipe in (pulling, plain))
+    assert some.waiting - all_of_them.waiting == pytest.approx(0.25 * 2 * all_of_them.step / 10)
 
 
 def test_what_a_schedule_hides() -> None:
