@@ -62,16 +62,23 @@ class Memory:
     and a copy of the gradients."""
     host_rounding: int
     """Bytes by which torch rounds up the pinned memory of offloaded anchors. Without GPUs, memory is not pinned."""
+    host_models: int
+    """Bytes of models kept in CPU memory, which is not pinned, for messages."""
 
     @property
     def device_total(self) -> int:
         """Return the peak bytes on the GPU."""
-        return sum(getattr(self, part.name) for part in fields(self)) - self.pinned_total
+        return sum(getattr(self, part.name) for part in fields(self)) - self.host_total
 
     @property
     def pinned_total(self) -> int:
         """Return the bytes of pinned CPU memory that a rank with a GPU takes."""
         return self.host + self.host_rounding
+
+    @property
+    def host_total(self) -> int:
+        """Return the bytes of CPU memory that a rank with a GPU takes."""
+        return self.pinned_total + self.host_models
 
     def times(self, ranks: int) -> Memory:
         """Return the bytes of so many ranks on one device."""
@@ -79,7 +86,7 @@ class Memory:
 
     def total(self, on_gpu: bool) -> int:
         """Return the peak bytes on the GPU or, without GPUs, of all parts, which are then in the same memory."""
-        return self.device_total + (0 if on_gpu else self.host)
+        return self.device_total + (0 if on_gpu else self.host + self.host_models)
 
 
 def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memory:
@@ -114,6 +121,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     messages     During a synchronization, shards of the largest block in w: prefetch + 1 in flight and 2 in use. With
                  offloaded anchors, also prefetch + 2 anchors and 2 momenta. Means in flight during local steps (of one
                  fragment or of all blocks) and rounding errors for error feedback add w / M per value, and stay.
+    host_models  w P / M for each model that a schedule keeps in CPU memory if there are several replicas: two with
+                 `wait_avoiding`, the newest one and a copy whose sum over a group is in flight.
 
     These parts do not all peak at the same time. In addition to the parts that stay (weights, optimizer, anchors, means
     in flight and rounding errors), memory holds at most
@@ -173,6 +182,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
         non_coincident=max(moments) - sum_of_these,
         host=own.host + (anchors if sync.offload else 0),
         host_rounding=_rounding(recipe, size, shard, anchors) if sync.offload else 0,
+        host_models=sync.schedule.models_in_cpu_memory * shard_of_all if replicas > 1 else 0,
     )
 
 

@@ -89,10 +89,12 @@ def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], 
     is_offloaded = any(memory.host for memory in estimates)
     if is_offloaded and not hardware.on_gpu:
         table.add_row("offloaded", *(f"{memory.host / scale:,.2f}" for memory in estimates))
+    if any(memory.host_models for memory in estimates) and not hardware.on_gpu:
+        table.add_row("newest models", *(f"{memory.host_models / scale:,.2f}" for memory in estimates))
     table.add_section()
     table.add_row("total", *(f"{total / scale:,.2f}" for total in totals), style="bold")
-    if is_offloaded and hardware.on_gpu:
-        table.add_row("in CPU memory", *(f"{memory.pinned_total / scale:,.2f}" for memory in estimates))
+    if hardware.on_gpu and any(memory.host_total for memory in estimates):
+        table.add_row("in CPU memory", *(f"{memory.host_total / scale:,.2f}" for memory in estimates))
     if hardware.card is not None:
         table.add_row(f"fits in {hardware.card.gigabytes} GB", *(_fits(total, hardware.card) for total in totals))
     if recipe.parallel.engine == "fsdp2" and any(shard > 1 for _, shard in meshes):

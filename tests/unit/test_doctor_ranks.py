@@ -215,6 +215,12 @@ def test_what_is_pinned_on_a_node_is_compared_with_its_memory(
         f"about {pinned / GIB:.1f} GiB a node" in one.what
         and f"this one has {pinned / share / GIB:.1f} GiB" in one.what
     )
+    wagma = recipe("sync.method=wagma", "parallel.precision=fp32", "model.config.hidden_size=1000")
+    newest = 2 * estimate(wagma, size_of(wagma), 2, 2).host_models
+    monkeypatch.setattr(checks, "memory_bytes", lambda device: newest / share)
+    found, _ = fit(wagma, nodes, [4 * GIB] * 4)
+    [one] = [finding for finding in found if finding.what.startswith("CPU memory")]
+    assert one.level == level and f"about {newest / GIB:.1f} GiB a node are taken by newest models" in one.what
     found, _ = fit(recipe("sync.offload=false", "parallel.precision=fp32"), nodes, [4 * GIB] * 4)
     assert not [finding for finding in found if finding.what.startswith("CPU memory")]
 

@@ -188,6 +188,15 @@ def test_offloaded_anchors_have_a_row() -> None:
     assert "in CPU memory" in shown(STDLIB, "sync.offload=true", hardware=GPUS)
 
 
+def test_models_in_cpu_memory_have_a_row() -> None:
+    wagma = ["sync.method=wagma", "parallel.replicas=2", "parallel.shards=1"]
+    newest = 2 * 4 * int(row(shown(STDLIB), "parameters")[0].strip(",").replace(",", "")) / 2**20
+    on_cpu, on_gpus = (shown(STDLIB, *wagma, hardware=hardware) for hardware in (CPU, GPUS))
+    assert float(row(on_cpu, "newest models")[0]) == float(row(on_gpus, "in CPU memory")[0]) == round(newest, 2)
+    assert "newest models" not in shown(STDLIB)
+    assert float(row(on_cpu, "total")[0]) - float(row(on_gpus, "total")[0]) == pytest.approx(newest, abs=0.02)
+
+
 def test_micro_batches_of_each_mesh() -> None:
     keys = ["train.global_batch=128", "train.micro_batch=8"]
     assert row(shown(STDLIB, *keys), "micro-batches a step") == ["4"]
