@@ -291,7 +291,7 @@ class ClusterCheck:
             findings, rate = bench_collectives(mesh, bytes_a_round)
             if bytes_a_round is not None and rate is not None:
                 # One rank computes alone, because on a CPU the rate already takes into account how many share it.
-                flops = mesh.broadcast_from_main(lambda: rate_here(self.recipe))
+                flops = mesh.broadcast_from_main(lambda: rate_here(self.recipe, self.world.local_size))
                 rates = HardwareRates(flops, 8e-6 * rate * shard, round_trip / 2)
                 findings.append(network_use(self.recipe, plan.size, replicas, shard, rates))
         return findings

@@ -69,9 +69,13 @@ class Preflight:
         """Return the token shards of the first text, if all are prepared."""
         return next(iter(self.texts.values()), None)
 
+    def ranks_on_each(self, nodes: Nodes) -> int:
+        """Return the number of ranks on each node."""
+        return self.replicas * self.shards // nodes.count
+
     def replicas_of(self, nodes: Nodes) -> range:
         """Return the replicas of which this node has ranks."""
-        per_node = self.replicas * self.shards // nodes.count
+        per_node = self.ranks_on_each(nodes)
         return range(nodes.rank * per_node // self.shards, -(-(nodes.rank + 1) * per_node // self.shards))
 
 
@@ -123,7 +127,7 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
     if prepared is not None:  # with the tokenizer of the tokens
         check_initial_weights(recipe, prepared)
     vocab_size = prepared.vocab_size if prepared else size_or_assumed(recipe).vocabulary
-    step_seconds = seconds_of_step(recipe, vocab_size, start.replicas, start.shards)
+    step_seconds = seconds_of_step(recipe, vocab_size, start.replicas, start.shards, start.ranks_on_each(nodes))
     warnings, change = (
         ineffective_keys(recipe, texts, step_seconds),
         directory.length_change(),

@@ -220,11 +220,11 @@ def _muon_flops(recipe: Recipe, size: ModelSize) -> int:
     return size.layers * sum(orthogonalization_flops(*shape, iterations) for shape in size.layer_matrices)
 
 
-def rate_here(recipe: Recipe) -> float:
+def rate_here(recipe: Recipe, local_ranks: int | None = None) -> float:
     """Return the operations per second that a rank on this machine should achieve in training.
 
     Times matrix products on the device and multiplies their rate by TRAINING_EFFICIENCY. On a CPU, the rate is divided
-    by the number of ranks that the recipe starts there, because they share its cores.
+    by the number of ranks on this machine, because they share its cores: `local_ranks`, by default all that the recipe names.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = MATMUL_SIZE[device]
@@ -238,6 +238,7 @@ def rate_here(recipe: Recipe) -> float:
         seconds.append(time.perf_counter() - began)
     sharing = 1.0
     if device == "cpu":  # a rank may have fewer threads than there are cores, and then others work on the rest of them
-        processes = math.prod(recipe.parallel.given_on_cpu) / recipe.parallel.ranks_per_process
+        ranks = math.prod(recipe.parallel.given_on_cpu) if local_ranks is None else local_ranks
+        processes = ranks / recipe.parallel.ranks_per_process
         sharing = max(1.0, processes * torch.get_num_threads() / (os.cpu_count() or 1))
     return TRAINING_EFFICIENCY * 2 * size**3 / statistics.median(seconds[1:]) / sharing

@@ -301,7 +301,8 @@ def build_trainer(
     if weights is not None:
         console.print(weights.describe())
     if mesh.is_main:
-        step_seconds = seconds_of_step(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size)
+        local_ranks = mesh.world.local_size
+        step_seconds = seconds_of_step(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size, local_ranks)
         for line in ineffective_keys(recipe, texts.all, step_seconds):
             console.print(f"warning: {line}")
         if mesh.unencrypted and not recipe.parallel.allow_unencrypted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from rich.filesize import decimal
 from llmtrain.errors import RecipeError, UserError
 from llmtrain.parallel.muon import orthogonalization_flops
 from llmtrain.parallel.sparse_format import SparseFormat
+from llmtrain.plan import time_estimate
 from llmtrain.plan.cards import GPU_EFFICIENCY
 from llmtrain.plan.duration import format_duration
 from llmtrain.plan.hardware import Hardware, hardware_of
@@ -328,6 +330,19 @@ def test_latency_is_waited_for_hop_by_hop() -> None:
 
 def test_a_rate_is_found_here() -> None:
     assert 1e8 < rate_here(load_recipe(STDLIB, [])) < 1e16
+
+
+def test_ranks_of_other_nodes_do_not_share_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_estimate.time, "perf_counter", itertools.count().__next__)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(time_estimate.os, "cpu_count", lambda: 4)
+    monkeypatch.setitem(time_estimate.MATMUL_SIZE, "cpu", 8)
+    recipe = load_recipe(STDLIB, ["parallel.replicas=2", "parallel.shards=2"])
+    alone = rate_here(recipe, 1)
+    assert rate_here(recipe, 2) == alone / 2, "two of the four ranks are on another node"
+    assert rate_here(recipe) == alone / 4
+    together = load_recipe(STDLIB, ["parallel.replicas=4", "parallel.shards=1", "parallel.in_process=true"])
+    assert rate_here(together, 4) == alone, "replicas of one process take turns"
 
 
 def test_a_rate_is_that_of_random_values(monkeypatch: pytest.MonkeyPatch) -> None:
