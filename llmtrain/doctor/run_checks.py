@@ -173,7 +173,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
     except ModelError as error:
         findings.append(warning(f"memory and traffic are not estimated: {error}", ""))
     else:
-        needed = estimate(recipe, size, replicas, shard).times(recipe.parallel.ranks_per_process)
+        needed = estimate(recipe, size, replicas, shard)
         findings.append(_memory(needed.total(on_gpu), min(memory)))
         if on_gpu and needed.host_total:
             ranks = max(Counter(nodes).values())

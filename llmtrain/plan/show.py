@@ -79,7 +79,7 @@ def _figures(recipe: Recipe, size: ModelSize, replicas: int) -> Table:
 
 def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], hardware: Hardware) -> Group:
     """Return the table of memory: one row per part, one column per mesh."""
-    estimates = [estimate(recipe, size, *mesh).times(recipe.parallel.ranks_per_process) for mesh in meshes]
+    estimates = [estimate(recipe, size, *mesh) for mesh in meshes]
     totals = [memory.total(hardware.on_gpu) for memory in estimates]
     scale, unit = (2**30, "GiB") if max(totals) >= 2**30 else (2**20, "MiB")
     device = hardware.device if hardware.on_gpu or len(meshes) == 1 else "each rank"

@@ -45,6 +45,7 @@ from llmtrain.train.devices import (
     memory_of_rank,
     peak_flops,
     profile_steps,
+    share_freed_memory,
     use_expandable_segments,
 )
 from llmtrain.train.initial_weights import InitialWeights, open_initial_weights
@@ -74,6 +75,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     check_suite_data(recipe.eval.suite)
     if not recipe.parallel.in_process:
         return _run_rank(recipe, world, alter)
+    share_freed_memory()
     networks = Networks.from_recipe(recipe.parallel)
     process = InProcess(recipe.parallel.replicas, recipe.run.timeout_seconds, networks)
     return process.run(lambda replica: _run_rank(recipe, replica, alter, process))
