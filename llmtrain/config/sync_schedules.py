@@ -27,6 +27,8 @@ class SyncScheduleSection(Section):
     """True if blocks synchronize inside the forward pass, which then changes parameters."""
     needs_threads: ClassVar[bool] = False
     """True if a thread of each rank exchanges messages for a replica that is late."""
+    models_in_cpu_memory: ClassVar[int] = 0
+    """Models, in master precision, that one of several replicas keeps in CPU memory for messages."""
 
     @property
     def blocks_in_flight(self) -> int:
@@ -168,6 +170,7 @@ class WaitAvoidingSection(SyncScheduleSection):
     kind: Literal["wait_avoiding"] = "wait_avoiding"
     """`wait_avoiding`: a thread takes part in group averages for a replica that is late."""
     needs_threads: ClassVar[bool] = True
+    models_in_cpu_memory: ClassVar[int] = 2  # the newest one, and the one whose sum over a group is in flight
     group_size: PositiveInt | Literal["auto"] = "auto"
     """Replicas per group, a power of two; `auto`: the square root of the number of replicas, rounded up to a power of two."""
 

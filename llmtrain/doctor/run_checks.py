@@ -44,7 +44,7 @@ from llmtrain.parallel.network import Networks, check_localhost
 from llmtrain.parallel.public_network import ADVICE, NodeAddress, find_unencrypted
 from llmtrain.parallel.rendezvous import Rendezvous, format_ranks, gather_over_store, rendezvous
 from llmtrain.parallel.world import World, node_name
-from llmtrain.plan.memory import estimate
+from llmtrain.plan.memory import Memory, estimate
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM, choose_mesh, plan_mesh
 from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.plan.time_estimate import HardwareRates, rate_here, round_bytes, traffic
@@ -175,11 +175,11 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
     except ModelError as error:
         findings.append(warning(f"memory and traffic are not estimated: {error}", ""))
     else:
-        needed = estimate(recipe, size, replicas, shard).times(recipe.parallel.ranks_per_process)
+        needed = estimate(recipe, size, replicas, shard)
         findings.append(_memory(needed.total(on_gpu), min(memory)))
-        if on_gpu and needed.pinned_total:
-            pinned = max(Counter(nodes).values()) * needed.pinned_total
-            findings.append(_pinned_memory(pinned, memory_bytes(torch.device("cpu"))))
+        if on_gpu and needed.host_total:
+            ranks = max(Counter(nodes).values())
+            findings.append(_cpu_memory(needed, ranks, memory_bytes(torch.device("cpu"))))
         sent = traffic(recipe, size, replicas)
         findings.append(ok(f"traffic between replicas: {' · '.join(sent.splitlines())}"))
         checkpoint = len(nodes) * (needed.weights + needed.optimizer + needed.anchors + needed.host)
@@ -196,10 +196,14 @@ def _memory(needed: float, there: float) -> Finding:
     return _if_it_fits(needed, there, what, advice)
 
 
-def _pinned_memory(needed: float, there: float) -> Finding:
-    what = f"CPU memory: about {needed / GIB:.1f} GiB a node are pinned for what is offloaded, this one has {there / GIB:.1f} GiB"
-    advice = "set sync.offload=false (or parallel.zero_offload=false), or use a larger parallel.shards"
-    return _if_it_fits(needed, there, what, advice)
+def _cpu_memory(needed: Memory, ranks: int, there: float) -> Finding:
+    """Return a finding on the CPU memory of a node with this many GPUs and ranks."""
+    pinned = "pinned for what is offloaded" if needed.pinned_total else None
+    newest = "taken by newest models, for group averages" if needed.host_models else None
+    total, taken = ranks * needed.host_total, " or ".join(use for use in (pinned, newest) if use)
+    what = f"CPU memory: about {total / GIB:.1f} GiB a node are {taken}, this one has {there / GIB:.1f} GiB"
+    change = "set sync.offload=false (or parallel.zero_offload=false)" if pinned else "use another sync.schedule"
+    return _if_it_fits(total, there, what, f"{change}, or use a larger parallel.shards")
 
 
 def _if_it_fits(needed: float, there: float, what: str, advice: str) -> Finding:
@@ -289,7 +293,7 @@ class ClusterCheck:
             findings, rate = bench_collectives(mesh, bytes_a_round)
             if bytes_a_round is not None and rate is not None:
                 # One rank computes alone, because on a CPU the rate already takes into account how many share it.
-                flops = mesh.broadcast_from_main(lambda: rate_here(self.recipe))
+                flops = mesh.broadcast_from_main(lambda: rate_here(self.recipe, self.world.local_size))
                 rates = HardwareRates(flops, 8e-6 * rate * shard, round_trip / 2)
                 findings.append(network_use(self.recipe, plan.size, replicas, shard, rates))
         return findings

@@ -24,7 +24,7 @@ def dry_run(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None = N
     prepared = preflight.prepared
     size = size_or_assumed(recipe) if prepared is None else size_of(recipe, prepared.vocab_size)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    needed = estimate(recipe, size, preflight.replicas, preflight.shards).times(recipe.parallel.ranks_per_process)
+    needed = estimate(recipe, size, preflight.replicas, preflight.shards)
     needed = needed.total(on_gpu=device == "cuda")
     each = "the process" if preflight.processes == 1 else f"each of {preflight.processes} processes"
     return [

@@ -70,9 +70,13 @@ class Preflight:
         """Return the token shards of the first text, if all are prepared."""
         return next(iter(self.texts.values()), None)
 
+    def ranks_on_each(self, nodes: Nodes) -> int:
+        """Return the number of ranks on each node."""
+        return self.replicas * self.shards // nodes.count
+
     def replicas_of(self, nodes: Nodes) -> range:
         """Return the replicas of which this node has ranks."""
-        per_node = self.replicas * self.shards // nodes.count
+        per_node = self.ranks_on_each(nodes)
         return range(nodes.rank * per_node // self.shards, -(-(nodes.rank + 1) * per_node // self.shards))
 
 
@@ -122,7 +126,7 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
     if prepared is not None:  # with the tokenizer of the tokens
         check_initial_weights(recipe, prepared)
     vocab_size = prepared.vocab_size if prepared else size_or_assumed(recipe).vocabulary
-    step_seconds = seconds_of_step(recipe, vocab_size, start.replicas, start.shards)
+    step_seconds = seconds_of_step(recipe, vocab_size, start.replicas, start.shards, start.ranks_on_each(nodes))
     sets = check_sets(recipe, prepared)
     warnings, change = (
         ineffective_keys(recipe, {**texts, **sets}, step_seconds),

@@ -34,11 +34,12 @@ def ineffective_keys(recipe: Recipe, texts: Mapping[str, TokenDataset], step_sec
     ]
 
 
-def seconds_of_step(recipe: Recipe, vocab_size: int, replicas: int, shards: int) -> float | None:
-    """Return the estimated seconds of a step on this machine if a warning depends on them, else None."""
+def seconds_of_step(recipe: Recipe, vocab_size: int, replicas: int, shards: int, local_ranks: int) -> float | None:
+    """Return the estimated seconds of a step on this machine, which has `local_ranks` of the ranks, if a warning depends on
+    them, else None."""
     if not recipe.sync.period.is_timed:
         return None
-    rates = HardwareRates(rate_here(recipe), mbit=math.inf)
+    rates = HardwareRates(rate_here(recipe, local_ranks), mbit=math.inf)
     return estimate_time(recipe, size_of(recipe, vocab_size), replicas, shards, rates).step
 
 

@@ -1,4 +1,4 @@
-"""Estimate of the memory that one rank needs to train a recipe.
+"""Estimate of the memory that one process needs to train a recipe.
 
 It is arithmetic on the model's counts, for the moments of a step at which memory use peaks. It leaves out the device's context, the
 communication library's buffers and allocator fragmentation. It is accurate enough to choose a mesh, but does not guarantee that a run fits.
@@ -11,8 +11,10 @@ from functools import partial
 
 from llmtrain.attention import FUSED_FAMILY
 from llmtrain.config import Recipe
+from llmtrain.lr import LRSchedule
 from llmtrain.parallel.zero_layout import BUCKET
 from llmtrain.plan.model_size import ModelSize
+from llmtrain.sync.period import warmup_of
 
 BYTES = {"bf16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}
 """Bytes per master value and per value in compute precision, by precision."""
@@ -44,7 +46,7 @@ KEPT_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Memory:
-    """Estimated bytes per part on one rank, each at its own peak; see `estimate` for the formulas."""
+    """Estimated bytes per part in one process, each at its own peak; see `estimate` for the formulas."""
 
     weights: int
     gradients: int
@@ -62,28 +64,32 @@ class Memory:
     and a copy of the gradients."""
     host_rounding: int
     """Bytes by which torch rounds up the pinned memory of offloaded anchors. Without GPUs, memory is not pinned."""
+    host_models: int
+    """Bytes of models kept in CPU memory, which is not pinned, for messages."""
 
     @property
     def device_total(self) -> int:
         """Return the peak bytes on the GPU."""
-        return sum(getattr(self, part.name) for part in fields(self)) - self.pinned_total
+        return sum(getattr(self, part.name) for part in fields(self)) - self.host_total
 
     @property
     def pinned_total(self) -> int:
         """Return the bytes of pinned CPU memory that a rank with a GPU takes."""
         return self.host + self.host_rounding
 
-    def times(self, ranks: int) -> Memory:
-        """Return the bytes of so many ranks on one device."""
-        return Memory(*(ranks * getattr(self, part.name) for part in fields(self)))
+    @property
+    def host_total(self) -> int:
+        """Return the bytes of CPU memory that a rank with a GPU takes."""
+        return self.pinned_total + self.host_models
 
     def total(self, on_gpu: bool) -> int:
         """Return the peak bytes on the GPU or, without GPUs, of all parts, which are then in the same memory."""
-        return self.device_total + (0 if on_gpu else self.host)
+        return self.device_total + (0 if on_gpu else self.host + self.host_models)
 
 
 def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memory:
-    """Estimate the bytes on each rank of a `replicas` x `shard` mesh of GPUs.
+    """Estimate the bytes in each process of a `replicas` x `shard` mesh of GPUs: of one rank, or of all replicas that take turns
+    in a process.
 
     M is `shard`, and P the number of parameters. A master value takes w bytes (4; 8 in fp64), and a value in compute
     precision c bytes (2, 4 or 8). A forward pass has t = micro_batch x sequence_length tokens.
@@ -114,6 +120,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     messages     During a synchronization, shards of the largest block in w: prefetch + 1 in flight and 2 in use. With
                  offloaded anchors, also prefetch + 2 anchors and 2 momenta. Means in flight during local steps (of one
                  fragment or of all blocks) and rounding errors for error feedback add w / M per value, and stay.
+    host_models  w P / M for each model that a schedule keeps in CPU memory if there are several replicas: two with
+                 `wait_avoiding`, the newest one and a copy whose sum over a group is in flight.
 
     These parts do not all peak at the same time. In addition to the parts that stay (weights, optimizer, anchors, means
     in flight and rounding errors), memory holds at most
@@ -125,6 +133,11 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
 
     `non_coincident` is the largest of these minus the sum of all parts that do not stay. ZeRO-3 keeps its gradient
     memory allocated at all times.
+
+    Each of n replicas in one process has its own weights, optimizer, anchors and messages. They compute in turns, and a turn ends
+    where a replica waits for the others. While one computes, each other one holds at most its gradients (in synchronous steps),
+    the activations of all layers (if blocks synchronize in forward) or the last block's mean in w (after another round). Only in
+    the first two cases, gradients or activations are those of n replicas. The loss and gathered blocks are those of one.
 
     Compared with torch's allocator on a CPU (one rank, Llama with and without checkpointing or accumulation,
     GPT-Neo, DiLoCo, EDiT, ZeRO 1 to 3, nothing compiled), the estimate was off by -8 to +9 %. Models that save more between their linear
@@ -138,7 +151,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     anchors = 0
     if sync.needs_anchor:
         anchors = shard_of_all * (2 if sync.outer.has_momentum else 1)
-    in_flight, stay = _messages(recipe, size, shard, has_anchors=anchors > 0)
+    in_turns = recipe.parallel.ranks_per_process
+    in_flight, stay = (in_turns * part for part in _messages(recipe, size, shard, has_anchors=anchors > 0))
     of_torch = partial(_fsdp2, reshards=reshards(recipe, size, replicas, shard)) if shard > 1 else _single_device
     own = (_zero if recipe.parallel.engine == "zero" else of_torch)(recipe, size, replicas, shard)
 
@@ -153,26 +167,35 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
         backward = forward - layer - mask + in_backward
     loss = _loss(recipe, size, tokens)
 
+    is_synchronous = sync.period.averages_gradients or warmup_of(sync, LRSchedule.of(recipe)) > 0
+    gradients_of_others = (in_turns - 1) * own.gradients if is_synchronous else 0
+    forward_of_others = (in_turns - 1) * forward if sync.schedule.syncs_in_forward else 0
+    last_of_others = 0 if sync.period.averages_gradients else (in_turns - 1) * master * size.block_parameters[-1]
+    of_others = max(gradients_of_others, forward_of_others, last_of_others)
+    in_sync = forward + forward_of_others + own.gathered_in_forward if sync.schedule.syncs_in_forward else 0
+
     moments = (
-        own.early_gradients + forward + own.gathered_in_forward + loss,
-        own.early_gradients + backward + own.gathered + (own.reduced if size.parameters > BUCKET else 0),
-        own.late_gradients + last + own.gathered + own.reduced,
-        own.early_gradients + in_flight + (forward + own.gathered_in_forward if sync.schedule.syncs_in_forward else 0),
+        of_others + own.early_gradients + forward + own.gathered_in_forward + loss,
+        of_others + own.early_gradients + backward + own.gathered + (own.reduced if size.parameters > BUCKET else 0),
+        of_others + own.late_gradients + last + own.gathered + own.reduced,
+        own.early_gradients + in_flight + in_sync,
     )
+    gradients, activations = own.gradients + gradients_of_others, backward + forward_of_others
     gathered = own.gathered + own.reduced
-    sum_of_these = own.gradients + backward + gathered + loss + in_flight
+    sum_of_these = gradients + activations + gathered + loss + in_flight
     return Memory(
-        weights=own.weights,
-        gradients=own.gradients,
-        optimizer=own.optimizer,
-        anchors=0 if sync.offload else anchors,
+        weights=in_turns * own.weights,
+        gradients=gradients,
+        optimizer=in_turns * own.optimizer,
+        anchors=0 if sync.offload else in_turns * anchors,
         gathered=gathered,
-        activations=backward,
+        activations=activations,
         loss=loss,
         messages=in_flight + stay,
         non_coincident=max(moments) - sum_of_these,
-        host=own.host + (anchors if sync.offload else 0),
-        host_rounding=_rounding(recipe, size, shard, anchors) if sync.offload else 0,
+        host=in_turns * (own.host + (anchors if sync.offload else 0)),
+        host_rounding=in_turns * _rounding(recipe, size, shard, anchors) if sync.offload else 0,
+        host_models=sync.schedule.models_in_cpu_memory * shard_of_all if replicas > 1 else 0,
     )
 
 

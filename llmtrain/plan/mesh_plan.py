@@ -121,9 +121,8 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
     needs more memory than the rank with the least memory has. A mesh given in the recipe is refused only if weights,
     gradients, optimizer and anchors alone are too large.
     """
-    in_each = recipe.parallel.ranks_per_process
-    size, least = size_or_assumed(recipe), min(memory) / in_each
-    nodes = [node for node in nodes for _ in range(in_each)]
+    size, least = size_or_assumed(recipe), min(memory)
+    nodes = [node for node in nodes for _ in range(recipe.parallel.ranks_per_process)]
 
     def needs(shard: int) -> Memory:
         return estimate(recipe, size, len(nodes) // shard, shard)
@@ -138,7 +137,7 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
         each = "on each GPU" if on_gpu else "for each process (there is no GPU)"
         there = "the smallest has" if on_gpu else "the machine has, for each,"
         if recipe.parallel.in_process:
-            each, there = "for each replica", "for each of them there are"
+            each, there = "for all replicas in one process", "the process has"
         raise RecipeError(
             f"{recipe.run.name} has {size.parameters:,} parameters; as {replicas} replicas x {shard} shards it needs "
             f"{what} {total / 2**30:.1f} GiB {each}, and {there} {least / 2**30:.1f} GiB; "

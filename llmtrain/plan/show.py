@@ -18,7 +18,7 @@ from llmtrain.plan.hardware import Hardware
 from llmtrain.plan.memory import Memory, estimate, reshards
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM
 from llmtrain.plan.model_size import ModelSize, size_of
-from llmtrain.plan.time_estimate import estimate_time, traffic
+from llmtrain.plan.time_estimate import estimate_time, pull_share, traffic
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import resolved_yaml
 
@@ -55,6 +55,9 @@ def _footnote(hardware: Hardware) -> str:
 
 def _figures(recipe: Recipe, size: ModelSize, replicas: int) -> Table:
     steps, per_step = recipe.train.total_steps, recipe.train.tokens_per_step
+    pull, pulls = recipe.sync.pull, pull_share(recipe)
+    keeps_batches = pull is not None and pull.batch == "keep"
+    computed = (1 - pulls) * steps * per_step
     layer, largest = size.block_parameters[1], max(size.block_parameters)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
@@ -64,9 +67,11 @@ def _figures(recipe: Recipe, size: ModelSize, replicas: int) -> Table:
         "blocks", f"{len(size.block_parameters)}: {_si(layer)} in a layer, {_si(largest)} in the largest block"
     )
     at_most = recipe.data.at_most
-    table.add_row("tokens", f"{at_most}{_si(steps * per_step)}: {steps:,} steps of {at_most}{per_step:,}")
+    taken = computed if keeps_batches else steps * per_step
+    pulled = f", none in pulls (about {pulls:.0%} of steps)" if pulls and keeps_batches else ""
+    table.add_row("tokens", f"{at_most}{_si(taken)}: {steps:,} steps of {at_most}{per_step:,}{pulled}")
     table.add_row(
-        "FLOPs", f"{_si(size.flops_per_token)} a token, {at_most}{size.flops_per_token * steps * per_step:.2e} in all"
+        "FLOPs", f"{_si(size.flops_per_token)} a token, {at_most}{size.flops_per_token * computed:.2e} in all"
     )
     table.add_row("traffic", traffic(recipe, size, replicas))
     return table
@@ -74,7 +79,7 @@ def _figures(recipe: Recipe, size: ModelSize, replicas: int) -> Table:
 
 def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], hardware: Hardware) -> Group:
     """Return the table of memory: one row per part, one column per mesh."""
-    estimates = [estimate(recipe, size, *mesh).times(recipe.parallel.ranks_per_process) for mesh in meshes]
+    estimates = [estimate(recipe, size, *mesh) for mesh in meshes]
     totals = [memory.total(hardware.on_gpu) for memory in estimates]
     scale, unit = (2**30, "GiB") if max(totals) >= 2**30 else (2**20, "MiB")
     device = hardware.device if hardware.on_gpu or len(meshes) == 1 else "each rank"
@@ -84,10 +89,12 @@ def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], 
     is_offloaded = any(memory.host for memory in estimates)
     if is_offloaded and not hardware.on_gpu:
         table.add_row("offloaded", *(f"{memory.host / scale:,.2f}" for memory in estimates))
+    if any(memory.host_models for memory in estimates) and not hardware.on_gpu:
+        table.add_row("newest models", *(f"{memory.host_models / scale:,.2f}" for memory in estimates))
     table.add_section()
     table.add_row("total", *(f"{total / scale:,.2f}" for total in totals), style="bold")
-    if is_offloaded and hardware.on_gpu:
-        table.add_row("in CPU memory", *(f"{memory.pinned_total / scale:,.2f}" for memory in estimates))
+    if hardware.on_gpu and any(memory.host_total for memory in estimates):
+        table.add_row("in CPU memory", *(f"{memory.host_total / scale:,.2f}" for memory in estimates))
     if hardware.card is not None:
         table.add_row(f"fits in {hardware.card.gigabytes} GB", *(_fits(total, hardware.card) for total in totals))
     if recipe.parallel.engine == "fsdp2" and any(shard > 1 for _, shard in meshes):

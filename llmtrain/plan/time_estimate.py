@@ -127,6 +127,15 @@ def traffic(recipe: Recipe, size: ModelSize, replicas: int) -> str:
     return f"{line}\n{gradients} a step when synchronous" + (f", as in the first {warmup:,} steps" if warmup else "")
 
 
+def pull_share(recipe: Recipe) -> float:
+    """Return the expected fraction of a run's steps that are pulls, which compute no gradient: `sync.pull.probability` of the
+    local ones."""
+    sync, steps = recipe.sync, recipe.train.total_steps
+    if sync.pull is None or sync.period.averages_gradients:
+        return 0.0
+    return sync.pull.probability * max(0, steps - warmup_of(sync, LRSchedule.of(recipe))) / steps
+
+
 @dataclass(frozen=True)
 class HardwareRates:
     """Rates of a rank and of the network between replicas."""
@@ -144,7 +153,7 @@ class TimeEstimate:
     """Estimated times in seconds; see `estimate_time`."""
 
     step: float
-    """Computation of one step."""
+    """Computation of one step, on average."""
     message: float
     """Transfer of the bytes of one synchronization."""
     waiting: float
@@ -165,7 +174,8 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
     `model.flops_per_token`), or as 4 with full activation checkpointing. A message takes its bytes divided by `mbit`.
     Muon's iterations, whose matrices the ranks of a replica share, are added. How long a rank waits for messages, and
     what hides them, is in `network_time`. Waits within a replica, slow hosts, validation and checkpoints are left out.
-    Replicas of one process compute one after another on one device, and wait for no network.
+    Pulls, which PALSGD makes in random local steps, take no time. Replicas of one process compute one after another on one
+    device, and wait for no network.
     """
     train, sync, steps = recipe.train, recipe.sync, recipe.train.total_steps
     again = 4 / 3 if recipe.parallel.activation_checkpointing is True else 1.0
@@ -173,8 +183,9 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
     step = in_turns * again * train.tokens_per_step * size.flops_per_token / (replicas * shard * rates.flops)
     if recipe.optim.kind == "muon":
         step += in_turns * _muon_flops(recipe, size) / (shard * rates.flops)
+    average_step = step * (1 - pull_share(recipe))
     if recipe.parallel.in_process:
-        return TimeEstimate(step, 0.0, 0.0, steps * step)
+        return TimeEstimate(average_step, 0.0, 0.0, steps * average_step)
 
     def seconds(sent: float) -> float:
         return 8 * sent / (rates.mbit * 1e6)
@@ -189,17 +200,18 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
         gradients = gradient_time(sync.wire, values, replicas, step, link, backward_share).exposed
     if replicas == 1 or sync.period.averages_gradients:
         message = seconds(gradient_bytes(recipe, size, replicas))
-        return TimeEstimate(step, message, gradients, steps * (step + gradients))
+        return TimeEstimate(average_step, message, gradients, steps * (average_step + gradients))
+    local_step = step * (1 - (sync.pull.probability if sync.pull is not None else 0.0))
     if sync.period.is_timed:
         first = warmup_of(sync, LRSchedule.of(recipe))
         message = seconds(round_bytes(recipe, size, replicas, shard=1))
-        every = max(1.0, sync.period.every / step)
+        every = max(1.0, sync.period.every / local_step)
     else:
         rounds = rounds_of(recipe, size, replicas)
         first, every, message = rounds.first, rounds.every, seconds(rounds.bytes)
-    exposed = round_time(sync, values, replicas, step, every, link, forward_share).exposed
+    exposed = round_time(sync, values, replicas, local_step, every, link, forward_share).exposed
     waiting = (first * gradients + (steps - first) * exposed / every) / steps
-    return TimeEstimate(step, message, waiting, steps * (step + waiting))
+    return TimeEstimate(average_step, message, waiting, steps * (average_step + waiting))
 
 
 def _muon_flops(recipe: Recipe, size: ModelSize) -> int:
@@ -208,11 +220,11 @@ def _muon_flops(recipe: Recipe, size: ModelSize) -> int:
     return size.layers * sum(orthogonalization_flops(*shape, iterations) for shape in size.layer_matrices)
 
 
-def rate_here(recipe: Recipe) -> float:
+def rate_here(recipe: Recipe, local_ranks: int | None = None) -> float:
     """Return the operations per second that a rank on this machine should achieve in training.
 
     Times matrix products on the device and multiplies their rate by TRAINING_EFFICIENCY. On a CPU, the rate is divided
-    by the number of ranks that the recipe starts there, because they share its cores.
+    by the number of ranks on this machine, because they share its cores: `local_ranks`, by default all that the recipe names.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = MATMUL_SIZE[device]
@@ -226,6 +238,7 @@ def rate_here(recipe: Recipe) -> float:
         seconds.append(time.perf_counter() - began)
     sharing = 1.0
     if device == "cpu":  # a rank may have fewer threads than there are cores, and then others work on the rest of them
-        processes = math.prod(recipe.parallel.given_on_cpu) / recipe.parallel.ranks_per_process
+        ranks = math.prod(recipe.parallel.given_on_cpu) if local_ranks is None else local_ranks
+        processes = ranks / recipe.parallel.ranks_per_process
         sharing = max(1.0, processes * torch.get_num_threads() / (os.cpu_count() or 1))
     return TRAINING_EFFICIENCY * 2 * size**3 / statistics.median(seconds[1:]) / sharing

@@ -21,7 +21,7 @@ from llmtrain.parallel.mesh import local_device, ranks_per_device
 from llmtrain.parallel.world import World
 from llmtrain.plan.cards import card_of
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Parameters of glibc's mallopt (malloc.h)."""
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 ALLOCATOR_VARIABLES = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -68,6 +68,17 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def share_freed_memory() -> None:
+    """Make glibc give the threads of this process the memory that other ones have freed, unless the environment configures it
+    (MALLOC_...). Call before they start.
+
+    Otherwise each thread keeps what it frees, and replicas that take turns need the activations of all of them.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
+        libc.mallopt(M_ARENA_MAX, 1)
 
 
 def use_expandable_segments() -> None:

@@ -48,6 +48,7 @@ from llmtrain.train.devices import (
     memory_of_rank,
     peak_flops,
     profile_steps,
+    share_freed_memory,
     use_expandable_segments,
 )
 from llmtrain.train.initial_weights import InitialWeights, open_initial_weights
@@ -78,6 +79,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     check_suite_data(recipe.eval.suite)
     if not recipe.parallel.in_process:
         return _run_rank(recipe, world, alter)
+    share_freed_memory()
     networks = Networks.from_recipe(recipe.parallel)
     process = InProcess(recipe.parallel.replicas, recipe.run.timeout_seconds, networks)
     return process.run(lambda replica: _run_rank(recipe, replica, alter, process))
@@ -312,7 +314,8 @@ def build_trainer(
     if weights is not None:
         console.print(weights.describe())
     if mesh.is_main:
-        step_seconds = seconds_of_step(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size)
+        local_ranks = mesh.world.local_size
+        step_seconds = seconds_of_step(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size, local_ranks)
         for line in ineffective_keys(recipe, texts.all, step_seconds):
             console.print(f"warning: {line}")
         if mesh.unencrypted and not recipe.parallel.allow_unencrypted:

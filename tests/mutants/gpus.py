@@ -113,8 +113,8 @@ MUTANTS = [
     Mutant(
         "doctor: all nodes pin the memory of one",
         "llmtrain/doctor/run_checks.py",
-        "pinned = max(Counter(nodes).values()) *",
-        "pinned = len(nodes) *",
+        "ranks = max(Counter(nodes).values())",
+        "ranks = len(nodes)",
         ("tests/unit/test_doctor_ranks.py",),
     ),
     Mutant(

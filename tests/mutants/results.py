@@ -170,6 +170,20 @@ MUTANTS = [
         ("tests/unit/test_plan_show.py",),
     ),
     Mutant(
+        "plan: pulls compute as long as other steps",
+        "llmtrain/plan/time_estimate.py",
+        "average_step = step * (1 - pull_share(recipe))",
+        "average_step = step",
+        ("tests/unit/test_plan_show.py",),
+    ),
+    Mutant(
+        "plan: WAGMA's models in CPU memory are forgotten",
+        "llmtrain/config/sync_schedules.py",
+        "models_in_cpu_memory: ClassVar[int] = 2",
+        "models_in_cpu_memory: ClassVar[int] = 0",
+        ("tests/unit/test_plan_memory.py",),
+    ),
+    Mutant(
         "plan: the number of replicas taken for the shard",
         "llmtrain/plan/mesh_plan.py",
         'return world // replicas, f"{world}',

@@ -100,10 +100,10 @@ MUTANTS = [
         ("tests/unit/test_launch.py",),
     ),
     Mutant(
-        "in process: each replica may use all of the memory",
-        "llmtrain/plan/mesh_plan.py",
-        "min(memory) / in_each",
-        "min(memory)",
+        "in process: the weights are those of one replica",
+        "llmtrain/plan/memory.py",
+        "weights=in_turns * own.weights",
+        "weights=own.weights",
         ("tests/unit/test_in_process_recipes.py",),
     ),
 ]

@@ -83,7 +83,7 @@ class Opened(list):
     def open_mesh(
         self, world: World, replicas: int, shard: int, backend: str, seconds: float, meeting: Rendezvous
     ) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(replicas=replicas, shards=shard, broadcast_from_main=lambda ask: 1e10)
+        yield SimpleNamespace(replicas=replicas, shards=shard, broadcast_from_main=lambda ask: ask())
 
     def axes(self, mesh: SimpleNamespace, bytes_a_round: float | None) -> tuple[list[Finding], float | None]:
         self.append((mesh.replicas, mesh.shards, bytes_a_round))
@@ -146,12 +146,15 @@ def test_the_recipes_waits_are_predicted_from_what_was_measured(
 ) -> None:
     """The rate of all ranks of a replica, and half of the longest round trip between hosts."""
     opened.rate = 1e6
+    asked: list[int] = []
+    monkeypatch.setattr(checks, "rate_here", lambda recipe, local_ranks: asked.append(local_ranks) or 1e10)
     monkeypatch.setattr(checks, "round_trip_ms", lambda links: 40.0)
     given = recipe("parallel.replicas=2", "parallel.shards=2")
     _, plan = fit(given, ["a", "a", "b", "b"], [GIB] * 4)
     predicted = network_use(given, plan.size, 2, 2, HardwareRates(1e10, 16.0, 20.0))
     for sections in examined(given, ["a", "a", "b", "b"]):
         assert sections["collectives"] == [ok("measured"), predicted]
+    assert set(asked) == {1}, "ranks on each host, as their `World` says"
     assert round_trip_ms([Link(0, 1, 3.0), Link(0, 2, 80.0, error="timed out"), Link(1, 2, 5.0)]) == 5.0
     assert round_trip_ms([]) == 0.0
 
@@ -215,6 +218,12 @@ def test_what_is_pinned_on_a_node_is_compared_with_its_memory(
         f"about {pinned / GIB:.1f} GiB a node" in one.what
         and f"this one has {pinned / share / GIB:.1f} GiB" in one.what
     )
+    wagma = recipe("sync.method=wagma", "parallel.precision=fp32", "model.config.hidden_size=1000")
+    newest = 2 * estimate(wagma, size_of(wagma), 2, 2).host_models
+    monkeypatch.setattr(checks, "memory_bytes", lambda device: newest / share)
+    found, _ = fit(wagma, nodes, [4 * GIB] * 4)
+    [one] = [finding for finding in found if finding.what.startswith("CPU memory")]
+    assert one.level == level and f"about {newest / GIB:.1f} GiB a node are taken by newest models" in one.what
     found, _ = fit(recipe("sync.offload=false", "parallel.precision=fp32"), nodes, [4 * GIB] * 4)
     assert not [finding for finding in found if finding.what.startswith("CPU memory")]
 

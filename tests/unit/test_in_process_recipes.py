@@ -85,7 +85,45 @@ def test_what_is_planned_is_of_all_replicas(right: Path) -> None:
         text = console.export_text()
         total = float(re.search(r"total\s+([\d,.]+)", text)[1])
         shown[name] = total * (1024 if "Estimated GiB" in text else 1)
-    assert shown["together"] == pytest.approx(4 * shown["apart"], rel=0.01), "MiB"
+    needed = estimate(together, size, 4, 1)
+    assert shown["together"] == pytest.approx(needed.total(on_gpu=False) / 2**20, rel=0.01), "MiB"
+    assert shown["apart"] < shown["together"] < 4 * shown["apart"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "multiplied"),
+    [
+        (["sync.method=diloco"], set()),
+        (["sync.method=streaming_diloco"], set()),
+        (["sync.method=co2"], set()),
+        (["sync.method=diloco", "sync.warmup_steps=5"], {"gradients"}),
+        (["sync.method=diloco", "sync.warmup_until_lr=0.9"], {"gradients"}),
+        (["sync.method=synchronous"], {"gradients"}),
+        (["sync.method=edit"], {"activations"}),
+        (["sync.method=edit", "sync.warmup_steps=5"], {"gradients", "activations"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_a_replica_holds_in_its_turn_only_counts_once(right: Path, keys: list[str], multiplied: set[str]) -> None:
+    """Each keeps its weights, optimizer, anchors and messages, and what it waits for the others with."""
+    mesh = ["parallel.shards=auto", "parallel.replicas=4", "sync.warmup_steps=0", *keys]
+    apart, together = (load_recipe(right, [*mesh, f"parallel.in_process={given}"]) for given in ("false", "true"))
+    size = size_or_assumed(apart)
+    one, all_of_them = (estimate(recipe, size, 4, 1) for recipe in (apart, together))
+    for part in ("weights", "optimizer", "anchors", "messages", "host"):
+        assert getattr(all_of_them, part) == 4 * getattr(one, part), part
+    for part in ("gathered", "loss"):
+        assert getattr(all_of_them, part) == getattr(one, part), part
+    assert all_of_them.gradients == one.gradients * (4 if "gradients" in multiplied else 1)
+    if "activations" in multiplied:
+        assert 3 * one.activations < all_of_them.activations <= 4 * one.activations
+    else:
+        assert all_of_them.activations == one.activations
+    stays = 4 * (one.weights + one.optimizer + one.anchors)
+    assert stays < all_of_them.device_total <= (4 if "activations" in multiplied else 3.5) * one.device_total
+    held = {"gradients": 3 * one.gradients, "activations": 3 * one.activations / 2}
+    peak = one.device_total - one.weights - one.optimizer - one.anchors
+    assert all_of_them.device_total - stays >= max((held[part] for part in multiplied), default=0) + peak / 2
 
 
 def test_what_is_shown_is_of_the_process(right: Path) -> None:
@@ -98,6 +136,6 @@ def test_replicas_share_the_memory_of_their_process(right: Path) -> None:
     recipe = load_recipe(right, keys)
     needed = estimate(recipe, size_or_assumed(recipe), 4, 1)
     state = needed.weights + needed.gradients + needed.optimizer + needed.anchors + needed.host
-    assert plan_mesh(recipe, ["here"], [4.01 * state], on_gpu=False) == (4, 1, "in one process, in turns")
-    with pytest.raises(RecipeError, match="for each replica, and for each of them there are"):
-        plan_mesh(recipe, ["here"], [3.99 * state], on_gpu=False)
+    assert plan_mesh(recipe, ["here"], [1.01 * state], on_gpu=False) == (4, 1, "in one process, in turns")
+    with pytest.raises(RecipeError, match="for all replicas in one process, and the process has"):
+        plan_mesh(recipe, ["here"], [0.99 * state], on_gpu=False)

@@ -293,6 +293,17 @@ def test_torch_pins_the_next_power_of_two(tmp_path) -> None:
     assert planned(tmp_path).host_rounding == 0
 
 
+def test_wagma_keeps_its_newest_model_and_a_sum_in_flight_in_cpu_memory(tmp_path) -> None:
+    for precision, master in (("bf16", 4), ("fp64", 8)):
+        wagma = ["sync.method=wagma", f"parallel.precision={precision}"]
+        alone, two = (planned(tmp_path, *wagma, f"train.global_batch={8 * n}", replicas=n, shard=2) for n in (1, 2))
+        assert (alone.host_models, two.host_models) == (0, 2 * master * 3864 / 2)
+        assert two.pinned_total == 0 and two.host_total == two.host_models
+        assert two.device_total == alone.device_total, "a GPU holds neither"
+        assert two.total(on_gpu=False) == two.device_total + two.host_models
+    assert planned(tmp_path, "sync.method=local_sgd", replicas=2).host_models == 0
+
+
 @pytest.mark.parametrize(("model", "masks"), [(LLAMA, [1, 1, 1]), (GPT_NEO, [2, 1, 1])], ids=["llama", "gpt_neo"])
 def test_masks_of_documents_by_hand(tmp_path, model: str, masks: list[int]) -> None:
     """2 sequences of 16 tokens: 512 pairs, in bf16. GPT-Neo has two global layers and a local one."""

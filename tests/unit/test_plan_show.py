@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,12 +17,13 @@ from rich.filesize import decimal
 from llmtrain.errors import RecipeError, UserError
 from llmtrain.parallel.muon import orthogonalization_flops
 from llmtrain.parallel.sparse_format import SparseFormat
+from llmtrain.plan import time_estimate
 from llmtrain.plan.cards import GPU_EFFICIENCY
 from llmtrain.plan.duration import format_duration
 from llmtrain.plan.hardware import Hardware, hardware_of
 from llmtrain.plan.model_size import size_of
 from llmtrain.plan.show import show
-from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
+from llmtrain.plan.time_estimate import HardwareRates, estimate_time, pull_share, rate_here
 from llmtrain.recipe_loader import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -188,6 +190,15 @@ def test_offloaded_anchors_have_a_row() -> None:
     assert "in CPU memory" in shown(STDLIB, "sync.offload=true", hardware=GPUS)
 
 
+def test_models_in_cpu_memory_have_a_row() -> None:
+    wagma = ["sync.method=wagma", "parallel.replicas=2", "parallel.shards=1"]
+    newest = 2 * 4 * int(row(shown(STDLIB), "parameters")[0].strip(",").replace(",", "")) / 2**20
+    on_cpu, on_gpus = (shown(STDLIB, *wagma, hardware=hardware) for hardware in (CPU, GPUS))
+    assert float(row(on_cpu, "newest models")[0]) == float(row(on_gpus, "in CPU memory")[0]) == round(newest, 2)
+    assert "newest models" not in shown(STDLIB)
+    assert float(row(on_cpu, "total")[0]) - float(row(on_gpus, "total")[0]) == pytest.approx(newest, abs=0.02)
+
+
 def test_micro_batches_of_each_mesh() -> None:
     keys = ["train.global_batch=128", "train.micro_batch=8"]
     assert row(shown(STDLIB, *keys), "micro-batches a step") == ["4"]
@@ -241,6 +252,40 @@ def test_time_by_hand() -> None:
     assert muon.step - found.step == pytest.approx(products / 1e10)
 
 
+@pytest.mark.parametrize(("batch", "taken"), [("keep", 0.75), ("drop", 1.0)])
+def test_pulls_compute_nothing(batch: str, taken: float) -> None:
+    """Half of the local steps are pulls, and 50 of 100 steps are local."""
+    keys = ["sync.method=palsgd", "sync.period.every=10", "train.steps=100", "sync.warmup_steps=50"]
+    keys += ["sync.pull.probability=0.5", f"sync.pull.batch={batch}"]
+    pulling, plain = (load_recipe(STDLIB, [*keys, *more]) for more in ([], ["sync.pull=null"]))
+    size = size_of(plain)
+    assert (pull_share(pulling), pull_share(plain)) == (0.25, 0)
+    assert pull_share(load_recipe(STDLIB, [*keys, "sync.warmup_steps=200"])) == 0, "no step is local"
+    for keys_of_mesh, replicas in (([], 4), ([], 1), (["parallel.in_process=true", "parallel.replicas=4"], 4)):
+        some, all_of_them = (
+            estimate_time(load_recipe(STDLIB, [*keys, *more, *keys_of_mesh]), size, replicas, 1, RATES)
+            for more in ([], ["sync.pull=null"])
+        )
+        assert some.step == pytest.approx(0.75 * all_of_them.step)
+        assert some.waiting == pytest.approx(all_of_them.waiting), "the messages are the same"
+        assert some.run == pytest.approx(100 * (some.step + some.waiting))
+    text = shown(STDLIB, *keys)
+    flops = size.flops_per_token * plain.train.tokens_per_step * 100
+    assert f"{0.75 * flops:.2e} in all" in text
+    tokens = taken * plain.train.tokens_per_step * 100
+    assert float(row(text, "tokens")[0].rstrip("k:")) == pytest.approx(tokens / 1e3, rel=0.01)
+    assert ("none in pulls (about 25% of steps)" in text) is (batch == "keep")
+
+
+def test_what_a_schedule_hides_is_less_where_some_steps_are_pulls() -> None:
+    keys = ["sync.warmup_steps=0", "train.steps=50", "sync.period.every=10", "sync.method=palsgd"]
+    keys += ["sync.schedule={kind: overlapped, steps: 1, fragments: 2}", "sync.pull.probability=0.25"]
+    pulling, plain = (load_recipe(STDLIB, [*keys, *more]) for more in ([], ["sync.pull=null"]))
+    size = size_of(plain)
+    some, all_of_them = (estimate_time(recipe, size, 4, 1, replace(RATES, mbit=20)) for recipe in (pulling, plain))
+    assert some.waiting - all_of_them.waiting == pytest.approx(0.25 * 2 * all_of_them.step / 10)
+
+
 def test_what_a_schedule_hides() -> None:
     keys = ["sync.warmup_steps=0", "train.steps=50"]
 
@@ -285,6 +330,19 @@ def test_latency_is_waited_for_hop_by_hop() -> None:
 
 def test_a_rate_is_found_here() -> None:
     assert 1e8 < rate_here(load_recipe(STDLIB, [])) < 1e16
+
+
+def test_ranks_of_other_nodes_do_not_share_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_estimate.time, "perf_counter", itertools.count().__next__)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(time_estimate.os, "cpu_count", lambda: 4)
+    monkeypatch.setitem(time_estimate.MATMUL_SIZE, "cpu", 8)
+    recipe = load_recipe(STDLIB, ["parallel.replicas=2", "parallel.shards=2"])
+    alone = rate_here(recipe, 1)
+    assert rate_here(recipe, 2) == alone / 2, "two of the four ranks are on another node"
+    assert rate_here(recipe) == alone / 4
+    together = load_recipe(STDLIB, ["parallel.replicas=4", "parallel.shards=1", "parallel.in_process=true"])
+    assert rate_here(together, 4) == alone, "replicas of one process take turns"
 
 
 def test_a_rate_is_that_of_random_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,11 +281,21 @@ def test_a_value_with_less_effect_than_it_seems_to_have_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, keys: list[str], changed: Sequence[str], line: str
 ) -> None:
     monkeypatch.setattr(ineffective, "estimate_time", lambda *_: ineffective_step(2.0))
-    monkeypatch.setattr(ineffective, "rate_here", lambda recipe: 1e9)
+    monkeypatch.setattr(ineffective, "rate_here", lambda recipe, local_ranks: 1e9)
     recipe = load_recipe(RECIPE, [*keys, *changed])
-    step = preflight.seconds_of_step(recipe, 300, 2, 2)
+    step = preflight.seconds_of_step(recipe, 300, 2, 2, 4)
     (warning,) = ineffective.ineffective_keys(recipe, {}, step)
     assert warning.startswith(line)
+
+
+def test_the_rate_is_shared_by_the_ranks_of_this_node(monkeypatch: pytest.MonkeyPatch, keys: list[str]) -> None:
+    """Two nodes with two of four ranks each."""
+    mesh = ["parallel.replicas=2", "parallel.shards=2"]
+    asked: list[int] = []
+    monkeypatch.setattr(ineffective, "rate_here", lambda recipe, local_ranks: asked.append(local_ranks) or 1e9)
+    recipe = load_recipe(RECIPE, [*keys, "sync.method=a_edit", "sync.period.every=600", *mesh])
+    check_here(recipe, Nodes(count=2), per_node=2)
+    assert asked == [2]
 
 
 def ineffective_step(seconds: float) -> object:

@@ -232,10 +232,14 @@ def test_a_users_configuration_of_malloc_is_left_alone(monkeypatch: pytest.Monke
     monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: libc)
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     devices.keep_freed_memory()
+    devices.share_freed_memory()
     assert not libc.mallopt.called
     monkeypatch.delenv("MALLOC_ARENA_MAX")
     devices.keep_freed_memory()
     assert libc.mallopt.called
+    libc.mallopt.reset_mock()
+    devices.share_freed_memory()
+    libc.mallopt.assert_called_once_with(-8, 1)
 
 
 def test_a_spike_is_counted_and_does_not_move_the_mean():
