@@ -33,7 +33,9 @@ def test_the_standard_error_of_a_perplexity_follows_that_of_the_loss(tmp_path: P
     monkeypatch.setattr(texts, "losses", lambda documents, *_: ([30.0, 90.0, 60.0], [10, 20, 20]))
     (tmp_path / "text.txt").write_text("one|two|three")
     section = TextSection(name="text", file="text.txt", separator="|", window=8)
-    scores = texts.evaluate_text(section, tmp_path / "text.txt", None, SimpleNamespace(), 1).scores["text"]
+    monkeypatch.setattr(texts, "learned_positions", lambda model: None)
+    loaded = SimpleNamespace(model=None)
+    scores = texts.evaluate_text(section, tmp_path / "text.txt", None, loaded, 1).scores["text"]
     assert scores["loss"] == pytest.approx(3.6) and scores["perplexity"] == pytest.approx(math.exp(3.6))
     assert scores["loss_stderr"] > 0
     assert scores["perplexity_stderr"] == pytest.approx(math.exp(3.6) * scores["loss_stderr"])
