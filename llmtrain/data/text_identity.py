@@ -58,7 +58,7 @@ def check_continued(texts: Mapping[str, TextIdentity], stored: Mapping[str, Mapp
     for name in texts.keys() & stored.keys():
         before, now = TextIdentity.from_state(stored[name]), texts[name]
         if not now.continues(before):
-            counts = "" if now.tokens == before.tokens else f" ({now.tokens:,} tokens, then {before.tokens:,})"
+            counts = "" if now.tokens == before.tokens else f" ({now.tokens:,} tokens now, {before.tokens:,} then)"
             raise DataError(
                 f"the training text{f' {name}' if name else ''} is another one than when the run's checkpoint was written{counts}; "
                 "give the same text and tokenizer, start another run with run.name=NAME, or continue from the weights alone with "
