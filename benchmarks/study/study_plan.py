@@ -114,6 +114,10 @@ ALWAYS: dict[str, Overrides] = {
     "streaming_diloco": ("sync.schedule.fragments=3",),
 }
 """Keys that a method's preset leaves open, or that do not fit the model's three blocks; `OUTER` may replace them."""
+SHORT_ROUNDS = 5
+"""Steps of the longest round in which an outer momentum of 0.9 multiplies the steps of too few local ones."""
+IN_SHORT_ROUNDS: dict[str, Overrides] = {"diloco": nesterov(0.7, 0.5)}
+"""Keys of the first trials in short rounds, in the place of the preset's; `OUTER` may replace them."""
 ROUNDS_OF_ITS_OWN = ("synchronous", "qsr", "gpa")
 """Methods whose rounds have no fixed number of steps."""
 
@@ -206,16 +210,18 @@ def trials(cell: Cell, done: Records) -> Iterator[Run]:
     """Yield the cell's trials in their order, as far as they are determined by the results so far."""
     runs: list[Run] = []
     always = ALWAYS.get(cell.method, ())
+    start = (*always, *(IN_SHORT_ROUNDS.get(cell.method, ()) if cell.every <= SHORT_ROUNDS else ()))
+    others = [nesterov(0.7, 0.9) if (*always, *own) == start else own for own in OUTER[cell.method]]
 
     def add(setting: Setting) -> Run:
         runs.append(Run(cell, "trial", len(runs), setting))
         return runs[-1]
 
     for rate in RATES:
-        yield add(Setting(rate, always))
+        yield add(Setting(rate, start))
     if (best := best_of(runs, done)) is None:
         return
-    for own in OUTER[cell.method]:
+    for own in others:
         yield add(Setting(best.setting.lr, (*always, *own)))
     # Rates around the best one, nearer and nearer, where a method has fewer keys of its own.
     missing = TRIALS - 2 - len(runs)

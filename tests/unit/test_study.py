@@ -81,6 +81,13 @@ def test_every_method_has_as_many_trials_and_three_seeds(cell: Any) -> None:
     assert all(key in final.own for key in third[0]) if third else final.own == ()
 
 
+def test_short_rounds_begin_with_less_momentum() -> None:
+    made, _ = finished(plan.Cell("diloco", 4, 3, 64), likes(0.0026))
+    assert {run.setting.own for run in made[:4]} == {plan.nesterov(0.7, 0.5)}
+    assert [run.setting.own for run in made[4:10]].count(plan.nesterov(0.7, 0.9)) == 1
+    assert len({tuple(run.setting.overrides()) for run in made[:12]}) == 12
+
+
 @pytest.mark.parametrize(("rate", "expected"), [(0.1, 0.016), (0.0001, 0.0005)])
 def test_trials_go_beyond_the_ends(rate: float, expected: float) -> None:
     made, _ = finished(plan.Cell("diloco", 4, 30, 64), likes(rate))
