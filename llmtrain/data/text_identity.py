@@ -1,7 +1,7 @@
-"""Identity of a run's texts, kept in its checkpoints: a run does not continue on other tokens.
+"""Identity of a run's texts, stored in its checkpoints, so that a run does not continue on other tokens.
 
-A text may change behind the same recipe: a file is added to a folder, a package is upgraded, the data set has a new revision. Its
-samples would then be other ones, and with a trained tokenizer its ids other tokens.
+A text may change while the recipe stays: a file is added to a folder, a package is upgraded, the data set has a new revision. The run
+would then repeat some samples and skip others, or read ids of another tokenizer.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ SPACING = 1.5
 
 @dataclass(frozen=True)
 class TextIdentity:
-    """Training tokens of a text, as far as a run needs to know them again."""
+    """Number and digests of a text's training tokens, by which a run recognizes it."""
 
     tokens: int
-    is_complete: bool
-    """A run of another length would have as many tokens."""
+    is_fixed: bool
+    """Whether a run of any length has the same tokens."""
     windows: tuple[str, ...]
     """Digest of each window that is complete."""
 
     @classmethod
-    def of(cls, text: TokenDataset, is_complete: bool) -> TextIdentity:
+    def of(cls, text: TokenDataset, is_fixed: bool) -> TextIdentity:
         """Return the identity of what exists of a text."""
         tokens = text.tokens("train")
         vocabulary = f"{text.vocab_size} {text.eos_id} ".encode()
-        return cls(len(tokens), is_complete, tuple(_digest(vocabulary, tokens, start) for start in _starts(tokens)))
+        return cls(len(tokens), is_fixed, tuple(_digest(vocabulary, tokens, start) for start in _starts(tokens)))
 
     def continues(self, other: TextIdentity) -> bool:
         """Return whether a run that began with the other text can go on with this one."""
-        if self.is_complete and other.is_complete and self.tokens != other.tokens:
+        if self.is_fixed and other.is_fixed and self.tokens != other.tokens:
             return False
         return all(mine == theirs for mine, theirs in zip(self.windows, other.windows, strict=False))
 
@@ -50,7 +50,7 @@ class TextIdentity:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> TextIdentity:
         """Return the identity that `state_dict` has stored."""
-        return cls(state["tokens"], state["is_complete"], tuple(state["windows"]))
+        return cls(state["tokens"], state["is_fixed"], tuple(state["windows"]))
 
 
 def check_continued(texts: Mapping[str, TextIdentity], stored: Mapping[str, Mapping[str, Any]]) -> None:

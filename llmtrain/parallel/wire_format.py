@@ -183,6 +183,10 @@ def _look_up(codes: torch.Tensor, levels: tuple[float, ...], groups: torch.Tenso
     return groups.copy_(_table(levels, groups)[codes.int()])
 
 
+_TABLES: dict[tuple[tuple[float, ...], torch.dtype, torch.device], torch.Tensor] = {}
+"""Tables of levels by values, dtype and device."""
+
+
 def _table(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
     """Return the values where `like` is. They are kept, because the host would wait for a GPU with each copy."""
     key = values, like.dtype, like.device
@@ -191,9 +195,6 @@ def _table(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
     if key not in _TABLES:
         _TABLES[key] = torch.tensor(values, dtype=like.dtype, device=like.device)
     return _TABLES[key]
-
-
-_TABLES: dict[tuple[tuple[float, ...], torch.dtype, torch.device], torch.Tensor] = {}
 
 
 CODES: dict[str, tuple[int, Encoder, Decoder]] = {

@@ -121,7 +121,7 @@ MUTANTS = [
     Mutant(
         "identity: a text that has grown passes",
         "llmtrain/data/text_identity.py",
-        "if self.is_complete and other.is_complete and self.tokens != other.tokens:",
+        "if self.is_fixed and other.is_fixed and self.tokens != other.tokens:",
         "if False:",
         IDENTITY,
     ),

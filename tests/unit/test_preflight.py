@@ -218,7 +218,7 @@ def test_prepared_tokens_that_are_too_few_are_refused(capsys: pytest.CaptureFixt
 def test_a_prepared_text_of_eval_sets_that_is_too_short_is_refused_before_the_model_is_built(
     tmp_path: Path, keys: list[str]
 ) -> None:
-    """As soon as its tokens are there: by the preparation itself, and then by `recipe check`."""
+    """Refuse it once its tokens exist: in the preparation itself, and then in `recipe check`."""
     (tmp_path / "short.txt").write_text("A text.\n")
     (tmp_path / "long.txt").write_text("A text of more tokens than a sequence has.\n" * 9)
     recipe = load_recipe(RECIPE, [*keys, f"eval.sets={{long: {tmp_path}/long.txt, news: {tmp_path}/short.txt}}"])

@@ -19,8 +19,8 @@ def text(ids: np.ndarray, vocabulary: int = 500) -> Any:
     return SimpleNamespace(tokens=lambda split: TokenShards([ids]), vocab_size=vocabulary, eos_id=0)
 
 
-def identity(ids: np.ndarray, is_complete: bool = True, **changes: Any) -> TextIdentity:
-    return TextIdentity.of(text(ids, **changes), is_complete)
+def identity(ids: np.ndarray, is_fixed: bool = True, **changes: Any) -> TextIdentity:
+    return TextIdentity.of(text(ids, **changes), is_fixed)
 
 
 def changed(at: int) -> np.ndarray:
@@ -44,10 +44,10 @@ def test_the_same_text_continues() -> None:
         (identity(IDS, vocabulary=600), False),
         (identity(IDS[:8000]), False),
         (identity(np.append(IDS, IDS)), False),
-        (identity(np.append(IDS, IDS), is_complete=False), True),
-        (identity(IDS[:3000], is_complete=False), True),
-        (identity(changed(7), is_complete=False), False),
-        (identity(IDS[:10], is_complete=False), True),
+        (identity(np.append(IDS, IDS), is_fixed=False), True),
+        (identity(IDS[:3000], is_fixed=False), True),
+        (identity(changed(7), is_fixed=False), False),
+        (identity(IDS[:10], is_fixed=False), True),
     ],
 )
 def test_what_continues(other: TextIdentity, continues: bool) -> None:
