@@ -70,7 +70,8 @@ class EditPenaltySection(WeighedSection):
     min_rounds: Annotated[int, Field(ge=2)] = 10
     """Rounds before a block of a replica can be excluded. A non-finite norm is always excluded."""
     statistics: Literal["adaptive", "paper"] = "adaptive"
-    """`adaptive`: norms are divided by the round's summed learning rates. An excluded norm enters the mean and variance at up to
+    """`adaptive`: norms are divided by the round's summed learning rates; in a round that is shorter than usual, a norm may be larger
+    by as much as steps in random directions explain. An excluded norm enters the mean and variance at up to
     z standard deviations above the mean, twice as far with every further round in a row, so a lasting rise to up to 100 times is
     followed within ten rounds. `paper`: norms as they are, and excluded ones never enter."""
     max_exclusions: PositiveInt | None = 20

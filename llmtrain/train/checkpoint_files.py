@@ -37,7 +37,7 @@ from llmtrain.parallel.mesh import Mesh
 from llmtrain.threads import with_current_device
 from llmtrain.turns import join
 
-FORMAT = 8
+FORMAT = 9
 METADATA_FILE, CHECKSUM_KEY = ".metadata", "sha256"
 NAME = re.compile(r"step-(\d{8})")
 Digest = tuple[int, str]

@@ -74,6 +74,7 @@ class Oracle:
         self.errors = [np.zeros_like(theta) for theta in self.theta]
         """Rounding errors of each replica's messages so far, by block."""
         self.known_norms: dict[tuple[int, int], list[float]] = defaultdict(list)  # of (replica, block), oldest first
+        self.known_steps: dict[tuple[int, int], list[int]] = defaultdict(list)  # of the same rounds
         self.left_out: dict[tuple[int, int], int] = defaultdict(int)  # rounds in a row, of (replica, block)
         self.count = self.anomalies = self.rollbacks = 0
         self.squares = (0.0, 0.0)
@@ -278,7 +279,7 @@ class Oracle:
             )
         weights, steps, counted = np.zeros(len(norms)), np.zeros(len(norms)), 0
         for replica, norm in enumerate(norms):
-            if self._is_left_out(replica, block, norm, sum(lrs[replica])):
+            if self._is_left_out(replica, block, norm, lrs[replica]):
                 self.anomalies += 1
             else:
                 counted += 1
@@ -306,16 +307,18 @@ class Oracle:
             common, among = float(np.median(finite)) if finite else 0.0, len(finite)
         return [None if not np.isfinite(norm) else common / (among * norm) if norm else 0.0 for norm in norms]
 
-    def _is_left_out(self, replica: int, block: int, norm: float, lr_sum: float) -> bool:
+    def _is_left_out(self, replica: int, block: int, norm: float, lrs: list[float]) -> bool:
         """Return whether the norm is anomalous, and remember it as the rule for statistics says."""
         penalty, past = self.penalty, self.known_norms[replica, block]
+        counts = self.known_steps[replica, block]
         if penalty.statistics == "adaptive":
-            norm = norm / (lr_sum or 1.0)
+            usual = self._of_past(counts)[0] if counts else 0.0
+            norm = norm / (sum(lrs) or 1.0) * (min(1.0, len(lrs) / usual) ** 0.5 if usual else 1.0)
         if not np.isfinite(norm):
             self.left_out[replica, block] += 1
             return True
         mean, deviation = (
-            self._past_norms(past) if penalty.z is not None and len(past) >= penalty.min_rounds else (norm, 0.0)
+            self._of_past(past) if penalty.z is not None and len(past) >= penalty.min_rounds else (norm, 0.0)
         )
         if (
             norm > mean
@@ -326,13 +329,15 @@ class Oracle:
             if penalty.statistics == "adaptive":
                 farthest = penalty.z * deviation * 2 ** (self.left_out[replica, block] - 1)
                 past.append(min(norm, mean + farthest))
+                counts.append(len(lrs))
             return True
         self.left_out[replica, block] = 0
         if norm > 0 or penalty.statistics == "paper" or penalty.z is None:
             past.append(norm)
+            counts.append(len(lrs))
         return False
 
-    def _past_norms(self, past: list[float]) -> tuple[float, float]:
+    def _of_past(self, past: list[float]) -> tuple[float, float]:
         """The weighted mean and standard deviation."""
         age = np.arange(len(past))[::-1]
         weights = self.penalty.ema * (1 - self.penalty.ema) ** age

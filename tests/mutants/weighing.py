@@ -1,15 +1,149 @@
-"""Mistakes in reductions that weigh replicas, in primal averages, and in averages of moments."""
+"""Mistakes in EDiT's penalty and other reductions that weigh replicas, in primal averages, and in averages of moments."""
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import RESUMED, SCENARIOS, Mutant
 
 MEANS = "llmtrain/sync/reductions/weighted_means.py"
+PENALTY = "llmtrain/sync/reductions/edit_penalty.py"
 BY_HAND = ("tests/unit/test_weighted_means.py",)
 WEIGHED = ("tests/distributed/test_weighted_means.py",)
 MOMENTS = ("tests/distributed/test_moments.py",)
 PRIMAL = ("tests/distributed/test_methods_oracle.py", "tests/distributed/test_primal_average.py")
 MUTANTS = [
+    Mutant(
+        "penalty: no bias correction of the running moments",
+        PENALTY,
+        "a = (self.ema / (1 - (1 - self.ema) ** count.double())).clamp(max=1)",
+        "a = torch.full_like(self.mean, self.ema)",
+        SCENARIOS,
+    ),
+    Mutant(
+        "penalty: the new deviation enters the variance unweighted",
+        PENALTY,
+        "(1 - a) * (self.variance + a * distance**2)",
+        "(1 - a) * self.variance + a * distance**2",
+        SCENARIOS,
+    ),
+    Mutant(
+        "penalty: one round more before anomalies are sought",
+        PENALTY,
+        "self.norms.count >= self.section.min_rounds",
+        "self.norms.count > self.section.min_rounds",
+        SCENARIOS,
+    ),
+    Mutant(
+        "penalty: anomalous norms enter the running moments",
+        PENALTY,
+        "        include = ~anomalous",
+        "        include = scaled_norms.isfinite()",
+        SCENARIOS,
+    ),
+    Mutant(
+        "penalty: an excluded norm enters no farther in later rounds in a row",
+        PENALTY,
+        "torch.exp2((self.excluded - 1).double())",
+        "1.0",
+        ("tests/unit/test_edit_penalty.py", *SCENARIOS),
+    ),
+    Mutant(
+        "penalty: an excluded norm enters as it is",
+        PENALTY,
+        "torch.where(anomalous, torch.minimum(scaled_norms, self.norms.mean + reach), scaled_norms)",
+        "scaled_norms",
+        SCENARIOS,
+    ),
+    Mutant(
+        "penalty: norms are not divided by the learning rates",
+        PENALTY,
+        "scaled_norms = norms / torch.where(lr_sums > 0, lr_sums, 1.0)[:, None]",
+        "scaled_norms = norms",
+        ("tests/unit/test_edit_penalty.py", *SCENARIOS),
+    ),
+    Mutant(
+        "penalty: the norm of a short round is judged like that of a long one",
+        PENALTY,
+        "lr_sums, 1.0)[:, None] * self._shortness(steps)",
+        "lr_sums, 1.0)[:, None]",
+        ("tests/unit/test_edit_penalty.py", *SCENARIOS),
+    ),
+    Mutant(
+        "penalty: usual numbers of steps are not in the checkpoint",
+        PENALTY,
+        'self.steps.load_state_dict(state["steps"])',
+        "pass",
+        ("tests/unit/test_reshape_rules.py",),
+    ),
+    Mutant(
+        "penalty: norms of 0 are remembered",
+        PENALTY,
+        "include = scaled_norms.isfinite() & (scaled_norms > 0)",
+        "include = scaled_norms.isfinite()",
+        ("tests/unit/test_edit_penalty.py",),
+    ),
+    Mutant(
+        "penalty: norms that never varied are judged",
+        PENALTY,
+        "tested &= self.norms.variance > (EPSILON * self.norms.mean) ** 2",
+        "pass",
+        ("tests/unit/test_edit_penalty.py",),
+    ),
+    Mutant(
+        "penalty: rounds in a row are not in the checkpoint",
+        PENALTY,
+        'self.excluded = torch.tensor(state["excluded"])',
+        "pass",
+        ("tests/unit/test_edit_penalty.py",),
+    ),
+    Mutant(
+        "penalty: rounds in a row never end",
+        PENALTY,
+        "torch.where(anomalous, self.excluded + 1, 0)",
+        "self.excluded + anomalous.long()",
+        ("tests/unit/test_edit_penalty.py",),
+    ),
+    Mutant(
+        "penalty: every replica counts alike, whatever steps it made",
+        PENALTY,
+        "share = share / share.sum(0).clamp(min=1)",
+        "share = share / len(share)",
+        SCENARIOS,
+    ),
+    Mutant(
+        "penalty: anomalous replicas keep their softmax weight",
+        PENALTY,
+        "logits = (-norms / self.section.temperature).masked_fill(anomalous, -torch.inf)",
+        "logits = -norms / self.section.temperature",
+        SCENARIOS,
+    ),
+    Mutant(
+        "penalty: clipping also scales small updates up",
+        PENALTY,
+        "return (length / (squared_norm.sqrt() + EPSILON)).clamp(max=1)",
+        "return length / (squared_norm.sqrt() + EPSILON)",
+        SCENARIOS,
+    ),
+    Mutant(
+        "penalty: pooled counts are the largest, not the mean",
+        PENALTY,
+        "self.count.double().mean(0).round().long()",
+        "self.count.amax(0)",
+        ("tests/unit/test_reshape_rules.py",),
+    ),
+    Mutant(
+        "penalty: the count is not in the checkpoint",
+        PENALTY,
+        'MOMENTS = ("count", "mean", "variance")',
+        'MOMENTS = ("mean", "variance")',
+        (*RESUMED, "tests/unit/test_reshape_rules.py"),
+    ),
+    Mutant(
+        "penalty: a block that is always excluded does not end the run in time",
+        PENALTY,
+        "if limit is not None and longest >= limit:",
+        "if limit is not None and longest > limit:",
+        ("tests/distributed/test_sync_oracle.py",),
+    ),
     Mutant("tokens: work is tokens alone", MEANS, "done.tokens**2 / max(done.steps, 1)", "done.tokens", WEIGHED),
     Mutant(
         "tokens: equal work is not exactly equal",

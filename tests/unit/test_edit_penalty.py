@@ -18,13 +18,15 @@ def noise(deviation: float, seed: int = 0) -> np.ndarray:
     return np.exp(deviation * np.random.default_rng(seed).standard_normal(ROUNDS))
 
 
-def left_out(norms: np.ndarray, lr_sums: np.ndarray | None = None, **choices: float | str | None) -> np.ndarray:
+def left_out(
+    norms: np.ndarray, lr_sums: np.ndarray | None = None, steps: np.ndarray | None = None, **choices: float | str | None
+) -> np.ndarray:
     """Return whether a single replica's single block is left out, by round."""
     penalty = EditPenalty(EditPenaltySection(**choices), 1, 1)
-    sums = np.ones(len(norms)) if lr_sums is None else lr_sums
+    sums, counts = (np.ones(len(norms)) if given is None else given for given in (lr_sums, steps))
     found = [
-        penalty.weigh(torch.tensor([[norm]]), torch.ones(1), torch.tensor([lr_sum])).anomalous.item()
-        for norm, lr_sum in zip(norms, sums, strict=True)
+        penalty.weigh(torch.tensor([[norm]]), torch.tensor([count]), torch.tensor([lr_sum])).anomalous.item()
+        for norm, count, lr_sum in zip(norms, counts, sums, strict=True)
     ]
     return np.array(found)
 
@@ -62,6 +64,18 @@ def test_norms_that_grow_with_the_learning_rates_are_ordinary() -> None:
     norms = noise(0.03) * sums
     assert left_out(norms, sums).sum() <= 2
     assert left_out(norms, sums, statistics="paper")[CHANGE:].all()
+
+
+@pytest.mark.parametrize("power", [0.5, 0.75, 1.0])
+def test_a_shorter_round_is_ordinary_and_a_spike_in_it_is_not(power: float) -> None:
+    """Steps that partly cancel each other: a norm grows with a power of their number."""
+    steps = np.full(ROUNDS, 30.0)
+    steps[[CHANGE, -1]] = 1.0
+    steps[CHANGE + 20 : -1] = 12.0
+    norms = noise(0.03) * steps**power
+    assert left_out(norms, steps, steps).sum() <= 2 and not left_out(norms, steps, steps)[-1]
+    norms[-1] *= 8
+    assert left_out(norms, steps, steps)[-1]
 
 
 def test_a_block_that_begins_to_move_is_ordinary() -> None:

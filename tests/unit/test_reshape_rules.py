@@ -163,7 +163,11 @@ def test_pooled_statistics_are_those_of_all_values_each_with_its_weight() -> Non
     for norms, include in zip(values, included, strict=True):
         moments.update(torch.tensor(norms), torch.tensor(include))
     penalty = EditPenalty(EditPenaltySection(ema=ema), 5, 2)
-    penalty.load_state_dict(penalty.resharded({**moments.state_dict(), "excluded": [[4, 0]] * 3}))
+    steps = RunningMoments((3, 2), ema)
+    steps.update(torch.tensor([[4.0, 4.0], [6.0, 6.0], [8.0, 8.0]]), torch.ones(3, 2, dtype=torch.bool))
+    state = {"norms": moments.state_dict(), "steps": steps.state_dict(), "excluded": [[4, 0]] * 3}
+    penalty.load_state_dict(penalty.resharded(state))
+    torch.testing.assert_close(penalty.steps.mean, torch.full((5, 2), 6.0, dtype=torch.float64))
     assert penalty.excluded.tolist() == [[0, 0]] * 5
     for block in (0, 1):
         pool, weights = [], []
@@ -181,7 +185,9 @@ def test_pooled_statistics_are_those_of_all_values_each_with_its_weight() -> Non
 def test_statistics_of_no_round_are_none() -> None:
     penalty = EditPenalty(EditPenaltySection(), 2, 3)
     state = EditPenalty(EditPenaltySection(), 4, 3).resharded(penalty.state_dict())
-    assert state == {key: [[0] * 3] * 4 for key in ("count", "mean", "variance", "excluded")}
+    none = [[0] * 3] * 4
+    moments = {key: none for key in ("count", "mean", "variance")}
+    assert state == {"norms": moments, "steps": moments, "excluded": none}
 
 
 def test_other_replicas_restart_what_any_was_excluded_from() -> None:

@@ -70,6 +70,10 @@ class RunningMoments:
         pooled.variance[:] = (weight * (self.variance + (self.mean - mean) ** 2)).sum(0)
         return pooled
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return count, mean and variance."""
+        return self.count, self.mean, self.variance
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain lists by name."""
         return {key: getattr(self, key).tolist() for key in MOMENTS}
@@ -86,6 +90,8 @@ class EditPenalty(Reduction):
         """Start without statistics. `is_rounded`: messages are rounded, so that a mean may be longer than pseudo-gradients."""
         self.section, self.is_rounded = section, is_rounded
         self.norms = RunningMoments((replicas, blocks), section.ema)
+        self.steps = RunningMoments((replicas, blocks), section.ema)
+        """Of the numbers of steps in the rounds that `norms` are of."""
         self.excluded = torch.zeros((replicas, blocks), dtype=torch.int64)
         """Rounds in a row in which a block of a replica has been excluded, up to the last round."""
 
@@ -94,10 +100,10 @@ class EditPenalty(Reduction):
         `lr_sums` [replicas] have the number and the summed learning rates of each replica's local steps in the round."""
         scaled_norms = norms
         if self.section.statistics == "adaptive":
-            scaled_norms = norms / torch.where(lr_sums > 0, lr_sums, 1.0)[:, None]
+            scaled_norms = norms / torch.where(lr_sums > 0, lr_sums, 1.0)[:, None] * self._shortness(steps)
         anomalous = ~norms.isfinite() | self._is_outlier(scaled_norms)
         self.excluded = torch.where(anomalous, self.excluded + 1, 0)
-        self._update(scaled_norms, anomalous)
+        self._update(scaled_norms, steps, anomalous)
         weights = self._weights(norms, anomalous)
         if self.section.step_weight > 0 and steps.any():  # none since the last turn of a fragment that is only mixed
             share = steps[:, None].expand_as(norms).masked_fill(anomalous, 0.0)
@@ -121,7 +127,7 @@ class EditPenalty(Reduction):
         return int(self.excluded.max())
 
     def _statistics(self) -> tuple[torch.Tensor, ...]:
-        return self.norms.count, self.norms.mean, self.norms.variance, self.excluded
+        return *self.norms.tensors(), *self.steps.tensors(), self.excluded
 
     def check_exclusions(self, names: Sequence[str], blocks: Sequence[int]) -> list[str]:
         """Return a warning per replica of which some of these blocks have been excluded WARN_EXCLUSIONS rounds in a row,
@@ -140,6 +146,13 @@ class EditPenalty(Reduction):
                 warnings.append(f"{what}: pseudo-gradients far larger than before (sync.reduction.z)")
         return warnings
 
+    def _shortness(self, steps: torch.Tensor) -> torch.Tensor:
+        """Return, for each block [replicas, blocks], the factor of a norm per summed learning rate that was measured after fewer
+        steps than usual: sqrt(steps / their running mean), at most 1. Steps in changing directions cancel each other in a
+        longer round, so that the norm grows with the square root of their number at least, and not in proportion."""
+        usual = self.steps.mean
+        return torch.where(usual > 0, steps[:, None] / usual, 1.0).clamp(max=1).sqrt()
+
     def _is_outlier(self, scaled_norms: torch.Tensor) -> torch.Tensor:
         if self.section.z is None:
             return torch.zeros_like(scaled_norms, dtype=torch.bool)
@@ -148,8 +161,8 @@ class EditPenalty(Reduction):
             tested &= self.norms.variance > (EPSILON * self.norms.mean) ** 2  # norms that never varied give no scale
         return tested & (self.norms.z_scores(scaled_norms) > self.section.z)
 
-    def _update(self, scaled_norms: torch.Tensor, anomalous: torch.Tensor) -> None:
-        """Add the round's norms to the statistics. `paper` does not add an excluded norm. `adaptive` clamps a finite
+    def _update(self, scaled_norms: torch.Tensor, steps: torch.Tensor, anomalous: torch.Tensor) -> None:
+        """Add the round's norms and steps to the statistics. `paper` does not add an excluded norm. `adaptive` clamps a finite
         excluded norm to mean + z std 2^(k - 1), where k counts the rounds in a row, and adds it. It does not add norms
         of 0: a frozen block says nothing about the norms that it will have when it moves."""
         include = ~anomalous
@@ -158,6 +171,7 @@ class EditPenalty(Reduction):
             include = scaled_norms.isfinite() & (scaled_norms > 0)
             scaled_norms = torch.where(anomalous, torch.minimum(scaled_norms, self.norms.mean + reach), scaled_norms)
         self.norms.update(scaled_norms.nan_to_num(0.0, 0.0, 0.0), include)
+        self.steps.update(steps.double()[:, None].expand_as(include), include)
 
     def _weights(self, norms: torch.Tensor, anomalous: torch.Tensor) -> torch.Tensor:
         if self.section.temperature is None:
@@ -181,19 +195,21 @@ class EditPenalty(Reduction):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the statistics as plain lists."""
-        return {**self.norms.state_dict(), "excluded": self.excluded.tolist()}
+        return {"norms": self.norms.state_dict(), "steps": self.steps.state_dict(), "excluded": self.excluded.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.norms.load_state_dict(state)
+        self.norms.load_state_dict(state["norms"])
+        self.steps.load_state_dict(state["steps"])
         self.excluded = torch.tensor(state["excluded"])
 
     def resharded(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the statistics for a run that resumes with a different number of replicas. Each replica starts with
         the merged statistics of all old replicas, and none counts as excluded before."""
         replicas, blocks = self.norms.count.shape
-        began = RunningMoments((len(state["count"]), blocks), self.section.ema)
-        began.load_state_dict(state)
-        return {**began.merge(replicas).state_dict(), "excluded": torch.zeros_like(self.excluded).tolist()}
+        before = EditPenalty(self.section, len(state["excluded"]), blocks)
+        before.load_state_dict(state)
+        merged = {name: getattr(before, name).merge(replicas).state_dict() for name in ("norms", "steps")}
+        return {**merged, "excluded": torch.zeros_like(self.excluded).tolist()}
 
 
 @build_reduction.register
