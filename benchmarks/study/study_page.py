@@ -10,18 +10,53 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from study_plan import BATCH, FINAL_SEEDS, ROUNDS_OF_ITS_OWN, STAGES, TRIALS, Cell, Records, best_of, loss_of, trials
-from study_runs import RECORDS, read_records
-from table import Row, markdown, parser, show
+from study_plan import (
+    BATCH,
+    FINAL_SEEDS,
+    ROUNDS_OF_ITS_OWN,
+    SHORTENED,
+    STAGES,
+    TRIALS,
+    Cell,
+    Records,
+    best_of,
+    loss_of,
+    runs_of,
+    trials,
+)
+from study_runs import RECIPE, RECORDS, read_records
+from table import ROOT, Row, markdown, parser, show
 
-COLUMNS = ("method", "best trial", "loss", "± seeds", "to synchronous", "bits per byte", "rounds", "sent", "chosen")
+from llmtrain.plan.model_size import size_of
+from llmtrain.plan.time_estimate import HardwareRates, TimeEstimate, estimate_time
+from llmtrain.recipe_loader import load_recipe
+
+COLUMNS = (
+    "method",
+    "best trial",
+    "loss",
+    "± seeds",
+    "to synchronous",
+    "worth",
+    "bits per byte",
+    "rounds",
+    "sent",
+    "chosen",
+)
 BY_ROUNDS = ("diloco", "local_sgd", "edit")
 """Methods whose losses are listed by number of rounds."""
 GAPS = "Gap against the number of rounds"
+SPEEDS = "Speed to the same loss, by network"
+MESSAGES = (0.1, 1.0, 10.0, 100.0)
+"""Time of one message in fp32, in steps: the networks of the table of speeds."""
+BY_SEED = "Differences to plain averaging, seed by seed"
+FIRST = "With a warm-up of 5 % of the steps"
+FIRST_RECORDS = RECORDS.parent / "short_warmup.jsonl"
 FIGURE = "losses.png"
 TITLES = {
     "main": "All methods, 4 replicas, H = 30",
@@ -33,13 +68,24 @@ TITLES = {
 FIT = {0: (18.129, -0.0953), 1: (18.363, -0.0961), 2: (18.768, -0.0969), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}
 """(A, alpha) of the fits A N^alpha of arXiv 2503.09799 to the losses of DiLoCo with so many replicas; 0: data parallel."""
 PARAMETERS = 320_000
+VOCABULARY = 1024
 TEXT = """\
 Llama with 0.32 M parameters on Python files, 6.4 M tokens, one epoch: what was decided before the first run is in
 [PROTOCOL.md](../../study/PROTOCOL.md). Losses are of validation, in nats per token, of the replicas' mean at the end of a run.
-`best trial` is the lowest of {trials} trials with a quarter of the tokens; `loss` is the mean of {seeds} seeds with all tokens and
-that trial's setting, and `± seeds` half of the distance between the lowest and the highest. `to synchronous` compares with the
-synchronous runs of the same number of replicas and the same batch. `sent` is the sum of what all replicas send. Cells
-without a loss are not complete; if a seed diverged, there is no mean."""
+`best trial` is the lowest of {trials} trials with about a quarter of the tokens; `loss` is the mean of {seeds} seeds with all
+tokens and that trial's setting, and `± seeds` half of the distance between the lowest and the highest. `to synchronous` compares
+with the synchronous runs of the same number of replicas, batch and inner optimizer. `worth` is the share of the tokens with
+which synchronous training, annealed on them, reaches the same loss (interpolated between runs with 25, 50 and 100 % of the tokens;
+the range is that of the seeds). `sent` is the sum of what all replicas send. Cells without a loss are not complete; if a seed
+diverged, there is no mean."""
+SPEEDS_TEXT = """\
+How many times as fast as synchronous training a method reaches the loss that it ends with, if a message of the whole model in
+fp32 takes so many steps' time. Losses are measured (`worth`). Times are predicted as by `llmtrain recipe show`, whose error was
+at most 3 points of utilization in [measurements](../network_100mbit). Above 1, the method pays."""
+FIRST_TEXT = """\
+These runs were made first, as the protocol said then. Warm-up is 10 steps in trials and 39 in final runs. Later probes showed
+that this is far too short, and that trials chose learning rates by how well they stand it
+([PROTOCOL.md](../../study/PROTOCOL.md), amendments). Their records are in [short_warmup.jsonl](short_warmup.jsonl)."""
 
 
 def finals_of(cell: Cell, done: Records) -> list[Mapping[str, Any]]:
@@ -75,21 +121,104 @@ def figures_of(cell: Cell, done: Records) -> Row:
     losses = [loss_of(record) for record in finals]
     if (loss := mean_loss(cell, done)) is None:
         is_complete, diverged = len(losses) == len(FINAL_SEEDS), losses.count(math.inf)
-        return f"{diverged} of {len(losses)} diverged" if is_complete else "", *[""] * 5
-    other = mean_loss(Cell("synchronous", cell.replicas, cell.every, cell.batch), done)
-    gap = "" if other is None or cell.label == "synchronous" else f"{loss / other - 1:+.1%}"
+        return f"{diverged} of {len(losses)} diverged" if is_complete else "", *[""] * 6
+    other = mean_loss(synchronous_beside(cell), done)
+    gap = "" if other is None or cell == synchronous_beside(cell) else f"{loss / other - 1:+.1%}"
     bits, rounds, sent = (
         statistics.mean(record[key] for record in finals) for key in ("bits_per_byte", "rounds", "bytes")
     )
     spread = (max(losses) - min(losses)) / 2
-    return f"{loss:.4f}", f"{spread:.4f}", gap, f"{bits:.4f}", f"{rounds:.0f}", f"{sent / 1e6:.0f} MB"
+    return (
+        f"{loss:.4f}",
+        f"{spread:.4f}",
+        gap,
+        worth_text(cell, done),
+        f"{bits:.4f}",
+        f"{rounds:.0f}",
+        f"{sent / 1e6:.0f} MB",
+    )
+
+
+def synchronous_beside(cell: Cell) -> Cell:
+    """Return the cell of synchronous training with which a cell is compared."""
+    inner = "muon" if cell.method == "muloco" else cell.inner
+    return Cell("synchronous", cell.replicas, 30, cell.batch, inner)
+
+
+def worth(loss: float, cell: Cell, done: Records) -> float | None:
+    """Return the share of the tokens with which synchronous training reaches `loss`: interpolated in the logarithm of the share,
+    at least the smallest measured one and at most 1. None without shorter synchronous runs beside the cell."""
+    beside = synchronous_beside(cell)
+    losses: dict[float, list[float]] = {}
+    for run in runs_of(beside, done):
+        if run.kind != "trial" and run.id in done:
+            losses.setdefault(run.share, []).append(loss_of(done[run.id]))
+    if len(losses) < 1 + len(SHORTENED.get(beside, ())) or len(losses) < 2:
+        return None
+    points = sorted((statistics.mean(of_share), math.log(share)) for share, of_share in losses.items())
+    lowest, highest = points[0], points[-1]
+    if not lowest[0] < loss < highest[0]:
+        return math.exp((lowest if loss <= lowest[0] else highest)[1])
+    for (less, longer), (more, shorter) in pairwise(points):
+        if less <= loss <= more:
+            return math.exp(longer + (shorter - longer) * (loss - less) / (more - less))
+    raise AssertionError("points are sorted")
+
+
+def worth_text(cell: Cell, done: Records) -> str:
+    """Return a cell's worth with its range over the seeds, or nothing if it is the measure itself or not known."""
+    losses = [loss_of(record) for record in finals_of(cell, done)]
+    found = [worth(loss, cell, done) for loss in (statistics.mean(losses), max(losses), min(losses))]
+    if cell == synchronous_beside(cell) or None in found:
+        return ""
+    middle, low, high = (f"{100 * share:.0f}" for share in found)
+    return f"{middle} % ({low} to {high})"
+
+
+def speed_rows(done: Records) -> list[Row]:
+    """Return, for each complete cell of the main stage, how many times as fast as synchronous training it reaches its loss, by
+    the time of a message."""
+    rows = []
+    for cell in STAGES["main"]:
+        loss = mean_loss(cell, done)
+        if loss is None or cell.method == "synchronous" or (share := worth(loss, cell, done)) is None:
+            continue
+        times = [(time_of(synchronous_beside(cell), done, steps), time_of(cell, done, steps)) for steps in MESSAGES]
+        rows.append((cell.label, *(f"{share * beside.run / own.run:.2f}" for beside, own in times)))
+    return rows
+
+
+def time_of(cell: Cell, done: Records, message_steps: float) -> TimeEstimate:
+    """Return the estimated times of a cell's final run in units of a synchronous step, if a message of the model in fp32 takes
+    `message_steps` of them, with a process per replica."""
+    final = next(run for run in runs_of(cell, done) if run.kind == "final")
+    overrides = [*final.overrides(), "parallel.in_process=false", "parallel.shards=1"]
+    recipe = load_recipe(ROOT / RECIPE, overrides)
+    size = size_of(recipe, VOCABULARY)
+    sent = 8 * 2 * (cell.replicas - 1) / cell.replicas * 4 * size.parameters
+    flops = recipe.train.tokens_per_step * size.flops_per_token / cell.replicas
+    return estimate_time(recipe, size, cell.replicas, 1, HardwareRates(flops, mbit=sent / message_steps / 1e6))
+
+
+def seed_rows(done: Records) -> list[Row]:
+    """Return the differences of each complete cell of the main stage to plain averaging with the same seed."""
+    cells = {cell.label: cell for cell in STAGES["main"] if mean_loss(cell, done) is not None}
+    if "local_sgd" not in cells:
+        return []
+    averaged = [loss_of(record) for record in finals_of(cells.pop("local_sgd"), done)]
+    rows = []
+    for label, cell in cells.items():
+        losses = [loss_of(record) for record in finals_of(cell, done)]
+        differences = [loss - other for loss, other in zip(losses, averaged, strict=True)]
+        rows.append((label, *(f"{each:+.4f}" for each in (*differences, statistics.mean(differences)))))
+    return rows
 
 
 def rounds_rows(done: Records) -> list[Row]:
     """Return the complete cells of `BY_ROUNDS` with 4 replicas and their usual batch, by method and number of rounds."""
     rows = []
     for cell in (cell for stage in ("main", "rounds", "together") for cell in STAGES[stage]):
-        loss, spread, gap, _, rounds, sent = figures_of(cell, done)
+        loss, spread, gap, _, _, rounds, sent = figures_of(cell, done)
         if cell.method in BY_ROUNDS and (cell.replicas, cell.batch) == (4, BATCH[4]) and loss:
             row = (cell.label, str(cell.every), f"{cell.together:.0%}", rounds, loss, spread, gap, sent)
             rows.append((BY_ROUNDS.index(cell.method), float(rounds or "inf"), row))
@@ -102,7 +231,7 @@ def formula_rows(done: Records) -> list[Row]:
     rows = []
     for cell in (*STAGES["replicas"], *STAGES["main"]):
         loss = mean_loss(cell, done)
-        other = mean_loss(Cell("synchronous", cell.replicas, cell.every, cell.batch), done)
+        other = mean_loss(synchronous_beside(cell), done)
         if cell.method == "diloco" and loss is not None and other is not None:
             fit, base = (scale * PARAMETERS**power for scale, power in (FIT[cell.replicas], FIT[0]))
             rows.append((cell.replicas, (str(cell.replicas), f"{loss / other - 1:+.1%}", f"{fit / base - 1:+.1%}")))
@@ -153,16 +282,37 @@ def page(done: Records, tables: Sequence[tuple[str, str]]) -> str:
     return "\n\n".join(["# Does it pay? Losses of all methods, tuned alike", made_by(done), intro, *sections]) + "\n"
 
 
+def first_rows(first: Records) -> list[Row]:
+    """Return the complete cells of the runs with a short warm-up."""
+    rows = []
+    for cell in STAGES["main"]:
+        if (loss := mean_loss(cell, first)) is not None:
+            losses = [loss_of(record) for record in finals_of(cell, first)]
+            other = mean_loss(synchronous_beside(cell), first)
+            gap = "" if cell == synchronous_beside(cell) or other is None else f"{loss / other - 1:+.1%}"
+            chosen = " ".join(key.removeprefix("sync.") for key in finals_of(cell, first)[0]["keys"])
+            rows.append((cell.label, f"{loss:.4f}", f"{(max(losses) - min(losses)) / 2:.4f}", gap, chosen))
+    return rows
+
+
 def main() -> None:
     """Print the tables, and with --write also the page."""
     options = parser(__doc__).parse_args()
-    done, tables = read_records(), []
+    done, first, tables = read_records(), read_records(FIRST_RECORDS), []
     for stage, cells in STAGES.items():
         rows = [row for cell in cells if (row := row_of(cell, done)) is not None]
         if rows:
             show(TITLES[stage], COLUMNS, rows)
             figure = f"![]({FIGURE})\n\n" if stage == "main" and has_figure(done) else ""
             tables.append((TITLES[stage], figure + markdown(COLUMNS, rows)))
+    seeds = tuple(f"seed {seed}" for seed in FINAL_SEEDS)
+    for title, text, columns, rows in (
+        (SPEEDS, SPEEDS_TEXT, ("method", *(f"{steps:g} steps" for steps in MESSAGES)), speed_rows(done)),
+        (BY_SEED, "", ("method", *seeds, "mean"), seed_rows(done)),
+    ):
+        if rows:
+            show(title, columns, rows)
+            tables.append((title, f"{text}\n\n{markdown(columns, rows)}".lstrip()))
     if len(by_rounds := rounds_rows(done)) > 1:
         columns = ("method", "H", "synchronous steps", "rounds", *COLUMNS[2:5], "sent")
         show(GAPS, columns, by_rounds)
@@ -171,6 +321,10 @@ def main() -> None:
         columns = ("replicas", "DiLoCo to synchronous", "published fit")
         show("Beside the published fit", columns, formulas)
         tables.append(("Beside the fit of arXiv 2503.09799, extrapolated to this size", markdown(columns, formulas)))
+    if rows := first_rows(first):
+        columns = ("method", "loss", "± seeds", "to synchronous", "chosen")
+        show(FIRST, columns, rows)
+        tables.append((FIRST, f"{FIRST_TEXT}\n\n{markdown(columns, rows)}"))
     if options.write:
         (RECORDS.parent / "README.md").write_text(page(done, tables))
         if has_figure(done):

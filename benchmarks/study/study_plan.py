@@ -1,8 +1,8 @@
 """The study's runs, in the order in which they are made: what PROTOCOL.md says, as a function of the results so far.
 
-A cell is a method with a number of replicas and a round length. It has trials, each at a quarter of the tokens, and then final
-runs of the best trial with all tokens and several seeds. Trials come in three phases, because the later ones start from the
-best of the earlier ones; every cell has the same number.
+A cell is a method with a number of replicas and a round length. It has trials, each at about a quarter of the tokens, and then
+final runs of the best trial with all tokens and several seeds. Later trials start from the best of the earlier ones; every cell
+has the same number. Cells in `SHORTENED` also have final runs with fewer tokens.
 """
 
 from __future__ import annotations
@@ -36,16 +36,20 @@ TOKENS = 6_400_000
 """Training tokens of a final run: 20 per parameter."""
 TRIAL_SHARE = 0.25
 """Share of TOKENS in a trial."""
+UNIT = 30
+"""Steps that the number of steps of a run is a multiple of, so that its rounds of 30, 10 and 3 steps are complete."""
 TRIALS = 12
 TRIAL_SEED, FINAL_SEEDS = 1, (11, 12, 13)
 LENGTH = 128
 """Tokens per sequence."""
 BATCH = {1: 32, 2: 48, 4: 64, 8: 96}
 """Sequences per global batch by number of replicas."""
-WARMUP = 0.05
-"""Share of a run's steps in which the inner learning rate rises."""
-RATES = (0.001, 0.002, 0.004, 0.008)
-"""Inner learning rates of the first four trials."""
+WARMUP = 0.1
+"""Steps in which the inner learning rate rises, as a share of a final run's. Trials have as many."""
+RATES = (0.003, 0.006, 0.012)
+"""Inner learning rates of the first trials."""
+OWN_TRIALS = 6
+"""Trials after these, of values of a method's own keys or of more learning rates."""
 
 
 def nesterov(lr: float, momentum: float, warmup: int = 0) -> Overrides:
@@ -71,6 +75,7 @@ HEAVY_BALLS = tuple(
     heavy_ball(*choice) for choice in ((1.0, 0.3), (1.0, 0.7), (0.7, 0.5), (0.7, 0.7), (1.0, 0.7, 4), (0.5, 0.7))
 )
 
+PULL = "sync.pull.probability="
 OUTER: dict[str, tuple[Overrides, ...]] = {
     "synchronous": (),
     "local_sgd": (),
@@ -101,19 +106,21 @@ OUTER: dict[str, tuple[Overrides, ...]] = {
         nesterov(0.7, 0.9, 4),
         nesterov(0.7, 0.5),
         nesterov(1.0, 0.2),
-        (*nesterov(0.7, 0.5), "sync.pull.probability=0.1"),
-        (*nesterov(1.0, 0.2), "sync.pull.probability=0.1"),
-        (*nesterov(0.7, 0.5), "sync.pull.probability=0.05"),
+        (*nesterov(0.7, 0.5), f"{PULL}0.1"),
+        (*nesterov(1.0, 0.2), f"{PULL}0.1"),
+        (*nesterov(0.7, 0.5), f"{PULL}0.05"),
     ),
     "edit": nesterovs((0.8, 0.85, 4), (0.7, 0.5), (0.4, 0.9), (0.4, 0.9, 4), (1.0, 0.5), (1.0, 0.8, 4)),
 }
-"""Values of a method's own keys, beside its preset's, for the second phase of trials. A method with fewer than six tries more
-inner learning rates instead."""
+"""Values of a method's own keys, beside its preset's. A method with fewer than OWN_TRIALS tries more inner learning rates
+instead."""
 ALWAYS: dict[str, Overrides] = {
     "qsr": (QsrRounds(10, 1.0),),
+    "palsgd": (f"{PULL}0.2",),
     "streaming_diloco": ("sync.schedule.fragments=3",),
 }
-"""Keys that a method's preset leaves open, or that do not fit the model's three blocks; `OUTER` may replace them."""
+"""Keys that a method's preset leaves open, that do not fit the model's three blocks, or on which the number of steps depends;
+`OUTER` may replace them."""
 SHORT_ROUNDS = 5
 """Steps of the longest round in which an outer momentum of 0.9 multiplies the steps of too few local ones."""
 IN_SHORT_ROUNDS: dict[str, Overrides] = {"diloco": nesterov(0.7, 0.5)}
@@ -161,6 +168,11 @@ class Setting:
         own = (key.key(self.lr) if isinstance(key, QsrRounds) else key for key in self.own)
         return [f"optim.lr={self.lr:.6g}", *own]
 
+    @property
+    def pull_probability(self) -> float:
+        """Return the share of steps that are PALSGD's pulls, 0 for other methods."""
+        return float(next((key.removeprefix(PULL) for key in reversed(self.overrides()) if key.startswith(PULL)), 0.0))
+
 
 @dataclass(frozen=True)
 class Run:
@@ -168,39 +180,45 @@ class Run:
 
     cell: Cell
     kind: str
-    """`trial` or `final`."""
+    """`trial`, `final` or, with fewer tokens than that, `shorter`."""
     number: int
     """Number of the trial, from 0, or seed of the final run."""
     setting: Setting
+    share: float = 1.0
+    """Share of TOKENS."""
 
     @property
     def id(self) -> str:
         """Return the name of the run and of its record."""
-        return f"{self.cell.name}-{self.kind}-{self.number:02}"
+        percent = f"{100 * self.share:.0f}" if self.kind == "shorter" else ""
+        return f"{self.cell.name}-{self.kind}{percent}-{self.number:02}"
 
     @property
     def steps(self) -> int:
-        """Return the run's steps."""
-        share = TRIAL_SHARE if self.kind == "trial" else 1.0
-        return round(TOKENS * share / (self.cell.batch * LENGTH))
+        """Return the run's steps. Each of PALSGD's pulls is a step without tokens, so it has more of them."""
+        return self._steps_with(self.share)
+
+    def _steps_with(self, share: float) -> int:
+        training = 1 - self.setting.pull_probability
+        return UNIT * math.floor(TOKENS * share / (self.cell.batch * LENGTH * training) / UNIT + 0.5)
 
     def overrides(self) -> list[str]:
         """Return what the run changes in study.yaml."""
-        cell, is_final = self.cell, self.kind == "final"
+        cell = self.cell
         per_replica = cell.batch // cell.replicas
         return [
             f"run.name={self.id}",
-            f"run.seed={self.number if is_final else TRIAL_SEED}",
+            f"run.seed={TRIAL_SEED if self.kind == 'trial' else self.number}",
             f"parallel.replicas={cell.replicas}",
             f"train.steps={self.steps}",
             f"train.global_batch={cell.batch}",
             f"train.micro_batch={per_replica if per_replica <= 16 else per_replica // 2}",
-            f"schedule.warmup_steps={round(WARMUP * self.steps)}",
+            f"schedule.warmup_steps={round(WARMUP * self._steps_with(1.0))}",
             f"sync.method={cell.method}",
             *([f"optim.kind={cell.inner}"] if cell.inner else []),
             *([] if cell.method in ROUNDS_OF_ITS_OWN else [f"sync.period.every={cell.every}"]),
             *([f"sync.warmup_steps={round(cell.together * self.steps)}"] if cell.together else []),
-            f"eval.every={math.ceil(self.steps / 8) if is_final else 'null'}",
+            f"eval.every={'null' if self.kind == 'trial' else math.ceil(self.steps / 8)}",
             f"checkpoint.every={math.ceil(self.steps / 4)}",
             *self.setting.overrides(),
         ]
@@ -214,7 +232,7 @@ def trials(cell: Cell, done: Records) -> Iterator[Run]:
     others = [nesterov(0.7, 0.9) if (*always, *own) == start else own for own in OUTER[cell.method]]
 
     def add(setting: Setting) -> Run:
-        runs.append(Run(cell, "trial", len(runs), setting))
+        runs.append(Run(cell, "trial", len(runs), setting, TRIAL_SHARE))
         return runs[-1]
 
     for rate in RATES:
@@ -223,33 +241,36 @@ def trials(cell: Cell, done: Records) -> Iterator[Run]:
         return
     for own in others:
         yield add(Setting(best.setting.lr, (*always, *own)))
-    # Rates around the best one, nearer and nearer, where a method has fewer keys of its own.
-    missing = TRIALS - 2 - len(runs)
-    factors = [2**exponent for exponent in (0.5, -0.5, 0.25, -0.25, 0.75, -0.75)]
-    for factor in factors[:missing]:
-        yield add(Setting(best.setting.lr * factor, best.setting.own))
-    if (best := best_of(runs, done)) is None:
-        return
-    for rate in last_rates(best.setting, [run.setting for run in runs]):
-        yield add(Setting(rate, best.setting.own))
+    while len(runs) < TRIALS:
+        if (best := best_of(runs, done)) is None:
+            return
+        of_best = {run.setting.lr: loss_of(done[run.id]) for run in runs if run.setting.own == best.setting.own}
+        yield add(Setting(next_rate(of_best), best.setting.own))
 
 
-def last_rates(best: Setting, tried: Sequence[Setting]) -> tuple[float, float]:
-    """Return the two learning rates to try last: on both sides of the best one, or twice beyond it if it is the lowest or
-    highest so far."""
-    rates = sorted({setting.lr for setting in tried})
-    nearer = 2**0.5 if len([setting for setting in tried if setting.own == best.own]) <= len(RATES) else 2**0.125
-    if best.lr == rates[-1]:
-        return best.lr * 2**0.5, best.lr * 2
-    if best.lr == rates[0]:
-        return best.lr / 2**0.5, best.lr / 2
-    return best.lr * nearer, best.lr / nearer
+def next_rate(losses: Mapping[float, float]) -> float:
+    """Return the learning rate to try next, given the losses of those that were tried with the same other keys: twice or half of
+    the best one if it is the highest or lowest, otherwise between it and its better neighbor."""
+    rates = sorted(losses)
+    place = rates.index(min(rates, key=lambda rate: losses[rate]))
+    if place == len(rates) - 1:
+        return 2 * rates[-1]
+    if place == 0:
+        return rates[0] / 2
+    neighbor = min(rates[place - 1], rates[place + 1], key=lambda rate: losses[rate])
+    return math.sqrt(rates[place] * neighbor)
 
 
 def best_of(runs: Sequence[Run], done: Records) -> Run | None:
-    """Return the run with the lowest final validation loss, or None unless all are done. A run that failed counts as worst."""
+    """Return the run with the lowest final validation loss, or None unless all are done. A run that failed counts as worst.
+    Raises ValueError if a record is of another setting than the run."""
     if any(run.id not in done for run in runs):
         return None
+    for run in runs:
+        if (keys := list(done[run.id]["keys"])) != run.setting.overrides():
+            raise ValueError(
+                f"the record of {run.id} is of {' '.join(keys)}, the plan's run of {' '.join(run.setting.overrides())}"
+            )
     return min(runs, key=lambda run: loss_of(done[run.id]))
 
 
@@ -263,7 +284,13 @@ def runs_of(cell: Cell, done: Records) -> list[Run]:
     tried = list(trials(cell, done))
     if len(tried) < TRIALS or (best := best_of(tried, done)) is None:
         return tried
-    return [*tried, *(Run(cell, "final", seed, best.setting) for seed in FINAL_SEEDS)]
+    finals = [Run(cell, "final", seed, best.setting) for seed in FINAL_SEEDS]
+    shares = SHORTENED.get(cell, ())
+    return [
+        *tried,
+        *finals,
+        *(Run(cell, "shorter", seed, best.setting, share) for share in shares for seed in FINAL_SEEDS),
+    ]
 
 
 METHODS = (
@@ -288,9 +315,10 @@ STAGES = {
     "batch": tuple(Cell(method, 4, 30, batch) for batch in (32, 128) for method in FEW),
 }
 """Cells by stage, in the order in which they are run."""
-URGENT = (*STAGES["main"][:4], STAGES["rounds"][0], *STAGES["together"], *STAGES["rounds"][1:4])
-"""Cells to run before all others: whether shorter rounds or a few synchronous steps close DiLoCo's gap matters more than the
-next method's loss."""
+SHORTENED = {STAGES["main"][0]: (0.25, 0.5)}
+"""Shares of the tokens of more runs, which say what fewer tokens cost: synchronous training is the measure."""
+URGENT = (*STAGES["main"][:4], STAGES["together"][0], *STAGES["replicas"][:2], STAGES["rounds"][0])
+"""Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, and what changes DiLoCo's gap."""
 
 
 def pending(stages: Sequence[str], done: Records) -> list[Run]:
@@ -302,4 +330,5 @@ def pending(stages: Sequence[str], done: Records) -> list[Run]:
 
 def total(stages: Sequence[str]) -> int:
     """Return the number of runs of some stages."""
-    return sum(len(STAGES[stage]) for stage in stages) * (TRIALS + len(FINAL_SEEDS))
+    cells = [cell for stage in stages for cell in STAGES[stage]]
+    return sum(TRIALS + len(FINAL_SEEDS) * (1 + len(SHORTENED.get(cell, ()))) for cell in cells)

@@ -59,16 +59,16 @@ def append(record: Mapping[str, Any], path: Path = RECORDS) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def record_of(run: Run, folder: Path, error: str | None = None) -> dict[str, Any]:
-    """Return the record of a run that has ended: what it was, and what its folder says of it. `error` is its error line if it
-    diverged."""
+def record_of(run: Run, folder: Path, made_by: str, error: str | None = None) -> dict[str, Any]:
+    """Return the record of a run that has ended: what it was, and what its folder says of it. `made_by` is the commit with which
+    it was started, for the last time if it was interrupted, and `error` its error line if it diverged."""
     record: dict[str, Any] = {
         "id": run.id,
         **asdict(run.cell),
         "kind": run.kind,
         "number": run.number,
         "keys": run.setting.overrides(),
-        "commit": commit(),
+        "commit": made_by,
         "torch": importlib.metadata.version("torch"),
         "cpu": cpu_name(),
     }
@@ -76,7 +76,7 @@ def record_of(run: Run, folder: Path, error: str | None = None) -> dict[str, Any
         return {**record, "loss": None, "error": error}
     summary = json.loads((folder / "summary.json").read_text())
     if summary["final_eval_loss"] is None:
-        return record_of(run, folder, NO_LOSS)
+        return record_of(run, folder, made_by, NO_LOSS)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     sent, curve = 0.0, []
     for line in lines:
@@ -109,7 +109,7 @@ class Job:
     """One run in a process of its own, on one core."""
 
     def __init__(self, run: Run, core: int):
-        self.run, self.core, self.began = run, core, time.monotonic()
+        self.run, self.core, self.began, self.commit = run, core, time.monotonic(), commit()
         RUNS.mkdir(parents=True, exist_ok=True)
         self.log = RUNS / f"{run.id}.log"
         self.log_file = self.log.open("w")
@@ -137,7 +137,7 @@ class Job:
                 f"{self.run.id} failed with exit code {code} ({lines[-1] if lines else 'it printed nothing'}); see {self.log}, "
                 "then start the same command again"
             )
-        record = record_of(self.run, folder, diverged)
+        record = record_of(self.run, folder, self.commit, diverged)
         shutil.rmtree(folder, ignore_errors=True)
         if diverged is None:
             self.log.unlink()

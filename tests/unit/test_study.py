@@ -50,13 +50,15 @@ def finished(cell: Any, loss_of: Callable[[Any], float | None]) -> tuple[list[An
 
 
 def likes(rate: float) -> Callable[[Any], float]:
-    """A loss that is lowest at this learning rate, with the third of a method's own settings, and with every seed a little
-    different."""
+    """A loss that is lowest at this learning rate, with the third of a method's own settings at twice of it, with more tokens, and
+    with every seed a little different."""
 
     def loss(run: Any) -> float:
         own = plan.OUTER[run.cell.method]
         is_third = len(own) > 2 and set(own[2]) <= set(run.setting.own)
-        return 3 + abs(math.log(run.setting.lr / rate)) - 0.5 * is_third + run.number * 1e-4 * (run.kind == "final")
+        far = abs(math.log(run.setting.lr / (2 * rate if is_third else rate)))
+        missing = 0.0 if run.kind == "trial" else -math.log(run.share)
+        return 3 + far - 0.8 * is_third + missing + run.number * 1e-4 * (run.kind != "trial")
 
     return loss
 
@@ -68,41 +70,90 @@ def test_all_methods_but_those_of_uneven_replicas_are_studied() -> None:
 
 @pytest.mark.parametrize("cell", MAIN, ids=[cell.label for cell in MAIN])
 def test_every_method_has_as_many_trials_and_three_seeds(cell: Any) -> None:
-    made, _ = finished(cell, likes(0.0026))
-    assert Counter(run.kind for run in made) == {"trial": 12, "final": 3}
-    assert len({run.id for run in made}) == 15
+    made, _ = finished(cell, likes(0.0055))
+    shorter = {"shorter": 6} if cell == MAIN[0] else {}
+    assert Counter(run.kind for run in made) == {"trial": 12, "final": 3, **shorter}
+    assert len({run.id for run in made}) == len(made)
     assert len({tuple(run.setting.overrides()) for run in made[:12]}) == 12, "no trial is made twice"
-    assert [run.setting.lr for run in made[:4]] == [0.001, 0.002, 0.004, 0.008]
-    assert {run.setting.lr for run in made[4 : 4 + len(plan.OUTER[cell.method])]} <= {0.002}
-    final = made[12].setting
-    assert all(run.setting == final for run in made[12:]) and abs(math.log(final.lr / 0.0026)) < 0.25
-    assert {run.steps for run in made[:12]} == {195} and {run.steps for run in made[12:]} == {781}
+    assert [run.setting.lr for run in made[:3]] == [0.003, 0.006, 0.012]
+    assert {run.setting.lr for run in made[3 : 3 + len(plan.OUTER[cell.method])]} <= {0.006}
     third = plan.OUTER[cell.method][2:3]
-    assert all(key in final.own for key in third[0]) if third else final.own == ()
+    final, best = made[12].setting, 2 * 0.0055 if third else 0.0055
+    assert all(run.setting == final for run in made[12:]) and abs(math.log(final.lr / best)) < 0.15
+    assert all(key in final.own for key in third[0]) if third else set(final.own) <= {*plan.ALWAYS.get(cell.method, ())}
+    tried = [run.setting.lr for run in made[:12] if run.setting.own == final.own]
+    assert min(tried) < final.lr < max(tried), "the best rate is not at the end of those tried with the same keys"
+
+
+@pytest.mark.parametrize(
+    ("cell", "trial", "final", "warmup"),
+    [
+        (MAIN[1], 210, 780, 78),
+        (plan.Cell("diloco", 8, 30, 96), 120, 510, 51),
+        (plan.Cell("diloco", 1, 30, 32), 390, 1560, 156),
+        (next(cell for cell in MAIN if cell.method == "palsgd"), 240, 990, 99),
+    ],
+    ids=["4", "8", "1", "palsgd"],
+)
+def test_runs_have_whole_rounds_and_trials_the_warmup_of_final_runs(
+    cell: Any, trial: int, final: int, warmup: int
+) -> None:
+    made, _ = finished(cell, lambda run: 5.0 - 0.1 * (run.number == 0))
+    assert (made[0].steps, made[12].steps) == (trial, final)
+    assert all(f"schedule.warmup_steps={warmup}" in run.overrides() for run in (made[0], made[12]))
+
+
+def test_shorter_synchronous_runs_say_what_fewer_tokens_cost() -> None:
+    made, done = finished(MAIN[0], likes(0.006))
+    shorter = [run for run in made if run.kind == "shorter"]
+    assert [(run.share, run.number) for run in shorter] == [
+        (share, seed) for share in (0.25, 0.5) for seed in (11, 12, 13)
+    ]
+    assert shorter[0].id == "synchronous-m4-b64-shorter25-11" and shorter[-1].steps == 390
+    assert plan.pending(["main"], done)[0].cell == MAIN[1]
 
 
 def test_short_rounds_begin_with_less_momentum() -> None:
-    made, _ = finished(plan.Cell("diloco", 4, 3, 64), likes(0.0026))
-    assert {run.setting.own for run in made[:4]} == {plan.nesterov(0.7, 0.5)}
-    assert [run.setting.own for run in made[4:10]].count(plan.nesterov(0.7, 0.9)) == 1
+    made, _ = finished(plan.Cell("diloco", 4, 3, 64), likes(0.006))
+    assert {run.setting.own for run in made[:3]} == {plan.nesterov(0.7, 0.5)}
+    assert [run.setting.own for run in made[3:9]].count(plan.nesterov(0.7, 0.9)) == 1
     assert len({tuple(run.setting.overrides()) for run in made[:12]}) == 12
 
 
-@pytest.mark.parametrize(("rate", "expected"), [(0.1, 0.016), (0.0001, 0.0005)])
-def test_trials_go_beyond_the_ends(rate: float, expected: float) -> None:
-    made, _ = finished(plan.Cell("diloco", 4, 30, 64), likes(rate))
-    assert made[12].setting.lr == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ({0.006: 4.0}, 0.012),
+        ({0.006: 4.0, 0.012: 3.9}, 0.024),
+        ({0.006: 4.0, 0.012: 4.1}, 0.003),
+        ({0.003: 4.2, 0.006: 4.0, 0.012: 4.1}, 0.006 * 2**0.5),
+        ({0.003: 4.05, 0.006: 4.0, 0.012: 4.1}, 0.006 / 2**0.5),
+    ],
+)
+def test_the_next_learning_rate_is_beyond_the_best_or_beside_it(losses: dict[float, float], expected: float) -> None:
+    assert plan.next_rate(losses) == pytest.approx(expected)
 
 
 def test_a_run_that_failed_is_the_worst() -> None:
     made, _ = finished(plan.Cell("diloco", 4, 30, 64), lambda run: None if run.setting.lr < 0.007 else 5.0)
-    assert made[4].setting.lr == 0.008 and made[12].setting.lr >= 0.008
+    assert made[3].setting.lr == 0.012 and made[12].setting.lr >= 0.012
+
+
+def test_a_record_of_another_setting_is_refused() -> None:
+    """As after a change of the plan."""
+    first = plan.pending(["main"], {})[:3]
+    done = {run.id: record(run, 4.0) for run in first}
+    done[first[1].id]["keys"] = ["optim.lr=0.5"]
+    with pytest.raises(
+        ValueError, match=f"the record of {first[1].id} is of optim.lr=0.5, the plan's run of optim.lr=0.006"
+    ):
+        plan.pending(["main"], done)
 
 
 @pytest.mark.parametrize("stage", plan.STAGES)
 def test_the_recipes_are_right(stage: str) -> None:
     for cell in plan.STAGES[stage]:
-        made, _ = finished(cell, likes(0.0026))
+        made, _ = finished(cell, likes(0.0055))
         for run in (made[0], made[5], made[12]):
             recipe = load_recipe(ROOT / runs.RECIPE, run.overrides())
             check(recipe, 1)
@@ -110,7 +161,8 @@ def test_the_recipes_are_right(stage: str) -> None:
             assert recipe.optim.kind == (cell.inner or ("muon" if cell.method == "muloco" else "adamw"))
             assert recipe.train.global_batch == cell.batch and recipe.train.total_steps == run.steps
             tokens = plan.TOKENS if run.kind == "final" else plan.TOKENS / 4
-            assert run.steps * recipe.train.tokens_per_step == pytest.approx(tokens, rel=0.01)
+            training = 1 - (recipe.sync.pull.probability if recipe.sync.pull is not None else 0.0)
+            assert abs(run.steps - tokens / training / recipe.train.tokens_per_step) <= 15
             assert recipe.sync.warmup_steps == round(cell.together * run.steps)
             assert recipe.run.seed == (run.number if run.kind == "final" else 1)
 
@@ -123,21 +175,20 @@ def test_qsr_rounds_grow_with_the_learning_rate() -> None:
 def test_runs_come_in_the_order_of_the_stages_and_none_twice(capsys: pytest.CaptureFixture[str]) -> None:
     first = plan.pending(["main"], {})
     assert [run.id for run in first[:5]] == [
-        *(f"synchronous-m4-b64-trial-0{number}" for number in range(4)),
-        "diloco-m4-h30-b64-trial-00",
+        *(f"synchronous-m4-b64-trial-0{number}" for number in range(3)),
+        *(f"diloco-m4-h30-b64-trial-0{number}" for number in range(2)),
     ]
     done = {run.id: record(run, 3.0) for run in first[:1]}
     running = [SimpleNamespace(run=first[1])]
     assert runs.next_run(["main"], done, running).id == first[2].id
-    assert plan.total(["main", "batch"]) == (14 + 4) * 15
+    assert plan.total(["main", "batch"]) == (14 + 4) * 15 + 6
     cells = list(dict.fromkeys(run.cell for run in plan.pending(list(plan.STAGES), {})))
-    first = ("diloco-m4-h3-b64", *(f"{name}-s8-m4-h30-b64" for name in ("diloco", "local_sgd", "edit")))
-    then = ("local_sgd-m4-h3-b64", "diloco-m4-h10-b64", "local_sgd-m4-h10-b64", MAIN[4].name)
-    assert [cell.name for cell in cells[:12]] == [*(cell.name for cell in MAIN[:4]), *first, *then]
+    first = ("diloco-s8-m4-h30-b64", "synchronous-m8-b96", "diloco-m8-h30-b96", "diloco-m4-h3-b64", MAIN[4].name)
+    assert [cell.name for cell in cells[:9]] == [*(cell.name for cell in MAIN[:4]), *first]
 
 
 def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, folder = plan.pending(["main"], {})[4], tmp_path / "run"
+    run, folder = plan.pending(["main"], {})[3], tmp_path / "run"
     folder.mkdir()
     summary = {"final_eval_loss": 3.25, "final_train_loss": 3.5, "steps": 195, "tokens": 10, "sync_count": 6}
     summary |= {"bytes_sent": 900, "train_seconds": 7.5, "warnings": ["spike"]}
@@ -149,12 +200,12 @@ def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.Monke
         {"step": 195, "eval/loss": 3.25, "eval/bpb": 1.42},
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    line = runs.record_of(run, folder)
+    line = runs.record_of(run, folder, "abc")
     assert (line["method"], line["replicas"], line["every"], line["batch"]) == ("diloco", 4, 30, 64)
     assert (line["loss"], line["bits_per_byte"], line["bytes"], line["warnings"]) == (3.25, 1.42, 900, 1)
-    assert line["curve"] == [[0, 7.0, 0], [195, 3.25, 900]] and line["keys"] == ["optim.lr=0.001"]
+    assert line["curve"] == [[0, 7.0, 0], [195, 3.25, 900]] and line["keys"] == ["optim.lr=0.003"]
     path = tmp_path / "results" / "runs.jsonl"
-    failed = runs.record_of(run, folder, "error: the loss is nan")
+    failed = runs.record_of(run, folder, "abc", "error: the loss is nan")
     for one in (line, {**failed, "id": "other"}):
         runs.append(one, path)
     assert runs.read_records(path) == {run.id: line, "other": {**failed, "id": "other"}}
@@ -167,54 +218,54 @@ def test_the_page_compares_with_synchronous_runs(
     done: dict[str, Any] = {}
     for stage in ("main", "replicas"):
         for cell in plan.STAGES[stage][:2]:
-            done |= finished(cell, likes(0.0026))[1]
-    partly, _ = finished(MAIN[2], likes(0.0026))
+            done |= finished(cell, likes(0.0055))[1]
+    partly, _ = finished(MAIN[2], likes(0.0055))
     done |= {run.id: record(run, 4.0 - 0.1 * run.number) for run in partly[:3]}
     synchronous, diloco, averaged = (page.row_of(cell, done) for cell in MAIN[:3])
     assert page.row_of(MAIN[3], done) is None
     assert synchronous[4] == "" and float(synchronous[2]) > 3
     gap = float(diloco[2]) / float(synchronous[2]) - 1
     assert float(diloco[4].rstrip("%")) == pytest.approx(100 * gap, abs=0.1) and gap < 0 and diloco[3] == "0.0001"
-    assert (
-        diloco[8] == "optim.lr=0.00282843 outer={kind: nesterov, lr: 0.4, momentum: 0.9, rounds: {momentum_warmup: 0}}"
-    )
+    assert diloco[9] == "optim.lr=0.012 outer={kind: nesterov, lr: 0.4, momentum: 0.9, rounds: {momentum_warmup: 0}}"
     assert averaged[1] == "3.8000 (3 of 12)" and averaged[2] == ""
     assert [row[0] for row in page.formula_rows(done)] == ["4", "8"]
     assert page.formula_rows(done)[0][2] == "+3.7%", "what the protocol says"
 
     monkeypatch.setattr(page, "RECORDS", tmp_path / "runs.jsonl")
-    monkeypatch.setattr(page, "read_records", lambda: done)
+    first = finished(MAIN[1], likes(0.001))[1]
+    monkeypatch.setattr(page, "read_records", lambda path=None: done if path is None else first)
     options = Namespace(write=False)
     monkeypatch.setattr(page, "parser", lambda text: SimpleNamespace(parse_args=lambda: options))
     page.main()
     assert "Gap against" not in capsys.readouterr().out and not list(tmp_path.iterdir()), "there is one row"
-    done |= finished(plan.STAGES["rounds"][0], likes(0.0026))[1]
+    done |= finished(plan.STAGES["rounds"][0], likes(0.0055))[1]
     options.write = True
     page.main()
     written = (tmp_path / "README.md").read_text()
     assert "| replicas | DiLoCo to synchronous | published fit |" in written
     assert "## Gap against the number of rounds\n\n| method | H |" in written
-    assert written.count("## ") == 5 and (tmp_path / "losses.png").stat().st_size > 5_000
+    assert "## With a warm-up of 5 % of the steps\n\nThese runs were made first" in written
+    assert written.count("## ") == 7 and (tmp_path / "losses.png").stat().st_size > 5_000
 
 
 @pytest.mark.parametrize(("seeds", "words"), [({12}, "1 of 3 diverged"), ({11, 12, 13}, "3 of 3 diverged")])
 def test_the_page_shows_how_many_seeds_diverged(tmp_path: Path, seeds: set[int], words: str) -> None:
-    usual = likes(0.0026)
+    usual = likes(0.0055)
     done = finished(MAIN[0], usual)[1]
     page.draw(done, tmp_path / "without.png")
     done |= finished(MAIN[1], lambda run: None if run.number in seeds and run.kind == "final" else usual(run))[1]
     row = page.row_of(MAIN[1], done)
-    assert row[2:8] == (words, *[""] * 5) and row[8].startswith("optim.lr=") and len(row) == len(page.COLUMNS)
+    assert row[2:9] == (words, *[""] * 6) and row[9].startswith("optim.lr=") and len(row) == len(page.COLUMNS)
     assert page.formula_rows(done) == []
     page.draw(done, tmp_path / "with.png")
     assert (tmp_path / "with.png").read_bytes() == (tmp_path / "without.png").read_bytes()
     del done[f"{MAIN[1].name}-final-13"]
-    assert page.row_of(MAIN[1], done)[2:8] == ("",) * 6, "not complete"
+    assert page.row_of(MAIN[1], done)[2:9] == ("",) * 7, "not complete"
 
 
 def test_gaps_are_listed_by_method_and_rounds() -> None:
     """And only of cells whose final runs are done."""
-    usual, done = likes(0.0026), finished(MAIN[0], likes(0.0026))[1]
+    usual, done = likes(0.0055), finished(MAIN[0], likes(0.0055))[1]
     cells = [MAIN[3], *plan.STAGES["together"][:2], *plan.STAGES["rounds"][:3], MAIN[1], *plan.STAGES["batch"]]
     for cell in cells:
         is_bad = cell.method == "edit"
@@ -233,8 +284,51 @@ def test_gaps_are_listed_by_method_and_rounds() -> None:
         ("local_sgd-s8", "30", "8%", "23"),
         ("edit", "30", "0%", ""),
     ]
-    assert rows[1][4:] == tuple(page.row_of(MAIN[1], done)[column] for column in (2, 3, 4, 7))
+    assert rows[1][4:] == tuple(page.row_of(MAIN[1], done)[column] for column in (2, 3, 4, 8))
     assert rows[-1][4:] == ("1 of 3 diverged", "", "", "")
+
+
+def test_a_loss_is_worth_the_tokens_of_synchronous_training() -> None:
+    """Its losses rise by the logarithm of the share of tokens here."""
+    usual = likes(0.006)
+    done = finished(MAIN[0], usual)[1]
+    lowest = page.mean_loss(MAIN[0], done)
+    for share in (0.9, 0.5, 0.3):
+        assert page.worth(lowest - math.log(share), MAIN[1], done) == pytest.approx(share)
+    assert page.worth(lowest - 1, MAIN[1], done) == 1 and page.worth(lowest + 9, MAIN[1], done) == 0.25
+    assert page.worth(3.0, plan.Cell("diloco", 8, 30, 96), done) is None
+    done |= finished(MAIN[1], lambda run: lowest + 0.7 + 0.1 * (run.number - 12))[1]
+    assert page.row_of(MAIN[1], done)[5] == "50 % (45 to 55)" and page.row_of(MAIN[0], done)[5] == ""
+    del done["synchronous-m4-b64-shorter50-12"]
+    assert page.row_of(MAIN[1], done)[5] == "50 % (45 to 55)", "two seeds are there"
+
+
+def test_a_method_pays_where_messages_are_long() -> None:
+    """A loss worth half of the tokens; DiLoCo sends every 30 steps. A step's messages hide behind two thirds of a backward pass."""
+    done = finished(MAIN[0], likes(0.006))[1]
+    lowest = page.mean_loss(MAIN[0], done)
+    for cell in (MAIN[1], MAIN[2]):
+        done |= finished(cell, lambda run: lowest + math.log(2) + 0.01 * (run.number - 12))[1]
+    [(label, *fast), (other, *_)] = page.speed_rows(done)
+    assert (label, other) == ("diloco", "local_sgd")
+    speeds = [float(speed) for speed in fast]
+    assert speeds == sorted(speeds) and speeds[0] == pytest.approx(0.5, abs=0.06)
+    assert speeds[-1] == pytest.approx(0.5 * 101 / (1 + 100 / 30), rel=0.05)
+    assert page.seed_rows(done)[1] == ("diloco", "+0.0000", "+0.0000", "+0.0000", "+0.0000")
+
+
+def test_muloco_is_compared_with_synchronous_muon() -> None:
+    muon = plan.Cell("synchronous", 4, 30, 64, inner="muon")
+    assert muon in MAIN and page.synchronous_beside(plan.Cell("muloco", 4, 30, 64)) == muon
+    assert page.synchronous_beside(MAIN[1]) == MAIN[0] == page.synchronous_beside(plan.Cell("diloco", 4, 3, 64))
+
+
+def test_a_record_has_the_commit_with_which_the_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands(tmp_path, monkeypatch, f"echo '{DIVERGED}'; exit 1")
+    job = runs.Job(plan.pending(["main"], {})[0], min(os.sched_getaffinity(0)))
+    monkeypatch.setenv("LLMTRAIN_COMMIT", "later")
+    job.process.wait(10)
+    assert job.end(False)["commit"] == "abc"
 
 
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> list[dict[str, Any]]:
