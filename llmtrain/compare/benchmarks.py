@@ -71,8 +71,8 @@ def _result(directory: Path, section: BenchmarkSection) -> Path:
 
 
 def _is_against(result: dict[str, Any], directory: Path, base: Path) -> bool:
-    """Return whether the result of the run in `directory` holds tests against the run in `base`. Only the relative path from one
-    export to the other counts, because the absolute paths in a result are those of the machine on which it was made."""
+    """Return whether the result of the run in `directory` holds tests against the run in `base`. Only the relative path from
+    one export to the other counts, because the absolute paths in a result are those of the machine on which it was made."""
     model, other = result.get("model"), result.get("against", {}).get("baseline")
     if model is None or other is None:
         return False

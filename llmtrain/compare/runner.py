@@ -35,8 +35,8 @@ from llmtrain.train.run_dir import lock_folder
 
 
 def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = True, retry: bool = False) -> int:
-    """Run all trials of a comparison file that have not ended yet, and write the report after each. Then evaluate the trials, if
-    the file names a suite.
+    """Run all trials of a comparison file that have not ended yet, and write the report after each. Then evaluate the trials,
+    if the file names a suite.
 
     Returns the exit code: 0, 1 if a trial or an evaluation failed, 3 after an interruption. `overrides` apply to all runs.
     With `shaping=False`, hosts are on loopback, without the conditions' limits. With `retry`, failed trials are repeated.

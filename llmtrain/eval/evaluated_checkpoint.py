@@ -74,8 +74,8 @@ def find_checkpoints(path: Path, label: str, step: Step | None, over_time: bool)
 
 
 def check_path(path: Path, step: Step | None) -> None:
-    """Raise UserError unless `path` is a folder that transformers loads, or a run with a checkpoint or an export of `step`, or of
-    any step if that is None."""
+    """Raise UserError unless `path` is a folder that transformers loads, or a run with a checkpoint or an export of `step`, or
+    of any step if that is None."""
     if not path.is_dir():
         raise ModelError(f"{path}: there is no such folder; give a run (runs/NAME) or a folder that transformers loads")
     if not _is_run(path):
