@@ -122,7 +122,7 @@ def _median(run: Path, tag: str) -> float | None:
 
 
 def main() -> None:
-    """Run once and print."""
+    """Run once and print the result."""
     arguments = parser(__doc__)
     arguments.add_argument("--size", choices=SIZES, default="160M" if on_gpu() else "6M")
     arguments.add_argument("--steps", type=int, default=400)

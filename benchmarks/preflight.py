@@ -149,7 +149,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the machine and print the result."""
     parser(__doc__).parse_args()
     for name, value in (machine(not on_gpu()) | attention(not on_gpu())).items():
         print(f"{name}: {value}")

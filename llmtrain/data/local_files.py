@@ -1,4 +1,4 @@
-"""Local files of a text: what identifies them, and which of them are trained on."""
+"""Local files of a text: the values that identify them, and the files that remain for training."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ MEGATRON_DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, dtype code, number of sequences, and number of document borders: documents + 1."""
 TEXT_BYTES = 4096
-"""Bytes at the start of a `.bin` by which text is recognized. Tokens never look like text for so many bytes."""
+"""Bytes at the start of a `.bin` by which text is recognized. Tokens never look like that much text."""
 CHUNK = 1 << 20
 
 

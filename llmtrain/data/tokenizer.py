@@ -22,7 +22,7 @@ INSTEAD_OF_HUB = "a folder that has its tokenizer.json, or train:SIZE"
 KNOWN_EOS = (EOS, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 """Usual names of the special token that ends a text, tried in order if a local tokenizer does not name its own."""
 TRAINED_ON = "trained_on.json"
-"""File beside a trained tokenizer that describes the text it was trained on."""
+"""File in the folder of a trained tokenizer that describes the text on which it was trained."""
 
 
 def load_tokenizer(data: DataSection, cache: Path) -> PreTrainedTokenizerBase:

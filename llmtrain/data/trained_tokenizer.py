@@ -29,7 +29,7 @@ huge source from being read completely."""
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """Text on which a tokenizer was trained, as recorded beside it."""
+    """Text on which a tokenizer was trained, as recorded in the tokenizer's folder."""
 
     source: str
     pieces: int
