@@ -77,8 +77,8 @@ def _read_on(
     data: DataSection,
     show_progress: bool,
 ) -> None:
-    """Tokenize the stream until it ends or no split lacks tokens, and commit the tokens, even after an error. Splits that
-    have enough tokens are removed from `missing`."""
+    """Tokenize the stream until it ends or no split lacks tokens, and commit the tokens, also after an error unless it is an
+    OSError. Splits that have enough tokens are removed from `missing`."""
     label, together = f"{' and '.join(sorted(missing))} tokens", len(missing) > 1
     remaining = sum(tokens - folder.index.splits[split].tokens for split, tokens in missing.items())
     if sys.maxsize in missing.values():  # complete files, whose number of tokens is unknown
