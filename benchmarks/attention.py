@@ -35,7 +35,7 @@ documents (tests/unit/test_attention.py)."""
 
 
 def passes(length: int) -> dict[str, Callable[[], object]]:
-    """Forward and backward by kind of attention, all from the same weights."""
+    """Return a function for each kind of attention that makes one forward and backward pass, all with the same weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -64,14 +64,14 @@ def passes(length: int) -> dict[str, Callable[[], object]]:
 
 
 def seconds_of(once: Callable[[], object]) -> float:
-    """How long one pass took."""
+    """Return the seconds of one pass."""
     began = time.perf_counter()
     once()
     return time.perf_counter() - began
 
 
 def main() -> None:
-    """Measure length after length, print, write."""
+    """Measure one length after another, print the table, and write the page if asked to."""
     arguments = parser(__doc__)
     arguments.add_argument("--lengths", nargs="+", type=int, default=[256, 512, 1024, 2048])
     arguments.add_argument("--turns", type=int, default=9)

@@ -57,7 +57,7 @@ without a checkpoint, lie between two. On a machine whose processors are busy, s
 
 @dataclass
 class Measured:
-    """All checkpoints of one setting."""
+    """Measurements of all checkpoints with one setting: seconds that training stood still, seconds of writing, and bytes."""
 
     stood_still: list[float] = field(default_factory=list)
     written: list[float] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Measured:
 
 
 def run_once(background: bool, replicas: int, extra: Sequence[str], into: Measured) -> Path:
-    """Train once, and add what its checkpoints took."""
+    """Train once, add the measurements of the run's checkpoints to `into`, and return the run directory."""
     name = f"benchmark_checkpoints_{'background' if background else 'waiting'}"
     shutil.rmtree(ROOT / "runs" / name, ignore_errors=True)
     keys = [f"run.name={name}", "run.out_dir=runs", f"parallel.replicas={replicas}", f"train.global_batch={replicas}"]
@@ -92,19 +92,19 @@ def run_once(background: bool, replicas: int, extra: Sequence[str], into: Measur
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """Return what the checkpoints of one run took, for a row of `gpu_day.py`."""
+    """Return the measurements of one run's checkpoints, for a row of `gpu_day.py`."""
     measured = Measured()
     run_once(task["background"], 1, task["override"], measured)
     return asdict(measured)
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median (lowest to highest)."""
+    """Return the values as text: `median (lowest to highest)`."""
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def main() -> None:
-    """Train in turns, print, write."""
+    """Train with each setting in turn, print the table, and write the page if asked to."""
     arguments = parser(__doc__)
     arguments.add_argument("--turns", type=int, default=2)
     arguments.add_argument("--replicas", type=int, default=1)

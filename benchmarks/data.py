@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from llmtrain.config import DataSection
 
 BATCH_CHARACTERS = 1_000_000
-"""Text that the library gets at once, as `prepare` gives it."""
+"""Characters of text that the tokenizers library gets at once, as many as from `prepare`."""
 FAST, PLAIN, PREPARE = "library, without offsets", "library", "prepare"
 READ = "reading the text"
 COLUMNS = ("what", "seconds", "quartiles", "MB/s", "M tokens/s", "of the library", "processor s", "one thread, s")
@@ -46,7 +46,7 @@ SHAPES = (
     *((PACKED, shape) for shape in ((8, 128), (8, 1024), (1, 4096))),
     *((kind, shape) for kind in (MIXTURE, DOCUMENTS) for shape in ((8, 128), (8, 1024))),
 )
-"""Kinds of text, and micro-batch and length of each batch."""
+"""(Kind of text, (micro-batch, sequence length)) of each measurement of the loader."""
 NOTES = """\
 Medians over the turns, of the same text. *library*: `encode_batch` of the tokenizers library on text that is in memory,
 1 M characters at a time, and nothing done with what it returns; *without offsets*: its `encode_batch_fast`. *prepare*:
@@ -63,14 +63,14 @@ costs: at N tokens a second and rank, its share is N / (tokens/s of the loader).
 
 
 def library(tokenizer: PreTrainedTokenizerBase, batches: Sequence[Sequence[str]], fast: bool) -> int:
-    """Tokens of all texts, by the library alone."""
+    """Return the number of tokens of all texts, tokenized by the library alone."""
     backend = tokenizer.backend_tokenizer
     encode = backend.encode_batch_fast if fast else backend.encode_batch
     return sum(len(one) for batch in batches for one in encode(batch, add_special_tokens=False))
 
 
 def prepared_tokens(data: DataSection) -> int:
-    """Tokens of both splits, prepared into an empty folder; without the eos after each document."""
+    """Return the number of tokens of both splits, without eos, after preparing them into an empty folder."""
     from llmtrain.data.prepare import prepare
 
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +79,7 @@ def prepared_tokens(data: DataSection) -> int:
 
 
 def batched(texts: Sequence[str]) -> list[list[str]]:
-    """The texts in batches of BATCH_CHARACTERS or a little more."""
+    """Return the texts in batches of BATCH_CHARACTERS or a little more."""
     batches: list[list[str]] = [[]]
     for text in texts:
         if sum(map(len, batches[-1])) >= BATCH_CHARACTERS:
@@ -89,7 +89,7 @@ def batched(texts: Sequence[str]) -> list[list[str]]:
 
 
 def clocked(work: Callable[[], int]) -> dict[str, float]:
-    """Tokens of `work`, its seconds, processor seconds, and of these the calling thread's."""
+    """Return the tokens that `work` returns, its seconds, its CPU seconds, and those of the calling thread alone."""
     clocks = {"seconds": time.perf_counter, "cpu": time.process_time, "thread": time.thread_time}
     began = {name: clock() for name, clock in clocks.items()}
     tokens = work()
@@ -97,14 +97,14 @@ def clocked(work: Callable[[], int]) -> dict[str, float]:
 
 
 def tokenize(task: dict[str, Any]) -> dict[str, Any]:
-    """The first table's figures."""
+    """Return the figures of the first table."""
     from llmtrain.config import DataSection
     from llmtrain.data.prepare import cache_path, prepare
     from llmtrain.data.sources import SPLITS, documents
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     asked = DataSection(source=task["source"], tokenizer=task["tokenizer"], cache_dir=str(ROOT / "data"))
-    kept = prepare(asked, 1, 1)  # trains the tokenizer, if it is to be trained, and keeps it
+    kept = prepare(asked, 1, 1)  # trains the tokenizer once, if the task names one to train
     data = asked.model_copy(update={"tokenizer": str(cache_path(asked) / "tokenizer")})
     tokenizer = kept.load_tokenizer()
 
@@ -129,7 +129,7 @@ def tokenize(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(task: dict[str, Any]) -> dict[str, Any]:
-    """The second table's figures for one shape of batch: seconds of batches alone, and of steps and their data."""
+    """Return the second table's figures for one shape of batch: seconds of batches alone, and of steps and their data."""
     from llmtrain.recipe_loader import load_recipe
 
     micro_batch, length = task["shape"]
@@ -174,12 +174,12 @@ def _batch(loader: Any) -> int:
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """What this process was asked for."""
+    """Return the figures of the table that the task asks for."""
     return load(task) if "shape" in task else tokenize(task)
 
 
 def rows_of(found: Mapping[str, Sequence[Mapping[str, float]]], text_bytes: int) -> list[Row]:
-    """The first table."""
+    """Return the rows of the first table."""
     library_seconds = statistics.median(turn["seconds"] for turn in found[PLAIN])
     rows = []
     for name, turns in found.items():
@@ -202,7 +202,7 @@ def rows_of(found: Mapping[str, Sequence[Mapping[str, float]]], text_bytes: int)
 
 
 def loader_row(kind: str, shape: tuple[int, int], found: Mapping[str, Any]) -> Row:
-    """A line of the second table."""
+    """Return a row of the second table."""
     low, middle, high = quartiles(found["batches"])
     step = statistics.median(seconds for seconds, _ in found["steps"])
     share = statistics.median(data / seconds for seconds, data in found["steps"])
@@ -218,7 +218,7 @@ def loader_row(kind: str, shape: tuple[int, int], found: Mapping[str, Any]) -> R
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print both tables, and write the page if asked to."""
     arguments = parser(__doc__)
     arguments.add_argument("--source", default="stdlib", help="data.source: a file or folder of text")
     arguments.add_argument("--tokenizer", default="train:4096", help="data.tokenizer")

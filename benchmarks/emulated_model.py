@@ -1,7 +1,7 @@
-"""A language model whose computation takes a given time and no processor: for measuring networks on a machine with
-fewer cores than replicas.
+"""A language model whose computation takes a given time and no CPU time, for measuring networks on a machine with fewer
+cores than replicas.
 
-All else is real: parameters, autograd, hooks of modules and of gradients, and so whatever a library does in them.
+Everything else is real: parameters, autograd, and the hooks of modules and gradients, with all that a library does in them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ GRADIENT_SCALE = 1e-3
 
 
 def emulate(model: LanguageModel, step_seconds: float, seed: int) -> None:
-    """Let a model's forward and backward sleep for `step_seconds` in all, and yield gradients drawn from `seed` beforehand
-    and a loss of 0.
+    """Replace a model's forward and backward by sleeps of `step_seconds` in all. Backward yields gradients that are drawn
+    beforehand from `seed`, and the loss is 0.
 
     A block sleeps for its share of the model's matrix products. Its gradients appear when its backward ends, from the last
     block to the first, as real ones do.
@@ -36,7 +36,7 @@ def emulate(model: LanguageModel, step_seconds: float, seed: int) -> None:
         parameters = [parameter for _, parameter in named_parameters_of(model, block)]
         gradients = [torch.randn(p.shape, generator=generator).mul_(GRADIENT_SCALE) for p in parameters]
         seconds = step_seconds * weight / sum(weights)
-        # The engine's hooks are on a block's first module.
+        # The first module stands for the block, because the engine registers its hooks there.
         block.modules[0].forward = _forward_of(_Work(seconds, gradients, clock), parameters)
 
     def forward(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

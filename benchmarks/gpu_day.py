@@ -25,13 +25,13 @@ from table import ROOT, parser
 
 MACHINE_SECONDS = 90.0
 REHEARSAL_PATIENCE = 4.0
-"""Times the rows' limits, for processors that other things use, too."""
+"""Factor by which the rows' time limits are longer in a rehearsal, for CPUs that other programs use, too."""
 LEAST_SECONDS = 15.0
-"""Seconds before the deadline after which no row starts: less is not enough for any."""
+"""Minimum seconds before the deadline to start a row. Less time is not enough for any row."""
 
 
 class Journal:
-    """Results as they come: a line of JSON each, and one for the reader."""
+    """Record of the results as they arrive: one line of JSON per result in a file, and one printed line for the reader."""
 
     def __init__(self, out: Path):
         out.mkdir(parents=True, exist_ok=True)
@@ -39,13 +39,13 @@ class Journal:
         self.log: IO[str] = (out / "rows.log").open("a+")
 
     def begin_output(self, title: str) -> None:
-        """Head the output of the next row."""
+        """Write a heading for the output of the next row."""
         self.log.write(f"\n==== {title}\n")
         self.log.flush()
         self._begun = self.log.tell()
 
     def last_output(self) -> str:
-        """Return the last line that the row has written, which of a traceback is the error."""
+        """Return the last line that the row has written. If that is the end of a traceback, it is the error."""
         self.log.seek(self._begun)
         return next((line for line in reversed(self.log.read().splitlines()) if line.strip()), "")
 
@@ -57,7 +57,8 @@ class Journal:
 
 
 def measure_row(row: DayRow, phase: str, deadline: float, journal: Journal, longer: float) -> None:
-    """Measure one row, if there is time, and record what came of it. Its limit is `longer` times as long."""
+    """Measure one row, if there is time, and record the result or the failure. The row's time limit is multiplied by
+    `longer`."""
     left = deadline - time.monotonic()
     if left < LEAST_SECONDS:
         journal.record(phase, row.name, f"skipped, {left:.0f} s before the deadline", skipped=left)

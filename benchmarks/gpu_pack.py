@@ -29,15 +29,15 @@ WHEELS = (
     "torchtitan==0.2.2",  # its model; later releases need torch 2.12
 )
 FLOAT8 = ("torchao==0.17.0",)
-"""Unpacked for the float8 row alone (made for torch 2.11): where it is installed, transformers imports it, and it starts CUDA, after
-which no process can be forked that uses the GPU."""
+"""Package for the float8 row (made for torch 2.11). It is unpacked for that row alone and not installed, because transformers
+imports it if it is installed. It then starts CUDA, after which no process can be forked that uses the GPU."""
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "manylinux1")
 MEBIBYTE = 2**20
 
 
 def fetch(python: str, machine: str, wheels: Path, unpacked: Path) -> None:
-    """Fill `wheels` with wheels for that Python and processor, and `unpacked` with the contents of the float8 ones. Raises
-    SystemExit if one does not exist."""
+    """Fill `wheels` with wheels for the given Python and processor, and `unpacked` with the contents of FLOAT8's wheels. Raises
+    SystemExit if a wheel can't be downloaded."""
     platforms = [option for name in PLATFORMS for option in ("--platform", f"{name}_{machine}")]
     common = [
         "--quiet",
@@ -59,7 +59,7 @@ def fetch(python: str, machine: str, wheels: Path, unpacked: Path) -> None:
 
 
 def copy_text(options: Namespace, folder: Path) -> None:
-    """Add text and tokenizer to the folder, by the names that `gpu_rows.py` expects."""
+    """Copy the texts and the tokenizer to the folder, under the names that `gpu_rows.py` expects."""
     (folder / "gpt2").mkdir(parents=True, exist_ok=True)
     shutil.copyfile(options.text, folder / "train.txt")
     shutil.copyfile(options.validation, folder / "valid.txt")
@@ -74,7 +74,7 @@ def tree() -> list[Path]:
 
 
 def mebibytes(files: Iterable[Path]) -> float:
-    """Return the size of those that exist."""
+    """Return the total size in MiB of the files, without those that do not exist."""
     return sum(file.stat().st_size for file in files if file.is_file()) / MEBIBYTE
 
 

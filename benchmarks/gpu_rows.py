@@ -1,4 +1,4 @@
-"""Rows of `gpu_day.py`: what is measured in each phase, in the order of its value, and how a result reads in one line."""
+"""Rows of `gpu_day.py`: the measurements of each phase, the most valuable first, and each result's text in one line."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ROW_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class DayRow:
-    """One measurement, which a script makes in processes of its own."""
+    """One measurement, which a benchmark script makes in processes of its own."""
 
     name: str
     script: str
     task: Mapping[str, Any]
     line: Callable[[Any], str]
     limit: float = ROW_SECONDS
-    """Seconds after which it has failed."""
+    """Seconds after which the measurement counts as failed."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -38,21 +38,22 @@ class Day:
 
     @property
     def text(self) -> list[str]:
-        """Return the overrides that name the text that was carried here; without it, recipes read their own."""
+        """Return the overrides that name the text in SAMPLE, or none if it does not exist and recipes read their own text."""
         if not SAMPLE.exists():
             return []
         source = [f"data.source={SAMPLE / 'train.txt'}", f"data.validation={SAMPLE / 'valid.txt'}"]
         return [*source, f"data.tokenizer={SAMPLE / 'gpt2'}"]
 
     def model(self, size: str) -> tuple[str, list[str]]:
-        """Return a size of `throughput.SIZES` and the overrides that go with it."""
+        """Return the name in `throughput.SIZES` to measure in place of `size`, and the overrides that belong to it."""
         if not self.rehearse:
             return size, []
         return "6M", ["train.sequence_length=64", *(["model.config.vocab_size=50304"] if self.text else [])]
 
 
 def preflight(day: Day) -> list[DayRow]:
-    """Return rows on the machine itself. The first line of every call, its description, is no row."""
+    """Return the rows about the machine itself. The description of the machine, which every call prints first, is not one of
+    them."""
     _, small = day.model("1B")
     vocabulary = [key for key in small if "vocab" in key]
     return [

@@ -70,7 +70,7 @@ def start(keys: Sequence[str], share: bool, output: Path) -> subprocess.Popen:
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """Train, stop at half of the steps unless `share`, continue; return the curve, the speed and where it continued."""
+    """Train, stop after half of the steps (not with `share`) and continue; return curve, speed and where it continued."""
     with tempfile.TemporaryDirectory() as folder:
         run, output, began = Path(folder) / "gpu_run", Path(folder) / "output", time.monotonic()
         keys, codes, stopped = overrides_of(task, folder), [], None
@@ -106,7 +106,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stop_at(step: int, run: Path, process: subprocess.Popen) -> int:
-    """Send SIGTERM when `step` is logged; return the last step that was."""
+    """Send SIGTERM when `step` is logged, and return the last logged step."""
     seen, log = 0, run / "metrics.jsonl"
     while seen < step and process.poll() is None:
         time.sleep(0.2)
@@ -122,7 +122,7 @@ def _median(run: Path, tag: str) -> float | None:
 
 
 def main() -> None:
-    """Run once and print."""
+    """Run once and print the result."""
     arguments = parser(__doc__)
     arguments.add_argument("--size", choices=SIZES, default="160M" if on_gpu() else "6M")
     arguments.add_argument("--steps", type=int, default=400)

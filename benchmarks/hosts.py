@@ -1,6 +1,6 @@
-"""One process of a benchmark on each host of a virtual cluster, which measure one task after another.
+"""One process of a benchmark on each host of a virtual cluster. These processes measure one task after another together.
 
-The script's main process opens the hosts and asks; the script's other processes serve:
+The script's main process opens the hosts and asks for measurements. The script's other processes serve:
 
     if __name__ == "__main__" and not serves(measure):
         with open_hosts(4, 100) as hosts, HostRanks(__file__, hosts, log) as ranks:
@@ -50,7 +50,7 @@ SENT_FIELD = 8
 
 @contextmanager
 def open_hosts(count: int, bandwidth_mbit: float | None, latency_ms: float | None = None) -> Iterator[Sequence[Host]]:
-    """Create virtual hosts with these limits, or without limits and without the means to make them plain ones on loopback.
+    """Create virtual hosts with these limits. Without limits, hosts on loopback take their place if virtual ones can't be made.
 
     Raises ClusterError if there are limits and virtual hosts can't be made here.
     """
@@ -135,7 +135,7 @@ class HostRanks:
     them on exit. Processes that failed at a task are replaced before the next one."""
 
     def __init__(self, script: str, hosts: Sequence[Host], log: IO[str]):
-        """`log` gets all that the processes print."""
+        """Write everything that the processes print to `log`."""
         self._script, self._hosts, self._log = script, hosts, log
         self._asks: list[connection.Connection] = []
         self._port = STORE_PORT
@@ -218,7 +218,7 @@ class HostRanks:
                     failure, deadline = f"failed on rank {rank}: {reply['failed']}", time.monotonic() + GRACE_SECONDS
                 answers[rank] = reply.get("answer")
         if failure is not None:
-            self.close()  # ranks that others have left wait for them
+            self.close()  # the remaining ranks would wait for those that have failed
             raise RowFailed(what, failure)
         return answers
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of speed share: processes on this machine, loops that take turns, a bare loop beside the trainer."""
+"""Shared parts of the benchmarks of speed: processes on this machine, loops that take turns, and plain loops for comparison."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RECIPE = "recipes/edit_llama_stdlib.yaml"
 MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
-"""4.2 M parameters with the recipe's vocabulary."""
+"""Small model, of 4.2 M parameters with the recipe's vocabulary."""
 ENDLESS = ("train.steps=1_000_000", "sync.warmup_steps=0", "optim.lr=1.0e-4")
-"""A run that no benchmark comes to the end of, at a learning rate that leaves even a synchronization a step stable."""
+"""Overrides for a run that no benchmark reaches the end of. Training is stable even if every step synchronizes."""
 NEVER = "sync.period.every=1_000_000_000"
-"""Local steps alone."""
+"""Override after which a run has only local steps."""
 TASK, ANSWER = "BENCHMARK_TASK", "BENCHMARK_ANSWER"
 PATIENCE_SECONDS = 3600
-"""For all that one set of processes measures."""
+"""Maximum seconds of all measurements of one set of processes."""
 
 
 def on_gpu() -> bool:
-    """Whether there is one here."""
+    """Return whether this machine has a GPU."""
     import torch
 
     return torch.cuda.is_available()
@@ -50,7 +50,7 @@ def on_gpu() -> bool:
 
 
 class RowFailed(SystemExit):
-    """A measurement that gave no answer, and the reason; it ends a script that does not catch it."""
+    """Failure of a measurement, with the reason. It ends a script that does not catch it."""
 
     def __init__(self, what: str, reason: str):
         super().__init__(f"{what} {reason}")
@@ -65,7 +65,7 @@ def ask(
     patience: float = PATIENCE_SECONDS,
     output: IO[str] | None = None,
 ) -> Any:
-    """Return the answer of the main one of `ranks` new processes of a benchmark to a task (JSON). All of them get it, and share
+    """Start `ranks` processes of a benchmark script, give each the task (JSON), and return the main one's answer. They share
     this machine's cores. Their output goes to `output`. Raises RowFailed if one fails, or after `patience` seconds."""
     command = [sys.executable, script]
     if ranks > 1:
@@ -93,7 +93,7 @@ def ask(
 
 
 def end_with_children(process: subprocess.Popen) -> None:
-    """Kill a process and all that it has started, unless it has ended."""
+    """Kill a process and all of its descendants, unless it has ended."""
     if process.poll() is not None:
         return
     import psutil
@@ -108,7 +108,8 @@ def end_with_children(process: subprocess.Popen) -> None:
 
 
 def is_asked(measure: Callable[[dict[str, Any]], Any]) -> bool:
-    """In a process that `ask` started: measure, and hand in the answer if this is the main one. False in any other."""
+    """Return False in a process that `ask` has not started. In one that it has, measure, write the main process's answer, and
+    return True."""
     if TASK not in os.environ:
         return False
     answer = measure(json.loads(os.environ[TASK]))
@@ -122,7 +123,7 @@ def is_asked(measure: Callable[[dict[str, Any]], Any]) -> bool:
 
 @contextmanager
 def opened(recipe: Recipe, replicas: int, shard: int) -> Iterator[tuple[Mesh, TokenDataset, str]]:
-    """(the mesh of the processes that `ask` started, the recipe's tokens, a folder for runs that goes afterwards)."""
+    """Yield (mesh of the processes that `ask` started, the recipe's tokens, folder for runs). The folder is deleted on exit."""
     from llmtrain.parallel.mesh import open_mesh
     from llmtrain.parallel.world import World
     from llmtrain.train.run import prepare_for
@@ -134,7 +135,7 @@ def opened(recipe: Recipe, replicas: int, shard: int) -> Iterator[tuple[Mesh, To
 
 
 def build(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, scratch: str, name: str = "") -> Trainer:
-    """A trainer whose `train_step` can be called. Several on one mesh need different names."""
+    """Return a trainer whose `train_step` can be called. Several trainers on one mesh need different names."""
     import torch.distributed as dist
 
     from llmtrain.train.loggers import Console
@@ -153,8 +154,8 @@ def build(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, scratch: str, name
 def plain_loop(
     recipe: Recipe, mesh: Mesh, vocab_size: int, batches: Callable[[], Sequence[torch.Tensor]]
 ) -> Callable[[], None]:
-    """Return one step of training without sharding, as one would write it by hand: transformers' model and its loss, autocast
-    for bf16, AdamW."""
+    """Return a function that takes one training step without sharding, written by hand in the usual way: transformers' model
+    and loss, autocast for bf16, AdamW."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -179,8 +180,9 @@ def bare_loop(
     in_float8: bool = False,
     resharded: bool = True,
 ) -> Callable[[], None]:
-    """Return one step of plain FSDP2 training, as one would write it by hand. `in_float8`: the layers' matrix products, scaled
-    by rows (torchao). Unless `resharded`, parameters stay gathered between forward and backward."""
+    """Return a function that takes one step of plain FSDP2 training, written by hand in the usual way. With `in_float8`, the
+    matrix products of layers are in float8, scaled by rows (torchao). Without `resharded`, parameters stay gathered between
+    forward and backward."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -216,8 +218,8 @@ def bare_loop(
 def deepspeed_loop(
     recipe: Recipe, mesh: Mesh, vocab_size: int, batches: Callable[[], Sequence[torch.Tensor]]
 ) -> Callable[[], None]:
-    """Return one step of plain DeepSpeed training, as its own guide shows it: transformers' model and its loss, AdamW, and
-    ZeRO in the recipe's stage with the settings that DeepSpeed comes with."""
+    """Return a function that takes one step of plain DeepSpeed training, as in DeepSpeed's guide: transformers' model and loss,
+    AdamW, and ZeRO in the recipe's stage with DeepSpeed's default settings."""
     import deepspeed
     import torch
     from transformers import AutoModelForCausalLM
@@ -251,7 +253,7 @@ def plain_step(
     batches: Callable[[], Sequence[torch.Tensor]],
     device: torch.device,
 ) -> Callable[[], None]:
-    """Return one step of a model: backward of each batch's mean loss, clipping, AdamW."""
+    """Return a function that takes one step of a model: backward of each batch's mean loss, clipping, AdamW."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -270,8 +272,9 @@ def plain_step(
 
 
 def take_turns(measurements: Mapping[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
-    """What each measured, turn after turn, so that a machine whose speed wanders is no faster for any; every other turn
-    backwards, since what comes before one may matter to it. The first turn warms up and is left out."""
+    """Return the results of each measurement by turn. All measurements take turns, so that changes of the machine's speed
+    affect all alike. Every other turn goes backward, because a measurement may depend on the one before it. The first turn
+    warms up and is left out."""
     found: dict[str, list[T]] = {name: [] for name in measurements}
     forwards = list(measurements)
     for turn in range(turns + 1):
@@ -283,7 +286,7 @@ def take_turns(measurements: Mapping[str, Callable[[], T]], turns: int) -> dict[
 
 
 def timed(step: Callable[[], object], steps: int, mesh: Mesh) -> float:
-    """Seconds of so many steps, which all ranks begin together."""
+    """Return the seconds of `steps` steps, which all ranks begin together."""
     import torch
 
     mesh.all_ranks.all_reduce(torch.zeros(1)).wait()
@@ -298,8 +301,8 @@ def timed(step: Callable[[], object], steps: int, mesh: Mesh) -> float:
 
 
 class Pace:
-    """Clock of emulated computation. Each span ends at a time fixed beforehand, and what a sleep or other work takes beyond
-    that is taken off the next span: the sum of all spans is exact, and what happens between spans is none of theirs."""
+    """Clock of emulated computation. Each span ends at a time that is fixed beforehand. If a sleep or other work takes longer,
+    the next span is shorter by the excess, so that the sum of all spans is exact. Time between spans does not count."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep):
         self._now, self._sleep = now, sleep
@@ -308,7 +311,7 @@ class Pace:
         self._end = 0.0
 
     def resume(self) -> None:
-        """Begin a span, which includes all until `pause`."""
+        """Begin a span, which lasts until `pause`."""
         self._end = self._now() - self.debt
 
     def run(self, seconds: float) -> None:
@@ -331,5 +334,5 @@ class Pace:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """(lower, median, upper)."""
+    """Return (lower quartile, median, upper quartile)."""
     return tuple(statistics.quantiles(values, n=4)) if len(values) > 1 else (values[0],) * 3

@@ -38,16 +38,16 @@ COLUMNS = (
 )
 WORDS = 2
 CASES = (("fp32", 4096, 512, 8192), ("bf16", 4096, 512, 8192), ("fp32", 2048, 768, 50304))
-"""Precision, tokens, hidden size, vocabulary on a CPU: the 33M model of throughput.py, and GPT-Neo 125M's."""
+"""(Precision, tokens, hidden size, vocabulary) of each case on a CPU: the 33M model of throughput.py, and GPT-Neo 125M."""
 CASES_ON_GPU = (("bf16", 16384, 2048, 50304), ("bf16", 8192, 4096, 128256))
-"""The 1B model of throughput.py, and Llama 3 8B's."""
+"""The same on a GPU: the 1B model of throughput.py, and Llama 3 8B."""
 NOTES = """\
 Medians over the turns; *of all at once*: the median ratio within a turn. *Peak*: the most that torch's allocator had handed out
 at a time beyond what came in. *First time*: compiling is in it. That loss and gradients agree: `tests/unit/test_loss.py`."""
 
 
 def losses(chunk: int) -> dict[str, Callable[..., torch.Tensor]]:
-    """What can be measured here, by name: (hidden, weight, labels) -> a scalar."""
+    """Return the losses that can be measured on this machine, by name: functions from (hidden, weight, labels) to a scalar."""
     import torch.nn.functional as F
 
     from llmtrain.loss import IGNORE_INDEX, summed_loss
@@ -64,7 +64,7 @@ def losses(chunk: int) -> dict[str, Callable[..., torch.Tensor]]:
 
 
 def measure(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return each loss's seconds by turn, its first time's seconds, and its peak in bytes, for one case."""
+    """Return, for one case, each loss's seconds by turn, the seconds of its first call, and its peak memory in bytes."""
     import torch
 
     from llmtrain.parallel.wrapping import COMPUTE
@@ -126,7 +126,7 @@ def _peak(work: Callable[[], object]) -> int:
 
 
 def main() -> None:
-    """Measure case after case, print, write."""
+    """Measure one case after another, print the table, and write the page if asked to."""
     arguments = parser(__doc__)
     arguments.add_argument("--chunk", type=int, default=1024, help="parallel.loss_chunk")
     arguments.add_argument("--turns", type=int, default=7)

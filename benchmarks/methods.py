@@ -42,7 +42,7 @@ SHORTEST, GLOBAL_EVERY = 10, 10
 DECAY = 0.95
 """Decay of GPA's average: over 20 steps, like a round."""
 ONE_REPLICA = ["parallel.replicas=1", "parallel.shards=4"]
-"""Mesh of the methods that are about one replica."""
+"""Mesh of the methods that are meant for a single replica."""
 COLUMNS = (
     "method",
     "validation loss",
@@ -73,12 +73,12 @@ and on one machine's loopback they would say nothing about a slow network."""
 
 
 def recipe_of(method: str) -> str:
-    """Its path in the repository."""
+    """Return the path of a method's recipe in the repository."""
     return f"recipes/{method}_gpt_neo_8m.yaml"
 
 
 def own_overrides(method: str, common: Sequence[str], round_seconds: float) -> list[str]:
-    """What short rounds are for this method, by the kind of its period."""
+    """Return the overrides that give a method short rounds, by the kind of its period."""
     recipe = load_recipe(ROOT / recipe_of(method), common)
     sync = recipe.sync
     if sync.period.kind == "every_step":
@@ -101,7 +101,7 @@ def own_overrides(method: str, common: Sequence[str], round_seconds: float) -> l
 
 
 def row(run: Path) -> Row:
-    """A run's line of the table, from its summary.json."""
+    """Return a run's row of the table, from its summary.json."""
     summary = summary_of(run)
     gradients = summary["gradient_steps"]
     return (
@@ -117,7 +117,7 @@ def row(run: Path) -> Row:
 
 
 def draw(runs: Mapping[str, Path], target: Path) -> None:
-    """Validation loss over tokens, the whole run and its second half; the legend is in the order of the ends."""
+    """Draw validation loss over tokens, for the complete run and its second half; the legend is in the order of the ends."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -152,7 +152,7 @@ def draw(runs: Mapping[str, Path], target: Path) -> None:
 
 
 def write(rows: Sequence[Row], runs: Mapping[str, Path]) -> None:
-    """Table, plot and logs, with what is needed to repeat them."""
+    """Write the page with table and plot, and keep the runs' logs to check the numbers against."""
     folder = RESULTS / "methods"
     table = markdown(COLUMNS, lowest_in_bold(rows, LOSS))
     picture = f"![Validation loss over tokens of every method]({PLOT})"
@@ -162,7 +162,7 @@ def write(rows: Sequence[Row], runs: Mapping[str, Path]) -> None:
 
 
 def main() -> None:
-    """Train, print, write."""
+    """Train with every method, print the table, and write the page if asked to."""
     arguments = parser(__doc__)
     add_run_options(arguments)
     arguments.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")

@@ -92,7 +92,7 @@ def _seconds(step: Callable[[], object]) -> float:
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """Return the seconds of every loop, turn by turn, and what there is to do."""
+    """Return the seconds of every loop, turn by turn, and the amount of work that the loops do."""
     from llmtrain.parallel.muon import orthogonalization_flops
     from llmtrain.plan.model_size import size_of
 
@@ -127,7 +127,7 @@ def rows_of(name: str, precision: str, found: dict[str, Any]) -> list[Row]:
 
 
 def main() -> None:
-    """Measure model after model, print, write."""
+    """Measure one model after another, print the table, and write the page if asked to."""
     arguments = parser(__doc__)
     arguments.add_argument("--sizes", nargs="+", choices=(SMALL, *SIZES), default=[SMALL, "6M", "33M"], metavar="SIZE")
     arguments.add_argument("--precision", choices=("bf16", "fp32"), default="bf16" if on_gpu() else "fp32")

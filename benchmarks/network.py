@@ -45,13 +45,13 @@ PAYLOAD = 1448 / 1514
 PORT = 29400
 SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
 PASSED = ("rounds", "gradient_rounds", "alone_steps", "jitter", "keep_window")
-"""Options that ranks get as they are."""
+"""Options that are passed to the ranks unchanged."""
 START_SECONDS = 20
-"""Seconds in which the processes of a cluster start, on two cores."""
+"""Seconds that the processes of a cluster take to start on two cores."""
 TOO_LONG_SECONDS = 400
 """Longest predicted measurement of a cell of the default table. Beyond it, utilization is close to 0."""
 FAR_OFF = 3.0
-"""Points between measured and predicted utilization from which a row is named."""
+"""Difference in percentage points between measured and predicted utilization from which a row is named."""
 QUICK = {"methods": ["synchronous", "diloco", "edit", "streaming_diloco"], "wires": ["fp32", "int4"], "every": [5, 10]}
 QUICK |= {"mbit": [30.0, 300.0], "latency_ms": [0.0, 20.0], "rounds": 2, "step_ms": 300.0, "parameters": 1_000_000}
 COLUMNS = (
@@ -294,7 +294,7 @@ def options_of(arguments: ArgumentParser, words: Sequence[str] | None = None) ->
 
 
 def main() -> None:
-    """Measure network by network, print, write."""
+    """Measure one network after another, print the table, and write the page if asked to."""
     arguments = parser(__doc__)
     add_options(arguments)
     options = options_of(arguments)
@@ -314,7 +314,7 @@ def main() -> None:
     for group in groups:
         try:
             answers, switch = measured(group, options)
-        except RowFailed as why:  # the other networks are worth having
+        except RowFailed as why:  # continue with the other networks
             print(why, flush=True)
             continue
         switches += [switch] if switch else []
@@ -365,7 +365,7 @@ def ceiling(mbit: float, options: Namespace) -> str:
 
 
 def finish(rows: Sequence[Row], far: Sequence[str], said: Sequence[str], options: Namespace) -> None:
-    """Print the table, name the rows that are off, write the page."""
+    """Print the table, name the rows that differ from the prediction, and write the page if asked to."""
     extras = {"loss": options.loss, "jitter": options.jitter, "downlink": options.downlink}
     named = "".join(f", {name} {value:g}" for name, value in extras.items() if value)
     named += ", no slow start after a pause" if options.keep_window else ""

@@ -25,7 +25,7 @@ METHODS = {
     "co2": ("sync.method=co2", *STEPS),
     "wagma": ("sync.method=wagma", *STEPS),
 }
-"""Overrides by name in the table: presets without warm-up."""
+"""Overrides of each method, by its name in the table: the preset without warm-up."""
 WIRES = ("fp32", "bf16", "int8", "int4")
 CUSTOM = ": "
 """Separator between the name of a row given on the command line and its keys."""
@@ -74,8 +74,8 @@ def _sync_of(overrides: tuple[str, ...]) -> SyncSection:
 
 
 def row_of(text: str) -> dict[str, object]:
-    """Return method, wire and keys of `METHOD`, `METHOD/WIRE` or `NAME: KEY=VALUE ...`, whose keys choose the wire. Raises ValueError
-    for any other text."""
+    """Return method, wire and keys of `METHOD`, `METHOD/WIRE` or `NAME: KEY=VALUE ...`, whose keys choose the wire. Raises
+    ValueError for any other text."""
     name, custom, keys = text.partition(CUSTOM)
     if custom:
         words = keys.split()
@@ -102,9 +102,9 @@ def product(factors: Factors) -> list[dict[str, object]]:
 def pairwise(
     candidates: Sequence[dict[str, object]], cost: Callable[[dict[str, object]], float]
 ) -> list[dict[str, object]]:
-    """Return as few of the candidates as a greedy search finds, so that every two values of different factors that some
-    candidate has in common are in one of those chosen: each time the candidate with the most new pairs, of equals the one
-    that costs least, of equals the first. The choice depends on nothing else."""
+    """Return few of the candidates that together cover all pairs: if a candidate has two values of different factors, a chosen
+    one has both. The search is greedy. It repeatedly takes the candidate with the most new pairs, of equal ones the cheapest,
+    and of these the first. The choice depends on nothing else."""
 
     def pairs(one: dict[str, object]) -> set[tuple[tuple[str, object], tuple[str, object]]]:
         return set(itertools.combinations(one.items(), 2))

@@ -23,7 +23,7 @@ BLOCKS = 6
 FORWARD = 1 / 3
 """Forward's share of a step, in which blocks are used in order. In the rest their gradients appear, the last block's first."""
 UPDATED = 4096
-"""Values of each block that a step changes: enough for a pseudo-gradient, and too few to take processor time from others."""
+"""Number of values of each block that a step changes: enough for a pseudo-gradient, and too few to take noticeable CPU time."""
 TIMEOUT_SECONDS = 900
 SENT = "/sys/class/net/{}/statistics/tx_bytes"
 

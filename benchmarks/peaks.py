@@ -14,17 +14,17 @@ STATUS, FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def resident() -> int | None:
-    """Bytes of it that are in memory now; None where the system does not say."""
+    """Return the resident bytes of this process, or None if the system does not report them."""
     return _status("VmRSS")
 
 
 def peak_resident() -> int | None:
-    """The most so far, or since `forget_peak`."""
+    """Return the largest number of resident bytes so far, or since `forget_peak`."""
     return _status("VmHWM")
 
 
 def forget_peak() -> None:
-    """The peak begins anew from now, where the system can; also a GPU's."""
+    """Reset the peak, if the system can, and that of a GPU."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -34,14 +34,14 @@ def forget_peak() -> None:
 
 
 def reserved() -> int | None:
-    """Return the most bytes that torch has taken from the GPU, handed out or not. None before a GPU was used."""
+    """Return the largest number of bytes that torch has reserved on the GPU, used or not. None before a GPU is used."""
     import torch
 
     return torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else None
 
 
 def allocator_peak(work: Callable[[], object]) -> int:
-    """The most bytes that torch's CPU allocator had handed out at a time during `work`, of what it handed out in it."""
+    """Return the peak bytes in use during `work` that torch's CPU allocator has handed out during `work`."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -53,7 +53,7 @@ def allocator_peak(work: Callable[[], object]) -> int:
 
 
 def highest(events: Iterable[Mapping[str, Any]]) -> int:
-    """The most that a trace's memory events add up to. Their own totals go on from earlier traces."""
+    """Return the peak of the sum of a trace's memory events. Their own totals are not used, as they include earlier traces."""
     changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
     return max(itertools.accumulate((change for _, change in changes), initial=0))
 

@@ -233,7 +233,7 @@ def take_turns(
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure all loops in turn, print the table, and write the page if asked to."""
     options = options_of(parser(__doc__))
     os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -47,7 +47,7 @@ class Outcome:
 
     @property
     def longest(self) -> int:
-        """Return the largest number of rounds in a row that were left out."""
+        """Return the largest number of consecutive rounds that were excluded."""
         return max(map(len, "".join(" x"[int(flag)] for flag in self.left_out).split()), default=0)
 
 
@@ -100,7 +100,7 @@ def weigh(norms: np.ndarray, lr_sums: np.ndarray, statistics: str) -> Outcome:
 
 
 def false_alarms(statistics: str, trials: int) -> float:
-    """Return the share of rounds left out of runs whose norms only have noise: lognormal(0.1), 30 rounds."""
+    """Return the share of rounds that are excluded in runs of 30 rounds whose norms have only noise: lognormal(0.1)."""
     norms = np.exp(0.1 * np.random.default_rng(1).standard_normal((trials, 30)))
     return float(np.mean([weigh(row, np.ones(30), statistics).left_out[10:] for row in norms]))
 

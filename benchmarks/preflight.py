@@ -30,7 +30,7 @@ QUERY = "driver_version,power.limit,clocks.max.sm,clocks.sm,temperature.gpu,memo
 
 
 def machine(quick: bool) -> dict[str, Any]:
-    """Return what identifies this machine and its software, and its ceilings. `quick`: with small matrices."""
+    """Return values that identify this machine and its software, and its peak rates. With `quick`, matrices are small."""
     import importlib.metadata
 
     import torch
@@ -71,7 +71,7 @@ def _device() -> str:
 
 
 def _seconds(work: Callable[[], object], times: int = TIMES) -> float:
-    """Return the median of `times` calls, after three that do not count."""
+    """Return the median seconds of `times` calls, after three calls that do not count."""
     import torch
 
     taken = []
@@ -149,7 +149,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the machine and print the result."""
     parser(__doc__).parse_args()
     for name, value in (machine(not on_gpu()) | attention(not on_gpu())).items():
         print(f"{name}: {value}")

@@ -31,7 +31,7 @@ from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
 from llmtrain.compare.cluster import HostLimits, VirtualHost, virtual_cluster
 
 PORT, TIMEOUT, FAULT_AT, BEYOND = 29533, 20, 10, 5
-"""Port of host 0; run.timeout_seconds; step of the fault; logged steps after it that count as going on."""
+"""Port of host 0; run.timeout_seconds; step of the fault; number of steps logged after it from which a run has continued."""
 START_SECONDS, WATCH_SECONDS = 100.0, 150.0
 """Maximum seconds until the step of the fault, and after the fault."""
 KEYS = [

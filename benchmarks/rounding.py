@@ -37,7 +37,7 @@ ROWS = 4
 
 
 def coded(kind: str, compiled: bool, values: torch.Tensor) -> tuple[dict[str, Callable[[], object]], float]:
-    """Encoding and decoding `values`, ready to be timed, and the seconds that their first time took."""
+    """Return functions that encode and decode `values`, ready to be timed, and the seconds of their first calls."""
     import torch
 
     from llmtrain.parallel.wire_format import WireFormat
@@ -59,7 +59,7 @@ def coded(kind: str, compiled: bool, values: torch.Tensor) -> tuple[dict[str, Ca
 
 
 def seconds_of(once: Callable[[], object], times: int) -> float:
-    """How long one took, the median of some."""
+    """Return the median seconds of one call."""
     taken = []
     for _ in range(times):
         began = time.perf_counter()
@@ -69,7 +69,7 @@ def seconds_of(once: Callable[[], object], times: int) -> float:
 
 
 def rows_of(kind: str, seconds: dict[str, list[float]], compiling: float) -> list[Row]:
-    """The two lines of a wire format; `seconds` by "plain encode" and so on, turn by turn."""
+    """Return the two rows of a wire format. `seconds` has the seconds of each turn, by "plain encode" and so on."""
     rows = []
     for how in ("plain", "compiled"):
         cells: list[str] = []
@@ -98,7 +98,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure format after format, print, write."""
+    """Measure one format after another, print the table, and write the page if asked to."""
     arguments = parser(__doc__)
     arguments.add_argument("--values", type=int, default=2**21, help="in a message, a multiple of 512")
     arguments.add_argument("--turns", type=int, default=9)

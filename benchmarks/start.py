@@ -45,7 +45,7 @@ COLUMNS = ("tree", "recipe", "first line, s", "first logged step, s", "CPU s unt
 
 
 class Start(NamedTuple):
-    """Seconds of one start."""
+    """Measured seconds of one start."""
 
     first_line: float
     first_step: float

@@ -54,7 +54,7 @@ SYNC = {
     "trainer, blocking sync every step": ["sync.period.every=1", "sync.schedule=blocking"],
     "trainer, layer-wise sync every step": ["sync.period.every=1", "sync.schedule=layerwise"],
 }
-"""What each loop adds to the recipe, whose method is EDiT."""
+"""Overrides of each loop, added to the recipe, whose method is EDiT."""
 SIZES = {"2.5M": (192, 4, 4, 2048), "8M": (256, 6, 8, 4096), "33M": (512, 8, 8, 8192)}
 """(hidden size, layers, heads, vocabulary)."""
 RECIPES = {"llama": RECIPE, "gpt_neo": "recipes/edit_gpt_neo_8m.yaml"}
@@ -94,7 +94,7 @@ def changes_for(family: str, size: str, length: int) -> list[str]:
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any] | None:
-    """Run all loops in turn on this rank. The main rank answers with seconds per step by loop and turn."""
+    """Run all loops in turn on this rank. The main rank returns the seconds per step by loop and turn."""
     import torch
 
     from llmtrain.recipe_loader import load_recipe
@@ -113,7 +113,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
     ]
     path = ROOT / RECIPES[task["family"]]
     recipes = {name: load_recipe(path, common + extra) for name, extra in SYNC.items()}
-    if replicas == 1:  # has nobody to synchronize with
+    if replicas == 1:  # there is no other replica to synchronize with
         recipes = {LOCAL: recipes[LOCAL]}
     if shard > 1 and not stage:
         for name, value in POLICIES.items():
@@ -128,7 +128,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
             loops = {PLAIN: plain_loop(*common_arguments), AGAIN: plain_loop(*common_arguments)}
         else:
             loops = {BARE: bare_loop(*common_arguments), GATHERED: bare_loop(*common_arguments, resharded=False)}
-        # The local step is between the two loops that it is compared with, so that neither has the better neighbor.
+        # The local step is between the two loops that it is compared with, so that neither has an advantage by its neighbor.
         first, *others = loops
         order = {first: loops[first], LOCAL: trainers[LOCAL].train_step, **{name: loops[name] for name in others}}
         order |= {name: built.train_step for name, built in trainers.items()}
@@ -149,7 +149,7 @@ def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
     """Return a 95 % confidence interval of the median: the order statistics that a binomial distribution gives."""
     ordered, count = sorted(values), len(values)
     below = list(itertools.accumulate(math.comb(count, rank) / 2**count for rank in range(count)))
-    outside = sum(chance <= 0.025 for chance in below)  # values that can be left out on either side
+    outside = sum(chance <= 0.025 for chance in below)  # number of values outside the interval on each side
     return ordered[outside - 1 if outside else 0], ordered[-outside if outside else -1]
 
 
@@ -176,7 +176,7 @@ def rows_of(seconds: Mapping[str, Sequence[float]]) -> list[Row]:
 
 
 def title_of(task: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Return what was measured, in one line."""
+    """Return one line that says what was measured."""
     mesh = f"{task['replicas']} replicas x {task['shard']} shards on {found['device']}"
     model = f"{task['family']} with {found['parameters'] / 1e6:.2f} M parameters in {task['precision']}"
     batch = f"8 sequences of {task['length']} tokens per rank"
@@ -185,7 +185,7 @@ def title_of(task: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure each combination, print, write."""
+    """Measure each combination, print the tables, and write the page if asked to."""
     arguments = parser(__doc__)
     arguments.add_argument("--replicas", type=int, default=1)
     arguments.add_argument("--shard", type=int, nargs="+", default=[1])

@@ -30,7 +30,7 @@ GROUPS = {
     "copies": r"aten::(copy_|cat|_to_copy|contiguous|clone|split_with_sizes_copy|stack|index_select|embedding)|Memcpy",
     "filling": r"aten::(fill_|zero_|zeros|new_zeros)|Memset",
 }
-"""What an operation's name decides, the first that fits."""
+"""Patterns of the names of operations, by group. An operation is in the first group whose pattern matches."""
 REST, IDLE = "elementwise, reductions", "none of these"
 WALL, IDEAL = "a step", "matrix products at the rate of large ones"
 OVER = "a step over its matrix products"
@@ -44,12 +44,12 @@ after another, and what a machine's speed does meanwhile it does to both. One pr
 
 
 def group_of(name: str) -> str:
-    """The group of an operation."""
+    """Return the group of an operation."""
     return next((group for group, pattern in GROUPS.items() if re.search(pattern, name)), REST)
 
 
 def parts_of(events: Iterable[tuple[str, float]], wall: float) -> dict[str, float]:
-    """Seconds by group of (operation, its own seconds), and what is left of `wall`."""
+    """Return the seconds of each group, given (operation, own seconds) pairs, and the seconds of `wall` in no operation."""
     parts = dict.fromkeys([*GROUPS, REST], 0.0)
     for name, seconds in events:
         parts[group_of(name)] += seconds
@@ -57,7 +57,7 @@ def parts_of(events: Iterable[tuple[str, float]], wall: float) -> dict[str, floa
 
 
 def measure(task: dict[str, Any]) -> dict[str, float]:
-    """Seconds of a step by part."""
+    """Return the seconds of each part of a step."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -73,7 +73,7 @@ def measure(task: dict[str, Any]) -> dict[str, float]:
         with profile(activities=activities) as profiled:
             profiled_wall = timed(step, task["profiled"], mesh)
         own = "self_device_time_total" if on_gpu() else "self_cpu_time_total"
-        # Operations, which the host calls: on a GPU their kernels are events of their own once more.
+        # Only operations, which the host calls. On a GPU, their kernels are further events, and would count twice.
         operations = (event for event in profiled.key_averages() if event.device_type == DeviceType.CPU)
         events = [(event.key, 1e-6 * getattr(event, own)) for event in operations]
         scale = wall / profiled_wall
@@ -84,7 +84,8 @@ def measure(task: dict[str, Any]) -> dict[str, float]:
 
 
 def rows_of(found: dict[str, dict[str, float]]) -> list[Row]:
-    """A line for each part, a column for each loop; the whole step and the ideal one, the best that was found, after them."""
+    """Return a row for each part, with a column for each loop. The last rows are the complete step, the ideal step (the best
+    over all loops), and their ratio to the matrix products."""
     ideal = min(loop[IDEAL] for loop in found.values())
     found = {name: {**loop, IDEAL: ideal} for name, loop in found.items()}
 
@@ -97,7 +98,7 @@ def rows_of(found: dict[str, dict[str, float]]) -> list[Row]:
 
 
 def main() -> None:
-    """Measure loop after loop, print, write."""
+    """Measure one loop after another, print the table, and write the page if asked to."""
     arguments = parser(__doc__)
     default = [BARE, *([TITAN] if is_installed() else []), "fsdp2"]
     default += ["zero3"] if importlib.util.find_spec("deepspeed") else []
@@ -117,7 +118,7 @@ def main() -> None:
     for task in filter(is_possible, tasks):
         try:
             found[task["engine"]] = ask(__file__, 1, task)
-        except RowFailed as why:  # the other loops are worth having
+        except RowFailed as why:  # continue with the other loops
             print(why)
     if not found:
         raise SystemExit("no loop could be measured")

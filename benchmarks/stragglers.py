@@ -72,7 +72,7 @@ class Settings:
 
     step_seconds: float = 0.02
     seconds: float = 3.0
-    """Of each measurement, or two rounds."""
+    """Minimum seconds of a measurement, which has at least two rounds."""
     turns: int = 3
     factors: tuple[float, ...] = (3.0, 5.0)
     values: int = 20_000
@@ -81,7 +81,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Which replica takes `factor` times a step's time: one, in each step another one, or none."""
+    """Choice of the slow replica, whose steps take `factor` times as long: one, another one in each step, or none."""
 
     factor: float = 1.0
     slow: int | None = None
@@ -93,21 +93,21 @@ class Scenario:
         return f"one, {self.factor:g}x" if self.slow is not None else f"random, {self.factor:g}x"
 
     def steps_worth(self, replica: int, step: int, replicas: int) -> float:
-        """How long the replica takes for this step, in steps of a fast one."""
+        """Return the time that the replica takes for this step, in steps of a fast replica."""
         slow = self.slow if self.slow is not None else random.Random(f"slow in {step}").randrange(replicas)
         return self.factor if replica == slow else 1.0
 
     def is_fast(self, replica: int) -> bool:
-        """Whether it is as fast as all, or almost all."""
+        """Return whether the replica is as fast as all others, or as all but the slow one."""
         return self.factor == 1 or replica != self.slow
 
     def slowest(self, steps: int, replicas: int) -> float:
-        """Mean over the first `steps` steps of the slowest replica's time, in steps of a fast one."""
+        """Return the slowest replica's mean time per step over the first `steps` steps, in steps of a fast replica."""
         return max(sum(self.steps_worth(n, i, replicas) for i in range(1, steps + 1)) for n in range(replicas)) / steps
 
 
 class StandIn:
-    """What methods see of an engine. Its forward calls hooks and sleeps, its update was drawn beforehand."""
+    """Stand-in for an engine, as methods see it. Its forward calls hooks and sleeps; its updates are drawn beforehand."""
 
     def __init__(self, replica: Comms, values: int, seconds: Callable[[int], float]):
         import torch
@@ -122,14 +122,14 @@ class StandIn:
         self._hooks: list[Callable[[int], None]] = []
 
     def register_block_hook(self, hook: Callable[[int], None]) -> None:
-        """Called by the method, for every forward."""
+        """Register a hook of the method, which every forward calls."""
         self._hooks.append(hook)
 
     def parameters_changed(self, block: object) -> None:
-        """Nothing follows: forward computes nothing."""
+        """Do nothing, because forward computes nothing from parameters."""
 
     def step(self, step: int, lr: float) -> None:
-        """One step of this replica, and the average of its gradients while the method wants it."""
+        """Take one step of this replica, and average its gradients if the method asks for it."""
         for index in range(len(self.blocks)):
             for hook in self._hooks:
                 hook(index)
@@ -144,22 +144,22 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Speed:
-    """What one replica did in the rounds that were measured."""
+    """Steps and seconds of one replica in the measured rounds."""
 
     steps: float = 0.0
     seconds: float = 0.0
     worth: float = 0.0
-    """Of these steps, in steps of a fast replica."""
+    """Length of these steps, in steps of a fast replica."""
     between_steps: float = 0.0
-    """The same without the last step of every round."""
+    """Steps without the last one of every round, as in the next two fields."""
     between_seconds: float = 0.0
     between_worth: float = 0.0
     late: float = 0.0
-    """Share of all steps."""
+    """Share of all steps in which this replica was late."""
 
 
 def speed(ends: list[float], marks: list[int], worth: Callable[[int], float], late: float = 0.0) -> Speed:
-    """From the times at which steps ended (`ends[0]`: the start) and the steps at which rounds ended."""
+    """Return the speed, given the times at which steps ended (`ends[0]` is the start) and the last step of each round."""
     rounds = list(itertools.pairwise(marks))
     return Speed(
         steps=marks[-1] - marks[0],
@@ -173,7 +173,7 @@ def speed(ends: list[float], marks: list[int], worth: Callable[[int], float], la
 
 
 def choices(step_seconds: float) -> dict[str, SyncSection]:
-    """The methods by the table's names: presets without warm-up, with short rounds."""
+    """Return the methods by their names in the table: presets without warm-up, with short rounds."""
     from llmtrain.config import SyncSection
     from llmtrain.sync.methods import METHODS
 
@@ -183,7 +183,7 @@ def choices(step_seconds: float) -> dict[str, SyncSection]:
     def steps(every: int) -> dict[str, object]:
         return {"kind": "steps", "every": every}
 
-    # No minimum of steps: with a slow replica a round this short would have too few for the preset's.
+    # No minimum of steps, because a slow replica takes fewer steps in such a short round than the preset's minimum.
     seconds = {"kind": "seconds", "every": ROUND * step_seconds, "min_steps": 0}
     return {
         "synchronous": section("synchronous"),
@@ -195,8 +195,8 @@ def choices(step_seconds: float) -> dict[str, SyncSection]:
 
 
 def measure(sync: SyncSection, scenario: Scenario, replica: Comms, store: dist.Store, settings: Settings) -> Speed:
-    """This replica's speed under a method, in whole rounds of `settings.seconds` together, and at least two of them,
-    after a first one. All replicas call it."""
+    """Return this replica's speed under a method. After a first round, complete rounds of `settings.seconds` together, and at
+    least two, are measured. All replicas must call this."""
     import torch
 
     from llmtrain.config import LRScheduleSection
@@ -232,7 +232,7 @@ def measure(sync: SyncSection, scenario: Scenario, replica: Comms, store: dist.S
 
 
 def alone(scenario: Scenario, replica: Comms, settings: Settings) -> float:
-    """Seconds that this replica needs for a fast replica's step with no method at all; they all measure at once."""
+    """Return the seconds that this replica needs per step of a fast replica, without any method. All measure at once."""
     import torch
 
     engine = StandIn(
@@ -251,12 +251,12 @@ def alone(scenario: Scenario, replica: Comms, settings: Settings) -> float:
 
 
 def scenarios(factors: Sequence[float], replicas: int) -> list[Scenario]:
-    """Nobody slow, the last replica slow, and in each step another one by the largest factor."""
+    """Return the scenarios: no slow replica, the last one by each factor, another one in each step by the largest factor."""
     return [Scenario(), *(Scenario(factor, replicas - 1) for factor in factors), Scenario(max(factors))]
 
 
 def rank_main(rank: int, replicas: int, port: int, settings: Settings) -> None:
-    """One replica's process: everything in turn. The first one leaves all that was measured in the store."""
+    """Run one replica's process, which makes all measurements in turn. Rank 0 puts all results into the store."""
     import torch
     import torch.distributed as dist
 
@@ -287,8 +287,8 @@ def rank_main(rank: int, replicas: int, port: int, settings: Settings) -> None:
 def one_measurement(
     rank: int, replicas: int, store: dist.Store, sync: SyncSection | None, scenario: Scenario, settings: Settings
 ) -> list[list[float]]:
-    """Every replica's numbers, under a method or alone. In a process group of its own: the threads of gloo's groups wake
-    up again and again until they are destroyed."""
+    """Return every replica's numbers, under a method or alone. Each measurement opens a process group and destroys it at the
+    end, because the threads of gloo's groups wake up again and again."""
     import torch
     import torch.distributed as dist
 
@@ -307,7 +307,7 @@ def one_measurement(
 
 
 def shares(scenario: Scenario, baseline: list[float], speeds: list[Speed]) -> dict[str, float]:
-    """One measurement's numbers of the table, by what they are."""
+    """Return the numbers of one measurement that the table shows, by name."""
     rates = [one.steps / one.seconds for one in speeds]
     rates_alone = [one.steps / (one.worth * unit) for one, unit in zip(speeds, baseline, strict=True)]
     fast = [replica for replica in range(len(speeds)) if scenario.is_fast(replica)]
@@ -323,7 +323,7 @@ def shares(scenario: Scenario, baseline: list[float], speeds: list[Speed]) -> di
 
 
 def rows_of(results: list[dict]) -> list[Row]:
-    """The table: medians over the turns, and their spread."""
+    """Return the rows of the table, with medians over the turns and their spread."""
     found: dict[tuple[Scenario, str], list[dict[str, float]]] = {}
     for one in results:
         scenario = Scenario(**one["scenario"])
@@ -358,7 +358,7 @@ def rows_of(results: list[dict]) -> list[Row]:
 
 
 def main() -> None:
-    """Start the replicas, print what they measured."""
+    """Start the replicas, print the table of their measurements, and write the page if asked to."""
     arguments = parser(__doc__)
     arguments.add_argument("--replicas", type=int, default=4, help="a power of two")
     arguments.add_argument("--step-ms", type=float, default=20, help="a fast replica's step")

@@ -126,7 +126,7 @@ def tokenizers_below(process: subprocess.Popen) -> list[psutil.Process]:
 def disturb(
     command: Command, tokenizer: str, interruptions: int, drawn: random.Random
 ) -> tuple[list[float], list[str]]:
-    """Train, and interrupt it. Return the seconds to the first step of each start, and what was done."""
+    """Train, and interrupt the run again and again. Return each start's seconds to the first step, and the interruptions."""
     seconds, done = [], []
     while len(done) < interruptions:
         before, began = steps(command.folder), time.monotonic()
@@ -165,7 +165,7 @@ def digest(folder: Path) -> str:
 
 
 def main() -> None:
-    """Make the text, tokenize it twice, compare, print, write."""
+    """Make the text, tokenize it twice, compare the tokens, print the table, and write the page if asked to."""
     arguments = parser(__doc__)
     arguments.add_argument("--megabytes", type=int, default=2000, help="size of the text")
     arguments.add_argument("--interruptions", type=int, default=20)

@@ -46,7 +46,7 @@ SMALL = "4M"
 MICRO_BATCH, SEQUENCE = 2, 128
 """Settings of the small model; other sizes have those of `throughput.SIZES`, with one sequence per step."""
 LATE_ROUND = 8
-"""Steps in a round of the methods that spread a round's work over its steps, or let it arrive during them."""
+"""Steps per round for the methods that spread a round's work over its steps, or whose messages arrive during the steps."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Choice:
     every: int
     overrides: tuple[str, ...] = ()
     own_wire: str | None = None
-    """The wire of a method that has no other."""
+    """Wire format of a method that allows no other one."""
 
 
 def _steps(every: int) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ every step here, so that its meeting is in the figure. Moments of `des_loc` are 
 
 @dataclass(frozen=True)
 class Turn:
-    """One loop's turn on the main rank: seconds and bytes of one round, or of a local step."""
+    """Measurements of one loop's turn on the main rank: seconds and bytes of one round, or of a local step."""
 
     seconds: float
     exposed: float = 0.0
@@ -149,7 +149,7 @@ def recipe_of(task: Mapping[str, Any], overrides: Sequence[str]):
 
 
 def loops_of(task: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The overrides of each loop that takes turns for one method: local steps, then every wire."""
+    """Return the overrides of each loop that takes turns for one method: local steps, then one loop per wire format."""
     choice = CHOICES[task["choice"]]
     offloaded = ["sync.offload=true"] if task["offload"] else []
     wires = {
@@ -160,7 +160,7 @@ def loops_of(task: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any] | None:
-    """One method's turns on this rank. The main rank answers with them, by loop."""
+    """Run one method's turns on this rank. The main rank returns them by loop."""
     recipes = {name: recipe_of(task, overrides) for name, overrides in loops_of(task).items()}
     every = CHOICES[task["choice"]].every
     with opened(recipes[LOCAL], task["replicas"], task["shard"]) as (mesh, prepared, scratch):
@@ -184,12 +184,12 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def local_turn(trainer: Trainer, steps: int, mesh: Mesh) -> Turn:
-    """So many local steps."""
+    """Return the turn of `steps` local steps."""
     return Turn(timed(trainer.train_step, steps, mesh) / steps)
 
 
 def sync_turn(trainer: Trainer, every: int, rounds: int, mesh: Mesh) -> Turn:
-    """So many rounds of `every` steps, and an all-reduce that sends what one of them does."""
+    """Return the turn of `rounds` rounds of `every` steps, and time an all-reduce that sends as many bytes as one of them."""
     before = _counters(trainer)
     seconds = timed(trainer.train_step, every * rounds, mesh)
     exposed, waited, taken, sent = ((now - then) / rounds for now, then in zip(_counters(trainer), before, strict=True))
@@ -205,7 +205,7 @@ def _counters(trainer: Trainer) -> tuple[float, ...]:
 
 
 def _alone(mesh: Mesh, sent: float) -> float:
-    """Return the seconds of an all-reduce in which a rank sends so many bytes: none with one replica."""
+    """Return the seconds of an all-reduce in which a rank sends `sent` bytes, or 0 with one replica."""
     import torch
 
     if mesh.replicas == 1:
@@ -221,7 +221,7 @@ def _alone(mesh: Mesh, sent: float) -> float:
 
 
 def _copied(trainer: Trainer) -> float:
-    """Return the seconds in which this rank's parameters, anchor and momentum are copied once into memory that is there."""
+    """Return the seconds of one copy of this rank's parameters, anchor, momentum and rounding errors into allocated memory."""
     import torch
 
     from llmtrain.sync.anchors import flat_view
@@ -239,7 +239,7 @@ def _copied(trainer: Trainer) -> float:
 
 
 def rows_of(name: str, every: int, turns: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Row]:
-    """One method's rows, from its loops' turns."""
+    """Return one method's rows, from its loops' turns."""
     steps, rows = [turn["seconds"] for turn in turns[LOCAL]], []
     for wire, series in turns.items():
         if wire == LOCAL:
@@ -266,7 +266,7 @@ def rows_of(name: str, every: int, turns: Mapping[str, Sequence[Mapping[str, flo
 
 
 def main() -> None:
-    """Measure method after method, print, write."""
+    """Measure one method after another, print the table, and write the page if asked to."""
     arguments = parser(__doc__)
     arguments.add_argument("--methods", nargs="+", choices=CHOICES, default=list(CHOICES), metavar="METHOD")
     arguments.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), metavar="WIRE")
@@ -288,7 +288,7 @@ def main() -> None:
         for offload in (False, True) if options.offload else (False,):
             try:
                 found = ask(__file__, options.replicas * options.shard, {"choice": name, "offload": offload, **common})
-            except RowFailed as why:  # the other methods are worth having
+            except RowFailed as why:  # continue with the other methods
                 print(why)
                 continue
             rows += rows_of(f"{name}, offloaded" if offload else name, CHOICES[name].every, found["turns"])

@@ -1,4 +1,4 @@
-"""What the benchmarks share: one table for the terminal and for a page, what it takes to repeat it, and small runs."""
+"""Shared parts of the benchmarks: a table for terminal and page, a line that tells how to repeat it, and small runs."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ COMMON = (
     "eval.tokens=100_000",
     "eval.sample_prompt=null",
 )
-"""A recipe for GPUs becomes one for a few minutes on two cores."""
+"""Overrides that turn a recipe for GPUs into one for a few minutes on two cores."""
 WARMUP, EVERY = 50, 20
-"""Synchronous steps and local steps in a round, for the methods that have such."""
+"""Synchronous steps at the start, and local steps per round, for the methods that have them."""
 
 Row = tuple[str, ...]
 
 
 def parser(description: str) -> ArgumentParser:
-    """With the module's docstring as it is written, and `--write`."""
+    """Return a parser with the option `--write`, whose help shows the module's docstring as it is written."""
     made = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     made.add_argument("--write", action="store_true", help="also write to benchmarks/results/")
     return made
 
 
 def add_run_options(to: ArgumentParser) -> None:
-    """Which text small runs train on, and other keys for all of them."""
+    """Add the options that name the text of small runs, and further overrides for all of them."""
     to.add_argument("--source", help="data.source: a file or folder of text, TinyStories' train.txt for example")
     to.add_argument("--validation", help="data.validation: another one; without, held-out documents of --source")
     to.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="for all runs, laid over the rest")
 
 
 def run_overrides(options: Namespace) -> list[str]:
-    """What all runs of a benchmark have in common, the given text included."""
+    """Return the overrides that all runs of a benchmark have in common, those of the given text included."""
     data = [f"data.source={_relative(options.source)}"] if options.source else []
     if options.source or options.validation:
         data.append(f"data.validation={_relative(options.validation) if options.validation else 'null'}")
@@ -69,7 +69,7 @@ def run_overrides(options: Namespace) -> list[str]:
 
 
 def train(recipe: str, overrides: Sequence[str]) -> Path:
-    """The run directory of a recipe, trained now if it is not complete."""
+    """Train a recipe, unless its run is complete, and return the run directory."""
     from llmtrain.recipe_loader import load_recipe
 
     run = load_recipe(ROOT / recipe, overrides).run
@@ -78,18 +78,18 @@ def train(recipe: str, overrides: Sequence[str]) -> Path:
 
 
 def summary_of(run: Path) -> dict[str, Any]:
-    """A finished run's summary.json."""
+    """Return the content of a finished run's summary.json."""
     return json.loads((run / "summary.json").read_text())
 
 
 def metrics_of(run: Path, tag: str) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl that have `tag`."""
+    """Return the lines of a run's metrics.jsonl that have a value for `tag`."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line.get(tag) is not None]
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Row], words: int = 1) -> None:
-    """Print one table; the first `words` columns are words, the others numbers."""
+    """Print one table. The first `words` columns are left-justified as words, the others right-justified as numbers."""
     from rich.console import Console
     from rich.table import Table
 
@@ -102,7 +102,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Row], words: int = 1
 
 
 def lowest_in_bold(rows: Sequence[Row], column: int) -> list[Row]:
-    """Rows in which the lowest number of a column is bold, for Markdown."""
+    """Return the rows with the lowest number of a column in bold, in Markdown."""
     lowest = min((float(row[column]) for row in rows), default=math.nan)
     return [
         tuple(f"**{cell}**" if i == column and float(cell) == lowest else cell for i, cell in enumerate(row))
@@ -111,13 +111,13 @@ def lowest_in_bold(rows: Sequence[Row], column: int) -> list[Row]:
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Row], words: int = 1) -> str:
-    """The same table in Markdown."""
+    """Return the table that `show` prints, in Markdown."""
     sides = ["---" if index < words else "---:" for index in range(len(columns))]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, sides, *rows))
 
 
 def provenance() -> str:
-    """What was run, at which commit, with which versions, on what: one line of a page."""
+    """Return one line of a page with the command, the commit, the versions and the machine."""
     command = " ".join(["python", _relative(sys.argv[0]), *map(_portable, sys.argv[1:])])
     versions = [f"Python {platform.python_version()}"]
     versions += [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
@@ -126,8 +126,8 @@ def provenance() -> str:
 
 
 def commit(tree: Path = ROOT) -> str:
-    """Return the commit that is checked out, by $LLMTRAIN_COMMIT for this tree or git, or `unknown`. It is `-dirty` if anything
-    but results has changed since."""
+    """Return the commit of a checkout: $LLMTRAIN_COMMIT for this one, or else git's, or `unknown`. It ends in `-dirty` if a
+    tracked file has changed since, other than results."""
     if tree == ROOT and (given := os.environ.get(COMMIT)):
         return given
 
@@ -142,15 +142,15 @@ def commit(tree: Path = ROOT) -> str:
 
 
 def write_page(folder: Path, title: str, paragraphs: Sequence[str]) -> None:
-    """README.md of a new results folder, in the place of the one before."""
-    made_by = provenance()  # as long as the tree is as it was
+    """Write the README.md of a new results folder, which replaces the old one."""
+    made_by = provenance()  # before a changed file makes the commit -dirty
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "README.md").write_text("\n\n".join([f"# {title}", made_by, *paragraphs]) + "\n")
 
 
 def keep_runs(runs: Mapping[str, Path], folder: Path) -> None:
-    """Write runs.tar.xz: what the numbers of runs can be checked against, in a folder per run."""
+    """Write runs.tar.xz with the files by which the numbers of the runs can be checked, in a folder per run."""
 
     def without_origin(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         return entry.replace(mtime=0, mode=0o644, uid=0, gid=0, uname="", gname="", deep=False)
@@ -167,5 +167,6 @@ def _portable(word: str) -> str:
 
 
 def _relative(text: str) -> str:
-    """A file or folder as seen from the repository, where runs start: pages name no folder of this machine."""
+    """Return the path of a file or folder relative to the repository, where runs start, so that pages name no folder of this
+    machine. Other text is returned unchanged."""
     return os.path.relpath(text, ROOT) if os.path.exists(text) else text

@@ -67,7 +67,7 @@ SIZES = {
 }
 """Llamas with their sequences and micro-batches; the last has the layers of a model of 7 B parameters, but four of them."""
 TINY = _llama(32, 64, 2, 2, 2048, 32, 2)
-"""Trained first on a CPU, so that what is loaded once is there when memory is measured."""
+"""Tiny model that is trained first on a CPU, so that code that is loaded only once does not count in the measured memory."""
 CHECKPOINTING = {"no": "false", "yes": "true", "selective": "selective"}
 COLUMNS = (
     "model",
@@ -86,7 +86,7 @@ COLUMNS = (
 )
 WORDS = 3
 OTHERS = (BARE, TITAN, TITAN_MODEL, FLOAT8, GATHERED)
-"""Nothing is predicted for these."""
+"""Engines for which nothing is predicted."""
 NOTES = """\
 One replica, so that a step is a local one. *With*: `parallel.compile` and `parallel.activation_checkpointing`
 (`true` or `selective`). *Tokens/s*: of all ranks, the median over the turns. *Of bare*: relative to a hand-written FSDP2 loop over
@@ -110,7 +110,7 @@ touched."""
 
 
 def recipe_of(task: Mapping[str, Any], model: Sequence[str]) -> Recipe:
-    """The recipe of one row, with this model."""
+    """Return the recipe of one row, with the overrides of its model."""
     from llmtrain.recipe_loader import load_recipe
 
     micro_batch = int(model[-1].partition("=")[2])
@@ -133,7 +133,7 @@ def recipe_of(task: Mapping[str, Any], model: Sequence[str]) -> Recipe:
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any] | None:
-    """Return one row's figures on this rank. The main rank answers. With `quick`, the peak is not counted on a CPU."""
+    """Return one row's figures on the main rank, and None on others. With `quick`, the peak is not counted on a CPU."""
     from llmtrain.plan.memory import estimate
     from llmtrain.plan.model_size import size_of
     from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
@@ -188,7 +188,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
 def step_of(
     engine: str, recipe: Recipe, mesh: Mesh, prepared: TokenDataset, scratch: str, name: str
 ) -> Callable[[], object]:
-    """One step of a loop built now."""
+    """Build the loop of an engine, and return a function that takes one step of it."""
     if engine not in OTHERS:
         return build(recipe, mesh, prepared, scratch, name).train_step
     from llmtrain.data.loader import Loader, PrefetchLoader
@@ -217,7 +217,7 @@ def step_of(
 
 
 def is_possible(task: Mapping[str, Any]) -> bool:
-    """Return whether the recipe checks let it pass."""
+    """Return whether a row can be measured: the recipe checks accept its recipe."""
     from llmtrain.errors import RecipeError
     from llmtrain.recipe_check import check
 
@@ -231,7 +231,7 @@ def is_possible(task: Mapping[str, Any]) -> bool:
 
 
 def row(task: Mapping[str, Any], found: Mapping[str, Any], bare: Mapping[str, Any] | None) -> Row:
-    """A line of the table; `bare` is the bare loop's answer to the same task."""
+    """Return a row of the table. `bare` is the bare loop's answer to the same task."""
     rates = [found["tokens"] / seconds for seconds in found["seconds"]]
     low, rate, high = quartiles(rates)
     peak = found["peak_flops"]
@@ -254,7 +254,7 @@ def row(task: Mapping[str, Any], found: Mapping[str, Any], bare: Mapping[str, An
 
 
 def failed_row(task: Mapping[str, Any], why: RowFailed) -> Row:
-    """Return the line of a row without figures: the reason stands in the place of the first."""
+    """Return a row without figures, in which the reason takes the place of the first figure."""
     return (task["size"], task["engine"], _with(task), str(why), *[""] * (len(COLUMNS) - 4))
 
 
@@ -264,7 +264,7 @@ def _with(task: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure row after row, print, write."""
+    """Measure one row after another, print the table, and write the page if asked to."""
     arguments = parser(__doc__)
     arguments.add_argument("--sizes", nargs="+", choices=SIZES, metavar="SIZE", help=f"of {', '.join(SIZES)}")
     titans = [*([TITAN] if is_installed() else []), *([TITAN_MODEL] if has_titan_model() else [])]
@@ -297,7 +297,7 @@ def main() -> None:
                 variables = {"TORCHINDUCTOR_CACHE_DIR": cache, "KINETO_LOG_LEVEL": "5"}
                 try:
                     found = ask(__file__, options.shard, task, variables)
-                except RowFailed as why:  # the other rows are worth having
+                except RowFailed as why:  # continue with the other rows
                     rows.append(failed_row(task, why))
                     continue
             rows.append(row(task, found, bare))

@@ -1,8 +1,8 @@
 """A training step of torchtitan (https://github.com/pytorch/torchtitan, 0.3) on the model and batches of one of our recipes.
 
-Its own Trainer, model, loss and optimizer, as they come; only the batches and the mesh's process group are ours. It is made
-for GPUs. On a CPU, where FlexAttention can't train, its attention is its other one (scaled_dot_product_attention) and two of
-its GPU monitors read nothing.
+Trainer, model, loss and optimizer are torchtitan's own, unchanged; only the batches and the mesh's process group are ours.
+torchtitan is made for GPUs. On a CPU, FlexAttention can't train, so its other attention (scaled_dot_product_attention) is
+used, and two of its GPU monitors read nothing.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ def release() -> str:
 
 
 def is_installed() -> bool:
-    """Return whether its row can be measured: of earlier releases only the model can (`titan_model.py`)."""
+    """Return whether a release is installed whose trainer can be measured. Of earlier releases, only the model can
+    (`titan_model.py`)."""
     return bool(release()) and not release().startswith("0.2")
 
 
 def titan_loop(recipe: Recipe, vocab_size: int, batches: Callable[[], Sequence[torch.Tensor]]) -> Callable[[], None]:
-    """One step of its trainer, which takes over the process group that is there: one replica, sharded over all ranks."""
+    """Return a function that takes one step of torchtitan's trainer: one replica, sharded over all ranks. The trainer uses the
+    process group that is open."""
     if not on_gpu():
         _without_a_gpu()
     import torch
@@ -58,7 +60,7 @@ def titan_loop(recipe: Recipe, vocab_size: int, batches: Callable[[], Sequence[t
     length = recipe.train.sequence_length
 
     class OurTokenizer(BaseTokenizer):
-        """None is needed: batches are tokens."""
+        """Tokenizer that is never used, because the batches are tokens already."""
 
         @dataclass(kw_only=True, slots=True)
         class Config(BaseTokenizer.Config):
@@ -130,7 +132,7 @@ def titan_loop(recipe: Recipe, vocab_size: int, batches: Callable[[], Sequence[t
 
 
 def _model(recipe: Recipe, vocab_size: int) -> object:
-    """The specification of torchtitan's Llama 3 in the sizes of the recipe's Llama."""
+    """Return the specification of torchtitan's Llama 3 in the sizes of the recipe's Llama."""
     from torch import nn
     from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -184,7 +186,7 @@ def _model(recipe: Recipe, vocab_size: int) -> object:
 
 
 def _without_a_gpu() -> None:
-    """Let its modules take the CPU for a device, before any of them is imported."""
+    """Make torchtitan's modules accept the CPU as a device. This must precede the import of any of them."""
     import torch
     import torchtitan.tools.utils as tools
 

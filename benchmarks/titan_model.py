@@ -36,7 +36,8 @@ def is_installed() -> bool:
 def titan_model_loop(
     recipe: Recipe, mesh: Mesh, vocab_size: int, batches: Callable[[], Sequence[torch.Tensor]]
 ) -> Callable[[], None]:
-    """Return one training step of its model in the sizes of the recipe's Llama, sharded over all ranks."""
+    """Return a function that takes one training step of the model in the sizes of the recipe's Llama, sharded over all
+    ranks."""
     import torch
     import torch.nn.functional as F
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -91,7 +92,7 @@ def titan_model_loop(
 
 
 def _model_classes() -> tuple[Any, Any]:
-    """Return its Transformer and TransformerModelArgs."""
+    """Return torchtitan's classes Transformer and TransformerModelArgs."""
     if f"{MODULE}.{FILES}.model" not in sys.modules:
         _replace_packages()
     classes = importlib.import_module(f"{MODULE}.{FILES}.model")
@@ -99,7 +100,8 @@ def _model_classes() -> tuple[Any, Any]:
 
 
 def _replace_packages() -> None:
-    """Define the packages around its files as empty ones, and the modules that import much as the names they are asked for."""
+    """Replace the packages around torchtitan's model files by empty ones, and modules that import many others by stand-ins with
+    only the names that these files need."""
     from torch import nn
 
     folder = Path(importlib.util.find_spec(MODULE).origin).parent

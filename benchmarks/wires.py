@@ -42,7 +42,7 @@ WIRES = {
     "fp4": ["sync.wire.kind=fp4"],
     "2bit+feedback": ["sync.wire.kind=2bit", "sync.wire.error_feedback=true"],
 }
-"""What each adds to the recipe."""
+"""Overrides of each wire format, added to the recipe."""
 BYTES = {
     "fp32": 4,
     "bf16": 2,
@@ -51,7 +51,7 @@ BYTES = {
     "fp4": 1 / 2 + 4 / 128,
     "2bit": 1 / 4 + 4 / 128,
 }
-"""Of one value, its share of a block's scale included."""
+"""Bytes per value of each wire format, the value's share of a block's scale included."""
 COLUMNS = ("wire", "validation loss", "difference to fp32", "bytes per round and rank", "theory", "off by", "rounds")
 LOSS = COLUMNS.index("validation loss")
 NOTES = """\
@@ -63,19 +63,20 @@ of two seeds say nothing about a wire."""
 
 
 def bytes_per_round(run: Path) -> float:
-    """What a rank sent in a mean round: all after the last line without a round, which has the synchronous steps."""
+    """Return the mean bytes that a replica sent per round. The synchronous steps, up to the last line before the first
+    synchronization, do not count."""
     lines = metrics_of(run, "comm/bytes_total")
     before = [line["comm/bytes_total"] for line in lines if line["sync/count"] == 0][-1]
     return (lines[-1]["comm/bytes_total"] - before) / lines[-1]["sync/count"] / summary_of(run)["replicas"]
 
 
 def theory(parameters: int, replicas: int, kind: str) -> float:
-    """Bytes of a ring's two passes."""
+    """Return the bytes that a rank sends in the two passes of a ring all-reduce."""
     return 2 * (replicas - 1) / replicas * parameters * BYTES[kind]
 
 
 def parameters_of(run: Path) -> int:
-    """Of the model that a run trained."""
+    """Return the number of parameters of the model that a run has trained."""
     from llmtrain.model import build, count_parameters, model_config
     from llmtrain.recipe_loader import load_recipe
     from llmtrain.train.run import prepare_for
@@ -87,7 +88,7 @@ def parameters_of(run: Path) -> int:
 
 
 def row(wire: str, run: Path, parameters: int, fp32_loss: float) -> Row:
-    """A run's line of the table."""
+    """Return a run's row of the table."""
     summary, sent = summary_of(run), bytes_per_round(run)
     expected = theory(parameters, summary["replicas"], wire.partition("+")[0])
     return (
@@ -102,14 +103,14 @@ def row(wire: str, run: Path, parameters: int, fp32_loss: float) -> Row:
 
 
 def write(rows: Sequence[Row], runs: Mapping[str, Path]) -> None:
-    """Table and logs, with what is needed to repeat them."""
+    """Write the page with the table, and keep the runs' logs to check the numbers against."""
     folder = RESULTS / "wires"
     write_page(folder, "DiLoCo on every wire", [markdown(COLUMNS, lowest_in_bold(rows, LOSS)), NOTES])
     keep_runs(runs, folder)
 
 
 def main() -> None:
-    """Train, print, write."""
+    """Train with every wire format, print the table, and write the page if asked to."""
     arguments = parser(__doc__)
     add_run_options(arguments)
     arguments.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), metavar="WIRE")

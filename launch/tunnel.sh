@@ -5,8 +5,9 @@
 # The first host gets the address 10.98.0.1, the second 10.98.0.2, and so on; `up` prints how to start a run on them. Each
 # needs WireGuard (Debian and Ubuntu: apt install wireguard-tools, and wireguard-go if the kernel has no WireGuard), root by
 # ssh or sudo without a password, and its UDP port 51820 open to the others. user@HOST=ADDRESS gives the address at which the
-# other hosts reach a host, where it is not HOST; an empty one (user@HOST=) means that they don't, because it is behind NAT.
-# Private keys are made on the hosts and never leave them. The network stays until `down` or a reboot.
+# other hosts reach a host, if it is not HOST. With an empty address (user@HOST=), the other hosts do not try to reach the host
+# and wait for its packets, as they must if it is behind NAT. Private keys are made on the hosts and never leave them. The
+# network stays until `down` or a reboot.
 set -euo pipefail
 
 net=${TUNNEL_NET:-10.98.0} port=${TUNNEL_PORT:-51820} wait_seconds=${TUNNEL_WAIT:-20}
@@ -21,7 +22,8 @@ fi
 
 hosts=("$@")
 
-# Run a script on a host as root, its standard input after the script's first line; words after it are its arguments.
+# Run the bash script $2 on the host $1 as root. Further words are the script's arguments, from its $1 on, and it reads this
+# function's standard input.
 on() {
   local host=${1%%=*} program=$2
   shift 2
@@ -51,7 +53,7 @@ stop_network() {
   on "$1" 'wg-quick down "$1" > /dev/null 2>&1; rm -f "/etc/wireguard/$1.conf" "/etc/wireguard/$1.key"' "$card" < /dev/null
 }
 
-# The numbers of the peers from which a host has not heard, once it has heard from all or has waited long enough.
+# Wait until a host has heard from all peers, for at most $wait_seconds. Print the numbers of those from which it has not.
 unheard() {
   on "$1" '
     for _ in $(seq "$2"); do
@@ -62,7 +64,7 @@ unheard() {
     wg show "$1" allowed-ips | grep -F "$late" | sed "s/.*[.]//; s,/32,,"' "$card" "$wait_seconds" < /dev/null
 }
 
-# The address at which other hosts reach a host; nothing if they do not.
+# Print the address at which other hosts reach a host, or an empty line if they can't reach it.
 endpoint() {
   local address=${1##*@}
   case "$1" in *=*) address=${1#*=} ;; esac
@@ -90,7 +92,7 @@ for mine in "${!hosts[@]}"; do
       printf '\n[Peer]\nPublicKey = %s\nAllowedIPs = %s.%d/32\n' "${keys[other]}" "$net" $((other + 1))
       address=$(endpoint "${hosts[other]}")
       [ -z "$address" ] || printf 'Endpoint = %s:%s\n' "$address" "$port"
-      printf 'PersistentKeepalive = 25\n' # opens a firewall or NAT for the answers, and tells that the peer is there
+      printf 'PersistentKeepalive = 25\n' # keeps a firewall or NAT open for answers, and makes every peer be heard from
     done
   } | start_network "${hosts[mine]}"
 done

@@ -12,20 +12,20 @@ from llmtrain.recipe_files import recipe_names
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Return the package's recipes that begin so. Without one, the shell completes paths."""
+    """Return the names of the package's recipes that begin with `incomplete`. If there is none, the shell completes paths."""
     return [name for name in recipe_names() if name.startswith(incomplete)]
 
 
 def complete_section(incomplete: str) -> list[str]:
-    """Return the sections of a recipe that begin so."""
+    """Return the sections of a recipe whose names begin with `incomplete`."""
     from llmtrain.recipe_keys import sections
 
     return [name for name in sections() if name.startswith(incomplete)]
 
 
 def complete_override(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the keys `a.b=` that begin so, or, once one is left, it with each of its words, or with its default, as
-    `a.b=c`. bash has cut the words at `=`, so that it gets the values alone."""
+    """Return the recipe keys that begin with `incomplete`, as `a.b=`. If only one is left, return it with each word that it
+    takes, or with its default, as `a.b=c`. bash cuts words at `=`, so for bash the values are returned alone."""
     before = list(context.params.get("overrides") or ())
     if before[-1:] == ["="]:  # bash, with a part of the value
         return [value for value in _values().get(before[-2], ()) if value.startswith(incomplete)]
@@ -38,14 +38,14 @@ def complete_override(context: typer.Context, incomplete: str) -> list[str]:
     if len(keys) != 1:
         return [f"{key}=" for key in keys]
     values = _values()[keys[0]]
-    # Of several words, a shell inserts what they have in common, and no space after it.
+    # If there are several words, a shell inserts their common beginning, and no space after it.
     return [f"{keys[0]}={value}" for value in (values if len(values) > 1 else ("", *values))]
 
 
 @cache
 def _values() -> dict[str, tuple[str, ...]]:
-    """Return the words that each key takes, or else its default, if that is a single word. Keys of the items of a list
-    can't be set one by one, and are left out."""
+    """Return, for each key, the words that it takes, or its default if it takes none and the default is a single word. Keys
+    of the items of a list can't be set one by one, and are left out."""
     from llmtrain.recipe_keys import key_groups, sections
     from llmtrain.sync.methods import METHODS
 
@@ -67,4 +67,4 @@ Overrides = Annotated[
         metavar="KEY=VALUE", help="Keys of the recipe to change: optim.lr=1e-3", autocompletion=complete_override
     ),
 ]
-"""Argument of a command that takes a recipe, for all that follows it."""
+"""Argument for the overrides that follow the recipe in a command."""

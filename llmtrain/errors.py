@@ -62,7 +62,7 @@ def one_line(error: BaseException) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Return what a JSON value is, as a user would say it."""
+    """Return the kind of a JSON value, in words for a user."""
     kinds = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
     return kinds.get(type(value), "an object")
 
@@ -73,7 +73,8 @@ def first_line(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return why a file can't be used, in one line. An interpreter's own message would say nothing about the file."""
+    """Return one line that says why a file can't be used. For errors such as a TypeError, it does not contain Python's own
+    message, which says nothing about the file."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, AttributeError | TypeError | LookupError):
@@ -83,8 +84,8 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Turn a panic of a library written in Rust into a ValueError. It is a BaseException of a class that can't be imported,
-    so that `except Exception` misses it."""
+    """Turn a panic of a library written in Rust into a ValueError. A panic is a BaseException, which `except Exception` does
+    not catch, and its class can't be imported."""
     try:
         yield
     except BaseException as error:
@@ -129,8 +130,8 @@ def _leave(code: int) -> NoReturn:
 def is_local_rank_zero() -> bool:
     """Return whether this is the first rank of its host, according to every launcher involved in starting it.
 
-    A process whose variables describe no rank among others counts as first, because the error is probably about them, or
-    the process is alone.
+    A process whose variables do not describe a rank among others counts as the first one: either the error is about these
+    variables, or the process is alone.
     """
     for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
         rank, size, on_host = (os.environ.get(name, "") for name in names)

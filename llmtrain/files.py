@@ -13,8 +13,8 @@ import yaml
 from llmtrain.errors import ResultsError, UserError, first_line
 
 LONGEST_NAME, LONGEST_PATH = 230, 3800
-"""Maximum lengths of a name and of a path that a user gives, in bytes. File systems take 255 and 4,095; the rest is for
-what is appended, such as the ending of a temporary file."""
+"""Maximum lengths of a name and of a path that a user gives, in bytes. File systems take 255 and 4,095. The difference leaves
+room for appended parts, such as the ending of a temporary file."""
 
 
 def is_too_long(path: str | Path) -> bool:
@@ -34,7 +34,7 @@ def check_path(path: str | Path) -> None:
         os.stat(path)
     except PermissionError as error:
         raise UserError(f"{path} can't be looked up ({error.strerror}); choose another path, or allow it") from None
-    except (OSError, ValueError):  # what is missing is for the command to refuse or to make
+    except (OSError, ValueError):  # the command itself refuses or creates a path that does not exist
         return
 
 
@@ -85,7 +85,8 @@ def atomic_write(path: Path, text: str) -> None:
 
 
 LOCK_HOLDER = ".lock.holder"
-"""File beside a folder's `.lock` that names the process which locked it last. (Opening the lock again empties it.)"""
+"""File in a locked folder that names the last process that locked it. `.lock` can't hold the name, because opening it empties
+it."""
 
 
 def write_lock_holder(folder: Path) -> None:
@@ -102,7 +103,8 @@ def lock_holder(folder: Path) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a metrics.jsonl, or of a trace. Lines that a crash truncated or a disk corrupted are left out."""
+    """Return the complete lines of a metrics.jsonl, or of a trace. Lines without a step, and lines that a crash has truncated
+    or a disk has corrupted, are left out."""
     lines = []
     for text in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
@@ -119,11 +121,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 NUMBERS = ("loss", "seconds", "steps", "sent")
-"""Endings of the keys of a summary.json that have numbers."""
+"""Endings of those keys of a summary.json whose values are numbers."""
 
 
 def text_for_number(summary: dict[str, Any]) -> str | None:
-    """Return `key=value` for the first value of a summary.json that is no number and should be one, or None."""
+    """Return `key=value` for the first value of a summary.json that should be a number and is not, or None."""
     wrong = (key for key, value in summary.items() if key.endswith(NUMBERS) and isinstance(value, str | list | dict))
     return next((f"{key}={summary[key]!r}" for key in wrong), None)
 

@@ -1,4 +1,4 @@
-"""Checks of a recipe that ask this machine for a device or a package. Only a start here makes them."""
+"""Checks of a recipe that depend on the devices and packages of this machine. Only a start on this machine makes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from llmtrain.errors import RecipeError
 
 
 def check_machine(recipe: Recipe) -> None:
-    """Raise RecipeError if this machine lacks what the recipe names: GPUs for NCCL with a network for each group, or wandb."""
+    """Raise RecipeError if the recipe needs NCCL and this machine has no GPU, if NCCL would need two networks in one process,
+    or if the recipe needs wandb and it is not installed."""
     if not recipe.parallel.in_process:
         _check_backend(recipe.parallel)
     _check_log(recipe)

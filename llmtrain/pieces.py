@@ -1,7 +1,7 @@
 """Pieces of long tensors that stay in a processor's cache while several operations work on them.
 
-An operation of torch reads and writes its whole tensors. On a CPU, a sequence of operations on a long tensor therefore
-moves it to and from memory once per operation. Carried out piece by piece, the sequence moves it once.
+An operation of torch reads and writes complete tensors. On a CPU, a sequence of operations on a long tensor therefore
+moves the tensor to and from memory once per operation. Carried out piece by piece, the sequence moves it only once.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 import torch
 
 PIECE_VALUES = 2**17
-"""Values of one tensor in a piece, per thread: few enough for a cache, many enough to repay the calls."""
+"""Values of one tensor in a piece, per thread: few enough to fit in a cache, and many enough that the calls cost little."""
 
 
 def pieces(*tensors: torch.Tensor, values: int = PIECE_VALUES) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield the same rows of all tensors, in turn: views, with about `values` values of the first tensor per thread.
+    """Yield views of the same rows of all tensors, piece by piece, with about `values` values of the first tensor per thread.
 
-    The tensors have equal numbers of rows (dimension 0). On a GPU, all rows are one piece, because every operation there
-    has a cost of its own that a short one does not repay.
+    The tensors must have equal numbers of rows (dimension 0). On a GPU, all rows are one piece, because starting an
+    operation has a cost there that is too high for short pieces.
     """
     first = tensors[0]
     values *= torch.get_num_threads()
@@ -31,6 +31,6 @@ def pieces(*tensors: torch.Tensor, values: int = PIECE_VALUES) -> Iterator[tuple
 
 def exact_norms(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the L2 norms of a flat tensor's pieces, float64 scalars, computed in float64."""
-    # torch makes a copy in float64, for which the pieces of other operations are too long.
+    # torch makes a copy in float64, with which pieces of the usual length would not fit in the cache.
     parts = pieces(tensor, values=PIECE_VALUES // 4)
     return [torch.linalg.vector_norm(part, dtype=torch.float64) for (part,) in parts]

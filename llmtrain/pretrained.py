@@ -92,7 +92,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _state_of(checkpoint: Path) -> dict[str, Any]:
-    """Return state.json without a check of its digest, which the reader of the weights makes."""
+    """Return the content of state.json. Its digest is not checked here, but when the weights are read."""
     try:
         state = json.loads((checkpoint / STATE).read_text())
     except (OSError, ValueError) as error:
@@ -109,7 +109,7 @@ def _of_hub(name: str, download: bool) -> Path | None:
         if (folder / CONFIG).is_file() and weight_files(folder):
             return folder
     except (HFValidationError, LocalEntryNotFoundError, OSError, ModelError):
-        pass  # not there, or not complete
+        pass  # not downloaded yet, or not completely
     require(name, "model", key=KEY, instead=EXPECTED)
     if not download:
         return None
@@ -122,7 +122,8 @@ def _of_hub(name: str, download: bool) -> Path | None:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the names of a transformers folder's safetensors files. Raises ModelError if they are not complete, or pickled."""
+    """Return the names of a transformers folder's safetensors files. Raises ModelError if one is missing, or if the folder has
+    only pickled weights or none."""
     if (folder / SINGLE).is_file():
         return [SINGLE]
     if (folder / INDEX).is_file():
@@ -176,8 +177,9 @@ def _read_config(folder: str | Path, name: str) -> PretrainedConfig:
 def with_architecture(recipe: Recipe, run: Path) -> Recipe:
     """Return the recipe with the architecture of its weights, if it gives weights and no architecture.
 
-    The recipe in the run directory `run` has it since the first start, so that the weights may be gone when the run
-    continues. Raises UserError if there is no such directory and the weights' configuration can't be read.
+    From the first start on, the recipe in the run directory `run` has the architecture, so that the weights need not exist
+    any more when the run continues. Raises UserError if there is no such directory and the weights' configuration can't be
+    read.
     """
     section = recipe.model
     if section.from_weights is None or section.config or section.from_config is not None:
@@ -208,7 +210,7 @@ def _architecture_of(name: str) -> ModelSection:
     if weights is not None and weights.is_checkpoint:
         section = _section_of(weights.folder)
         if section.from_config is None and "vocab_size" not in section.config:
-            keys.pop("vocab_size", None)  # the tokenizer's
+            keys.pop("vocab_size", None)  # left to the tokenizer
     return ModelSection(type=config.model_type, config=json.loads(json.dumps(keys)), from_weights=name)
 
 
@@ -231,7 +233,8 @@ def check_architecture(
             f"{KEY}: {weights.name} is a {there.model_type} model, but the recipe's is {here.model_type}; {remedy}"
         )
     mine, theirs = architecture_keys(here), architecture_keys(there)
-    # In the order of the config, in which sizes come before what follows from them. Another vocabulary is less of a difference.
+    # In the order of the config, where sizes come before the keys that follow from them. The vocabulary comes last, because
+    # models that differ in other keys, too, are even less alike.
     for key in sorted({**theirs, **mine}, key=lambda key: key == "vocab_size"):
         if any(part in key for part in NOT_COMPARED) or mine.get(key) == theirs.get(key):
             continue

@@ -1,7 +1,7 @@
 """Checks of combinations of recipe keys. Combinations that can't run are refused, with the reason.
 
 `check` needs no process group, no data and no GPU, so `recipe check --processes N` gives the same result on a laptop and a
-cluster. `check_machine` of machine_check.py asks the machine of a start.
+cluster. `check_machine` (machine_check.py) makes the checks that depend on the machine of a start.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ DEEPSPEED_EQUIVALENTS = {
 """Recipe keys that replace keys of DeepSpeed's configuration, by DeepSpeed's key."""
 
 MOST_STEPS = 10**8
-"""Upper limit of a run's length: more than any run takes, few enough for whoever goes through all of them."""
+"""Upper limit of a run's number of steps: more than any run takes, and few enough for a loop over all of them."""
 
 
 def check(recipe: Recipe, world_size: int | None) -> None:
     """Raise RecipeError for the first impossible combination, or another UserError for an invalid model, tokenizer
     name or suite.
 
-    `world_size` is the number of processes, which is 1 with `parallel.in_process`. With None, the checks that need it are skipped.
+    `world_size` is the number of processes, which is 1 with `parallel.in_process`. If it is None, the checks that need it are
+    skipped.
     """
     if recipe.parallel.in_process:
         _check_in_process(recipe, world_size)

@@ -30,15 +30,16 @@ def find_recipe(given: Path) -> Path:
 
 
 def usable_paths(given: T) -> T:
-    """Return the value of an argument or option for paths, none or one or several, as it was given. Raises UserError if
-    one is too long for a file system, or leads through a folder that may not be read."""
+    """Return the value of an argument or option for paths unchanged, after checking the paths in it: none, one or several.
+    Raises UserError if one is too long for a file system, or leads through a folder that may not be read."""
     for path in [given] if isinstance(given, str | Path) else given or ():
         check_path(path)
     return given
 
 
 def usable_arguments(arguments: list[str]) -> list[str]:
-    """Do the same for arguments that are paths, except for `key=value` after the first one."""
+    """Return `arguments` unchanged, after checking those that are paths as `usable_paths` does: the first one, and later ones
+    that are not `key=value`."""
     usable_paths([argument for number, argument in enumerate(arguments) if not number or "=" not in argument])
     return arguments
 

@@ -220,7 +220,8 @@ def _on_preset(layers: list[Overlay]) -> list[Overlay]:
 
 
 def _for_method(data: dict[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a layer without the keys that no longer apply when a layer above names the method with this preset."""
+    """Return a layer's data without the keys that were chosen for another method, because a layer above it names the method
+    with this preset."""
     sync = data.get("sync")
     if not isinstance(sync, dict):
         return data

@@ -46,7 +46,7 @@ def _kinds_of(section: dict[str, Any]) -> list[str]:
 
 
 def _without_requirements(schema: Any) -> Any:
-    """Return the schema with nothing required, and any instead of exactly one of several kinds."""
+    """Return the schema without required keys, and with `anyOf` in place of `oneOf`."""
     if isinstance(schema, list):
         return [_without_requirements(item) for item in schema]
     if not isinstance(schema, dict):

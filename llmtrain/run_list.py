@@ -32,14 +32,14 @@ STATES = {"done": "done", "signal": "stopped"}
 """State by the word in summary.json; another word, or no summary, means that the run failed."""
 STYLES = {"done": "green", "running": "cyan", "stopped": "yellow", "failed": "red"}
 KINDS = {"method": str, "steps": int, "stopped": str}
-"""Kinds of the values that are shown of a summary.json. A value of another kind is passed over."""
+"""Types of the values of a summary.json that are shown. A value of another type is ignored."""
 WIDTH = 1000
 """Columns if the output is not a terminal, so that no cell is cut."""
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run, as far as its files tell."""
+    """Facts about a run, read from its files."""
 
     name: str
     """Path below the listed folder."""
@@ -49,7 +49,7 @@ class RunRow:
     total_steps: int | None
     train_loss: float | None
     validation_loss: float | None
-    """Last one."""
+    """Last validation loss."""
     validation_step: int | None
     """Step at which `validation_loss` was measured, which may be far before the last step of a run that was stopped."""
     best_loss: float | None
@@ -160,7 +160,8 @@ def loss_in_words(loss: float | None, step: int | None = None) -> str:
 
 
 def run_directories(folder: Path) -> Iterator[Path]:
-    """Yield the folders that hold a run's recipe, without looking into these. Folders that may not be read are left out."""
+    """Yield the folders that hold a run's recipe. Folders inside such a folder, and folders that may not be read, are left
+    out."""
     for path, below, files in os.walk(folder):
         if RECIPE in files:
             yield Path(path)
@@ -173,8 +174,8 @@ def name_below(folder: Path, path: Path) -> str:
 
 
 def _last_values(path: Path, tags: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the last number of each tag in a metrics.jsonl, as far as it has one, and the steps of these numbers.
-    Damaged lines are passed over."""
+    """Return (last finite number, its step) of each tag in a metrics.jsonl, as two mappings by tag. Tags without a number and
+    damaged lines are left out."""
     found: dict[str, float] = {}
     steps: dict[str, int] = {}
     try:
@@ -210,10 +211,10 @@ def _summary(path: Path) -> dict[str, Any]:
 
 
 def is_locked(run: Path) -> bool:
-    """Return whether a process works in a run directory, by its lock, which stays unchanged."""
+    """Return whether a process works in a run directory, judged by the directory's lock, which is not changed."""
     try:
         with (run / LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file is closed
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
     except BlockingIOError:
         return True
     except OSError:  # no lock, or a file system without locks

@@ -15,9 +15,9 @@ Lines = Sequence[Mapping[str, Any]]
 Round = tuple[int, float]
 """Number of a round, from 1, and the tokens of all replicas at its end."""
 MAX_MARKS = 30
-"""Maximum number of synchronizations that are marked one by one. Of more, every second, fifth, tenth, ... is marked."""
+"""Maximum number of marked synchronizations. If there are more, only every second, fifth, tenth, ... is marked."""
 MARKERS_UP_TO = 20
-"""Number of points up to which a curve shows each of them."""
+"""Maximum number of points for which a curve shows each point with a marker."""
 TOKENS = "tokens of all replicas"
 DPI = 130
 
@@ -80,9 +80,9 @@ def draw_runs(runs: Mapping[str, Lines], target: Path, tag: str, unit: str, note
 
 
 def ends_of_rounds(lines: Lines) -> list[Round]:
-    """Return the rounds that have ended. A line in round 3 that follows one in round 2 means that round 2 ended at the
-    earlier one: this is exact if lines are written at ends of rounds. If several rounds end between two lines, they
-    are spread evenly. The last round ends with the run."""
+    """Return the rounds that have ended. If a line in round 2 is followed by a line in round 3, round 2 is taken to end at the
+    earlier line, which is exact if lines are written at the ends of rounds. If several rounds end between two lines, their
+    ends are spread evenly between the lines. The last round ends with the run."""
     marked = [line for line in lines if line.get("sync/round") is not None]
     ends: list[Round] = []
     for earlier, later in itertools.pairwise(marked):
@@ -104,7 +104,7 @@ def end_of_warmup(lines: Lines) -> float:
 
 
 def stride_of_marks(rounds: int) -> int:
-    """Return n such that marking every n-th of so many rounds gives at most MAX_MARKS marks: 1, 2, 5, 10, 20, 50, ..."""
+    """Return the smallest n of 1, 2, 5, 10, 20, 50, ... for which every n-th of `rounds` rounds is at most MAX_MARKS marks."""
     fits = (n * 10**power for power in range(20) for n in (1, 2, 5) if rounds <= MAX_MARKS * n * 10**power)
     return next(fits)
 

@@ -73,7 +73,7 @@ def seconds_since_command() -> float:
 def _start_time() -> float:
     """Return when this process was started, in seconds since 1970.
 
-    On Linux, psutil adds the seconds between boot and start to a time of boot without its fraction of a second.
+    On Linux, psutil computes this from a boot time that is cut to a whole second. The exact boot time is used here instead.
     """
     created = psutil.Process().create_time()
     if not hasattr(time, "CLOCK_BOOTTIME"):
@@ -82,16 +82,17 @@ def _start_time() -> float:
 
 
 def import_transformers() -> None:
-    """Import transformers without two of its parts, which training never uses. This saves a sixth of all imports' time.
+    """Import transformers without two parts that training never uses. This saves a sixth of the time of all imports.
 
-    Its package of models would read all of its 1,600 files, as transformers itself has just done, to learn which class is
-    in which file; transformers is asked instead. Its losses for object detection would import scipy.
+    The first part is the package `transformers.models`. It would read its 1,600 files to learn which class is in which
+    file, as transformers itself has just done, so an empty module that asks transformers takes its place. The second part
+    is scipy, which is needed only by losses for object detection.
     """
     from unittest.mock import patch  # imports asyncio, which would delay --help
 
     import transformers.utils
 
-    # A transformers that is organized in another way is imported in full.
+    # A version of transformers that has no such package is imported in full.
     if (spec := importlib.util.find_spec("transformers.models")) is not None:
         models = importlib.util.module_from_spec(spec)
         models.__getattr__ = partial(getattr, transformers)

@@ -227,8 +227,9 @@ def digests(data_dir: Path | None, files: Sequence[str], needed_by: str) -> dict
 
 
 def _with_includes(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return a task file's content, with that of the files that it includes. Raises SuiteError if one of them, or a
-    module of its functions, is missing, or if a file includes itself. `chain` has the files that led here."""
+    """Return a task file's content, merged over that of the files that it includes. `chain` has the files whose includes led
+    to this one. Raises SuiteError if an included file, or a module with a function of the task, is missing, or if a file
+    includes itself."""
     if path.resolve() in chain:
         raise SuiteError(f"{path}: includes itself; leave out one include of {', '.join(file.name for file in chain)}")
     config = _read_yaml(path, TaskLoader, "a task file")
@@ -308,9 +309,9 @@ def check_device_name(device: str, key: str) -> None:
 
 
 def check_suite(section: SuiteSection | None) -> None:
-    """Raise UserError if a recipe's suite is invalid, names no device, or lacks a data folder. Reads no data, so that a laptop can
-    check a cluster's recipe. Names of lm-evaluation-harness's own tasks are not checked, because listing them
-    takes many seconds."""
+    """Raise UserError if a recipe's suite is invalid, or if the section names a device that no machine has, or no data folder
+    although the suite reads one. No data is read, so that a laptop can check a cluster's recipe. Names of
+    lm-evaluation-harness's own tasks are not checked, because listing them takes many seconds."""
     if section is not None:
         check_device_name(section.device, f"{KEY}.device")
         _, suite, folders = load_suite(section.name, f"{KEY}.name")

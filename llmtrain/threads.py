@@ -11,7 +11,7 @@ import torch
 def with_current_device(work: Callable[[], None]) -> Callable[[], None]:
     """Return `work` bound to the current GPU, for execution in another thread.
 
-    A new thread defaults to GPU 0, where its first CUDA call would take several hundred megabytes for each local rank.
+    A new thread defaults to GPU 0. Its first CUDA call there would take several hundred megabytes, for each rank of the node.
     """
     if not torch.cuda.is_available():
         return work
@@ -25,8 +25,8 @@ def with_current_device(work: Callable[[], None]) -> Callable[[], None]:
 
 
 class LatestStepWorker:
-    """Background thread that works on one step at a time. Of the steps submitted during its work, only the newest is
-    next."""
+    """Background thread that works on one step at a time. Of the steps that are submitted during its work, it takes only the
+    newest as its next one, and the others are dropped."""
 
     def __init__(self, work: Callable[[int], None], name: str):
         self._work, self._name = work, name

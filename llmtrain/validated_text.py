@@ -1,5 +1,5 @@
-"""Check that validation losses of several runs are comparable: they must be of the same text. Losses per
-token also need the same tokenizer; bits per byte do not."""
+"""Comparability of the validation losses of several runs. The runs must be validated on the same text. Losses per token also
+need the same tokenizer; bits per byte do not."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ HELD_OUT = ("validation", "source", "subset", "split", "validation_fraction", "t
 """Keys of `data` that determine the validation text, if `data.validation` is given and if not."""
 PACKING = "data.packing"
 TOLERANCE = 1e-6
-"""Relative difference up to which two ratios of bytes to tokens are the same. The ratio is a property of a text."""
+"""Relative difference up to which two ratios of bytes to tokens count as equal, and so as those of one text."""
 
 
 @dataclass(frozen=True)
 class ValidatedText:
-    """Identity of the text on which a run is validated, and of its tokenizer, as far as the run's folder tells."""
+    """Identity of the text on which a run is validated, and of its tokenizer, read from the run's folder."""
 
     keys: Mapping[str, Any]
     """Keys of the recipe that name the text. Empty if the recipe has none of them."""
     tokens: int | None
     """Number of tokens that are validated, `eval.tokens`."""
     tokenizer: str | None
-    """Key of the recipe, `data.tokenizer`."""
+    """Value of the recipe's `data.tokenizer`."""
     digest: str | None
     """Digest of the tokenizer's file, if the run has a copy."""
     packing: str
-    """Key of the recipe, `data.packing`: whether a token is predicted from the documents before its own."""
+    """Value of the recipe's `data.packing`, which decides whether a token is also predicted from earlier documents."""
     bytes_per_token: float | None
     """UTF-8 bytes of the text per token, measured in a validation."""
 
@@ -45,9 +45,9 @@ class ValidatedText:
         return None in (self.tokenizer, other.tokenizer) or self.tokenizer == other.tokenizer
 
     def differing_key(self, other: ValidatedText) -> str | None:
-        """Return the recipe's key that makes the texts differ, or what their tokens are predicted from; None if both are the
-        same. A text may have another path on another machine: it is the same if the same tokenizer cuts it into as many
-        bytes per token."""
+        """Return the recipe key by which the texts, or the contexts of their tokens, differ; None if both are the same. A text
+        may have another path on another machine. It counts as the same text if the same tokenizer gives it the same number
+        of bytes per token."""
         if not self.keys or not other.keys:
             return None  # nothing is known
         if self.packing != other.packing:
@@ -73,13 +73,13 @@ class LossUnit:
     """Tag of metrics.jsonl that has them."""
     name: str = "nats per token"
     note: str = ""
-    """Sentences for the reader: why the unit is another one, or why the runs are not ranked."""
+    """Text for the user: why the unit is not the loss per token, or why the runs are not ranked."""
     is_ranked: bool = True
     """False if the losses can't be compared in any unit."""
 
 
 def read_validated_text(run: Path, lines: Sequence[Mapping[str, Any]]) -> ValidatedText:
-    """Return the text of a run directory, whose metrics have these lines."""
+    """Return the text on which a run was validated, given its run directory and the lines of its metrics.jsonl."""
     recipe = read_mapping(run / "recipe.yaml")  # not a Recipe, because another version may have written it
     data = recipe.get("data") if isinstance(recipe.get("data"), dict) else {}
     evaluation = recipe.get("eval") if isinstance(recipe.get("eval"), dict) else {}
@@ -97,8 +97,8 @@ def read_validated_text(run: Path, lines: Sequence[Mapping[str, Any]]) -> Valida
 
 
 def _keys_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that determine the validation text. A list of texts is one key: the texts, with their weights, in any
-    order."""
+    """Return the recipe keys that determine the validation text, with their values. A list of texts is one key. Its value has
+    the texts with their weights, in an order of its own, so that two recipes may list them in different orders."""
     for key in ("sources", "per_replica"):
         if isinstance(entries := data.get(key), list) and entries:
             weights = [{"weight": entry["weight"]} if "weight" in entry else {} for entry in entries]
@@ -115,8 +115,9 @@ def _text_keys(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def common_unit(runs: Sequence[tuple[str, ValidatedText]]) -> LossUnit:
-    """Return the unit in which runs (name, text) can be compared: bits per byte if their tokenizers differ. If their
-    texts differ, no unit ranks them. Runs of which nothing is known are taken to be like the others."""
+    """Return the unit in which `runs`, pairs of a name and a text, can be compared: bits per byte if their tokenizers differ.
+    If their texts differ, the runs can't be ranked in any unit. A run about whose text nothing is known is assumed to have the
+    others' text."""
     known = [(name, text) for name, text in runs if text.keys]
     for name, text in known[1:]:
         first, other = known[0]

@@ -1,4 +1,4 @@
-"""Waits that announce themselves, so that a slow one is no silence. Imports no torch."""
+"""Waits that announce themselves, so that a slow one does not look like a hang. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ QUIET_SECONDS = 2.0
 
 @contextmanager
 def announced(what: str, at_most: float | None = None, quiet: float | None = None) -> Iterator[None]:
-    """Print one line to stderr if the block takes longer than QUIET_SECONDS, or `quiet`: for what it waits, and its limit."""
+    """Print one line to stderr if the `with` block takes longer than `quiet` seconds (by default QUIET_SECONDS). The line
+    names what the block waits for, and the limit of the wait."""
     limit = "" if at_most is None else f" (at most {at_most:g} s)"
     wait = QUIET_SECONDS if quiet is None else quiet
     timer = threading.Timer(wait, lambda: print(f"waiting for {what}{limit}", file=sys.stderr, flush=True))

@@ -20,11 +20,11 @@ from llmtrain.suites import check_local_files, harness_version, load_suite
 from llmtrain.train.background_eval import last_log_line
 
 SIGNIFICANT = 0.05
-"""Largest p of a difference from the baseline that the table counts."""
+"""P-value below which the table counts a difference from the baseline."""
 LOWER_IS_BETTER = ("perplexity", "bits_per_byte", "loss", "ppl", "bpb")
 NOTHING = "–"
 LARGE = 1000.0
-"""Scores from which on, such as an untrained model's perplexity, only three digits are shown."""
+"""Score from which on only three digits are shown. An untrained model's perplexity is so large."""
 
 
 def check_benchmarks(section: BenchmarkSection | None) -> None:
@@ -40,8 +40,9 @@ def check_benchmarks(section: BenchmarkSection | None) -> None:
 def evaluate_trials(
     planned: Sequence[TrialSpec], baseline: str, section: BenchmarkSection, say: Callable[[str], None]
 ) -> bool:
-    """Evaluate the last checkpoint of every finished trial, those of the baseline first, and test the others against the baseline's
-    with the same condition and seed. Trials that have been evaluated so are left out. Return whether all evaluations succeeded.
+    """Evaluate the last checkpoint of every finished trial, those of the baseline first, and test each of the others against
+    the baseline's trial with the same condition and seed. Trials that already have such results are left out. Return whether
+    all evaluations succeeded.
     """
     done = [one for one in planned if read_mapping(one.directory / "trial.json").get("state") == TrialState.DONE]
     bases = {(one.condition, one.seed): one for one in done if one.run == baseline}
@@ -70,8 +71,8 @@ def _result(directory: Path, section: BenchmarkSection) -> Path:
 
 
 def _is_against(result: dict[str, Any], directory: Path, base: Path) -> bool:
-    """Return whether the result of the run in `directory` holds tests against the run in `base`. Only the position of their exports to
-    each other counts, because the paths in a result are those of the folder and the machine on which it was made."""
+    """Return whether the result of the run in `directory` holds tests against the run in `base`. Only the relative path from
+    one export to the other counts, because the absolute paths in a result are those of the machine on which it was made."""
     model, other = result.get("model"), result.get("against", {}).get("baseline")
     if model is None or other is None:
         return False
@@ -94,9 +95,9 @@ def _evaluate(directory: Path, base: Path | None, section: BenchmarkSection) -> 
 
 
 def benchmark_tables(results: Results) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Yield (suite, condition, table) for every suite on which finished trials have been evaluated. A table has one row per score,
-    and one column per run with the median over the seeds, their range, and in how many seeds the run differs from the baseline's
-    trial with the same seed. Tests against other runs are not counted.
+    """Yield (suite, condition, table) for every suite on which finished trials have been evaluated. A table has one row per
+    score and one column per run. A cell has the median over the seeds, their range, and the number of seeds in which the run
+    differs from the baseline's trial with the same seed. Tests against other runs are not counted.
     """
     trials = [trial for trial in results.trials["trial"].dropna() if trial.state == TrialState.DONE]
     bases = {(trial.condition, trial.seed): trial for trial in trials if trial.run == results.baseline}

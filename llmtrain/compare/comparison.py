@@ -24,7 +24,8 @@ from llmtrain.recipe_messages import explain_in
 
 @dataclass(frozen=True)
 class Stage:
-    """Part of a trial between two starts: `replicas` train until stopped after step `until`, or (None) to the end."""
+    """Part of a trial from one start of the run to the next. `replicas` replicas train until they are stopped after step
+    `until`, or to the end of the run if that is None."""
 
     replicas: int
     until: int | None

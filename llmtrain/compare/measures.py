@@ -32,8 +32,9 @@ MEGABITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 class Outcome(StrEnum):
     """Verdict on when a run reached the target, compared with the baseline. If the ranges over seeds overlap, there is
-    no difference. A run is mixed if it was sooner, but in fewer seeds or in at most half, or later, but in more. A trial
-    that failed counts as a seed that did not reach the target."""
+    no difference. A run is mixed if it was faster, but reached the target in a smaller share of its seeds than the baseline or
+    in at most half of them. It is also mixed if it was slower, but reached the target in a larger share. A trial that failed
+    counts as a seed that did not reach the target."""
 
     BASELINE = "baseline"
     FASTER = "faster"
@@ -64,7 +65,8 @@ class Results:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Conditions that differ in one number. One without it (`unlimited`) is infinite for rates, else -infinite."""
+    """Conditions whose names differ in one number. For a condition without the number, such as `unlimited`, it is infinite if
+    it is a rate, and else -infinite."""
 
     label: str
     numbers: dict[str, float]
@@ -193,7 +195,8 @@ def over_seeds(table: pd.DataFrame, measures: Sequence[str] = MEASURES) -> pd.Da
 def find_sweeps(conditions: Sequence[str]) -> list[Sweep]:
     """Return a sweep for each group of two or more names that differ only in one number.
 
-    `100mbit` and `1gbit` do, in Mbit/s. A condition without any number, if it is the only one, belongs to all sweeps.
+    Rates are compared in Mbit/s, so `100mbit` and `1gbit` are such names. A condition without any number belongs to all sweeps,
+    if it is the only one.
     """
     families: dict[str, dict[str, list[float]]] = {}
     for name in conditions:
@@ -212,7 +215,7 @@ def find_sweeps(conditions: Sequence[str]) -> list[Sweep]:
 
 
 def _against_baseline(table: pd.DataFrame, ends: pd.Series, baseline: str) -> pd.DataFrame:
-    """Return Results.runs; `ends` are the final losses of the runs."""
+    """Return `Results.runs`. `ends` has the final loss of each run under each condition."""
     runs = over_seeds(table)
     runs["failed", ""] = (table["state"] == TrialState.FAILED).groupby([table[name] for name in RUN], sort=False).sum()
     is_other = runs.index.get_level_values("run") != baseline
@@ -248,8 +251,8 @@ def _speed_up(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _outcome(ours: dict[str, float], theirs: dict[str, float]) -> Outcome:
-    """Compare ranges of the seeds that reached the target, and the share of ended trials that did, failed ones included. MIXED if
-    these contradict each other."""
+    """Return the verdict from two facts: the time ranges over the seeds that reached the target, and the share of ended trials,
+    failed ones included, that reached it. It is MIXED if the two contradict each other."""
     if ours["seeds"] and not ours["finite"]:
         return Outcome.NOT_REACHED
     if not ours["seeds"] or not theirs["finite"] > 0:

@@ -80,7 +80,7 @@ def draw_loss(results: Results, condition: str, cost: str) -> Figure | None:
         medians.append(thick)
     if not medians:
         return None
-    # From the lowest loss to the median after a quarter of the validations, because readers compare the ends.
+    # The axis ends at the median loss after a quarter of the validations, because readers compare the ends of the curves.
     low, high = axes.dataLim.ymin, statistics.median(thick["loss"].iloc[len(thick) // 4] for thick in medians)
     if not math.isnan(target := results.targets[condition]):
         low, high = min(low, target), max(high, target)

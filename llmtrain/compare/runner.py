@@ -35,11 +35,11 @@ from llmtrain.train.run_dir import lock_folder
 
 
 def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = True, retry: bool = False) -> int:
-    """Run all trials of a comparison file that have not ended yet, and write its report after each. Then evaluate them, if the file
-    names a suite.
+    """Run all trials of a comparison file that have not ended yet, and write the report after each. Then evaluate the trials,
+    if the file names a suite.
 
-    Returns the exit code: 0, 1 if a trial or an evaluation failed, 3 after an interruption. `overrides` apply to all runs. With
-    `shaping=False`, hosts are on loopback, without the conditions' limits. With `retry`, failed trials are repeated.
+    Returns the exit code: 0, 1 if a trial or an evaluation failed, 3 after an interruption. `overrides` apply to all runs.
+    With `shaping=False`, hosts are on loopback, without the conditions' limits. With `retry`, failed trials are repeated.
     Raises UserError before the first trial if the file, a recipe or the machine does not allow it.
     """
     comparison = load_comparison(file, overrides)
@@ -108,14 +108,14 @@ def _open(folder: Path, comparison: Comparison) -> None:
 
 
 def _differences(planned: TrialSpec, recipe: Recipe, comparison: Comparison, shaping: bool) -> list[str]:
-    """Return a line for each way in which a trial that has ended was made differently than it would be now. The number of
-    replicas is the last stage's."""
+    """Return a line for each difference between how an ended trial was made and how it would be made now. The number of
+    replicas is not compared, because the stored recipe has that of the last stage."""
     there = read_mapping(planned.directory / "trial.json").get("condition_in_words")
     here, stored = _words(planned, comparison, shaping), planned.directory / "recipe.yaml"
     changed = [f"{there} there, {here} here"] if there not in (None, here) else []
     try:
         return [*changed, *(differences(load_recipe(stored), recipe, ["parallel.replicas"]) if stored.exists() else [])]
-    except RecipeError as error:  # of a version with other keys
+    except RecipeError as error:  # another version with other keys wrote it
         return [*changed, str(error)]
 
 
@@ -152,9 +152,9 @@ def _cluster(comparison: Comparison, condition: ConditionSection, shaping: bool)
 
 
 def _seconds_left(missing: Sequence[TrialSpec], planned: Sequence[TrialSpec]) -> float:
-    """Estimate the seconds of the missing trials: as the same run under the same condition, else the median of all trials
-    of the comparison that have ended. How soon a trial failed says nothing about one that trains to its end, so that
-    failed ones do not count. Return 0 if there are no others."""
+    """Estimate the seconds that the missing trials will take. A trial takes as long as an ended one of the same run under the
+    same condition or, if there is none, as the median of all ended trials of the comparison. Failed trials do not count,
+    because they say nothing about the duration of a complete one. Return 0 if all ended trials have failed."""
     known: dict[tuple[str, str], float] = {}
     for one in planned:
         record = read_mapping(one.directory / "trial.json")

@@ -46,7 +46,7 @@ class TrialRun:
     def run(self) -> TrialRecord:
         """Train until all hosts have ended, and write and return the record. A run that fails raises no error."""
         planned = self.planned
-        shutil.rmtree(planned.directory, ignore_errors=True)  # left by an interrupted trial; times not comparable
+        shutil.rmtree(planned.directory, ignore_errors=True)  # of an interrupted trial, whose times can't be continued
         planned.directory.mkdir(parents=True)
         before = [(host.sent(), host.received()) for host in self.hosts]
         started = time.monotonic()

@@ -1,8 +1,8 @@
-"""Tokenizing beside training: a process of low priority per host, and its supervisor in the host's first rank.
+"""Tokenizing in the background of training: one low-priority process per host, and its supervisor in the host's first rank.
 
-The process is `python -m llmtrain.data.background`. It holds the folder's lock and commits blocks as they are completed. It
-ends with the rank, however that ends: its standard input is a pipe whose other end is the rank's. It then commits what it
-has.
+The process is `python -m llmtrain.data.background`. It holds the folder's lock and commits each block when it is complete.
+Its standard input is a pipe whose other end the rank holds, so it notices when the rank ends, even if the rank is killed.
+It then commits the tokens that it has made, and ends.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from llmtrain.waiting import announced
 
 COMMAND = (sys.executable, "-m", "llmtrain.data.background")
 NICENESS = 10
-"""Added to the process's niceness, so that it takes the processor time that training leaves."""
+"""Increment of the process's niceness, so that it gets only the CPU time that training leaves."""
 ATTEMPTS = 3
-"""Number of processes in a row that may end without having added tokens."""
+"""Number of failures in a row, counted from the last process that added tokens, after which none is started again."""
 END_SECONDS = 60.0
-"""Maximum seconds in which the process commits what it has when the run ends."""
+"""Maximum seconds that the process may take to commit its tokens when the run ends."""
 STATUS_SECONDS = 1.0
-"""Seconds between two reports of the process about how far it is."""
+"""Minimum seconds between two reports of the process's progress."""
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RANK_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
 """Environment variables that mark a process as one rank of many, which this process must not inherit."""
 
 
 class BackgroundTokenizer:
-    """Supervisor of a host's tokenizing process. A process that ends early, also one that is killed, is started again if it
-    has added tokens or is not the third one in a row; else its error line ends the run. Use it as a context manager."""
+    """Supervisor of a host's tokenizing process. A process that fails or is killed is started again, until ATTEMPTS is
+    reached; then its error line ends the run. Use it as a context manager."""
 
     def __init__(self, data: DataSection, train_tokens: int, eval_tokens: int) -> None:
         self.directory = cache_path(data)
@@ -77,7 +77,8 @@ class BackgroundTokenizer:
         self._thread.join()
 
     def _start(self) -> None:
-        """Start a process. Its first line of input is its job; the input's end is the end of the run."""
+        """Start a process. It reads its job from the first line of its standard input. The end of that input tells it that
+        the run has ended."""
         environment = {
             key: value
             for key, value in os.environ.items()
@@ -90,11 +91,11 @@ class BackgroundTokenizer:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C reaches the run alone, which may need more text to end
-            # the tokens are made on the CPU; libraries would still take some of a GPU's memory
+            start_new_session=True,  # Ctrl-C must reach the run alone, because its last steps may need more text
+            # tokenizing needs no GPU, but libraries would allocate some of its memory
             env={**environment, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "true"},
         )
-        with suppress(OSError):  # it has ended already; the thread finds that
+        with suppress(OSError):  # the process has already ended, which the supervising thread finds out
             self._process.stdin.write(self._job)
             self._process.stdin.flush()
 
@@ -112,7 +113,7 @@ class BackgroundTokenizer:
             error = self._explain(code, list(lines))
             if attempts >= ATTEMPTS:
                 self.problem = f"{error} (attempt {attempts} without new text)"
-                with suppress(OSError):  # of a full disk; ranks that wait then end because no text is added
+                with suppress(OSError):  # the disk may be full; waiting ranks then time out, because no text is added
                     write_status(self.directory, error=self.problem)
                 return
             print(f"{error}; the tokenizer is started again", file=sys.stderr, flush=True)
@@ -127,7 +128,7 @@ class BackgroundTokenizer:
         return -1
 
     def _explain(self, code: int, lines: list[str]) -> str:
-        """Return in one line why the process has ended."""
+        """Return one line that says why the process has ended."""
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         if errors:
             return errors[-1]
@@ -141,7 +142,7 @@ class RunEnded(BaseException):
 
 
 def main() -> None:
-    """Tokenize as the first line of standard input says, until that is done or the input ends."""
+    """Tokenize the text that the first line of standard input describes, until there are enough tokens or the input ends."""
     os.nice(NICENESS)
     job = json.loads(sys.stdin.readline())
     signal.signal(signal.SIGTERM, _end)
@@ -158,8 +159,8 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _watch_input() -> None:
-    """Interrupt the main thread once the run has ended, and end the process if that does not."""
-    while os.read(0, 1 << 10):  # sys.stdin's lock would abort an interpreter that ends meanwhile
+    """Interrupt the main thread when the run ends. Kill the process if it still exists END_SECONDS later."""
+    while os.read(0, 1 << 10):  # not sys.stdin: an interpreter that shuts down while this thread has its lock aborts
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_SECONDS)
@@ -167,7 +168,7 @@ def _watch_input() -> None:
 
 
 class _Report:
-    """Report of the number of training tokens, for ranks that wait."""
+    """Callback that tells waiting ranks the number of training tokens, at most once per STATUS_SECONDS."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._written = directory, 0.0

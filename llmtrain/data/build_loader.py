@@ -27,8 +27,9 @@ def build_loader(
     tokens: GrowingTokens | None = None,
     write: bool = True,
 ) -> Loader:
-    """Return the loader of a rank. `tokens`, if given, are those of a folder that grows, and are shuffled in blocks. With
-    `write`, the starts of documents are stored beside the shards. Raises DataError if the text is shorter than a step."""
+    """Return the loader of one rank. `tokens`, if given, are the training tokens of a folder that still grows; they are
+    shuffled in blocks. With `write`, the positions at which documents start are stored in the folder of the shards. Raises
+    DataError if the text is shorter than one global batch."""
     train = recipe.train
     shape = {
         "sequence_length": train.sequence_length,
@@ -50,8 +51,9 @@ def build_loader(
 def validation_batches(
     recipe: Recipe, text: TokenDataset, *, rank: int, world: int, write: bool = True
 ) -> Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return a function that returns an iterator over a rank's validation batches (input_ids, labels). It raises DataError
-    if the text is shorter than a sequence, or without packing has no documents."""
+    """Return a function that returns an iterator over a rank's validation batches: (input_ids, labels), each int64
+    [micro_batch, T]. The function raises DataError if the text is shorter than one sequence or, without packing, has no
+    documents."""
     length = recipe.train.sequence_length
     shape = {
         "max_tokens": recipe.eval.tokens,
@@ -66,8 +68,8 @@ def validation_batches(
 
 
 def check_set(recipe: Recipe, name: str, text: TokenDataset) -> None:
-    """Raise DataError if a text of `eval.sets` has too few tokens to be validated. Without packing, one document is enough,
-    which every prepared text has."""
+    """Raise DataError if a text of `eval.sets` is shorter than one sequence. Without packing, one document is enough, and
+    every prepared text has one."""
     tokens, needed = len(text.tokens("validation")), recipe.train.sequence_length + 1
     if recipe.data.packing == "packed" and tokens < needed:
         raise DataError(

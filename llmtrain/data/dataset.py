@@ -1,12 +1,12 @@
-"""Token dataset: the index and token shards of a prepared folder, and the checks of them.
+"""Token dataset: the index and the token shards of a prepared folder, and their checks.
 
 <cache_dir>/<name>-<hash8>/index.json          read by this module
                            tokenizer/          as saved by transformers
                            train-00000.npy     token shards
                            validation-00000.npy
 
-Sizes and headers are checked whenever a folder is opened. After each start, all nodes are checked to have the same
-tokens, and the ranks of a node compare the shards' checksums in the background.
+Sizes and headers are checked whenever a folder is opened. After each start, the tokens of all nodes are compared, and the
+ranks of a node verify the shards' checksums in the background, each rank a part of the shards.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Shard(BaseModel, extra="forbid", frozen=True):
 
 
 class ShardWriter:
-    """Writer of the shards `<split>-00000.npy`, `<split>-00001.npy`, ... Keeps no tokens in memory between calls."""
+    """Writer of the shards `<split>-00000.npy`, `<split>-00001.npy`, ... It keeps no tokens in memory between calls."""
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype, shards: Iterable[Shard] = ()) -> None:
-        """Continue after `shards`. A file of a later one, which an interrupted process has left, is overwritten."""
+        """Continue after the complete `shards`. A later file, which an interrupted process has left, is overwritten."""
         self.directory, self.split, self.dtype = directory, split, dtype
         self.shards = list(shards)
         self._file: BinaryIO | None = None
@@ -100,7 +100,7 @@ class ShardWriter:
     def discard(self) -> None:
         """Close the open file without completing its shard."""
         if self._file is not None:
-            with suppress(OSError):  # of a full disk, which closing flushes to
+            with suppress(OSError):  # closing flushes, which fails on a full disk
                 self._file.close()
             self._file = None
 
@@ -125,15 +125,15 @@ class TokenShards:
 
     @property
     def most(self) -> int:
-        """Return the largest number of tokens that there can ever be."""
+        """Return the largest number of tokens that the sequence can ever have: here its length, because it does not grow."""
         return self._length
 
     def wait_for(self, tokens: int) -> int:
-        """Return the number of tokens: all are there."""
+        """Return the number of tokens at once, because all of them exist. `GrowingTokens.wait_for` waits."""
         return self._length
 
     def is_waiting(self, seconds: float) -> bool:
-        """Return False: nothing is waited for."""
+        """Return False, because complete shards are never waited for."""
         return False
 
     def window(self, start: int, length: int) -> np.ndarray:
@@ -155,10 +155,10 @@ class SplitIndex(BaseModel, extra="forbid", frozen=True):
     tokens: int
     """Number of tokens, including one eos token per document."""
     documents: int
-    """Number of documents; 0 if another tool's files do not tell it."""
+    """Number of documents; 0 if another tool's files do not record it."""
     text_bytes: int
-    """UTF-8 bytes of the documents; nats per token x tokens / text_bytes / ln 2 = bits per byte. 0 for another tool's
-    files: see `ReadyMade.validation_bytes`."""
+    """UTF-8 bytes of the documents. Bits per byte are nats per token x tokens / text_bytes / ln 2. 0 for another tool's
+    files, which have `ReadyMade.validation_bytes` instead."""
     exhausted: bool
     """True if the source ended before the requested number of tokens was reached."""
     position: Position
@@ -171,9 +171,9 @@ class ReadyMade(BaseModel, extra="forbid", frozen=True):
 
     kind: str
     has_eos: bool
-    """True if the tokenizer's eos token occurs in the tokens that were looked at."""
+    """True if the tokenizer's eos token occurs in the sample of tokens that was checked."""
     validation_bytes: dict[int, int] = Field(default_factory=dict)
-    """UTF-8 bytes of text by number of tokens: those of the first so many tokens of the validation split."""
+    """UTF-8 bytes of the text of the first N tokens of the validation split, by N."""
 
 
 class Index(BaseModel, extra="forbid", frozen=True):
@@ -227,8 +227,8 @@ class TokenDataset:
         return np.memmap(path, np.dtype(shard.dtype), "r", shard.offset, (shard.tokens,))
 
     def bytes_per_token(self, split: Split) -> float:
-        """Return the mean number of UTF-8 bytes of text per token: of another tool's files, in the validation tokens that
-        the recipe asks for."""
+        """Return the mean number of UTF-8 bytes of text per token of a split. For another tool's files, it is known only for
+        the validation tokens that the recipe asks for."""
         if self.index.ready_made is not None:
             assert split == "validation", split
             tokens = len(self.tokens(split))
@@ -297,11 +297,11 @@ def check_shard(directory: Path, index: Index, shard: Shard) -> None:
 
 
 class ChecksumScan:
-    """Checksum scan in a background thread, because it needs every byte. Starts when constructed and ends at the first
-    damaged shard or after the last. A damaged shard ends the run."""
+    """Scan of token shards for damage, in a background thread because it reads every byte. It starts when constructed, and
+    ends after the first damaged shard or after the last shard. The run ends if a shard is damaged."""
 
     def __init__(self, texts: Iterable[TokenDataset], share: int, of: int):
-        """Start reading every `of`-th shard of `texts`, beginning with shard number `share`."""
+        """Start to read every `of`-th shard of `texts`, beginning with shard number `share` (from 0)."""
         self.problem: str | None = None
         """One-line description of the first damaged shard found, or None."""
         self._shards = [
@@ -318,7 +318,8 @@ class ChecksumScan:
 
 
 def find_damage(prepared: TokenDataset, shard: Shard) -> str | None:
-    """Return a one-line description of a shard's damage, or None if it is as prepared."""
+    """Return a one-line description of a shard's damage, or None if it is as prepared. Another tool's file has no checksum;
+    its shard is damaged if a token id is not of the vocabulary."""
     path, host = prepared.directory / shard.name, socket.gethostname()
     remedy = f"delete {prepared.directory} and start the same command again: it prepares the same tokens"
     if shard.offset is not None:
@@ -339,8 +340,8 @@ def find_damage(prepared: TokenDataset, shard: Shard) -> str | None:
 
 
 def _crc32(path: Path, skip: int) -> int:
-    """Return the CRC-32 of the bytes after the first `skip`. The file is read instead of memory-mapped, because a read
-    that waits for the disk does not block other threads."""
+    """Return the CRC-32 of the bytes after the first `skip`. The file is read and not memory-mapped, because a thread that
+    waits for the disk in a read does not block other threads."""
     crc32, buffer = 0, memoryview(bytearray(1 << 22))
     with path.open("rb", buffering=0) as file:
         file.seek(skip)

@@ -2,10 +2,10 @@
 
 The shuffled order of `SampleOrder` is cut into windows of `WINDOW_BATCHES` global batches. The documents of a window are
 sorted by length and cut into units as large as a micro-batch, and the units are shuffled. So a micro-batch has
-documents of similar length and little padding, while the micro-batches of a step differ: ranks have unequal work. The
-order depends on the seed, the documents, the global batch and the micro-batch with which the run began; it is the same
-on every mesh, and every document comes once per epoch. The batch in which one epoch ends and the next begins is not
-sorted.
+documents of similar length and little padding, while the micro-batches of one step differ in length, so that ranks have
+unequal work. The order depends on the seed, the documents, the global batch, and the micro-batch that the run began with.
+It is the same on every mesh, and every document occurs once per epoch. The batch in which one epoch ends and the next
+begins is not sorted.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from llmtrain.reshard import Rule, by_replica
 from llmtrain.seeding import derive_seed
 
 WINDOW_BATCHES = 32
-"""Global batches whose documents are sorted together."""
+"""Number of global batches whose documents are sorted together."""
 LENGTH_STEP = 8
-"""Padded lengths are multiples of this: tensor cores need them, and fewer shapes occur."""
+"""Multiple to which padded lengths are rounded up: tensor cores need it, and fewer different shapes occur."""
 
 
 class BucketedOrder:
-    """Order of samples in which neighbors have similar lengths; see this module."""
+    """Order of samples in which neighbors have similar lengths. The module's docstring describes it."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class BucketedOrder:
         unit: int,
         seed: int,
     ) -> None:
-        """Arrange the samples of `order`, of which `lengths` returns the lengths. `unit` is the number of samples per
-        unit and divides `global_batch`."""
+        """Arrange the samples of `order`. `lengths` maps an array of samples to their lengths in tokens. `unit` is the
+        number of samples that stay together, and divides `global_batch`."""
         assert global_batch % unit == 0, (global_batch, unit)
         self.order, self.unit = order, unit
         self._lengths, self._global_batch, self._seed = lengths, global_batch, seed
@@ -51,7 +51,7 @@ class BucketedOrder:
 
     @property
     def sizes(self) -> list[int]:
-        """Return the numbers of samples that the data has had since the run began."""
+        """Return the number of samples when the run began, followed by the number after each growth of the data."""
         return self.order.sizes
 
     def sample(self, entry: int) -> int:
@@ -69,7 +69,8 @@ class BucketedOrder:
         self.order.forget(before)
 
     def _window(self, entry: int) -> range:
-        """Return the entries that are sorted together with the given one; without it if its batch is not sorted."""
+        """Return the range of entries that are sorted together with the given one. If the batch of the given entry is not
+        sorted, the range does not contain it."""
         part, batch = self._shuffled_part(entry), self._global_batch
         first, end = -(-part.start // batch) * batch, part.stop // batch * batch
         size = WINDOW_BATCHES * batch
@@ -77,7 +78,8 @@ class BucketedOrder:
         return range(start, min(start + size, end)) if first <= entry else range(0)
 
     def _shuffled_part(self, entry: int) -> range:
-        """Return the entries of an epoch, or of the first epoch those of the samples that the data got at once."""
+        """Return the entries that are shuffled together with the given one: those of its epoch or, in the first epoch, those
+        of the samples that were added to the data at the same time."""
         count = self.order.num_samples
         epoch = entry // count
         if epoch:
@@ -93,7 +95,7 @@ class BucketedOrder:
 
 
 class DocumentLoader(Loader):
-    """Loader of this rank's part of the global batches of documents. See `Loader`."""
+    """Loader of this rank's part of the global batches, whose samples are padded documents. See `Loader`."""
 
     def __init__(self, samples: DocumentSamples, **shape: int) -> None:
         """Take the keywords of `Loader`. Raises DataError if there are fewer samples than one global batch."""
@@ -106,8 +108,8 @@ class DocumentLoader(Loader):
         return self.samples.attended_length()
 
     def next(self) -> list[torch.Tensor]:
-        """Return this rank's micro-batches for the next step: int64 [micro_batch, T + 1] each, where T is their longest
-        document's number of tokens, rounded up. Padding is IGNORE_INDEX."""
+        """Return this rank's micro-batches for the next step: int64 [micro_batch, T + 1] each, where T is the number of tokens
+        of the micro-batch's longest document, rounded up to a multiple of LENGTH_STEP. Padding is IGNORE_INDEX."""
         everyone = np.array(self._samples(0, self.global_batch))
         self.replica_tokens = int(self.samples.lengths(everyone).sum()) / self._replicas
         return super().next()

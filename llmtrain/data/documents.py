@@ -1,12 +1,13 @@
 """Documents of a split as samples, for training without packing.
 
-The samples tile the tokens: sample i predicts tokens starts[i] to starts[i + 1]. A document with its eos is one sample, or
+The samples tile the tokens: sample i predicts tokens [starts[i], starts[i + 1]). A document with its eos is one sample, or
 several if it is longer than a sequence: all but the last of them are full, and the last one may be a single token. Every
-token is predicted once, from the tokens before it in its sample and one more: of a document's first sample, the eos
-before the document; of a later one, the token before it. A split begins as if an eos came before it.
+token is predicted once, from the earlier tokens of its sample and from the one token before the sample. That token is the
+previous document's eos, or belongs to the same document if the sample is not the document's first. Before the first
+document of a split, an eos is assumed.
 
-The starts are found once per split and sequence length, and kept beside the shards as `<split>-samples-<length>.npy`:
-8 bytes per sample, memory-mapped by all ranks of a host.
+The starts are found once per split and sequence length, and stored in the folder of the shards as
+`<split>-samples-<length>.npy`: 8 bytes per sample, memory-mapped by all ranks of a host.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from llmtrain.errors import DataError
 from llmtrain.waiting import announced
 
 SCANNED_TOKENS = 1 << 24
-"""Tokens in memory at a time while eos tokens are searched."""
+"""Maximum number of tokens, or of samples, in memory at a time during a scan."""
 CHECKED_STARTS = 64
 """Number of samples whose starts are compared with the tokens when a file is opened."""
 LOCK_SECONDS = 3600.0
-"""Seconds to wait for another process that searches the same split."""
+"""Maximum seconds to wait for another process that searches the same split."""
 
 
 class DocumentSamples:
-    """Samples of one split; see this module."""
+    """Samples of one split. The module's docstring describes them."""
 
     def __init__(self, tokens: TokenShards, starts: np.ndarray, eos_id: int) -> None:
-        """Take the samples that begin in `tokens`, which may be fewer than those from which `starts` were found: int64
-        [samples + 1], ascending."""
+        """Keep the samples that begin in `tokens`. `starts` is int64 [samples + 1] and ascending. It may have been found in
+        more tokens, of which `tokens` are the first."""
         self.tokens, self._starts, self._eos_id = tokens, starts, eos_id
         self._count = min(int(np.searchsorted(starts, len(tokens))), len(starts) - 1)
 
@@ -50,13 +51,13 @@ class DocumentSamples:
         return ends - self._starts[samples]
 
     def count_within(self, tokens: int) -> int:
-        """Return how many of the first samples have at most this many tokens together."""
+        """Return the largest n for which the first n samples have at most `tokens` tokens together."""
         if tokens >= len(self.tokens):
             return self._count
         return int(np.searchsorted(self._starts[1:], tokens, side="right"))
 
     def attended_length(self) -> float:
-        """Return the length of the sample in which a token is, averaged over all tokens."""
+        """Return the length of a token's sample, averaged over all tokens. The work of attention is estimated from it."""
         squares = 0.0
         for first in range(0, self._count, SCANNED_TOKENS):
             lengths = self.lengths(np.arange(first, min(first + SCANNED_TOKENS, self._count)))
@@ -75,8 +76,9 @@ class DocumentSamples:
 def document_samples(prepared: TokenDataset, split: Split, sequence_length: int, write: bool = True) -> DocumentSamples:
     """Return the documents of a split as samples of at most `sequence_length` predicted tokens.
 
-    Their starts are read from the folder of the shards. If they are not there, are damaged or are of fewer tokens, they
-    are found anew, and with `write` stored there unless the folder is read-only. Raises DataError if no document ends.
+    Their starts are read from the folder of the shards. If the file is missing, damaged or of another number of tokens,
+    they are found again and, with `write`, stored there unless the folder is read-only. Raises DataError if the split has
+    no eos token.
     """
     path = prepared.directory / f"{split}-samples-{sequence_length}.npy"
     whole = TokenDataset(prepared.directory, prepared.index).tokens(split)
@@ -96,8 +98,8 @@ def document_samples(prepared: TokenDataset, split: Split, sequence_length: int,
 
 
 def find_starts(tokens: TokenShards, eos_id: int, sequence_length: int) -> np.ndarray:
-    """Return where samples start in `tokens`, and last where they end: int64 [samples + 1]. Tokens after the last eos are
-    a document, too. Returns [0] if there is no eos."""
+    """Return the positions in `tokens` at which samples start, followed by the end of the last one: int64 [samples + 1].
+    Tokens after the last eos are a document, too. Returns [0] if there is no eos."""
     parts, start = [], 0
     for ends in _document_ends(tokens, eos_id):
         parts.append(_cut(start, ends, sequence_length))
@@ -119,16 +121,17 @@ def _document_ends(tokens: TokenShards, eos_id: int) -> Iterator[np.ndarray]:
 
 
 def _cut(start: int, ends: np.ndarray, sequence_length: int) -> np.ndarray:
-    """Return the starts of the samples of documents that follow each other from `start` and end at `ends`."""
+    """Return the starts of the samples of consecutive documents. The first document begins at `start`, and document i ends
+    before position `ends[i]`, where the next one begins."""
     starts = np.concatenate([[start], ends[:-1]])
     samples = -(-(ends - starts) // sequence_length)
-    before = np.cumsum(samples) - samples  # samples of the documents before
-    number = np.arange(samples.sum()) - np.repeat(before, samples)  # of a sample in its document
+    before = np.cumsum(samples) - samples  # number of samples of all earlier documents
+    number = np.arange(samples.sum()) - np.repeat(before, samples)  # index of each sample in its document
     return np.repeat(starts, samples) + number * sequence_length
 
 
 def _stored(path: Path, tokens: TokenShards, eos_id: int, sequence_length: int) -> np.ndarray | None:
-    """Return the starts in a file, memory-mapped, or None if they are not there or can't be those of `tokens`."""
+    """Return the starts in a file, memory-mapped, or None if it can't be read or can't belong to `tokens`."""
     try:
         starts = np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError):  # NumPy parses the header as Python
@@ -169,5 +172,5 @@ def _find_and_store(path: Path, tokens: TokenShards, eos_id: int, sequence_lengt
                 os.fsync(file.fileno())
             new.rename(path)
             return starts
-    except (OSError, NotImplementedError, Timeout):  # read-only, full, or without locks
+    except (OSError, NotImplementedError, Timeout):  # read-only, full, without file locks, or locked for too long
         return None

@@ -1,8 +1,8 @@
-"""Extension of a prepared folder with more tokens of its source, from where it ends.
+"""Extension of a prepared folder with more tokens of its source, from the position at which the folder's text ends.
 
-A text is read once for both splits. What is tokenized is committed every `COMMIT_SECONDS` and at the end, also at an
-early one: shards are completed and flushed, then the index that names them is replaced. A killed process loses what it
-has tokenized since. The order of tokens does not depend on interruptions.
+A text is read once for both splits. Tokens are committed every `COMMIT_SECONDS`, at the end, and after an error or
+interruption: the shards are completed and flushed, and then the index that names them is replaced. A process that is
+killed loses the tokens since its last commit. The order of tokens does not depend on interruptions.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH_CHARACTERS = 1_000_000
-"""Characters tokenized per batch."""
+"""Characters in a full batch."""
 SMALLEST_BATCHES = 100
-"""Largest number of batches that are as large together as a full one."""
+"""Size of a full batch divided by that of the smallest one, which is for a split that lacks few tokens."""
 CHARACTERS_PER_TOKEN = 6
-"""Characters of a token, at most, on average: a batch for a split that needs little has no more."""
+"""Upper estimate of the mean number of characters per token. It limits a batch for a split that lacks few tokens."""
 COMMIT_SECONDS = 60.0
-"""Seconds of work that a killed process loses at most."""
+"""Seconds between two commits, and so about the most work that a killed process loses."""
 COUNTS = ("tokens", "documents", "text_bytes")
 RATE_SECONDS = 60.0
 """Seconds over which the rate of the progress line is measured."""
@@ -55,8 +55,10 @@ def extend(
     report: Callable[[int], None] | None = None,
 ) -> None:
     """Tokenize until each split has the tokens needed or its source has ended. The caller must hold the folder's lock.
-    If a run reads meanwhile, `report` is called after each batch with the number of training tokens, and blocks are
-    committed when they are complete."""
+
+    Give `report` if a run reads the folder at the same time. It is called after each batch with the number of training
+    tokens, and each block is committed as soon as it is complete. Raises DataError if the source can't be read or tokenized.
+    """
     folder = _GrowingFolder(directory, index, report)
     for key in source_keys(data):
         missing = {split: needed[split] for split in splits_of(data, key) if folder.lacks(split, needed[split])}
@@ -75,10 +77,11 @@ def _read_on(
     data: DataSection,
     show_progress: bool,
 ) -> None:
-    """Tokenize the stream until no split of `missing` lacks tokens, and commit it, whatever happens."""
+    """Tokenize the stream until it ends or no split lacks tokens, and commit the tokens, also after an error unless it is an
+    OSError. Splits that have enough tokens are removed from `missing`."""
     label, together = f"{' and '.join(sorted(missing))} tokens", len(missing) > 1
     remaining = sum(tokens - folder.index.splits[split].tokens for split, tokens in missing.items())
-    if sys.maxsize in missing.values():  # whole files, of which the number of tokens is unknown
+    if sys.maxsize in missing.values():  # complete files, whose number of tokens is unknown
         remaining = sys.maxsize
     with (
         ProgressBar(label, remaining, show_progress) as progress,
@@ -96,7 +99,7 @@ def _read_on(
             )
             for split in [split for split, tokens in missing.items() if not folder.lacks(split, tokens)]:
                 del missing[split]
-            if together and [*missing] == ["validation"]:  # much more text is read than kept
+            if together and [*missing] == ["validation"]:  # from here on, most of the text that is read is skipped
                 together, label = (
                     False,
                     f"validation tokens, {100 * data.validation_fraction:g} % of the text that is read",
@@ -110,9 +113,12 @@ def _read_on(
 def _batches(
     stream: TextStream, folder: _GrowingFolder, missing: Mapping[Split, int]
 ) -> Iterator[tuple[Batch, Position]]:
-    """Yield batches of those documents of `missing` that the folder does not have, each with the position after it. `missing`
-    shrinks meanwhile. Where a batch ends depends on the text alone, not on what is tokenized by then, so that the same
-    tokens are prepared by any number of processes."""
+    """Yield batches of the documents of the splits in `missing` that the folder does not have yet, each with the stream's
+    position after it. The caller removes splits from `missing` while it iterates.
+
+    A batch ends when it has enough characters, or when a commit is due. The number of characters depends on the text alone
+    and not on the tokens that exist by then, so that the same tokens are prepared by any number of processes.
+    """
     starts = {split: folder.index.splits[split].position.documents for split in missing}
     left = {split: CHARACTERS_PER_TOKEN * (missing[split] - folder.index.splits[split].tokens) for split in missing}
     batch: Batch = []
@@ -133,11 +139,12 @@ def _batches(
 
 
 class _GrowingFolder:
-    """Prepared folder while it is extended."""
+    """Prepared folder that is being extended: the next index, and the shards that are being written."""
 
     def __init__(self, directory: Path, index: Index, report: Callable[[int], None] | None) -> None:
         self.index = index
-        """The index with the counts of now. The one on disk, and the shards, are those of the last commit."""
+        """Index with the current counts. The index on disk, and the shards that either index names, are those of the last
+        commit."""
         self._directory = directory
         dtype = np.dtype(index.dtype)
         self._writers = {
@@ -148,7 +155,7 @@ class _GrowingFolder:
         self._train_committed = index.splits["train"].tokens
 
     def lacks(self, split: Split, tokens: int) -> bool:
-        """Return whether a split has fewer tokens although its source has more."""
+        """Return whether a split has fewer than `tokens` tokens and its source has not ended."""
         return not self.index.splits[split].exhausted and self.index.splits[split].tokens < tokens
 
     @property
@@ -156,14 +163,14 @@ class _GrowingFolder:
         return time.monotonic() - self._committed >= COMMIT_SECONDS
 
     def add(self, parts: Mapping[Split, Part], read: Iterable[Split], position: Position) -> None:
-        """Add what was tokenized of the splits `read` up to a position. One thread writes while all cores tokenize the next
-        batch."""
+        """Add the `parts` of a batch, and record that the splits `read` have been read up to a position. A thread writes the
+        tokens while all cores tokenize the next batch."""
         if self._writing is not None:
             self._writing.result()
         self._writing = self._pool.submit(self._write, parts)
         for split in read:
             entry, part = self.index.splits[split], parts.get(split, Part())
-            if position.documents >= entry.position.documents:  # else this split was read further before
+            if position.documents >= entry.position.documents:  # else an earlier call has read this split further
                 counts = {name: getattr(entry, name) + getattr(part, name) for name in COUNTS}
                 self._update(split, position=position, **counts)
         if self._report is not None:
@@ -172,8 +179,8 @@ class _GrowingFolder:
             self._commit()
 
     def _completes_block(self) -> bool:
-        """Return whether a run that reads meanwhile could read a block that is not committed yet. The window of a block's
-        last sample ends one token after the block."""
+        """Return whether a run reads the folder at the same time and there is a complete block that is not committed. A block
+        is complete with the token after it, because the window of its last sample ends with that token."""
         tokens = self.index.splits["train"].tokens
         return self._report is not None and tokens > block_of(max(self._train_committed - 1, 0))[1]
 
@@ -192,7 +199,7 @@ class _GrowingFolder:
 
     @contextmanager
     def committed(self) -> Iterator[None]:
-        """Commit at the end, also after an error, unless the disk is what failed."""
+        """Commit at the end and after an error, except for an OSError, because then the disk may have failed."""
         with ThreadPoolExecutor(1) as self._pool:
             try:
                 yield
@@ -206,12 +213,12 @@ class _GrowingFolder:
                 raise
 
     def _commit(self) -> None:
-        """Complete the shards, then the index, in the thread that writes. An interruption of this one, such as Ctrl-C,
-        would leave a shard that is half completed."""
+        """Complete the shards and then the index, in the writing thread. In the calling thread, an interruption such as
+        Ctrl-C could leave a shard half completed."""
         self._pool.submit(self._complete).result()
 
     def _complete(self) -> None:
-        """Commit. Commits nothing if an interruption has separated the counts of shards and index."""
+        """Complete the shards, and replace the index unless its counts differ from theirs after an interruption."""
         if self._writing is not None:
             self._writing.result()
         for split, writer in self._writers.items():
@@ -239,16 +246,16 @@ class ProgressBar:
         self._task = self._bar.add_task(label, total=needed)
         self._shown = time.monotonic()
         self._marks: deque[tuple[float, int, int]] = deque()
-        """Times of the last RATE_SECONDS, and one before, the tokens so far and the bytes of files read at each."""
+        """(Time, tokens so far, bytes of files read so far) after each batch of the last RATE_SECONDS, and after one before."""
 
     def __enter__(self) -> Self:
         self._bar.start()
         return self
 
     def advance(self, text_bytes: int, tokens: int, read: int = 0, files: int = 0) -> None:
-        """Count a batch. By then `read` bytes of the `files` bytes of all files are read, also of what is only skipped; both
-        are 0 if that is not known."""
-        if not self._marks:  # a continued preparation has skipped what is there already, at another speed
+        """Count a batch of `text_bytes` and `tokens`. `read` is the number of bytes read so far of the `files` bytes of all
+        files, skipped text included. Both are 0 if they are unknown."""
+        if not self._marks:  # text that a continued preparation has skipped, at another speed, is not in the rate
             self._marks.append((self._shown, self.tokens, read))
         self.text_bytes += text_bytes
         self.tokens += tokens
@@ -263,7 +270,7 @@ class ProgressBar:
             self._print()
 
     def go_on(self, label: str, tokens: int, needed: int) -> None:
-        """Show from now on how far another count is: it has `tokens` of the tokens `needed`."""
+        """Show the progress of another count from now on. It has `tokens` of the `needed` tokens."""
         self.label, self.text_bytes, self.tokens, self._needed = label, 0, tokens, needed
         self._marks.clear()
         self._shown = time.monotonic()
@@ -288,7 +295,7 @@ class ProgressBar:
     ) -> None:
         self._bar.stop()
         if kind is None:
-            self._files = 0  # nothing is left, also of files whose rest has no text
+            self._files = 0  # so that the last line shows no time left, even if the rest of the files has no text
             self._print()
 
     def _print(self) -> None:

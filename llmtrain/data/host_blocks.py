@@ -33,12 +33,13 @@ class HostBlocks:
     """Digests of the blocks of all hosts, in the job's store."""
 
     def __init__(self, store: dist.Store, hosts: Sequence[int]) -> None:
-        """Name each host by the number of its first rank."""
+        """Take the hosts, each named by the number of its first rank."""
         self._store, self._hosts = store.clone(), hosts
 
     def agree(self, tokens: GrowingTokens, needed: int) -> None:
-        """Wait until all hosts have the block that ends before token number `needed`, the label of its last token. Raises
-        DataError if their texts differ, or if one of them has failed or adds nothing for the run's timeout."""
+        """Wait until all hosts have the block of the last input among the first `needed` tokens, the last of which is only a
+        label. Raises DataError if the hosts' texts differ, or if one of them has failed or adds nothing within the run's
+        timeout."""
         start, _ = block_of(max(min(needed, len(tokens)) - 2, 0))
         keys = [f"text/{host}/{start}" for host in self._hosts]
         tokens.wait_until(lambda: self._store.check(keys), needed, self._status)
@@ -52,7 +53,7 @@ class HostBlocks:
                 )
 
     def _status(self) -> Mapping[str, Any]:
-        """Return how far each host is, and the error of one that has failed."""
+        """Return the progress of each host, and the error of one that has failed."""
         keys = [f"text/{host}" for host in self._hosts]
         found = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
         errors = [status["error"] for status in found if "error" in status]
@@ -64,7 +65,7 @@ class HostBlocks:
 
 @contextmanager
 def posted_blocks(store: dist.Store, rank: int, tokens: GrowingTokens) -> Iterator[None]:
-    """Post the blocks of this host, which `tokens` reads for this purpose alone, from a thread."""
+    """Post the digests of this host's blocks from a thread. Only that thread may use `tokens`."""
     closed = threading.Event()
     thread = threading.Thread(
         target=_post, args=(store.clone(), f"text/{rank}", tokens, closed), name="posts blocks of text", daemon=True
@@ -74,7 +75,7 @@ def posted_blocks(store: dist.Store, rank: int, tokens: GrowingTokens) -> Iterat
         yield
     finally:
         closed.set()
-        thread.join(LAST_ANSWER_SECONDS)  # an answer during the interpreter's shutdown would abort the process
+        thread.join(LAST_ANSWER_SECONDS)  # an answer that arrives during the interpreter's shutdown aborts the process
 
 
 def _post(store: dist.Store, key: str, tokens: GrowingTokens, closed: threading.Event) -> None:
@@ -111,6 +112,6 @@ def _describe(tokens: GrowingTokens, start: int) -> dict[str, str] | None:
 
 
 def hosts_of(mesh: Mesh) -> list[int]:
-    """Return the first rank of each host. A collective of all ranks."""
+    """Return the first rank of each host. All ranks must call this, because it is a collective."""
     local = mesh.all_ranks.all_gather_object(mesh.world.local_rank, "counting hosts")
     return [rank for rank, number in enumerate(local) if number == 0]

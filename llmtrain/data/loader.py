@@ -35,8 +35,9 @@ abandon."""
 
 
 SamplesBefore = Callable[[str, int, Callable[[int], int]], int]
-"""Function from (name of a text, its number of samples now, function from a number of sequences of the run to those that
-are of this text) to its number of samples in a run of another length (`LengthChange.samples_before`)."""
+"""Function that returns the number of samples that a text had in a run of another length (`LengthChange.samples_before`).
+Its arguments are the text's name, the text's number of samples now, and a function that maps a number of sequences of the
+run to the number of those that are of this text."""
 
 
 class Loader:
@@ -68,7 +69,7 @@ class Loader:
         self.tokens, self.sequence_length = tokens, sequence_length
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.num_samples = self._count_samples()
-        """Number of samples in the data; for a source of unknown length that has not ended, the largest possible one."""
+        """Number of samples in the data; an upper bound while the length of the source is unknown."""
         self.cursor = SampleCursor()
         """Cursor at the entries that no replica has read, provided that all replicas have taken as many steps as
         this one."""
@@ -89,7 +90,8 @@ class Loader:
     def next(self) -> list[torch.Tensor]:
         """Return this rank's micro-batches for the next step: int64 [micro_batch, sequence_length + 1] each."""
         if self._in_blocks:
-            # All ranks wait for the text of a step at its start. Otherwise those that have theirs would wait in a collective.
+            # All ranks wait here for the text of the complete step. Otherwise a rank that has its own part would wait in
+            # a collective for a rank that does not.
             self.order.wait_for(max(part[-1] for part in self.cursor.peek(0, self.global_batch)))
         micro_batches = self._read(self._samples(self._first, self._per_rank))
         self.cursor.advance(self.global_batch)
@@ -97,14 +99,14 @@ class Loader:
         return micro_batches
 
     def _samples(self, first: int, count: int) -> list[int]:
-        """Return the `count` samples after the next `first` ones."""
+        """Return the `count` unread samples after the next `first` ones, and leave them unread."""
         return [self.order.sample(entry) for part in self.cursor.peek(first, count) for entry in part]
 
     def _count_samples(self) -> int:
         return max(self.tokens.most - 1, 0) // self.sequence_length
 
     def _shortage(self) -> str:
-        """Return what is missing if there are fewer samples than one step needs."""
+        """Return the text of an error about data with fewer samples than one step needs."""
         return (
             f"{len(self.tokens)} tokens there, {self.global_batch * self.sequence_length + 1} needed for one step of "
             f"{self.global_batch} sequences of {self.sequence_length}; give more text (data.source, data.max_tokens), "
@@ -130,12 +132,13 @@ class Loader:
         self.order = self._new_order(state.get("sizes", ()))
 
     def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
-        """Return a state of a run that was shorter or longer. `before` returns how many samples of a text that had."""
+        """Return the `state` of a run that was shorter or longer, as a state of this run. `before` returns how many samples a
+        text had in that run."""
         return grow(state, before("", self.num_samples, lambda entries: entries), self.num_samples)
 
     def read_by_text(self, states: Sequence[dict[str, Any]]) -> dict[str, int]:
-        """Return the sequences that a run has read of each text, by name, given the state of each replica. Empty if the
-        run has one text."""
+        """Return the number of sequences that a run has read of each text, by the text's name. `states` has the loader's
+        state of each replica. The result is empty if the run has one text."""
         return {}
 
     def _new_order(self, sizes: Sequence[int] = ()) -> SampleOrder:
@@ -145,7 +148,7 @@ class Loader:
         return SampleOrder(self.num_samples, self._seed, sizes, block=block, wait=self._wait_for_samples)
 
     def _wait_for_samples(self, samples: int) -> int:
-        """Wait until so many samples exist or the source has ended. Return how many exist. Raises DataError if they are
+        """Wait until `samples` samples exist or the source has ended. Return how many exist. Raises DataError if they are
         fewer than one global batch."""
         there = max(self.tokens.wait_for(samples * self.sequence_length + 1) - 1, 0) // self.sequence_length
         if there < min(samples, self.global_batch):
@@ -167,7 +170,7 @@ class PrefetchLoader:
         self._is_coming = False
         self._state = loader.state_dict()
         self.replica_tokens = loader.replica_tokens
-        """Tokens of the global batch that `next` has returned last, divided by the number of replicas."""
+        """Tokens of the last global batch of which `next` has returned a part, divided by the number of replicas."""
         # A daemon thread, because a hung disk must not keep the process alive after the run has given up on it.
         threading.Thread(target=with_current_device(self._worker), name="reads ahead", daemon=True).start()
         atexit.register(self._drain)
@@ -196,7 +199,7 @@ class PrefetchLoader:
         return self.loader.reshard_rule()
 
     def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
-        """Return a state of a run that was shorter or longer."""
+        """Return the `state` of a run that was shorter or longer, as a state of this run."""
         return self.loader.grown(state, before)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -218,8 +221,8 @@ class PrefetchLoader:
         self._orders.put(None)
 
     def _get(self, seconds: float) -> list[torch.Tensor] | BaseException | None:
-        """Return what was read within `seconds`, or None. Time in which text is tokenized does not count: that wait
-        announces itself and has a limit of its own."""
+        """Return what was read within `seconds`, or None. Time spent waiting for text to be tokenized does not count, because
+        that wait announces itself and has a limit of its own."""
         while True:
             try:
                 return self._read.get(timeout=seconds)
@@ -235,7 +238,7 @@ class PrefetchLoader:
             )
             batches = self._get(self._timeout - quiet)
         if batches is None:
-            raise TrainingError(  # of this rank alone, and not for good
+            raise TrainingError(  # not a DataError: only this rank is affected, and a new start may succeed
                 f"no batch could be read in {self._timeout:g} s (run.timeout_seconds): the disk that holds the token shards does "
                 "not answer; start the same command again when it does, to continue from the last checkpoint"
             )

@@ -1,4 +1,4 @@
-"""Local files of a text: what identifies them, and which of them are trained on."""
+"""Local files of a text: the values that identify them, and the files that remain for training."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def without_held_out(files: Sequence[Path], held_out: Sequence[Path], data: Data
 
 
 def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Return path, size and time of change of each file."""
+    """Return the absolute path, the size in bytes and the modification time in nanoseconds of each file."""
     return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]

@@ -21,8 +21,8 @@ BLOCK = 1000
 
 
 def shares_of(weights: Sequence[float], entries: int = BLOCK) -> list[int]:
-    """Return how many of `entries` each text has: its exact share rounded down, and one more for the largest remainders,
-    the first of equal ones."""
+    """Return how many of `entries` each text has: its exact share rounded down, plus one for the texts with the largest
+    remainders. Of texts with equal remainders, the first ones get it."""
     exact = [weight * entries / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda text: shares[text] - exact[text])
@@ -32,7 +32,7 @@ def shares_of(weights: Sequence[float], entries: int = BLOCK) -> list[int]:
 
 
 def most_of(share: int, entries: int) -> int:
-    """Return an upper bound on how many of the first `entries` are of a text with this share of a block."""
+    """Return an upper bound on how many of the first `entries` are of a text that has `share` entries of each block."""
     return min(entries, -(-entries // BLOCK) * share)
 
 
@@ -70,7 +70,7 @@ class MixtureOrder:
             order.forget(oldest * share)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what another order needs to be the same, beside the numbers of samples and the weights."""
+        """Return the state that makes another order equal to this one, given the same seed, numbers of samples and weights."""
         sizes = [order.sizes for order in self.orders]
         return {"sizes": sizes} if any(len(of_text) > 1 for of_text in sizes) else {}
 

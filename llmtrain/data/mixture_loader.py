@@ -28,7 +28,7 @@ class MixedShards:
 
     @property
     def most(self) -> int:
-        """Return the largest number of tokens that there can ever be."""
+        """Return the largest number of tokens that the sequence can ever have: here its length, because it does not grow."""
         return len(self)
 
     def window(self, start: int, length: int) -> np.ndarray:
@@ -53,8 +53,8 @@ class MixtureLoader(Loader):
     order: MixtureOrder
 
     def __init__(self, texts: Mapping[str, TokenShards], weights: Sequence[float], **shape: int) -> None:
-        """Take `shape` as `Loader` does. Raises DataError if a text has no complete sample, or all together are smaller
-        than one global batch."""
+        """Take `shape` as `Loader` does, and texts by name with a weight for each. Raises DataError if a text has no complete
+        sample, or if all texts together have fewer samples than one global batch."""
         length = shape["sequence_length"]
         self.samples = {name: count_samples(name, tokens, length) for name, tokens in texts.items()}
         """Number of samples of each text."""
@@ -68,7 +68,8 @@ class MixtureLoader(Loader):
         return MixtureOrder(orders, self.weights, self._seed)
 
     def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
-        """Return a state of a run that was shorter or longer. `before` returns how many samples of a text that had."""
+        """Return the `state` of a run that was shorter or longer, as a state of this run. `before` returns how many samples a
+        text had in that run."""
         rest = {key: value for key, value in state.items() if key != "sizes"}
         sizes = []
         for index, (name, now) in enumerate(self.samples.items()):
@@ -78,7 +79,8 @@ class MixtureLoader(Loader):
         return rest if all(len(of_text) == 1 for of_text in sizes) else rest | {"sizes": sizes}
 
     def read_by_text(self, states: Sequence[dict[str, Any]]) -> dict[str, int]:
-        """Return the sequences that a run has read of each text, by name, given the state of each replica."""
+        """Return the number of sequences that a run has read of each text, by the text's name. `states` has the loader's
+        state of each replica."""
         merged = merge_cursors(states, self.global_batch)
         counts = self.order.count(range(merged["position"]))
         for start, stop in merged.get("left", []):

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 FIRST_BLOCK, LARGEST_BLOCK = 2_000_000, 64_000_000
-"""Tokens of a stream's first block, which a run waits for before its first step, and of its largest ones."""
+"""Tokens of a stream's first block, for which a run waits before its first step, and of its largest blocks."""
 
 
 def block_of(token: int) -> tuple[int, int]:
-    """Return the first token of the block that has this token, and the first one after it. Each block is twice as large as
-    the one before it, up to LARGEST_BLOCK."""
+    """Return the bounds [start, end) of the block of tokens that contains `token`. Each block is twice as large as the one
+    before it, up to LARGEST_BLOCK."""
     start, size = 0, FIRST_BLOCK
     while size < LARGEST_BLOCK and token >= start + size:
         start, size = start + size, min(2 * size, LARGEST_BLOCK)
@@ -22,8 +22,8 @@ def block_of(token: int) -> tuple[int, int]:
 
 
 def block_of_sample(sample: int, sequence_length: int) -> tuple[int, int]:
-    """Return the first sample of the block that has this sample, and the first one after it. A sample belongs to the block
-    of the last of its inputs."""
+    """Return the bounds [start, end) of the block of samples that contains `sample`. A sample belongs to the block that
+    contains its last input."""
     start, end = block_of((sample + 1) * sequence_length - 1)
     return start // sequence_length, end // sequence_length
 
@@ -37,7 +37,7 @@ class SampleOrder:
 
     With blocks, the first epoch is a permutation of the samples of the first block, followed by one of those of the second,
     and so on. Blocks also end where the data ended before it grew. The order then does not depend on how many samples exist
-    when an entry is looked up: one in a block that is not complete is waited for. Later epochs have no blocks.
+    when an entry is looked up, because the lookup waits until the entry's block is complete. Later epochs have no blocks.
     """
 
     def __init__(
@@ -49,14 +49,15 @@ class SampleOrder:
         block: Callable[[int], tuple[int, int]] | None = None,
         wait: Callable[[int], int] | None = None,
     ) -> None:
-        """Order `num_samples` samples. `block` returns the block of a sample. `wait` blocks until so many samples exist or
-        the source has ended, and returns how many exist; if there are fewer than `num_samples`, an epoch has that many."""
+        """Order `num_samples` samples. `block` returns the bounds [start, end) of a sample's block. `wait(n)` waits until n
+        samples exist or the source has ended, and returns how many exist. If the source ends with fewer than `num_samples`,
+        an epoch has only those."""
         self.num_samples = num_samples
         self.sizes = [*sizes] or [num_samples]
-        """Numbers of samples that the data has had since the run began."""
+        """Number of samples when the run began, followed by the number after each growth of the data."""
         self._seed, self._block, self._wait = seed, block, wait
         self._parts: dict[tuple[int, int], np.ndarray] = {}
-        """Permutations by their epoch and their first sample."""
+        """Permutations, by epoch and first sample of the range that they permute."""
 
     def sample(self, entry: int) -> int:
         """Return the sample at an entry of the list."""
@@ -64,7 +65,7 @@ class SampleOrder:
         return int(self._parts[epoch, first][entry - epoch * self.num_samples - first])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what another order needs to be the same, beside the number of samples."""
+        """Return the state that makes another order equal to this one, given the same seed and number of samples."""
         return {"sizes": self.sizes} if len(self.sizes) > 1 else {}
 
     def forget(self, before: int) -> None:
@@ -80,12 +81,12 @@ class SampleOrder:
         self._part_at(entry)
 
     def _part_at(self, entry: int) -> tuple[int, int, int]:
-        """Return the epoch of an entry, and the first and the end of the samples with which its sample is shuffled. Their
-        permutation is then in memory."""
+        """Return the epoch of an entry, and the bounds [first, end) of the samples among which it is shuffled. Wait until
+        these samples exist, and keep their permutation in memory."""
         epoch, index = divmod(entry, self.num_samples)
         first, end = self._bounds(epoch, index)
         if (epoch, first) not in self._parts:
-            # in a later epoch, all samples of the first one must be known
+            # a later epoch shuffles all samples of the first one, so all of them must exist
             least = end if epoch == 0 else self.num_samples
             if self._wait is not None and (there := self._wait(least)) < least:
                 self.num_samples = there  # the source has ended
@@ -96,7 +97,7 @@ class SampleOrder:
         return epoch, first, end
 
     def _bounds(self, epoch: int, index: int) -> tuple[int, int]:
-        """Return the first and the end of the samples with which sample number `index` is shuffled in an epoch."""
+        """Return the bounds [first, end) of the samples among which entry `index` of an epoch is shuffled."""
         if epoch:
             return 0, self.num_samples
         ends = [*self.sizes, self.num_samples]
@@ -106,7 +107,8 @@ class SampleOrder:
 
 
 class SampleCursor:
-    """Cursor over the endless list of samples. The unread entries are those of `left`, then all from `position` on."""
+    """Cursor over the endless list of samples. The unread entries are those in the ranges `left`, and then all entries from
+    `position` on."""
 
     def __init__(self, position: int = 0, left: Sequence[range] = ()):
         self.position, self.left = position, list(left)
@@ -122,7 +124,7 @@ class SampleCursor:
         return min([self.position, *(part.start for part in self.left)])
 
     def peek(self, first: int, count: int) -> list[range]:
-        """Return the `count` unread entries after the next `first` ones as ranges, in order."""
+        """Return the `count` unread entries after the next `first` ones, as ranges in order. They stay unread."""
         found = []
         for upcoming in (*self.left, range(self.position, self.position + first + count)):
             here = upcoming[first : first + count]
@@ -168,8 +170,9 @@ def merge_cursors(states: Sequence[dict[str, Any]], global_batch: int) -> dict[s
 
 
 def grow(state: dict[str, Any], before: int, now: int) -> dict[str, Any]:
-    """Return a loader's state for data that had `before` samples, or its state's `sizes`, and has `now` samples. The new
-    ones come after the old ones of the first epoch. If there are fewer now, the order is that of a run that begins."""
+    """Return a loader's state for data that now has `now` samples. It had the numbers of samples in the state's `sizes` or, if
+    there are none, `before` samples. In the first epoch, the new samples come after the old ones. If there are fewer samples
+    now, the order is that of a new run with `now` samples."""
     sizes = state.get("sizes", [before])
     sizes = [*sizes, now] if now > sizes[-1] else [now] if now < sizes[-1] else sizes
     rest = {key: value for key, value in state.items() if key != "sizes"}

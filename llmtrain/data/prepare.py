@@ -1,9 +1,9 @@
 """Preparation of token shards on disk from text: done once, cached, continued after an interruption, and safe against
 concurrent processes.
 
-A folder of `data.cache_dir` appears with its tokenizer, and grows under a lock. Its index names the shards that are
-complete, which never change, so that a run may read them while another one adds more. Every document is tokenized
-without special tokens and followed by eos.
+Each text has a folder in `data.cache_dir`. The folder is created in one rename, with its tokenizer and no tokens, and grows
+under a lock. Its index names the shards that are complete. These never change, so that one run may read them while another
+one adds more. Every document is tokenized without special tokens and followed by eos.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ def prepare(
     only as far as the run reads it. `data.max_tokens`, if given, sets the number of training tokens in both cases.
     The validation split is tokenized only as far as the run reads it. A cached folder is reused if it has enough
     tokens or its source has no more; otherwise tokens are added to it, also after an interruption. If several processes
-    start together, one prepares and the others wait for it. Raises DataError.
+    start together, one prepares and the others wait for it. Raises DataError if the source, the tokenizer or the folder
+    can't be used, or if a split has no documents.
 
-    With `first_block_only`, of the training tokens only the first block must be there: another process tokenizes the
-    others while a run reads the folder. That process gives `report`, which is called with the number of training tokens.
+    With `first_block_only`, only the first block of the training tokens is needed, because another process tokenizes the
+    rest while a run reads the folder. That process passes `report`, which is called with the number of training tokens.
     """
     # one more than the run reads, because the last token is only a label
     whole = train_tokens + 1 if data.source.startswith(HUB) else sys.maxsize
@@ -68,7 +69,7 @@ def prepare(
     directory = cache_path(data)
     try:
         cached = open_dataset(directory, limits)
-    except DataError:  # absent; checked again under the lock
+    except DataError:  # missing or damaged; opened again under the lock, where damage is an error
         cached = None
     if cached is not None and _is_sufficient(cached, needed):
         _check_tokenizer(directory)
@@ -99,8 +100,9 @@ def _check_tokenizer(directory: Path) -> None:
 
 
 def cache_path(data: DataSection) -> Path:
-    """Return the cache folder of `data`: a readable name and a hash of everything that determines the tokens. Raises
-    UserError if it may not be read."""
+    """Return the path of the cache folder of `data`. Its name has a readable part and a hash of everything that determines
+    the tokens. Raises UserError if the path is too long or its parent may not be read, and DataError if the source or the
+    tokenizer's files can't be read."""
     try:
         tokenizer = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(data.tokenizer)]
     except OSError as error:
@@ -125,7 +127,7 @@ def cache_path(data: DataSection) -> Path:
 
 
 def describe_kept(data: DataSection) -> str:
-    """Return in words what an interrupted preparation has written to the cache folder of `data`."""
+    """Return a text for the user about what an interrupted preparation has written to the cache folder of `data`."""
     directory = cache_path(data)
     try:
         splits = open_dataset(directory).index.splits
@@ -143,7 +145,7 @@ def _is_sufficient(cached: TokenDataset, needed: Mapping[Split, int]) -> bool:
 
 
 def _measure(cached: TokenDataset, show_progress: bool) -> TokenDataset:
-    """Return ready-made tokens after adding to their index the bytes of the validation tokens that the run reads."""
+    """Return ready-made tokens, after adding the text bytes of the validation tokens that the run reads to their index."""
     if show_progress:
         print(*describe(cached), sep="\n", flush=True)
     if is_measured(cached):
@@ -189,7 +191,8 @@ def _full_disk_as_data_error(directory: Path) -> Iterator[None]:
 
 
 def _create(directory: Path, data: DataSection) -> None:
-    """Make the folder with its tokenizer and without tokens. It appears complete or not at all."""
+    """Create the folder with its tokenizer, and with an index without tokens or of ready-made ones. The folder appears
+    complete or not at all."""
     for leftover in directory.parent.glob(f"{directory.name}.*-tmp"):  # left by a process that was killed
         shutil.rmtree(leftover)
     new = directory.with_name(f"{directory.name}.new-tmp")
@@ -221,7 +224,7 @@ def _create(directory: Path, data: DataSection) -> None:
 
 
 def _check_documents(prepared: TokenDataset, data: DataSection) -> None:
-    """Raise DataError, and delete the folder, if a split has no documents."""
+    """Delete the folder and raise DataError if the source has ended and a split has no documents."""
     for split, entry in prepared.index.splits.items():
         if entry.exhausted and not entry.documents:
             shutil.rmtree(prepared.directory)

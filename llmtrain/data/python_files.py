@@ -1,9 +1,9 @@
-"""Python files as text: the standard library's (`stdlib`), or together with those of the pinned packages (`python`).
+"""Python files as text: those of the standard library (`stdlib`), or those and the pinned packages' (`python`).
 
-`python_packages.txt` pins what `llmtrain` requires, directly or not, with the tested versions and a digest per package.
-Everybody who installed llmtrain has those packages, and what else is installed does not change the text. Other
-versions are read as well; `PythonText.line` and the record beside the tokens name them. Tests are left out, here as in the
-standard library. docs/python_packages.py writes the list.
+`python_packages.txt` pins the direct and indirect requirements of `llmtrain`, with the tested version and a digest of each
+package. Every installation of llmtrain has these packages, and other installed packages do not change the text. A package
+in another version than the pinned one is read as well; `PythonText.line` and the record in the folder of the tokens name
+it. Tests are left out, in packages as in the standard library. docs/python_packages.py writes the list.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from llmtrain.errors import DataError
 STDLIB, PYTHON = "stdlib", "python"
 """Values of `data.source`."""
 PINNED = Path(__file__).with_name("python_packages.txt")
-"""The pinned packages, a record as `PythonText.record` returns it."""
+"""File that names the pinned packages, in the format of `PythonText.record`."""
 LIBRARY = "python"
-"""Name under which the standard library is a package of the list."""
+"""Name of the standard library in the list of packages."""
 TESTS = {"test", "tests", "idle_test"}
 """Names of folders to skip: tests."""
 NOT_STDLIB = {*TESTS, "site-packages", "dist-packages", "__pycache__"}
@@ -34,7 +34,7 @@ NOT_STDLIB = {*TESTS, "site-packages", "dist-packages", "__pycache__"}
 
 
 class PackageRecord(NamedTuple):
-    """A line of a record: what identifies the Python files of a package."""
+    """A line of a record, which identifies the Python files of one package."""
 
     name: str
     version: str
@@ -54,7 +54,7 @@ class PackageRecord(NamedTuple):
 
 
 class PythonFile(NamedTuple):
-    """A file of a package, and what its installer recorded of it."""
+    """A file of a package, with the digest that the installer recorded."""
 
     name: str
     """Path inside the package's folder, the same on every machine."""
@@ -74,7 +74,7 @@ class Package:
 
     @property
     def record(self) -> PackageRecord:
-        """Size and digest of the files. The digest is of names, sizes and recorded digests, so that nothing is read; it
+        """Size and digest of the files. The digest covers names, sizes and recorded digests, so that no file is read. It
         misses an edit in place that keeps a file's size."""
         lines = "\n".join(f"{file.name} {file.bytes} {file.recorded}" for file in self.files)
         digest = hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
@@ -82,7 +82,7 @@ class Package:
 
 
 class PythonText:
-    """Text of `data.source: python`: those of the pinned packages that are installed here."""
+    """Text of `data.source: python`: the files of those pinned packages that are installed on this machine."""
 
     def __init__(self, pinned: Path = PINNED) -> None:
         lines = pinned.read_text(encoding="utf-8").splitlines()
@@ -115,8 +115,9 @@ class PythonText:
         )
 
     def validation_packages(self, fraction: float) -> set[str]:
-        """Return the names of the packages held out: in an order drawn from their names, each that still fits into
-        `fraction` of the pinned bytes. Installed versions do not matter, so that every machine holds out the same."""
+        """Return the names of the packages held out for validation. The packages are gone through in the order of a hash of
+        their names, and each that still fits into `fraction` of the pinned bytes is taken. Installed versions do not matter,
+        so that every machine holds out the same packages."""
         room = fraction * sum(pin.bytes for pin in self.pinned)
         chosen = set()
         for pin in sorted(self.pinned, key=lambda pin: _name_hash(pin.name)):
@@ -126,8 +127,8 @@ class PythonText:
         return chosen
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        """Yield each file after the name of its package, in an order that mixes the packages, without files whose text
-        came before, empty ones, and those that are not UTF-8. Raises DataError if there are none or a file can't be read."""
+        """Yield (package name, text) of each file, in an order that mixes the packages. Files that are blank, not UTF-8 or
+        equal to an earlier one are left out. Raises DataError if no package is installed or a file can't be read."""
         if not self.packages:
             raise DataError(f"data.source: {PYTHON}: no package of {PINNED.name} is installed; use data.source=stories")
         files = [(package.name, file) for package in self.packages for file in package.files]
@@ -176,7 +177,8 @@ def stdlib_files() -> list[Path]:
 
 
 def read_stdlib() -> Iterator[str]:
-    """Yield the standard library's files, without empty ones and those that are not UTF-8. Raises DataError if there are none."""
+    """Yield the text of each file of the standard library. Files that are blank or not UTF-8 are left out. Raises DataError if
+    there are no files or one can't be read."""
     files = stdlib_files()
     if not files:
         raise DataError(f"data.source: {STDLIB}: no .py files in {stdlib_root()}; use data.source=/path/to/files")
@@ -187,14 +189,14 @@ def read_stdlib() -> Iterator[str]:
 
 def _files_of(found: Distribution) -> Iterator[PythonFile]:
     for file in found.files or ():
-        # an entry point in bin/ is not the package's source, and a file may have been deleted since
+        # a script that pip installed (`../../bin`) is not the package's source, and a recorded file may be deleted
         if file.suffix == ".py" and not {"..", *TESTS} & set(file.parts) and os.path.isfile(path := file.locate()):
             recorded = f"{file.hash.mode}={file.hash.value}" if file.hash else ""
             yield PythonFile(file.as_posix(), Path(path), os.path.getsize(path), recorded)
 
 
 def _text(path: Path) -> str:
-    """Return a file's text, or none if it is blank or in another encoding, which a few files declare."""
+    """Return a file's text, or an empty one if the file is blank or not UTF-8. A few files declare another encoding."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

@@ -1,8 +1,8 @@
 """Ready-made tokens: `data.source` and `data.validation` that are token files of another tool.
 
-A run reads them where they are. The cache folder gets the tokenizer and an index of the files, with the border between
-the splits and the bytes of the validation text. A sample of the tokens is checked when the index is written, and all of
-them in the background of each run.
+A run reads the files in place. The cache folder contains only the tokenizer and an index of the files, with the border
+between the splits and the number of bytes of the validation text. A sample of the tokens is checked when the index is
+written, and all tokens in the background of each run.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class ReadyMadeFiles:
     """Files of `data.validation`; none if the last part of `train` is held out."""
 
     def stamps(self) -> list[tuple[str, int, int]]:
-        """Return path, size and time of change of all files."""
+        """Return the absolute path, the size in bytes and the modification time in nanoseconds of every file."""
         return stamps(path for file in (*self.train, *self.validation) for path in file.files)
 
 
 def find_ready_made(data: DataSection) -> ReadyMadeFiles | None:
-    """Return the token files of `data`, or None if its source is text. Reads their headers. Raises DataError if they
-    can't be used, or if they are combined with text or with a tokenizer that does not exist yet."""
+    """Return the token files of `data` as their headers describe them, or None if its source is text. Raises DataError if
+    the files can't be used, or if they are combined with text or with a tokenizer that is still to be trained."""
     texts = tuple(READERS)
     paths = find_token_files(data.source, "data.source", texts)
     held_out = None if data.validation is None else find_token_files(data.validation, "data.validation", texts)
@@ -93,8 +93,8 @@ def _is_for_validation(path: Path) -> bool:
 
 
 def index_of(files: ReadyMadeFiles, data: DataSection, empty: Index) -> Index:
-    """Return the index of the files: that of an empty folder, with their tokens. Raises DataError for tokens that
-    are not the tokenizer's, as far as a sample shows, and for files that can't be split."""
+    """Return `empty`, the index of a folder without tokens, with the files' tokens added. Raises DataError if a sample of the
+    tokens is not of the tokenizer's vocabulary, or if the files can't be split."""
     parts = dict(zip(("train", "validation"), (_shards(files.train), _shards(files.validation)), strict=True))
     documents = dict.fromkeys(parts, 0)
     has_eos = [check_sample(group, empty) for group in (files.train, files.validation) if group]
@@ -129,7 +129,7 @@ def _shards(files: Sequence[TokenFile]) -> list[Shard]:
 
 
 def _cut(shards: Sequence[Shard], start: int, end: int | None) -> list[Shard]:
-    """Return the shards' tokens [start, end)."""
+    """Return shards with the tokens [start, end) of `shards`; with None as `end`, up to the last token."""
     cut, first = [], 0
     for shard in shards:
         low, high = max(start - first, 0), shard.tokens if end is None else min(end - first, shard.tokens)
@@ -157,8 +157,8 @@ def check_sample(files: Sequence[TokenFile], index: Index) -> bool:
 
 
 def _border(files: Sequence[TokenFile], data: DataSection, eos: int) -> int:
-    """Return the first validation token: the first of a document, so that about `data.validation_fraction` of the tokens
-    are behind it."""
+    """Return the position of the first validation token. A document begins there, and about `data.validation_fraction` of the
+    tokens are at or after it."""
     total = sum(file.tokens for file in files)
     target = min(max(round(total * (1 - data.validation_fraction)), 1), total - 1)
     if files[0].index is None:
@@ -187,8 +187,8 @@ def _border_of_index(files: Sequence[TokenFile], target: int) -> int:
 
 
 def _border_at_eos(tokens: TokenShards, target: int, eos: int) -> int | None:
-    """Return the token after the first eos that has at least `target` - 1 tokens before it or, if the last token is the only
-    one, after the last eos before `target`."""
+    """Return the position after the first eos at `target` - 1 or later, except for an eos that is the last token. If there is
+    none, return the position after the last eos before `target` - 1, or None."""
     for start in range(target - 1, len(tokens) - 1, DECODED_TOKENS):
         found = np.flatnonzero(tokens.window(start, min(DECODED_TOKENS, len(tokens) - 1 - start)) == eos)
         if len(found):
@@ -202,13 +202,14 @@ def _border_at_eos(tokens: TokenShards, target: int, eos: int) -> int | None:
 
 
 def is_measured(prepared: TokenDataset) -> bool:
-    """Return whether the bytes of the validation tokens that the recipe asks for are known, or are not needed."""
+    """Return whether the number of text bytes of the validation tokens that the recipe asks for is known or not needed."""
     ready_made = prepared.index.ready_made
     return ready_made is None or len(prepared.tokens("validation")) in ready_made.validation_bytes
 
 
 def measured(prepared: TokenDataset) -> Index:
-    """Return the index with the bytes of the validation tokens that the recipe asks for. Decodes them."""
+    """Return the index with the number of text bytes of the validation tokens that the recipe asks for, after decoding these
+    tokens. Raises DataError if they contain no text."""
     tokens, index = prepared.tokens("validation"), prepared.index
     assert index.ready_made is not None
     count = count_text_bytes(tokens, prepared)
@@ -219,8 +220,8 @@ def measured(prepared: TokenDataset) -> Index:
 
 
 def count_text_bytes(tokens: TokenShards, prepared: TokenDataset) -> int:
-    """Return the UTF-8 bytes of the text that was tokenized. Special tokens are no text. A character of which the tokens
-    have only the beginning does not count."""
+    """Return the number of UTF-8 bytes of the text that the tokens encode, without special tokens. A last character that is
+    cut off does not count."""
     tokenizer, count = prepared.load_tokenizer(), 0
     documents: list[list[int]] = []
     for document in _documents(tokens, prepared):
@@ -229,7 +230,7 @@ def count_text_bytes(tokens: TokenShards, prepared: TokenDataset) -> int:
             documents = []
         documents.append(document)
     *ended, last = documents  # the last one is empty if the tokens end with eos
-    for cut in range(4):
+    for cut in range(4):  # a cut-off character has at most three bytes, each of which may be a token
         text = _decoded(tokenizer, [last[: len(last) - cut]])[0]
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             break
@@ -260,7 +261,7 @@ def _documents(tokens: TokenShards, prepared: TokenDataset) -> Iterator[list[int
 
 
 def describe(prepared: TokenDataset) -> list[str]:
-    """Return lines about token files that are now in use, for the user."""
+    """Return lines that tell the user which token files are in use, and whether their documents are separated."""
     index = prepared.index
     assert index.ready_made is not None
     files = dict.fromkeys(shard.name for split in index.splits.values() for shard in split.shards)
@@ -283,7 +284,7 @@ def no_separators(prepared: TokenDataset) -> str:
 
 
 def check_separators(prepared: TokenDataset, key: str) -> None:
-    """Raise DataError if these are ready-made tokens without eos, which `key` needs."""
+    """Raise DataError if these are ready-made tokens without eos. `key` is the recipe key that needs eos."""
     if prepared.index.ready_made is not None and not prepared.index.ready_made.has_eos:
         raise DataError(
             f"{key}: {no_separators(prepared)}; name the tokenizer that made the tokens (Megatron: preprocess with "

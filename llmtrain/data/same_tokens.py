@@ -11,9 +11,9 @@ from llmtrain.parallel.mesh import Mesh
 
 
 def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
-    """Raise DataError on every rank if ranks would read different tokens of a text with the same name, or a rank cannot
-    read its own. Tokens differ if the hub dataset, a local file or Python's standard library is not the same on all
-    hosts. This is a collective of all ranks."""
+    """Raise DataError on every rank if two ranks would read different tokens of a text with the same name, or if a rank can't
+    read its own tokens. Tokens differ if the hub dataset, a local file or Python's standard library is not the same on all
+    hosts. All ranks must call this, because it is a collective."""
     if mesh.world.size == 1:
         return
     mine = socket.gethostname(), *_described(texts)

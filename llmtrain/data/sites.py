@@ -1,8 +1,8 @@
 """A text per replica (`data.per_replica`): which replicas form a site, and what each site has read of its text.
 
 Replicas whose entries have the same name form a site. A site has its own endless list of samples, of which its replicas
-read equal parts. Its cursor belongs to its name: after a restart with other replicas or other entries, each site goes on
-where it stopped. Cursors of sites that have no replica stay in the checkpoint.
+read equal parts. Its cursor is stored under its name: after a restart with other replicas or other entries, each site
+continues where it stopped. Cursors of sites that have no replica now stay in the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from llmtrain.reshard import FromAllRanks, MeshChange
 
 
 class SiteLoader(Loader):
-    """Loader of batches from the text of this rank's site. Every replica of the run reads as many sequences per step."""
+    """Loader of batches from the text of this rank's site. All replicas of the run read the same number of sequences per
+    step."""
 
     def __init__(
         self, tokens: TokenShards, sites: Sequence[str], replica: int, *, global_batch: int, **shape: int
     ) -> None:
-        """Take `shape` as `Loader` does. `sites` has the site of each replica, and `global_batch` is that of the run. Raises
-        DataError if the text is smaller than one step of its site."""
+        """Take `shape` as `Loader` does. `sites` has the name of each replica's site. `global_batch` is that of the run, in
+        sequences. Raises DataError if the text is shorter than one step of its site."""
         self.sites, self.site = list(sites), sites[replica]
         self.absent: dict[str, dict[str, Any]] = {}
         """States of sites that have no replica now, by name."""
@@ -50,15 +51,17 @@ class SiteLoader(Loader):
         self.absent = state.get("absent", {})
 
     def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
-        """Return a state of a run that was shorter or longer. `before` returns how many samples of a text that had."""
+        """Return the `state` of a run that was shorter or longer, as a state of this run. `before` returns how many samples a
+        text had in that run."""
         return grow(state, before(self.site, self.num_samples, lambda entries: entries), self.num_samples)
 
     def reshard_rule(self) -> FromAllRanks:
-        """Return the rule by which `state_dict` is resharded: each site goes on where its replicas stopped."""
+        """Return the rule by which `state_dict` is resharded: each site continues where its replicas stopped."""
         return FromAllRanks(self._reshard)
 
     def read_by_text(self, states: Sequence[dict[str, Any]]) -> dict[str, int]:
-        """Return the sequences that a run has read at each site, by name, given the state of each replica."""
+        """Return the number of sequences that a run has read at each site, by the site's name. `states` has the loader's
+        state of each replica."""
         read = {}
         for site, state in self._merge(states).items():
             cursor = SampleCursor()
@@ -86,19 +89,20 @@ class SiteLoader(Loader):
         return states[0].get("absent", {}) | merged
 
     def _batch_of(self, members: int, replicas: int) -> int:
-        """Return the sequences that a site with so many of the run's replicas reads per step."""
+        """Return the number of sequences per step of a site that has `members` of the run's `replicas`."""
         return self._batch // replicas * members
 
 
 def check_site(tokens: TokenShards, sites: Sequence[str], site: str, global_batch: int, sequence_length: int) -> None:
-    """Raise DataError if the text of a site is smaller than one step of it. `sites` has the site of each replica."""
+    """Raise DataError if the text of `site` is shorter than one step of that site. `sites` has the name of each replica's
+    site."""
     shape = {"sequence_length": sequence_length, "micro_batch": 1, "shard_rank": 0, "shard": 1, "seed": 0}
     SiteLoader(tokens, sites, sites.index(site), global_batch=global_batch, **shape)
 
 
 @dataclass(frozen=True)
 class SiteText:
-    """Text of a site, as far as other sites know it."""
+    """Facts about the text of a site, which the sites exchange."""
 
     name: str
     tokenizer: str
@@ -123,8 +127,9 @@ class Sites:
 
 
 def gather_sites(mesh: Mesh, mine: SiteText | DataError) -> Sites:
-    """Return the sites of the run, given the text of this rank's site or why it can't be read. Raises DataError, on every
-    rank, if one can't be read, or if sites have different tokenizers. A collective of all ranks."""
+    """Return the sites of the run. `mine` is the text of this rank's site, or the error if it can't be read. Raises DataError,
+    on every rank, if a rank's text can't be read, or if sites have different tokenizers. All ranks must call this, because it
+    is a collective."""
     here = node_name(), mine
     of_ranks = mesh.all_ranks.all_gather_object(here, "comparing sites") if mesh.world.size > 1 else [here]
     for rank, (node, text) in enumerate(of_ranks):

@@ -2,7 +2,7 @@
 
 `stories`         5,269 stories of TinyStories, which are part of this package (tinystories/README.md)
 `stdlib`          the .py files of the running Python's standard library, one document each
-`python`          those, and the .py files of the packages that llmtrain requires; validation is of other packages
+`python`          those, and the .py files of the packages that llmtrain requires; some packages are held out completely
 a file or folder  .txt and .txt.gz (cut at `data.separator`), .jsonl, .jsonl.gz, .json.gz, .parquet; a folder's files sorted by path
 `hf:OWNER/NAME`   a dataset on the Hugging Face hub, streamed
 
@@ -37,7 +37,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 HUB = "hf:"
 STORIES = "stories"
 STORIES_FILE = Path(__file__).parent / "tinystories" / "stories.txt.gz"
-"""Stories between separators, after a first part that says whose they are and how they were selected."""
+"""Stories between separators. The part before the first separator names their source and license."""
 
 SourceKey = Literal["data.source", "data.validation"]
 
@@ -50,16 +50,16 @@ class Position(BaseModel, extra="forbid", frozen=True):
     hub_revision: str | None = None
     """Commit of the hub dataset, so that reading continues in the same text."""
     hub_state: dict[str, Any] | None = None
-    """State of the hub dataset's iterator, which finds the place without reading what is before it."""
+    """State of the hub dataset's iterator, which continues from it without reading the text before."""
 
 
 class TextStream:
     """Iterable over the documents of `data.source` or `data.validation` and their splits, in a fixed order, from a
     position on.
 
-    Without `data.validation`, a hash of each document's text decides whether it is held out for validation. The
-    splits are therefore disjoint in any order, and equal texts are always in the same split. Of `python`, whole packages
-    are held out, and of equal texts only the first one is read.
+    Without `data.validation`, a hash of each document's text decides whether the document is held out for validation. The
+    splits are therefore disjoint in any order, and equal texts are always in the same split. With `python`, complete
+    packages are held out instead, and of equal files only the first one is read.
     """
 
     def __init__(self, data: DataSection, key: SourceKey, start: Position | None = None) -> None:
@@ -71,7 +71,7 @@ class TextStream:
         self._hub: _HubDataset | None = None
 
     def __iter__(self) -> Iterator[tuple[Split, str]]:
-        """Yield each document after its split. Raises DataError if the source is unusable."""
+        """Yield (split, text) of each document. Raises DataError if the source is unusable."""
         data = self._data
         if data.source.startswith(HUB):
             split = data.split if self._key == "data.source" else data.validation
@@ -114,7 +114,8 @@ def documents(data: DataSection, split: Split) -> Iterator[str]:
 
 
 def fingerprint(data: DataSection) -> dict[str, Any]:
-    """Return JSON-serializable values that identify the source. They change when a local file or Python changes."""
+    """Return JSON-serializable values that identify the source. They change when a local file changes or, for `stdlib` and
+    `python`, when Python or a package is upgraded."""
     if data.source.startswith(HUB):
         return {"hub": data.source, "subset": data.subset, "split": data.split, "validation": data.validation}
     identity: dict[str, Any] = {}
@@ -132,8 +133,8 @@ def fingerprint(data: DataSection) -> dict[str, Any]:
 
 
 def _read(data: DataSection, key: SourceKey, read: BytesRead) -> Iterator[tuple[str | None, str]]:
-    """Yield all documents of a text on this machine, `data.source` or `data.validation`, whichever `key` names, each after
-    the name of its package if it is of one."""
+    """Yield (package name, text) of each document of `data.source` or `data.validation`, whichever `key` names. The package
+    name is None except for `python`. The text must be on this machine, and not on the hub."""
     if data.source == PYTHON and key == "data.source":
         yield from read.texts(_python_text().documents(), sum(record.bytes for record in _python_text().records))
     elif data.source == STDLIB and key == "data.source":
@@ -186,12 +187,13 @@ def _files_of(data: DataSection, key: SourceKey) -> list[Path]:
     if key == "data.validation":
         return _files(data.validation or "", key)
     found = _files(data.source, key)
-    is_apart = data.validation not in (None, data.source)  # the source itself in `eval.sets`
+    # In the section of a text of `eval.sets`, the two are equal, and nothing is trained on.
+    is_apart = data.validation not in (None, data.source)
     return without_held_out(found, _files_of(data, "data.validation"), data) if is_apart else found
 
 
 def _files(source: str, key: str) -> list[Path]:
-    """Return the files of readable types at a path, sorted. Hidden files and folders inside a folder are skipped."""
+    """Return the files that a reader exists for at a path, sorted. Hidden files and folders inside a folder are skipped."""
     path, known = local_path(source), ", ".join(READERS)
     if path is not None and path.is_file():
         if _reader(path) is None:
@@ -215,7 +217,7 @@ def _files(source: str, key: str) -> list[Path]:
 
 
 def _read_txt(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
-    """Yield the documents between separators, stripped. At most one document and one chunk are in memory."""
+    """Yield the documents between separators, stripped. Not more than one document and one chunk of the file is in memory."""
     rest = ""
     try:
         with path.open("rb") as raw, io.TextIOWrapper(_unzipped(path, raw), encoding="utf-8") as file:

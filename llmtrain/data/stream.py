@@ -1,7 +1,7 @@
 """Training tokens of a folder to which a process adds more while a run reads them.
 
-The folder's index is read again when a rank needs tokens that it does not know of. Beside it, the process that tokenizes
-keeps `tokenizing.json`: how far it is, or why it has ended.
+A rank reads the folder's index again when it needs tokens that the index did not have. In the same folder, the tokenizing
+process writes `tokenizing.json`, with its progress or the error that has ended it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def shuffles_in_blocks(data: DataSection) -> bool:
     """Return whether the first epoch is shuffled in blocks, so that a run may begin before all of its text is tokenized."""
     if data.is_list:
         return False
-    if data.packing == "none":  # the number of samples is known only when all documents are there
+    if data.packing == "none":  # the number of samples is known only when all documents exist
         return False
     return data.shuffle == "blocks" or (data.shuffle == "auto" and data.source.startswith(HUB))
 
@@ -52,7 +52,8 @@ def first_block(prepared: TokenDataset) -> TokenDataset:
 
 
 def read_status(directory: Path) -> Mapping[str, Any]:
-    """Return what the process that tokenizes has written last: its training `tokens`, or an `error`. Empty if nothing."""
+    """Return the last status of the tokenizing process: the number of its training `tokens`, or its `error`. Empty if it has
+    written none."""
     try:
         status = json.loads((directory / STATUS).read_text())
     except (OSError, ValueError):
@@ -61,7 +62,7 @@ def read_status(directory: Path) -> Mapping[str, Any]:
 
 
 def write_status(directory: Path, **status: Any) -> None:
-    """Replace what ranks read about the process that tokenizes. A reader never sees half of it."""
+    """Replace the status of the tokenizing process, which ranks read. A reader never sees a half-written one."""
     temporary = directory / f"{STATUS}.tmp"
     temporary.write_text(json.dumps(status))
     temporary.rename(directory / STATUS)
@@ -78,16 +79,16 @@ class GrowingTokens:
         announce: bool = True,
         agree: Callable[[GrowingTokens, int], None] = lambda tokens, needed: None,
     ) -> None:
-        """Read a folder that has at least its first block. A wait without any progress fails after `timeout_seconds`.
-        `agree(self, tokens)` is called once for each number of tokens that was waited for; it may wait for other hosts, and
-        raises DataError if they have other tokens. With `announce`, waits are printed."""
+        """Read a folder that has at least its first block. A wait without any progress fails after `timeout_seconds`, and is
+        announced on stderr with `announce`. `agree(self, tokens)` is called when more tokens than ever before have been waited
+        for. It may wait for other hosts, and raises DataError if they have other tokens."""
         self.directory, self.source = prepared.directory, prepared.index.source
         self.most = prepared.limits.get("train", sys.maxsize)
-        """Largest number of tokens that there can ever be; sys.maxsize if the length of the source is not known."""
+        """Largest number of tokens that the sequence can ever have; sys.maxsize if the length of the source is unknown."""
         self.closed = threading.Event()
         """Set at the end of the run, to end a wait."""
         self.is_complete = False
-        """True once all tokens that the run needs, or all of its source, are there."""
+        """True once the folder has all tokens that the run needs, or all tokens of the source."""
         self._timeout, self._announce, self._agree = timeout_seconds, announce, agree
         self._dtype = prepared.index.dtype
         self._shards: list[_LazyShard] = []
@@ -101,12 +102,12 @@ class GrowingTokens:
         return len(self._tokens)
 
     def window(self, start: int, length: int) -> np.ndarray:
-        """Return tokens [start, start + length), which must be there, as `TokenShards.window` does."""
+        """Return tokens [start, start + length), which must exist, as `TokenShards.window` does."""
         return self._tokens.window(start, length)
 
     def wait_for(self, tokens: int) -> int:
-        """Wait until there are so many tokens or the source has ended. Return how many there are. Raises DataError if the
-        tokenizing process has failed, or if nothing is added for `timeout_seconds`."""
+        """Wait until `tokens` tokens exist or the source has ended. Return how many exist. Raises DataError if the tokenizing
+        process has failed, or if no tokens are added for `timeout_seconds`."""
         tokens = min(tokens, self.most)
         if tokens > self._agreed:
             if tokens > len(self) and not self.is_complete:
@@ -136,7 +137,9 @@ class GrowingTokens:
     def wait_until(
         self, condition: Callable[[], bool], tokens: int, elsewhere: Callable[[], Mapping[str, Any]] = dict
     ) -> None:
-        """Wait for a condition that tokens here or the status `elsewhere` make true. Raises DataError as `wait_for`."""
+        """Wait until `condition` is true. It may depend on the tokens here, or on other hosts, of which `elsewhere` returns the
+        status. `tokens` is the number of tokens needed, for messages. Raises DataError as `wait_for` does, and when the run
+        has ended."""
         begun = moved = time.monotonic()
         shown, before = begun + QUIET_SECONDS - REPEAT_SECONDS, None
         while not condition():

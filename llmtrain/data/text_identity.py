@@ -1,7 +1,8 @@
 """Identity of a run's texts, stored in its checkpoints, so that a run does not continue on other tokens.
 
-A text may change while the recipe stays: a file is added to a folder, a package is upgraded, the data set has a new revision. The run
-would then repeat some samples and skip others, or read ids of another tokenizer.
+A text may change although the recipe does not: a file is added to a folder, a package is upgraded, or a data set has a new
+revision. A run that continued on the changed text would repeat some samples and skip others, or would read token ids of
+another tokenizer.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from llmtrain.data.dataset import TokenDataset, TokenShards
 from llmtrain.errors import DataError
 
 WINDOW = 1024
-"""Tokens that are compared at each position."""
+"""Tokens per window. The windows of two texts are compared by their digests."""
 SPACING = 1.5
-"""Ratio of the positions of two windows. They do not depend on the text's length, so they are the same in a longer run."""
+"""Ratio of the start positions of consecutive windows. The positions do not depend on the text's length, so they are the same
+in a longer run."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +28,19 @@ class TextIdentity:
 
     tokens: int
     is_fixed: bool
-    """Whether a run of any length has the same tokens."""
+    """True if runs of all lengths have the same tokens."""
     windows: tuple[str, ...]
-    """Digest of each window that is complete."""
+    """Digest of each complete window."""
 
     @classmethod
     def of(cls, text: TokenDataset, is_fixed: bool) -> TextIdentity:
-        """Return the identity of what exists of a text."""
+        """Return the identity of the training tokens that exist of a text."""
         tokens = text.tokens("train")
         vocabulary = f"{text.vocab_size} {text.eos_id} ".encode()
         return cls(len(tokens), is_fixed, tuple(_digest(vocabulary, tokens, start) for start in _starts(tokens)))
 
     def continues(self, other: TextIdentity) -> bool:
-        """Return whether a run that began with the other text can go on with this one."""
+        """Return whether a run that began with the other text can continue with this one."""
         if self.is_fixed and other.is_fixed and self.tokens != other.tokens:
             return False
         return all(mine == theirs for mine, theirs in zip(self.windows, other.windows, strict=False))
@@ -54,7 +56,8 @@ class TextIdentity:
 
 
 def check_continued(texts: Mapping[str, TextIdentity], stored: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise DataError if a text is not the one whose identity a checkpoint has stored. Texts that it does not know are new."""
+    """Raise DataError if a text differs from the one of the same name whose identity a checkpoint has stored. A text without
+    a stored identity is new, and passes."""
     for name in texts.keys() & stored.keys():
         before, now = TextIdentity.from_state(stored[name]), texts[name]
         if not now.continues(before):
@@ -67,7 +70,7 @@ def check_continued(texts: Mapping[str, TextIdentity], stored: Mapping[str, Mapp
 
 
 def _starts(tokens: TokenShards) -> Iterator[int]:
-    """Yield the positions of complete windows, the later ones farther apart."""
+    """Yield the start positions of complete windows. Later windows are farther apart."""
     start = 0
     while start + WINDOW <= len(tokens):
         yield start

@@ -17,7 +17,7 @@ from llmtrain.errors import DataError, RecipeError
 
 
 def check_text_list(data: DataSection, sets: Collection[str]) -> None:
-    """Raise RecipeError unless exactly one of the keys names texts, and its entries go together. `sets` are the names of
+    """Raise RecipeError unless exactly one of the keys names texts and its entries are compatible. `sets` has the names in
     `eval.sets`."""
     trained_size(data.tokenizer)
     given = [key for key in ("source", *LISTS) if getattr(data, key)]
@@ -53,8 +53,8 @@ def check_replicas(data: DataSection, replicas: int) -> None:
 
 
 def texts_of(data: DataSection, replicas: Iterable[int] | None = None) -> dict[str, DataSection]:
-    """Return the section of each text by its name. Of `data.per_replica`, only those of the given replicas; of all, if
-    None."""
+    """Return the section of each text, by the text's name. With `data.per_replica`, only the texts of the given `replicas` are
+    returned, or all if that is None."""
     texts = data.texts()
     if not data.per_replica or replicas is None:
         return texts
@@ -63,8 +63,8 @@ def texts_of(data: DataSection, replicas: Iterable[int] | None = None) -> dict[s
 
 
 def sets_of(data: DataSection, sets: Mapping[str, str], prepared: TokenDataset) -> dict[str, DataSection]:
-    """Return the section of each text of `eval.sets` by its name, with the tokenizer of the run's first text. Only its validation
-    split is read."""
+    """Return the section of each text of `eval.sets`, by the text's name, with the tokenizer of the run's first text. Only
+    the validation split of such a text is read."""
     tokenizer, least = str(prepared.directory / TOKENIZER), {"max_tokens": 1, "sources": (), "per_replica": ()}
     return {
         name: data.model_copy(update={"source": text, "validation": text, "tokenizer": tokenizer, **least})
@@ -81,7 +81,7 @@ def with_tokenizer_of(prepared: Iterable[TokenDataset], section: DataSection) ->
 
 
 def key_of(data: DataSection, name: str) -> str:
-    """Return the recipe's key of the source of a text."""
+    """Return the recipe key that gives the source of the text called `name`."""
     for key in LISTS:
         for number, entry in enumerate(getattr(data, key)):
             if entry.name == name:
@@ -90,8 +90,8 @@ def key_of(data: DataSection, name: str) -> str:
 
 
 def check_token_files(data: DataSection, texts: Mapping[str, DataSection]) -> None:
-    """Raise DataError, by the recipe's key, for token files that can't be read or whose tokenizer is still to be trained. Reads
-    their headers. To be called before the first text is tokenized, because that may take hours."""
+    """Raise DataError, which names the recipe's key, for token files whose headers are wrong or whose tokenizer is still to be
+    trained. Call this before the first text is tokenized, because tokenizing may take hours."""
     for name, section in texts.items():
         with named(key_of(data, name)):
             find_ready_made(section)
@@ -99,7 +99,7 @@ def check_token_files(data: DataSection, texts: Mapping[str, DataSection]) -> No
 
 @contextmanager
 def named(key: str) -> Iterator[None]:
-    """Name the recipe's own key in messages about `data.source`."""
+    """Replace `data.source` by the recipe's own key in the message of a DataError."""
     try:
         yield
     except DataError as error:

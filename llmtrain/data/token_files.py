@@ -4,7 +4,7 @@ nanoGPT     `.bin`: uint16 tokens and nothing else
 llm.c       `.bin`: 256 int32, of which the first are a magic number, a version and the number of tokens; then uint16 or
             uint32 tokens (modded-nanogpt has the same)
 Megatron    `.bin` with tokens, and `.idx` with their type and the lengths of sequences and documents
-npy         one-dimensional array of NumPy
+npy         `.npy`: one-dimensional NumPy array
 
 All numbers are little-endian.
 """
@@ -40,7 +40,7 @@ MEGATRON_DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, dtype code, number of sequences, and number of document borders: documents + 1."""
 TEXT_BYTES = 4096
-"""Bytes at the start of a `.bin` that are looked at to recognize text. Tokens never look like as much text."""
+"""Bytes at the start of a `.bin` by which text is recognized. Tokens never look like that much text."""
 CHUNK = 1 << 20
 
 
@@ -86,20 +86,20 @@ class DocumentIndex:
         return max(self.borders - 1, 0)
 
     def sizes(self) -> np.ndarray:
-        """Return the tokens of each sequence, memory-mapped."""
+        """Return the number of tokens of each sequence, memory-mapped: int32 [sequences]."""
         return np.memmap(self.path, "<i4", "r", MEGATRON_HEADER.size, (self.sequences,))
 
     def pointers(self) -> np.ndarray:
-        """Return the byte of the `.bin` at which each sequence begins, memory-mapped."""
+        """Return the byte of the `.bin` at which each sequence begins, memory-mapped: int64 [sequences]."""
         return np.memmap(self.path, "<i8", "r", MEGATRON_HEADER.size + 4 * self.sequences, (self.sequences,))
 
     def first_sequences(self) -> np.ndarray:
-        """Return the first sequence of each document, and last the number of sequences, memory-mapped."""
+        """Return the first sequence of each document, followed by the number of sequences, memory-mapped: int64 [borders]."""
         return np.memmap(self.path, "<i8", "r", MEGATRON_HEADER.size + 12 * self.sequences, (self.borders,))
 
     def border_near(self, token: int) -> int:
-        """Return the first token of the first document that begins at `token` or later or, if there is none, of the last
-        document that is not empty."""
+        """Return the first token of the first document that begins at `token` or later. If there is none, return the first
+        token of the last document that is not empty."""
         first, pointers = self.first_sequences(), self.pointers()
         low, high = 0, int(np.searchsorted(first, self.sequences))
         documents = high
@@ -132,7 +132,7 @@ def find_token_files(source: str, key: str, text_endings: tuple[str, ...]) -> li
         return _without_indexes([path]) if path.name.lower().endswith(ENDINGS) else None
     try:
         visible = visible_files(path)
-    except OSError:  # reported by the reader of text
+    except OSError:  # the reader of text will report it
         return None
     found = [file for file in visible if file.name.lower().endswith(ENDINGS)]
     has_text = any(file.name.lower().endswith(text_endings) for file in visible)
@@ -140,12 +140,13 @@ def find_token_files(source: str, key: str, text_endings: tuple[str, ...]) -> li
 
 
 def _without_indexes(paths: Sequence[Path]) -> list[Path]:
-    """Name a data set by its `.bin` alone."""
+    """Return the paths with each `.idx` replaced by its `.bin`, which stands for the data set, and without duplicates."""
     return list(dict.fromkeys(path.with_suffix(".bin") if path.suffix.lower() == ".idx" else path for path in paths))
 
 
 def read_headers(paths: Sequence[Path], key: str) -> tuple[TokenFile, ...]:
-    """Return token files of one kind. Raises DataError, after `key`, for a file that is no such file."""
+    """Return the token files at `paths`, as their headers describe them. Raises DataError, whose message begins with `key`,
+    for a file without tokens, and for files of different kinds."""
     files = []
     for path in paths:
         try:
@@ -164,7 +165,8 @@ def read_headers(paths: Sequence[Path], key: str) -> tuple[TokenFile, ...]:
 
 
 def read_header(path: Path) -> TokenFile:
-    """Return a token file by its header. Raises DataError, and OSError if it can't be read."""
+    """Return the token file at `path`, as its header describes it. Raises DataError if it is no valid token file, and OSError
+    if it can't be read."""
     path = path.absolute()
     if path.suffix.lower() == ".npy":
         return _read_npy(path)
@@ -190,7 +192,7 @@ def _read_npy(path: Path) -> TokenFile:
         array = np.load(path, mmap_mode="r")
         dtype, shape, offset = array.dtype.str, array.shape, array.offset
     except (ValueError, EOFError, SyntaxError, AttributeError, tokenize.TokenError) as error:
-        # NumPy parses the header as Python, and opens a file with another name's content as an archive
+        # np.load parses the header as Python, and opens a zip file of any name as an archive, which has no dtype
         raise DataError(f"{path}: not an .npy file ({one_line(error)}); copy it again") from None
     if len(shape) != 1 or dtype not in NPY_DTYPES:
         raise DataError(
@@ -255,7 +257,7 @@ def _read_megatron(path: Path, index: Path) -> TokenFile:
     if code not in MEGATRON_DTYPES:
         raise DataError(f"{index}: dtype code {code}, which is not of whole numbers; expected that of tokens")
     expected = MEGATRON_HEADER.size + 12 * sequences + 8 * borders
-    # one more byte per sequence, for its mode, in data sets that are not text alone
+    # data sets of text and images have one more byte per sequence, for its mode
     if index_size not in (expected, expected + sequences):
         raise DataError(
             f"{index}: {index_size:,} bytes found, {expected:,} expected for {sequences:,} sequences and {borders:,} document "
@@ -269,7 +271,7 @@ def _read_megatron(path: Path, index: Path) -> TokenFile:
 
 
 def _check_fit(index: DocumentIndex, path: Path, size: int, remedy: str) -> None:
-    """Raise DataError unless the sequences are the `.bin` in its order, without gaps, and documents whole sequences."""
+    """Raise DataError unless the sequences cover the `.bin` in order and without gaps, and the documents cover them."""
     sizes, pointers, first = index.sizes(), index.pointers(), index.first_sequences()
     end = 0
     for start in range(0, index.sequences, CHUNK):

@@ -1,4 +1,4 @@
-"""Check that token ids are of a tokenizer's vocabulary, in memory and in another tool's file."""
+"""Check of token ids, in memory or in another tool's file, against the vocabulary of a tokenizer."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ BUFFER_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Vocabulary that token ids should be of."""
+    """Vocabulary to which token ids should belong."""
 
     tokenizer: str
-    """Key of the recipe, `data.tokenizer`."""
+    """Value of the recipe's `data.tokenizer`."""
     size: int
 
     def first_wrong(self, ids: np.ndarray) -> int | None:
-        """Return the position of the first id that is not of this vocabulary, or None."""
+        """Return the position of the first id that is not of this vocabulary, or None if all are."""
         if not len(ids) or (ids.max() < self.size and ids.min() >= 0):
             return None
         return int(np.argmax((ids < 0) | (ids >= self.size)))
 
     def describe(self, path: Path | str, position: int, token: int) -> str:
-        """Return the line about a token in a file that is not of this vocabulary."""
+        """Return a line about a token of a file that is not of this vocabulary. `position` is the token's, from 0."""
         return (
             f"{path}: token {position:,} is {token:,}, but data.tokenizer={self.tokenizer} has {self.size:,} tokens; name the "
             "tokenizer that made this file"
         )
 
     def find_wrong(self, path: Path, dtype: str, offset: int, tokens: int) -> str | None:
-        """Return the line about the first token in a part of a file that is not of this vocabulary, or None. `offset` is
-        in bytes. The file is read instead of memory-mapped, because a read that waits for the disk does not block other
-        threads. Raises OSError."""
+        """Return a line about the first token of a file that is not of this vocabulary, or about the end of a file that is too
+        short; None if neither occurs. The `tokens` tokens after `offset` bytes are checked. The file is read and not
+        memory-mapped, because a thread that waits for the disk in a read does not block other threads. Raises OSError."""
         buffer = np.empty(BUFFER_TOKENS, np.dtype(dtype))
         with path.open("rb", buffering=0) as file:
             file.seek(offset)
@@ -49,7 +49,7 @@ class Vocabulary:
 
 
 def _fill(file: RawIOBase, ids: np.ndarray) -> int:
-    """Read tokens into `ids` and return how many the file still had."""
+    """Fill `ids` with tokens from the file, and return how many of them the file had."""
     view, filled = memoryview(ids).cast("B"), 0
     while filled < len(view) and (count := file.readinto(view[filled:])):
         filled += count

@@ -22,12 +22,12 @@ INSTEAD_OF_HUB = "a folder that has its tokenizer.json, or train:SIZE"
 KNOWN_EOS = (EOS, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 """Usual names of the special token that ends a text, tried in order if a local tokenizer does not name its own."""
 TRAINED_ON = "trained_on.json"
-"""File beside a trained tokenizer that describes the text it was trained on."""
+"""File in the folder of a trained tokenizer that describes the text on which it was trained."""
 
 
 def load_tokenizer(data: DataSection, cache: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer saved in folder `cache`. If there is none, first save there the one that
-    `data.tokenizer` names. Raises DataError if that one has no eos token."""
+    """Return the tokenizer saved in the folder `cache`. If none is, first save the one that `data.tokenizer` names.
+    Raises DataError if that one can't be loaded or trained, or has no eos token."""
     from transformers import AutoTokenizer
 
     if not (cache / "tokenizer_config.json").exists():
@@ -73,7 +73,7 @@ def trained_size(name: str) -> int | None:
 
 
 def check_tokenizer_exists(data: DataSection) -> None:
-    """Raise DataError if `load_tokenizer` could not provide `data.tokenizer`. Trains and downloads nothing."""
+    """Raise DataError if `load_tokenizer` could not load `data.tokenizer`. Nothing is trained or downloaded for this check."""
     if (tokenizer := existing_tokenizer(data)) is not None:
         _check_eos(tokenizer, data)
     elif trained_size(data.tokenizer) is None:
@@ -100,7 +100,7 @@ class _NewTokenizer:
 
     tokenizer: PreTrainedTokenizerBase
     model: bytes | None = None
-    """SentencePiece model that encodes like it, if there is one."""
+    """SentencePiece model that encodes as the tokenizer does, if there is one."""
     trained_on: TrainedOn | None = None
 
 
@@ -117,7 +117,8 @@ def _new_tokenizer(data: DataSection) -> _NewTokenizer:
 
 
 def _model_file(path: Path) -> Path | None:
-    """Return the SentencePiece model that `path` is, or that its folder has instead of a tokenizer.json, or None."""
+    """Return the path of a SentencePiece model: `path` itself, or the model in a folder without a tokenizer.json. None if
+    there is no such model."""
     if path.is_file():
         return path if path.suffix == ".model" else None
     return path / MODEL_FILE if (path / MODEL_FILE).is_file() and not (path / "tokenizer.json").exists() else None

@@ -1,8 +1,9 @@
 """Tokenizing of batches of text, in this process or in several, with results in the order of the batches.
 
-One process reads the text, because reading costs a fifteenth of tokenizing or less. Other processes
-(`data.num_proc`) take whole batches in turn. A single one also uses all cores, by the threads of the tokenizers library,
-but reads and tokenizes in turns, waits for the longest document of each batch, and converts all ids in one thread.
+One process reads the text, because reading takes at most a fifteenth of the time of tokenizing. Other processes
+(`data.num_proc`) tokenize complete batches in turn. If there are none, this process tokenizes, too. It also uses all cores,
+through the threads of the tokenizers library, but it alternates between reading and tokenizing, waits for the longest
+document of each batch, and converts all ids in one thread.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
 PIECE_CHARACTERS = 1_000_000
 """Maximum characters per piece. Longer documents are tokenized in pieces, to bound memory."""
 FIRST_BATCHES = 16
-"""Number of batches that this process tokenizes itself, so that a small text does not wait for processes to start."""
+"""Number of batches that this process always tokenizes itself, so that a small text does not wait for processes to start."""
 CORES_PER_PROCESS = 4
 """Cores for each process if `data.num_proc` is null."""
 QUEUED = 2
-"""Batches for each process that are tokenized or wait for that."""
+"""Batches per process that are being tokenized or wait for it."""
 
 Batch = list[tuple[Split, str]]
 Place = TypeVar("Place")
@@ -49,7 +50,7 @@ class Part:
     """Tokens that a batch adds to a split."""
 
     pieces: list[tuple[Encoded, bool]] = field(default_factory=list)
-    """Token ids of the texts' pieces, in order, and whether eos follows."""
+    """(Token ids, whether eos follows) of each piece of a text, in order."""
     tokens: int = 0
     documents: int = 0
     text_bytes: int = 0
@@ -65,7 +66,7 @@ class Part:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Batch) -> dict[Split, Part]:
-    """Tokenize a batch. Raises DataError if the tokenizer can't."""
+    """Return the tokens that a batch adds to each split. Raises DataError if the tokenizer fails."""
     # tokenizers spreads a batch over the cores; setting this also silences its warning in processes that fork later
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     pieces = [
@@ -127,8 +128,8 @@ class BatchTokenizer:
             self._pool.shutdown(cancel_futures=True)
 
     def in_order(self, batches: Iterable[tuple[Batch, Place]]) -> Iterator[tuple[dict[Split, Part], Place]]:
-        """Yield the tokens of each batch with the place that came with it, in order. If reading the batches fails, the
-        tokens of those read before come first. Raises DataError if a process ends early."""
+        """Yield (tokens, place) of each (batch, place), in order. If the iteration over `batches` raises a DataError, the
+        tokens of earlier batches are yielded before it is raised. Also raises DataError if a process ends early."""
         waiting: deque[tuple[Future[dict[Split, Part]], Place]] = deque()
         try:
             for batch, place in batches:
@@ -179,11 +180,11 @@ def _cores() -> int:
 
 
 _here: tuple[PreTrainedTokenizerBase, int]
-"""Tokenizer of this process, one of several, and the id of its eos token."""
+"""Tokenizer and the id of its eos token, in a process of the pool."""
 
 
 def _begin(tokenizer: PreTrainedTokenizerBase, eos_id: int, threads: int) -> None:
-    """Prepare a process. It ends when the one that started it does, however that ends."""
+    """Prepare a process of the pool, which will end when its parent ends, even if the parent is killed."""
     global _here
     _here = tokenizer, eos_id
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))

@@ -1,7 +1,7 @@
 """Tokenizers trained on a sample of the source: a sentencepiece BPE in the manner of Llama, as a fast tokenizer.
 
 The model that sentencepiece trained is kept as `tokenizer.model`, for other tools. It encodes a text as the fast tokenizer
-does, except that sentencepiece takes its escape character for spaces (U+2581) for a space.
+does, with one exception: sentencepiece reads U+2581, its escape character for spaces, as a space.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 TRAIN = "train:"
 EOS = "<|endoftext|>"
 SPREAD = 20
-"""A sample is taken from at most so many times its own bytes at the start of the source, so that a huge source is not read
-completely."""
+"""Number of bytes at the start of the source from which a sample is taken, divided by the sample's bytes. This limit keeps a
+huge source from being read completely."""
 
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """Text on which a tokenizer was trained, as recorded beside it."""
+    """Text on which a tokenizer was trained, as recorded in the tokenizer's folder."""
 
     source: str
     pieces: int
@@ -44,7 +44,7 @@ class TrainedOn:
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """A new tokenizer."""
+    """A tokenizer that was just trained, in both forms."""
 
     tokenizer: PreTrainedTokenizerBase
     model: bytes
@@ -55,8 +55,8 @@ class TrainedTokenizer:
 def train_tokenizer(texts: Iterable[str], size: int, sample_bytes: int, source: str) -> TrainedTokenizer:
     """Train a sentencepiece BPE of `size` pieces on a sample of the texts of `source`. It reproduces any text exactly.
 
-    Nothing is normalized: whitespace is kept, and characters without a piece are encoded as bytes. Raises DataError if the
-    text does not suffice.
+    Nothing is normalized: whitespace is kept, and characters without a piece are encoded as bytes. Raises DataError if
+    there is no text, too little text for `size` pieces, or more characters than pieces.
     """
     import sentencepiece
 
@@ -103,7 +103,7 @@ def _describe(sampled: list[str], size: int, source: str) -> TrainedOn:
 
 
 def _reason(message: str) -> str:
-    """Return sentencepiece's reason not to train a tokenizer, with the size to give instead if it names one."""
+    """Return the reason why sentencepiece trained no tokenizer, and the size to give instead if its message names one."""
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
         return f"this source has more characters than that; give at least {TRAIN}{least[1]}"
     if most := re.search(r"Vocabulary size too high.* value <= (\d+)", message):
@@ -114,8 +114,8 @@ def _reason(message: str) -> str:
 
 
 def fast_tokenizer(pieces: SentencePieceProcessor) -> PreTrainedTokenizerBase:
-    """Return the BPE `pieces` as a fast tokenizer without sentencepiece's escape character for spaces, so that text
-    that contains this character is also reproduced exactly."""
+    """Return the BPE model `pieces` as a fast tokenizer that does not use sentencepiece's escape character for spaces, so
+    that text with this character is also reproduced exactly."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -132,7 +132,7 @@ def fast_tokenizer(pieces: SentencePieceProcessor) -> PreTrainedTokenizerBase:
         if piece[:cut] in ordinary and piece[cut:] in ordinary
     ]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
-    # No piece continues past a word with a space, so splitting there first is faster and changes nothing
+    # No piece has a space after another character, so splitting a text before its spaces first gives the same ids, faster.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" *[^ ]+| +"), behavior="isolated")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(

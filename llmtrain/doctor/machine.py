@@ -28,7 +28,7 @@ SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_MEMORY = GIB
 LEAST_OPEN_FILES = 4096
 LEAST_FREE_SHARE = 0.9
-"""Minimum free fraction of a GPU's memory; less means that another process uses the GPU."""
+"""Minimum free fraction of a GPU's memory. If less is free, another process probably uses the GPU."""
 
 
 def machine(world: World) -> list[Finding]:

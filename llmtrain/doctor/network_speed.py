@@ -30,7 +30,7 @@ PINGS = 15
 SMALLEST, LARGEST = 2**16, 2**26
 """Bytes of the first and of the largest transfer. An all-reduce has SMALLEST fp32 values at first."""
 LONG_ENOUGH, COLLECTIVE_LONG_ENOUGH = 0.2, 0.3
-"""Seconds that a transfer or an all-reduce must take for its rate to count; shorter ones are repeated with twice the
+"""Seconds that a transfer or an all-reduce must take for its rate to count. A shorter one is repeated with twice the
 bytes."""
 CHUNK = bytes(2**16)
 SECRET_BYTES = 16
@@ -38,7 +38,8 @@ SECRET_BYTES = 16
 
 @dataclass(frozen=True)
 class Link:
-    """Measurement of a link by host `there` to host `here` (indices), or the error that prevented it."""
+    """Measurement of the link between two hosts (indices), or the error that prevented it. Host `there` has made it, by
+    connecting to host `here`."""
 
     here: int
     there: int
@@ -135,7 +136,7 @@ def measure_all(
     timeout_seconds: float,
     exchange: Callable[[str, Any], Sequence[Any]],
 ) -> list[Link]:
-    """Measure all links between hosts and return them on every rank. A collective of all ranks.
+    """Measure all links between hosts and return them on every rank. All ranks must call this, because it is a collective.
 
     `me` is this host's index, or None on ranks that measure nothing. `exchange(name, value)` returns every host's
     value in the order of `addresses`; all ranks call it equally often.
@@ -284,7 +285,7 @@ def _per_second(rate: float) -> str:
 
 def bench_collectives(mesh: Mesh, bytes_a_round: float | None) -> tuple[list[Finding], float | None]:
     """Return findings from all-reduces over the replica axis and the shard axis, and the bytes per second that a rank sends in
-    one over the replica axis (None for one replica). A collective of all ranks.
+    one over the replica axis (None for one replica). All ranks must call this, because it is a collective.
 
     `bytes_a_round` is the bytes that each rank sends per synchronization, or None if unknown. Raises TrainingError if a
     collective fails or takes longer than the mesh's timeout.

@@ -1,4 +1,5 @@
-"""Prediction of the time for which a recipe would wait on the network that was just measured, and choices that would wait less."""
+"""Prediction of the time that a recipe would wait for the network that was just measured, and of other choices that would
+wait less."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ from llmtrain.plan.time_estimate import HardwareRates, estimate_time
 from llmtrain.recipe_check import check
 
 WELL_USED = 0.95
-"""Fraction of the time spent computing from which nothing is advised."""
+"""Fraction of the time spent computing at which, or above which, no change is advised."""
 DELAYS = (1, 2, 3, 5, 8, 12, 20)
 """Steps of delay that are tried for an overlapped schedule."""
 GAIN = 0.01
-"""Least gain in that fraction for which a choice is named, or a longer delay preferred."""
+"""Minimum gain in that fraction for a choice to be named, or for a longer delay to be preferred."""
 
 
 def network_use(recipe: Recipe, size: ModelSize, replicas: int, shard: int, rates: HardwareRates) -> Finding:
-    """Return a finding on the fraction of its time that the recipe would compute, with the choices that would raise it."""
+    """Return a finding on the fraction of the time that the recipe would spend computing, with choices that would raise it."""
     now = estimate_time(recipe, size, replicas, shard, rates)
     what = (
         f"predicted for this recipe: a step computes for {format_duration(now.step)} and waits for the network for "
@@ -48,7 +49,7 @@ def network_use(recipe: Recipe, size: ModelSize, replicas: int, shard: int, rate
 def changes(
     recipe: Recipe, size: ModelSize, replicas: int, shard: int, rates: HardwareRates
 ) -> Iterator[tuple[str, Recipe]]:
-    """Yield changes of a recipe with local steps that send less, less often or later, as overrides and the changed recipe.
+    """Yield (overrides, changed recipe) for changes with which a recipe with local steps sends less, less often or later.
 
     Changes that the recipe's other choices do not allow are left out.
     """
@@ -73,8 +74,8 @@ def changes(
 def _changed(
     recipe: Recipe, keys: str, sync: Mapping[str, Mapping[str, Any]], ranks: int, replaces: bool = False
 ) -> Iterator[tuple[str, Recipe]]:
-    """Yield the recipe with changes in its `sync` section, if it is a valid one. A choice that `replaces` another keeps none of
-    its keys."""
+    """Yield (`keys`, changed recipe) if the recipe is valid with the changes `sync` in its `sync` section. With `replaces`, a
+    changed mapping keeps none of its old keys."""
     data = recipe.model_dump(mode="json")
     for name, values in sync.items():
         data["sync"][name] = dict(values) if replaces else {**data["sync"][name], **values}

@@ -60,7 +60,7 @@ Sections = dict[str, list[Finding]]
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Description that a rank gives of itself."""
+    """A rank's description of itself, which all ranks gather."""
 
     rank: int
     node: str
@@ -197,7 +197,7 @@ def _memory(needed: float, there: float) -> Finding:
 
 
 def _cpu_memory(needed: Memory, ranks: int, there: float) -> Finding:
-    """Return a finding on the CPU memory of a node with this many GPUs and ranks."""
+    """Return a finding on the CPU memory of a node with `ranks` ranks on GPUs, of which `there` bytes exist."""
     pinned = "pinned for what is offloaded" if needed.pinned_total else None
     newest = "taken by newest models, for group averages" if needed.host_models else None
     total, taken = ranks * needed.host_total, " or ".join(use for use in (pinned, newest) if use)
@@ -211,7 +211,8 @@ def _if_it_fits(needed: float, there: float, what: str, advice: str) -> Finding:
 
 
 class ClusterCheck:
-    """One rank's part in checking all ranks. Every method that gathers values is a collective of all ranks."""
+    """One rank's part in checking all ranks. All ranks must call the methods that gather values, because they are
+    collectives."""
 
     def __init__(self, recipe: Recipe | None, world: World, peers: Rendezvous, timeout_seconds: float):
         self.recipe, self.world, self.peers, self.timeout_seconds = recipe, world, peers, timeout_seconds

@@ -74,7 +74,8 @@ def find_checkpoints(path: Path, label: str, step: Step | None, over_time: bool)
 
 
 def check_path(path: Path, step: Step | None) -> None:
-    """Raise UserError unless `path` is a model that transformers loads, or a run with something to evaluate after `step`."""
+    """Raise UserError unless `path` is a folder that transformers loads, or a run with a checkpoint or an export of `step`, or
+    of any step if that is None."""
     if not path.is_dir():
         raise ModelError(f"{path}: there is no such folder; give a run (runs/NAME) or a folder that transformers loads")
     if not _is_run(path):
@@ -87,7 +88,7 @@ def check_path(path: Path, step: Step | None) -> None:
             f"then evaluate the folder in {path}/export"
         )
     elif (step is None and not _steps(path)) or (step is not None and step not in _steps(path)):
-        choose_step(path, step)  # which says what there is
+        choose_step(path, step)  # raises the error that lists the available steps
 
 
 def _is_run(path: Path) -> bool:

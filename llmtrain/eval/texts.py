@@ -54,7 +54,7 @@ class Loaded:
 
 
 def check_device(device: str | None) -> None:
-    """Raise UserError if this machine has no such device. lm-evaluation-harness would take another one."""
+    """Raise UserError if this machine has no such device, because lm-evaluation-harness would use another one instead."""
     kind, _, index = (device or "cpu").partition(":")
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     found = torch.accelerator.device_count() if here is not None and here.type == kind else 0
@@ -142,7 +142,8 @@ def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: L
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
-    """Return the number of positions in the model's table, or None if it computes positions, as rotary ones, or has no limit."""
+    """Return the number of positions in the model's table of learned positions. Return None if it has no such table, because it
+    computes positions (rotary ones, for example) or has no limit."""
     limit, words = getattr(model.config, "max_position_embeddings", None), model.get_input_embeddings()
     tables = (module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module is not words)
     return limit if limit is not None and any(table.num_embeddings >= limit for table in tables) else None
@@ -192,7 +193,8 @@ def write_samples(section: SamplesSection, loaded: Loaded) -> Entry:
 
 
 def folder_to_load(run_or_export: Path, step: Step | None) -> Path:
-    """Return the folder that transformers loads, after an export if a run is given. Raises UserError if neither is."""
+    """Return a folder that transformers loads: the given one, or an export of the given run, which is made if necessary. Raises
+    UserError if the path is neither such a folder nor a run."""
     check_path(run_or_export, step)
     if (run_or_export / "recipe.yaml").is_file():
         return exported(run_or_export, step)
@@ -218,7 +220,7 @@ def generate(
     """
     loaded = load(folder_to_load(run_or_export, step))
     model, tokenizer = loaded.model, loaded.tokenizer
-    # Nothing else of the folder's, whose other keys would change what the options ask for.
+    # Of the folder's generation config, only the special tokens are used: other keys would change what the options ask for.
     model.generation_config = GenerationConfig(**_special_tokens(model, run_or_export))
     begin = model.generation_config.bos_token_id
     ids = [*([] if begin is None else [begin]), *tokenizer(prompt, add_special_tokens=False)["input_ids"]]

@@ -47,7 +47,7 @@ def export(source: Source, request: Request, out: Path | None = None) -> tuple[P
     Existing exports, the model card and errors are handled as in `exported`.
     """
     final = request.folder_of(source) if out is None else destination(out)
-    if not can_write(final):  # another user's, perhaps, of which nothing has to change
+    if not can_write(final):  # perhaps another user's export, which can be used as it is
         manifest = read_manifest(final)
         if manifest is not None and request.is_met_by(manifest, source):
             return final, manifest

@@ -49,7 +49,7 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of `folder`, or None unless it is an export whose files are all as they were written."""
+    """Return the manifest of `folder`, or None if it is no export or one of its files is not as it was written."""
     try:
         manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
     except (OSError, ValidationError):
@@ -76,7 +76,7 @@ def written_files(folder: Path) -> dict[str, Digest]:
 
 
 def note(text: str) -> None:
-    """Say on stderr what is being done, because stdout is for results."""
+    """Print a line to stderr, because stdout is for results."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -103,7 +103,7 @@ def locked(final: Path) -> Iterator[None]:
     lock = FileLock(path)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()  # where no file can be made, FileLock retries until its time is over
+        path.touch()  # fails at once if no file can be created, where FileLock would retry until its timeout
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -140,8 +140,8 @@ def replacing(
     """Yield an empty temporary folder next to `final`, which then replaces `final`.
 
     If the caller's block raises, the temporary folder is deleted instead. Raises UserError if `final` exists and is
-    neither an export nor an empty folder, or if the disk takes no more. An export has a file `manifest`, is `what`, and
-    is made by `command`.
+    neither an export nor an empty folder, or if it can't be written. `manifest` is the file by which an export is
+    recognized; in messages, `what` is the name of such a folder, and `command` the command that makes it.
     """
     check_replaceable(final, manifest, what, command)
     temporary, retired = (final.with_name(f".{final.name}.{word}") for word in ("tmp", "old"))

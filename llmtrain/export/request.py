@@ -80,7 +80,8 @@ class WeightSource:
         return self.kind if self.replica is None else f"{self.kind}:{self.replica}"
 
     def describe(self, replicas: int, validates_anchor: bool = False) -> str:
-        """Return the choice in words, for a run with `replicas` replicas, which may validate the anchor and not their mean."""
+        """Return a description of the choice, for a run with `replicas` replicas. With `validates_anchor`, the run validates
+        the anchor instead of the replicas' mean."""
         if self.kind == "anchor" or (self.kind == "mean" and validates_anchor):
             return "the anchor (the last synchronization's result)"
         if self.kind == "replica":

@@ -1,4 +1,4 @@
-"""Separators between the texts of training, with which a prompt therefore begins."""
+"""Separators between the texts in training. A prompt should begin with the same token."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _separators_of(text: DataSection) -> _Separators:
         or text.source.startswith(HUB)
         or text.source in (STORIES, STDLIB, PYTHON)
     ):
-        return _Separators.OURS  # token files name the tokenizer that made them
+        return _Separators.OURS  # token files are local, and need a tokenizer that exists
     try:
         ready_made = read_index(cache_path(text)).ready_made
     except DataError:

@@ -90,7 +90,8 @@ class Source:
         return path
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer that produced the training tokens, with which it splits special tokens in a text.
+        """Load the tokenizer that produced the training tokens. As in training, it encodes a special token that a text spells
+        out as ordinary text.
 
         Raises DataError if its files are damaged.
         """

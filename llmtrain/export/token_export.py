@@ -1,7 +1,7 @@
 """Export of prepared tokens in the formats of other tools: nanoGPT, llm.c, Megatron-LM and NumPy.
 
-Tokens are read and written in parts. The folder appears complete or not at all, with the tokenizer, and with tokens.json,
-which says what the tokens are.
+Tokens are read and written in parts. The folder appears complete or not at all. It also contains the tokenizer, and
+tokens.json, which describes the tokens.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class TokenManifest(BaseModel, frozen=True):
     eos: str
     eos_id: int
     digest: str
-    """Numbers of tokens, size of the vocabulary, and digest of windows of the tokens."""
+    """Text from `token_digest`: token counts, vocabulary size, and a digest of windows of the tokens."""
     splits: dict[str, ExportedSplit]
 
 
 def parse_kind(name: str | None, final: Path) -> Kind:
-    """Return the format of this name. Raises UserError if there is none, or if `final` can't be replaced by an export."""
+    """Return the format called `name`. Raises UserError if there is none, or if `final` can't be replaced by an export."""
     check_replaceable(final, MANIFEST, *WORDS)
     found = next((kind for kind in KINDS if kind == name), None)
     if found is None:
@@ -81,7 +81,7 @@ def token_destination(folder: Path, data: DataSection) -> Path:
 
 
 def check_kind(kind: Kind, vocab_size: int) -> None:
-    """Raise UserError if the format can't hold the tokens of so large a vocabulary."""
+    """Raise UserError if the format can't hold the token ids of a vocabulary of this size."""
     if kind == "nanogpt" and vocab_size > LARGEST_UINT16:
         raise UserError(
             f"--format {kind}: a vocabulary of {vocab_size:,}, but nanoGPT's files hold uint16, up to {LARGEST_UINT16:,}; choose "
@@ -90,7 +90,8 @@ def check_kind(kind: Kind, vocab_size: int) -> None:
 
 
 def export_tokens(prepared: TokenDataset, data: DataSection, kind: Kind, final: Path) -> TokenManifest:
-    """Write all prepared tokens, of training at most `data.max_tokens`, to folder `final`. Raises UserError."""
+    """Write the prepared tokens to the folder `final`: all validation tokens, and at most `data.max_tokens` training tokens.
+    Raises UserError if the format can't hold the tokens, or if the folder can't be written or replaced."""
     prepared = TokenDataset(prepared.directory, prepared.index, {"train": data.max_tokens} if data.max_tokens else {})
     check_kind(kind, prepared.vocab_size)
     with locked(final), replacing(final, MANIFEST, *WORDS) as folder:

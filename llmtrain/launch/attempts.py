@@ -29,12 +29,12 @@ class Attempt:
     nodes: Nodes
     """Nodes that take part, numbered without gaps."""
     members: Sequence[int] = ()
-    """Their numbers in the first attempt."""
+    """Number that each of these nodes had in the first attempt."""
 
 
 ExchangeExits = Callable[[int, NodeExit, bool], Mapping[int, NodeExit]]
-"""(attempt, exit of this node, whether to continue without lost nodes) -> exits of all remaining nodes, by node
-number."""
+"""Function from (number of the attempt, exit of this node, whether to continue without lost nodes) to the exits of all
+remaining nodes, by their numbers in the first attempt."""
 
 
 def train_with_restarts(

@@ -1,4 +1,5 @@
-"""Dry run: the checks of a start and the first lines that it would print, without a process, a file or a weight."""
+"""Dry run: the checks of a start and the first lines that it would print. It starts no process, writes
+no file and allocates no weights."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ GIB = 2**30
 
 
 def dry_run(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None = None) -> list[str]:
-    """Return the lines of a start with these processes, by default those of `launch`. Raises UserError as it would."""
+    """Return the first lines that a start on these nodes, with `per_node` processes on each, would print. By default, the
+    processes are those that `launch` would start. Raises UserError as the start would."""
     preflight = check_here(recipe, nodes, per_node)
     if preflight.completed is not None:
         return [*notes(preflight), preflight.completed]

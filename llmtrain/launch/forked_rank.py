@@ -15,7 +15,7 @@ from llmtrain.recipe_loader import load_recipe
 from llmtrain.train.run import run_training
 
 LEAVE_SECONDS = 5.0
-"""Seconds in which torchrun's agent reads the result of a rank whose run is complete. It looks ten times a second."""
+"""Seconds that a rank whose run is complete gives torchrun's agent to read its result. The agent looks ten times a second."""
 
 
 def become_a_program() -> None:
@@ -35,8 +35,8 @@ def become_a_program() -> None:
 def leave_soon() -> None:
     """End this process, whose run is complete, after LEAVE_SECONDS at the latest.
 
-    torchrun's agent tells such a rank when to end, once it has the results of all ranks. But after a signal it only waits
-    for the ranks to end, for `run.timeout_seconds`, and tells them nothing.
+    Normally, torchrun's agent tells each rank to end once it has the results of all ranks. After a signal, however, the
+    agent only waits for the ranks to end, for up to `run.timeout_seconds`.
     """
     timer = threading.Timer(LEAVE_SECONDS, os._exit, [DONE])
     timer.daemon = True

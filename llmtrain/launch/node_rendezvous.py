@@ -76,12 +76,13 @@ ENDING_SECONDS = 24 * 3600.0
 BEAT_SECONDS, SILENCE_SECONDS = 2.0, 20.0
 """Seconds between a launcher's heartbeats, and seconds without one after which the launcher counts as lost."""
 PATIENCE_SECONDS = 10.0
-"""Seconds before a wait is reported, and maximum seconds that node 0 stays so that other nodes can read from its
-store."""
+"""Seconds after which a wait is reported. Also the maximum seconds for which node 0 stays at the end, so that other nodes can
+read from its store."""
 
 
 class NodeRendezvous:
-    """This launcher's connection to the other nodes' launchers. Without a store, the node is alone and never waits."""
+    """Connection of this launcher to the launchers of the other nodes. Without a store, there is only one node, which never
+    waits."""
 
     def __init__(self, nodes: Nodes, store: TimeoutStore | None):
         self.nodes = nodes
@@ -297,7 +298,7 @@ def rendezvous_nodes(nodes: Nodes, timeout_seconds: float) -> Iterator[NodeRende
     finally:
         over.set()
         if heart.is_alive():
-            heart.join(BEAT_SECONDS)  # an answer during the interpreter's shutdown would abort the process
+            heart.join(BEAT_SECONDS)  # an answer that arrives during the interpreter's shutdown aborts the process
 
 
 def _open_store(nodes: Nodes, timeout_seconds: float) -> Store:

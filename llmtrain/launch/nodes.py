@@ -83,8 +83,9 @@ def check_thread_count() -> None:
 
 
 def local_world_size(parallel: ParallelSection, nodes: int) -> int:
-    """Return this node's number of ranks: one per GPU, fewer if the recipe's mesh is smaller, or more if they may share.
-    Without a GPU, it is the number that the mesh or `on_cpu` asks for, at least 1. All replicas of `in_process` are in one."""
+    """Return the number of rank processes on this node. With GPUs, it is one per GPU, fewer if the recipe's mesh is smaller,
+    and more if the mesh is larger and ranks may share a GPU. Without GPUs, it is the number that the mesh or
+    `parallel.on_cpu` asks for, at least 1. With `parallel.in_process`, it is 1."""
     if parallel.in_process:
         return 1
     import torch

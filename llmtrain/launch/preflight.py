@@ -1,8 +1,8 @@
 """Checks of a recipe on this machine, before any process is started or any file is written.
 
-`launch` makes those of `check_start` before it prepares data. `recipe check` makes all of them, with the functions
-that a launch, the preparation of data and a rank call themselves. Only the number of tokens in a text that is not
-prepared yet stays unknown.
+`launch` makes those of `check_start` before it prepares data. `recipe check` makes all of them, and calls the same functions
+for them as a launch, the preparation of data and a rank. It can't check whether a text that is not prepared yet has enough
+tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from llmtrain.train.run_dir import RunDirectory
 
 @dataclass(frozen=True)
 class Preflight:
-    """Outcome of the checks."""
+    """Outcome of the checks: the mesh of a start, and what is known of its texts and weights."""
 
     processes: int
     replicas: int
@@ -75,13 +75,14 @@ class Preflight:
         return self.replicas * self.shards // nodes.count
 
     def replicas_of(self, nodes: Nodes) -> range:
-        """Return the replicas of which this node has ranks."""
+        """Return the replicas of which this node has at least one rank."""
         per_node = self.ranks_on_each(nodes)
         return range(nodes.rank * per_node // self.shards, -(-(nodes.rank + 1) * per_node // self.shards))
 
 
 def check_start(recipe: Recipe, nodes: Nodes, per_node: int) -> Preflight:
-    """Choose the mesh. Raises UserError if ranks on nodes like this one would refuse the recipe before they read data."""
+    """Return the mesh for `per_node` processes on each of the nodes. Raises UserError if ranks on nodes like this one would
+    refuse the recipe before they read data."""
     world, on_gpu = nodes.count * per_node, torch.cuda.is_available()
     check(recipe, world)
     check_machine(recipe)
@@ -95,20 +96,21 @@ def check_start(recipe: Recipe, nodes: Nodes, per_node: int) -> Preflight:
 
 
 def check_elsewhere(recipe: Recipe, processes: int) -> list[str]:
-    """Return the warnings about a recipe for this number of processes on machines that are not known. Raises UserError for
-    what they would refuse whatever their memory, devices, files and number of nodes, on which an automatic mesh depends."""
+    """Return the warnings about a recipe for this number of processes on unknown machines. Raises UserError for a recipe that
+    these would refuse regardless of their memory, devices, files and number of nodes. An automatic mesh depends on these,
+    and is not checked."""
     check(recipe, processes)
     check_model(recipe)
     return ineffective_keys(recipe, {}, None)
 
 
 def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None = None) -> Preflight:
-    """Raise UserError if a start on this machine now would refuse the recipe before its first step. Its processes are
-    those of `launch` by default."""
+    """Return the outcome of all checks of a start on this machine, by default with the processes that `launch` would start.
+    Raises UserError if the start would refuse the recipe before its first step."""
     check_thread_count()
     nodes = nodes or Nodes.from_environment()
     start = check_start(recipe, nodes, per_node or processes_per_node(recipe.parallel, nodes.count))
-    # Ranks check these, which can differ between nodes, and tell the ranks on other nodes.
+    # In a run, ranks check the following themselves and tell the ranks of other nodes, because nodes can differ in it.
     Networks.from_recipe(recipe.parallel)
     check_suite_data(recipe.eval.suite)
     if recipe.parallel.engine == "zero":
@@ -123,7 +125,7 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
     _check_mirror(recipe.checkpoint.mirror)
     texts = check_data(recipe, start.replicas, start.shards, start.replicas_of(nodes))
     prepared = next(iter(texts.values()), None)
-    if prepared is not None:  # with the tokenizer of the tokens
+    if prepared is not None:  # again, now with the vocabulary of the tokens
         check_initial_weights(recipe, prepared)
     vocab_size = prepared.vocab_size if prepared else size_or_assumed(recipe).vocabulary
     step_seconds = seconds_of_step(recipe, vocab_size, start.replicas, start.shards, start.ranks_on_each(nodes))
@@ -142,7 +144,7 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
 
 
 def notes(preflight: Preflight) -> list[str]:
-    """Return the lines about what is unknown, or other than the recipe says."""
+    """Return the warnings as lines, and a note if the text is not tokenized yet."""
     lines = _marked(preflight.warnings)
     if preflight.prepared is None and preflight.completed is None:
         lines.append("note: the text is not tokenized yet, so its length is unknown (llmtrain prepare, or the start)")
@@ -180,9 +182,9 @@ def check_model(recipe: Recipe) -> None:
 
 
 def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) -> dict[str, TokenDataset]:
-    """Return the token shards of the recipe's texts by name, or none if one is not prepared yet. Raises UserError if
-    `prepare` could not begin, or if the prepared tokens are too few or belong to another vocabulary. Of `data.per_replica`,
-    only the texts of the replicas `here` are read."""
+    """Return the token shards of the recipe's texts by name, or no texts at all if one is not prepared yet. With
+    `data.per_replica`, only the texts of the replicas `here` are read. Raises UserError if `prepare` could not begin, or if
+    the prepared tokens are too few or belong to another vocabulary."""
     for name, text in recipe.eval.sets.items():
         with named(f"eval.sets.{name}"):
             _check_source(recipe.data.model_copy(update={"source": text, "validation": text}))
@@ -208,8 +210,8 @@ def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) 
 
 
 def check_sets(recipe: Recipe, prepared: TokenDataset | None) -> dict[str, TokenDataset]:
-    """Return the token shards of those texts of `eval.sets` that are prepared with the tokenizer of `prepared`, the run's first
-    text, by name. Raises DataError if one is damaged or too short."""
+    """Return, by name, the token shards of the texts of `eval.sets` that are already prepared with the tokenizer of `prepared`,
+    the run's first text. Raises DataError if one of them is damaged or too short."""
     texts: dict[str, TokenDataset] = {}
     for name, section in sets_of(recipe.data, recipe.eval.sets, prepared).items() if prepared else ():
         with named(f"eval.sets.{name}"):
@@ -223,7 +225,7 @@ def check_sets(recipe: Recipe, prepared: TokenDataset | None) -> dict[str, Token
 
 
 def _find_prepared(recipe: Recipe, section: DataSection) -> TokenDataset | None:
-    """Return the token shards of a text, or None if they are not prepared yet, but could be."""
+    """Return the token shards of a text, or None if they are not prepared yet. Raises UserError if they can't be."""
     try:
         prepared = open_dataset(cache_path(section))
     except DataError:
@@ -242,7 +244,7 @@ def _find_prepared(recipe: Recipe, section: DataSection) -> TokenDataset | None:
 def _check_token_count(recipe: Recipe, name: str, prepared: TokenDataset, replicas: int, shards: int) -> None:
     train, splits, data = recipe.train, prepared.index.splits, recipe.data.texts()[name]
     if splits["train"].exhausted or splits["train"].tokens >= (data.max_tokens or math.inf):
-        # the run has all of its tokens; otherwise `prepare` adds what it needs
+        # the folder has all training tokens of the run; otherwise `prepare` adds the missing ones
         if recipe.data.per_replica:
             sites = [entry.name for entry in recipe.data.per_replica[:replicas]]
             check_site(prepared.tokens("train"), sites, name, train.global_batch, train.sequence_length)
@@ -257,7 +259,8 @@ def _check_token_count(recipe: Recipe, name: str, prepared: TokenDataset, replic
 
 
 def _check_source(data: DataSection) -> None:
-    """Raise DataError if the text can't be read: at its first document if it is local, by its name on the hub."""
+    """Raise DataError if the text can't be read. Of a local text, the first document is read. Of a hub dataset, only its
+    existence is checked."""
     if data.source.startswith(HUB):
         name = data.source.removeprefix(HUB)
         require(name, "dataset", key="data.source", instead="data.source=/path/to/files or data.source=stdlib")

@@ -1,9 +1,9 @@
-"""Rank server: a process that the launcher forks once it has imported everything, and that forks the ranks. So torch,
-transformers and the recipe's model are imported once per node, and not once per rank.
+"""Rank server: a process that the launcher forks after it has imported everything, and that forks the ranks. torch,
+transformers and the recipe's model are thus imported once per node, and not once per rank.
 
 The process is multiprocessing's forkserver. It is forked before the launcher tokenizes text, meets other nodes or runs
-torchrun's agent, because these have threads, and forking a process with threads can deadlock. Ranks on GPUs are spawned
-by torchrun, because forking has not been tried with CUDA.
+torchrun's agent, because all of these start threads, and forking a process with threads can deadlock. Ranks on GPUs are
+spawned by torchrun, because forking has not been tried with CUDA.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ the ranks."""
 
 @contextmanager
 def rank_server() -> Iterator[Sequence[str]]:
-    """Run the server and kill it on exit. Yields torchrun's arguments that start a rank; RECIPE and overrides follow them.
-    Where forking is not safe, there is no server and ranks are spawned. Usable once per process."""
+    """Run the server and kill it on exit. Yields the arguments that tell torchrun how to start a rank, for RECIPE and
+    overrides to follow. Where forking is not safe, there is no server and ranks are spawned. Usable once per process."""
     if not _can_fork():
         yield SPAWNED
         return
-    resource_tracker.ensure_running()  # a program of its own, which must not be forked below
+    resource_tracker.ensure_running()  # within the patch below, this program would be forked, too
     before = set(psutil.Process().children())
     with patch("multiprocessing.util.spawnv_passfds", _fork):
         multiprocessing.set_forkserver_preload([])

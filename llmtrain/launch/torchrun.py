@@ -76,7 +76,7 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)
     with single_threaded_imports(), imports_without_gc():
         import_transformers()
-        # Forked ranks need these too. They import nothing, because this process has imported it.
+        # Forked ranks need these modules, too, and inherit them from this process instead of importing them.
         import torch.distributed.run
         import torch.utils.tensorboard
 
@@ -88,7 +88,7 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
 
     nodes = Nodes.from_environment()
     per_node = processes_per_node(recipe.parallel, nodes.count)
-    with single_threaded_imports():  # of the recipe's model
+    with single_threaded_imports():  # the checks import the recipe's model
         start = check_start(recipe, nodes, per_node)
     with rank_server() as program:
         return _launch_ranks(recipe_path, overrides, recipe, nodes, per_node, start, program)
@@ -156,7 +156,8 @@ def _launch_ranks(
 
 
 def _texts_left(recipe: Recipe, start: Preflight, nodes: Nodes, attempt: Attempt) -> list[str]:
-    """Return an override that leaves each remaining node the texts of its own replicas, as no other node may have them."""
+    """Return an override that gives each remaining node the texts of its own replicas, because other nodes may not have
+    them."""
     if not recipe.data.per_replica:
         return []
     left = [start.replicas_of(replace(nodes, rank=member)) for member in attempt.members]

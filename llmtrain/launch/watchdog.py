@@ -1,8 +1,8 @@
 """Watchdog that kills ranks that cannot end by themselves, or that the user no longer waits for.
 
-It kills frozen ranks after other ranks of this node have ended, and all remaining ranks after another node's have
-failed. torchrun would give the former 30 seconds and does not know about the latter. After a second Ctrl-C it kills
-all ranks; torchrun would ask them again, and wait.
+It kills frozen ranks after other ranks of this node have ended, and all remaining ranks after another node's ranks have
+failed. torchrun would give frozen ranks 30 seconds, and does not know about other nodes. After a second Ctrl-C, the
+watchdog kills all ranks. torchrun would ask them to end once more, and wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmtrain.errors import FAILED
 
 POLL_SECONDS = 0.5
 PATIENCE_SECONDS = 3.0
-"""Seconds that ranks have to end by themselves after others have ended or failed."""
+"""Seconds that ranks may take to end by themselves after other ranks have ended or failed."""
 
 
 @contextmanager
@@ -89,8 +89,8 @@ def _say(text: str) -> None:
 
 
 def _ranks_below(launcher: psutil.Process, others: set[psutil.Process]) -> set[psutil.Process]:
-    """Return the ranks of a launcher, `others` being its children that are none: ranks are spawned by the launcher, or
-    forked by the rank server."""
+    """Return the ranks of a launcher, which spawns them itself or has the rank server fork them. `others` has the launcher's
+    children that are no ranks, such as that server."""
     spawned = _children(launcher) - others
     return spawned | {rank for other in others for rank in _children(other)}
 

@@ -1,7 +1,7 @@
 """GPUs by name: peak rate in dense bf16 matrix products, and memory.
 
-The figures were written down from memory, without the sheets at hand: check one before you publish a number that
-depends on it. They are meant to be those of NVIDIA's data sheets of GB200 NVL72 (per GPU), HGX B200, H200, H100, GH200,
+The figures were written down from memory and not compared with the data sheets, so check a figure before you publish a
+number that depends on it. They should be those of NVIDIA's data sheets of GB200 NVL72 (per GPU), HGX B200, H200, H100, GH200,
 A100, L40S, L40, L4 and A10. For the GeForce cards they are the rates with fp32 accumulation in NVIDIA's white papers on
 Ada (appendix A) and GA102. Where a sheet gives only the rate for sparse matrices, which is twice as high, half of it is
 used. Cards that were sold with several memories have the larger one.
@@ -16,8 +16,8 @@ from llmtrain.errors import UserError
 from llmtrain.recipe_messages import closest
 
 GPU_EFFICIENCY = 0.4
-"""Fraction of its bf16 peak that a GPU is assumed to reach in training. Not measured with this package. From memory: Llama 3 reached
-0.38 to 0.43 on 8,192 to 16,384 H100 (arXiv 2407.21783, table 4), PaLM 0.46 (arXiv 2204.02311)."""
+"""Fraction of its bf16 peak that a GPU is assumed to reach in training. It was not measured with this package. From memory:
+Llama 3 reached 0.38 to 0.43 on 8,192 to 16,384 H100 (arXiv 2407.21783, table 4), and PaLM 0.46 (arXiv 2204.02311)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ CARDS = (
     GpuCard("RTX 4090", 165e12, 24),
     GpuCard("RTX 3090", 71e12, 24),
 )
-"""Known cards. The first one whose name is in a device's name, as whole words, applies, so an A10G is not an A10."""
+"""Known cards. A device is the first card whose name occurs in the device's name as complete words, so an A10G is not an
+A10."""
 
 
 def card_of(device_name: str) -> GpuCard | None:

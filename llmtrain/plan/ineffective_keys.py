@@ -15,14 +15,15 @@ from llmtrain.sync.methods import inner_preset
 from llmtrain.sync.period import warmup_of
 
 SEVERAL = 3
-"""Times that a run must be as long as what its running average covers: 5 % of its weight is then older than the run."""
+"""Minimum length of a run, as a multiple of what its running average covers. At this length, the parameters from which the
+average began still have 5 % of its weight."""
 
 
 def ineffective_keys(recipe: Recipe, texts: Mapping[str, TokenDataset], step_seconds: float | None) -> list[str]:
-    """Return a line for each value that does something else than it says.
+    """Return a line for each value that has less effect than it seems to have.
 
-    `texts` holds the prepared validation texts by name, "" for the run's own, as far as they are prepared.
-    `step_seconds` is the estimated duration of a step, or None if it is unknown.
+    `texts` holds the validation texts that are prepared, by name; the run's own has the name "". `step_seconds` is the
+    estimated duration of a step, or None if it is unknown.
     """
     return [
         *_period(recipe, step_seconds),
@@ -35,8 +36,8 @@ def ineffective_keys(recipe: Recipe, texts: Mapping[str, TokenDataset], step_sec
 
 
 def seconds_of_step(recipe: Recipe, vocab_size: int, replicas: int, shards: int, local_ranks: int) -> float | None:
-    """Return the estimated seconds of a step on this machine, which has `local_ranks` of the ranks, if a warning depends on
-    them, else None."""
+    """Return the estimated duration of a step on this machine, which has `local_ranks` of the ranks. Return None if no warning
+    depends on it, because the estimate times matrix products."""
     if not recipe.sync.period.is_timed:
         return None
     rates = HardwareRates(rate_here(recipe, local_ranks), mbit=math.inf)

@@ -1,7 +1,8 @@
 """Estimate of the memory that one process needs to train a recipe.
 
-It is arithmetic on the model's counts, for the moments of a step at which memory use peaks. It leaves out the device's context, the
-communication library's buffers and allocator fragmentation. It is accurate enough to choose a mesh, but does not guarantee that a run fits.
+It is computed from the model's counts, for the moments of a step at which memory use peaks. It leaves out the device's
+context, the communication library's buffers and allocator fragmentation. It is accurate enough to choose a mesh, but does not
+guarantee that a run fits.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ IN_BACKWARD = 1.25
 """Peak activation memory of a layer's backward pass (saved activations plus activation gradients), relative to its
 saved activations."""
 KEPT_SHARE = 0.1
-"""Largest share of a rank's estimated memory that parameters may add by staying gathered where the recipe leaves that open."""
+"""Largest fraction of a rank's estimated memory by which gathered parameters may increase it. Above it, `auto` frees them after
+forward."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ class Memory:
 
 
 def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memory:
-    """Estimate the bytes in each process of a `replicas` x `shard` mesh of GPUs: of one rank, or of all replicas that take turns
-    in a process.
+    """Estimate the bytes that each process of a `replicas` x `shard` mesh of GPUs needs, for its one rank, or for all replicas
+    if these take turns in one process.
 
     M is `shard`, and P the number of parameters. A master value takes w bytes (4; 8 in fp64), and a value in compute
     precision c bytes (2, 4 or 8). A forward pass has t = micro_batch x sequence_length tokens.
@@ -134,14 +136,16 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     `non_coincident` is the largest of these minus the sum of all parts that do not stay. ZeRO-3 keeps its gradient
     memory allocated at all times.
 
-    Each of n replicas in one process has its own weights, optimizer, anchors and messages. They compute in turns, and a turn ends
-    where a replica waits for the others. While one computes, each other one holds at most its gradients (in synchronous steps),
-    the activations of all layers (if blocks synchronize in forward) or the last block's mean in w (after another round). Only in
-    the first two cases, gradients or activations are those of n replicas. The loss and gathered blocks are those of one.
+    If n replicas are in one process, each has its own weights, optimizer, anchors and messages. They compute in turns, and a
+    turn ends where a replica waits for the others. While one replica computes, each of the others holds at most one of these:
+    its gradients (in synchronous steps), the activations of all layers (if blocks synchronize in forward), or the last block's
+    mean in w (after another round). So gradients count n times in the first case, and activations in the second. The loss and
+    the gathered blocks count once.
 
-    Compared with torch's allocator on a CPU (one rank, Llama with and without checkpointing or accumulation,
-    GPT-Neo, DiLoCo, EDiT, ZeRO 1 to 3, nothing compiled), the estimate was off by -8 to +9 %. Models that save more between their linear
-    layers need more: Qwen3, which normalizes queries and keys, 8 % more; GPT-2, because of its dropout, twice as much.
+    Compared with torch's allocator on a CPU (one rank, Llama with and without checkpointing or accumulation, GPT-Neo, DiLoCo,
+    EDiT, ZeRO 1 to 3, nothing compiled), the estimate was off by -8 to +9 %. Models that save more between their linear layers
+    need more memory than estimated: Qwen3 8 % more, because it normalizes queries and keys, and GPT-2 twice as much, because of
+    its dropout.
     """
     master, compute = BYTES[recipe.parallel.precision]
     train, sync = recipe.train, recipe.sync
@@ -200,9 +204,9 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
 
 
 def reshards(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> bool:
-    """Return whether FSDP2 frees parameters between forward and backward: `parallel.reshard_after_forward`. `auto` is true
-    if they would otherwise add more than KEPT_SHARE to the estimate. The choice is the same on all ranks, because it depends
-    on nothing but the recipe and the mesh."""
+    """Return whether FSDP2 frees gathered parameters between forward and backward (`parallel.reshard_after_forward`). For
+    `auto`, it does if they would otherwise take more than KEPT_SHARE of the estimate. The result is the same on all ranks,
+    because it depends only on the recipe and the mesh."""
     given = recipe.parallel.reshard_after_forward
     if given != "auto":
         return given
@@ -213,7 +217,8 @@ def reshards(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> bool
 
 
 def _rounding(recipe: Recipe, size: ModelSize, shard: int, anchors: int) -> int:
-    """Return the bytes by which the pinned memory of anchors is larger than they are: each block's is a power of two."""
+    """Return the bytes by which the pinned memory of anchors is larger than the anchors. torch pins each block in memory whose
+    size is a power of two."""
     master, _ = BYTES[recipe.parallel.precision]
     blocks = [master * -(-parameters // shard) for parameters in size.block_parameters]
     copies = round(anchors / sum(blocks))
@@ -249,7 +254,7 @@ def _kept_by_layer(recipe: Recipe, size: ModelSize) -> int:
 
 
 def _mask(recipe: Recipe, size: ModelSize) -> int:
-    """Return the bytes of a mask that keeps documents apart. It is in compute precision, as fused attention needs it."""
+    """Return the bytes of a mask that keeps documents apart. It is in compute precision, as fused attention requires."""
     separates = recipe.train.document_mask and recipe.data.packing == "packed" and size.masks > 0
     _, compute = BYTES[recipe.parallel.precision]
     return compute * recipe.train.micro_batch * recipe.train.sequence_length**2 if separates else 0
@@ -321,7 +326,7 @@ def _single_device(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -
         early_gradients=all_of_it if accumulates else 0,
         late_gradients=all_of_it if accumulates else all_of_it - master * largest,
         optimizer=moment_values(recipe, size) * master,
-        # The gradients of earlier micro-batches, to which rounded ones are added without a copy, count above.
+        # Gradients of earlier micro-batches are in `gradients`. Rounded gradients are added to them without another copy.
         gathered=(rounded + (0 if rounded and accumulates else master)) * largest,
         gathered_in_forward=0,
     )

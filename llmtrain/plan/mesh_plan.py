@@ -107,19 +107,19 @@ def _divisors(number: int) -> list[int]:
 
 
 MEMORY_HEADROOM = 0.8
-"""Fraction of a device's memory within which the estimate for an automatically chosen mesh should stay. The rest covers
-what the estimate leaves out, and its error on GPUs, which is unknown because it was measured on CPUs only."""
+"""Fraction of a device's memory that the estimate for an automatically chosen mesh may take. The rest covers the parts that
+the estimate leaves out, and its error on GPUs, which is unknown because the estimate was compared on CPUs only."""
 ASSUMED_VOCABULARY = 32_000
-"""Vocabulary size assumed for a tokenizer that is not downloaded yet. Few tokenizers are smaller, so a recipe is hardly
-ever refused by mistake."""
+"""Vocabulary size assumed for a tokenizer that is not downloaded yet. Few tokenizers are smaller, so a recipe is hardly ever
+refused because its memory is overestimated."""
 
 
 def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_gpu: bool) -> tuple[int, int, str]:
     """Return (replicas, shard, reason in a few words) for processes on these `nodes`.
 
-    `memory` lists the bytes that each process may use, for its ranks. Raises RecipeError for a mesh that `choose_mesh` refuses, or that
-    needs more memory than the rank with the least memory has. A mesh given in the recipe is refused only if weights,
-    gradients, optimizer and anchors alone are too large.
+    `memory` lists the bytes that each process may use for all of its ranks. Raises RecipeError for a mesh that `choose_mesh`
+    refuses, or that needs more memory than the process with the least memory has. A mesh given in the recipe is refused only
+    if weights, gradients, optimizer and anchors alone are too large.
     """
     size, least = size_or_assumed(recipe), min(memory)
     nodes = [node for node in nodes for _ in range(recipe.parallel.ranks_per_process)]
@@ -147,7 +147,8 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
 
 
 def with_resharding_decided(recipe: Recipe, vocab_size: int, replicas: int, shard: int) -> ParallelSection:
-    """Return the recipe's `parallel` section, in which `reshard_after_forward: auto` is decided where it has an effect."""
+    """Return the recipe's `parallel` section. If `reshard_after_forward` is `auto` and has an effect, it is replaced by the
+    decision, true or false."""
     parallel = recipe.parallel
     if parallel.engine != "fsdp2" or shard == 1 or parallel.reshard_after_forward != "auto":
         return parallel
@@ -164,13 +165,14 @@ def size_or_assumed(recipe: Recipe) -> ModelSize:
 
 
 def _state_of(memory: Memory, on_gpu: bool) -> int:
-    """Return the bytes of weights, gradients, optimizer and anchors. This is arithmetic, not an estimate."""
+    """Return the bytes of weights, gradients, optimizer and anchors. They are exact, unlike the other parts of the estimate."""
     state = memory.weights + memory.gradients + memory.optimizer + memory.anchors
     return state + (0 if on_gpu else memory.host)
 
 
 def _remedies(recipe: Recipe, ours: bool, several_nodes: bool) -> list[str]:
-    """Return what would make the run fit. Keys are among it only if the mesh is `ours`, not the recipe's."""
+    """Return changes that could make the run fit in memory. Recipe keys are among them only if the mesh was chosen here
+    (`ours`), and not given by the recipe."""
     changes = ["more devices", "larger ones", "a smaller model"]
     if recipe.parallel.in_process:
         changes = ["fewer replicas", "parallel.in_process=false with more devices", "a smaller model"]

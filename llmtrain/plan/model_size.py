@@ -47,8 +47,8 @@ class ModelSize:
     unfused_heads: int
     """Attention heads whose full [T, T] weights are saved for backward; 0 with fused attention, as in most models."""
     masks: int
-    """Masks [T, T] per sequence that are saved for backward if documents are kept apart: one for each layer with fused
-    attention to the whole sequence, or a single one where all layers share it."""
+    """Number of masks [T, T] per sequence that are saved for backward if documents are kept apart: one for each layer with
+    fused attention to the complete sequence, or a single one if all layers share it."""
     flops_per_token: float
     """FLOPs of forward and backward at the recipe's sequence length; see `model.flops_per_token`."""
 
@@ -101,8 +101,8 @@ def _vocabulary(recipe: Recipe) -> int | None:
 
 
 def _masks(config: PretrainedConfig, attention: str, sequence_length: int) -> int:
-    """Return `ModelSize.masks`. GPT-Neo's local layers have masks of windows anyway, unless their window is as long as the
-    sequence."""
+    """Return `ModelSize.masks`. GPT-Neo's local layers do not count, because they have a mask for their window in any case,
+    unless the window is as long as the sequence."""
     if config.model_type in CAUSAL_FAMILIES:
         return 1
     if attention == FUSED_FAMILY:

@@ -1,26 +1,27 @@
-"""Time for which replicas stand still because of the network, per round, by a method's choices and the link between replicas.
+"""Time per round for which replicas stand still because of the network, by a method's choices and the link between replicas.
 
-A local step takes `step_seconds`, whatever the network does, and a round has `every` of them. Replicas are as fast as one
-another and arithmetic takes no time: what is left is the network's part. With utilization = compute / (compute + exposed):
+A local step takes `step_seconds` regardless of the network, and a round has `every` local steps. All replicas are equally fast,
+and the arithmetic of a synchronization takes no time, so the exposed time is only the network's. Utilization is compute /
+(compute + exposed). The time of a message, and what a schedule exposes of it, is
 
-    ring all-reduce     2 (N-1) hops of 1/N of the message, each bytes / bandwidth + a round trip, since gloo sends when it has
-                        heard that the receiver is ready. It halves a hop's bytes, so that the round trip of one half
-                        passes while the other is sent, and cuts hops at 2 MiB
+    ring all-reduce     2 (N-1) hops of 1/N of the message. A hop takes bytes / bandwidth + a round trip, because gloo first
+                        waits until it has heard that the receiver is ready. gloo sends a hop in two halves, so that the round
+                        trip of one half passes while the other one is sent, and cuts hops at 2 MiB
     rounded message     one hop to all others, then another one with the rounded sums; with the largest values alone, one hop
-    blocking            all messages, and N-1 hops of no bytes in which the replicas agree on the round
-    layer-wise          the same, less the forward of the blocks before each one
-    every step          messages, less the backward of the blocks that follow each one
-    overlapped          per fragment: its messages, less d steps; or per round: all messages, less the round, if that is more
-    delayed             the same, with a round for d
-    wait-avoiding       a group's messages in every step, all replicas' in the last
-    averaged moments    all messages of the moments that are due, in fp32, at the end of a round; Muon's matrices count as if they
-                        had second moments
+    blocking            all messages, and N-1 hops without bytes in which the replicas agree on the round
+    layer-wise          as for blocking, minus the forward passes of the blocks before the one that waits
+    every step          all messages, minus the backward passes of the blocks that come after the one that waits
+    overlapped          per fragment: its messages, minus d steps; or per round: all messages, minus the round, if that is more
+    delayed             as for overlapped, with the steps of a round as d
+    wait-avoiding       a group's messages in every step except the last of a round, which has the messages of all replicas
+    averaged moments    all messages of the moments that are due, in fp32, at the end of a round; Muon's matrices count as if
+                        they had second moments
 
 TCP starts slowly after a pause (`NetworkLink.restart_seconds`), which is added to the first message after one.
 
-If the reduction weighs replicas, an overlapped or delayed message is sent one step later, when weights are known, and has d -
-1 steps. Its second exchange, if it is rounded, starts in the middle of its way; in rounds of seconds and in steps that
-average gradients it starts when the mean is needed, and nothing hides it.
+If the reduction weights replicas, an overlapped or delayed message is sent one step later, when the weights are known, which
+leaves d - 1 steps to hide it. The second exchange of a rounded message starts halfway through these steps. In rounds of
+seconds, and in steps that average gradients, it starts only when the mean is needed, and nothing hides it.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import WireFormat
 
 FORWARD_SHARE = 1 / 3
-"""Share of a step's time that is its forward pass, without recomputation."""
+"""Fraction of a step's time that its forward pass takes, without recomputation."""
 VALUE_BYTES = 4
 HOP_BYTES = 2 << 20
 """Maximum bytes of a hop: gloo has two segments in flight, of at most 1 MiB each."""
 STREAMS = 2
-"""Messages that gloo sends at once; further ones wait for one of its two threads."""
+"""Number of messages that gloo sends at once. Further messages wait until one of its two threads is free."""
 INITIAL_WINDOW = 14_480
 """Bytes that TCP sends in the first round trip after a long pause: ten segments."""
 TIMEOUT_SECONDS = 0.2
-"""Least excess of TCP's retransmission timeout over a steady round trip (Linux)."""
+"""Minimum difference between TCP's retransmission timeout and a steady round trip (Linux)."""
 
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """Network between replicas, as one rank has it."""
+    """Network between replicas, as seen by one rank."""
 
     mbit: float
     """Megabits of messages per second that a rank can send while it receives as many."""
@@ -72,13 +73,13 @@ class NetworkLink:
         return 2 * self.latency_seconds
 
     def transfer_seconds(self, sent: float) -> float:
-        """Return the time of so many bytes without latency."""
+        """Return the seconds that `sent` bytes take without latency."""
         return 8 * sent / (self.mbit * 1e6)
 
     def restart_seconds(self, in_flight: float, pause: float) -> float:
-        """Return the time that TCP's slow start adds if a connection has been idle for `pause` seconds and then has
-        `in_flight` bytes to send per round trip: a round trip per doubling of its window up to that, but at most as many
-        as the pause has halved it."""
+        """Return the seconds that TCP's slow start adds if a connection has been idle for `pause` seconds and then has
+        `in_flight` bytes to send per round trip. It is one round trip for each doubling of the window until the window has
+        that size. The window doubles at most as many times as the pause has halved it."""
         if not (self.slow_start and self.latency_seconds and in_flight):
             return 0.0
         window = min(in_flight, self.mbit * 1e6 / 8 * self.round_trip)
@@ -103,7 +104,7 @@ class Exchange:
         return self.sent / max(self.hops, 1) / self.peers
 
     def seconds(self, link: NetworkLink) -> float:
-        """Return its time if nothing else is sent."""
+        """Return the seconds that the exchange takes if nothing else is sent."""
         hop = link.transfer_seconds(self.sent) / max(self.hops, 1)
         if self.halved:
             return self.hops * max(hop, hop / 2 + link.round_trip)
@@ -124,7 +125,7 @@ class BlockMessage:
 
 
 def block_message(values: int, replicas: int, wire: WireSection, rounded: bool = True) -> BlockMessage:
-    """Return the exchanges for a block of so many values per rank. Values are sent in fp32 unless `rounded`."""
+    """Return the exchanges for a block of `values` values per rank. They are sent in fp32 if not `rounded`."""
     others = replicas - 1
     if wire.kind == "fp32" or not rounded:
         chunk = VALUE_BYTES * values / replicas
@@ -139,7 +140,8 @@ def block_message(values: int, replicas: int, wire: WireSection, rounded: bool =
 
 
 def concurrent_seconds(exchanges: Sequence[Exchange], link: NetworkLink) -> float:
-    """Return the time of exchanges that are started at once: at least that of all their bytes, and that of STREAMS at once."""
+    """Return the seconds that exchanges take if they are started at once. STREAMS of them run at a time, and all of them
+    together take at least the time of their bytes."""
     streams = [0.0] * STREAMS
     for exchange in exchanges:
         heapq.heappush(streams, heapq.heappop(streams) + exchange.seconds(link))
@@ -147,13 +149,13 @@ def concurrent_seconds(exchanges: Sequence[Exchange], link: NetworkLink) -> floa
 
 
 def slow_start_seconds(exchanges: Sequence[Exchange], link: NetworkLink, pause: float) -> float:
-    """Return the time that TCP's slow start adds to exchanges that are started at once after a pause."""
+    """Return the seconds that TCP's slow start adds to exchanges that are started at once after a pause in seconds."""
     at_once = exchanges[:STREAMS]
     return link.restart_seconds(sum(exchange.in_flight for exchange in at_once), pause) if at_once else 0.0
 
 
 def sequence_seconds(messages: Sequence[BlockMessage], link: NetworkLink) -> float:
-    """Return the time of blocks that are finished one after another while the next ones' exchanges are in flight."""
+    """Return the seconds of messages whose blocks are finished one after another, while those of later blocks are in flight."""
     second = _second(messages)
     if not second:
         return concurrent_seconds(_first(messages), link)
@@ -205,8 +207,9 @@ def round_time(
     link: NetworkLink,
     forward_share: float = FORWARD_SHARE,
 ) -> RoundTime:
-    """Return the times of a round of `every` steps, after warm-up, for blocks of so many values per rank. `forward_share` is
-    the share of a step in which blocks are synchronized layer by layer, 0 if the engine gathers all of them first."""
+    """Return the times of a round of `every` steps after the warm-up. `block_values` has the number of values per rank of each
+    block. `forward_share` is the share of a step in which blocks are synchronized layer by layer, or 0 if the engine gathers
+    all blocks first."""
     if replicas == 1:
         return RoundTime(every * step_seconds, 0.0, 0.0)
     if sync.period.averages_gradients:
@@ -219,13 +222,13 @@ def round_time(
             exposed = started + sequence_seconds(messages, link)
         case LayerwiseSection():
             forward = forward_share * step_seconds / len(messages)
-            # A block shares the network with the next one, which gloo's other thread sends.
+            # A block shares the network with the next block, which gloo's other thread sends at the same time.
             arrivals = [sequence_seconds(messages[: r + STREAMS - 1], link) for r in range(1, len(messages) + 1)]
             exposed = started + max(arrival - r * forward for r, arrival in enumerate(arrivals))
         case OverlappedSection() | DelayedSection() as late:
             fragments = [[messages[b] for b in blocks] for blocks in late.blocks_of_fragments(len(messages))]
             exposed = sum(_fragment_exposed(sync, late, own, step_seconds, every, link) for own in fragments)
-            # Fragments may be in flight at once, but a round has no more time for all of them than its own.
+            # Several fragments may be in flight at once, but together they have no more time than the round takes.
             exposed = max(exposed, sequence_seconds(messages, link) - compute)
         case WaitAvoidingSection() as avoiding:
             members = avoiding.resolve_group_size(replicas) or replicas
@@ -263,9 +266,9 @@ def _fragment_exposed(
     every: float,
     link: NetworkLink,
 ) -> float:
-    """Return the exposed time of one fragment per round."""
+    """Return the exposed seconds of one fragment in a round."""
     steps = section.steps if isinstance(section, OverlappedSection) else every
-    # In rounds of seconds replicas agree on weights and send at once, and the second exchange waits for their next meeting.
+    # In rounds of seconds, replicas agree on weights and send at once. The second exchange waits until they meet again.
     before = 0 if sync.period.is_timed else sync.reduction.steps_before_sending
     middle = 0 if sync.period.is_timed else (before + steps) // 2 - before
     hidden, halfway = (steps - before) * step_seconds, middle * step_seconds

@@ -39,7 +39,7 @@ def show(recipe: Recipe, console: Console, hardware: Hardware) -> None:
     console.print(_figures(recipe, size, replicas=meshes[-1][0]))
     console.print()
     console.print(_memory(recipe, size, meshes, hardware))
-    # What is measured on this CPU tells nothing of ranks that it would not hold.
+    # A rate that is measured on this CPU says nothing about meshes with more ranks than the CPU would run.
     is_open = hardware.is_this_cpu and len(meshes) > 1
     console.print(_pace(recipe, size, meshes[:1] if is_open else meshes, hardware))
     console.print(_footnote(hardware), soft_wrap=True)
@@ -128,7 +128,8 @@ def _pace(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], ha
 
 
 def _meshes(recipe: Recipe, on_gpu: bool) -> list[tuple[int, int]]:
-    """Return the recipe's own mesh if it names one, else typical ones that agree with the number that it names."""
+    """Return the recipe's own mesh if it names one. Otherwise, return typical meshes, with the number of replicas or shards
+    that the recipe gives."""
     parallel = recipe.parallel
     replicas, shards = parallel.replicas, parallel.shards
     if (parallel.in_process or not on_gpu) and len(parallel.given_on_cpu) == 2:
@@ -148,12 +149,12 @@ def _by_mesh(meshes: Sequence[tuple[int, int]]) -> Table:
 
 
 def _titled(title: str, table: Table) -> Group:
-    """Return a table below its title. As the table's own, a title would be cut into lines as wide as the table."""
+    """Return a table below a title. As the table's own title, rich would wrap it to the width of the table."""
     return Group(Text(title, style="italic"), table)
 
 
 def _accumulation(recipe: Recipe, ranks: int) -> str:
-    """Return the micro-batches of one rank per step, or "uneven"."""
+    """Return the number of micro-batches per rank and step, or "uneven" if the global batch can't be divided equally."""
     at_once = recipe.train.micro_batch * ranks
     return "uneven" if recipe.train.global_batch % at_once else str(recipe.train.global_batch // at_once)
 

@@ -33,8 +33,8 @@ TURNS = 5
 def per_average(recipe: Recipe, size: ModelSize, replicas: int, wire: WireSection) -> float:
     """Return the bytes that all ranks of one replica together send to average the model over N replicas.
 
-    They are 2 (N-1)/N x bytes per value x parameters. A value that is rounded includes its share of a scale. "fp32" stands
-    for master precision. The largest values alone are sent to all other replicas: N-1 times.
+    They are 2 (N-1)/N x bytes per value x parameters. The bytes of a rounded value include its share of a scale. The wire
+    format fp32 stands for master precision. With `topk`, the largest values are sent to each of the N-1 other replicas.
     """
     master, _ = BYTES[recipe.parallel.precision]
     if wire.kind == "topk":
@@ -44,8 +44,8 @@ def per_average(recipe: Recipe, size: ModelSize, replicas: int, wire: WireSectio
 
 
 def moment_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> float:
-    """Return the bytes that one replica sends per round, on average, to average its optimizer's moments, in master precision. Muon
-    has no second moments of the matrices in layers."""
+    """Return the bytes that one replica sends per round, on average, to average its optimizer's moments in master precision.
+    Muon has no second moments for the matrices of layers."""
     moments = recipe.sync.moments
     if moments is None:
         return 0.0
@@ -71,7 +71,7 @@ def round_bytes(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> f
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds of a run, and the bytes that one replica sends in them."""
+    """Number and length of a run's rounds, and the bytes that one replica sends in each."""
 
     first: int
     """Synchronous steps before the first round."""
@@ -85,7 +85,7 @@ class Rounds:
 
 
 def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
-    """Return the rounds of a recipe whose period counts local steps, so neither `every_step` nor `seconds`."""
+    """Return the rounds of a recipe whose period is a number of local steps, and neither `every_step` nor `seconds`."""
     sync, steps = recipe.sync, recipe.train.total_steps
     rates = LRSchedule.of(recipe)
     warmup = warmup_of(sync, rates)
@@ -101,7 +101,7 @@ def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
 
 
 def traffic(recipe: Recipe, size: ModelSize, replicas: int) -> str:
-    """Return one or two lines of text with the bytes per round and per step."""
+    """Return one or two lines of text that give the bytes that a replica sends per round and per step."""
     if replicas == 1:
         return "none between replicas: there is one"
     sync = recipe.sync
@@ -171,11 +171,11 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
     """Estimate the times on a `replicas` x `shard` mesh.
 
     A step computes as much as 3 forward passes, which is 6 operations per parameter and token plus attention (see
-    `model.flops_per_token`), or as 4 with full activation checkpointing. A message takes its bytes divided by `mbit`.
-    Muon's iterations, whose matrices the ranks of a replica share, are added. How long a rank waits for messages, and
-    what hides them, is in `network_time`. Waits within a replica, slow hosts, validation and checkpoints are left out.
-    Pulls, which PALSGD makes in random local steps, take no time. Replicas of one process compute one after another on one
-    device, and wait for no network.
+    `model.flops_per_token`), or as 4 with full activation checkpointing. Muon's iterations are added; the ranks of a replica
+    divide the matrices among themselves. A message takes its bytes divided by `mbit`. `network_time` says how long a rank
+    waits for messages, and what hides them. Waits within a replica, slow hosts, validation and checkpoints are left out.
+    Pulls, which PALSGD makes in random local steps, take no time. Replicas in one process compute one after another on one
+    device, and do not wait for a network.
     """
     train, sync, steps = recipe.train, recipe.sync, recipe.train.total_steps
     again = 4 / 3 if recipe.parallel.activation_checkpointing is True else 1.0
@@ -223,8 +223,9 @@ def _muon_flops(recipe: Recipe, size: ModelSize) -> int:
 def rate_here(recipe: Recipe, local_ranks: int | None = None) -> float:
     """Return the operations per second that a rank on this machine should achieve in training.
 
-    Times matrix products on the device and multiplies their rate by TRAINING_EFFICIENCY. On a CPU, the rate is divided
-    by the number of ranks on this machine, because they share its cores: `local_ranks`, by default all that the recipe names.
+    Times matrix products on the device and multiplies their rate by TRAINING_EFFICIENCY. On a CPU, the rate is divided among
+    the ranks on this machine, because they share its cores. They are `local_ranks`, by default all ranks that the recipe
+    names.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = MATMUL_SIZE[device]
@@ -237,7 +238,7 @@ def rate_here(recipe: Recipe, local_ranks: int | None = None) -> float:
         torch.mm(matrix, matrix)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - began)
     sharing = 1.0
-    if device == "cpu":  # a rank may have fewer threads than there are cores, and then others work on the rest of them
+    if device == "cpu":  # if ranks have fewer threads than there are cores, several can compute without sharing cores
         ranks = math.prod(recipe.parallel.given_on_cpu) if local_ranks is None else local_ranks
         processes = ranks / recipe.parallel.ranks_per_process
         sharing = max(1.0, processes * torch.get_num_threads() / (os.cpu_count() or 1))

@@ -1,4 +1,4 @@
-"""Start of the process that delays and loses a virtual cluster's packets, and questions to it."""
+"""Handle of the process that delays and loses a virtual cluster's packets: its start, its counters and its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DelaySwitch:
     process: subprocess.Popen
 
     def counters(self) -> Counters:
-        """Return what it has done so far. Raises ClusterError if it has ended or does not answer."""
+        """Return the process's counters so far. Raises ClusterError if it has ended or does not answer."""
         try:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
@@ -47,22 +47,23 @@ class DelaySwitch:
 
 @contextmanager
 def delay_switch(namespace: str, ports: Sequence[str], limits: Sequence[HostLimits]) -> Iterator[DelaySwitch]:
-    """Forward between the ports of hosts with these limits while the context is open, by a process in the namespace.
+    """Forward frames between the hosts' ports within the `with` block, with a process in the namespace. `limits` has the limits
+    of each port's host.
 
-    Raises ClusterError if it does not start.
+    Raises ClusterError if the process does not start.
     """
     wanted = [
         {"port": port, "latency_seconds": (own.latency_ms or 0.0) / 1000, "loss": own.loss or 0.0}
         for port, own in zip(ports, limits, strict=True)
     ]
-    # -I: it needs the standard library alone, and takes none of this folder's modules for one of that.
+    # -I keeps this folder off Python's path, so that none of its modules can hide one of the standard library.
     program = [sys.executable, "-I", str(Path(frame_switch.__file__)), json.dumps(wanted)]
     process = subprocess.Popen(
         ["ip", "netns", "exec", namespace, *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         made = DelaySwitch(process)
-        made._line()  # it forwards now
+        made._line()  # which the process prints once it forwards
         yield made
     finally:
         process.kill()

@@ -4,11 +4,10 @@ It runs as a process of its own in the namespace of a virtual cluster's bridges,
 
     python frame_switch.py '[{"port": "host0net0", "latency_seconds": 0.02, "loss": 0.0}, ...]'
 
-A frame that arrives from a port's cable leaves by the port of its destination, `latency_seconds` of the first port
-later, and is lost with the probability `loss`. Between arrival and departure it waits here; everything else (TCP,
-token buckets, counters) is the kernel's. Frames keep the kernel's offload header, so that a segmented packet crosses
-in one piece. The process prints a line once it forwards, answers each line of its input with its `Counters` as JSON,
-and ends with its input.
+A frame that arrives from a port's cable is lost with the probability `loss` of that port. Otherwise it waits here for the
+`latency_seconds` of that port, and leaves by the port of its destination. Everything else (TCP, token buckets, counters) is
+the kernel's. Frames keep the kernel's offload header, so that a segmented packet crosses in one piece. The process prints
+a line once it forwards, answers each line of its input with its `Counters` as JSON, and ends when its input ends.
 """
 
 from __future__ import annotations
@@ -57,7 +56,8 @@ class Counters:
 
 
 class DelayLine:
-    """Frames from one port on their way, in the order of their arrival. Loses each with the probability `loss`."""
+    """Queue of the frames from one port that wait for their departure, in the order of their arrival. Each arriving frame is
+    lost with the probability `loss`."""
 
     def __init__(self, latency_seconds: float, loss: float = 0.0, seed: int = 0):
         self.latency_seconds, self.loss = latency_seconds, loss
@@ -77,7 +77,7 @@ class DelayLine:
         return self._frames[0][0] if self._frames else float("inf")
 
     def pop_due(self, now: float) -> list[tuple[float, bytes]]:
-        """Return the frames that leave by `now`, each with the time at which it should."""
+        """Remove the frames that are due by `now`, and return them, each after the time at which it was due."""
         due = []
         while self._frames and self._frames[0][0] <= now:
             due.append(self._frames.popleft())
