@@ -33,7 +33,8 @@ class OverlappedSchedule(FragmentSchedule):
                     self._apply(fragment)
             if not self.is_synchronized:
                 longest = max(self._local_stats, key=lambda since: since.steps)
-                if self.weighing is None:  # by blocks, of which few are in flight, to need less memory than by fragments
+                if self.weighing is None:
+                    # Few blocks are in flight at once, which takes less memory than a fragment.
                     self.block_sync.sync_all_blocks(longest)
                 else:
                     for fragment in range(len(self.fragments)):

@@ -108,7 +108,7 @@ class WaitAvoidingSchedule(Schedule):
         self._round = RoundStats()
 
     def _restart(self) -> None:
-        """Publish zeros, the pseudo-gradient at the new anchor, so that no message from before the new anchor is contributed."""
+        """Publish zeros, the pseudo-gradient at the new anchor, so that no message relative to an older one is contributed."""
         if self.worker is None:
             return
         self.worker.publish(self._iteration, self._at_anchor())
