@@ -94,7 +94,7 @@ class LanguageModel(nn.Module):
             mask = torch.where(mask, 0.0, -torch.inf).to(inputs["inputs_embeds"].dtype)
         return self.causal_lm.base_model(
             **inputs,
-            position_ids=None if documents is None else position_ids(documents),  # if given, transformers builds masks from it
+            position_ids=None if documents is None else position_ids(documents),  # transformers builds masks from these
             attention_mask=mask,
             use_cache=False,
         ).last_hidden_state

@@ -3,7 +3,7 @@
 Rule      b <- momentum b + (1 - momentum) g; u = momentum b + (1 - momentum) g (Nesterov); w <- (1 - lr decay) w - lr s O(u).
           O replaces all singular values of u by values near 1, with Newton-Schulz iterations that start at u / ||u||:
           x <- a x + (b x x' + c (x x')^2) x. The factor s depends on the matrix's shape, so that one learning rate suits all.
-Traffic   nothing between replicas. In a replica of n ranks, the rows of a matrix go to one rank, and the rows of the result come
+Traffic   nothing between replicas. In a replica of n ranks, the rows of a matrix go to one rank, and those of the result come
           back: 2 (n-1)/n x 2 bytes per value from all ranks together (in bf16).
 Memory    one momentum: 4 bytes per value, half of AdamW's.
 Differs   iterations are in bf16 on GPUs, as published and as in torch.optim.Muon, which does the same on one rank; on CPUs they
