@@ -1,4 +1,4 @@
-"""Progress bars on a terminal that appear only if something takes longer than a moment."""
+"""Progress bars on a terminal that appear only if a task takes longer than a moment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.text import Text
 
 DELAY_SECONDS = 2.0
-"""Seconds after which the bar of a task appears."""
+"""Seconds after which the bar of a delayed task appears."""
 
 
 class CountColumn(ProgressColumn):
@@ -22,7 +22,7 @@ class CountColumn(ProgressColumn):
 
 
 class DelayedProgress(Progress):
-    """Bars of several tasks, one below the other. Those added by `delayed` appear after `DELAY_SECONDS`."""
+    """Bars of several tasks, one below the other. Bars from `delayed` appear after `DELAY_SECONDS`."""
 
     def __init__(self, console: RichConsole):
         columns = (TextColumn("{task.description}"), BarColumn(), CountColumn(), TimeRemainingColumn())
