@@ -296,7 +296,7 @@ class Comms:
         [size, length]; the work)."""
         gathered = encoded.new_empty(self.size, len(encoded))
         sent = (self.size - 1) * len(encoded)
-        if self.is_gloo:  # whose all-gather is a ring: a round trip per rank instead of one
+        if self.is_gloo:  # its all-gather is a ring, which takes a round trip per rank; an all-to-all takes one
             copies = encoded.expand(self.size, -1).contiguous()
             return gathered, self.begin(what, sent, dist.all_to_all_single, gathered, copies)
         return gathered, self.begin(what, sent, ALL_GATHER, gathered.view(-1), encoded)

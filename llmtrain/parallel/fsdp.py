@@ -93,7 +93,7 @@ class Fsdp2Engine(TorchEngine):
 
     def _add_block(self, index: int, block: ModelBlock) -> None:
         modules = block.modules if len(block.modules) > 1 else block.modules[0]
-        # Backward begins with the head, which would be gathered again at once.
+        # The head stays gathered after forward, because backward begins with it and would gather it again at once.
         has_head = any(isinstance(module, LossHead) for module in block.modules)
         reshards = self._reshards and not has_head
         shard = self.mesh.devices["shard"]

@@ -323,7 +323,7 @@ def _failure(
     reason, share_interfaces = None, me.network == other.network
     if is_loopback(mine[1]) and not (share_interfaces and me.host == other.host):
         reason = "loopback leads to no other host"
-    elif mine[1] == theirs[1] and not share_interfaces:  # it would reach itself
+    elif mine[1] == theirs[1] and not share_interfaces:  # a connection would reach this host itself
         reason = "both hosts have the same address, as in containers or behind NAT"
     else:
         for port in theirs[2]:

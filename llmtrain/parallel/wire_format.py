@@ -74,7 +74,8 @@ class WireFormat:
         for row, sent in zip(values, payload, strict=True):
             codes, scales = self._codes_and_scales(sent)
             for part, of_codes, of_scales in self._pieces(row.view(-1, SCALE_GROUP_SIZE), codes, scales):
-                # Written here, because torch.compile does not write to two views of one tensor in different dtypes.
+                # Copied here and not in the encoder, because compiled code can't write to two views of one tensor that differ
+                # in dtype.
                 encoded, scale = self._encode_groups(part)
                 of_codes.copy_(encoded)
                 of_scales.copy_(scale)

@@ -41,7 +41,7 @@ def wrap_layers(blocks: Sequence[ModelBlock], parallel: ParallelSection, lengths
         if parallel.activation_checkpointing:
             forward = _checkpointed(forward, selective=parallel.activation_checkpointing == "selective")
         if parallel.compile:
-            forward = torch.compile(forward, dynamic=lengths_vary)  # dynamic kernels are slower
+            forward = torch.compile(forward, dynamic=lengths_vary)  # dynamic kernels fit all lengths, but are slower
         if forward != layer.forward:  # not `is not`, because each access makes a new bound method
             layer.forward = forward
     for head in (m for block in blocks for m in block.modules if isinstance(m, LossHead)):

@@ -3,7 +3,7 @@
     checkpoints/step-00001000/   torch.distributed.checkpoint files, and state.json with their sizes and digests
     checkpoints/latest           name of the newest checkpoint, written last
 
-A checkpoint is written under a temporary name and renamed when it is complete. The digest is XXH3, which is as fast as disks.
+A checkpoint is written under a temporary name and renamed when it is complete. The digest is XXH3, which keeps up with disks.
 torch pickles the metadata of the tensors, and unpickling can run any code, so the metadata may contain known classes only.
 """
 

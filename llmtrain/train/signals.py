@@ -44,8 +44,8 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Install handlers for stop requests, and restore the previous handlers on exit. In another than the main thread,
-    where Python allows no handlers, do nothing; the request is then never made."""
+    """Install handlers for stop requests, and restore the previous handlers on exit. Do nothing unless this is the main
+    thread, because Python allows handlers only there. Without handlers, a stop is never requested."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request

@@ -90,7 +90,7 @@ class Trainer:
         """Validate the replicas' mean, or the anchor if the method validates that, and log the loss and a text that the model
         generates. The validation before the first step generates none. Each replica's own parameters stay as they were."""
         if self.state.global_step != self.state.last_evaluated:
-            self.metrics.wait()  # validation brings all ranks together anyway
+            self.metrics.wait()  # costs nothing here, because all ranks wait for each other in validation anyway
             with_sample, given = self.state.global_step > 0, self.method.validated_blocks()
             found, text = self.validator.run(self.method.is_synchronized, with_sample, given)
             self.metrics.log_validation(self.state, found)
