@@ -244,7 +244,7 @@ def _initial_value(
 
 
 def check_initial_values(model: LanguageModel) -> None:
-    """Raise the ModelError of `initialize` for a parameter that has no known initial value, without drawing weights."""
+    """Raise the ModelError of `initialize` for a parameter that has no known initial value. Draws no weights."""
     checked = set()
     for name, owner, key, parameter in named_weights(model):
         kind = type(owner), key, parameter.shape
@@ -272,7 +272,7 @@ def _identity_norm_weight(norm: nn.Module, shape: torch.Size) -> torch.Tensor:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of scalar parameters; shared ones count once."""
+    """Return the number of parameters; shared ones count once."""
     return sum(p.numel() for p in model.parameters())
 
 

@@ -37,7 +37,7 @@ class MeshChange:
 
     @property
     def is_identity(self) -> bool:
-        """Return whether the mesh has the same shape as the one that wrote the checkpoint."""
+        """Return whether the mesh has the shape of the one that wrote the checkpoint."""
         return not self.replicas_changed and self.old_shards == self.shards
 
     @property

@@ -77,7 +77,7 @@ _recording: Recording | None = None
 
 @contextmanager
 def open_trace(path: Path, first: int, last: int, clock: Clock = host_mark) -> Iterator[None]:
-    """Record the spans of steps `first` to `last` in the file `path`, within this context. `clock` is the clock of the device
+    """Record the spans of steps `first` to `last` in the file `path`, within this context. `clock` is that of the device
     that trains."""
     global _recording
     _recording = Recording(path, first, last, clock)

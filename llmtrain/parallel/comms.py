@@ -31,7 +31,7 @@ from llmtrain.reshard import Rules, mean, split_evenly
 
 T = TypeVar("T")
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""All-gather into one tensor. torch 2.13 has renamed this function, and its old name warns."""
+"""All-gather into one tensor. torch 2.13 has renamed it, and its old name warns."""
 
 AnyFormat = WireFormat | SparseFormat
 """Formats that encode a message before it is sent."""
@@ -81,8 +81,8 @@ class PendingCollective:
         """Start the second exchange, if the collective has one. All ranks must call this between the same two collectives."""
 
     def wait(self) -> torch.Tensor:
-        """Wait for the result and return it. Raises a TrainingError that names the axis and this rank if a peer died or was
-        too late."""
+        """Wait for the result and return it. Raises TrainingError, which names the axis and this rank, if a peer died
+        or was too late."""
         self._finish()
         return self.result
 
@@ -334,7 +334,7 @@ def make_replica_groups(
 
 
 def shard_group(replica: Comms, shard: Comms, timeout_seconds: float) -> Comms:
-    """Create a second process group for each replica, over CPU tensors, and return this rank's. A collective of all ranks."""
+    """Create a second group per replica, over CPU tensors, and return this rank's. A collective of all ranks."""
     lists = [[r * shard.size + s for s in range(shard.size)] for r in range(replica.size)]
     with using_interface(shard.interface):
         return shard.among(lists, replica.rank * shard.size + shard.rank, "shard", timeout_seconds)

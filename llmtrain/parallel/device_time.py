@@ -100,7 +100,7 @@ class StreamClock:
         """Unix time of the origin, in seconds."""
 
     def __call__(self) -> Mark:
-        """Return a mark at the end of the work that is enqueued in the current stream now."""
+        """Return a mark at the end of the work that has been enqueued in the current stream."""
         if self._origin is None:
             self._set_origin()
         event = torch.cuda.Event(enable_timing=True)

@@ -36,9 +36,9 @@ class Mesh:
     shard_comms: Comms
     """The ranks of this replica, on the fast network."""
     all_ranks: Comms
-    """All ranks, over CPU tensors. It carries metrics and decisions, never weights."""
+    """All ranks, over CPU tensors. This group carries metrics and agreement, never weights."""
     checkpoint_group: Comms
-    """Second group of all ranks, for the background threads that write checkpoints."""
+    """Second group of all ranks, for background threads that write checkpoints."""
     store: dist.Store | None = None
     """The job's key-value store; None for a single process."""
     unencrypted: str | None = None

@@ -237,7 +237,7 @@ RANKS_QUIET_SECONDS = 10.0
 
 
 def _wait(store: dist.Store, keys: list[str], seconds: float) -> None:
-    """Wait until the keys exist or `seconds` have passed. The caller must check which of them exist."""
+    """Wait until the keys exist or `seconds` have passed. The caller checks which of them exist."""
     try:
         store.wait(keys, timedelta(seconds=max(seconds, 1e-3)))
     except dist.DistStoreError:

@@ -1,4 +1,4 @@
-"""Flag that any rank can raise and that all ranks see soon, without waiting for each other. It is a key in the job's store."""
+"""Flag that any rank can raise and all ranks see soon, without waiting for each other: a key in the job's store."""
 
 from __future__ import annotations
 

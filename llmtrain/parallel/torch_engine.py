@@ -127,7 +127,7 @@ class TorchEngine(Engine):
 
     @abstractmethod
     def _add_block(self, index: int, block: ModelBlock) -> None:
-        """Prepare a block whose weights have just been initialized, and append it to `blocks` and `masters`."""
+        """Prepare a block whose weights have just been initialized. Append to `blocks` and `masters`."""
 
     @abstractmethod
     def _take_gradients(self, index: int) -> list[torch.Tensor | None]:

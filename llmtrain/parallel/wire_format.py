@@ -46,7 +46,7 @@ class WireFormat:
     """
 
     def __init__(self, kind: str, compiled: bool = False):
-        """Create the format. With `compiled`, torch.compile fuses the passes over the values into one."""
+        """Create the format. With `compiled`, torch.compile fuses the many passes over the values into one."""
         self.kind = kind
         self._pieces = pieces
         if kind == "bf16":
@@ -168,7 +168,7 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     read as one integer and no strided slices are needed."""
     if bits == 4:
         pairs = codes.view(torch.int16)
-        return (pairs | (pairs >> 4)).to(torch.uint8)  # keeps the low byte
+        return (pairs | (pairs >> 4)).to(torch.uint8)  # its low byte
     quads = codes.view(torch.int32)
     return (quads | (quads >> 6) | (quads >> 12) | (quads >> 18)).to(torch.uint8)
 

@@ -23,7 +23,7 @@ ATTENTION = "_scaled_dot_product"
 
 
 def named_parameters_of(model: LanguageModel, block: ModelBlock) -> list[tuple[str, nn.Parameter]]:
-    """Return a block's parameters with their full names in the model. A shared parameter is listed once."""
+    """Return a block's parameters with their full names in the model, listing shared ones once."""
     inside = {id(module) for top in block.modules for module in top.modules()}
     owners = {id(p) for m in model.modules() if id(m) in inside for p in m.parameters(recurse=False)}
     return [(name, p) for name, p in model.named_parameters() if id(p) in owners]
@@ -42,7 +42,7 @@ def wrap_layers(blocks: Sequence[ModelBlock], parallel: ParallelSection, lengths
             forward = _checkpointed(forward, selective=parallel.activation_checkpointing == "selective")
         if parallel.compile:
             forward = torch.compile(forward, dynamic=lengths_vary)  # dynamic kernels fit all lengths, but are slower
-        if forward != layer.forward:  # not `is not`, because each access makes a new bound method
+        if forward != layer.forward:  # not `is not`: each access makes a new bound method
             layer.forward = forward
     for head in (m for block in blocks for m in block.modules if isinstance(m, LossHead)):
         head.choose(parallel.loss_kernel, parallel.compile, dynamic=lengths_vary)

@@ -252,8 +252,8 @@ class ZeroEngine(Engine):
         seed: int,
         read: ReadWeight | None,
     ) -> list[list[dict]]:
-        """Initialize the weights and return the optimizer's parameter groups by block. In stage 3, a rank never has more than
-        one full block in memory in addition to its shards."""
+        """Initialize the weights and return the optimizer's groups by block. In stage 3, a rank never has more than one
+        full block in memory in addition to its shards."""
         grouped = []
         for block in blocks:
             initialize(self.model, block, seed, self.mesh.device, COMPUTE[parallel.precision], read)
@@ -303,7 +303,7 @@ class ZeroEngine(Engine):
         return list(self._engine.optimizer.averaged_gradients.values())
 
     def _average_over_replicas(self, groups: list[list[torch.Tensor]]) -> None:
-        """Average gradients over the replicas one group at a time, so that there is never a second copy of all gradients."""
+        """Average gradients over the replicas one group at a time, so that no second copy of all gradients exists."""
         with self.time_gradient_wait():
             for gradients in groups:
                 flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).float()

@@ -1,4 +1,4 @@
-"""Configuration of DeepSpeed, and its layout of parameters in flat tensors, with conversion to and from full parameters."""
+"""DeepSpeed's configuration, its layout of parameters in flat tensors, and conversion to and from full parameters."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dic
         zero |= {"memory_efficient_linear": False}
         if changes_in_forward:
             zero |= {"stage3_prefetch_bucket_size": 0}
-    # In stage 1 with bf16, "fp32" would make DeepSpeed use another optimizer, which does not shard gradients.
+    # In stage 1 with bf16, fp32 here would make DeepSpeed use another optimizer, which does not shard gradients.
     accumulates_in = "bf16" if (parallel.zero_stage, parallel.precision) == (1, "bf16") else "fp32"
     own = {
         "train_micro_batch_size_per_gpu": 1,

@@ -16,7 +16,7 @@ def groups_at(iteration: int, size: int, replicas: int) -> list[list[int]]:
 
 
 def varying_bits(iteration: int, size: int, replicas: int) -> tuple[int, ...]:
-    """Return the bit positions in which the replica numbers of a group differ in this iteration (from 0), ascending:
+    """Return the bits of a replica's number in which a group's members differ in this iteration (from 0), ascending:
     (iteration x log2 S + r) mod log2 P for r < log2 S."""
     per_step, total = size.bit_length() - 1, replicas.bit_length() - 1
     return tuple(sorted({(iteration * per_step + r) % total for r in range(per_step)})) if total else ()

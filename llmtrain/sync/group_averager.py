@@ -133,7 +133,7 @@ class GroupAverager:
             while self.is_global(iteration):
                 iteration += 1
             self.wake_signal.end(iteration)
-            self._thread.join(2 * self.timeout_seconds)  # one iteration may be running, and another one still to come
+            self._thread.join(2 * self.timeout_seconds)  # one iteration may be running, and another be due
             if self._thread.is_alive():
                 raise TrainingError(
                     f"the last group average has not ended within {2 * self.timeout_seconds:g} s (twice run.timeout_seconds); a peer "

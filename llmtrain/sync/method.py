@@ -33,8 +33,8 @@ class StepPlan:
 
 
 class Method:
-    """A synchronization method. For each step, the trainer calls `begin_step`, follows the returned plan and calls `end_step`.
-    It calls `finish` at the end of the run."""
+    """A synchronization method. The trainer calls `begin_step`, follows the returned plan and calls `end_step`. It
+    calls `finish` at the end of the run."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Method:
         return StepPlan(lr, computes_gradient=False, takes_batch=self.pull.section.batch == "drop")
 
     def roll_back(self) -> None:
-        """Set the parameters back to those of the last synchronization. In a synchronous phase, do nothing."""
+        """Set the parameters to those of the last synchronization. In a synchronous phase, do nothing."""
         if self._phase == "local":
             self.block_sync.reset_to_anchor()
             self.schedule.forget_tokens()
@@ -116,7 +116,7 @@ class Method:
         return self.block_sync.report
 
     def take_warnings(self) -> list[str]:
-        """Return the warnings since the last call, one line each. All ranks have the same ones."""
+        """Return the warnings since the last call. All ranks have the same ones."""
         taken, self.block_sync.warnings = self.block_sync.warnings, []
         return taken
 

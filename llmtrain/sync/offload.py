@@ -15,7 +15,7 @@ class DeviceCopy(Protocol):
         ...
 
     def release(self) -> None:
-        """Free the memory, to be reused after the work that is queued on the current stream. No later work may use the copy."""
+        """Free the memory for reuse after the work queued on the current stream. No later work may use the copy."""
         ...
 
 

@@ -47,7 +47,7 @@ class SyncStats:
 
     @property
     def exposed_seconds(self) -> float:
-        """Return the seconds that training has stood still for synchronization: waiting, messages and arithmetic."""
+        """Return the time in which training has stood still for synchronization: waiting, messages and arithmetic."""
         return self._exposed.seconds
 
     @property

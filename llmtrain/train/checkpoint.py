@@ -1,4 +1,4 @@
-"""Checkpoints: the complete state of a run, and how it is saved and restored. `checkpoint_files` handles the files on disk.
+"""Checkpoints: the complete state of a run, and how it is saved and restored. `checkpoint_files` has the files on disk.
 
 Per-replica tensors (weights, optimizer moments, rounding errors) are stored under `replica<r>.`. Shared tensors
 (anchor, outer momentum, means in flight) are stored once. A checkpoint can be loaded on another mesh; see `reshard`.
@@ -49,7 +49,7 @@ ANCHOR = "anchor"
 """Value of `validated` in the state.json of a checkpoint whose run validates the anchor and not the replicas' mean."""
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
-"""Function that is applied to each tensor of the state before writing: the identity, or a copy to memory that training
+"""Function applied to each tensor of the state before it is written: the identity, or a copy to memory that training
 does not modify."""
 
 
@@ -91,7 +91,7 @@ class Checkpointer:
         self.on_saved: list[Callable[[int], None]] = []
         """Functions called with the step of each completed checkpoint."""
         self.pinned_by: list[Callable[[], Collection[int]]] = []
-        """Functions that return the steps of checkpoints that must be kept for now, because they are being read."""
+        """Functions that return the steps of checkpoints that must be kept, because they are still being read."""
         self._writing: CheckpointWriter | None = None
         self._losses: dict[int, CheckpointLoss | None] = {}  # read once from each checkpoint
 
@@ -257,7 +257,7 @@ class Checkpointer:
         return states
 
     def _named_state(self, shared: dict[str, T], own: dict[str, T]) -> Iterator[tuple[str, str, T]]:
-        """Yield (prefix of names in the checkpoint, kind, value) for every kind of the method's tensors."""
+        """Yield (prefix in the checkpoint, kind, value) for every kind of the method's tensors."""
         for prefix, kinds in (("", shared), (f"replica{self.mesh.replica_comms.rank}.sync.", own)):
             yield from ((prefix, kind, given) for kind, given in kinds.items())
 

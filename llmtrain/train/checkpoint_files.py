@@ -59,7 +59,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoint_folders(directory: Path) -> list[Path]:
-    """Return the paths of all checkpoints in a `checkpoints` folder, oldest first, including those that have lost their
+    """Return every checkpoint in a `checkpoints` folder, oldest first, including those that have lost their
     state.json."""
     paths = directory.iterdir() if directory.is_dir() else ()
     return sorted(path for path in paths if NAME.fullmatch(path.name))
@@ -109,7 +109,7 @@ def digests(directory: Path, names: Sequence[str]) -> dict[str, Digest]:
 
 
 def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
-    """Return a description of the first file that is missing, unreadable or changed; None if all files are intact."""
+    """Describe the first file that is missing, unreadable or changed. Returns None if all files are intact."""
     for name, (size, digest) in sorted(files.items()):
         path = directory / name
         try:
@@ -298,7 +298,7 @@ class CheckpointWriter:
         dcp.save(tensors, storage_writer=writer, **where)
 
     def _save_as_one(self) -> None:
-        """Save the tensors of all replicas of this process on the main rank. Raises OSError on every rank if that fails."""
+        """Save the tensors of all replicas of this process on the main rank. Raises OSError on every rank if it fails."""
         of_ranks = self._comms.all_gather_object(self._tensors, f"gathering tensors of {self.final.name}")
         problem = None
         if self._comms.rank == 0:

@@ -169,8 +169,8 @@ def profile_steps(
 
 @contextmanager
 def explain_out_of_memory(rank: int, device: torch.device, folder: Path) -> Iterator[None]:
-    """Convert torch's out-of-memory error in the enclosed code into a one-line TrainingError. Write to `folder` what was
-    allocated: a summary, and a snapshot for https://pytorch.org/memory_viz."""
+    """Convert torch's out-of-memory error into a one-line TrainingError. Write to `folder` what was allocated:
+    a summary, and a snapshot for https://pytorch.org/memory_viz."""
     try:
         yield
     except torch.OutOfMemoryError as error:

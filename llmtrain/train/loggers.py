@@ -39,7 +39,7 @@ class Logger(ABC):
 
     @abstractmethod
     def close(self, failed: bool = False) -> None:
-        """Flush and close. `failed` says that training has ended with an error."""
+        """Flush and close. `failed`: training has ended with an error."""
 
 
 class JsonlLogger(Logger):
@@ -127,7 +127,7 @@ class TensorBoardLogger(Logger):
 
 
 def _as_markdown(text: str) -> str:
-    """Return Markdown that shows a text verbatim, whatever it contains."""
+    """Return Markdown that shows a text verbatim, whatever is in it."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
@@ -196,7 +196,7 @@ LOCAL_LINE_SECONDS = 15.0
 
 
 SAMPLE_CHARACTERS = 100
-"""Number of characters of a sample that its console line shows."""
+"""Characters of a sample that its console line shows."""
 
 
 class Console:

@@ -84,7 +84,7 @@ class Metrics:
         self.train_seconds = 0.0
         """Training time so far in seconds: steps, outstanding device work and waits for other ranks."""
         self.tokens = 0
-        """Training tokens of all replicas, as of the last count over all ranks."""
+        """Training tokens of all replicas, as last counted over all ranks."""
         self.last_line: dict[str, float] = {}
         self.warnings: list[str] = []
         """Warnings since this start, each with its step."""
@@ -95,7 +95,7 @@ class Metrics:
         self._stop_agreed = False
         self._gather = AsyncMetricGather(mesh)
         self._displayed: GatheredMetrics | None = None
-        self._verified = 0  # number of synchronizations at the last comparison of anchors
+        self._verified = 0  # synchronizations at the last comparison of anchors
         self._loggers: Sequence[Logger] = ()
 
     @contextmanager

@@ -47,7 +47,7 @@ class RemoteRun:
     """Mirror of a run at a URL, either empty or with earlier copies."""
 
     def __init__(self, url: str):
-        """Open the file system of `url`. Raises ImportError if the protocol's package is not installed, and ValueError if
+        """Open the file system. Raises ImportError if the protocol's package is not installed, ValueError if
         fsspec does not know the protocol."""
         from fsspec.core import split_protocol, url_to_fs
 
@@ -180,8 +180,8 @@ def has_mirrored_checkpoint(recipe: Recipe) -> bool:
 
 
 class Mirror:
-    """Mirror of one run, which does nothing without `checkpoint.mirror`. All ranks create one and make the same calls, and the
-    main rank does the work."""
+    """Mirror of one run; does nothing without `checkpoint.mirror`. All ranks create one and make the same
+    calls. The main rank does the work."""
 
     def __init__(self, recipe: Recipe, directory: RunDirectory, note: Callable[[str], None], is_main: bool):
         """Report copies, fetches and their failures through `note`."""

@@ -267,7 +267,7 @@ class RunTexts:
 
 
 def _padded(batches: Callable[[], Batches], count: int) -> Batches:
-    """Yield the batches, followed by batches without labels until there are `count`."""
+    """Yield the batches, then ones without labels until there are `count`."""
     inputs, given = torch.empty(0), 0
     for given, (inputs, labels) in enumerate(batches(), start=1):  # noqa: B007
         yield inputs, labels

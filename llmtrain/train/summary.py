@@ -96,7 +96,7 @@ def print_report(trainer: Trainer) -> None:
         if sampled_at != step:  # the model is too large for samples during training, or the run was resumed at its end
             text = sampler.generate()
             if text is not None:
-                with suppress(OSError):  # the text is printed in any case
+                with suppress(OSError):  # the text is printed anyway
                     SampleLogger(directory.samples, step - 1).log_sample(step, metrics.tokens, text)
         if text is not None:
             console.print(f"\nThe model writes ({directory.samples}):\n\n{text}\n")

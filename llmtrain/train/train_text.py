@@ -16,7 +16,7 @@ from llmtrain.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class TrainText:
-    """Training tokens of a run that may start before all of them exist."""
+    """Training tokens of a run that may begin before all of them exist."""
 
     tokens: GrowingTokens
     problem: Callable[[], str | None]

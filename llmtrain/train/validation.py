@@ -95,8 +95,8 @@ def validated_parameters(engine: Engine, mesh: Mesh, given: Sequence[torch.Tenso
 def validate(
     engine: Engine, mesh: Mesh, batches: Callable[[], Batches], advance: Callable[[], None] = lambda: None
 ) -> Validation:
-    """Return the mean loss over all ranks' `batches`, with the engine's present parameters. Calls `advance` after each batch. A
-    collective of all ranks."""
+    """Return the mean loss over all ranks' `batches`, with the engine's current parameters. Calls `advance` after each
+    batch. A collective of all ranks."""
     return validate_each(engine, mesh, [batches], advance)[0]
 
 

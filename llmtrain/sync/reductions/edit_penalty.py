@@ -41,7 +41,7 @@ class RunningMoments:
         self.variance = torch.zeros(shape, dtype=torch.float64)
 
     def z_scores(self, values: torch.Tensor) -> torch.Tensor:
-        """Return (value - mean) / std by entry. If the variance is 0, a value above the mean gives infinity, any other 0."""
+        """Return (value - mean) / std. If the variance is 0, a value above the mean gives infinity, any other 0."""
         distance = values - self.mean
         z = distance / self.variance.sqrt()
         return torch.where(self.variance > 0, z, torch.where(distance > 0, torch.inf, 0.0))
@@ -93,8 +93,8 @@ class EditPenalty(Reduction):
         """Number of consecutive rounds, up to the last one, in which a block of a replica was excluded: [replicas, blocks]."""
 
     def weigh(self, norms: torch.Tensor, steps: torch.Tensor, lr_sums: torch.Tensor) -> ReplicaWeights:
-        """Return the weights for these norms [replicas, blocks] (float64), and update the statistics. `steps` and `lr_sums`
-        [replicas] have the number of each replica's local steps in the round and the sum of their learning rates."""
+        """Return the weights for these norms [replicas, blocks] (float64), and update the statistics. `steps` and
+        `lr_sums` [replicas] have the number and the summed learning rates of each replica's local steps in the round."""
         scaled_norms = norms
         if self.section.statistics == "adaptive":
             scaled_norms = norms / torch.where(lr_sums > 0, lr_sums, 1.0)[:, None]

@@ -50,7 +50,7 @@ class Schedule(ABC):
         """Count the tokens of the round from 0 again, because a rollback has undone its steps."""
 
     def flush(self) -> None:
-        """Carry out at once what was left to the next forward. Called before the parameters change without a forward."""
+        """Carry out the work left to the next forward. Called before the parameters change without a forward."""
 
     @abstractmethod
     def finish(self) -> None:
