@@ -1,1 +1,1 @@
-"""Examples of llmtrain's synchronization in other training loops; see docs/library.md."""
+"""Examples of llmtrain's synchronization in training loops of your own; see docs/library.md."""

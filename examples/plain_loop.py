@@ -1,6 +1,8 @@
-"""DiLoCo around a plain PyTorch loop: every process is a replica.
+"""DiLoCo in a plain PyTorch loop: every process is a replica.
 
-torchrun --nproc-per-node 2 examples/plain_loop.py
+The model learns to predict the next byte of this file. Run it with
+
+    torchrun --nproc-per-node 2 examples/plain_loop.py
 """
 
 from pathlib import Path
@@ -16,24 +18,25 @@ def main(steps: int = 60) -> nn.Module:
     """Train a replica in this process, and return the model."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    torch.manual_seed(0)  # the same start on every replica
+    torch.manual_seed(0)  # all replicas must start with the same parameters
     model = nn.Sequential(nn.Embedding(256, 64), nn.Flatten(), nn.Linear(8 * 64, 128), nn.ReLU(), nn.Linear(128, 256))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # Gradients are averaged over the replicas in the first 5 steps. After that, replicas synchronize every 20 steps.
     updates = LocalUpdates(model, optimizer, "diloco", period={"every": 20}, warmup_steps=5)
 
     text = torch.tensor(list(Path(__file__).read_bytes()))
-    torch.manual_seed(1 + dist.get_rank())  # different samples on every replica
+    torch.manual_seed(1 + dist.get_rank())  # every replica trains on other samples
     for step in range(1, steps + 1):
         starts = torch.randint(len(text) - 8, (32,)).unsqueeze(1) + torch.arange(8)
         loss = nn.functional.cross_entropy(model(text[starts]), text[starts[:, -1] + 1])
         loss.backward()
-        optimizer.step()  # LocalUpdates acts here
+        optimizer.step()  # the hooks of LocalUpdates average gradients before it, or synchronize after it
         optimizer.zero_grad()
         if step % 20 == 0 and dist.get_rank() == 0:
             print(
                 f"step {step} loss {loss.item():.3f} rounds {updates.report().count} sent {updates.bytes_sent / 1e6:.1f} MB"
             )
-    updates.finish()
+    updates.finish()  # synchronizes the last, shorter round, so that all replicas are equal
     return model
 
 

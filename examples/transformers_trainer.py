@@ -1,6 +1,8 @@
 """Streaming DiLoCo with transformers' Trainer: every process is a replica, and its Trainer sees no other process.
 
-torchrun --nproc-per-node 2 examples/transformers_trainer.py
+The model learns to predict the next byte of this file. Run it with
+
+    torchrun --nproc-per-node 2 examples/transformers_trainer.py
 """
 
 import os
@@ -18,7 +20,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "n
 
 
 class LocalUpdatesCallback(TrainerCallback):
-    """Callback that runs `LocalUpdates` from the first step of a Trainer to the last."""
+    """Callback that attaches `LocalUpdates` to the Trainer's optimizer before the first step, and finishes it after the
+    last."""
 
     def __init__(self, **choices: Any):
         self.choices = choices
@@ -34,13 +37,10 @@ def main(output_dir: str = "runs/trainer", steps: int = 40) -> nn.Module:
     """Train a replica in this process, and return the model."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-    ):  # else Trainer averages gradients over all processes in every step
+    # With torchrun's variables, Trainer would average gradients over all processes in every step.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
-    set_seed(0)  # the same start on every replica
+    set_seed(0)  # all replicas must start with the same parameters
     model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=256, **SIZES))
     text = torch.tensor(list(Path(__file__).read_bytes()))
     rows = [{"input_ids": row, "labels": row} for row in text.unfold(0, 32, 1)]

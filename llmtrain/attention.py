@@ -1,8 +1,9 @@
-"""Fused attention for models that transformers trains without it, or only with the host waiting for the device.
+"""Fused attention for GPT-Neo, which transformers computes without fused kernels, and for Llama, for which transformers makes
+the host wait for the device.
 
 GPT-Neo's attention is implemented here, because transformers computes it only with full [T, T] weights in fp32. In
-its local layers, every query sees the last `window_size` keys. Attention is computed in chunks of a window: the
-queries of a chunk see the keys of that chunk and of the previous one, so time and memory grow with T x window.
+its local layers, every query sees the last `window_size` keys. Attention is then computed in chunks of `window_size` queries,
+which see the keys of their own chunk and of the previous one, so time and memory grow with T x window_size.
 
 Llama's attention is transformers' own, registered under a name for which transformers builds no mask. To build a
 mask, transformers inspects the positions for packed documents, which makes the host wait for the device in every
@@ -18,7 +19,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 
 def document_ids(input_ids: torch.Tensor, separator: int) -> torch.Tensor:
-    """Return the number of each token's document in its row, from 0: [B, T]. A document ends with its `separator`."""
+    """Return the number of each token's document in its row, from 0: [B, T]. A document includes the `separator` at its end."""
     ended = (input_ids == separator).cumsum(1)
     return torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=1)
 
@@ -26,7 +27,7 @@ def document_ids(input_ids: torch.Tensor, separator: int) -> torch.Tensor:
 def position_ids(documents: torch.Tensor) -> torch.Tensor:
     """Return the position of each token in its document, from 0: [B, T].
 
-    A document that begins before the row counts from the start of the row.
+    In a document that begins before the row, positions count from the start of the row.
     """
     place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     is_first = torch.ones_like(documents, dtype=torch.bool)
@@ -35,22 +36,22 @@ def position_ids(documents: torch.Tensor) -> torch.Tensor:
 
 
 FUSED_FAMILY = "gpt_neo"
-"""The family whose attention is replaced; transformers uses torch's fused kernels for the others."""
+"""Model type whose attention is replaced; for the others, transformers uses torch's fused kernels."""
 CAUSAL_FAMILIES = {"llama"}
-"""Families in which every layer sees all earlier tokens and nothing else needs a mask."""
+"""Model types in which every layer sees all earlier tokens and nothing else needs a mask."""
 UNMASKED = "unmasked_sdpa"
-"""Name in transformers of fused attention for which no mask is built: causal, unless a mask is given."""
+"""Name under which transformers finds fused attention without building a mask. It is causal unless it is given a mask."""
 
 AttentionInterface.register(UNMASKED, AttentionInterface()["sdpa"])
 
 SHORT = 256
-"""Length of queries up to which a CPU computes attention in bf16 without the fused kernel."""
+"""Number of queries up to which attention in bf16 on a CPU is computed without the fused kernel, which is slower there."""
 
 
 def fuse_attention(causal_lm: PreTrainedModel, separates_documents: bool) -> None:
-    """Replace GPT-Neo's attention and keep its parameters and their names.
+    """Replace GPT-Neo's attention in place, and keep its parameters and their names.
 
-    Afterwards its `attention_mask` is each token's document number [B, 1, 1, T]. It is read only with
+    Afterwards, the model expects each token's document number [B, 1, 1, T] as its `attention_mask`, and reads it only with
     `separates_documents`.
     """
     for layer in causal_lm.base_model.h:
@@ -60,7 +61,7 @@ def fuse_attention(causal_lm: PreTrainedModel, separates_documents: bool) -> Non
 def prepared_mask(family: str, input_ids: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor | None:
     """Return the `attention_mask` for input_ids [B, T]. With `documents` [B, T], no token sees another document.
 
-    transformers passes a four-dimensional mask to its layers unchanged. With None it builds the mask it needs.
+    transformers passes a four-dimensional mask to its layers unchanged. If the result is None, it builds the masks it needs.
     """
     if family == FUSED_FAMILY:
         return (torch.zeros_like(input_ids) if documents is None else documents)[:, None, None]
@@ -68,7 +69,7 @@ def prepared_mask(family: str, input_ids: torch.Tensor, documents: torch.Tensor 
 
 
 class GPTNeoAttention(nn.Module):
-    """GPT-Neo's attention: softmax(q k^T) v without the usual factor 1/sqrt(head size). It has no cache."""
+    """GPT-Neo's attention, softmax(q k^T) v without the usual factor 1/sqrt(head size). It has no key-value cache."""
 
     def __init__(self, replaced: nn.Module, config: PretrainedConfig, separates_documents: bool):
         super().__init__()
@@ -104,7 +105,7 @@ def attend(
     documents: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Return causal attention [B, H, T, head size] with unscaled dot products.
+    """Return causal attention with unscaled dot products. q, k, v and the result are [B, H, T, head size].
 
     A query sees itself and all earlier keys. With a `window` of w, it sees only itself and the w - 1 keys before it.
     With `documents` [B, T], it sees only keys with its own document number.
@@ -120,13 +121,13 @@ def attend(
 
 
 def _prefers_products(q: torch.Tensor) -> bool:
-    """Return whether two matrix products and a softmax are faster than torch's fused kernel. In bf16 on a CPU, the kernel
-    takes up to four times as long for queries this short."""
+    """Return whether two matrix products and a softmax are faster than torch's fused kernel, which in bf16 on a CPU takes up to
+    four times as long for few queries."""
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT
 
 
 def _attend_to(sees: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
-    """Return attention with unscaled dot products, where each query sees the keys of the bool mask `sees`."""
+    """Return attention with unscaled dot products. Each query sees the keys for which the bool mask `sees` is true."""
     if not _prefers_products(q):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=sees, dropout_p=dropout, scale=1.0)
     bias = torch.zeros_like(sees, dtype=q.dtype).masked_fill_(~sees, -torch.inf)
@@ -135,7 +136,8 @@ def _attend_to(sees: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 
 def causal_in_documents(documents: torch.Tensor) -> torch.Tensor:
-    """Return the mask [B, 1, T, T]: a query sees itself and earlier keys with its number in `documents` [B, T]."""
+    """Return the bool mask [B, 1, T, T] in which a query sees itself and earlier keys of its own document, by `documents`
+    [B, T]."""
     place = torch.arange(documents.shape[1], device=documents.device)
     sees = (place[:, None] >= place) & (documents[:, :, None] == documents[:, None, :])
     return sees[:, None]
@@ -144,7 +146,8 @@ def causal_in_documents(documents: torch.Tensor) -> torch.Tensor:
 def _attend_in_chunks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, documents: torch.Tensor | None, dropout: float
 ) -> torch.Tensor:
-    """Return `attend`, computed on chunks instead of rows: queries [B chunks, H, w, head size], twice as many keys."""
+    """Return what `attend` returns, computed in chunks: queries [B x chunks, H, window, head size], and keys and values
+    of twice that length."""
     batch, length = q.shape[0], q.shape[2]
     chunks = -(-length // window)
     missing = chunks * window - length
@@ -155,7 +158,8 @@ def _attend_in_chunks(
 
     row, key = torch.arange(window, device=q.device)[:, None], torch.arange(2 * window, device=q.device)
     sees = (row < key) & (key <= row + window)
-    # Keys before the first token and after the last one are padding. Rows of padding see themselves.
+    # Keys before the first token and after the last one are padding. No query of a token sees them, the latter by causality.
+    # Queries of padding see themselves, so that no softmax is over nothing.
     is_there = torch.arange(chunks, device=q.device)[:, None, None] * window + key >= window
     sees = (sees & is_there).expand(batch, -1, -1, -1)
     if documents is not None:

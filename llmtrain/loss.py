@@ -15,25 +15,27 @@ from llmtrain.errors import ModelError
 IGNORE_INDEX = -100
 """Label of a position that is excluded from the loss."""
 SummedLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
-"""(hidden [..., d], weight [V, d], bias [V] or None, labels [...]) -> a scalar."""
+"""(hidden [..., d], weight [V, d], bias [V] or None, labels [...]) -> summed loss, a scalar."""
 
 
 def inputs_and_labels(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the inputs and labels [B, T] of token ids [B, T + 1] that are padded on the right with `IGNORE_INDEX`.
+    """Return the inputs and labels, each [B, T], of token ids [B, T + 1] that are padded on the right with `IGNORE_INDEX`.
 
-    A padded input is token 0, which changes nothing: attention is causal, so no token sees it, and its label is ignored.
+    Padded inputs become token 0. That changes nothing, because no other token sees them under causal attention, and their
+    labels are ignored.
     """
     return ids[:, :-1].clamp(min=0), ids[:, 1:]
 
 
 def _loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor, wide: torch.dtype, needs_grad: bool) -> torch.Tensor:
-    """Return the summed loss of logits [P, V] and labels [P], computed in `wide`. With `needs_grad`, replace the logits
-    by the loss's gradient with respect to them."""
+    """Return the summed loss of logits [P, V] and labels [P], computed in the dtype `wide`. With `needs_grad`, overwrite the
+    logits with the loss's gradient with respect to them."""
     wider = logits.to(wide)
     counts = labels != IGNORE_INDEX
     target = labels.masked_fill(~counts, 0)[:, None]
     softmax = wider.softmax(dim=-1)
-    # The largest probability is at least 1 / V, so its logarithm is exact enough, and exp is computed once.
+    # Computes logsumexp from the softmax, so that exp is computed once. The largest probability is at least 1 / V, so its
+    # logarithm is exact enough.
     log_total = wider.amax(dim=-1) - softmax.amax(dim=-1).log()
     loss = (log_total - wider.gather(1, target)[:, 0]).masked_fill(~counts, 0).sum()
     if needs_grad:
@@ -44,14 +46,14 @@ def _loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor, wide: torch.d
 
 @cache
 def _compiled(dynamic: bool) -> Callable[..., torch.Tensor]:
-    # Two shapes, a full chunk and the remainder, unless batches differ in length.
+    # Without `dynamic`, it is compiled for two shapes, a full chunk and the remainder, unless batches differ in length.
     return torch.compile(_loss_and_gradient, dynamic=dynamic)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Summed loss that computes a chunk's share of all gradients while its logits exist.
+    """Summed loss whose forward also computes the gradients, a chunk's share while the logits of that chunk exist.
 
-    Backward recomputes nothing. Shapes: hidden [P, d], weight [V, d], bias [V] or None, labels [P].
+    Backward only scales them. Shapes: hidden [P, d], weight [V, d], bias [V] or None, labels [P].
     """
 
     @staticmethod
@@ -62,7 +64,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_grad and bias is not None else None
-        # Validation, which needs no gradient, is not worth another compilation.
+        # Without gradients, as in validation, the gain is not worth another compilation.
         loss_and_gradient = _compiled(dynamic) if compiled and needs_grad else _loss_and_gradient
         for start in range(0, hidden.shape[0], chunk):
             h, y = hidden[start : start + chunk], labels[start : start + chunk]
@@ -78,7 +80,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if bias is not None:
                     grad_bias += gradient.sum(0)
                 del gradient
-            del logits  # as large as the next chunk's, with which it would coexist
+            del logits  # before the next chunk's, which are as large
         if needs_grad:
             ctx.save_for_backward(
                 grad_hidden, grad_weight.to(weight.dtype), None if bias is None else grad_bias.to(bias.dtype)
@@ -87,7 +89,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
-        # In place, because most of a step's memory is in use now. torch raises in a second backward pass.
+        # In place, because memory use is near its peak now. A second backward would scale twice, but torch does not allow it.
         scaled = (None if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in ctx.saved_tensors)
         return *scaled, None, None, None, None
 
@@ -104,8 +106,8 @@ def summed_cross_entropy(
     """Return the sum over positions of -log softmax(hidden @ weight.T + bias)[label], in at least fp32.
 
     The shapes are hidden [..., d], weight [V, d] and labels [...], with `IGNORE_INDEX` at positions that are
-    excluded. At most `chunk` rows of logits exist at once. With `compiled`, torch.compile fuses the work between the
-    matrix products if gradients are needed, once for all numbers of positions if `dynamic`, else for each.
+    excluded. At most `chunk` rows of logits exist at once. With `compiled`, if gradients are needed, torch.compile fuses the
+    work between the matrix products. It compiles once for all numbers of positions if `dynamic`, and otherwise for each number.
     """
     return _ChunkedCrossEntropy.apply(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), chunk, compiled, dynamic
@@ -115,7 +117,7 @@ def summed_cross_entropy(
 def liger_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Return the loss of `summed_cross_entropy`, computed by liger-kernel's Triton kernels.
+    """Return the same loss as `summed_cross_entropy`, computed by liger-kernel's Triton kernels.
 
     The kernels (https://github.com/linkedin/Liger-Kernel) choose their own chunks and read one number per call from
     the device. Gradients are summed in at least fp32, as in `summed_cross_entropy`.
@@ -130,7 +132,8 @@ def liger_cross_entropy(
 
 
 def summed_loss(kernel: str, chunk: int, compiled: bool, dynamic: bool = False) -> SummedLoss:
-    """Return the loss that `parallel.loss_kernel` names; see `summed_cross_entropy`. Raises ModelError if it is not available here."""
+    """Return the implementation of the loss that `parallel.loss_kernel` names; see `summed_cross_entropy` for the arguments.
+    Raises ModelError if it is not available on this machine."""
     if kernel == "torch":
         return partial(summed_cross_entropy, chunk=chunk, compiled=compiled, dynamic=dynamic)
     if importlib.util.find_spec("liger_kernel") is None:
@@ -143,7 +146,7 @@ def summed_loss(kernel: str, chunk: int, compiled: bool, dynamic: bool = False) 
 
 
 class LossHead(nn.Linear):
-    """Output head that returns the summed loss for (hidden, labels), and logits for hidden alone."""
+    """Output head whose forward returns the summed loss for (hidden, labels), and logits for hidden alone."""
 
     chunk: int = 1024
 

@@ -36,12 +36,13 @@ class LRSchedule:
         It is `total_steps + 1` if there is none.
         """
         steps = range(self.warmup_steps + 1, self.total_steps + 1)
-        place = bisect_left(steps, True, key=lambda step: self.at(step) <= share * self.peak)  # rates never rise again
+        # Bisection is possible, because after the warm-up the rates never rise.
+        place = bisect_left(steps, True, key=lambda step: self.at(step) <= share * self.peak)
         return steps.start + place
 
     def at(self, step: int) -> float:
-        """Return the learning rate of step `step`, from 1. Beyond `total_steps`, where A-EDiT's fast replicas train,
-        it is that of the last step."""
+        """Return the learning rate of step `step`, from 1. Beyond `total_steps`, which A-EDiT's fast replicas exceed, it
+        is that of the last step."""
         schedule, step = self.schedule, min(step, self.total_steps)
         if step <= schedule.warmup_steps:
             return self.peak * step / schedule.warmup_steps

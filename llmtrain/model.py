@@ -1,8 +1,8 @@
 """A transformers causal language model, cut into the blocks that are gathered and synchronized.
 
 Models are built on the meta device. `initialize` fills one block at a time, so a rank never holds more than one full
-block in addition to its shards. Every weight derives from the seed and its own name, or is read by its name, so all
-replicas start with the same weights on any mesh.
+block in addition to its shards. A weight is drawn from the seed and its own name, or read by its name, so all replicas
+start with the same weights on any mesh.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from llmtrain.loss import LossHead
 from llmtrain.seeding import derive_seed
 
 LOGIT_CHANGING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config keys of models that change the logits after the head; this package's loss computes plain logits."""
+"""Config keys that make a model change the logits after the head. The loss of this package does not apply such changes."""
 
 
 PREFIX = "causal_lm."
@@ -41,14 +41,14 @@ PREFIX = "causal_lm."
 ReadWeight = Callable[[str], torch.Tensor]
 """Function that returns a full weight in fp32 on the CPU, by its name in the transformers model."""
 WRONG_KIND = re.compile(r"Field '(?P<name>\w+)' expected (?P<kind>.+), got \S+ \(value: .*\)", re.DOTALL)
-"""Reason that transformers gives for a config value of the wrong type."""
+"""Reason that transformers gives for a config value of a wrong type, as a pattern."""
 RANDOMLY_INITIALIZED = (nn.Linear, nn.Embedding, Conv1D)
 """Modules whose weights are drawn from a normal distribution."""
 
 
 @dataclass(frozen=True)
 class ModelBlock:
-    """Modules that are gathered together, in forward order; `name` appears in messages and checkpoints."""
+    """Modules that are gathered and synchronized together, in forward order. `name` appears in messages."""
 
     name: str
     modules: list[nn.Module]
@@ -63,8 +63,8 @@ class LanguageModel(nn.Module):
     """Causal language model whose forward returns its loss: (input_ids, labels) [B, T] -> summed loss, a scalar.
 
     Labels are already shifted; positions with label -100 are excluded. Logits exist for `loss_chunk` positions at a
-    time. With a `separator`, the id of the token that ends a document, no token sees another document, and positions
-    restart in each document.
+    time. `separator` is the id of the token that ends a document. If it is given, no token sees another document, and
+    position ids restart in each document.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, loss_chunk: int, separator: int | None = None):
@@ -88,12 +88,13 @@ class LanguageModel(nn.Module):
         mask = prepared_mask(self.causal_lm.config.model_type, input_ids, documents)
         inputs = {"input_ids": input_ids}
         if mask is not None and mask.dtype == torch.bool:
-            # Of a mask of truth values, every layer would save a copy in the dtype of its queries for backward.
+            # Every layer would convert a bool mask to the dtype of its queries, and save its own copy for backward. All layers
+            # share a mask that is converted here.
             inputs = {"inputs_embeds": self.causal_lm.get_input_embeddings()(input_ids)}
             mask = torch.where(mask, 0.0, -torch.inf).to(inputs["inputs_embeds"].dtype)
         return self.causal_lm.base_model(
             **inputs,
-            position_ids=None if documents is None else position_ids(documents),  # transformers builds masks from them
+            position_ids=None if documents is None else position_ids(documents),  # transformers builds masks from these
             attention_mask=mask,
             use_cache=False,
         ).last_hidden_state
@@ -133,7 +134,7 @@ def model_config(section: ModelSection, vocab_size: int | None = None) -> Pretra
 
 
 def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = None) -> LanguageModel:
-    """Build the model with its weights on the meta device and real buffers. `separator` keeps documents apart.
+    """Build the model with its weights on the meta device and real buffers. See `LanguageModel` for the arguments.
 
     Raises ModelError for a model that can't be built or changes its logits.
     """
@@ -161,8 +162,8 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
 def blocks_of(model: LanguageModel) -> list[ModelBlock]:
     """Return the blocks: embedding, each layer, and final norm with head.
 
-    A tied head and the final norm are in the embedding's block, because the head shares the embedding's weight. Raises
-    ModelError if the list of layers is not found.
+    If head and embedding share their weight, the head and the final norm are in the embedding's block. Raises ModelError if the
+    list of layers is not found.
     """
     base = model.causal_lm.base_model
     config = model.causal_lm.config
@@ -190,7 +191,7 @@ def blocks_of(model: LanguageModel) -> list[ModelBlock]:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Yield (full name, owning module, its name there, parameter); a shared parameter once per name."""
+    """Yield (full name, owning module, name in that module, parameter). A shared parameter is yielded once per name."""
     for path, owner in model.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
             yield (f"{path}.{name}" if path else name), owner, name, parameter
@@ -206,8 +207,9 @@ def initialize(
 ) -> None:
     """Give the block's meta parameters their initial values: those that `read` returns, or random ones.
 
-    Matrices and embeddings get N(0, initializer_range), biases 0, and norms the weight that preserves unit variance.
-    Values are drawn on the CPU, so that every device starts from the same numbers.
+    Random matrices and embeddings are drawn from a normal distribution with standard deviation `initializer_range`. Biases are
+    0, and norms get the weight that preserves unit variance. Values are drawn on the CPU, so that every device starts from the
+    same numbers. Raises ModelError for a parameter that has no known initial value.
     """
     std = getattr(model.causal_lm.config, "initializer_range", None) or 0.02
     inside = {id(module) for top in block.modules for module in top.modules()}
@@ -277,8 +279,8 @@ def count_parameters(model: nn.Module) -> int:
 def flops_per_token(model: LanguageModel, sequence_length: float) -> float:
     """Return the floating-point operations of forward and backward per token (arXiv 2204.02311, appendix B, PaLM).
 
-    They are 6 per weight that multiplies (all but embedding look-ups), and 12 x layers x hidden x T for attention.
-    Recomputed activations are not counted.
+    They are 6 per weight that takes part in a matrix product (all but embeddings that are only looked up), and 12 x layers x
+    hidden x T for attention, where T is `sequence_length`. Recomputed activations are not counted.
     """
     config = model.causal_lm.config
     causal_lm = model.causal_lm

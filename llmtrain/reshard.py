@@ -1,8 +1,11 @@
-"""Resharding of plain values: rules, declared by dataclass fields, that turn the state of a checkpoint's ranks into
-that of another mesh. docs/resume.md lists them in a table.
+"""Resharding of plain values: rules that compute the values of a rank on the present mesh from those of a checkpoint's ranks.
+docs/resume.md lists them in a table.
 
-If only the shards change, training continues as before, with per-rank counts redistributed within each replica. If the
-number of replicas changes, all new replicas start from the mean of the old ones. Shared state is kept.
+If only the number of shards changes, training continues as before, with per-rank counts redistributed within each replica. If
+the number of replicas changes, all new replicas start from the mean of the old ones, and state that the replicas share is kept.
+
+A rank's *sources* are the old ranks whose values it combines: those of its own replica or, if the number of replicas has
+changed, all old ranks.
 """
 
 from __future__ import annotations
@@ -13,13 +16,15 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 SUMMED = ("error",)
-"""Per-replica tensors that are summed instead of averaged. Rounding errors are added to messages that are
-already weighted, so each new replica takes an equal part of the old replicas' sum."""
+"""Kinds of per-replica tensors whose sum over replicas is kept, not their mean: rounding errors of error feedback. They
+are added to messages that are already divided by the number of replicas, so each new replica takes an equal part of the
+old sum."""
 
 
 @dataclass(frozen=True)
 class MeshChange:
-    """Change from a mesh of `old_replicas` x `old_shards` ranks to one rank's position in the current mesh."""
+    """Change from a mesh of `old_replicas` x `old_shards` ranks to one of `replicas` x `shards`, as seen by the rank that
+    now has the position (`replica`, `shard`)."""
 
     old_replicas: int
     old_shards: int
@@ -47,19 +52,19 @@ class MeshChange:
 
     @property
     def same_rank(self) -> int | None:
-        """Return the old rank at this rank's position in the mesh, or None if it did not exist."""
+        """Return the old rank at this rank's position in the mesh, or None if the old mesh had no such position."""
         existed = self.replica < self.old_replicas and self.shard < self.old_shards
         return self.replica * self.old_shards + self.shard if existed else None
 
     @property
     def recipients(self) -> tuple[int, int]:
-        """Return (number of ranks with the same sources as this rank, index of this rank among them)."""
+        """Return (number of new ranks with the same sources as this rank, index of this rank among them)."""
         if not self.replicas_changed:
             return self.shards, self.shard
         return self.replicas * self.shards, self.replica * self.shards + self.shard
 
     def factor(self, kind: str) -> float:
-        """Return the factor by which the mean of the old replicas' tensors of this kind is multiplied."""
+        """Return the factor by which the mean of the old replicas' tensors of this kind, such as "error", is multiplied."""
         return self.old_replicas / self.replicas if kind in SUMMED else 1.0
 
     def describe(self) -> str:
@@ -73,7 +78,7 @@ class MeshChange:
         return f"{written}: {start} from their mean" if self.old_replicas > 1 else f"{written}: {start} from it"
 
     def apply(self, rules: Rules, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return this rank's values, given those of all old ranks. `rules` has an entry for every name."""
+        """Return this rank's values by name, given those of all old ranks. `rules` must have an entry for every name."""
         from_all = {name: rule for name, rule in rules.items() if isinstance(rule, FromAllRanks)}
         known = {name: rule for name, rule in from_all.items() if name in ranks[0]}  # others came after the checkpoint
         values = {name: rule.combine(self, [rank[name] for rank in ranks]) for name, rule in known.items()}
@@ -85,12 +90,13 @@ class MeshChange:
 
 
 Rule = Callable[[MeshChange, list], Any]
-"""Function from the values of a rank's source ranks to the rank's own value."""
+"""Function from (the change, the values of a rank's sources) to the rank's own value."""
 
 
 @dataclass(frozen=True)
 class FromAllRanks:
-    """Rule at the top level of a state that sees the values of all old ranks, also where the mesh is the same."""
+    """Rule that gets the values of all old ranks instead of the sources, also if the mesh has not changed. Only for
+    entries at the top level of a state."""
 
     combine: Rule
 
@@ -100,7 +106,7 @@ Rules = Mapping[str, "Rule | FromAllRanks | Rules"]
 
 
 def resharded(default: T, by: Rule) -> T:
-    """Declare a dataclass field that checkpoints store and that is resharded by this rule."""
+    """Declare a dataclass field with a `default` that checkpoints store and that the rule `by` reshards."""
     return field(default=default, metadata={"reshard": by})
 
 
@@ -110,52 +116,53 @@ def rules_of(cls: type) -> dict[str, Rule]:
 
 
 def by_replica(combine: Callable[[list], T]) -> Rule:
-    """Return a rule for values that all ranks of a replica share: kept if only shards change, otherwise `combine` of one
-    value per old replica."""
+    """Return a rule for values that all ranks of a replica share. It keeps the value if only the shards change, and otherwise
+    returns `combine` of a list with one value per old replica."""
     return lambda change, values: combine(values[:: change.old_shards]) if change.replicas_changed else values[0]
 
 
 def first(change: MeshChange, values: list) -> Any:
-    """Return the value that all ranks share."""
+    """Return the first value, for values that all ranks share."""
     return values[0]
 
 
 def own_step(change: MeshChange, values: list) -> int:
-    """Return the step of a replica: its own if the replicas are the same, otherwise the run's."""
+    """Return this replica's step: its own if the number of replicas has not changed, otherwise the run's global step."""
     return change.global_step if change.replicas_changed else values[0]
 
 
 def mean(change: MeshChange, values: list) -> float:
-    """Return the mean, for values whose mean is logged. Equal values are returned unchanged."""
+    """Return the mean, for values whose mean over ranks is logged. Equal values are returned unchanged, bit for bit."""
     return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
 
 
 def largest(change: MeshChange, values: list) -> float:
-    """Return the largest value, for values whose maximum is logged."""
+    """Return the largest value, for values whose maximum over ranks is logged."""
     return max(values)
 
 
 def split_evenly(change: MeshChange, values: list) -> float:
-    """Return this rank's equal part of the sum, for values whose sum is logged. Integers stay integers."""
+    """Return this rank's equal part of the sum, for values whose sum over ranks is logged. Integers stay integers."""
     count, index = change.recipients
     total = sum(values)
     return total // count + (index < total % count) if isinstance(total, int) else total / count
 
 
 def mean_over_replicas(change: MeshChange, values: list) -> float:
-    """Return this replica's equal part of the sum over replicas, for values whose sum over replicas is logged. Every
-    rank has the count of its replica."""
+    """Return this replica's equal part of the sum over replicas, for values whose sum over replicas is logged. A value is
+    that of a replica, and its ranks share it."""
     return sum(values) / change.old_shards / (change.replicas if change.replicas_changed else 1)
 
 
 def sum_over_shards(change: MeshChange, values: list) -> float:
-    """Return this rank's equal part of its replica's number, for numbers whose mean over replicas is logged. Every rank
-    has the part of its shard."""
+    """Return this rank's equal part of the replicas' mean, for values that are summed over shards and whose mean over
+    replicas is logged. A value is that of a rank's shard."""
     return sum(values) / len(change.source_replicas) / change.shards
 
 
 def require_equal(states: Sequence[T]) -> T:
-    """Return the state that all replicas share. State that differs between replicas needs a rule of its own."""
+    """Return the state that all replicas share, and assert that it is equal. State that differs between replicas needs another
+    rule."""
     assert all(state == states[0] for state in states), f"replicas differ in what they should share: {states}"
     return states[0]
 
@@ -166,7 +173,7 @@ def _combine(rules: Rules, change: MeshChange, values: Sequence[dict[str, Any]])
     combined: dict[str, Any] = {}
     for name, rule in rules.items():
         if name not in values[0]:
-            continue  # of a later version than the checkpoint
+            continue  # a later version has added this rule
         inner = [value[name] for value in values]
         combined[name] = rule(change, inner) if callable(rule) else _combine(rule, change, inner)
     return combined

@@ -2,9 +2,9 @@
 
 `open_trace` starts a recording. A process has at most one; without one, the other functions record nothing.
 A span is a line of JSON: kind, name, step, start and end (Unix seconds), and bytes for messages. Kinds: `step` (a
-full step), `data`, `gradient` (forward, backward and the optimizer), `exposed` (training stands still for
-synchronization), `wait` (part of it, for the slowest replica), `delay` (injected) and `message` (between replicas,
-in the background). On a GPU, the times are the device's, because the host runs ahead of it.
+complete step), `data`, `gradient` (forward, backward and the optimizer), `exposed` (training stands still for
+synchronization), `wait` (the part of `exposed` that waits for the slowest replica), `delay` (injected) and `message`
+(between replicas, in the background). On a GPU, the times are the device's, because the host runs ahead of it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any, Literal
 Kind = Literal["step", "data", "gradient", "exposed", "wait", "delay", "message"]
 
 Mark = Callable[[], float | None]
-"""A moment. The function returns its Unix time in seconds, or None as long as the device has not reached it."""
+"""A moment, as a function that returns its Unix time in seconds, or None as long as the device has not reached it."""
 Clock = Callable[[], Mark]
-"""A function that marks the present moment: for the host, or at the end of the work enqueued in a device's current stream."""
+"""A function that marks the present moment. On a GPU, that is the end of the work enqueued in the current stream."""
 
 
 def host_mark() -> Mark:
-    """Mark the present moment of the host."""
+    """Mark the present moment by the host's clock."""
     now = time.time()
     return lambda: now
 
@@ -47,7 +47,7 @@ class Recording:
         return self.first <= self.step <= self.last
 
     def add(self, start: Mark, end: Mark, line: dict[str, Any]) -> None:
-        """Record a span, whose other entries are in `line`."""
+        """Record a span from `start` to `end`. `line` has its other entries. Any thread may call this."""
         with self._lock:
             if not self._file.closed:
                 self._unwritten.append((start, end, line))
@@ -90,7 +90,7 @@ def open_trace(path: Path, first: int, last: int, clock: Clock = host_mark) -> I
 
 @contextmanager
 def step_span(step: int) -> Iterator[None]:
-    """Set the current step to `step`, and record the enclosed code as its span."""
+    """Set the recording's current step to `step`, and record the enclosed code as a span of kind `step`."""
     if _recording is not None:
         _recording.step = step
         _recording.write_known()
@@ -113,9 +113,9 @@ def span(kind: Kind, name: str = "") -> Iterator[None]:
 def message(name: str, sent: float, in_stream: bool = False) -> Callable[[], None] | None:
     """Start the span of a message of `sent` bytes, and return a function that ends it when the message has arrived.
 
-    With `in_stream`, the message is work in a device's stream. It starts when the current stream has done its work so far, and
-    ends when the stream in which the function is called has. Otherwise both moments are the host's. Any thread may call the
-    function. Returns None if nothing is recorded.
+    With `in_stream`, the message is work in a device's stream. Its span starts when the current stream has completed its
+    work so far. It ends when the stream that is current at the call of the function has completed the work enqueued by
+    then. Otherwise both moments are the host's. Any thread may call the function. Returns None if nothing is recorded.
     """
     recording = _recording
     if recording is None or not recording.is_on:

@@ -1,8 +1,8 @@
 """Threads that take turns: one of them runs at a time, until it waits for the others.
 
-The replicas of one process are such threads. They do not compete for the interpreter, the cores and the caches, and they may
-use libraries that change the whole process for a moment: accelerate replaces a method of nn.Module while it builds a model on
-the meta device. Each thread has its own state of torch's random number generators.
+With `parallel.in_process`, the replicas are such threads. They do not compete for the interpreter, the cores and the
+caches. They may also use libraries that change state of the entire process for a moment: accelerate replaces a method of
+nn.Module while it builds a model on the meta device. Each thread has its own state of torch's random number generators.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from llmtrain.errors import TrainingError
 
 T = TypeVar("T")
 JOIN_SECONDS = 5.0
-"""Seconds that the first thread waits for the others to end after a failure, and after which a wait for another thread looks
-whether somebody has the turn."""
+"""Seconds that the first thread waits for each other thread to end after a failure. Also the interval at which `join` checks
+whether a thread has the turn."""
 _own = threading.local()
 """`turn`: this thread's `Turn`, if it takes turns."""
 
@@ -30,19 +30,21 @@ class Turns:
     """Threads that take turns. They are numbered from 0, which is the thread that calls `run`."""
 
     def __init__(self, count: int, timeout_seconds: float):
-        """Let no wait last longer than `timeout_seconds` while no thread has the turn."""
+        """Prepare for `count` threads. A wait fails after `timeout_seconds` in which no thread has had the turn."""
         self.count, self.timeout_seconds = count, timeout_seconds
         self.changed = threading.Condition()
-        """Lock of the attributes, and of everything that `wait_for` waits for. Notified of changes."""
+        """Lock for this object's attributes and for everything that `wait_for` conditions depend on. A thread that
+        changes any of these must notify it."""
         self.stopped: str | None = None
-        """Reason why all waits fail from now on, or None."""
+        """Reason for which all waits fail from now on, or None."""
         self._holder: int | None = None
         self._queue = deque(range(count))
         self._idle_since = time.monotonic()
         self._errors: list[BaseException] = []
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """Call `work(number)` in every thread, and return the results by number. Raises the first error of any thread."""
+        """Call `work(number)` in each of the threads, and return the results by number. Thread 0 is the caller. Raises
+        the first error of any thread."""
         results: dict[int, T] = {}
 
         def take_part(number: int) -> None:
@@ -73,20 +75,20 @@ class Turns:
         return [results[number] for number in range(self.count)]
 
     def stop(self, reason: str) -> None:
-        """Let all waits fail, now and later. The first reason stays."""
+        """Make all present and later waits fail with `reason`. If called again, the first reason stays."""
         with self.changed:
             self.stopped = self.stopped or reason
             self.changed.notify_all()
 
     @property
     def idle_seconds(self) -> float:
-        """Return the seconds for which no thread has had the turn."""
+        """Return for how many seconds no thread has had the turn; 0 if one has it."""
         with self.changed:
             return 0.0 if self._holder is not None else time.monotonic() - self._idle_since
 
     def wait_for(self, is_met: Callable[[], bool], what: Callable[[], str]) -> None:
         """Let the other threads run until the condition is met. Any thread may call this, also one that takes no turns.
-        `what()` says for what it waits.
+        `what()` names what it waits for in the error.
 
         Raises TrainingError if a thread has failed, or if none has had the turn for `timeout_seconds`.
         """
@@ -103,7 +105,7 @@ class Turns:
     def take(self, number: int) -> None:
         """Wait for the turn of thread `number`, and take it. Raises TrainingError if a thread has failed."""
         with self.changed:
-            if number not in self._queue:  # as it is at the start
+            if number not in self._queue:  # at the start, all threads are queued
                 self._queue.append(number)
             self.changed.wait_for(lambda: self.stopped or (self._holder is None and self._queue[0] == number))
             self._queue.remove(number)
@@ -112,7 +114,7 @@ class Turns:
             self._holder = number
 
     def give(self, number: int) -> None:
-        """Leave the turn to the next thread, if thread `number` has it."""
+        """End the turn of thread `number`, if it has the turn. The next thread in the queue can then take it."""
         with self.changed:
             if self._holder == number:
                 self._holder, self._idle_since = None, time.monotonic()
@@ -120,18 +122,20 @@ class Turns:
 
 
 class Turn:
-    """One thread's part in `turns`: its generators' states, and its timers, which stand still without the turn."""
+    """State of one thread of `turns` while another thread has the turn: its random number generators, and its timers,
+    which stand still then."""
 
     def __init__(self, turns: Turns, number: int):
         self.turns, self.number = turns, number
         self.timers: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        """(begin, end) of the enclosing `in_own_turns`, from the outermost on."""
         self.away_seconds = 0.0
-        """Seconds without the turn."""
+        """Seconds that this thread has been without the turn."""
         self._given_at = time.monotonic()
         self._generators: list[torch.Tensor] = []
 
     def take(self) -> None:
-        """Wait for the turn and take it."""
+        """Wait for the turn and take it. Restore this thread's generators and begin its timers."""
         self.turns.take(self.number)
         self.away_seconds += time.monotonic() - self._given_at
         if self._generators:
@@ -142,7 +146,7 @@ class Turn:
             begin()
 
     def give(self) -> None:
-        """Leave the turn to the next thread."""
+        """End this thread's timers, save its generators, and leave the turn to the next thread."""
         for _, end in reversed(self.timers):
             end()
         self._given_at = time.monotonic()
@@ -154,8 +158,8 @@ class Turn:
 
 @contextmanager
 def let_others_run() -> Iterator[None]:
-    """Leave the turn to other threads while the enclosed code waits, if this thread has one. Code that waits for something to
-    which other replicas contribute must be enclosed, unless `Turns.wait_for` waits."""
+    """Leave the turn to other threads while the enclosed code waits. Do nothing in a thread that takes no turns. All code that
+    waits for other replicas must be enclosed, or else wait with `Turns.wait_for`."""
     turn: Turn | None = getattr(_own, "turn", None)
     if turn is None:
         yield
@@ -168,14 +172,14 @@ def let_others_run() -> Iterator[None]:
 
 
 def own_time() -> float:
-    """Return a clock of this thread in seconds, which stands still while others have the turn."""
+    """Return this thread's monotonic time in seconds, which stands still while other threads have the turn."""
     turn: Turn | None = getattr(_own, "turn", None)
     return time.monotonic() - (0.0 if turn is None else turn.away_seconds)
 
 
 def join(thread: threading.Thread, seconds: float) -> None:
-    """Wait until a thread has ended, and let others run meanwhile. Wait for at most `seconds`, not counting times in which
-    another thread has the turn."""
+    """Wait until `thread` has ended, and let other threads run until then. Give up after `seconds` in which no thread has
+    had the turn."""
     turn: Turn | None = getattr(_own, "turn", None)
     if turn is None:
         thread.join(seconds)
@@ -187,8 +191,8 @@ def join(thread: threading.Thread, seconds: float) -> None:
 
 @contextmanager
 def in_own_turns(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Call `begin` before the enclosed code and `end` after it, and also `end` before and `begin` after each time in which
-    this thread lets others run. `end` is not called after an error."""
+    """Call `begin` before the enclosed code and `end` after it. Also call `end` each time this thread leaves the turn to
+    others, and `begin` when it has the turn again. After an error in the enclosed code, `end` is not called."""
     turn: Turn | None = getattr(_own, "turn", None)
     timers = [] if turn is None else turn.timers
     begin()

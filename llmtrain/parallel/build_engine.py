@@ -25,9 +25,9 @@ def build_engine(
 ) -> Engine:
     """Build the engine for one replica of `model`, which is on the meta device. A collective of all ranks.
 
-    Weights are those that `read` returns, or random ones. `gradient_wire` is the format to which averaged gradients are
-    rounded. `changes_in_forward` means that hooks change blocks during forward, `lengths_vary` that micro-batches
-    differ in length. Raises RecipeError if a required library is missing.
+    Weights are those that `read` returns, or random ones derived from `seed`. `gradient_wire` is the format to which gradients
+    are rounded when they are averaged over replicas. `changes_in_forward` means that hooks change blocks during forward,
+    `lengths_vary` that micro-batches differ in length. Raises RecipeError if a required library is missing.
     """
     if parallel.engine == "fsdp2":
         of_torch = Fsdp2Engine if mesh.shard_comms.size > 1 else SingleDeviceEngine
@@ -38,6 +38,6 @@ def build_engine(
 
 
 def replica_backend(parallel: ParallelSection) -> str:
-    """Return the backend for traffic between replicas. With `zero_offload`, "auto" becomes gloo, because the masters
+    """Return the backend for traffic between replicas. With `zero_offload`, "auto" becomes gloo, because the master weights
     are sent from CPU memory."""
     return "gloo" if parallel.zero_offload and parallel.replica_backend == "auto" else parallel.replica_backend

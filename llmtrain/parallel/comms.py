@@ -3,8 +3,10 @@ bytes and seconds are counted in one place. Collectives of objects, and those of
 counted.
 
 Byte counts are what one of n ranks sends with the ring algorithm: 2 (n-1)/n of the tensor in an all-reduce, and
-(n-1) times its own tensor in an all-gather. With a wire format, an all-reduce has two exchanges, and each sends
-(n-1)/n of the encoded bytes.
+(n-1) times its own tensor in an all-gather. With a wire format of rounded values, an all-reduce has two exchanges, and
+each sends (n-1)/n of the encoded bytes. With a sparse format it has one, an all-gather of the encoded bytes.
+
+The argument `what` of each collective is its label in errors and traces.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 """All-gather into one tensor. torch 2.13 has renamed it, and its old name warns."""
 
 AnyFormat = WireFormat | SparseFormat
-"""Formats in which messages are not sent as they are."""
+"""Formats that encode a message before it is sent."""
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -48,7 +50,7 @@ class Traffic:
     """Running totals of the bytes that this rank has sent over one axis and the seconds that it has waited."""
 
     def __init__(self, device: torch.device | None = None):
-        """Count from 0. `device` is the one that waits for collectives, or None if only the calling thread does."""
+        """Count from 0. `device` is the one whose waiting is measured; None or a CPU measures the calling thread's."""
         self.bytes = 0.0
         self.waiting = DeviceTimer(device)
         """Time that the device, or on a CPU the calling thread, has waited for collectives to complete."""
@@ -67,6 +69,7 @@ class PendingCollective:
     """A collective in flight. After `wait`, its result is safe to use on the current stream."""
 
     def __init__(self, comms: Comms, what: str, work: dist.Work | None, result: torch.Tensor):
+        """Wrap the `work` that fills `result`; None for a result that is complete already."""
         self._comms, self._what, self._work, self.result = comms, what, work, result
 
     @property
@@ -75,8 +78,7 @@ class PendingCollective:
         return self._work is None or self._work.is_completed()
 
     def start_second_phase(self) -> None:
-        """Start the second exchange, if the collective has one. All ranks must call this between the same two
-        collectives."""
+        """Start the second exchange, if the collective has one. All ranks must call this between the same two collectives."""
 
     def wait(self) -> torch.Tensor:
         """Wait for the result and return it. Raises TrainingError, which names the axis and this rank, if a peer died
@@ -85,8 +87,8 @@ class PendingCollective:
         return self.result
 
     def quantization_error(self) -> torch.Tensor | None:
-        """Return what rounding left out of this rank's message, as a flat tensor; None if it was sent as it was. Call after
-        `wait`. Adding the error to this rank's next message makes up for it in the next sum."""
+        """Return what the format left out of this rank's message, as a flat tensor; None if it was sent as it was. Call after
+        `wait`. If this rank adds the error to its next message, the next sum makes up for it."""
         return None
 
     def _finish(self) -> None:
@@ -102,7 +104,7 @@ class PendingCollective:
 
 class QuantizedAllReduce(PendingCollective):
     """All-reduce (sum) of rounded values in two exchanges. In the first, each rank receives its chunk of every rank's
-    message and sums these chunks. In the second, each rank sends its rounded sum to all ranks. All ranks end with the
+    message and sums these chunks. In the second, it sends its sum, rounded again, to all ranks. All ranks end with the
     same bits, because they decode the same messages."""
 
     def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: WireFormat):
@@ -144,6 +146,7 @@ class QuantizedAllReduce(PendingCollective):
 
     def quantization_error(self) -> torch.Tensor:
         lost = self._message - self._decoded(self._sent)
+        # The second exchange rounds the sum of this rank's chunk, and only this rank knows what that lost.
         lost[self._comms.rank] += (self._total - self._decoded(self._mine)).view(-1)
         return lost.view(-1)[: self.result.numel()]
 
@@ -152,8 +155,8 @@ class QuantizedAllReduce(PendingCollective):
 
 
 class SparseAllReduce(PendingCollective):
-    """All-reduce (sum) of messages of which each rank sends its largest values, in one exchange: to all other ranks, which
-    sum what they receive. All ranks end with the same bits, because they sum the same messages in the same order."""
+    """All-reduce (sum) in one exchange, in which each rank sends the largest values of its message to all other ranks, and sums
+    what it receives. All ranks end with the same bits, because they sum the same messages in the same order."""
 
     def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: SparseFormat):
         super().__init__(comms, what, None, tensor)
@@ -180,10 +183,10 @@ class SparseAllReduce(PendingCollective):
 class Comms:
     """Communicator for the ranks along one axis of the mesh. With `group=None` or a single rank, it sends nothing.
 
-    `axis` is the axis's name in messages ("replica", "shard"). `device` is the device from which the backend
-    sends tensors best. With gloo it is always the CPU, because gloo gathers on the CPU only. `training_device` is the one
-    that stands still while this rank waits for collectives. `interface` is the network interface for groups along this
-    axis, or None to leave the choice to the backend.
+    The argument `device` is the device that trains, kept as `training_device`; it stands still while this rank waits for
+    collectives. The attribute `device` is where tensors that are sent should be: the CPU with gloo, which gathers on the CPU
+    only, else the device that trains. `axis` is the axis's name in error messages ("replica", "shard"). `interface` is the
+    network interface for groups along this axis, or None to leave the choice to the backend.
     """
 
     shares_memory = False
@@ -213,8 +216,8 @@ class Comms:
     def all_reduce(
         self, tensor: torch.Tensor, what: str = "all-reduce", wire: AnyFormat | None = None
     ) -> PendingCollective:
-        """Start summing `tensor` over the axis, in place except with a sparse format. Do not touch it before `wait`. `wire` is
-        the format to which values are rounded in transit."""
+        """Start summing `tensor` over the axis, in place except with a sparse format. The caller must not touch it before
+        `wait`. `wire` is the format in which values are sent; None sends them as they are."""
         if self.size == 1 or tensor.numel() == 0:
             return PendingCollective(self, what, None, tensor)
         if isinstance(wire, SparseFormat):
@@ -225,7 +228,7 @@ class Comms:
         return PendingCollective(self, what, self.begin(what, sent, dist.all_reduce, tensor), tensor)
 
     def gather(self, tensor: torch.Tensor, what: str = "all-gather") -> PendingCollective:
-        """Start collecting every rank's `tensor` (equal shapes) in rank order: [size, *shape] on every rank."""
+        """Start an all-gather of every rank's `tensor` (equal shapes) in rank order. The result is [size, *shape]."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         if self.size == 1:
             gathered[0] = tensor
@@ -235,14 +238,14 @@ class Comms:
         return PendingCollective(self, what, work, gathered)
 
     def exchange(self, parts: Sequence[torch.Tensor], received: Sequence[int], what: str) -> PendingCollective:
-        """Start sending `parts[r]` (flat) to each rank r, and collecting what all ranks send to this one, end to end in rank
-        order: `received[r]` values of the parts' dtype from rank r."""
+        """Start an all-to-all: send the flat tensor `parts[r]` to each rank r, and receive `received[r]` values of the
+        same dtype from it. The result has the received values end to end, in rank order."""
         if self.size == 1:
             return PendingCollective(self, what, None, parts[0])
         message = torch.cat(list(parts)).to(self.device)
         result = message.new_empty(sum(received))
         width = message.element_size()
-        # As bytes, because backends know few dtypes.
+        # The tensors are exchanged as bytes, because backends support few dtypes.
         splits = [[width * values for values in received], [width * part.numel() for part in parts]]
         sent = sum(splits[1]) - splits[1][self.rank]
         buffers = [tensor.view(torch.uint8) for tensor in (result, message)]
@@ -274,7 +277,8 @@ class Comms:
             raise self.failure(what, error) from error
 
     def begin(self, what: str, sent: float, collective: Callable[..., dist.Work], *tensors: Any) -> dist.Work:
-        """Start a torch.distributed collective over this axis, in which this rank sends `sent` bytes."""
+        """Start a torch.distributed collective over this axis, with `tensors` as its arguments, and count the `sent` bytes that
+        this rank sends."""
         self.traffic.bytes += sent
         in_stream = self.device.type == "cuda"
         arrived = trace.message(what, sent, in_stream) if self.axis == "replica" else None
@@ -283,23 +287,23 @@ class Comms:
         except RuntimeError as error:
             raise self.failure(what, error) from error
         if arrived is not None:
-            # A future of NCCL is complete once its work is enqueued. It calls back in a stream that waits for the work.
+            # NCCL completes a future as soon as its work is enqueued, and calls back in a stream that waits for the work.
             work.get_future().add_done_callback(lambda future: arrived())
         return work
 
     def begin_gather(self, what: str, encoded: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-        """Start collecting every rank's flat `encoded` (equal lengths), and return where they arrive, [size, length]."""
+        """Start an all-gather of every rank's `encoded`, flat bytes of equal length. Return (the tensor in which they arrive,
+        [size, length]; the work)."""
         gathered = encoded.new_empty(self.size, len(encoded))
         sent = (self.size - 1) * len(encoded)
-        if self.is_gloo:  # whose all-gather is a ring: a round trip per rank instead of one
+        if self.is_gloo:  # its all-gather is a ring, which takes a round trip per rank; an all-to-all takes one
             copies = encoded.expand(self.size, -1).contiguous()
             return gathered, self.begin(what, sent, dist.all_to_all_single, gathered, copies)
         return gathered, self.begin(what, sent, ALL_GATHER, gathered.view(-1), encoded)
 
     def among(self, lists: Sequence[Sequence[int]], rank: int, axis: str, timeout_seconds: float) -> Comms:
-        """Create a gloo group over CPU tensors for each list of ranks, and return that of `rank`, which is this rank.
-
-        If its list has no other rank, the returned Comms sends nothing. A collective of all ranks.
+        """Create a gloo group over CPU tensors for each list of ranks, and return the communicator of the one that contains
+        `rank`, this rank. If that list has no other rank, the communicator sends nothing. A collective of all ranks.
         """
         mine = None
         for ranks in lists:  # every rank must take part in creating every group
@@ -309,7 +313,7 @@ class Comms:
         return Comms(mine, axis=axis)
 
     def failure(self, what: str, error: Exception) -> TrainingError:
-        """Return a TrainingError whose one line names the exchange, this rank, and the backend's reason."""
+        """Return a TrainingError in one line that names the collective, this rank, and the backend's reason."""
         reason = " ".join(str(error).split("\n")[0].split())
         me = f"rank {dist.get_rank()} ({self.axis} {self.rank} of {self.size}) on {socket.gethostname()}"
         return TrainingError(
@@ -320,7 +324,7 @@ class Comms:
 def make_replica_groups(
     replica: Comms, shard: Comms, partition: Sequence[Sequence[int]], timeout_seconds: float
 ) -> Comms:
-    """Create one process group per group of replicas and shard, and return this rank's. A collective of all ranks.
+    """Create a process group for each shard of each group of replicas, and return this rank's. A collective of all ranks.
 
     `partition` lists disjoint groups of replica numbers that together cover all replicas.
     """

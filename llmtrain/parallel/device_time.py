@@ -1,4 +1,4 @@
-"""Time as a device has it: how long its current stream takes for timed code, and when the stream reaches a place.
+"""Time on the device: how long its current stream takes for timed code, and when the stream reaches a point.
 
 On a GPU, the host only enqueues work. With NCCL, `wait` returns at once and the stream waits. With gloo, the host waits,
 but the stream may still be busy with earlier work. A clock of the host therefore shows too little with NCCL, and too
@@ -19,12 +19,13 @@ from llmtrain.trace import Clock, Mark, host_mark
 from llmtrain.turns import in_own_turns, own_time
 
 MAX_PENDING = 1024
-"""Number of timed sections of one timer that a stream may be behind the host. CUDA itself lets the host run ahead by about as
-many kernels."""
+"""Number of timed sections of one timer by which the host may be ahead of the stream. CUDA itself lets the host run ahead by
+about this number of kernels."""
 
 
 class DeviceTimer:
-    """Running total of the seconds that timed code takes: of the calling thread on a CPU, of the current stream on a GPU.
+    """Running total of the seconds that timed code takes, measured on the calling thread for a CPU and in the current
+    stream for a GPU.
 
     A stream's time for a section begins when the stream has done all earlier work, and ends when it has done the work of
     the section and the host has left the section. If the section waits for a message, this is the time that the stream
@@ -51,8 +52,8 @@ class DeviceTimer:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Add the time of the enclosed code, which must leave the current stream as it was. Time in which other replicas of
-        this process run does not count."""
+        """Add the time of the enclosed code, which must not change which stream is current. Time in which other replicas
+        of this process have the turn does not count."""
         if not self._on_gpu:
             before = own_time()
             yield
@@ -67,7 +68,7 @@ class DeviceTimer:
         def end() -> None:
             self._pending.append((started, self._record()))
             if len(self._pending) > MAX_PENDING:
-                self._pending[0][1].synchronize()  # the stream has much more to do after this one
+                self._pending[0][1].synchronize()  # does not idle the device: MAX_PENDING sections follow this one
             self._read_completed()
 
         with in_own_turns(begin, end):
@@ -86,12 +87,12 @@ class DeviceTimer:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock by which timelines of this device are recorded."""
+    """Return the clock with which `open_trace` records this device's timeline."""
     return StreamClock() if device.type == "cuda" else host_mark
 
 
 class StreamClock:
-    """Clock of a GPU. A mark is a place in the current stream; its time is known once the stream has passed it."""
+    """Clock of a GPU. A mark is a point in the current stream, whose time is known once the stream has passed it."""
 
     def __init__(self):
         self._origin: torch.cuda.Event | None = None
@@ -107,8 +108,8 @@ class StreamClock:
         return lambda: self._origin_time + self._origin.elapsed_time(event) / 1e3 if event.query() else None
 
     def _set_origin(self) -> None:
-        """Read the clocks of the host and the device together. The stream is a new one, so the host waits for no other
-        work."""
+        """Read the clocks of the host and of the device at the same moment. The event is in a new stream, so the host does not
+        wait for other work."""
         origin = torch.cuda.Event(enable_timing=True)
         origin.record(torch.cuda.Stream())
         origin.synchronize()

@@ -16,24 +16,25 @@ from llmtrain.pieces import exact_norms
 from llmtrain.trace import span
 
 MicroBatch = torch.Tensor
-"""Token ids [micro_batch, T + 1], int64. Inputs are all but the last, labels all but the first. T is sequence_length, or
-without packing the length of the longest document in it; shorter ones are padded on the right with IGNORE_INDEX."""
+"""Token ids [micro_batch, T + 1], int64. Inputs are all but the last, labels all but the first. T is sequence_length.
+Without packing, T is the length of the longest document in the micro-batch, and shorter ones are padded on the right with
+IGNORE_INDEX."""
 
 
 def count_positions(micro_batches: Sequence[MicroBatch]) -> int:
-    """Return the number of labels, with padding."""
+    """Return the number of labels on this rank, padding included."""
     return sum(batch.shape[0] * (batch.shape[1] - 1) for batch in micro_batches)
 
 
 def count_tokens(micro_batches: Sequence[MicroBatch]) -> int:
-    """Return the number of labels that are not padding."""
+    """Return the number of labels on this rank that are not padding."""
     return sum(int((batch[:, 1:] != IGNORE_INDEX).sum()) for batch in micro_batches)
 
 
 @dataclass
 class Block:
-    """Unit of the model that is gathered and synchronized on its own. `shards` are this rank's master tensors, in
-    a fixed order. A synchronization changes them in place and then calls `Engine.parameters_changed`."""
+    """Unit of the model that is gathered and synchronized on its own. `shards` are this rank's parts of its master
+    weights, in a fixed order. A synchronization changes them in place and then calls `Replica.parameters_changed`."""
 
     name: str
     shards: list[torch.Tensor]
@@ -41,15 +42,15 @@ class Block:
     """The parameters' full names in the model, in the order of `shards`. With ZeRO, a shard holds several
     parameters."""
     flat: torch.Tensor | None = None
-    """The tensor of which `shards` are the parts, end to end, if there is one."""
+    """Flat tensor of which `shards` are views, end to end; None if the shards do not share one."""
 
 
 def gradient_norm(gradients: Sequence[torch.Tensor], shard: Comms, exact: bool) -> torch.Tensor:
-    """Return the L2 norm of a replica's gradients from this rank's parts of them, on their device and in their dtype.
-    A collective of the shard group.
+    """Return the L2 norm of a replica's gradients, given this rank's parts of them: a scalar on their device and in their
+    dtype. A collective of the shard group.
 
-    With `exact`, the sum is in float64 and rounded once, so that it does not depend on the order of summation, which
-    differs between devices. Replicas that average their gradients need that, because all must clip by the same norm.
+    With `exact`, squares are summed in float64 and the norm is rounded once. It then does not depend on the order of summation,
+    which differs between devices. Replicas that average their gradients need that, because all must clip by the same norm.
     """
     if exact:
         norms = [norm for gradient in gradients for norm in exact_norms(gradient.reshape(-1))]
@@ -61,18 +62,19 @@ def gradient_norm(gradients: Sequence[torch.Tensor], shard: Comms, exact: bool) 
 
 
 class Replica(ABC):
-    """One replica as synchronization sees it: parameter blocks, read and changed between steps or in block hooks."""
+    """One replica, as far as synchronization needs it: parameter blocks that are read and changed between steps or in block
+    hooks."""
 
     blocks: list[Block]
     """All blocks, in forward order."""
     average_gradients: bool = True
-    """True in the synchronous phase, in which gradients are also averaged over the replicas. FSDP2 overlaps the
-    averaging with backward; ZeRO averages in `step`."""
+    """True in a synchronous step, in which gradients are also averaged over the replicas. The method sets it before each step.
+    The engines of torch (FSDP2 and a single device) overlap the averaging with backward; ZeRO averages in `step`."""
 
     @abstractmethod
     def register_block_hook(self, hook: Callable[[int], None]) -> None:
-        """Register `hook`. Every training forward calls `hook(index)` before block `index` is gathered;
-        `ZeroEngine` describes an exception."""
+        """Register `hook`. Every training forward calls `hook(index)` before block `index` is gathered, except that ZeRO's
+        stages 1 and 2 call it for all blocks at the start of a step."""
 
     @abstractmethod
     def parameters_changed(self, block: Block) -> None:
@@ -80,8 +82,9 @@ class Replica(ABC):
 
     @abstractmethod
     def moments(self, index: int, order: int) -> list[torch.Tensor | None]:
-        """Return this rank's parts of the inner optimizer's first (`order` 1) or second (2) moments of block `index`, which the
-        caller may change, tensor by tensor; None for one without any. Known after its first step."""
+        """Return this rank's parts of the inner optimizer's first (`order` 1) or second (2) moments of block `index`, one
+        tensor per tensor that the optimizer updates; None for one that has no such moment. The caller may change them in
+        place. They are known after the optimizer's first step at the latest."""
 
 
 class Engine(Replica):
@@ -90,8 +93,7 @@ class Engine(Replica):
     skipped: bool = False
     """True if the last step was skipped because its gradient was not finite. Equal on all ranks of a replica."""
     gradient_wait: DeviceTimer
-    """Time that the device has stood still for gradients to be averaged over the replicas, or has worked for it after
-    backward."""
+    """Time after backward for which training stands still because gradients are averaged over the replicas."""
 
     @contextmanager
     def time_gradient_wait(self) -> Iterator[None]:
@@ -103,22 +105,23 @@ class Engine(Replica):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], replica_tokens: float | None = None
     ) -> torch.Tensor:
-        """Compute the gradients of the replica's loss for one step. Return this rank's summed loss, still on the device.
+        """Compute the gradients of the replica's loss for one step. Return this rank's summed loss, a scalar on the device.
 
-        The replica's summed loss is divided by `replica_tokens`: the tokens of the global batch divided by the number of
-        replicas. The mean of the replicas' gradients is therefore that of the mean over all tokens, whatever part of
-        them each rank has. With None, all ranks have as many tokens as this one, and none is padding.
+        For the gradients, the replica's summed loss is divided by `replica_tokens`: the tokens of the global batch
+        divided by the number of replicas. The mean of the replicas' gradients is then the gradient of the mean loss over
+        all tokens of the global batch, however unequally these are distributed over the ranks. None means that all ranks
+        have as many tokens as this one, and that none is padding.
         """
 
     @abstractmethod
     def step(self, lr: float) -> torch.Tensor:
-        """Clip the gradients, update with the inner optimizer, and drop the gradients. Return the replica's gradient
-        norm before clipping, still on the device."""
+        """Clip the gradients, update the parameters with the inner optimizer, and drop the gradients. Return the replica's
+        gradient norm before clipping, a scalar on the device."""
 
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-        """Return a context manager that yields a function from (input_ids, labels) to the summed loss. Block hooks
-        are not called within it."""
+        """Return a context manager that yields a function from (input_ids, labels), each [B, T], to the summed loss, without
+        gradients and dropout. Block hooks are not called within it."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -132,13 +135,13 @@ class Engine(Replica):
 
     @abstractmethod
     def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a flat tensor (such as an anchor), laid out like `block.shards` end to end, as DTensors by parameter
-        name. They are sharded by rows, whatever the engine's own layout. A collective of the shard group."""
+        """Return the DTensors by parameter name of a flat tensor, such as an anchor, that is laid out like `block.shards`
+        end to end. They are sharded by rows, whatever the engine's own layout. A collective of the shard group."""
 
     @abstractmethod
     def from_dtensors(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return DTensors in the layout of `to_dtensors`, such as loaded ones, as this rank's flat tensor. A collective
-        of the shard group."""
+        """Return this rank's flat tensor, the inverse of `to_dtensors`, from DTensors by parameter name such as those of a
+        checkpoint. A collective of the shard group."""
 
     @abstractmethod
     def full_weights(self) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
-"""FSDP2 engine: every block is sharded over the shard axis, with torch's public API alone.
+"""FSDP2 engine: every block is sharded over the shard axis, through torch's public API only.
 
-Every micro-batch reduces its gradients, so that a rank holds no more than its part of them. The reduction is hidden behind
-backward.
+Gradients are reduced to the shards in every micro-batch, so that a rank never holds more than its part of them. The reduction
+overlaps with backward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Fsdp2Engine(TorchEngine):
         self._parameters: list[dict[str, DTensor]] = []
         """FSDP's parameters by block and name. The masters are this rank's parts of them, so that the optimizer works
         without DTensor's dispatch."""
-        self._reshards = bool(parallel.reshard_after_forward)  # `auto` that nobody has decided needs the least memory
+        self._reshards = bool(parallel.reshard_after_forward)  # an undecided `auto` is true, which needs less memory
         super().__init__(model, mesh, parallel, *arguments, **keywords)
         fully_shard(model, mesh=mesh.devices["shard"], mp_policy=self._precision())
 
@@ -42,7 +42,7 @@ class Fsdp2Engine(TorchEngine):
         unit = self._units[self.blocks.index(block)]
         unit.reshard()  # parameters gathered before the change are stale
         if self._in_forward and self.mesh.device.type == "cuda":
-            # FSDP's all-gather streams waited for the current stream only at the root's forward, before the change. An
+            # FSDP's all-gather streams wait for the current stream only at the root's forward, so before this change. An
             # all-gather on the current stream sees the change, and FSDP then finds the block already gathered.
             unit.unshard(async_op=True)
 
@@ -93,13 +93,13 @@ class Fsdp2Engine(TorchEngine):
 
     def _add_block(self, index: int, block: ModelBlock) -> None:
         modules = block.modules if len(block.modules) > 1 else block.modules[0]
-        # Backward begins with the head, which would be gathered again at once.
+        # The head stays gathered after forward, because backward begins with it and would gather it again at once.
         has_head = any(isinstance(module, LossHead) for module in block.modules)
         reshards = self._reshards and not has_head
         shard = self.mesh.devices["shard"]
         fully_shard(modules, mesh=shard, mp_policy=self._precision(), reshard_after_forward=reshards)
         unit = cast(FSDPModule, block.modules[0])
-        if self.mesh.shard_comms.size > 1:  # a single rank would divide by it in a separate pass
+        if self.mesh.shard_comms.size > 1:  # on a single rank, FSDP would divide the gradients by 1 in a separate pass
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         self._units.append(unit)
@@ -107,7 +107,7 @@ class Fsdp2Engine(TorchEngine):
         self._parameters.append(named)
         self.masters.append([local(p.detach()) for p in named.values()])
         self.blocks.append(Block(block.name, self.masters[-1], list(named)))
-        for parameter in named.values() if self.mesh.replicas > 1 else ():  # called after every reduce-scatter
+        for parameter in named.values() if self.mesh.replicas > 1 else ():  # hooks run after every reduce-scatter
             parameter.register_post_accumulate_grad_hook(self._when_gradient_is_there(index))
 
     def _precision(self) -> MixedPrecisionPolicy:

@@ -1,9 +1,9 @@
 """Replicas of one process: threads that take turns on one device, and whose messages are copies in its memory.
 
-This way, methods can be compared on a laptop, or on a single GPU, where NCCL allows one rank. A replica trains as it would in a
-process of its own with as many threads. Sums are taken in the order of the replicas. Two replicas therefore get the bits of two
-processes. More than two get the same bits in rounded messages; gloo and NCCL take other sums in other orders, so these
-differ by rounding errors.
+They allow methods to be compared on a laptop, or on a single GPU, where NCCL allows one rank. A replica trains as it
+would in a process of its own with as many threads. Sums are taken in the order of the replicas. Two replicas therefore
+get the same bits as two processes. More than two get the same bits for messages of rounded values. Other sums differ from
+those of processes by rounding errors, because gloo and NCCL add in other orders.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from llmtrain.turns import Turns
 
 T = TypeVar("T")
 AXES = ("replica", "world", "checkpoints")
-"""Groups of all replicas, as in `Mesh`."""
+"""Axes for which there is a group of all replicas; see `Mesh.replica_comms`, `all_ranks` and `checkpoint_group`."""
 ALONE = World(0, 1, 0, 1)
-"""This process among others: the only one."""
+"""This process as a rank: the only one."""
 
 
 class InProcess:
     """The replicas of this process, each on a thread of its own."""
 
     def __init__(self, replicas: int, timeout_seconds: float, networks: Networks | None = None):
-        """Let a replica wait for at most `timeout_seconds` while no replica runs. `networks` are the recipe's, which are not
-        used."""
+        """Prepare for `replicas` replicas. A replica's wait fails after `timeout_seconds` in which no replica has run.
+        `networks` are the recipe's, over which no message is sent."""
         self.networks = networks or Networks()
         self.turns = Turns(replicas, timeout_seconds)
         self.device = local_device(ALONE)
         self._groups = {axis: MemoryGroup(self.turns) for axis in AXES}
         self.devices: DeviceMesh | None = None
-        """`Mesh.devices` of every replica: this process alone."""
+        """`Mesh.devices` of every replica, with this process as the only rank; None until `run`."""
 
     def run(self, train: Callable[[World], T]) -> T:
         """Call `train` with each replica's rank on its own thread, and return the first one's result. Raises the first error
@@ -59,13 +59,13 @@ class InProcess:
             dist.destroy_process_group()
 
     def rendezvous(self, memory: Callable[[World], float]) -> Rendezvous:
-        """Return what a rendezvous of this process alone would. `memory` returns the bytes that a process may use."""
+        """Return what `rendezvous` would return for this process alone. `memory` returns the bytes that a rank may use."""
         rank_info = RankInfo(node_name(), socket.gethostname(), None, memory(ALONE))
         return Rendezvous(None, [rank_info], self.networks)
 
     @contextmanager
     def open_mesh(self, world: World) -> Iterator[Mesh]:
-        """Provide the mesh of one replica."""
+        """Provide the mesh as the replica with rank `world.rank` sees it. Called on the replica's own thread."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         replica, all_ranks, checkpoints = (
@@ -83,7 +83,7 @@ class InProcess:
 
 
 class Call:
-    """One collective: what each rank has contributed until it is complete, and then its result."""
+    """One collective. It holds the contributions of the ranks until it is complete, and then its result."""
 
     def __init__(self, signature: tuple[Any, ...]):
         self.signature, self.is_complete = signature, False
@@ -92,7 +92,7 @@ class Call:
 
 
 class MemoryGroup:
-    """The collectives of all replicas in one group. Each rank begins them in the same order."""
+    """Group of all replicas, with their collectives. Every rank begins the collectives in the same order."""
 
     def __init__(self, turns: Turns):
         self.turns = turns
@@ -100,8 +100,8 @@ class MemoryGroup:
         self._calls: dict[int, Call] = {}
 
     def begin(self, rank: int, signature: tuple[Any, ...], part: T, complete: Callable[[list[T]], Any]) -> Call:
-        """Contribute `part` to the next collective of this rank. The last rank calls `complete` with all parts in rank order,
-        which returns the result.
+        """Contribute `part` to the next collective of this rank. The last rank to do so calls `complete` with all parts in rank
+        order, and what that returns is the result. `signature` describes the collective, and must be equal on all ranks.
 
         Raises TrainingError if the others have begun another collective or a replica has failed.
         """
@@ -119,7 +119,7 @@ class MemoryGroup:
             with self.turns.changed:
                 del self._calls[number]
                 call.is_complete = True
-                call.parts.clear()  # others may keep the call for long
+                call.parts.clear()  # to free them, although other ranks may keep the call for long
                 self.turns.changed.notify_all()
         return call
 
@@ -133,13 +133,13 @@ class MemoryGroup:
 
 
 class MemoryWork:
-    """A collective in flight, as torch.distributed's Work."""
+    """A collective in flight, with the methods of torch.distributed's Work that `PendingCollective` calls."""
 
     def __init__(self, group: MemoryGroup, call: Call):
         self._group, self._call = group, call
 
     def is_completed(self) -> bool:
-        """Return whether the result is there."""
+        """Return whether the result is available."""
         return self._call.is_complete
 
     def wait(self) -> bool:
@@ -149,7 +149,7 @@ class MemoryWork:
 
 
 class MemoryComms(Comms):
-    """Communicator of one replica with the others of its process. Bytes are counted as if they were sent."""
+    """Communicator of one replica with the others in its process. Bytes are counted as if they were sent over a network."""
 
     shares_memory = True
 
@@ -211,4 +211,4 @@ COMPLETE: dict[Callable[..., Any], Callable[[list[Any]], None]] = {
     ALL_GATHER: _all_gather,
     dist.all_to_all_single: _all_to_all,
 }
-"""Functions that carry out torch.distributed's collectives, given the tensors of every rank."""
+"""Functions that carry out torch.distributed's collectives in place, given every rank's tensors (output first), by rank."""

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Mesh of replicas x shards ranks, and this rank's place in it."""
+    """Mesh of replicas x shards ranks, as one rank sees it: its device and the communicators along the axes."""
 
     world: World
     device: torch.device
@@ -53,7 +53,8 @@ class Mesh:
         return self.world.rank == 0
 
     def broadcast_from_main(self, ask: Callable[[], T]) -> T:
-        """Return the main rank's `ask()` on every rank. A UserError that it raises is raised on every rank."""
+        """Call `ask` on the main rank and return its result on every rank. A UserError that it raises is raised on every
+        rank. A collective of all ranks."""
         answer: T | UserError | None = None
         if self.is_main:
             try:
@@ -83,17 +84,17 @@ def local_device(world: World) -> torch.device:
 
 
 def ranks_per_device(world: World) -> int:
-    """Return the number of ranks that compute on this rank's device: all of the node on a CPU, one on a GPU unless ranks
-    share it."""
+    """Return the number of ranks that compute on this rank's device: all ranks of the node on a CPU; one on a GPU, unless ranks
+    share GPUs."""
     if not torch.cuda.is_available():
         return world.local_size
     return -(-world.local_size // torch.cuda.device_count()) if may_share_gpu() else 1
 
 
 def _backend_between(world: World, shard: int, replica_backend: str) -> str:
-    """Return the backend between replicas: gloo if they share a GPU, on which NCCL allows one rank.
+    """Return the backend between replicas: gloo if they share a GPU, because NCCL allows one rank per GPU.
 
-    Raises RecipeError if NCCL is asked for nevertheless, or if the ranks of one replica would share a GPU.
+    Raises RecipeError if the recipe asks for NCCL nevertheless, or if the ranks of one replica would share a GPU.
     """
     if not torch.cuda.is_available() or ranks_per_device(world) == 1:
         return replica_backend
@@ -111,7 +112,7 @@ def _backend_between(world: World, shard: int, replica_backend: str) -> str:
 
 
 def _is_a_task_with_a_gpu(world: World) -> bool:
-    """Return whether Slurm started each rank and shows it only its own GPU (`srun --gpus-per-task=1`)."""
+    """Return whether Slurm has started each rank with access to its own GPU only (`srun --gpus-per-task=1`)."""
     by_task = "SLURM_GPUS_PER_TASK" in os.environ or "gres/gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
     return by_task and os.environ.get("SLURM_PROCID") == str(world.rank)
 
@@ -125,7 +126,8 @@ def open_mesh(
     timeout_seconds: float,
     peers: Rendezvous | None = None,
 ) -> Iterator[Mesh]:
-    """Build the mesh for the enclosed code, and destroy its process groups on exit, except after an error on GPUs.
+    """Build a mesh of `replicas` x `shard` ranks for the enclosed code, and destroy its process groups on exit, except after an
+    error on GPUs. A collective of all ranks.
 
     `peers` is the result of `rendezvous`; without it, this function calls `rendezvous`. Every collective
     fails after `timeout_seconds`. Raises TrainingError if the ranks do not reach one another.
@@ -138,7 +140,7 @@ def open_mesh(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         peers.recipe_networks.set_nccl_interface(replicas > 1 and replica_backend != "gloo")
-    with using_interface(peers.networks.replica):  # groups that libraries create use it too
+    with using_interface(peers.networks.replica):  # also for the groups that libraries create
         _join(world, peers, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
         try:
             networks = peers.networks
@@ -163,7 +165,7 @@ def build_mesh(
     networks: Networks | None = None,
     unencrypted: str | None = None,
 ) -> Mesh:
-    """Build the mesh over the process group that already exists. A collective of all ranks."""
+    """Build a mesh of `replicas` x `shard` ranks over the process group that already exists. A collective of all ranks."""
     assert replicas * shard == world.size, (replicas, shard, world.size)
     networks = networks or Networks()
     backend = replica_backend if replica_backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
@@ -190,8 +192,8 @@ def build_mesh(
 
 
 def _my_group(world: World, groups: list[list[int]], backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
-    """Create disjoint groups that cover all ranks, and return this rank's. Every rank takes part in creating every
-    group."""
+    """Create the process groups for `groups`, disjoint lists that cover all ranks, and return this rank's. A collective of all
+    ranks, because every rank must take part in creating every group."""
     made = {tuple(ranks): dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in groups}
     return next(group for ranks, group in made.items() if world.rank in ranks)
 

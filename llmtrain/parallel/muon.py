@@ -1,15 +1,15 @@
 """Muon (Jordan et al., 2024): momentum whose matrices are orthogonalized, for replicas whose matrices may be sharded by rows.
 
 Rule      b <- momentum b + (1 - momentum) g; u = momentum b + (1 - momentum) g (Nesterov); w <- (1 - lr decay) w - lr s O(u).
-          O replaces all singular values of u by values near 1: Newton-Schulz iterations x <- a x + (b x x' + c (x x')^2) x of
-          u / ||u||. s depends on the shape, so that the learning rate need not.
-Traffic   nothing between replicas. In a replica of n ranks, the rows of a matrix go to one of them, and those of the result back:
-          2 (n-1)/n x 2 bytes per value from all ranks together (in bf16).
+          O replaces all singular values of u by values near 1, with Newton-Schulz iterations that start at u / ||u||:
+          x <- a x + (b x x' + c (x x')^2) x. The factor s depends on the matrix's shape, so that one learning rate suits all.
+Traffic   nothing between replicas. In a replica of n ranks, the rows of a matrix go to one rank, and those of the result come
+          back: 2 (n-1)/n x 2 bytes per value from all ranks together (in bf16).
 Memory    one momentum: 4 bytes per value, half of AdamW's.
 Differs   iterations are in bf16 on GPUs, as published and as in torch.optim.Muon, which does the same on one rank; on CPUs they
           are in fp32, and in fp64 if parameters are.
-Needs     equal devices for synchronous steps. Unlike ones round products differently, so replicas would drift apart although their
-          gradients are equal; with unlike ones give sync.warmup_steps=0.
+Needs     equal devices for synchronous steps. Different devices round matrix products differently, so replicas would drift
+          apart although their gradients are equal. With different devices, set sync.warmup_steps=0.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from llmtrain.config import MuonSection
 from llmtrain.parallel.comms import Comms, PendingCollective
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b and c of the iteration, which raise small singular values fast and leave most between 0.7 and 1.2."""
+"""a, b and c of the iteration. They raise small singular values fast, and leave most between 0.7 and 1.2."""
 LEAST_NORM = 1e-7
+"""Lower bound of the norm that a matrix is divided by, for matrices of zeros."""
 PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPE_FACTORS: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
 }
-"""s by the name that torch has for it, of a matrix's shape."""
+"""Factor s as a function of a matrix's (rows, columns), by torch.optim.Muon's name for it (`adjust_lr_fn`)."""
 
 
 def orthogonalize(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
-    """Return a matrix with the singular vectors of `matrix` and singular values near 1, by Newton-Schulz iterations in its
-    dtype. `matrix` is overwritten."""
+    """Return a matrix of the same shape with the singular vectors of `matrix` and singular values near 1, computed by
+    Newton-Schulz iterations in its dtype. `matrix` is overwritten."""
     a, b, c = COEFFICIENTS
     is_tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if is_tall else matrix
@@ -48,24 +49,27 @@ def orthogonalize(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
 
 
 def orthogonalization_flops(rows: int, columns: int, iterations: int) -> int:
-    """Return the floating-point operations of `orthogonalize` in matrix products."""
+    """Return the number of floating-point operations in the matrix products of `orthogonalize`."""
     short, long = sorted((rows, columns))
     return iterations * (4 * short * short * long + 2 * short**3)
 
 
 @dataclass(frozen=True)
 class ShardedMatrix:
-    """A matrix of the model and this rank's rows of it, which the optimizer updates."""
+    """Matrix of the model, of which this rank has some rows."""
 
     rows: torch.Tensor
+    """This rank's rows, which the optimizer updates."""
     shape: torch.Size
+    """Shape of the full matrix."""
 
 
 class Muon(torch.optim.Optimizer):
     """Optimizer of matrices that are sharded by rows over `shard_comms`, as FSDP2 shards them.
 
-    Matrices are orthogonalized whole, each by one rank, as many at once as there are ranks: their rows are exchanged before
-    and after it, while the ranks work on the matrices of another exchange. `step` is a collective of the shard group.
+    A matrix is orthogonalized by one rank, which gathers all its rows first and returns them afterwards. A batch has one matrix
+    per rank. While the ranks work on a batch, the rows of the next batch are gathered and those of the previous one returned.
+    `step` is a collective of the shard group.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class Muon(torch.optim.Optimizer):
         self._matrices = sorted(matrices, key=lambda matrix: (matrix.shape.numel(), *matrix.shape), reverse=True)
         self._section, self._shard_comms = section, shard_comms
         super().__init__([matrix.rows for matrix in matrices], {"lr": lr, "weight_decay": weight_decay})
-        for matrix in matrices:  # at once, so that a checkpoint can be loaded before the first step
+        for matrix in matrices:  # not in the first step, so that a checkpoint can be loaded before it
             self.state[matrix.rows]["momentum_buffer"] = torch.zeros_like(matrix.rows, requires_grad=False)
 
     @torch.no_grad()
@@ -100,7 +104,7 @@ class Muon(torch.optim.Optimizer):
             self._update(batch, pending)
 
     def _start_gather(self, batch: Sequence[ShardedMatrix]) -> PendingCollective:
-        """Start sending this rank's rows of each matrix to the rank that orthogonalizes it, one rank per matrix."""
+        """Start sending this rank's rows of each matrix to the rank that orthogonalizes the matrix."""
         parts = [self._direction(matrix).reshape(-1) for matrix in batch]
         parts += [parts[0].new_empty(0)] * (self._shard_comms.size - len(batch))
         return self._shard_comms.exchange(
@@ -108,7 +112,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _start_return(self, batch: Sequence[ShardedMatrix], gathered: torch.Tensor) -> PendingCollective:
-        """Orthogonalize this rank's matrix, if there is one for it, and start sending every rank its rows of the result."""
+        """Orthogonalize this rank's matrix of the batch, if it has one, and start sending every rank its rows of the result."""
         own = self._own_of(batch)
         if own is not None:
             matrix = gathered.to(own.rows.device).view(own.shape)
@@ -119,7 +123,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _own_of(self, batch: Sequence[ShardedMatrix]) -> ShardedMatrix | None:
-        """Return the matrix of a batch that this rank orthogonalizes; None if there are fewer than ranks."""
+        """Return the matrix of a batch that this rank orthogonalizes; None if the batch has no matrix for it."""
         return batch[self._shard_comms.rank] if self._shard_comms.rank < len(batch) else None
 
     def _update(self, batch: Sequence[ShardedMatrix], pending: PendingCollective) -> None:
@@ -131,7 +135,8 @@ class Muon(torch.optim.Optimizer):
             matrix.rows.add_(update.view(matrix.rows.shape), alpha=-lr * factor(*matrix.shape))
 
     def _direction(self, matrix: ShardedMatrix) -> torch.Tensor:
-        """Return this rank's rows of what is orthogonalized, after adding the gradient to the momentum."""
+        """Add the gradient to the momentum, and return this rank's rows of the update to orthogonalize, u, in the dtype of the
+        iterations."""
         gradient, momentum = matrix.rows.grad, self.state[matrix.rows]["momentum_buffer"]
         momentum.lerp_(gradient, 1 - self._section.momentum)
         direction = gradient.lerp(momentum, self._section.momentum)
@@ -141,7 +146,7 @@ class Muon(torch.optim.Optimizer):
         return direction.to(PRECISION[("bf16" if direction.is_cuda else "fp32") if chosen == "auto" else chosen])
 
     def _values_by_rank(self, matrix: ShardedMatrix | None) -> list[int]:
-        """Return the number of values of a matrix that each rank has: rows in the sizes of torch.chunk. None has no values."""
+        """Return the number of values of a matrix on each rank, 0 for None. FSDP2 divides rows as torch.chunk does."""
         size = self._shard_comms.size
         if matrix is None:
             return [0] * size

@@ -24,19 +24,19 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915
 """Linux's ioctl request for the IPv4 address of an interface (netdevice(7))."""
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""First and last port from which Linux takes those that no program names. gloo and NCCL name none (pytorch/gloo#54,
-NVIDIA/nccl#388), so this setting of a host is the only one for all ports on which ranks listen."""
+"""Linux's setting with the first and last port that it gives to programs that ask for no particular port. gloo and NCCL
+are such programs (pytorch/gloo#54, NVIDIA/nccl#388), so this setting alone determines the ports on which ranks listen."""
 PORTS_TO_TRY = 256
-"""Ports at each end of the range of which one must be free; each rank of a node needs up to two for a moment."""
+"""Number of ports at each end of the range, one of which must be free. Each rank of a node needs up to two for a moment."""
 LOCAL_PORTS = 10000, 32768
-"""First port, and the one after the last, of those from which one is chosen for a server on loopback."""
+"""First port from which one is chosen for a server on loopback, and the one after the last if the host's range is not known."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
 @dataclass(frozen=True)
 class Networks:
-    """Interfaces of this host, by the traffic that they carry. None leaves the choice to the backend."""
+    """Names of this host's interfaces, by the traffic that they carry. None leaves the choice to the backend."""
 
     replica: str | None = None
     """Traffic between replicas and among all ranks."""
@@ -55,8 +55,8 @@ class Networks:
         )
 
     def with_default_route(self, *peers: str) -> Networks:
-        """Return a copy in which each missing interface is the one that reaches the first of `peers` to which there is a
-        route. They are addresses or host names.
+        """Return a copy in which each missing interface is replaced by the one through which this host reaches the first
+        reachable one of `peers`, addresses or host names.
 
         gloo itself would use the interface to which this host's own name resolves, which is often loopback. If
         GLOO_SOCKET_IFNAME is set, missing interfaces stay None.
@@ -66,7 +66,7 @@ class Networks:
         return Networks(self.replica or default, self.shard or default)
 
     def set_nccl_interface(self, replicas_use_nccl: bool) -> None:
-        """Set NCCL_SOCKET_IFNAME to the one interface for NCCL, if one is given. Otherwise NCCL decides.
+        """Set NCCL_SOCKET_IFNAME to one interface for all of NCCL's groups, if one is given. Otherwise NCCL decides.
 
         If replicas use NCCL, the interface between replicas takes precedence, because a replica within a node needs no
         network.
@@ -117,7 +117,8 @@ def is_loopback(address: str) -> bool:
 
 
 def port_range() -> tuple[int, int] | None:
-    """Return the first and the last port that this host gives to listeners, or None if the system does not report it."""
+    """Return the first and the last port that this host gives to listeners that ask for none, or None if the system does not
+    report them."""
     try:
         first, last = PORT_RANGE.read_text().split()
     except OSError:
@@ -132,8 +133,8 @@ def format_port_range() -> str:
 
 
 def check_localhost() -> None:
-    """Raise TrainingError unless the name localhost is an address of the loopback interface, which ranks of one machine
-    need to reach each other. Without it, torch tries for minutes."""
+    """Raise TrainingError unless the name localhost resolves to a loopback address, through which the ranks of one
+    machine reach each other. Otherwise torch would try to connect for minutes."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo("localhost", None)}
         problem = (
@@ -149,9 +150,9 @@ def check_localhost() -> None:
 
 
 def unused_port() -> int:
-    """Return a port of loopback on which nobody listens, for a server that starts later.
+    """Return a port of loopback that is free now, for a server that starts later.
 
-    It lies below this host's range, so the kernel gives it to nobody else in the meantime.
+    The port lies below this host's range, so the kernel does not give it to another process before then.
     """
     end = max((port_range() or (LOCAL_PORTS[1], 0))[0], LOCAL_PORTS[0] + PORTS_TO_TRY)
     for port in random.SystemRandom().sample(range(LOCAL_PORTS[0], end), PORTS_TO_TRY):
@@ -161,7 +162,7 @@ def unused_port() -> int:
 
 
 def network_stack() -> str:
-    """Return an identifier that all processes share which have the same network interfaces, and no others."""
+    """Return an identifier that is equal for two processes if they have the same network interfaces, and only then."""
     try:
         return f"{BOOT_ID.read_text().strip()} {os.stat(NETWORK_NAMESPACE).st_ino}"
     except OSError:
@@ -172,8 +173,8 @@ def listen_at_both_ends(address: str, backlog: int) -> list[socket.socket]:
     """Return two sockets that listen on the first and on the last free port of this host's range, or one socket if the
     range is not known.
 
-    A firewall that is open for a part of the range, or for another one, blocks one of these ports. It could miss a port
-    that the kernel chooses.
+    A firewall that is open for only a part of the range, or for another range, blocks one of these ports. A single port that
+    the kernel chooses could lie in the open part.
     """
     found = port_range()
     if found is None:
@@ -187,7 +188,7 @@ def listen_at_both_ends(address: str, backlog: int) -> list[socket.socket]:
 
 
 def _listen_on_first(address: str, ports: Sequence[int], backlog: int) -> socket.socket:
-    """Return a socket that listens on the first free one of `ports`; 0 is one that the kernel chooses."""
+    """Return a socket that listens on the first free one of `ports`. 0 stands for a port that the kernel chooses."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     for port in ports[:-1]:
         with suppress(OSError):

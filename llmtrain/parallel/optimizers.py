@@ -1,6 +1,6 @@
-"""Inner optimizers: built from `optim`, with the state that they would create in their first step.
+"""Inner optimizers, built from the recipe's `optim` section.
 
-The state exists from the start so that a checkpoint can be loaded before that step.
+They have from the start the state that torch would create in their first step, so that a checkpoint can be loaded before it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class TrainedPart:
 
     tensor: torch.Tensor
     shape: torch.Size
-    """Shape of the whole parameter."""
+    """Shape of the full parameter."""
     in_layer: bool
-    """True if it belongs to a layer, False in the embedding and the head."""
+    """True if the parameter belongs to a layer, False in the embedding and the head."""
 
     @property
     def is_orthogonalized(self) -> bool:
-        """Return whether Muon updates it, rather than AdamW."""
+        """Return whether `optim.kind=muon` updates this parameter with Muon; AdamW updates the others."""
         return self.in_layer and len(self.shape) == 2
 
 
@@ -52,7 +52,7 @@ MOMENTS = {1: ("exp_avg", "momentum_buffer"), 2: ("exp_avg_sq",)}
 def moments_of(
     state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]], tensors: Iterable[torch.Tensor], order: int
 ) -> list[torch.Tensor | None]:
-    """Return each tensor's moment of an order in an optimizer's state; None for one without any."""
+    """Return each tensor's first (`order` 1) or second (2) moment in an optimizer's `state`; None for a tensor without one."""
     kept = (state.get(tensor, {}) for tensor in tensors)
     return [next((of_tensor[key] for key in MOMENTS[order] if key in of_tensor), None) for of_tensor in kept]
 
@@ -61,7 +61,7 @@ class OptimizerSet:
     """Several optimizers, each with parameters of its own, that step as one."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]):
-        """Wrap `optimizers`, which have the state of all their parameters already."""
+        """Wrap `optimizers`, which must already have the state of all their parameters."""
         self._optimizers = list(optimizers)
         self.param_groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         self.state = {tensor: kept for optimizer in self._optimizers for tensor, kept in optimizer.state.items()}
@@ -78,7 +78,7 @@ class OptimizerSet:
 
 
 def build_sharded_optimizer(parts: Sequence[TrainedPart], optim: OptimSection, shard_comms: Comms) -> InnerOptimizer:
-    """Return the inner optimizer of parameters that are sharded by rows over `shard_comms`, with its state."""
+    """Return the inner optimizer, with its state, for parameters that are sharded by rows over `shard_comms`."""
     if optim.kind != "muon":
         tensors = [part.tensor for part in parts]
         optimizer = build_optimizer(decay_groups(tensors, optim.weight_decay), optim)
@@ -95,20 +95,20 @@ def build_sharded_optimizer(parts: Sequence[TrainedPart], optim: OptimSection, s
 
 
 def build_optimizer(groups: list[dict], optim: OptimSection) -> torch.optim.Optimizer:
-    """Return plain SGD or fused AdamW over parameter groups that already have their weight decay."""
+    """Return plain SGD, or fused AdamW for every other kind, over parameter groups that already have their weight decay."""
     if optim.kind == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
 def set_lr(optimizer: InnerOptimizer, lr: float) -> None:
-    """Set the learning rate of the next step in all parameter groups, times a group's own ratio."""
+    """Set the learning rate of all parameter groups for the next step: `lr` times the group's `lr_ratio`, if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1.0)
 
 
 def start_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Create the state that AdamW itself would create in its first step. Other optimizers are left as they are."""
+    """Create the state that AdamW itself would create in its first step. Do nothing for other optimizers."""
     if isinstance(optimizer, torch.optim.AdamW):
         for parameter in parameters:
             zeros = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}

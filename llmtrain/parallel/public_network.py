@@ -1,4 +1,4 @@
-"""Messages that cross a public network unencrypted: neither gloo nor NCCL encrypts, and neither authenticates a peer."""
+"""Detection of messages that cross a public network unencrypted. gloo and NCCL neither encrypt nor authenticate peers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PRIVATE_NETWORKS = tuple(
         "fe80::/10",
     )
 )
-"""Networks that no router of the internet forwards to. `ipaddress.is_private` also counts networks of documentation and
-of benchmarks, which a host on a public network could have by mistake."""
+"""Networks to which no router of the internet forwards. `ipaddress.is_private` would also count the ranges reserved for
+documentation and benchmarks, which a host on a public network could have by mistake."""
 VPN_INTERFACES = ("wg", "tun", "tailscale")
 IP_IN_IP = "tunl"
 """Linux's IP-in-IP tunnels (`tunl0`), which do not encrypt."""
@@ -29,7 +29,7 @@ IP_IN_IP = "tunl"
 
 @dataclass(frozen=True)
 class NodeAddress:
-    """Interface and address that a rank uses, and where the rank is."""
+    """Interface and address that a rank uses, and the rank's node and host."""
 
     node: str
     host: str
@@ -58,8 +58,8 @@ def is_vpn(interface: str) -> bool:
 
 
 def find_unencrypted(addresses: Sequence[NodeAddress | None]) -> str | None:
-    """Return a message that names two addresses on different nodes between which a public network is crossed unencrypted,
-    or None. Unknown addresses are None."""
+    """Return a message that names two addresses on different nodes between which messages cross a public network unencrypted;
+    None if there are no such addresses. An unknown address is None in `addresses`."""
     known = [address for address in addresses if address is not None]
     for one in known:
         for other in known if one.needs_encryption else ():

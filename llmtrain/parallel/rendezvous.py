@@ -1,5 +1,5 @@
 """Rendezvous of ranks: a store that all ranks reach, a roll call that names the missing ranks, and a check that ranks
-reach each other.
+can connect to each other.
 
 Every wait ends within `run.timeout_seconds` plus GRACE_SECONDS, and every present rank reports the same missing
 ranks.
@@ -37,8 +37,8 @@ from llmtrain.parallel.world import World, master_endpoint, node_name, slurm_ste
 from llmtrain.waiting import announced
 
 GRACE_SECONDS = 3.0
-"""Seconds that all ranks but rank 0 wait beyond the timeout, for rank 0 to name the missing ranks. Rank 0 stays for the
-same time, so that they can read its answer."""
+"""Seconds that all ranks but rank 0 wait beyond the timeout, until rank 0 names the missing ranks. Rank 0 then stays for up to
+the same time, so that they can read its answer."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RankInfo:
     """Name of the rank's node; see `world.node_name`."""
     host: str
     address: str | None
-    """IPv4 address from which the rank reaches rank 0."""
+    """IPv4 address from which the rank reaches rank 0, or None if it has no route."""
     memory: float
     """Bytes of its device's memory that this rank may use."""
     refusal: str | None = None
@@ -68,7 +68,7 @@ class Rendezvous:
     ranks: Sequence[RankInfo]
     """Information on each rank, by rank."""
     networks: Networks
-    """Interfaces of this host: the recipe's, or else the one that reaches the other hosts."""
+    """Interfaces of this host that process groups use: the recipe's, or else the one that reaches the other hosts."""
     recipe_networks: Networks = field(default_factory=Networks)
     """Interfaces that the recipe itself names."""
 
@@ -81,7 +81,8 @@ class Rendezvous:
 def rendezvous(
     world: World, parallel: ParallelSection, memory: Callable[[], float], timeout_seconds: float
 ) -> Rendezvous:
-    """Meet the other ranks. `memory()` returns the bytes that this rank may use.
+    """Connect to the job's store and exchange `RankInfo` with all other ranks. `memory()` returns the bytes that this
+    rank may use.
 
     Raises a TrainingError that names the missing ranks, or the ranks without a usable GPU if others have one.
     Raises RecipeError on every rank if any rank cannot run the recipe.
@@ -97,7 +98,7 @@ def rendezvous(
         return Rendezvous(None, [RankInfo(node_name(), host, None, available)], given, given)
     deadline = time.monotonic() + timeout_seconds
     address, port = master_endpoint()
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # possibly derived from Slurm's; libraries read them too
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # for libraries; Slurm may not have set them
     store = _open_store(world, address, port, timeout_seconds)
     on_gpu, network = torch.cuda.is_available(), network_stack()
     mine = RankInfo(node_name(), host, address_towards(address), available, refusal, on_gpu, network)
@@ -110,15 +111,15 @@ def rendezvous(
     networks, elsewhere = given, [rank_info.address for rank_info in ranks if rank_info.node != mine.node]
     if elsewhere:
         reachable = (other for other in elsewhere if other is not None and not is_loopback(other))
-        networks = given.with_default_route(*reachable, address)  # the last for a rank 0 without a route
+        networks = given.with_default_route(*reachable, address)  # rank 0's address last, in case no other is known
     return Rendezvous(store, ranks, networks, given)
 
 
 def gather_over_store(store: dist.Store, world: World, when: str, mine: Any, timeout_seconds: float) -> list[Any]:
-    """Return every rank's `mine` (JSON), by rank.
+    """Return every rank's `mine`, a JSON value, by rank. A collective of all ranks, through the store.
 
-    `when` names this roll call in the store and in messages. Raises TrainingError on every present rank, naming the
-    missing ones, or on this rank if it loses the store.
+    `when` names this roll call in the store and in messages. Raises a TrainingError that names the missing ranks, on every
+    present rank, or one on this rank if it loses the store.
     """
     started = time.monotonic()
     key, where = f"llmtrain/{when}", ":".join(master_endpoint())
@@ -177,7 +178,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 def _check_devices(ranks: Sequence[RankInfo]) -> None:
     """Raise TrainingError if some ranks have a usable GPU and others have none.
 
-    A driver that failed on one node would turn its ranks into CPU ranks, and the other ranks would wait for them in
+    If the driver fails on one node, its ranks would otherwise train on the CPU, and the other ranks would wait for them in
     vain.
     """
     without = [rank for rank, rank_info in enumerate(ranks) if not rank_info.on_gpu]
@@ -192,8 +193,9 @@ def _check_devices(ranks: Sequence[RankInfo]) -> None:
 def _attempt(world: World) -> str:
     """Return a prefix of the store's keys that separates this start of the ranks from earlier ones.
 
-    A launcher that restarts its ranks may keep the store. torchrun counts restarts after a failure, but not those after
-    a node has left or joined, which change the number of ranks. Only ranks that Slurm numbers are all in one step.
+    A launcher that restarts its ranks may keep the store. torchrun counts restarts after a failure. It does not count
+    those after a node has left or joined, but these change the number of ranks. The Slurm step is in the prefix only if
+    Slurm numbers the ranks, because only then are all of them in one step.
     """
     run, restarts = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
     step = "" if "RANK" in os.environ else slurm_step()
@@ -231,7 +233,7 @@ def _open_store(world: World, address: str, port: str, timeout_seconds: float) -
 
 
 RANKS_QUIET_SECONDS = 10.0
-"""Seconds in which ranks that a launcher started together may take to import, before rank 0 says that it waits."""
+"""Seconds that rank 0 waits silently, because ranks that a launcher starts together do not take equally long to import."""
 
 
 def _wait(store: dist.Store, keys: list[str], seconds: float) -> None:
@@ -249,14 +251,14 @@ def _present(store: dist.Store, keys: list[str]) -> dict[int, list]:
 PATIENCE_SECONDS = 10.0
 """Maximum seconds for one connection attempt."""
 Endpoint = tuple[str, str, Sequence[int], str]
-"""Interface, its IPv4 address, the ports on which the rank listens, and the range from which its host takes ports."""
+"""Interface, its IPv4 address, the ports on which the rank listens, and the range from which its host takes ports, as text."""
 
 
 def check_connectivity(
     peers: Rendezvous, world: World, replicas: int, shard: int, timeout_seconds: float
 ) -> str | None:
-    """Raise TrainingError on every rank if any rank is gone or does not reach a peer on another node. Otherwise, return
-    which messages cross a public network unencrypted, or None.
+    """Raise TrainingError on every rank if any rank is gone or does not reach a peer on another node. Otherwise return a
+    line that says which messages cross a public network unencrypted, or None.
 
     Each rank connects to its peers along both axes of the mesh, over interfaces that have an address.
     """
@@ -280,7 +282,7 @@ def check_connectivity(
             if cards[axis] and told[peer][axis] and peers.nodes[peer] != peers.nodes[world.rank]
         )
         failure = next((found for found in failures if found), None)
-        # A rank without a failure comes at once, one with a failure up to `patience` later.
+        # A rank whose connections all succeed arrives at once; one with a failure arrives up to `patience` later.
         told_failures = gather_over_store(peers.store, world, "reach", failure, timeout_seconds + patience)
     failed = [found for found in told_failures if found]
     if failed:
@@ -304,8 +306,8 @@ def _endpoints(networks: Networks) -> dict[str, str | None]:
 
 
 def _listen(interface: str | None, peers: int, stack: ExitStack) -> Endpoint | None:
-    """Listen on the interface until `stack` closes. Connections complete in the kernel's queue and are never accepted.
-    Return None if the interface has no address or the axis has a single rank."""
+    """Listen on the interface until `stack` closes, and return where. Connections complete in the kernel's queue and are never
+    accepted. Return None if the interface has no address or the axis has a single rank."""
     address = interface and address_of(interface)
     if not address or peers == 1:
         return None
@@ -321,7 +323,7 @@ def _failure(
     reason, share_interfaces = None, me.network == other.network
     if is_loopback(mine[1]) and not (share_interfaces and me.host == other.host):
         reason = "loopback leads to no other host"
-    elif mine[1] == theirs[1] and not share_interfaces:  # it would reach itself
+    elif mine[1] == theirs[1] and not share_interfaces:  # a connection would reach this host itself
         reason = "both hosts have the same address, as in containers or behind NAT"
     else:
         for port in theirs[2]:

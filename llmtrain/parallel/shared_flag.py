@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 POLL_SECONDS = 0.5
 LAST_ANSWER_SECONDS = 5.0
-"""Maximum seconds at the end to wait for the store's answer to a request in flight."""
+"""Maximum seconds to wait, at the end, until the store has answered the request in flight."""
 
 
 @contextmanager
 def shared_flag(store: dist.Store | None, name: str, raised_here: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
-    """Provide a function that returns whether any rank has raised the flag, as far as this rank knows. It never waits.
+    """Provide a function that returns, without waiting, whether this rank knows that a rank has raised the flag.
 
-    `raised_here()` returns whether this rank raises the flag, which then stays raised. A thread polls the store over a
-    connection of its own. Without a store, this process is the only rank.
+    `raised_here()` returns whether this rank raises the flag, which then stays raised. A thread calls it every POLL_SECONDS,
+    and polls the store over a connection of its own. Without a store, this process is the only rank.
     """
     if store is None:
         yield raised_here

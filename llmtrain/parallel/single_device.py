@@ -1,7 +1,8 @@
-"""Engine for a replica of one device: nothing is sharded or gathered.
+"""Engine for a replica on one device: nothing is sharded or gathered.
 
-Each block's masters are one flat tensor, of which the parameters are views. In bf16, the parameters are views of a second,
-rounded tensor, which is refreshed from the masters whenever they change. Gradients then move to the masters as they arrive.
+The master weights of a block are one flat tensor, of which the parameters are views. In bf16, the parameters are views of a
+second, rounded tensor, which is refreshed from the masters whenever they change. Each gradient is then added to its master's
+gradient as soon as backward has computed it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class SingleDeviceEngine(TorchEngine):
     def __init__(self, model: LanguageModel, mesh: Mesh, *arguments: Any, **keywords: Any):
         """Build the engine; see `TorchEngine` for the other arguments."""
         self._rounded: list[torch.Tensor | None] = []
-        """Flat parameters in the compute dtype by block; None if that is the masters' dtype."""
+        """Flat parameters in the compute dtype, by block; None if it is the masters' dtype."""
         self._named: dict[str, torch.Tensor] = {}
         """Masters by parameter name."""
         super().__init__(model, mesh, *arguments, **keywords)
@@ -97,7 +98,7 @@ class SingleDeviceEngine(TorchEngine):
             self.parameters_changed(block)
 
     def _receive_gradient(self, index: int, master: torch.Tensor) -> Callable[[nn.Parameter], None]:
-        """Return a hook that moves a parameter's gradient to its master, if that is another tensor."""
+        """Return a hook that adds a parameter's gradient to its master's, if the master is another tensor, and counts it."""
         is_there = self._when_gradient_is_there(index)
 
         def receive(parameter: nn.Parameter) -> None:
@@ -114,9 +115,9 @@ class SingleDeviceEngine(TorchEngine):
     def _take_gradients(self, index: int) -> list[torch.Tensor | None]:
         gradients = [master.grad for master in self.masters[index]]
         for master in self.masters[index]:
-            master.grad = None  # until `step`, so that gradients are not in memory twice
+            master.grad = None  # the mean takes its place in `step`, so that gradients are not in memory twice
         return gradients
 
     def _as_dtensor(self, tensor: torch.Tensor) -> DTensor:
-        """Return a tensor as sharded over the replica's one rank, as the other engines' are over several."""
+        """Return a tensor as a DTensor sharded over the replica's one rank, as checkpoints of all engines store it."""
         return DTensor.from_local(tensor.detach(), self.mesh.devices["shard"], [Shard(0)], run_check=False)

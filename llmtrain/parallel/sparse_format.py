@@ -1,11 +1,13 @@
-"""Sparse wire format (SparseLoCo, arXiv 2508.15706): of each chunk of values, the largest are sent, with their indices.
+"""Sparse wire format (SparseLoCo, arXiv 2508.15706): the largest values of each chunk are sent, with their indices.
 
 A chunk has 4096 values, so that an index takes 12 bits. Of a shorter last chunk the same share is sent, rounded up. A value takes
-2 bits, a sign and one of two magnitudes: those of the chunk are the means of the larger and of the smaller half of what is
-sent, in fp32. With 64 values that is 96 + 16 + 8 bytes per chunk, 0.029 bytes per value of the message.
+2 bits: a sign and one of two magnitudes (levels) of its chunk. The levels are the means of the larger half and of the smaller
+half of the magnitudes that are sent, in fp32. With 64 values, a chunk takes 96 bytes of indices, 16 of values and 8 of levels,
+0.029 bytes per value of the message.
 
-Departs: chunks are of consecutive values of a rank's part of a block; in the paper, of 64 x 64 values of a matrix. The paper's
-levels were not at hand, nor was whether it counts them (12 bits per index and 2 per value without them).
+Differs from the paper: chunks are of consecutive values of a rank's part of a block, not of 64 x 64 values of a matrix.
+The paper was not at hand to compare its levels, or to see whether it counts their bytes (without them, 12 bits per index
+and 2 per value).
 """
 
 from __future__ import annotations
@@ -14,25 +16,26 @@ import torch
 
 CHUNK = 4096
 LEVELS = 2
+"""Magnitudes per chunk."""
 LEVEL_BYTES = 4
 
 
 class SparseFormat:
-    """Encoder and decoder of the `keep` largest values of each chunk of CHUNK values.
+    """Encoder and decoder of the `keep` largest magnitudes of each chunk of CHUNK values.
 
-    `values` is "2bit", or "fp32" for unrounded values in the message's dtype. A chunk with non-finite values keeps some of
-    them, and with "2bit" its larger values all become non-finite.
+    `values` is "2bit", or "fp32" for unrounded values in the message's dtype. Of a chunk with non-finite values, some of these
+    are sent. With "2bit", its larger values then all become non-finite.
     """
 
     def __init__(self, keep: int, values: str):
         self.keep, self.is_rounded = keep, values == "2bit"
 
     def size(self, numel: int, value_bytes: int = 4) -> int:
-        """Return the bytes of an encoded message of `numel` values of so many bytes each."""
+        """Return the number of bytes of an encoded message of `numel` values, each of `value_bytes` bytes before encoding."""
         return sum(chunks * self._chunk_bytes(kept, value_bytes) for chunks, _, kept in self._parts(numel))
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a flat tensor's encoded bytes, uint8 [size]."""
+        """Return the encoded bytes of a flat tensor, uint8 [size(numel)]."""
         encoded, start = [], 0
         for chunks, length, kept in self._parts(values.numel()):
             part = values[start : start + chunks * length].view(chunks, length)
@@ -41,17 +44,18 @@ class SparseFormat:
         return torch.cat(encoded)
 
     def add_decoded(self, encoded: torch.Tensor, total: torch.Tensor) -> None:
-        """Add the values of an encoded message to the flat tensor `total`, which has as many values as it had."""
+        """Add the values of an encoded message to the flat tensor `total`, of the same length and dtype as the message."""
         start = taken = 0
         for chunks, length, kept in self._parts(total.numel()):
             size = chunks * self._chunk_bytes(kept, total.element_size())
             values, indices = self._decode_chunks(encoded[taken : taken + size], chunks, kept, total.dtype)
-            # No index occurs twice in a row, so the sum does not depend on an order.
+            # No index occurs twice in a chunk, so the sum does not depend on the order of the additions.
             total[start : start + chunks * length].view(chunks, length).scatter_add_(1, indices, values)
             start, taken = start + chunks * length, taken + size
 
     def _parts(self, numel: int) -> list[tuple[int, int, int]]:
-        """Return (chunks, values in each, values sent of each) of the whole chunks and of the last one, if it is shorter."""
+        """Return (number of chunks, values in each, values sent of each) for the full chunks, and for the shorter last one if
+        there is one."""
         whole, rest = divmod(numel, CHUNK)
         parts = [(whole, CHUNK, self.keep), (1, rest, -(-self.keep * rest // CHUNK))]
         return [part for part in parts if part[0] * part[1]]
@@ -78,7 +82,7 @@ class SparseFormat:
     def _decode_chunks(
         self, encoded: torch.Tensor, chunks: int, kept: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the values that were sent [chunks, kept] and their indices."""
+        """Return the values that were sent and their indices, each [chunks, kept]."""
         of_indices = chunks * 3 * -(-kept // 2)
         of_values, packed = encoded.split([len(encoded) - of_indices, of_indices])
         indices = _unpack_indices(packed.view(chunks, -1), kept)

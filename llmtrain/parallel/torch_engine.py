@@ -1,8 +1,8 @@
-"""Base of the engines that leave gradients to torch, and whose optimizers are torch's or written like them.
+"""Base of the engines in which torch computes the gradients and a torch optimizer, or one with its interface, uses them.
 
 The loss is divided by the replica's tokens (`Engine.forward_backward`), and gradients are *summed* over the shard group.
-The gradient is therefore the replica's mean, with or without other replicas. In the synchronous phase, a block's gradient is
-averaged over the replicas as soon as backward has completed it.
+The result is the replica's gradient, with or without other replicas. In a synchronous step, a block's gradient is averaged
+over the replicas as soon as backward has completed it and those of all later blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llmtrain.parallel.wrapping import COMPUTE, wrap_layers
 
 
 class TorchEngine(Engine):
-    """Engine whose optimizer has plain tensors, this rank's parts of the parameters. See `Engine` for the methods."""
+    """Engine whose optimizer updates plain tensors: this rank's parts of the parameters. See `Engine` for the methods."""
 
     def __init__(
         self,
@@ -42,7 +42,8 @@ class TorchEngine(Engine):
         gradient_wire: WireFormat | None = None,
         lengths_vary: bool = False,
     ):
-        """Build the engine; see `build_engine`. Blocks are built one at a time, so at most one is unsharded then."""
+        """Build the engine; see `build_engine` for the arguments. Blocks are initialized and sharded one at a time, so at
+        most one is in memory unsharded."""
         self.model, self.mesh = model, mesh
         self.gradient_wait = DeviceTimer(mesh.device)
         self.compute_dtype = COMPUTE[parallel.precision]
@@ -53,12 +54,12 @@ class TorchEngine(Engine):
         self._in_forward = False
         self._is_last = False
         self._missing: list[int] = []
-        """Number of gradients that the last micro-batch has not computed yet, by block."""
+        """Number of gradients that the step's last micro-batch has not completed yet, by block."""
         self._averaging: list[PendingCollective] = []
-        """Averages in flight by block, from the last to the first, so that the order is the same on all ranks."""
+        """Averages in flight, from the last block to the first. The order is fixed, so that it is the same on all ranks."""
         self.blocks: list[Block] = []
         self.masters: list[list[torch.Tensor]] = []
-        """Tensors of this rank that the optimizer updates by block, in the order of `Block.shards`."""
+        """Tensors of this rank that the optimizer updates, by block, in the order of `Block.shards`."""
         model_blocks = blocks_of(model)
         wrap_layers(model_blocks, parallel, lengths_vary)
         for index, block in enumerate(model_blocks):
@@ -130,8 +131,8 @@ class TorchEngine(Engine):
 
     @abstractmethod
     def _take_gradients(self, index: int) -> list[torch.Tensor | None]:
-        """Return this rank's gradients of block `index`, in the shapes of its masters, and keep no reference to them. None
-        stands for a gradient that was not computed."""
+        """Return this rank's gradients of block `index`, in the shapes of its masters, and drop the engine's own references to
+        them. A gradient that was not computed is None."""
 
     def _trained_parts(self, model_blocks: Sequence[ModelBlock]) -> list[TrainedPart]:
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
@@ -142,8 +143,9 @@ class TorchEngine(Engine):
         ]
 
     def _when_gradient_is_there(self, index: int) -> Callable[[torch.Tensor], None]:
-        """Return a hook for the parameters of block `index`, to be called when a micro-batch's gradient is complete."""
-        weak = weakref.ref(self)  # the hook is kept in C++, and Python would never free what a strong one refers to
+        """Return a hook for the parameters of block `index`, to be called with a parameter when a micro-batch's gradient
+        for it is complete."""
+        weak = weakref.ref(self)  # autograd keeps the hook in C++, where Python can't find a reference cycle to free
 
         def is_there(parameter: torch.Tensor) -> None:
             if (engine := weak()) is not None:
@@ -152,7 +154,8 @@ class TorchEngine(Engine):
         return is_there
 
     def _count_gradient(self, index: int) -> None:
-        """Note a complete gradient of block `index`. Start averaging the blocks that have all of theirs for this step."""
+        """Count a complete gradient of block `index` in the step's last micro-batch. Start averaging the blocks whose
+        gradients are all complete, from the last block on."""
         if not (self._is_last and self.average_gradients and self.mesh.replicas > 1):
             return
         self._missing[index] -= 1
@@ -160,8 +163,8 @@ class TorchEngine(Engine):
             self._start_averaging(following)
 
     def _call_hooks_before(self, index: int, block: ModelBlock) -> None:
-        """Call the block hooks before a block's training forward. Prepended, so that they run before hooks that are
-        already there, which gather the block."""
+        """Make a block call the block hooks before its training forward. The module hook is prepended, so that it runs
+        before the existing ones, which gather the block."""
 
         def run(module: nn.Module, inputs: tuple) -> None:
             if self._in_forward:

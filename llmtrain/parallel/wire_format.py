@@ -1,5 +1,5 @@
-"""Wire formats: the number formats to which a message's values are rounded before they are sent. Codes of 8, 4 or 2
-bits share a scale per group of values."""
+"""Wire formats: the number formats to which a message's values are rounded before they are sent. In formats with codes of 8, 4
+or 2 bits, a group of values shares a scale."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ SCALE_BYTES = 4
 POWERS = (0.0, *(2.0**exponent for exponent in range(-6, 1)))
 """Magnitudes of fp4, in units of the scale."""
 POWERS_BETWEEN = tuple((low + high) / 2 for low, high in itertools.pairwise(POWERS))
+"""Boundaries for rounding to the nearest of these magnitudes."""
 LOW, HIGH, THRESHOLD = 0.4528 / 0.79788, 1.5104 / 0.79788, 0.9816 / 0.79788
-"""Levels of 2bit and the magnitude between them (Max 1960, for standard deviation 1), in units of the mean magnitude, which is
-sqrt(2 / pi)."""
+"""Smaller and larger level of 2bit, and the magnitude that separates them. They are the optimal ones for a normal distribution
+(Max 1960), in units of its mean magnitude, sqrt(2 / pi) = 0.79788 standard deviations."""
 
 Encoder = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""groups -> (codes, scales); see `_encode_int8` for the shapes."""
 Decoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""(groups to write, codes, scales)."""
 
 
 class WireFormat:
@@ -55,7 +58,8 @@ class WireFormat:
             self._decode_groups = torch.compile(self._decode_groups, dynamic=True)
 
     def size(self, values: int) -> int:
-        """Return the bytes of `values` encoded values. The number must be a multiple of SCALE_GROUP_SIZE."""
+        """Return the number of bytes that `values` values take when encoded. `values` must be a multiple of
+        SCALE_GROUP_SIZE."""
         assert values % SCALE_GROUP_SIZE == 0, values
         if self.kind == "bf16":
             return 2 * values
@@ -70,7 +74,8 @@ class WireFormat:
         for row, sent in zip(values, payload, strict=True):
             codes, scales = self._codes_and_scales(sent)
             for part, of_codes, of_scales in self._pieces(row.view(-1, SCALE_GROUP_SIZE), codes, scales):
-                # Written here, because torch.compile does not write to two views of one tensor in different dtypes.
+                # Copied here and not in the encoder, because compiled code can't write to two views of one tensor that differ
+                # in dtype.
                 encoded, scale = self._encode_groups(part)
                 of_codes.copy_(encoded)
                 of_scales.copy_(scale)
@@ -95,8 +100,8 @@ class WireFormat:
         return codes.view(groups, -1), scales.view(torch.float32).view(groups, 1)
 
     def padded_chunk(self, numel: int, ranks: int) -> int:
-        """Return the number of values in each rank's chunk of a message of `numel` values, a multiple of
-        SCALE_GROUP_SIZE. The last groups are padded."""
+        """Return the number of values in each rank's chunk of a message of `numel` values, rounded up to a multiple of
+        SCALE_GROUP_SIZE."""
         return math.ceil(numel / ranks / SCALE_GROUP_SIZE) * SCALE_GROUP_SIZE
 
 
@@ -139,7 +144,7 @@ def _decode_fp4(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor)
 
 
 def _encode_2bit(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # The sum in fp64 hardly depends on the order, in which devices differ.
+    # The sum is in fp64, so that it hardly depends on the order of summation, in which devices differ.
     scales = groups.abs().mean(-1, keepdim=True, dtype=torch.float64).to(torch.float32)
     quotients = _quotients(groups, scales)
     return _packed((quotients.abs() > THRESHOLD).to(torch.int8) + 2 * _negative(quotients), 2), scales
@@ -159,8 +164,8 @@ def _negative(values: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return codes [G, n], int8 from 0 to 2^bits - 1, with 2 or 4 of them in a byte: uint8. Codes that share a byte are neighbors
-    and are taken as one integer, so no strided slices are needed."""
+    """Pack codes [G, n], int8 from 0 to 2^bits - 1, into bytes, uint8 [G, n bits / 8]. Neighbors share a byte, so they can be
+    read as one integer and no strided slices are needed."""
     if bits == 4:
         pairs = codes.view(torch.int16)
         return (pairs | (pairs >> 4)).to(torch.uint8)  # its low byte
@@ -169,7 +174,7 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Invert `_packed`: uint8 [G, n]."""
+    """Return the codes that `_packed` packed: uint8 [G, n]."""
     if bits == 4:
         pairs = codes.to(torch.int16)
         return pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.uint8)
@@ -184,11 +189,12 @@ def _look_up(codes: torch.Tensor, levels: tuple[float, ...], groups: torch.Tenso
 
 
 _TABLES: dict[tuple[tuple[float, ...], torch.dtype, torch.device], torch.Tensor] = {}
-"""Tables of levels by values, dtype and device."""
+"""Tensors that `_table` has made, by values, dtype and device."""
 
 
 def _table(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return the values where `like` is. They are kept, because the host would wait for a GPU with each copy."""
+    """Return the values as a tensor with the dtype and device of `like`. It is kept for later calls, because the host
+    would wait for the GPU at every copy."""
     key = values, like.dtype, like.device
     if torch.compiler.is_compiling():
         return torch.tensor(values, dtype=like.dtype, device=like.device)

@@ -1,7 +1,7 @@
-"""This process's rank among the others, and the endpoint where they meet.
+"""Rank of this process among the others, and the endpoint at which ranks find each other.
 
 Ranks come from torchrun's and DeepSpeed's environment variables, or else from Slurm's. Without either, this process is
-the only one.
+the only rank.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 MAX_PORT = 65_535
 PORTS_BETWEEN_STEPS = 1009
-"""Distance of the ports of two steps of a Slurm job, whose neighbors are taken by the jobs that follow it."""
+"""Distance between the ports of consecutive steps of a Slurm job. It is large, because the jobs with the next numbers take the
+ports next to this job's."""
 SCONTROL_SECONDS = 20.0
 """Seconds in which Slurm's controller must answer."""
 SHARE_GPU = "LLMTRAIN_SHARE_GPU"
-"""Environment variable: with 1, a node may have more ranks than GPUs, each rank a replica of its own. For trying
+"""Environment variable. If it is 1, a node may have more ranks than GPUs, each a replica of its own. This is for trying
 synchronization on one GPU, not for speed."""
 NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "CROSS_RANK")
 """Variables in which torchrun, Slurm and DeepSpeed's launcher pass a node's number to its processes."""
@@ -62,7 +63,7 @@ class World:
 
 
 def may_share_gpu() -> bool:
-    """Return whether the user lets several ranks of a node compute on the same GPU. Raises RecipeError unless it is 0 or 1."""
+    """Return whether SHARE_GPU lets several ranks of a node compute on the same GPU. Raises RecipeError unless it is 0 or 1."""
     return environment_number(SHARE_GPU, 0, 0, 1) == 1
 
 
@@ -76,8 +77,8 @@ def node_name() -> str:
 
 
 def master_endpoint() -> tuple[str, str]:
-    """Return rank 0's (address, port): MASTER_ADDR and MASTER_PORT, or the first host of the Slurm step and a port
-    derived from the job's number and the step's. Raises RecipeError if neither is available, or if one can't be an
+    """Return rank 0's (address, port): MASTER_ADDR and MASTER_PORT, or the first host of the Slurm step and a port derived
+    from the numbers of the job and the step. Raises RecipeError if neither is available, or if the values are not those of an
     endpoint."""
     env = os.environ
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
@@ -97,8 +98,8 @@ def master_endpoint() -> tuple[str, str]:
 
 
 def slurm_step() -> str:
-    """Return the number of this process's Slurm step, or an empty text outside of Slurm. Steps of a job may run at the same
-    time, and share a MASTER_PORT that the job has set."""
+    """Return the number of this process's Slurm step as text; empty outside of Slurm. It separates steps of a job that
+    run at the same time and share a MASTER_PORT, which the job has set."""
     return os.environ.get("SLURM_STEP_ID", "")
 
 

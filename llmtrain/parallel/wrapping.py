@@ -1,4 +1,4 @@
-"""Preparation of a model's layers, shared by all engines."""
+"""Preparation of a model's layers for every engine: activation checkpointing, torch.compile, and the head's loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmtrain.model import LanguageModel, ModelBlock
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 """Dtype of forward and backward, by `parallel.precision`."""
 EXPENSIVE = {"mm", "addmm", "bmm"}
-"""Operations whose results selective checkpointing keeps, in addition to those of ATTENTION."""
+"""Operations (matrix products) whose results selective checkpointing keeps, in addition to fused attention."""
 ATTENTION = "_scaled_dot_product"
 """Prefix of the names of torch's fused attention operations."""
 
@@ -30,18 +30,18 @@ def named_parameters_of(model: LanguageModel, block: ModelBlock) -> list[tuple[s
 
 
 def wrap_layers(blocks: Sequence[ModelBlock], parallel: ParallelSection, lengths_vary: bool = False) -> None:
-    """Apply activation checkpointing, then torch.compile, to every layer's forward if the recipe asks for them, and
-    choose the head's loss. Hooks stay outside both, so they run once per forward.
+    """Wrap every layer's forward in activation checkpointing, and that in torch.compile, as far as the recipe asks for them,
+    and choose the head's loss. Module hooks stay outside both, so they run once per forward.
 
-    If the lengths of micro-batches vary, each kind of layer is compiled once for all of them; static kernels would be
-    compiled for each, up to torch's limit of eight.
+    If the lengths of micro-batches vary, layers are compiled for all lengths at once. Static kernels would be compiled
+    again for each length, up to torch's limit of eight.
     """
     for layer in (m for block in blocks if block.is_layer for m in block.modules):
         forward = layer.forward
         if parallel.activation_checkpointing:
             forward = _checkpointed(forward, selective=parallel.activation_checkpointing == "selective")
         if parallel.compile:
-            forward = torch.compile(forward, dynamic=lengths_vary)  # dynamic kernels are slower
+            forward = torch.compile(forward, dynamic=lengths_vary)  # dynamic kernels fit all lengths, but are slower
         if forward != layer.forward:  # not `is not`: each access makes a new bound method
             layer.forward = forward
     for head in (m for block in blocks for m in block.modules if isinstance(m, LossHead)):

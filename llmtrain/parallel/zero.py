@@ -1,11 +1,11 @@
 """DeepSpeed ZeRO engine: stage 1, 2 or 3 over the shard axis.
 
-An `mpu` object limits DeepSpeed's data parallelism to the shard group. Every block is one or two of the
-optimizer's parameter groups, so a rank's part of its fp32 masters is one or two flat tensors, which
-synchronization changes in place. This module averages gradients over the replicas and clips them, between backward
-and step. DeepSpeed does the rest.
+An `mpu` object limits DeepSpeed's data parallelism to the shard group. The parameters of a block form one or two of the
+optimizer's parameter groups: those with weight decay and those without. A rank's part of the block's fp32 master weights is
+therefore one or two flat tensors, which synchronization changes in place. Between backward and step, this module averages
+gradients over the replicas and clips them. DeepSpeed does the rest.
 
-In bf16 the masters of a random initialization are rounded to bf16, because DeepSpeed creates them that way.
+In bf16, randomly initialized masters have values that are rounded to bf16, because DeepSpeed copies them from the bf16 weights.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.parallel.wrapping import COMPUTE, named_parameters_of, wrap_layers
 from llmtrain.parallel.zero_layout import FlatGroup, deepspeed_config
 
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # else it guesses and logs that
-# torch warns that it renamed these functions; DeepSpeed calls both in every step.
+# Without this variable, DeepSpeed guesses the accelerator and logs its guess.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+# torch warns at every call that it has renamed these functions, and DeepSpeed calls both in every step.
 warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor)", FutureWarning)
 try:
     import deepspeed
@@ -45,14 +46,13 @@ except ImportError as error:
     raise RecipeError(
         f"parallel.engine=zero needs DeepSpeed, which can't be imported ({error}); pip install deepspeed"
     ) from error
-with suppress(
-    ImportError
-):  # DeepSpeed's engine imports it, and 500 modules with it: here, once for all ranks that are forked
+# DeepSpeed's engine imports this later, and 500 modules with it. Here, it is imported once for all ranks that are forked.
+with suppress(ImportError):
     import deepspeed.runtime.zero.muon.muon_optimizer
 
 # Disable shared-memory reductions, which only inference uses. DeepSpeed would compile them at the first start on a
-# machine, and a start that is killed during compilation leaves a lock that blocks all later starts forever. On GPUs
-# this operation does not exist, and reading the table would try all compilers.
+# machine, and a start that is killed during compilation leaves a lock that blocks all later starts forever. GPUs do
+# not have this operation, and there the mere access to the table would try all compilers.
 if os.environ["DS_ACCELERATOR"] == "cpu":
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -60,9 +60,9 @@ if os.environ["DS_ACCELERATOR"] == "cpu":
 class ZeroEngine(Engine):
     """Engine for one replica under DeepSpeed ZeRO. See `Engine` for the methods.
 
-    In stage 3, the compute weights follow a change block by block. In stages 1 and 2, every rank computes with full
-    weights that are gathered all at once, so the hooks of all blocks run at the start of a step, before its first
-    forward.
+    The compute weights, in the compute dtype, follow the masters. In stage 3 they do so block by block. In stages 1 and 2,
+    every rank computes with full weights that are gathered all at once, so the block hooks run for all blocks at the
+    start of a step, before its first forward.
     """
 
     def __init__(
@@ -77,27 +77,28 @@ class ZeroEngine(Engine):
         changes_in_forward: bool = False,
         lengths_vary: bool = False,
     ):
-        """Build the engine. `changes_in_forward` means that hooks change blocks in forward, so no block may be
-        gathered ahead of its turn."""
+        """Build the engine; see `build_engine` for the arguments. With `changes_in_forward`, no block may be gathered
+        before the hooks of its forward have run, so stage 3 prefetches nothing."""
         self.model, self.mesh, self.stage = model, mesh, parallel.zero_stage
         self.gradient_wait = DeviceTimer(mesh.device)
         self._is_offloaded = parallel.zero_offload
         self._clip_norm, self._gradient_wire = optim.clip_norm, gradient_wire
         self._hooks: list[Callable[[int], None]] = []
         self._in_forward = False
-        self._masters_changed = False  # masters were changed; the compute weights may be stale
-        # DeepSpeed requires LOCAL_RANK and uses it as the GPU's index. srun sets none; with one GPU per task it is 0.
+        self._masters_changed = False  # True while the compute weights may lag behind changed masters
+        # DeepSpeed requires LOCAL_RANK and uses it as the GPU's index. srun does not set it, and with one GPU per task every
+        # rank has GPU 0.
         number = mesh.world.local_rank if mesh.device.index is None else mesh.device.index
         os.environ["LOCAL_RANK"] = str(number)
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        with redirect_stdout(io.StringIO()):  # every rank prints what it has compiled
+        with redirect_stdout(io.StringIO()):  # DeepSpeed prints on every rank what it has compiled
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         config = deepspeed_config(parallel, changes_in_forward)
         model_blocks = blocks_of(model)
         wrap_layers(model_blocks, parallel, lengths_vary)
         grouped = self._build_weights(model_blocks, config, parallel, optim, seed, read)
         self.optimizer = build_optimizer([group for groups in grouped for group in groups], optim)
-        self._parameters = [[group["params"] for group in groups] for groups in grouped]  # DeepSpeed empties its own
+        self._parameters = [[group["params"] for group in groups] for groups in grouped]  # DeepSpeed changes its lists
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=self.optimizer, config=config, mpu=_ShardAxis(mesh), dist_init_required=False
         )
@@ -120,7 +121,7 @@ class ZeroEngine(Engine):
             all_names = [name for group in layout for name in group.names]
             self.blocks.append(Block(block.name, [master.detach() for master in mine], all_names))
         for index, block in enumerate(model_blocks):
-            if self.stage == 3:  # prepended, to run before DeepSpeed's hook gathers
+            if self.stage == 3:  # prepended, to run before the hook with which DeepSpeed gathers the block
                 block.modules[0].register_forward_pre_hook(self._run_hooks(index), prepend=True)
         self._clear_padding()
         if read is not None and parallel.precision == "bf16":
@@ -278,7 +279,7 @@ class ZeroEngine(Engine):
 
     @torch.no_grad()
     def _read_masters(self, read: ReadWeight) -> None:
-        """Replace the masters, which DeepSpeed has made from weights in bf16, by the weights in fp32."""
+        """Replace the masters, which DeepSpeed has copied from bf16 weights, by the fp32 weights that `read` returns."""
         for block, layout in zip(self.blocks, self._layout, strict=True):
             for group, master in zip(layout, block.shards, strict=True):
                 full = {name: read(name.removeprefix(PREFIX)) for name in group.names}
@@ -287,8 +288,8 @@ class ZeroEngine(Engine):
 
     @torch.no_grad()
     def _clear_padding(self) -> None:
-        """Set the padding to zero. DeepSpeed leaves it uninitialized, but norms and messages cover the flat
-        tensors including padding."""
+        """Set the padding of the masters to zero. DeepSpeed leaves it uninitialized, but norms and messages are of
+        complete flat tensors, padding included."""
         for block, layout in zip(self.blocks, self._layout, strict=True):
             for group, master in zip(layout, block.shards, strict=True):
                 for padding in group.padding(self.mesh.shard_comms.rank):
@@ -332,7 +333,7 @@ class ZeroEngine(Engine):
         self._masters_changed = False
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' parts of a group: [ranks, size]."""
+        """Return all ranks' parts of a group's flat tensor: [ranks, size]. A collective of the shard group."""
         return self.mesh.shard_comms.all_gather(
             part.detach().to(self.mesh.device), "gathering a block for a checkpoint"
         )
@@ -356,7 +357,7 @@ class ZeroEngine(Engine):
 
 
 class _ShardAxis:
-    """Model-parallel unit (`mpu`) for DeepSpeed. Its data parallelism is the shard axis, and it has no model
+    """Model-parallel unit (`mpu`), from which DeepSpeed takes its groups: data parallelism over the shard axis, and no model
     parallelism."""
 
     def __init__(self, mesh: Mesh):
@@ -379,5 +380,5 @@ class _ShardAxis:
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of the full parameter. ZeRO-3 leaves an empty tensor in its place."""
+    """Return the shape of the full parameter, in whose place ZeRO-3 leaves an empty tensor."""
     return getattr(parameter, "ds_shape", parameter.shape)

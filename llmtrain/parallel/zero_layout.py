@@ -14,10 +14,10 @@ from llmtrain.config import ParallelSection
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """Group of parameters, divided among the ranks of a shard group: one flat tensor of `size` elements per rank.
+    """Parameter group, divided among the ranks of a shard group: one flat tensor of `size` elements per rank.
 
-    ZeRO-3 (`by_parameter`) cuts each parameter into `ranks` equal parts, and a rank's tensor is its parts end to
-    end. ZeRO-1 and 2 put the parameters end to end and cut the result. Padding fills the last part.
+    ZeRO-3 (`by_parameter`) cuts each parameter into `ranks` equal parts, and a rank's tensor has its parts end to
+    end. ZeRO-1 and 2 put all parameters end to end and cut the result. Padding fills the last part.
     """
 
     names: list[str]
@@ -32,7 +32,7 @@ class FlatGroup:
         assert fits, (self.names, self.size, self.ranks)
 
     def full_tensors(self, gathered: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the parameters by name, from all ranks' tensors [ranks, size]."""
+        """Return the full parameters by name, given all ranks' tensors [ranks, size]."""
         if self.by_parameter:
             parts = gathered.split(self._widths(), dim=1)
         else:
@@ -68,7 +68,7 @@ class FlatGroup:
             start += width
 
     def _widths(self) -> list[int]:
-        """Return the number of elements of each parameter in a rank's tensor that is cut by parameter."""
+        """Return the number of elements that each parameter has in a rank's tensor under ZeRO-3."""
         return [math.ceil(math.prod(shape) / self.ranks) for shape in self.shapes]
 
 
@@ -77,25 +77,26 @@ def _padded(flat: torch.Tensor, size: int) -> torch.Tensor:
 
 
 BUCKET = 50_000_000
-"""Number of gradient values that are reduced together. DeepSpeed allocates buffers for them in advance; its default is
+"""Number of gradient values that DeepSpeed reduces together. It allocates buffers for them in advance, and its default is
 ten times larger."""
 
 
 def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`. Keys in `parallel.deepspeed` override it.
 
-    Batch sizes are only DeepSpeed's bookkeeping, because the engine marks where a step ends and averages over
-    tokens.
+    The batch sizes in it have no effect, because `ZeroEngine` marks the last micro-batch of a step itself and divides the loss
+    by the number of tokens.
     """
     zero: dict[str, Any] = {"stage": parallel.zero_stage, "overlap_comm": True, "contiguous_gradients": True}
     zero |= {"reduce_bucket_size": BUCKET}
     if parallel.zero_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if parallel.zero_stage == 3:
-        # A parameter that stays gathered across a synchronization would be used with its old values.
+        # No parameter may stay gathered across a synchronization, because it would keep its old values.
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
         zero |= {"sub_group_size": 2**62}  # keeps each parameter group in one flat tensor
-        # DeepSpeed's own linear layer adds the bias in place, so twice to a result that selective checkpointing keeps.
+        # DeepSpeed's own linear layer adds the bias in place. Selective checkpointing keeps the matrix product, and the
+        # recomputation would add the bias to it a second time.
         zero |= {"memory_efficient_linear": False}
         if changes_in_forward:
             zero |= {"stage3_prefetch_bucket_size": 0}
@@ -116,7 +117,7 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dic
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `under` with `over` laid over it, mapping by mapping."""
+    """Return `under` with its values replaced by those of `over`, key by key in nested mappings."""
     result = dict(under)
     for key, value in over.items():
         nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)

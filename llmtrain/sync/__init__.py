@@ -1,6 +1,6 @@
-"""Synchronization of replicas: periods, reductions, outer steps and schedules. Works on tensors and process groups.
+"""Synchronization of replicas: periods, reductions, outer steps and schedules. It works on tensors and process groups alone.
 
-`LocalUpdates` is for your own training loop (docs/library.md).
+`LocalUpdates` adds it to your own training loop (docs/library.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["LocalUpdates"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public name when it is first used, because recipes are read without torch."""
+    """Import `LocalUpdates`, and torch with it, at its first use, because recipes are read without torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from llmtrain.sync.local_updates import LocalUpdates

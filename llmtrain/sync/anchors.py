@@ -1,4 +1,4 @@
-"""Anchor and outer momentum: one flat tensor per block, on the device or offloaded to the CPU."""
+"""Anchors and outer momenta: one flat tensor per block, on the device or offloaded to the CPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from llmtrain.pieces import pieces
 from llmtrain.sync.offload import DeviceCopy, HostOffload
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtypes by bytes per element, to read the bits of a float tensor."""
 
 
 class Anchors:
-    """Anchors (the parameters agreed on at the last synchronization) and outer momenta, sharded like the parameters.
+    """Anchors (the parameters that the last synchronization gave) and outer momenta, sharded like the parameters.
 
-    With `copies`, they are kept in pinned CPU memory. `load` then returns copies on the device, which stay there
-    until `release`; `prefetch` starts copying them earlier. `write_back` copies changed values to the CPU.
+    With `copies`, the offload, they are kept in pinned CPU memory. `load` then returns copies on the device, which stay
+    there until `release`; `prefetch` starts these copies earlier. `write_back` copies changed values back to the CPU.
     """
 
     def __init__(self, blocks: list[Block], with_momentum: bool, copies: HostOffload | None = None):
@@ -39,7 +40,7 @@ class Anchors:
         return bool(self.anchor)
 
     def prefetch(self, index: int, momentum: bool = False) -> None:
-        """Start copying a block's anchor (and momentum) to the device. Without offload, do nothing."""
+        """Start copying a block's anchor (with `momentum`, its momentum too) to the device. Without offload, do nothing."""
         if self._offload is None:
             return
         for is_momentum in (False, True) if momentum and self.with_momentum else (False,):
@@ -54,8 +55,8 @@ class Anchors:
                 fetched.release()
 
     def iter_prefetched(self, indices: Sequence[int], momentum: bool = False) -> Iterator[int]:
-        """Yield the blocks in order. While the caller works on one, the next one's anchor (and momentum) is copied
-        to the device. Each block is released after its turn."""
+        """Yield the block indices in order. While the caller works on a block, the anchor (and momentum) of the next one
+        is copied to the device. A block is released when the caller asks for the next one."""
         for place, index in enumerate(indices):
             for near in indices[place : place + 2]:
                 self.prefetch(near, momentum)
@@ -63,31 +64,31 @@ class Anchors:
             self.release(index)
 
     def load(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (anchor, momentum) of a block on its parameters' device. The momentum is None if none is kept."""
+        """Return a block's (anchor, momentum) on the device of its parameters. The momentum is None if none is kept."""
         self.prefetch(index, momentum=True)
         return self.load_anchor(index), self._on_device(index, self.momentum, True) if self.with_momentum else None
 
     def load_anchor(self, index: int) -> torch.Tensor:
-        """Return a block's anchor on its parameters' device."""
+        """Return a block's anchor on the device of its parameters."""
         self.prefetch(index)
         return self._on_device(index, self.anchor, False)
 
     def write_back(self, index: int, anchor: torch.Tensor, momentum: torch.Tensor | None) -> None:
-        """Start copying the tensors from `load`, which the outer step has changed, to the CPU. Without offload,
-        do nothing, because they were changed in place."""
+        """Start copying the tensors that `load` returned, and the outer step has changed, back to the CPU. Without offload,
+        do nothing, because `load` returned the originals."""
         if self._offload is not None:
             self._offload.write_back(self.anchor[index], anchor)
             if momentum is not None:
                 self._offload.write_back(self.momentum[index], momentum)
 
     def state_dict(self) -> dict[str, list[torch.Tensor]]:
-        """Return the tensors themselves, by block."""
+        """Return lists of tensors by block, without copying them. Waits for copies in flight."""
         self._wait()
         return {"anchor": self.anchor, "momentum": self.momentum}
 
     def fingerprint(self) -> int:
-        """Return a sum over the bits of all anchors and momenta, below 2^53. It is equal on ranks that hold the same
-        shard of the same values. One changed bit changes it if elements have at most 4 bytes."""
+        """Return a checksum of the bits of all anchors and momenta, below 2^53, which a float64 holds exactly. It is equal on
+        ranks that hold the same shard of the same values. It detects one changed bit if elements have at most 4 bytes."""
         self._wait()
         total = 0
         for number, flat in enumerate([*self.anchor, *self.momentum], 1):
@@ -125,7 +126,7 @@ def flatten(block: Block) -> torch.Tensor:
 
 
 def flat_view(block: Block) -> torch.Tensor:
-    """Return the block's shards as one flat tensor that must not be changed: their own memory, if it is contiguous."""
+    """Return the block's shards as one flat tensor that the caller must not change: `block.flat` itself, or else a copy."""
     return flatten(block) if block.flat is None else block.flat
 
 
@@ -139,13 +140,13 @@ def unflatten_into(flat: torch.Tensor, block: Block) -> None:
 
 
 def parameter_parts(block: Block) -> list[torch.Tensor]:
-    """Return the block's parameters as few tensors: their own memory."""
+    """Return the tensors that hold the block's parameters, not copies: one flat tensor if there is one, else the shards."""
     return block.shards if block.flat is None else [block.flat]
 
 
 def parts_of(shards: Sequence[torch.Tensor], *flats: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield (part of a shard, same part of each flat tensor), in order: views, in pieces that stay in a cache. A shard that
-    is not contiguous is one part in its own shape. A flat tensor has the values of all shards, end to end."""
+    """Yield (part of a shard, same part of each flat tensor), in order. Parts are views, short enough for a processor's cache.
+    A shard that is not contiguous is one part in its own shape. A flat tensor has the values of all shards, end to end."""
     parts = [flat.split([shard.numel() for shard in shards]) for flat in flats]
     for shard, *of_shard in zip(shards, *parts, strict=True):
         if shard.is_contiguous():

@@ -19,26 +19,29 @@ class PendingReduction:
     """A block's reduction in flight. `wait` may be called more than once."""
 
     def __init__(self, pending: PendingCollective, error: torch.Tensor | None = None):
-        """Wrap `pending`. The block's rounding errors are added to `error`, if given."""
+        """Wrap `pending`. `error`, if given, is the block's error-feedback buffer, to which `wait` adds what rounding lost."""
         self._pending, self._error = pending, error
 
     def start_second_phase(self) -> None:
-        """Start the second exchange, if any. All replicas must call this between the same two collectives."""
+        """Start the second exchange, if the format has two. All replicas must call this between the same two collectives."""
         self._pending.start_second_phase()
 
     def wait(self) -> torch.Tensor:
-        """Wait for the mean and return it. The rounding error of this rank's message is kept for its next message."""
+        """Wait for the mean and return it. With error feedback, keep what this rank's message lost by rounding for its next."""
         mean = self._pending.wait()
         if self._error is not None and (lost := self._pending.quantization_error()) is not None:
-            # A broken replica's NaN is in this mean; it must not enter the next message.
+            # A broken replica's NaN spoils this mean anyway, but must not enter the next message.
             self._error += lost.nan_to_num_(0.0, 0.0, 0.0)
             self._error = None
         return mean
 
 
 class BlockSync:
-    """Parts of a synchronization, block by block. Without `anchors`, the parameters themselves are averaged,
-    which needs no extra memory. With `feedback_decay`, a message's rounding errors are added to the next one, times it."""
+    """Operations on one block, from which every schedule composes its synchronization.
+
+    Without `anchors`, the parameters themselves are averaged, which needs no extra memory. `feedback_decay`, if not None,
+    turns on error feedback: the next message includes this one's rounding errors, times the decay.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class BlockSync:
         return range(len(self.replica.blocks))
 
     def ensure_anchor(self) -> None:
-        """Take the first anchor and allocate the error buffers, if the method keeps them and they do not exist yet.
+        """Take the first anchor and allocate the error-feedback buffers, as far as the method keeps them, unless they exist.
         Replicas must be equal at the first call."""
         if self.anchors is not None and not self.anchors.is_set:
             self.anchors.snapshot()
@@ -72,13 +75,13 @@ class BlockSync:
             self.errors = [torch.zeros_like(flat_view(block)) for block in self.replica.blocks]
 
     def wait_for_device(self) -> None:
-        """Wait for the work on the current CUDA stream, so that a time read next on the host includes it. One replica has no time
-        to tell to others, and may run ahead of its device."""
+        """Wait for the work on the current CUDA stream, so that a host clock read next includes it. Do nothing for a single
+        replica, which compares its times with no other and need not wait."""
         if torch.cuda.is_initialized() and self.replica_comms.size > 1:
             torch.cuda.current_stream().synchronize()
 
     def payload(self, index: int, weight: float = 1.0) -> torch.Tensor:
-        """Return `weight` times what this replica sends for a block, in a tensor of its own: its pseudo-gradient, or its
+        """Return what this replica sends for a block, times `weight`, as a new flat tensor: its pseudo-gradient, or its
         parameters if no anchor is kept."""
         block = self.replica.blocks[index]
         if self.anchors is None:
@@ -90,28 +93,29 @@ class BlockSync:
         return message
 
     def squared_norm(self, index: int, payload: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the squared norm of this rank's part of a block's pseudo-gradient, a float64 scalar: of `payload`, if it is
-        given, otherwise of the present one. Requires anchors."""
-        # Shard by shard, in which torch's engines agree, and not flat: norms decide how replicas are weighed.
+        """Return the squared norm of this rank's part of a block's pseudo-gradient, a float64 scalar. The pseudo-gradient is
+        `payload`, if given, and otherwise computed from the present parameters. Requires anchors."""
+        # Sum shard by shard: torch's engines agree on shards, but not on flat tensors. The weights of replicas follow
+        # from these norms, so another order of summation would change them.
         shards = self.replica.blocks[index].shards
         if payload is not None:
             return _sum(_dot(part) for _, part in parts_of(shards, payload))
         return _sum(_dot(anchored - own) for own, anchored in parts_of(shards, self.anchors.load_anchor(index)))
 
     def squared_spread(self, index: int, mean: torch.Tensor) -> torch.Tensor:
-        """Return the squared distance of this rank's parameters of a block from their mean, a float64 scalar, for a
-        method without anchors."""
+        """Return the squared distance of this rank's part of a block from the replicas' mean, a float64 scalar. For methods
+        without anchors; the others measure it in `outer_step`."""
         parts = parts_of(parameter_parts(self.replica.blocks[index]), mean)
         return _sum(_dot(parameters - part) for parameters, part in parts)
 
     def start_reduce(
         self, index: int, weight: float | None = None, payload: torch.Tensor | None = None
     ) -> PendingReduction:
-        """Start the weighted sum (default: the mean) of the replicas' payloads for a block. `payload` is an earlier one of
-        this replica, if it does not send the present one; it is overwritten."""
+        """Start the weighted sum of the replicas' payloads for a block, by default their mean. `weight` is this replica's.
+        `payload`, if given, is a payload taken earlier, which is sent instead of the present one and overwritten."""
         weight = 1 / self.replica_comms.size if weight is None else weight
         message = self.payload(index, weight) if payload is None else payload.mul_(weight)
-        # A replica of weight 0 sends zeros, not 0 x its pseudo-gradient, which may contain NaN.
+        # A replica of weight 0 sends zeros. 0 x its pseudo-gradient would not do, because it may contain NaN.
         if weight == 0:
             message.zero_()
         if self.errors and weight > 0:
@@ -121,7 +125,7 @@ class BlockSync:
         return PendingReduction(pending, self.errors[index] if self.errors else None)
 
     def completed(self, index: int, mean: torch.Tensor) -> PendingReduction:
-        """Return a reduction that is already complete, with a mean loaded from a checkpoint."""
+        """Return a complete reduction of a block, whose `wait` returns `mean`. For means loaded from a checkpoint."""
         device = self.replica.blocks[index].shards[0].device
         return PendingReduction(PendingCollective(self.replica_comms, "", None, mean.to(device)))
 
@@ -134,16 +138,18 @@ class BlockSync:
         alpha: float = 0.0,
         measure: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Take the outer step with the mean pseudo-gradient of the local steps `since`, times `factor`. Set the block's
-        parameters to alpha x their own values + (1 - alpha) x where the outer optimizer starts: mostly the next anchor. The
-        mean is overwritten.
+        """Take a block's outer step with `mean` x `factor`, and set the block's parameters from its result.
+
+        `mean`, the reduced pseudo-gradient of the local steps `since`, is overwritten. The parameters become alpha x their
+        own values + (1 - alpha) x the point from which the outer optimizer continues, which is the next anchor unless
+        `Outer.start` says otherwise.
 
         With `measure`, return (squared distance of this rank's pseudo-gradient from the mean, squared norm of the mean),
-        float64 scalars. They are computed here because all that they need is in the cache.
+        float64 scalars of this rank's part. They are computed here, because their operands are in the processor's cache.
         """
         block = self.replica.blocks[index]
         anchor, momentum = self.anchors.load(index)
-        # At the end of a run, fragments that are applied twice, or early, may count one round less.
+        # At the end of a run, a fragment's step that is taken early, or for the second time, may see a count one too low.
         outer = self.outer.in_round(self.report.count)
         of_outer = [mean] if momentum is None else [mean, momentum]
         distances, squares = [], []
@@ -161,21 +167,21 @@ class BlockSync:
         return (_sum(distances), _sum(squares)) if measure else None
 
     def write_parameters(self, index: int, parameters: torch.Tensor) -> None:
-        """Set the block's parameters."""
+        """Set the block's parameters to a flat tensor, and tell the replica that they have changed."""
         block = self.replica.blocks[index]
         unflatten_into(parameters, block)
         self.replica.parameters_changed(block)
 
     def reset_to_anchor(self, blocks: Sequence[int] | None = None) -> None:
-        """Set the parameters of these blocks (default: all) to those after the last synchronization. Requires anchors."""
+        """Set the parameters of these blocks (default: all) back to those after the last synchronization. Requires anchors."""
         with_momentum = not self.outer.starts_at_anchor
         for index in self.anchors.iter_prefetched(self.blocks if blocks is None else blocks, with_momentum):
             start = self.outer.start(*self.anchors.load(index)) if with_momentum else self.anchors.load_anchor(index)
             self.write_parameters(index, start)
 
     def end_at_anchor(self) -> None:
-        """Set the parameters to the anchors at the end of a run, if replicas have continued from elsewhere. A longer run goes on from
-        there, with a momentum of zero."""
+        """Set the parameters to the anchors at the end of a run, and the momenta to zero. Do nothing if replicas continue from
+        the anchors anyway. A longer run continues from this state."""
         if self.outer.starts_at_anchor or self.anchors is None or not self.anchors.is_set:
             return
         for index in self.anchors.iter_prefetched(self.blocks, momentum=True):
@@ -184,8 +190,11 @@ class BlockSync:
             self.write_parameters(index, anchor)
 
     def sync_all_blocks(self, since: RoundStats) -> None:
-        """Synchronize all blocks now, with equal weights, outside a schedule's own order: at the end of a run, and in
-        the wait-avoiding schedule's averages over all replicas. Afterwards all replicas are equal. Requires anchors."""
+        """Synchronize all blocks at once, with equal weights. Afterwards all replicas are equal. Requires anchors.
+
+        Schedules use it where their own order does not apply: at the end of a run, and for the wait-avoiding schedule's
+        averages over all replicas.
+        """
         in_flight = [self.start_reduce(index) for index in self.blocks[: PREFETCH + 1]]
         for index in self.anchors.iter_prefetched(self.blocks, momentum=True):
             mean = in_flight[index].wait()

@@ -29,7 +29,8 @@ from llmtrain.sync.timed_period import Clock, TimedPeriod
 
 
 def build_wire(wire: WireSection, compiled: bool = False) -> AnyFormat | None:
-    """Return the format in which messages are sent; None for fp32, which is sent as it is."""
+    """Return the format in which messages are sent; None for fp32, in which they are sent as they are. `compiled` encodes and
+    decodes with compiled code."""
     if wire.kind == "topk":
         return SparseFormat(wire.keep, wire.values)
     return None if wire.kind == "fp32" else WireFormat(wire.kind, compiled)
@@ -66,7 +67,7 @@ def build_method(
     block_sync = BlockSync(replica, replica_comms, shard_comms, outer, anchors, wire, feedback)
     warmup = warmup_of(sync, rates)
     if isinstance(sync.period, EverySecondsSection):
-        # Every step exchanges the time. Over a GPU's backend, the host would wait for all queued device work.
+        # Ranks exchange the time in every step, and read it on the host. Over NCCL, that would wait for all queued GPU work.
         on_cpu = shard_comms.device.type == "cpu"
         ranks = shard_comms if on_cpu else shard_group(replica_comms, shard_comms, timeout_seconds)
         period: Period = TimedPeriod(sync.period, warmup, rates.total_steps, replica_comms, ranks, clock, end_early)

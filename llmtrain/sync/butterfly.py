@@ -7,8 +7,11 @@ from __future__ import annotations
 
 
 def groups_at(iteration: int, size: int, replicas: int) -> list[list[int]]:
-    """Return the groups of `size` replicas that average in this iteration (from 0), each in ascending order. They
-    repeat after at most log2 P iterations. Another pattern of groups (pairs, a ring) needs another such function."""
+    """Return the groups of `size` replicas that average in this iteration (from 0), each in ascending order. `size` and
+    `replicas` are powers of 2.
+
+    The groups repeat after at most log2 P iterations. Another pattern of groups (pairs, a ring) needs another such function.
+    """
     return partition(varying_bits(iteration, size, replicas), replicas)
 
 
@@ -20,7 +23,7 @@ def varying_bits(iteration: int, size: int, replicas: int) -> tuple[int, ...]:
 
 
 def partition(of_bits: tuple[int, ...], replicas: int) -> list[list[int]]:
-    """Return all groups whose members differ in these bits only, each in ascending order."""
+    """Return the groups of replicas whose numbers differ in these bits only, each in ascending order."""
     mask = sum(1 << bit for bit in of_bits)
     leaders = [replica for replica in range(replicas) if replica & mask == 0]
     within = [number for number in range(replicas) if number & ~mask == 0]

@@ -37,7 +37,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "wire": get_args(WireSection.model_fields["kind"].annotation),
     "error_feedback": ("off", "on"),
 }
-"""All kinds of each choice."""
+"""All kinds of each choice: the keys of `sync`, each with the values that its `kind` may have."""
 
 
 OPTIONAL = {"pull": PullSection, "moments": MomentsSection}
@@ -45,7 +45,7 @@ OPTIONAL = {"pull": PullSection, "moments": MomentsSection}
 
 
 def kinds_of(sync: SyncSection) -> dict[str, str]:
-    """Return the kind of each choice in a recipe."""
+    """Return the kind that a recipe chooses for each key of `CHOICES`."""
     return {
         **{choice: getattr(sync, choice).kind for choice in ("period", "reduction", "outer", "schedule", "wire")},
         "pull": "none" if sync.pull is None else "pull",
@@ -61,7 +61,9 @@ class Rule:
     choice: str
     kind: str
     excludes: Mapping[str, tuple[str, ...]]
+    """Excluded kinds, by choice."""
     why: str
+    """Reason, which completes the error message."""
 
     def excluded(self, kinds: Mapping[str, str]) -> str | None:
         """Return the choice whose kind in `kinds` is excluded, or None. `kinds` may cover only some of the choices."""
@@ -71,7 +73,7 @@ class Rule:
 
 
 WEIGHED = tuple(kind for kind in CHOICES["reduction"] if kind != MeanSection.model_fields["kind"].default)
-"""Reductions whose weights replicas agree on before they send."""
+"""Kinds of reductions with weights, on which the replicas agree before they send: all but the mean."""
 RULES = (
     Rule(
         *("wire", "topk"),
@@ -147,7 +149,7 @@ RULES = (
 
 
 def find_conflict(sync: SyncSection) -> str | None:
-    """Return one line that says why these choices cannot be combined and which can; None if they can."""
+    """Return one line with the reason why these choices cannot be combined and with alternatives; None if they can."""
     kinds = kinds_of(sync)
     if sync.wire.gradients and sync.wire.kind in ("fp32", "2bit", "topk"):
         why = "rounds nothing" if sync.wire.kind == "fp32" else "would lose what it does not send of gradients"

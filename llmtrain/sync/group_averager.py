@@ -1,7 +1,8 @@
-"""Background thread that averages on behalf of a late replica (WAGMA, arXiv 2005.00124).
+"""Background thread that takes part in group averages on behalf of a late replica (WAGMA, arXiv 2005.00124).
 
-Iterations run in order, once each. An iteration starts when the first replica arrives at it. Every replica's thread
-then contributes its replica's newest message, and keeps the sum until the replica collects it.
+An iteration is the group average of one local step. Iterations run in order, once each. An iteration starts when the first
+replica arrives at it. Every replica's thread then contributes its replica's newest message, and keeps the sum until the
+replica collects it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from llmtrain.parallel.comms import Comms, Traffic
 from llmtrain.parallel.wire_format import WireFormat
 
 Message = list[torch.Tensor]
-"""One CPU tensor per block."""
+"""A replica's pseudo-gradients: one flat CPU tensor per block."""
 WAKE_TIMEOUT = timedelta(days=1)
 """Time limit of one wait for a wake signal. It is long because a waiting thread delays no replica."""
 
 
 class WakeSignal:
-    """Wake-up signal of the replicas. One thread announces and another waits, each over its own connection to the
-    store. Announcing an iteration twice has no further effect, so several replicas may announce the same one."""
+    """Signal with which the first replica at an iteration wakes the others' threads, sent through the job's store.
+
+    The training thread announces and the background thread waits, each over its own connection to the store. Announcing an
+    iteration twice has no further effect, so several replicas may announce the same one.
+    """
 
     def __init__(self, store: dist.Store):
         self._announcing, self._waiting = store, store.clone()
@@ -55,11 +59,12 @@ def _wake_key(iteration: int) -> str:
 
 
 class GroupAverager:
-    """Background thread that sums messages over `group_of(iteration)`.
+    """Background thread that sums messages over the group `group_of(iteration)`.
 
-    The thread skips iterations for which `is_global` is true. In these, all replicas wait for each other, and
-    afterwards no replica contributes an older message. In a replica with several ranks, the first rank chooses
-    the version that all of them contribute, and sends it over `shard_comms`.
+    The thread skips iterations for which `is_global` is true. In these, the training threads average over all replicas, and
+    afterwards no replica contributes an older message. The iteration from which a message is, is its version. In a replica
+    with several ranks, the first rank chooses the version that all of them contribute, and sends its number over
+    `shard_comms`.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class GroupAverager:
         self._thread: threading.Thread | None = None
 
     def start(self, iteration: int, newest: int, message: Message) -> None:
-        """Start the thread at `iteration`. `message` is the newest one so far, from iteration `newest`."""
+        """Start the thread at `iteration`. `message` is this replica's newest so far, from iteration `newest`."""
         self._posted, self._done, self._forgotten = {newest: message}, iteration - 1, iteration
         self._thread = threading.Thread(target=self._run, name="group averages", daemon=True)
         self._thread.start()
@@ -105,9 +110,9 @@ class GroupAverager:
             self.wake_signal.announce(iteration)
 
     def collect(self, iteration: int) -> tuple[Message, int]:
-        """Wait until the thread has run `iteration`, and return (sum over the group, iteration of this replica's
-        message in it). The wait does not depend on another replica's arrival. Raises TrainingError if a peer is gone
-        or too slow."""
+        """Wait until the thread has run `iteration`, and return (sum over the group, iteration of the message that this
+        replica contributed). The wait does not depend on when other replicas arrive, because their threads contribute for
+        them. Raises TrainingError if a peer is gone or too slow."""
         with self._changed:
             self._wait(lambda: iteration in self._sums, f"the group's sum of iteration {iteration}")
             return self._sums.pop(iteration)
@@ -137,8 +142,8 @@ class GroupAverager:
             self._thread = None
 
     def close(self) -> None:
-        """Tell the thread to stop after a failure, without waiting for it. If it is blocked on the store or in a
-        collective, it ends with the process at the latest."""
+        """Make the thread stop after a failure, without waiting for it. A thread that is blocked on the store or in a
+        collective ends with the process at the latest."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -158,7 +163,7 @@ class GroupAverager:
                     self._done = iteration
                     self._changed.notify_all()
                 iteration += 1
-        except BaseException as error:  # the training thread raises it
+        except BaseException as error:  # the training thread raises it in its next `collect`
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

@@ -25,14 +25,17 @@ from llmtrain.sync.methods import METHODS
 from llmtrain.sync.sync_stats import SyncStats
 
 ENDLESS = 2**62
-"""Total steps of a loop of unknown length."""
+"""Total steps that stand for a loop of unknown length."""
 _LOOPS = itertools.count()
-"""Numbers of the loops of this process that use a store. All ranks make the same ones."""
+"""Numbers for the loops of this process that use a store. They agree between ranks, because all ranks create the same loops."""
 
 
 class ModuleReplica(Replica):
-    """A module as a replica, with this rank's shards, trained by `optimizer`. Each layer is a block. The parameters outside the
-    layers form the first block. Layers without trainable parameters are left out."""
+    """Replica that consists of a module, or this rank's shards of it, and the optimizer that trains it.
+
+    Each layer is a block. The parameters outside the layers form the first block, "rest". Blocks have trainable parameters
+    only, and there is no block for a layer without any.
+    """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], optimizer: torch.optim.Optimizer):
         seen: set[nn.Parameter] = set()
@@ -49,7 +52,7 @@ class ModuleReplica(Replica):
         self._optimizer, self._units = optimizer, [unit for _, _, unit in units]
 
     def fingerprint(self) -> torch.Tensor:
-        """Return a sum of the bits of this rank's shards, by block: [blocks], int64, on the CPU."""
+        """Return a checksum of the bits of this rank's shards for each block: [blocks], int64, on the CPU."""
         sums = [
             sum(
                 shard.contiguous().view(INTEGERS[shard.element_size()]).sum(dtype=torch.int64) for shard in block.shards
@@ -66,7 +69,7 @@ class ModuleReplica(Replica):
             module.register_forward_pre_hook(before(index), prepend=True)
 
     def parameters_changed(self, block: Block) -> None:
-        """Do nothing: shards are the module's own storage, which FSDP2 gathers again in the next forward."""
+        """Do nothing. The shards are the module's own storage, from which FSDP2 gathers again in the next forward."""
 
     def moments(self, index: int, order: int) -> list[torch.Tensor | None]:
         moments = moments_of(self._optimizer.state, self._units[index], order)
@@ -98,11 +101,12 @@ class LocalUpdates:
         """Set up `method` with its preset, changed by `choices`: keys of a recipe's `sync` section, such as
         `period={"every": 50}` or `wire="int8"`.
 
-        `replicas` has the ranks with the same shard, one per replica (default: all ranks, for unsharded replicas).
-        `shards` has the ranks of this replica, if FSDP2 has sharded the module. `layers` are synchronized one by one
-        (default: the elements of the longest ModuleList or Sequential). Choices that follow the learning rate need
-        `lr`. The wait-avoiding schedule needs `store`. Raises RecipeError for choices that cannot be combined, that
-        such a loop cannot support, or that lack an argument.
+        `replicas` is the process group of the ranks with the same shard, one per replica (default: all ranks, for unsharded
+        replicas). `shards` is the group of this replica's ranks, if FSDP2 has sharded the module. `layers` are the modules
+        that are synchronized one by one (default: the elements of the longest ModuleList or Sequential). Choices that follow
+        the learning rate need `lr`. The wait-avoiding schedule needs `store`. Its waits end after `timeout_seconds`; those of
+        the groups end after their own timeouts. Raises RecipeError for choices that cannot be combined, that such a loop
+        cannot support, or that lack an argument.
         """
         self.sync = _section(method, choices)
         parameters = list(model.parameters())
@@ -114,7 +118,7 @@ class LocalUpdates:
         self._replicas = Comms(dist.group.WORLD if replicas is None else replicas, device, "replica")
         self._shards = Comms(shards, device, "shard")
         if store is not None and self.sync.schedule.needs_threads:
-            # With keys of this loop alone, because a store may serve several, one after the other.
+            # Each loop has keys of its own, because one store may serve several loops, one after the other.
             _check_order(self._replicas, self._shards)
             store = dist.PrefixStore(f"llmtrain/loop{next(_LOOPS)}", store)
         rates = lr or LRSchedule(optimizer.param_groups[0]["lr"], ENDLESS, LRScheduleSection(kind="constant"))
@@ -163,13 +167,14 @@ class LocalUpdates:
         return self._method.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: plain values, and flat tensors by block. Waits for messages in flight."""
+        """Return this rank's state: plain values, and lists of flat tensors by block, which may share memory with the live
+        state. Waits for messages in flight. The module's and the optimizer's states are not included."""
         tensors = {**self._method.shared_state(), **self._method.per_replica_state()}
         return {"step": self.step, "method": self._method.state_dict(), "tensors": tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict` of this rank between steps. The module's and the optimizer's states are not in it. A collective of
-        all ranks if weights were being agreed on."""
+        """Restore a `state_dict` of this rank, between steps. The caller restores the module and the optimizer. A collective
+        of all ranks if replicas were exchanging the weights of a reduction when the state was saved."""
         self.step = state["step"]
         self._method.load_state_dict(state["method"], state["tensors"])
 
@@ -190,7 +195,8 @@ class LocalUpdates:
                 warnings.warn(f"step {self.step}: {text}", stacklevel=2)
 
     def _average_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace each gradient with its mean. That of a replica without one, which has not used the parameter, is 0."""
+        """Replace each gradient with its mean over the replicas. A replica that has not used a parameter, and so has no
+        gradient for it, counts as 0."""
         if self._replicas.size == 1:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -218,7 +224,7 @@ def _check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica) -
 
 
 def _check_order(replicas: Comms, shards: Comms) -> None:
-    """Raise RecipeError unless the ranks of a replica follow each other, which groups of replicas rely on."""
+    """Raise RecipeError unless the ranks of a replica are consecutive, as the groups of the wait-avoiding schedule require."""
     for comms, expected in (
         (replicas, [r * shards.size + shards.rank for r in range(replicas.size)]),
         (shards, [replicas.rank * shards.size + s for s in range(shards.size)]),
@@ -297,7 +303,7 @@ def _layers_of(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def _take(module: nn.Module, seen: set[nn.Parameter]) -> list[nn.Parameter]:
-    """Return a module's trainable parameters that are not in `seen`, and add them to it. Shared ones are taken once."""
+    """Return a module's trainable parameters that are not in `seen`, and add them to it, so that shared ones are taken once."""
     taken = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter not in seen]
     seen.update(taken)
     return taken

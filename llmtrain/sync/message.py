@@ -1,4 +1,4 @@
-"""Messages on the way: pseudo-gradients of some blocks that were taken at one step and are applied at a later one."""
+"""Messages in flight: pseudo-gradients of some blocks, taken at one step, whose mean is applied at a later step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ByBlock = Sequence[torch.Tensor | None]
 
 
 class Message:
-    """The mean of some blocks' pseudo-gradients. It is sent when it is taken.
+    """Pseudo-gradients of some blocks on their way to the plain mean over the replicas. They are sent when they are taken.
 
     The schedule calls `take` or `load`, then `advance` after every step, then `apply`. Every call may start or wait
     for collectives, so all ranks make the same calls in the same order.
@@ -28,26 +28,26 @@ class Message:
     def __init__(self, block_sync: BlockSync, blocks: Sequence[int], since: RoundStats):
         self.block_sync, self.blocks = block_sync, blocks
         self.since = since
-        """Local steps that the pseudo-gradients are from."""
+        """Local steps that led to the pseudo-gradients."""
         self.restarts: frozenset[int] = frozenset()
-        """Blocks that this replica continues from the next anchor, without its own parameters."""
+        """Blocks that this replica sets to the next anchor without mixing in its own parameters, because it was excluded."""
         self.lengths: Mapping[int, float] = {}
-        """Norms that the reduction gives means, by block. Other means are used as they arrive."""
+        """Norms to which the reduction rescales or clips means, by block. Other means are used as they arrive."""
         self._pending: dict[int, PendingReduction] = {}
 
     def take(self) -> None:
-        """Take the present pseudo-gradients."""
+        """Compute the present pseudo-gradients and start their reductions."""
         for index in self.block_sync.anchors.iter_prefetched(self.blocks):
             self._pending[index] = self.block_sync.start_reduce(index)
 
     def advance(self, age: int, due: int) -> None:
-        """Carry out the work of the end of a step, `age` steps after `take`, for a message that is applied after `due`
-        steps: start the second exchange, if any, in the middle of the message's way."""
+        """Carry out the work that is due at the end of a step, `age` steps after `take`, for a message that is applied `due`
+        steps after `take`: start the second exchange, if the format has two, halfway between sending and applying."""
         if self.SENT_AFTER < age == (self.SENT_AFTER + due) // 2:
             self._start_second_phase()
 
     def send(self) -> None:
-        """Start the reductions, unless they have been started."""
+        """Start the reductions, unless they have been started. Here `take` has done so."""
 
     def complete(self) -> None:
         """Wait until the means have arrived and the rounding errors of this message are known."""
@@ -56,8 +56,8 @@ class Message:
             self._pending[index].wait()
 
     def apply(self, alpha: float = 0.0, gap: float = 1.0) -> None:
-        """Take the outer step with the means divided by `gap`, and continue from alpha x this replica's parameters +
-        (1 - alpha) x the next anchor. Return blocks without a mean to the anchor."""
+        """Wait for the means, take the outer step with the means divided by `gap`, and set the parameters to alpha x this
+        replica's own + (1 - alpha) x the next anchor. Set blocks without a mean to the anchor."""
         block_sync, squares = self.block_sync, []
         self.complete()
         for index in block_sync.anchors.iter_prefetched(self.blocks, momentum=True):
@@ -72,17 +72,17 @@ class Message:
         self._report_weights()
 
     def means(self) -> dict[int, torch.Tensor]:
-        """Return the means by block; empty before the message is sent. Waits for them."""
+        """Wait for the means and return them by block; empty until the message is sent."""
         return {index: self._pending[index].wait() for index in sorted(self._pending)}
 
     def unsent(self) -> dict[int, torch.Tensor]:
-        """Return this replica's pseudo-gradients by block until they are sent."""
+        """Return this replica's pseudo-gradients by block; empty once they are sent."""
         return {}
 
     def load(
         self, means: ByBlock, unsent: ByBlock, restarts: Sequence[int] = (), lengths: Mapping[int, float] | None = None
     ) -> None:
-        """Restore the message from what `means`, `unsent`, `restarts` and `lengths` were in a checkpoint, by block."""
+        """Restore the message from the `means()`, `unsent()`, `restarts` and `lengths` that a checkpoint has stored."""
         self.restarts, self.lengths = frozenset(restarts), lengths or {}
         for index in self.blocks:
             if means[index] is not None:
@@ -93,7 +93,8 @@ class Message:
             self._pending[index].start_second_phase()
 
     def _factor(self, index: int, mean: torch.Tensor, squared: torch.Tensor, gap: float) -> torch.Tensor | float | None:
-        """Return the factor of a block's mean, given the squared norm of this rank's part; None for 1."""
+        """Return the factor by which a block's mean is multiplied; None for 1. `squared` is the squared norm of this rank's
+        part of the mean. A collective of the shard group for a block with a length."""
         return None if gap == 1.0 else 1 / gap
 
     def _report_weights(self) -> None:
@@ -101,11 +102,11 @@ class Message:
 
 
 class WeighedMessage(Message):
-    """A weighted mean, of which the weights follow from all replicas' norms or steps. When it is taken, a replica keeps
-    its pseudo-gradients and starts a small exchange; one step later it reads the weights and sends.
+    """Message whose mean is weighted, with weights that follow from all replicas' norms, tokens or steps.
 
-    A replica that is excluded from a block sends zeros. Its parameters may be anything, also NaN: it continues from the
-    anchor alone when the mean is applied. A block from which all replicas are excluded is not sent.
+    `take` keeps the pseudo-gradients and starts a small exchange. One step later, every replica reads the weights from it and
+    sends. A replica that is excluded from a block sends zeros, and continues from the anchor alone when the mean is applied,
+    because its own parameters may be NaN. A block from which all replicas are excluded is not sent.
     """
 
     SENT_AFTER = 1
@@ -123,13 +124,13 @@ class WeighedMessage(Message):
         self._start_exchange()
 
     def advance(self, age: int, due: int) -> None:
-        """Carry out the work of the end of a step: send one step after `take`, then as any message."""
+        """Send one step after `take`; otherwise do what every message does at the end of a step."""
         if age == self.SENT_AFTER:
             self.send()
         super().advance(age, due)
 
     def send(self) -> None:
-        """Wait for all replicas' rows, and start the reductions. Do nothing if they have been started."""
+        """Wait for the exchange, compute the weights, and start the reductions. Do nothing if they have been started."""
         if self._gathering is None:
             return
         agreed = self.weighing.agree(self.blocks, self._gathering)
@@ -170,4 +171,4 @@ class WeighedMessage(Message):
         return (self.weighing.factor(squared, self.lengths[index]) / gap).to(mean.dtype)
 
     def _report_weights(self) -> None:
-        """Leave the weights as the exchange has reported them."""
+        """Do nothing, because the exchange has reported the weights."""

@@ -19,7 +19,7 @@ from llmtrain.sync.sync_stats import SYNC_STATS_RULES, SyncStats, merge_tokens
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Plan of one step of a replica."""
+    """Plan of one step of a replica, which the method makes and the trainer follows."""
 
     lr: float
     """Inner learning rate."""
@@ -27,9 +27,9 @@ class StepPlan:
     """Kind of step: a synchronous one averages gradients over replicas; in a local one, each replica trains alone. The
     period decides, and `Method.begin_step` sets the engine's `average_gradients` accordingly."""
     computes_gradient: bool = True
-    """True if the step computes a gradient; False if the method has already moved the parameters instead."""
+    """True if the step computes a gradient; False if the method has already moved the parameters instead (PALSGD's pull)."""
     takes_batch: bool = True
-    """True if the step consumes a batch."""
+    """True if the step consumes a batch. A step without a gradient may leave its batch to the next step."""
 
 
 class Method:
@@ -74,9 +74,11 @@ class Method:
             self.schedule.forget_tokens()
 
     def end_step(self, step: int, tokens: int = 0) -> None:
-        """Complete step `step` after its optimizer step or pull. This rank's gradient was of `tokens` tokens."""
+        """Complete step `step` after its optimizer step or pull, and synchronize if the period and the schedule say so.
+        `tokens` is the number of tokens in this rank's gradient."""
         if self._phase == "local":
-            # Not counted otherwise: checkpoints take what replicas count for equal, and tokens may differ.
+            # Count tokens only for a reduction that uses them. Otherwise resharding a checkpoint may require equal counts
+            # on all replicas, and numbers of tokens may differ.
             tokens = tokens if self._counts_tokens else 0
             ends_round = self.period.ends_round(step)
             self.schedule.end_step(step, self._lr, ends_round, tokens)
@@ -84,8 +86,8 @@ class Method:
                 self.moments.end_round()
 
     def agreed_step(self, step: int) -> int | None:
-        """Return the global step after this replica's step `step`, or None if only this replica knows how far it is.
-        All ranks get a number at the same moments, and it is the same number."""
+        """Return the global step after this replica's step `step`, or None if the ranks do not know it now. All ranks get a
+        number at the same moments, and it is the same number."""
         return self.period.global_step(step)
 
     def finish(self) -> None:
@@ -137,14 +139,17 @@ class Method:
         return {"error": self.block_sync.errors, **self.schedule.per_replica_state()}
 
     def total_steps_changed(self, step: int) -> None:
-        """Adapt a state of global step `step`, just loaded, whose run had another number of total steps. Local steps that
-        have begun continue: averaged gradients would not make replicas equal whose moments differ."""
+        """Adapt the state just loaded, of global step `step`, to a number of total steps that differs from the checkpoint's.
+
+        A synchronous warm-up is never shorter than `step`. Once local steps have begun, the run does not return to a
+        synchronous warm-up: equal gradients would not make replicas equal again whose moments differ.
+        """
         if self._phase != "local":
             self.period.set_warmup(max(self.period.warmup, step))
         self.period.total_steps_changed(self.is_synchronized)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the remaining state of a run as plain values."""
+        """Return the method's remaining state, as plain values."""
         begun = {"warmup": self.period.warmup} if self._phase == "local" else {}
         return {
             "report": self.block_sync.report.state_dict(),
@@ -180,7 +185,8 @@ class Method:
         }
 
     def _reshard_schedule(self, change: MeshChange, values: list) -> Any:
-        """Return the schedule's state on another mesh: of each old replica, with an equal part of its tokens."""
+        """Return the schedule's state on another mesh: first one state per old replica, with its ranks' tokens merged, then one
+        state for all new replicas if their number has changed."""
         starts = range(0, len(values), change.old_shards)
         states = [merge_tokens(values[start : start + change.old_shards], change.shards) for start in starts]
         return self.schedule.resharded(states) if change.replicas_changed else states[0]

@@ -1,4 +1,4 @@
-"""Averages of the inner optimizer's moments over the replicas, each at the end of every so many rounds (DES-LOC)."""
+"""Averages of the inner optimizer's moments over the replicas, at the end of every Nth round (DES-LOC, arXiv 2505.22549)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmtrain.sync.sync_stats import SyncStats
 
 
 class MomentAverages:
-    """Blocking averages of first and second moments, block by block, in the precision in which they are kept."""
+    """Averages of first and second moments, block by block, in the moments' own dtype. Training waits for them."""
 
     def __init__(
         self, section: MomentsSection, replica: Replica, replica_comms: Comms, shard_comms: Comms, report: SyncStats
@@ -29,7 +29,7 @@ class MomentAverages:
         self._rounds += 1
         if self.replica_comms.size == 1:
             return
-        # Second moments first: first moments are averaged where there are second ones.
+        # Second moments first, because `_install` clears first moments whose second moment is 0, and averages rarely are.
         orders = ((2, self.section.second), (1, self.section.first))
         if due := [order for order, every in orders if every is not None and self._rounds % every == 0]:
             self._check()
@@ -45,8 +45,8 @@ class MomentAverages:
         self._rounds = state["rounds"]
 
     def _check(self) -> None:
-        """Raise RecipeError, on every rank, unless all replicas have moments to average, and of the same tensors: torch creates
-        them with the first gradient. A collective of all ranks."""
+        """Raise RecipeError, on every rank, unless all replicas have the moments to average, and for the same parameters. torch
+        creates a parameter's moments with its first gradient. A collective of all ranks."""
         blocks, device = self.replica.blocks, self.replica_comms.device
         values = [
             [
@@ -81,7 +81,7 @@ class MomentAverages:
                 in_flight[ahead] = self._start(ahead, order)
 
     def _start(self, index: int, order: int) -> PendingCollective | None:
-        """Start averaging a block's moments; None for a block without any, on all replicas."""
+        """Start averaging a block's moments. Return None for a block without any, which then has none on all replicas."""
         parts = [moment.reshape(-1) for moment in self.replica.moments(index, order) if moment is not None]
         if not parts:
             return None
@@ -96,5 +96,6 @@ class MomentAverages:
                 continue
             moment.copy_(next(parts).view(moment.shape))
             if order == 1 and second is not None:
-                # A replica that has not met a token has no second moment of its row, and would divide by epsilon.
+                # A second moment of 0 means that this value has had no gradient, such as a token's row before the token
+                # occurs. AdamW would divide the mean first moment by epsilon alone.
                 moment.masked_fill_(second == 0, 0.0)

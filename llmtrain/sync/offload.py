@@ -8,7 +8,7 @@ import torch
 
 
 class DeviceCopy(Protocol):
-    """A copy of a host tensor on the device, complete or in flight."""
+    """A copy of a host tensor on the device, which may still be in flight."""
 
     def use(self) -> torch.Tensor:
         """Return the copy, safe to read and change on the current stream."""
@@ -23,11 +23,11 @@ class HostOffload(Protocol):
     """Copies between host and device that run in the background, in the order requested."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor in host memory. Waits for the copy."""
+        """Return a copy of a tensor in host memory, once it is complete."""
         ...
 
     def prefetch(self, resting: torch.Tensor) -> DeviceCopy:
-        """Start copying the host tensor `resting` to the device."""
+        """Start copying `resting`, a tensor from `to_host`, to the device."""
         ...
 
     def write_back(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
@@ -65,9 +65,9 @@ class StreamOffload:
 class StreamedCopy:
     """A copy made by a side stream, in memory allocated by that stream.
 
-    `release` replaces `record_stream`: the side stream can reuse the memory at once for its next copy, because that
-    copy waits on the device. With `record_stream` no memory would be free yet, because the host runs many blocks
-    ahead.
+    `release` takes the place of `record_stream`. It makes the side stream wait for the current stream, so the allocator can
+    give the memory to the side stream's next copy at once. With `record_stream`, the allocator would wait until the device
+    is done with the memory. The host runs many blocks ahead of the device, so all of their copies would exist together.
     """
 
     def __init__(self, resting: torch.Tensor, device: torch.device, side: torch.cuda.Stream):

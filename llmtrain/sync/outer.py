@@ -25,13 +25,14 @@ class Outer(ABC):
     """An outer optimizer. Its state, if any, is one flat tensor per block, shaped like the anchor."""
 
     normalize = "none"
+    """Unit of pseudo-gradients in the momentum; see `RoundStats.scale`."""
     lr = 1.0
     momentum = 0.0
     rounds: OuterLrSection | None = None
     """Changes of learning rate and momentum over the rounds; None if there are none."""
     starts_at_anchor = True
-    """True if replicas continue from the anchor. If not, `start` says from where, and the anchor is the model that the run validates,
-    exports and ends with."""
+    """True if replicas continue from the anchor. If False, they continue from the point that `start` returns, while the run
+    validates, exports and ends with the anchor."""
 
     def in_round(self, number: int) -> Outer:
         """Return the optimizer with the learning rate and momentum of a round, counted from 0."""
@@ -48,10 +49,11 @@ class Outer(ABC):
 
     @abstractmethod
     def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
-        """Update `anchor` (and `momentum`) in place. `mean` is D; `since` describes the local steps that led to it."""
+        """Update `anchor` (and `momentum`) in place. `mean` is D; `since` describes the local steps that led to it. The
+        tensors may be any part of a block, because the step is elementwise."""
 
     def start(self, anchor: torch.Tensor, momentum: torch.Tensor | None) -> torch.Tensor:
-        """Return the parameters from which replicas continue after a step."""
+        """Return the parameters from which replicas continue after a step. Elementwise, like `step`."""
         return anchor
 
 
@@ -76,7 +78,7 @@ class Nesterov(Outer):
     def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
         assert momentum is not None
         anchor.add_(mean, alpha=-self.lr)
-        if (unit := since.scale(self.normalize)) == 0:  # no local step with a learning rate, so nothing to add to b
+        if (unit := since.scale(self.normalize)) == 0:  # all local steps had learning rate 0, so b has nothing to add
             return
         _accumulate(momentum, mean, self.momentum, unit)
         anchor.add_(momentum, alpha=-self.lr * self.momentum * unit)
@@ -98,9 +100,8 @@ class Momentum(Outer):
 
     def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
         assert momentum is not None
-        if (
-            unit := since.scale(self.normalize)
-        ) == 0:  # no local step with a learning rate: of lr (mu g b + D), D is left
+        if (unit := since.scale(self.normalize)) == 0:
+            # All local steps had learning rate 0. Of the step lr (mu g b + D), lr D is left.
             anchor.add_(mean, alpha=-self.lr)
             return
         _accumulate(momentum, mean, self.momentum, unit)
@@ -110,9 +111,12 @@ class Momentum(Outer):
 
 
 class PrimalAverage(Outer):
-    """Generalized primal averaging (arXiv 2512.17131) of a fast point z: x is the anchor, m = z - x takes the place of a momentum,
-    and replicas continue from y = x + (1 - share) m. With D = x - theta and theta - y the way from y to where they are now,
-    z + (theta - y) - x = share m - D = b; x <- x + (1 - decay) b; m <- decay b."""
+    """Generalized primal averaging (arXiv 2512.17131): the anchor x follows a fast point z as a moving average.
+
+    The momentum tensor holds m = z - x. Replicas continue from y = x + (1 - share) m, and their local steps take them to
+    theta. A step moves z by theta - y and then x toward z. With D = x - theta, the new z minus the old x is
+    b = z + (theta - y) - x = share m - D, so x <- x + (1 - decay) b and m <- decay b.
+    """
 
     starts_at_anchor = False
 
@@ -130,24 +134,24 @@ class PrimalAverage(Outer):
 
 
 def _risen(number: int, warmup: int) -> float:
-    """Return the fraction that a value has in a round (from 0), if it has all of it after `warmup` rounds."""
+    """Return the fraction that a linear warm-up of `warmup` rounds has reached in round `number` (from 0); 1 after it."""
     return min(1.0, (number + 1) / (warmup + 1))
 
 
 def _accumulate(momentum: torch.Tensor, mean: torch.Tensor, decay: float, unit: float) -> None:
-    """Set b <- mu b + D / g in one operation if g is 1."""
+    """Set b <- mu b + D / g, where g is `unit`. If g is 1, a single operation does it."""
     torch.add(mean if unit == 1 else mean / unit, momentum, alpha=decay, out=momentum)
 
 
 @singledispatch
 def build_outer(section: OuterSection) -> Outer:
-    """Return the outer optimizer that a recipe's `sync.outer` describes. Each is registered for its section."""
+    """Return the outer optimizer that a recipe's `sync.outer` describes. Each registers a function for its type of section."""
     raise NotImplementedError(f"no outer optimizer is registered for {type(section).__name__}")
 
 
 @build_outer.register
 def build_average(section: AverageSection) -> Outer:
-    """Return the outer step to the replicas' mean."""
+    """Return SGD with learning rate 1, whose step makes the replicas' mean the next anchor."""
     return Sgd(1.0)
 
 

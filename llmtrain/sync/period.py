@@ -14,8 +14,11 @@ from llmtrain.reshard import require_equal
 
 
 class Period(ABC):
-    """A division of the run into synchronous steps and rounds of local steps. All ranks decide alike, because all
-    replicas take the same steps and the step number alone decides. `TimedPeriod` is the exception."""
+    """A division of the run into synchronous steps and rounds of local steps.
+
+    All ranks decide alike without communicating, because all replicas take the same number of steps and the step number
+    alone decides. `TimedPeriod` is the exception. A `step` is the replica's own, from 1.
+    """
 
     warmup = 0
     """Synchronous steps before the first round."""
@@ -34,7 +37,7 @@ class Period(ABC):
 
     @abstractmethod
     def round_length(self, step: int) -> int:
-        """Return the number of local steps in the round of `step`; 0 in a synchronous phase. `TimedPeriod` returns
+        """Return the number of local steps in the round that contains `step`; 0 in a synchronous phase. `TimedPeriod` returns
         this replica's local steps between the last two exchanges."""
 
     @abstractmethod
@@ -42,8 +45,8 @@ class Period(ABC):
         """Return the position of this local step in its round, from 1; 0 in a synchronous phase."""
 
     def round_number(self, step: int) -> int | None:
-        """Return the number of the round of `step`, from 1; 0 in a synchronous phase. None if no rank knows it in
-        advance, because the rounds are counted when they end."""
+        """Return the number of the round that contains `step`, from 1; 0 in a synchronous phase. None if rounds can only be
+        counted when they end."""
         return 0
 
     def global_step(self, step: int) -> int | None:
@@ -55,8 +58,8 @@ class Period(ABC):
         self.warmup = steps
 
     def total_steps_changed(self, is_synchronized: bool) -> None:
-        """Adapt loaded state that depends on the run's total steps, which were others then. `is_synchronized`: no replica
-        has taken a local step since the last synchronization."""
+        """Adapt loaded state to the run's total steps, which differ from the checkpoint's. `is_synchronized` says that no
+        replica has taken a local step since the last synchronization."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the period's state, which is empty if the step number alone decides."""
@@ -112,7 +115,8 @@ class FixedPeriod(Period):
 class QsrPeriod(Period):
     """The quadratic synchronization rule (arXiv 2310.14423): rounds of max(base, floor((alpha / lr)^power)) local steps.
     lr is that of the round's first step, or the peak while the learning rate warms up. The last round is shortened
-    so that the run ends synchronized. In a loop that goes on beyond the learning rate's end, rounds have `base` steps."""
+    so that the run ends synchronized. If a user's own loop continues beyond the learning rate's total steps, rounds have
+    `base` steps."""
 
     def __init__(self, base: int, alpha: float, warmup: int, rates: LRSchedule, power: float = 2.0):
         self.base, self.alpha, self.power, self.rates = base, alpha, power, rates
@@ -124,7 +128,8 @@ class QsrPeriod(Period):
         while self._ends[-1] < rates.total_steps:
             lr = rates.at(max(self._ends[-1] + 1, rates.warmup_steps))
             longest = rates.total_steps - self._ends[-1]
-            # The margin keeps (2 x lr / lr)^2 from being 3.99...; a rate of 0 synchronizes only at the run's end.
+            # The margin keeps rounding from making (2 x lr / lr)^2 3.99..., and so 3. At a rate of 0, the round lasts
+            # until the end of the run.
             grown = math.floor((self.alpha / lr) ** self.power * (1 + 1e-12)) if lr > 0 else longest
             length = max(self.base, grown)
             self._ends.append(self._ends[-1] + min(length, longest))

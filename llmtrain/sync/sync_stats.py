@@ -20,7 +20,7 @@ class SyncStats:
     read, so that training does not wait for them."""
 
     device: InitVar[torch.device | None] = None
-    """The device that trains. Exposed seconds and those of waiting are its own; other times are the host's."""
+    """The device that trains. Exposed seconds and waiting seconds are measured on it, other times by the host's clock."""
     count: int = resharded(0, by=first)
     """Completed rounds."""
     anomalies: int = resharded(0, by=first)
@@ -28,15 +28,15 @@ class SyncStats:
     rollbacks: int = resharded(0, by=first)
     """Blocks restored to their anchor because every replica was anomalous."""
     longest_exclusion: int = resharded(0, by=first)
-    """Rounds in a row, up to the last one, in which a block of a replica was excluded; the largest number."""
+    """Largest number, over replicas and blocks, of consecutive rounds up to the last one in which a block was excluded."""
     late: int = resharded(0, by=mean_over_replicas)
     """Group averages that this replica was late for."""
     seconds: float = resharded(0.0, by=mean)
-    """Time from the start to the end of each synchronization, summed, including forward passes in between."""
+    """Sum over synchronizations of the time from start to end, including the forward passes between their blocks."""
     weights_max: float = resharded(0.0, by=first)
     """Largest weight of one replica in one block in the last round."""
     slowest_replica: int = resharded(0, by=first)
-    """Replica that computed longest in the last round."""
+    """Replica that took longest to compute the last round."""
     mean_squared: torch.Tensor | float = resharded(0.0, by=sum_over_shards)
     """Last round (or fragment): this rank's part of ||D||^2, where D is the reduced pseudo-gradient before clipping."""
     spread_squared: torch.Tensor | float = resharded(0.0, by=sum_over_shards)
@@ -70,7 +70,7 @@ class SyncStats:
     def state_dict(self) -> dict[str, Any]:
         """Return the values by name, as plain numbers."""
         squares = {"mean_squared": float(self.mean_squared), "spread_squared": float(self.spread_squared)}
-        # Reading a number waits for the device, so all that has been timed before is known afterwards.
+        # Converting the squares has waited for the device, so the times of all earlier sections are known now.
         seconds = {"exposed_seconds": self.exposed_seconds, "wait_seconds": self.wait_seconds}
         return asdict(self) | squares | seconds
 
@@ -88,21 +88,23 @@ SYNC_STATS_RULES: Rules = {**rules_of(SyncStats), "exposed_seconds": mean, "wait
 
 @dataclass(frozen=True)
 class RoundStats:
-    """Number, learning rates and tokens of the local steps in a round: this rank's, or a mean over the replicas."""
+    """Number, learning rates and tokens of some local steps, mostly those of a round: this rank's, or the replicas' mean."""
 
     steps: float = 0
     last_lr: float = 0.0
     """Learning rate of the last step that had one other than 0."""
     lr_sum: float = 0.0
     tokens: float = 0
-    """Tokens that this rank, or when replicas have agreed a whole replica, has trained on; 0 if no choice depends on them."""
+    """Tokens that this rank has trained on, or, in rows that replicas have exchanged, those of a complete replica. 0 unless the
+    reduction depends on tokens."""
 
     def add_step(self, lr: float, tokens: int = 0) -> RoundStats:
         """Return the statistics with one more step."""
         return RoundStats(self.steps + 1, lr or self.last_lr, self.lr_sum + lr, self.tokens + tokens)
 
     def scale(self, normalize: str) -> float:
-        """Return the unit of pseudo-gradients: 1 ("none"), or a learning rate ("lr", "lr_sum"), which is 0 after no step."""
+        """Return the unit g of pseudo-gradients: 1 ("none"), the last learning rate ("lr") or the sum of learning rates
+        ("lr_sum"). A learning rate is 0 if there was no step."""
         return {"none": 1.0, "lr": self.last_lr, "lr_sum": self.lr_sum}[normalize]
 
     def state(self) -> dict[str, float]:
@@ -111,8 +113,11 @@ class RoundStats:
 
 
 def merge_tokens(states: Sequence[Any], shards: int) -> Any:
-    """Return the state, of any structure, that the ranks of a replica share, but for each number named `tokens`: an equal part,
-    for each of so many ranks, of the sum of the old ranks' numbers."""
+    """Return one state for the ranks of a replica on another number of `shards`, given the states of its old ranks.
+
+    The states are nested dicts and lists that are equal except for the numbers named `tokens`. Each of these is replaced by
+    an equal part of the old ranks' sum.
+    """
     first, *_ = states
     if isinstance(first, dict):
         parts = {name: [state[name] for state in states] for name in first}

@@ -1,4 +1,4 @@
-"""Rounds of seconds (A-EDiT, arXiv 2412.07210): no replica waits long, because fast ones take more local steps."""
+"""Rounds of seconds (A-EDiT, arXiv 2412.07210): no replica waits long for a slower one, because fast ones take more steps."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ Clock = Callable[[], float]
 class TimedPeriod(Period):
     """A period of `warmup` synchronous steps, then rounds of `section.every` seconds on each replica's own clock.
 
-    A replica's first shard rank reads the clock for all its ranks. A replica whose time is up waits for the others,
-    which are at most one step behind. Then all replicas exchange their step counts. The next exchange comes earlier
-    if, at this pace, the run would complete its steps before it. Whatever the pace becomes, no replica takes more than
-    its share of the run's remaining steps (by its steps since the last exchange, rounded up) before it waits for the
-    others: so the run ends at most one step per replica beyond `total_steps`. `end_early()` returns whether this rank
-    knows that rounds should end now, because a stop was requested.
+    The first rank of a replica reads the clock for all its ranks. A replica whose time is up waits for the others, each of
+    which has at most the rest of its present step to complete. Then all replicas exchange their step counts. The round ends
+    there if they have taken `section.min_steps` steps together, and otherwise continues to the next exchange.
+
+    The next exchange comes earlier than `section.every` if, at the present pace, the run would complete its steps before it.
+    Whatever the pace becomes, no replica takes more than its share of the run's remaining steps before it waits for the
+    others. The share follows from its steps since the last exchange, rounded up, so the run ends at most one step per replica
+    beyond `total_steps`. `end_early()` returns whether this rank knows that rounds should end now, because a stop was
+    requested.
     """
 
     is_timed = True
@@ -46,10 +49,10 @@ class TimedPeriod(Period):
         self._exchanged_at: float | None = None  # time of the last exchange, on this rank's clock
         self._interval = section.every
         self._last_exchange_step = 0  # this replica's step at the last exchange
-        self._summed_steps = 0  # sum over replicas at the last exchange
-        self._summed_steps_at_sync = 0  # the same at the last synchronization
-        self._last_steps = 0
-        self._step_limit = total_steps  # the round's last step of this replica at the latest
+        self._summed_steps = 0  # sum of all replicas' steps at the last exchange
+        self._summed_steps_at_sync = 0  # the same sum at the last synchronization
+        self._last_steps = 0  # this replica's steps between the last two exchanges
+        self._step_limit = total_steps  # step of this replica after which the next exchange comes at the latest
 
     def is_synchronous(self, step: int) -> bool:
         if step > self.warmup and self._exchanged_at is None:
@@ -80,7 +83,8 @@ class TimedPeriod(Period):
         return self._summed_steps // self.replica_comms.size if self._last_exchange_step == step else None
 
     def total_steps_changed(self, is_synchronized: bool) -> None:
-        """Start a round of full length, in which each replica takes at most an equal share of the steps that are left."""
+        """Let the next exchange come after the full `section.every` seconds, or earlier once a replica has taken an equal share
+        of the remaining steps."""
         if is_synchronized:
             self._summed_steps_at_sync = self._summed_steps
         left = max(0, self.total_steps - self._summed_steps // self.replica_comms.size)
@@ -97,8 +101,8 @@ class TimedPeriod(Period):
             setattr(self, f"_{name}", state[name])
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return each replica's state for a run that resumes with a different number of replicas. Each starts at the
-        old replicas' mean step, rounded down. The sum of all replicas' steps since the last synchronization is kept."""
+        """Return the state with which every replica resumes if their number has changed. All start at the old replicas' mean
+        step, rounded down. The sum of all replicas' steps since the last synchronization is kept."""
         first = states[0]
         if first["elapsed"] is None:
             return require_equal(states)
@@ -114,8 +118,8 @@ class TimedPeriod(Period):
         }
 
     def _read_clock(self) -> tuple[float, bool]:
-        """Return the seconds since the last exchange and whether the next is due at once, both by the replica's first
-        rank."""
+        """Return the seconds since the last exchange and whether the next one is due at once, both as the replica's first rank
+        knows them. A collective of the shard group."""
         mine = torch.tensor([self.clock() - self._exchanged_at, self.end_early()], dtype=torch.float64)
         elapsed, early = self.shard_comms.all_gather(mine.to(self.shard_comms.device), "reading the replica's clock")[0]
         return float(elapsed), bool(early)

@@ -1,4 +1,8 @@
-"""Exchange in which replicas agree on their weights in some blocks, before these blocks' messages are sent."""
+"""Exchange in which replicas agree on their weights in the means of some blocks, before they send these blocks.
+
+Every replica contributes one row of numbers: its seconds, its local steps and the norms of its pseudo-gradients. All ranks
+compute the weights of all replicas from the same rows.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +18,30 @@ from llmtrain.sync.reductions.reduction import Reduction
 from llmtrain.sync.sync_stats import RoundStats, average_stats
 
 ROUND_VALUES = len(fields(RoundStats))
+"""Numbers in a row that describe the local steps."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Result of an exchange. All replicas agree on everything but what is said to be this replica's."""
+    """Result of an exchange. It is the same on all replicas, except for `weights` and `excluded`."""
 
     since: RoundStats
     """Mean of all replicas' local steps."""
     slowest: int
-    """Replica that computed longest."""
+    """Replica that took longest to compute. Meaningful only if `start` was given the seconds."""
     weights: Mapping[int, float]
     """This replica's weight in the mean, by block."""
     excluded: frozenset[int]
     """Blocks in which this replica is anomalous."""
     rolled_back: frozenset[int]
-    """Blocks in which all replicas are anomalous: there is no mean, and their parameters return to the anchor."""
+    """Blocks in which all replicas are anomalous. They have no mean, and their parameters return to the anchor."""
     lengths: Mapping[int, float] = field(default_factory=dict)
-    """Norm that a block's mean must have, or must not exceed. Means of other blocks are used as they arrive."""
+    """Norm, by block, that the mean must have or must not exceed. The means of blocks without one are used as they arrive."""
 
 
 class Weighing:
-    """Exchange of local steps and, with a reduction that needs them, of norms. Without a reduction all replicas have the same
-    weight."""
+    """Exchange of the replicas' local steps and, if the reduction needs them, of norms. Without a reduction, all replicas have
+    the same weight."""
 
     def __init__(self, block_sync: BlockSync, reduction: Reduction | None):
         assert block_sync.anchors is not None or reduction is None, "pseudo-gradients are weighed: needs an anchor"
@@ -50,8 +55,10 @@ class Weighing:
     def start(
         self, done: RoundStats, squares: Sequence[torch.Tensor], computed_seconds: float = 0.0
     ) -> PendingCollective:
-        """Start gathering every replica's local steps and norms. `squares` has the squared norm of this rank's part of each
-        block's pseudo-gradient; empty without `uses_norms`. A collective of the shard group and of the replica group."""
+        """Start gathering every replica's row. `done` describes this rank's local steps. `squares` has the squared norm of this
+        rank's part of each block's pseudo-gradient, and is empty without `uses_norms`. `computed_seconds` is the time that this
+        replica took to compute. The result has shape [replicas, 1 + ROUND_VALUES + blocks], float64. A collective of the shard
+        group and of the replica group."""
         replica_comms, shard_comms = self.block_sync.replica_comms, self.block_sync.shard_comms
         row = torch.tensor([computed_seconds, *done.state().values()], dtype=torch.float64)
         if self.reduction is not None:
@@ -59,12 +66,13 @@ class Weighing:
             tokens = torch.tensor(done.tokens, dtype=torch.float64, device=device)
             whole = shard_comms.all_reduce(torch.stack([tokens, *squares]), "weighing pseudo-gradients").wait()
             row = torch.cat([row[:-1].to(whole.device), whole[:1], whole[1:].sqrt()])
-        elif replica_comms.size == 1:  # no other row, so the host need not wait for its device
+        elif replica_comms.size == 1:  # the only row stays on the CPU, so the host need not wait for a GPU
             return replica_comms.gather(row, "meeting for a synchronization")
         return replica_comms.gather(row.to(replica_comms.device), "meeting for a synchronization")
 
     def agree(self, blocks: Sequence[int], gathering: PendingCollective) -> Agreement:
-        """Wait for all replicas' rows and return what follows from them for `blocks`, whose squares were given to `start`."""
+        """Wait for all replicas' rows and return what follows from them for `blocks`, those of which `start` was given the
+        squares. Report the weights and anomalies."""
         replica_comms, report = self.block_sync.replica_comms, self.block_sync.report
         with report.time_waiting():
             gathered = gathering.wait().cpu()
@@ -95,9 +103,10 @@ class Weighing:
         )
 
     def factor(self, squared: torch.Tensor, length: float) -> torch.Tensor:
-        """Return the factor that gives a block's mean its length, given the squared norm of this rank's part of it. A collective of
-        the shard group."""
-        # All replicas must find the same factor, but GPUs sum in different orders: hence fp64, rounded by the caller.
+        """Return the factor that gives a block's mean the norm `length`, or clips it to that. `squared` is the squared norm of
+        this rank's part of the mean. A collective of the shard group."""
+        # All replicas must find the same factor, although GPUs may sum in different orders. The sum is therefore in float64,
+        # and the caller rounds the factor.
         whole = self.block_sync.shard_comms.all_reduce(squared.clone(), "norm of a pseudo-gradient").wait()
         return self.reduction.factor(whole, length)
 

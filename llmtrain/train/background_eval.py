@@ -31,13 +31,14 @@ PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_", "SLURM_", "O
 """Names and name prefixes of the environment variables with which launchers mark a process as one rank of many. An
 evaluation must not inherit them."""
 GRACE_SECONDS = 10.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL for an evaluation that is terminated."""
 LOOK_EVERY_SECONDS = 0.2
+"""Interval at which the wait for the last evaluation checks for a stop request."""
 
 
 def start_in_background(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen:
-    """Start a process at the lowest priority and in its own session, so that Ctrl-C reaches only the run.
-    Raises OSError."""
+    """Start a process at the lowest priority, with its output in `log`, and in its own session, so that Ctrl-C reaches only the
+    run. Raises OSError if it can't be started."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -56,8 +57,8 @@ class BackgroundEval:
     """Background evaluations of one run. Does nothing if `section` is None, that is, without `eval.suite`
     and on every rank except the main rank.
 
-    Use it as a context manager. After the run's last checkpoint, the exit waits for the evaluation of that
-    checkpoint. Any other exit (a stop, an error) terminates the running evaluation.
+    Use it as a context manager. If the run is complete, the exit waits for the evaluation of its last checkpoint. After a
+    stop or an error, the exit terminates the running evaluation.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class BackgroundEval:
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._is_over = False
-        """True once no evaluation may start. An evaluation that ends after that is not reported as a failure."""
+        """True once no evaluation may start. One that ends later was terminated, and is not reported as a failure."""
 
     def after_checkpoint(self, step: int) -> None:
         """Queue the checkpoint of `step`, which is complete on disk, if an evaluation is due. Returns immediately."""
@@ -101,8 +102,8 @@ class BackgroundEval:
             self._end()
 
     def _is_due(self, step: int) -> bool:
-        """Record `step` as the newest checkpoint. Return whether it reached or passed a multiple of the
-        evaluation period, or the end of the run."""
+        """Record `step` as the newest checkpoint. Return whether it has reached or passed a multiple of the evaluation period
+        since the previous checkpoint, or the end of the run."""
         before, self.newest = self.newest, step
         if self.section is None:
             return False
@@ -191,8 +192,8 @@ class BackgroundEval:
 
 
 def last_log_line(log: Path) -> str:
-    """Return the line of a log that best explains a failure: the last `error:` line, or else the last line
-    that is not a progress bar."""
+    """Return the line of a log that best explains a failure, cut to 300 characters: the last `error:` line, or else the
+    last line that is not a progress bar."""
     try:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     except OSError:

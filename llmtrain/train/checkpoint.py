@@ -46,7 +46,7 @@ from llmtrain.turns import own_time
 from llmtrain.waiting import announced
 
 ANCHOR = "anchor"
-"""Value of `validated` in the state of a checkpoint whose run validates the anchor and not the replicas' mean."""
+"""Value of `validated` in the state.json of a checkpoint whose run validates the anchor and not the replicas' mean."""
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
 """Function applied to each tensor of the state before it is written: the identity, or a copy to memory that training
@@ -96,10 +96,11 @@ class Checkpointer:
         self._losses: dict[int, CheckpointLoss | None] = {}  # read once from each checkpoint
 
     def save(self, step: int, progress: Callable[[], dict[str, Any]]) -> None:
-        """Start writing the state after `step`. All ranks call it at the same step. Returns once the state has been
-        copied to memory that training does not modify, or, if `checkpoint.background` is off, when the checkpoint is
-        complete. `progress` returns this rank's plain values. It is called after messages in flight have arrived, so
-        that their bytes are counted.
+        """Start writing the state after global step `step`. A collective of all ranks.
+
+        Returns once the state has been copied to memory that training does not modify. If `checkpoint.background` is off,
+        returns when the checkpoint is complete. `progress` returns this rank's plain values. It is called after messages in
+        flight have arrived, so that their bytes are counted.
 
         Raises TrainingError if the previous checkpoint, or this one if `checkpoint.background` is off, could
         not be written.
@@ -110,12 +111,12 @@ class Checkpointer:
         keep = _stage_to_cpu if self.section.background else _no_copy
         tensors = self._of_engine(keep)
         for prefix, kind, flats in self._named_state(shared, own):
-            # Blocks kept on the CPU pass through the device one at a time. Without staging, all would be on it at once.
+            # Offloaded blocks pass through the device one at a time. Without a copy back, all would be on it at once.
             rest = any(flat is not None and flat.device != self.mesh.device for flat in flats)
             tensors |= self._of_method(prefix, kind, flats, _stage_to_cpu if rest else keep)
         tensors |= {f"rank{self.mesh.world.rank}.{name}": keep(state) for name, state in self._generators().items()}
         if self.mesh.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # for all copies at once
+            torch.cuda.current_stream().synchronize()  # for all copies at once, instead of after each
         state = {"format": FORMAT, "step": step, "mesh": [self.mesh.replicas, self.mesh.shard_comms.size]}
         state |= {"shared": _present_blocks(shared), "own": _present_blocks(own)}
         if self.method.validated_blocks() is not None:
@@ -158,9 +159,10 @@ class Checkpointer:
     def load(self, path: Path, rules: Rules, seed: int) -> LoadedCheckpoint:
         """Restore the state in `path`, written on any mesh. A collective of all ranks.
 
-        `rules` determine how the values stored by `save` are resharded. Ranks without a predecessor in the old mesh
-        derive their random numbers from `seed`. Raises CheckpointError, on every rank, if the checkpoint is damaged
-        or can't be continued on this mesh. Raises RecipeError if it belongs to another recipe, or has more steps.
+        `rules` determine how the plain values stored by `save` are resharded. A rank whose position the old mesh did not
+        have derives the state of its random number generators from `seed`. Raises CheckpointError, on every rank, if the
+        checkpoint is damaged or can't be continued on this mesh. Raises RecipeError if it belongs to another recipe, or
+        has more steps.
         """
         state, length = read_state(path), None
         if self.recipe is not None and "recipe" in state:
@@ -175,7 +177,8 @@ class Checkpointer:
         change = MeshChange(*state["mesh"], *here, global_step=state["step"])
         progress = change.apply({**rules, "method": self.method.reshard_rules()}, state["ranks"])
         method = progress.pop("method")
-        torch.manual_seed(derive_seed(seed, "rank", *place, "since", state["step"]))  # for a rank without a predecessor
+        # For a rank whose position the old mesh did not have. `_read_engine` replaces it on the others.
+        torch.manual_seed(derive_seed(seed, "rank", *place, "since", state["step"]))
         generators = self._generators()
         self._read_engine(path, change, generators)
         torch.set_rng_state(generators["rng"])
@@ -191,8 +194,8 @@ class Checkpointer:
         return LoadedCheckpoint(state["step"], progress, change.describe(), changed)
 
     def _read_engine(self, path: Path, change: MeshChange, generators: dict[str, torch.Tensor]) -> None:
-        """Load weights, optimizer moments and generator states. The buffers for reading are freed on return,
-        because under ZeRO they are a second copy of the state."""
+        """Load weights, optimizer moments and generator states. The buffers for reading are freed on return. With ZeRO,
+        they are a second copy of the state."""
         tensors = self._of_engine(_no_copy)
         raise_on_all(self.mesh, lambda: self._read(path, change, tensors, generators))
         prefix = f"replica{self.mesh.replica_comms.rank}."
@@ -201,7 +204,7 @@ class Checkpointer:
     def _read(
         self, path: Path, change: MeshChange, tensors: dict[str, torch.Tensor], generators: dict[str, torch.Tensor]
     ) -> None:
-        """Fill the tensors in place. Not a collective."""
+        """Fill `tensors`, this replica's or shared ones, and this rank's `generators` in place. Not a collective."""
         stored = CheckpointReader(path)
         own = f"replica{self.mesh.replica_comms.rank}."
         if change.replicas_changed:
@@ -216,8 +219,8 @@ class Checkpointer:
         stored.read(tensors | {name: state for name, state in there.items() if name in stored.names})
 
     def _read_kind(self, path: Path, change: MeshChange, prefix: str, kind: str, present: list[bool]) -> BlockTensors:
-        """Read one kind of the method's tensors and return it on the CPU, so that the device holds only one
-        kind at a time."""
+        """Read one kind of the method's tensors, such as the anchors, and return them on the CPU by block, so that the
+        device holds one kind at a time. `present` says which blocks the checkpoint has."""
         blocks = [(block, there) for block, there in zip(self.engine.blocks, present, strict=False)]
         room: BlockTensors = [torch.empty_like(flat_view(block)) if there else None for block, there in blocks]
         tensors = self._of_method(prefix, kind, room, _no_copy)
@@ -232,13 +235,13 @@ class Checkpointer:
         ]
 
     def _of_engine(self, keep: Stage) -> dict[str, torch.Tensor]:
-        """Return this replica's weights and optimizer moments."""
+        """Return this replica's weights and optimizer moments by their names in the checkpoint."""
         replica = self.mesh.replica_comms.rank
         return {f"replica{replica}.{name}": keep(tensor) for name, tensor in self.engine.state_dict().items()}
 
     def _of_method(self, prefix: str, kind: str, flats: BlockTensors, keep: Stage) -> dict[str, torch.Tensor]:
-        """Return one kind of the method's tensors. A block kept on the CPU occupies the device only until it
-        is copied."""
+        """Return one kind of the method's tensors by their names in the checkpoint. An offloaded block is on the device
+        only until `keep` has copied it."""
         return {
             f"{prefix}{kind}.{name}": keep(tensor)
             for block, flat in zip(self.engine.blocks, flats, strict=False)
@@ -259,7 +262,8 @@ class Checkpointer:
             yield from ((prefix, kind, given) for kind, given in kinds.items())
 
     def _prune(self, newest: int) -> None:
-        """Delete expired checkpoints that are not pinned. Runs after the new checkpoint is complete, on the main rank."""
+        """Delete expired checkpoints that are not pinned. Called on the main rank, once the checkpoint of `newest` is
+        complete."""
         self._losses = {
             step: self._losses[step] if step in self._losses else read_loss(path)
             for step, path in list_checkpoints(self.directory)
@@ -275,8 +279,8 @@ def _no_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _stage_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in CPU memory, or start one from a GPU: torch then pins the memory, and uses it again for the next
-    checkpoint."""
+    """Return a copy in CPU memory. A copy from a GPU is only started; torch makes it in pinned memory, which it uses
+    again for the next checkpoint."""
     return tensor.detach().to("cpu", copy=True, non_blocking=True)
 
 
@@ -285,14 +289,13 @@ def _present_blocks(kinds: dict[str, BlockTensors]) -> dict[str, list[bool]]:
 
 
 class CheckpointReader:
-    """Reader of a checkpoint's tensors by name. Each rank reads only the rows that it needs, without waiting for other
-    ranks."""
+    """Reader of a checkpoint's tensors by name. Each rank reads only the rows that it needs, without any collective."""
 
     remedy = "delete it to continue from the one before"
     """Advice to a user whose checkpoint is damaged."""
 
     def __init__(self, path: Path):
-        """Open the checkpoint. Raises CheckpointError if it is damaged, as does `read`."""
+        """Open the checkpoint. Raises CheckpointError if its metadata is damaged."""
         self.path = path
         try:
             self._reader = _Reader(path)
@@ -301,7 +304,8 @@ class CheckpointReader:
         self.names: Collection[str] = self._reader.read_metadata().state_dict_metadata.keys()
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Fill each tensor with the stored tensor of the same name."""
+        """Fill each tensor in place with the stored tensor of the same name; a DTensor with this rank's rows of it. Raises
+        CheckpointError if one can't be read."""
         try:
             dcp.load(dict(into), storage_reader=self._reader, no_dist=True)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
@@ -333,7 +337,7 @@ class CheckpointReader:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reader that loads the metadata once instead of once per tensor, with the restricted `read_metadata`."""
+    """Torch's reader, except that it loads the metadata once instead of at each call, with the restricted `read_metadata`."""
 
     def __init__(self, path: Path):
         super().__init__(path)

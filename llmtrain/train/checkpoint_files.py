@@ -3,8 +3,8 @@
     checkpoints/step-00001000/   torch.distributed.checkpoint files, and state.json with their sizes and digests
     checkpoints/latest           name of the newest checkpoint, written last
 
-A checkpoint is written under a temporary name and renamed when it is complete. The digest is XXH3, which is fast enough
-to keep up with disks. The pickled metadata of the tensors may contain only known classes.
+A checkpoint is written under a temporary name and renamed when it is complete. The digest is XXH3, which keeps up with disks.
+torch pickles the metadata of the tensors, and unpickling can run any code, so the metadata may contain known classes only.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ from llmtrain.threads import with_current_device
 from llmtrain.turns import join
 
 FORMAT = 9
+"""Version of the layout. A checkpoint of another version is not read."""
 METADATA_FILE, CHECKSUM_KEY = ".metadata", "sha256"
 NAME = re.compile(r"step-(\d{8})")
 Digest = tuple[int, str]
 """Size in bytes and 128-bit XXH3 in hex."""
 
-warnings.filterwarnings("ignore", ".*the intent is to (save|load) in a single process", UserWarning)  # it is
+# Torch warns of calls without a process group (`no_dist`), which are intended here.
+warnings.filterwarnings("ignore", ".*the intent is to (save|load) in a single process", UserWarning)
 
 
 def folder_name(step: int) -> str:
@@ -102,7 +104,7 @@ def _digest_of(state: dict[str, Any]) -> str:
 
 
 def digests(directory: Path, names: Sequence[str]) -> dict[str, Digest]:
-    """Return the size and digest of each file."""
+    """Return the size and digest of each of the named files, by name."""
     return {name: ((directory / name).stat().st_size, _xxh3(directory / name)) for name in names}
 
 
@@ -127,8 +129,8 @@ def latest_valid(directory: Path, mesh: Mesh, note: Callable[[str], None]) -> Pa
     """Return the newest valid checkpoint in a `checkpoints` folder, or None if it has no checkpoint. A collective of
     all ranks, each of which reads its share of the files. `note` receives a line for each checkpoint that is rejected.
 
-    Raises CheckpointError, on every rank, if all checkpoints are damaged, because a run never starts from
-    scratch on its own.
+    Raises CheckpointError, on every rank, if all checkpoints are damaged. A run never starts from scratch again unless the
+    user deletes them.
     """
     paths = mesh.broadcast_from_main(lambda: [str(path) for path in checkpoint_folders(directory)])
     problem = ""
@@ -178,13 +180,13 @@ CLASSES = {
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
 }
-"""Classes that the metadata of tensors needs, in addition to torch's dtypes. `BytesStorageMetadata` is excluded,
-because torch unpickles the bytes that it describes."""
+"""Classes and functions, as (module, name), that pickled metadata of tensors needs, in addition to torch's dtypes.
+`BytesStorageMetadata` is not among them, because torch unpickles the bytes that it describes."""
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
-    """Return a checkpoint's metadata. Raises UnpicklingError unless it describes tensors in files of its own
-    folder. Damaged metadata raises pickle's own errors."""
+    """Return a checkpoint's metadata. Raises UnpicklingError unless it describes only tensors in files of the checkpoint's own
+    folder. Damaged metadata raises one of pickle's many errors."""
     with (checkpoint / METADATA_FILE).open("rb") as file:
         metadata = _Unpickler(file).load()
     if not isinstance(metadata, Metadata):
@@ -213,7 +215,7 @@ class CheckpointWriter:
     writer is done.
 
     `tensors` must not change until then. `state` is the content of state.json except for `files` and `ranks`;
-    each rank contributes its `progress` to `ranks`. `on_complete` is called on the main rank.
+    each rank contributes its `progress` to `ranks`. `on_complete` is called on the main rank once the checkpoint is complete.
     """
 
     def __init__(
@@ -229,13 +231,15 @@ class CheckpointWriter:
         self._state, self._progress, self._on_complete = state, json.dumps(progress), on_complete
         self._size = sum(tensor.nbytes for tensor in tensors.values())
         self.seconds = 0.0
-        """Seconds that writing took, set when it is done."""
+        """Seconds that writing took, set when the writer is done."""
         self.error: str | None = None
+        """Reason for which writing failed, in one line; None if it has not failed."""
         # A daemon, because a hanging disk must not keep the process alive after the run has given up on it.
         self._thread = threading.Thread(target=with_current_device(self._run), name=f"writes {final.name}", daemon=True)
 
     def start(self, in_thread: bool) -> None:
-        """Start writing in the background. If not `in_thread`, write before returning."""
+        """Start writing in the background. If not `in_thread`, write before returning, and raise TrainingError if that
+        fails."""
         if in_thread:
             self._thread.start()
         else:
@@ -281,15 +285,15 @@ class CheckpointWriter:
         except Exception as error:
             self.error = one_line(error)
         if self.error is not None and (free := shutil.disk_usage(self.final.parent).free) < self._size:
-            # torch's writer may report a position in its archive instead
+            # If the disk is full, torch's writer may report only a position in its archive.
             self.error = f"no space left: {free / 1e6:.0f} MB are free ({self.error})"
         if self.error is not None and self._comms.rank == 0:
             shutil.rmtree(self.temporary, ignore_errors=True)  # frees space if the disk is full
         self.seconds = time.monotonic() - began
 
     def _save(self, tensors: dict[str, torch.Tensor], **where: Any) -> None:
-        # No copies ahead: tensors on the CPU need none, and for each tensor torch would wait for the GPU's stream,
-        # and so for all work that training has queued on it.
+        # torch would copy tensors to the CPU ahead of writing. These are there already, and for each of them torch would wait
+        # for the GPU's stream, and so for all work that training has queued on it.
         writer = dcp.FileSystemWriter(self.temporary, per_thread_copy_ahead=0)
         dcp.save(tensors, storage_writer=writer, **where)
 
@@ -308,8 +312,8 @@ class CheckpointWriter:
             raise OSError(problem)
 
     def _commit(self) -> None:
-        """Gather digests, each rank reading its share of the files, and publish the checkpoint on the main
-        rank. Raises OSError on every rank if any rank fails."""
+        """Gather the files' digests, of which each rank computes its share, and publish the checkpoint on the main rank. Raises
+        OSError on every rank if any rank fails."""
         names = self._from_main(_catch_os_error(lambda: sorted(path.name for path in self.temporary.iterdir())))
         if isinstance(names, str):
             raise OSError(names)
@@ -321,8 +325,8 @@ class CheckpointWriter:
             raise OSError(problem)
 
     def _publish(self, of_ranks: list[tuple[str, dict | str]]) -> str | None:
-        """Write state.json and rename the folder. Return None, or an error in one line that all ranks can
-        raise."""
+        """Write state.json, rename the folder and name it in `latest`. Return None, or the error in one line, for all ranks to
+        raise. Main rank only."""
         if problem := next((found for _, found in of_ranks if isinstance(found, str)), None):
             return problem
         self._state["ranks"] = [json.loads(progress) for progress, _ in of_ranks]

@@ -1,5 +1,5 @@
-"""Devices of a rank: their peak speed and memory, determinism, and what happens to them around steps: profiles, pauses
-for garbage collection, and a report when memory runs out."""
+"""Device of a rank: its peak speed and memory, determinism, allocators, profiles, pauses for garbage collection, and a report
+when memory runs out."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Parameters of glibc's mallopt (malloc.h)."""
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 ALLOCATOR_VARIABLES = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Variables with which a user configures torch's allocator, the old names included."""
+"""Environment variables with which a user configures torch's allocator, including old names."""
 AfterStep = Callable[[int], None]
 """Function called after each step with the number of the step."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the device's peak FLOP/s, or None if unknown."""
+    """Return the device's peak FLOP/s, or None if it is not known, as for CPUs."""
     if device.type != "cuda":
         return None
     card = card_of(torch.cuda.get_device_name(device))
@@ -61,8 +61,8 @@ def enable_determinism(device: torch.device) -> None:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next allocation, unless the environment configures it (MALLOC_...).
 
-    Otherwise every large tensor on a CPU gets new pages from the kernel and gives them back. First writes to such pages
-    took longer than most operations on the tensor.
+    Otherwise every large tensor on a CPU gets new pages from the kernel, and gives them back when it is freed. The first
+    write to such a page took longer than most operations on the tensor.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
@@ -71,10 +71,11 @@ def keep_freed_memory() -> None:
 
 
 def share_freed_memory() -> None:
-    """Make glibc give the threads of this process the memory that other ones have freed, unless the environment configures it
-    (MALLOC_...). Call before they start.
+    """Make glibc let the threads of this process reuse each other's freed memory, unless the environment configures it
+    (MALLOC_...). Call before the threads start.
 
-    Otherwise each thread keeps what it frees, and replicas that take turns need the activations of all of them.
+    Otherwise each thread keeps what it frees. Replicas that take turns would then need memory for the activations of all
+    of them, although only one replica has activations at a time.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
@@ -85,7 +86,7 @@ def use_expandable_segments() -> None:
     """Let torch's allocator grow its segments on GPUs, for this process and those that it starts, unless the user has
     configured the allocator. Call before the first use of a GPU.
 
-    Blocks that are gathered and freed in turn otherwise leave gaps in memory that nothing fits into.
+    Otherwise blocks that are gathered and freed alternately leave gaps in memory into which no later block fits.
     """
     if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR] = "expandable_segments:True"
@@ -105,10 +106,11 @@ def reserved_memory_bytes(device: torch.device) -> int:
 
 @contextmanager
 def collect_garbage_every(steps: int | None) -> Iterator[AfterStep]:
-    """Replace Python's own garbage collection within this context with one after every step that is a multiple of
-    `steps`. None keeps Python's own.
+    """Collect garbage after every step that is a multiple of `steps` within this context, instead of when Python would.
+    None keeps Python's own collections. Yields the function to call after each step.
 
-    Python collects after a number of allocations. Ranks reach it at different steps, and all ranks wait for each pause.
+    Python collects after a number of allocations, which ranks reach at different steps. All ranks would wait for each rank's
+    pause.
     """
     if steps is None or not gc.isenabled():
         yield lambda step: None
@@ -129,11 +131,11 @@ def collect_garbage_every(steps: int | None) -> Iterator[AfterStep]:
 def profile_steps(
     section: ProfileSection | None, rank: int, folder: Path, note: Callable[[str], None]
 ) -> Iterator[AfterStep]:
-    """Record the steps of `section` with torch.profiler, and write them to `folder` as a Chrome trace of this rank.
+    """Record the steps of `section` with torch.profiler, and write them to `folder` as a Chrome trace of this rank. Yields the
+    function to call after each step.
 
     The step before the first one warms up the profiler. A run that resumes within these steps warms up again and records
-    the steps that are left.
-    A trace that cannot be written is reported through `note`, and training continues.
+    the remaining ones. A trace that cannot be written is reported through `note`, and training continues.
     """
     if section is None or rank not in section.ranks:
         yield lambda step: None

@@ -1,6 +1,6 @@
 """Weights that a new run starts from (`model.from_weights`): compared with the recipe's model, and verified on every node.
 
-A run that continues from its own checkpoint does not read them. It keeps the record of where it started.
+A run that continues from its own checkpoint does not read them, but keeps the record of the weights that it started from.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from llmtrain.train.stored_weights import FullTensorReader, StoredWeights, valid
 OTHER = f"name another one in {KEY}"
 REMEDY = f"copy it again, or {OTHER}"
 EXPORT = "export.json"
-"""List of the files of a folder that `export` made, with their digests."""
+"""Manifest that `export` writes into its folder: the files with their digests."""
 DERIVED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
-"""Ends of the names of masks and frequencies, which old files store and which follow from the config."""
+"""Suffixes of the names of masks and frequencies, which old files store although they follow from the config."""
 
 
 class InitialWeights:
-    """Weights that fit a model. `read` takes the model's names, which can differ from the stored ones by a prefix."""
+    """Weights that a run starts from, checked to fit its model. `read` takes names of the model's weights, which can
+    differ from the stored names by a prefix."""
 
     def __init__(self, pretrained: Pretrained, model: LanguageModel):
         """Open the weights. Raises ModelError or CheckpointError, in one line that names the first weight that is missing,
@@ -51,7 +52,7 @@ class InitialWeights:
         self.pretrained = pretrained
         self.recorded: dict[str, Any] = {"path": pretrained.name, "step": pretrained.step}
         """Path and step of the weights, which the run records; `verify` adds their digest."""
-        self._written: dict[str, Digest] | None = None  # when the weights were written; None for those from elsewhere
+        self._written: dict[str, Digest] | None = None  # digests when written; None if llmtrain has not written them
         self._reader: StoredWeights | SafetensorsReader
         self._replicas = 1
         if pretrained.is_checkpoint:
@@ -66,7 +67,8 @@ class InitialWeights:
         self._names = _match(model, self._reader.shapes, pretrained.name)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a weight in fp32 on the CPU. Raises ModelError or CheckpointError if it is damaged or not finite."""
+        """Return a full weight in fp32 on the CPU. Raises ModelError or CheckpointError if it is damaged, not finite, or stored
+        twice with different values."""
         first, *copies = self._names[name]
         value = self._reader.read(first)
         for copy in copies:
@@ -78,9 +80,11 @@ class InitialWeights:
         return value
 
     def verify(self, mesh: Mesh) -> None:
-        """Compute the digest of the weights. A collective of all ranks, each of which reads its share of its node's files.
+        """Check the files against their digests, compare nodes, and record the digest of the weights. A collective of all
+        ranks, each of which reads its share of its node's files.
 
-        Raises CheckpointError or ModelError, on every rank, if a file is not what was written, or if nodes have other files.
+        Raises CheckpointError or ModelError, on every rank, if a file is not what was written, or if nodes have different
+        files.
         """
         world, folder, host = mesh.world, self.pretrained.folder, socket.gethostname()
         share = self._files[world.local_rank :: world.local_size]
@@ -113,7 +117,7 @@ class InitialWeights:
         self.recorded["digest"] = hashlib.sha256(text.encode()).hexdigest()
 
     def describe(self) -> str:
-        """Return the console line."""
+        """Return the console's line about the weights."""
         what = f"{len(self._names)} tensors"
         if self._replicas > 1:
             what += f", the mean of {self._replicas} replicas"
@@ -121,7 +125,8 @@ class InitialWeights:
 
 
 def _of_export(folder: Path) -> dict[str, Digest] | None:
-    """Return the digests in the manifest of an export, or None for a folder that `export` has not made."""
+    """Return the digests in the manifest of an export, or None for a folder that `export` has not written. Raises
+    ModelError if the manifest is damaged."""
     try:
         files = json.loads((folder / EXPORT).read_text())["files"]
         listed = {str(name): (int(size), str(digest)) for name, (size, digest) in files.items()}
@@ -135,7 +140,8 @@ def _of_export(folder: Path) -> dict[str, Digest] | None:
 
 
 def _match(model: LanguageModel, stored: dict[str, torch.Size], name: str) -> dict[str, list[str]]:
-    """Return the stored names of each weight of the model, of which a tied embedding may have two."""
+    """Return the stored names of each weight of the model, by the model's name. A tied embedding may be stored under two.
+    Raises ModelError if weights are missing, unexpected or of another shape."""
     prefix, found = f"{model.causal_lm.base_model_prefix}.", dict[int, list[str]]()
     for full, parameter in model.causal_lm.named_parameters(remove_duplicate=False):
         names = dict.fromkeys((full, full.removeprefix(prefix)))  # files of a model without its head have no prefix
@@ -166,11 +172,11 @@ def _first_of(names: list[str]) -> str:
 def check_initial_weights(
     recipe: Recipe, prepared: TokenDataset | None = None, download: bool = False
 ) -> InitialWeights | None:
-    """Return the weights that the recipe's run would start from, or None if there are none to check: it starts from random
-    ones, continues from a checkpoint of its own, or the hub's are not on this machine, unless `download` fetches them. Reads
-    headers only.
+    """Return the weights that the recipe's run would start from, after checking their headers; None if there are none to check.
 
-    Raises UserError if the weights do not fit the recipe's model or tokenizer.
+    There are none if the run starts from random weights, if it continues from a checkpoint of its own, or if the weights
+    are on the hub, not on this machine, and `download` is false. Raises UserError if the weights do not fit the recipe's
+    model or tokenizer.
     """
     name, directory = recipe.model.from_weights, RunDirectory(recipe)
     if name is None or checkpoint_folders(directory.checkpoints):
@@ -185,20 +191,20 @@ def check_initial_weights(
 
 
 def open_initial_weights(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> InitialWeights | None:
-    """Return the weights that the run starts from, verified, or None for random ones. They are downloaded if necessary. A
+    """Return the weights that the run starts from, verified and if necessary downloaded; None for random ones. A
     collective of all ranks.
 
-    Raises UserError, on every rank, if they are not there, damaged, not the same on all nodes, or do not fit.
+    Raises UserError, on every rank, if they do not exist, are damaged, differ between nodes, or do not fit.
     """
     name = recipe.model.from_weights
     if name is None:
         return None
-    # Rank 0 chooses, because the run that writes the checkpoints may still be training.
+    # Rank 0 chooses the checkpoint, because the run that writes them may still be training and add others.
     chosen = mesh.broadcast_from_main(lambda: find_pretrained(name, download=True))
     opened: list[InitialWeights] = []
 
     def find() -> None:
-        # The hub's files may be elsewhere on another node.
+        # Files from the hub may be in another folder on another node.
         here = chosen if local_path(name) is not None else find_pretrained(name, download=True)
         opened.append(_open(recipe, here, prepared))
 
@@ -236,8 +242,8 @@ def _tokenizer_of(pretrained: Pretrained) -> PreTrainedTokenizerBase | None:
 def check_same_tokenizer(
     pretrained: Pretrained, theirs: PreTrainedTokenizerBase, mine: PreTrainedTokenizerBase, name: str
 ) -> None:
-    """Raise ModelError if a token of the weights' tokenizer has another id in the recipe's, `name`, which may have
-    additional tokens."""
+    """Raise ModelError if a token of `theirs`, the weights' tokenizer, has another id in `mine`, the recipe's tokenizer `name`.
+    `mine` may have additional tokens."""
     ids = mine.get_vocab()
     for token, number in sorted(theirs.get_vocab().items(), key=lambda item: item[1]):
         if ids.get(token) != number:

@@ -47,10 +47,10 @@ class JsonlLogger(Logger):
 
     def __init__(self, path: Path, resumed_step: int):
         """Open the file and drop the lines after `resumed_step`, which will be logged again."""
-        # Without a checkpoint, everything is run again, including the validation before the first step.
+        # A run without a checkpoint starts again, including the validation before the first step, so no line is kept.
         kept = [line for line in read_lines(path) if line["step"] <= resumed_step] if resumed_step else []
         self.last_step = max((line["step"] for line in kept), default=0)
-        """Step of the last line that was kept."""
+        """Step of the last line that was kept; 0 if none was."""
         atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", buffering=1)
 
@@ -59,7 +59,7 @@ class JsonlLogger(Logger):
         self._file.write(json.dumps({"step": step, "tokens": tokens, "seconds": round(seconds, 3), **values}) + "\n")
 
     def log_sample(self, step: int, tokens: int, text: str) -> None:
-        """Do nothing: samples.txt has it."""
+        """Do nothing, because samples are in samples.txt."""
 
     def close(self, failed: bool = False) -> None:
         self._file.close()
@@ -86,14 +86,14 @@ class SampleLogger(Logger):
             atomic_write(path, "".join(kept))
 
     def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
-        """Do nothing: metrics.jsonl has it."""
+        """Do nothing, because numbers are in metrics.jsonl."""
 
     def log_sample(self, step: int, tokens: int, text: str) -> None:
         with self.path.open("a") as file:
             file.write(f"{SAMPLE.format(step=step)}\n{text}\n\n")
 
     def close(self, failed: bool = False) -> None:
-        """Do nothing: the file is closed after each sample."""
+        """Do nothing, because the file is closed after each sample."""
 
 
 class TensorBoardLogger(Logger):
@@ -105,7 +105,8 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         self._by_step = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else 0)
-        # TensorBoard knows no other x axis than the step, and a purge drops all later "steps" of a folder.
+        # TensorBoard's x axis is always the step, so this writer gives tokens as steps. It has a folder of its own, because a
+        # purge drops everything in a folder from a step on.
         purge = resumed_tokens + 1 if resumed_step else 0
         self._by_tokens = SummaryWriter(str(folder / "over_tokens"), purge_step=purge)
         self._by_step.add_text("recipe", _as_markdown(resolved_yaml(recipe)), resumed_step)
@@ -155,7 +156,7 @@ class WandbLogger(Logger):
         except wandb.Error as error:
             raise OSError(f"log.wandb: {one_line(error)}; `wandb login`, or log.wandb.mode=offline") from error
         self._run.define_metric("tokens")
-        for group in ("train/*", "eval/*"):  # drawn over tokens at first; steps can be chosen for any chart
+        for group in ("train/*", "eval/*"):  # drawn over tokens by default; the user can choose steps for any chart
             self._run.define_metric(group, step_metric="tokens")
 
     def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
@@ -191,7 +192,7 @@ def open_loggers(
 
 
 LOCAL_LINE_SECONDS = 15.0
-"""Seconds without output after which the first replica reports a step that only it knows."""
+"""Seconds without output after which the first replica reports its own step, in rounds of seconds."""
 
 
 SAMPLE_CHARACTERS = 100
@@ -224,8 +225,8 @@ class Console:
 
     @contextmanager
     def progress(self, label: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-        """Show a bar for the enclosed code, on a terminal and if it takes long. Yields a function that advances the bar by
-        one of `total`."""
+        """Show a bar for the enclosed code, if the output is a terminal and the code takes long. Yields a function that
+        advances the bar by one of `total`."""
         if not self._is_shown_live:
             yield lambda: None
         elif self._bars is not None:
@@ -236,8 +237,9 @@ class Console:
                 yield advance
 
     def advance(self, step: int, is_alone: bool = False) -> None:
-        """Move the progress bar to `step`. The first call prints the seconds since the command was started. `is_alone`:
-        only this replica knows the step, as within a round of seconds; a line then says now and then how far it is."""
+        """Move the progress bar to `step`. The first call prints the seconds since the command was started. `is_alone`
+        says that only this replica knows the step, as within a round of seconds. Without a bar, a line then reports the
+        step from time to time."""
         if not self._has_begun:
             self._has_begun = True
             self.print(f"first step {seconds_since_command():.1f} s after the command was started")
@@ -249,8 +251,8 @@ class Console:
             )
 
     def log_step(self, step: int, tags: dict[str, float]) -> None:
-        """Print a line of metrics. The replicas' divergence is in lines after a round that measured it, and the memory
-        in lines in which it has grown by 1 %."""
+        """Print a line of metrics. It includes the replicas' divergence only after a round that measured it, and the
+        memory only if it has grown by 1 % since it was last printed."""
         parts = [
             f"step {step}/{self._total}",
             f"loss {tags['train/loss']:.3f}",
@@ -278,7 +280,7 @@ class Console:
         return f"round {number}" if self._rounds is None else f"round {number}/{self._rounds}"
 
     def log_validation(self, step: int, name: str, tags: dict[str, float]) -> None:
-        """Print a validation result. `name` is empty for the run's own text."""
+        """Print a validation result: the three `tags` of `ValidationSet.tags`. `name` is empty for the run's own text."""
         loss, perplexity, bits_per_byte = tags.values()
         ppl = f"{perplexity:.2f}" if perplexity < 1e6 else f"{perplexity:.1e}"
         text = f"validation loss {loss:.4f} | ppl {ppl} | {bits_per_byte:.3f} bits per byte"
@@ -291,11 +293,11 @@ class Console:
         self.print(f"step {step}/{self._total} | writes: {line}")
 
     def warn(self, step: int, text: str) -> None:
-        """Print a warning about the steps since the last log line."""
+        """Print a warning that concerns the steps up to `step`."""
         self.print(f"step {step}/{self._total} | warning: {text}")
 
     def print(self, text: str) -> None:
-        """Print a line verbatim."""
+        """Print a line verbatim, without interpreting markup."""
         self.out.print(text, markup=False)
         self._printed_at = time.monotonic()
 
@@ -323,12 +325,12 @@ def format_si(number: float) -> str:
 
 
 def mesh_line(replicas: int, shards: int, device_type: str, reason: str) -> str:
-    """Return the line about the mesh; `reason` is that of `plan_mesh`."""
+    """Return the console's line about the mesh. `reason` is the one that `plan_mesh` gives for its shape."""
     return f"mesh: {replicas} replicas x {shards} shards on {device_type} ({reason})"
 
 
 def model_line(recipe: Recipe, parameters: int, blocks: int, sequences: int | None) -> str:
-    """Return the line about the model, the run's length and the data, whose number of sequences is None if it is not
+    """Return the console's line about the model, the run's length and the data. `sequences` is None if the data are not
     tokenized yet."""
     total, train = recipe.train.total_steps, recipe.train
     data = "not tokenized yet"

@@ -1,7 +1,7 @@
 """Numbers that every rank measures between two log lines, gathered without a barrier and reduced to tags.
 
 Each rank submits a row of numbers. The gather runs in the background and is read once it is complete, at the latest
-before the next log line. To log, a replica therefore waits for another one only if it is a complete line ahead.
+before the next log line. A replica therefore waits in order to log only if another one is an entire log line behind.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from llmtrain.parallel.mesh import Mesh
 from llmtrain.sync.reductions.edit_penalty import RunningMoments
 
 SPIKE_DEVIATIONS = 6.0
-"""Number of standard deviations above the running mean at which a logged loss counts as a spike (OLMo's
+"""Number of standard deviations above the running mean beyond which a logged loss counts as a spike (OLMo's
 threshold)."""
 SPIKE_AFTER_LINES = 10
+"""Number of log lines before a loss can count as a spike."""
 SKIPS_IN_A_ROW = 10
 """Number of consecutive skipped steps that ends the run."""
 
@@ -32,7 +33,7 @@ class RankMetrics:
     loss_sum: float
     predicted_tokens: float
     padding: float
-    """Positions beyond the ends of documents."""
+    """Padded positions, beyond the ends of documents."""
     tokens_total: float
     steps_total: float
     gradients_total: float
@@ -112,8 +113,8 @@ class AsyncMetricGather:
             self._pending[-1].wait()
 
     def wait_all(self, only_if_done: bool = False) -> GatheredMetrics | None:
-        """Return the line in flight, or None if there is none. Waits for the slowest rank's row; with
-        `only_if_done`, returns None instead of waiting."""
+        """Return the rows of the line in flight and forget it; None if there is none. Waits for the slowest rank's row, or with
+        `only_if_done` returns None instead of waiting."""
         if self._pending is None or (only_if_done and not self._pending[-1].is_done):
             return None
         *known, pending = self._pending
@@ -125,6 +126,7 @@ class MetricReducer:
     """Reducer of a line's rows to the tags of docs/metrics.md."""
 
     def __init__(self, mesh: Mesh, flops_per_token: float, peak: float | None):
+        """Reduce for this mesh. `peak` is a device's peak FLOP/s, or None if it is unknown and no MFU is reported."""
         self.mesh, self.flops_per_token, self.peak = mesh, flops_per_token, peak
         self.spikes = 0
         self._losses = RunningMoments((1, 1), ema=0.05)
@@ -134,7 +136,7 @@ class MetricReducer:
         loss_sums, tokens = line.column("loss_sum"), line.column("predicted_tokens")
         loss = float(loss_sums.sum() / tokens.sum())  # NaN, written as null, if no rank computed a gradient
         seconds, steps = line.column("step_seconds"), line.column("steps")
-        in_turns = self.mesh.all_ranks.shares_memory  # then the ranks have one device
+        in_turns = self.mesh.all_ranks.shares_memory  # True if the ranks take turns on one device
         seconds = float(seconds.sum() if in_turns else seconds.max())
         rate = float(tokens.sum()) / seconds if seconds > 0 else math.nan
         mean, spread = (
@@ -174,7 +176,7 @@ class MetricReducer:
     def check(self, line: GatheredMetrics) -> None:
         """Raise TrainingError, on every rank, if training is no longer meaningful: a loss or gradient
         norm is not finite, a replica has skipped its last `SKIPS_IN_A_ROW` steps, or anchors differ."""
-        # Neither sum includes the steps skipped by optim.nonfinite.
+        # Steps that `optim.nonfinite` skips are in neither of the two sums, so they do not end the run here.
         for what, column in (("loss", "loss_sum"), ("norm of the gradient", "grad_norm")):
             values = line.column(column)
             if not values.isfinite().all():

@@ -33,16 +33,17 @@ T = TypeVar("T")
 
 @dataclass
 class IntervalMetrics:
-    """This rank's sums since its last log line. Losses and norms stay on the device until the line is made."""
+    """This rank's sums since its last log line. `loss` and `grad_norm` stay on the device until then, so that training does not
+    wait for them."""
 
     loss: torch.Tensor | float = resharded(0.0, by=split_evenly)
     grad_norm: torch.Tensor | float = resharded(0.0, by=mean)
     steps: int = resharded(0, by=mean)
     gradients: int = resharded(0, by=mean)
-    """Inner steps: neither pulls nor steps skipped for a non-finite gradient."""
+    """Inner optimizer steps. Pulls, and steps skipped for a non-finite gradient, do not count."""
     predicted_tokens: int = resharded(0, by=split_evenly)
     padding: int = resharded(0, by=split_evenly)
-    """Positions beyond the ends of documents."""
+    """Padded positions, beyond the ends of documents."""
     step_seconds: float = resharded(0.0, by=largest)
     data_seconds: float = resharded(0.0, by=largest)
 
@@ -86,7 +87,7 @@ class Metrics:
         """Training tokens of all replicas, as last counted over all ranks."""
         self.last_line: dict[str, float] = {}
         self.warnings: list[str] = []
-        """Warnings since this start, by step."""
+        """Warnings since this start, each with its step."""
         self.first_eval: Validation | None = None
         self.last_eval: Validation | None = None
         self.last_sample: tuple[int, str] | None = None
@@ -119,7 +120,7 @@ class Metrics:
             yield
         except BaseException:
             for logger in self._loggers:
-                with suppress(OSError):  # the disk may have ended the run
+                with suppress(OSError):  # the disk may have ended the run, because it is full
                     logger.close(failed=True)
             raise
         else:
@@ -131,8 +132,8 @@ class Metrics:
 
     @contextmanager
     def training_time(self) -> Iterator[None]:
-        """Count the enclosed code as training time. Validation, checkpointing and logging are outside. Replicas of one process
-        take turns: the training time of all is this one's, as often as there are replicas."""
+        """Count the enclosed code as training time, which excludes validation, checkpoints and log lines. Replicas of one
+        process take turns, so the run's training time is this replica's times the number of replicas."""
         started = own_time()
         yield
         own, all_ranks = own_time() - started, self.mesh.all_ranks
@@ -155,8 +156,8 @@ class Metrics:
         grad_norm: torch.Tensor,
         skipped: bool,
     ) -> int:
-        """Count one gradient: its tokens on this rank, their summed loss and the replica's gradient norm. Of a skipped
-        gradient, only the tokens count. Return the tokens that the optimizer's step has used: none if it was skipped."""
+        """Count one gradient: its tokens on this rank, their summed `loss` and the replica's gradient norm. If the step was
+        skipped, count its tokens only. Return the number of tokens that the optimizer's step has used, 0 if it was skipped."""
         tokens = count_tokens(micro_batches)
         state.count_gradient(tokens, skipped)
         if skipped:
@@ -174,7 +175,8 @@ class Metrics:
         self.console.advance(state.step, is_alone=state.step > state.global_step + 1)
 
     def log(self, state: TrainState, lr: float) -> None:
-        """Finish the previous log line, then start gathering this interval's metrics."""
+        """Finish the previous log line, then start gathering the metrics of the interval that ends now. `lr` is the
+        learning rate to log."""
         self.wait()
         report, interval = self.method.report(), self.interval
         with self.training_time():
@@ -225,10 +227,11 @@ class Metrics:
         self.interval = IntervalMetrics()
 
     def wait(self) -> None:
-        """Wait for the pending log line and act on it. All ranks do so at the same step and with the same numbers, so
-        no replica is ever more than two lines ahead of another.
+        """Wait for the pending log line and act on it. All ranks do so at the same step and with the same numbers. No
+        replica is therefore ever more than two log lines ahead of another.
 
-        Raises TrainingError, on every rank, for numbers that are not finite, anchors that differ and failed writes.
+        Raises TrainingError, on every rank, for a loss or gradient that is not finite, too many skipped steps, anchors
+        that differ and failed writes, and DataError for damaged data.
         """
         with self.training_time(), self.method.report().time_exposed(), self.method.report().time_waiting():
             self._gather.wait()
@@ -241,7 +244,8 @@ class Metrics:
                 self.io_errors.check()
 
     def poll(self) -> None:
-        """Report the pending log line or checkpoint as soon as it is ready. Decisions are made in `wait`."""
+        """Print and log the pending line or checkpoint if it is ready, without waiting. Decisions that all ranks must
+        share are left to `wait`."""
         self.checkpointer.poll()
         if self.mesh.is_main and self._displayed is None:
             self._displayed = self._display(self._gather.wait_all(only_if_done=True))
@@ -256,13 +260,14 @@ class Metrics:
         for text, validation in found:
             tags |= text.tags(validation)
             self.console.log_validation(state.global_step, text.name, text.tags(validation))
-        if not self.last_eval.loss <= self.first_eval.loss:  # also NaN
+        if not self.last_eval.loss <= self.first_eval.loss:  # so written, it is also true of NaN
             start = f"{self.first_eval.loss:.4f} before the first step"
             self._warn(state.global_step, f"validation loss {self.last_eval.loss:.4f}, from {start}: the run diverges")
         self._log(state.global_step, self.tokens, self.train_seconds, tags)
 
     def log_sample(self, state: TrainState, text: str) -> None:
-        """Log a text that the model has generated. The last one is printed with the report."""
+        """Log a text that the model has generated, and print its beginning. That of the last step is printed with the
+        report."""
         self.last_sample = (state.global_step, text)
         for logger in self._loggers:
             self._write(lambda logger=logger: logger.log_sample(state.global_step, self.tokens, text))
@@ -270,8 +275,8 @@ class Metrics:
             self.console.log_sample(state.global_step, text)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the last checkpoint is complete; a run writes one at a time. Raises TrainingError, on every rank,
-        if the checkpoint or the metrics could not be written."""
+        """Wait until the last checkpoint is complete, because a run writes one at a time. Raises TrainingError, on every rank,
+        if the checkpoint or the metrics could not be written, and DataError for damaged data. A collective of all ranks."""
         self.checkpointer.wait()
         self.checkpointer.poll()
         self.io_errors.check()
@@ -293,7 +298,8 @@ class Metrics:
 
     @property
     def exposed_seconds(self) -> float:
-        """Return the exposed seconds, in which training stood still for synchronizations or averaged gradients."""
+        """Return the seconds that training has stood still for traffic between replicas: synchronizations and averaged
+        gradients."""
         return self.method.report().exposed_seconds + self.engine.gradient_wait.seconds
 
     def state_dict(self) -> dict[str, Any]:
@@ -323,11 +329,12 @@ class Metrics:
     def _round_number(self, state: TrainState) -> int:
         """Return the number of the present round, from 1; 0 in a synchronous phase."""
         number = self.method.period.round_number(state.step)
-        # Rounds of seconds are logged when they end, just before they are counted, except for the last one.
+        # With rounds of seconds, a line is logged just before its round is counted, except at the end of the run.
         return self.method.report().count + (not state.is_done) if number is None else number
 
     def _fingerprint(self, count: int) -> int:
-        """Return the anchors' fingerprint if their comparison is due after `count` synchronizations, else 0."""
+        """Return the anchors' fingerprint if `sync.verify_every` asks for their comparison after `count` synchronizations, else
+        0."""
         every = self.recipe.sync.verify_every
         if every is None or count // every == self._verified // every:
             return 0

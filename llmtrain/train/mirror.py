@@ -1,5 +1,5 @@
-"""Mirror of a run's checkpoints at another location (`checkpoint.mirror`): copied in the background, fetched if
-the disk is lost.
+"""Mirror of a run's checkpoints at another location (`checkpoint.mirror`). They are copied there in the background, and fetched
+if the run's own disk is lost.
 
 Training never waits for a copy, except for the last one at the end of the run. One copy is in flight at a time.
 Of the checkpoints completed during a copy, only the newest is copied next. A failed copy prints one console
@@ -58,7 +58,7 @@ class RemoteRun:
         self._losses: dict[int, CheckpointLoss | None] = {}  # read once from each checkpoint
 
     def check_owner(self, recipe: Recipe) -> None:
-        """Raise RecipeError if the mirror contains another recipe, or the file system's error if it can't be written."""
+        """Raise RecipeError if the mirror belongs to another recipe, or the file system's error if it can't be written."""
         there = f"{self._root}/recipe.yaml"
         with tempfile.TemporaryDirectory() as folder:
             here = Path(folder) / "recipe.yaml"
@@ -94,8 +94,8 @@ class RemoteRun:
             return None
 
     def download(self, step: int, here: Path) -> dict[str, Digest] | str:
-        """Copy a checkpoint into the empty folder `here`. Returns its files as listed in state.json, or a
-        description of the damage."""
+        """Copy a checkpoint into the empty folder `here`. Returns its files with their digests as listed in state.json,
+        which the caller must compare, or a description of the damage if state.json or a file is missing or unreadable."""
         there = self._path_of(step)
         self._files.get_file(f"{there}/{STATE_FILE}", str(here / STATE_FILE))
         try:
@@ -115,7 +115,8 @@ class RemoteRun:
             half_copied.rename(here)
 
     def upload(self, checkpoint: Path, step: int, metrics: Path) -> None:
-        """Copy a complete checkpoint and the metrics to the mirror, replacing a checkpoint of the same step."""
+        """Copy a complete checkpoint and the metrics to the mirror, replacing a checkpoint of the same step. Its
+        state.json comes last, so that a partial copy is incomplete."""
         self._losses.pop(step, None)
         self._remove(step)
         there = self._path_of(step)
@@ -168,7 +169,7 @@ def mirror_url(recipe: Recipe) -> str | None:
 
 
 def has_mirrored_checkpoint(recipe: Recipe) -> bool:
-    """Return whether the run's mirror has a checkpoint; False also if it can't be read."""
+    """Return whether the run's mirror has a complete checkpoint. False if the run has no mirror, or it can't be read."""
     url = mirror_url(recipe)
     if url is None:
         return False
@@ -195,6 +196,7 @@ class Mirror:
         self._last: int | None = None
         """Step of the newest checkpoint submitted for copying."""
         self._copied_best: int | None = None
+        """Step of the best checkpoint, while it is being copied."""
 
     # ---- at the start, on all ranks
 
@@ -204,7 +206,8 @@ class Mirror:
             self._on_main(mesh, self._open)
 
     def claim(self, mesh: Mesh) -> None:
-        """Write the recipe to the mirror, once the run directory has it. Raises RecipeError, on every rank, if that fails."""
+        """Write the recipe to the mirror, which then belongs to this run. Called once the run directory has the recipe. Raises
+        RecipeError, on every rank, if that fails."""
         if self.url is not None:
             self._on_main(mesh, lambda: self._remote.write_recipe(self.recipe))
 
@@ -246,7 +249,7 @@ class Mirror:
     # ---- during training
 
     def upload_async(self, step: int) -> None:
-        """Queue the checkpoint of `step`, which is complete on disk, behind the copy in flight. Returns immediately."""
+        """Queue the checkpoint of `step`, which is complete on disk, to be copied next. Returns immediately."""
         if self.url is None or not self.is_main:
             return
         self._last = step
@@ -255,13 +258,13 @@ class Mirror:
             self.note(f"step {replaced} is not copied to {self.url}: step {running} still is, and step {step} is next")
 
     def pinned_steps(self) -> set[int]:
-        """Return the steps of checkpoints that are copied or wait for it. Thread-safe."""
+        """Return the steps of the checkpoints that are being copied or wait to be. Thread-safe."""
         best = self._copied_best
         return self.worker.pending_steps() | ({best} if best is not None else set())
 
     def finish(self, mesh: Mesh) -> str | None:
-        """Wait for the last copy, at most `run.timeout_seconds`. Returns, on every rank, the reason why it is
-        missing, or None."""
+        """Wait for the copy of the last checkpoint, at most `run.timeout_seconds`. Returns, on every rank, the reason for
+        which it is missing, or None."""
         if self.url is None:
             return None
         deadline = time.monotonic() + self.timeout_seconds
@@ -290,8 +293,8 @@ class Mirror:
         self.note(f"copied to {self._remote.url_of(step)} (in {time.monotonic() - began:.1f} s)")
 
     def _copy_best(self, newest: int) -> None:
-        """Copy the best checkpoint up to `newest`, unless the mirror has it or a better one. It is not there if it was
-        completed during another copy."""
+        """Copy the best checkpoint up to step `newest`, unless the mirror has it or a better one. The mirror lacks it if it was
+        completed during another copy and then replaced by a newer one in the queue."""
         here = {step: loss for step, loss in read_losses(self.directory.checkpoints).items() if step <= newest}
         there = self._remote.losses()
         self._copied_best = best_step(there | here)
@@ -314,8 +317,8 @@ class Mirror:
     # ---- on the main rank
 
     def _on_main(self, mesh: Mesh, work: Callable[[], Any]) -> Any:
-        """Return the result of the main rank's `work` on every rank, however long it takes, as long as
-        bytes keep arriving. File system errors become a RecipeError on every rank."""
+        """Run `work` on the main rank and return its result on every rank. It may take any time, as long as fetched bytes keep
+        arriving. File system errors become a RecipeError on every rank."""
 
         def attempt() -> Any:
             try:

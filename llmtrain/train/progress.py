@@ -1,4 +1,4 @@
-"""Progress bars on a terminal that appear only if something takes longer than a moment."""
+"""Progress bars on a terminal that appear only if a task takes longer than a moment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.text import Text
 
 DELAY_SECONDS = 2.0
-"""Seconds after which the bar of a task appears."""
+"""Seconds after which the bar of a delayed task appears."""
 
 
 class CountColumn(ProgressColumn):

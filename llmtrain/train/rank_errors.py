@@ -1,5 +1,5 @@
-"""Errors of one rank, raised on every rank: failed reads and writes, damaged data, and failed or hanging work of the main
-rank."""
+"""Errors of one rank that are raised on every rank: failed reads and writes, damaged data, and failed or hanging work of
+the main rank."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ def raise_on_all(mesh: Mesh, work: Callable[[], None]) -> None:
         mine = error
     errors = mesh.all_ranks.all_gather_object(mine, "asking all ranks for errors")
     errors = [error for error in errors if error is not None]
-    del mine  # a frame that refers to its own error would keep alive what the callers hold, such as locks
+    del mine  # this frame and its error would refer to each other, and keep alive what callers hold, such as locks
     if errors:
         raise errors.pop(0)
 
 
 class IoErrors:
-    """I/O errors of one run on this rank, recorded until the next agreed step: failed writes, damaged token shards, and text
-    that can't be tokenized."""
+    """I/O errors of one run on this rank, recorded until all ranks can raise them together: failed writes, damaged token
+    shards, and text that can't be tokenized."""
 
     def __init__(self, mesh: Mesh, search: ChecksumScan, text_problem: Callable[[], str | None] | None = None):
-        """`text_problem()` returns why no more text is tokenized on this host, or None."""
+        """Start without failed writes. `search` finds damaged token shards. `text_problem()` returns the error that has ended
+        tokenizing on this host, or None."""
         self._mesh, self._search = mesh, search
         self._text_problem = text_problem or (lambda: None)
         self._refused: str | None = None
@@ -58,8 +59,8 @@ class IoErrors:
             return None
 
     def check(self) -> None:
-        """Raise on all ranks if any rank has recorded an error: DataError for damaged token shards,
-        TrainingError for failed writes. A collective of all ranks."""
+        """Raise an error on every rank if any rank has one: DataError for damaged token shards and text that can't be
+        tokenized, TrainingError for failed writes. A collective of all ranks."""
         raise_on_all(self._mesh, self._raise)
 
     def _raise(self) -> None:
@@ -72,9 +73,12 @@ class IoErrors:
 
 
 def run_on_main(mesh: Mesh, what: str, work: Callable[[], T], timeout_seconds: float, progress: Callable[[], int]) -> T:
-    """Run `work` on the main rank and return its result on every rank, which waits without hitting the collective
-    timeout. Raises, on every rank, a UserError of `work`, or one that names `what` once `progress()` has not changed for
-    `timeout_seconds`."""
+    """Run `work` on the main rank and return its result on every rank. A collective of all ranks.
+
+    `work` may take longer than the timeout of a collective, because the main rank reports every LOOK_SECONDS that it is still
+    working. Raises, on every rank, a UserError of `work`, or one that names `what` once `progress()` has not changed for
+    `timeout_seconds`.
+    """
     result: Future[T] = Future()
     so_far, moved = 0, time.monotonic()
 

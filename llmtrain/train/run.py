@@ -1,4 +1,4 @@
-"""Run assembly: build everything that the training loop needs from a recipe, then train and report."""
+"""Assembly of a run: everything that the training loop needs is built from a recipe, then the run trains and reports."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ from llmtrain.train.validation import Validator
 
 
 def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] = lambda trainer: None) -> int:
-    """Train `recipe` in this process of `world`, or continue it. Returns the exit code. `alter` may change the
+    """Train `recipe`, or continue its run, as this process's rank of `world`. Returns the exit code. `alter` may change the
     trainer before its first step; a comparison uses it to inject faults.
 
     Raises UserError if the recipe can't be trained and TrainingError if the run fails; both on every rank.
     """
-    use_expandable_segments()  # if another launcher has started this rank
+    use_expandable_segments()  # llmtrain's own launcher has done this already, but torchrun or srun has not
     check(recipe, world.size)
     check_machine(recipe)
     check_suite_data(recipe.eval.suite)
@@ -86,7 +86,8 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
 
 
 def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], process: InProcess | None = None) -> int:
-    """Train on one rank: of other processes, or of `process`."""
+    """Train on one rank. The rank is this process or, if `process` is given, the calling thread of it. Returns the exit
+    code."""
     console, directory = Console(enabled=world.rank == 0), RunDirectory(recipe)
     mirror = Mirror(recipe, directory, console.print, is_main=world.rank == 0)
     timeout = recipe.run.timeout_seconds
@@ -120,8 +121,8 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
         weights = open_initial_weights(recipe, mesh, prepared) if resume_from is None else None
         with console.progress("building the model"):
             trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop, end_early, weights, text)
-        del weights  # its files
-        mesh.broadcast_from_main(directory.open)  # a run only from here on, because the weights may be damaged
+        del weights  # closes its files
+        mesh.broadcast_from_main(directory.open)  # not earlier: damaged weights must not leave a run behind
         mirror.claim(mesh)
         trainer.checkpointer.on_saved += [suites.after_checkpoint, mirror.upload_async]
         trainer.checkpointer.pinned_by += [suites.worker.pending_steps, mirror.pinned_steps]
@@ -141,7 +142,7 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
         except (RuntimeError, DataError) as error:
             trainer.method.close()
             if mesh.is_main:
-                with suppress(OSError):  # the disk may have ended the run
+                with suppress(OSError):  # the disk may have ended the run, because it is full
                     directory.write_summary(summary_of(trainer, "error", mirror.newest))
             if isinstance(error, TrainingError | DataError) or not is_lost_peer(error):
                 raise
@@ -157,8 +158,8 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
 
 
 def _prepare_own(recipe: Recipe, world: World, shards: int) -> TokenDataset:
-    """Prepare this rank's text. With a text per replica, the fault of one may be none of the others, and is then printed by a rank
-    of that replica."""
+    """Prepare the text that this rank reads. With a text per replica, one replica's text may be faulty and the others' not. The
+    first rank of that replica then prints the error."""
     replica, shard = divmod(world.rank, shards)
     try:
         return prepare_for(recipe, show_progress=world.local_rank == 0, to_begin=True, replicas=[replica])
@@ -168,8 +169,8 @@ def _prepare_own(recipe: Recipe, world: World, shards: int) -> TokenDataset:
 
 
 def _shared_stop(recipe: Recipe, mesh: Mesh, stop: StopRequest) -> AbstractContextManager[Callable[[], bool]]:
-    """Provide a function that returns whether any rank was asked to stop, if replicas meet too rarely to agree on that
-    at log lines."""
+    """Provide a function that returns whether any rank was asked to stop, for rounds of seconds, whose log lines are too
+    rare for agreeing on it. Otherwise the function returns False, and ranks agree at log lines."""
     if not recipe.sync.period.is_timed:
         return nullcontext(lambda: False)
     return shared_flag(mesh.store, "stop", lambda: stop.requested)
@@ -184,16 +185,19 @@ def _traced(section: TraceSection | None, path: Path, device: torch.device) -> A
 def prepare_for(
     recipe: Recipe, show_progress: bool, to_begin: bool = False, replicas: Iterable[int] | None = None
 ) -> TokenDataset:
-    """Return the token shards that a recipe needs, or the first of several, preparing those that are missing. With
-    `to_begin`, those that it needs for its first step, if it can tokenize the others while it trains. Of
-    `data.per_replica`, only the texts of the given replicas are prepared; of all, if None."""
+    """Prepare the token shards that a recipe needs, as far as they are missing, and return those of its text (of the
+    first text of a list).
+
+    With `to_begin`, only shards for the first step are prepared, if the run can tokenize the others while it trains. Of
+    `data.per_replica`, only the texts of the given `replicas` are prepared; None means all.
+    """
     texts = prepare_texts(recipe, replicas, show_progress, to_begin)
     prepared = next(iter(texts.values()))
     if recipe.train.document_mask:
         for text in texts.values():
             check_separators(text, "train.document_mask")
     sets = prepare_sets(recipe, prepared, show_progress)
-    if recipe.data.packing == "none":  # now, because it takes a while, and later all ranks need it
+    if recipe.data.packing == "none":  # now, because it takes a while, and later all ranks would wait for it
         check_separators(prepared, "data.packing")
         document_samples(prepared, "train", recipe.train.sequence_length)
         for text in (prepared, *sets.values()):
@@ -220,14 +224,14 @@ def _is_finished(directory: RunDirectory) -> bool:
 
 
 def _make_ready(directory: RunDirectory, prepared: TokenDataset) -> None:
-    """Reserve the run directory and copy the tokenizer into it. Main rank only."""
+    """Lock the run directory and copy the tokenizer into it. Main rank only."""
     directory.reserve()
     directory.copy_tokenizer(prepared.directory / TOKENIZER)
 
 
 def _newest_anywhere(directory: RunDirectory, mirror: Mirror, mesh: Mesh, console: Console) -> Path | None:
-    """Return the newest valid checkpoint, fetched if it is in the mirror, or None if none exists. A
-    collective of all ranks."""
+    """Return the newest valid checkpoint of the run directory and the mirror, from which it is fetched; None if there is none.
+    A collective of all ranks."""
     here, problem = None, None
     try:
         here = latest_valid(directory.checkpoints, mesh, console.print)
@@ -240,8 +244,8 @@ def _newest_anywhere(directory: RunDirectory, mirror: Mirror, mesh: Mesh, consol
 
 
 def _finish_mirror(mirror: Mirror, mesh: Mesh, console: Console, ended: str) -> None:
-    """Wait for the last copy to the mirror. If it is missing, raise TrainingError on every rank for a finished
-    run, and only print the problem for a stopped run."""
+    """Wait for the last copy to the mirror. If that fails, raise TrainingError on every rank of a complete run, but only
+    print the problem for a stopped one, which can copy it later."""
     if (problem := mirror.finish(mesh)) is None:
         return
     if ended == "done":
@@ -261,8 +265,11 @@ def build_trainer(
     weights: InitialWeights | None = None,
     train_text: TrainText | None = None,
 ) -> Trainer:
-    """Build this rank's model, engine, method and loader, and return them in a Trainer. The model starts from `weights`, or
-    from random ones. `mesh_reason` is shown to the user. `train_text`, if given, grows while the run reads it."""
+    """Build this rank's model, engine, method and loader, and return them in a Trainer. A collective of all ranks.
+
+    The model starts from `weights`, or from random ones. `mesh_reason`, why the mesh has this shape, is shown to the user.
+    `train_text` is the training text if it may grow while the run reads it.
+    """
     own = {"": prepared}
     if recipe.data.is_list:
         own = prepare_texts(recipe, [mesh.replica_comms.rank], show_progress=False)

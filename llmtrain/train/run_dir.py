@@ -1,4 +1,4 @@
-"""Run directory: the files that a run writes, their lock, and the check that a recipe may continue them."""
+"""Run directory: the files that a run writes, the lock on them, and the check that a recipe may continue the run."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ RESUMABLE_KEYS = (
     "parallel.zero_offload",
     "parallel.deepspeed",
 )
-"""Keys that may differ when a run is continued. They change nothing in training but the order of additions, except
-for the number of replicas, which has its own rules (`reshard`), and the length (`run_length`)."""
+"""Keys that may differ when a run is continued. They change nothing in training but the order of additions. The exceptions
+are the number of replicas (`reshard`), their texts (`_other_sites`) and the length (`run_length`), which have rules."""
 KEYS_WITH_LENGTH = ("optim.lr", "schedule")
-"""Keys that may differ if the length does, because they determine together how the learning rate continues."""
+"""Keys that may differ if the run's length does, because they and the length together determine the learning rate."""
 
 
 class RunDirectory:
@@ -97,7 +97,7 @@ class RunDirectory:
         return summary
 
     def finished(self) -> dict[str, Any] | None:
-        """Return the summary if this run is complete, else None."""
+        """Return the summary if the run has trained all steps of the recipe, else None."""
         summary = self.summary()
         done = (
             summary is not None
@@ -107,7 +107,7 @@ class RunDirectory:
         return summary if done else None
 
     def trace_of(self, rank: int) -> Path:
-        """Return the path of a rank's timeline."""
+        """Return the path of the timeline that a rank records."""
         return self.path / "trace" / f"rank-{rank:05}.jsonl"
 
     def completed_message(self) -> str:
@@ -141,22 +141,24 @@ class RunDirectory:
             )
 
     def length_change(self) -> LengthChange | None:
-        """Return the change of length since the newest checkpoint; None if there is no such checkpoint that can be read."""
+        """Return the change of length since the newest checkpoint; None if there is no checkpoint or it can't be read."""
         with suppress(IndexError, CheckpointError, KeyError):
             state = read_state(list_checkpoints(self.checkpoints)[-1][1])
             return LengthChange(stored_recipe(state["recipe"], str(self.path)), self.recipe, state["step"])
         return None
 
     def reserve(self) -> None:
-        """Create and lock the directory, and delete partial checkpoints. Without a recipe it is no run yet. Main rank only.
-        Raises RecipeError if the directory can't be written or another process trains in it."""
+        """Create and lock the directory, and delete partial checkpoints. The directory is not a run before `open` writes
+        the recipe. Main rank only. Raises RecipeError if the directory can't be written or another process trains in
+        it."""
         with self._os_errors_as_recipe_errors():
             self._lock = self._lock or lock_folder(self.path, "choose another run.name")
         for half_written in self.checkpoints.glob("*.tmp"):  # first, because they may be filling the disk
             shutil.rmtree(half_written, ignore_errors=True)
 
     def open(self) -> None:
-        """Reserve the directory, and write the resolved recipe. Main rank only. Raises RecipeError as `reserve` does."""
+        """Reserve the directory, write the resolved recipe and delete an earlier summary. Main rank only. Raises RecipeError as
+        `reserve` does."""
         self.reserve()
         with self._os_errors_as_recipe_errors():
             atomic_write(self.path / "recipe.yaml", resolved_yaml(self.recipe))
@@ -168,8 +170,8 @@ class RunDirectory:
             self._lock.release()
 
     def copy_tokenizer(self, folder: Path) -> None:
-        """Copy the tokenizer from `folder`, so that export does not need the data. Once the run has a checkpoint, its copy stays.
-        Main rank only. Raises RecipeError if the copy can't be written."""
+        """Copy the tokenizer from `folder`, so that export does not need the data. Once the run has a checkpoint, its
+        copy is not replaced. Main rank only. Raises RecipeError if the copy can't be written."""
         if self.tokenizer.exists():
             if list_checkpoints(self.checkpoints) or _have_same_files(self.tokenizer, folder):
                 return
@@ -185,7 +187,7 @@ class RunDirectory:
         try:
             yield
         except OSError as error:
-            # copytree collects (source, target, reason)
+            # shutil.Error has a list of (source, target, reason).
             reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
             raise RecipeError(
                 f"run.out_dir: {self.path} can't be written ({reason}); make room, or choose another folder"
@@ -207,7 +209,8 @@ def _have_same_files(one: Path, other: Path) -> bool:
 
 
 def check_same_recipe(there: Recipe, recipe: Recipe, where: str, ignored: Sequence[str] = ()) -> None:
-    """Raise RecipeError if `recipe` can't continue `there`, the recipe found in `where`."""
+    """Raise RecipeError if `recipe` can't continue the run of recipe `there`, which was found in `where`. The keys
+    `ignored` may differ."""
     changed = recipe_changes(there, recipe, ignored)
     if changed:
         raise RecipeError(
@@ -216,8 +219,8 @@ def check_same_recipe(there: Recipe, recipe: Recipe, where: str, ignored: Sequen
 
 
 def check_order(there: Mapping[str, Any], recipe: Recipe, where: str) -> None:
-    """Raise RecipeError if the run whose stored recipe is `there` was written before data.shuffle existed, and shuffled all
-    samples of a text that the same recipe reads in blocks now."""
+    """Raise RecipeError if `there`, the stored recipe of a run, is from before data.shuffle existed, and `recipe` reads
+    in blocks. Earlier versions shuffled all samples of such a text."""
     if "shuffle" not in there["data"] and shuffles_in_blocks(recipe.data):
         raise RecipeError(
             f"{where} is of a version without data.shuffle, in which a run shuffled all samples of {recipe.data.source}; now it "
@@ -232,7 +235,7 @@ def recipe_changes(there: Recipe, recipe: Recipe, ignored: Sequence[str] = ()) -
 
 
 def _other_sites(there: Recipe, recipe: Recipe) -> list[str]:
-    """Return a line for each site whose text is another one than there. Sites may come and go."""
+    """Return a line for each site of both recipes whose text differs. Sites may be added and removed."""
     before, now = ({entry.name: entry.model_dump() for entry in one.data.per_replica} for one in (there, recipe))
     lines = []
     for name in before.keys() & now.keys():
@@ -243,7 +246,7 @@ def _other_sites(there: Recipe, recipe: Recipe) -> list[str]:
 
 
 PATIENCE_SECONDS = 10.0
-"""Seconds to wait for a process that is about to end."""
+"""Seconds to wait for a process that still holds the lock, in case it is about to end."""
 
 
 def lock_folder(folder: Path, otherwise: str) -> FileLock:

@@ -1,4 +1,5 @@
-"""Length of a run that is continued for more or fewer steps: what is refused, and what happens to the learning rate."""
+"""Length of a run that is continued for more or fewer steps: the changes that are refused, and the jump of the learning
+rate."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 
 VISIBLE_JUMP = 0.01
-"""Relative change of the learning rate that is reported."""
+"""Relative change of the learning rate above which a jump is reported."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class LengthChange:
         return self.before.train.total_steps == self.after.train.total_steps
 
     def check(self, where: str) -> None:
-        """Raise RecipeError unless steps are left, or the checkpoint is the last one of a run of this length."""
+        """Raise RecipeError unless steps are left to train, or the checkpoint is the last one of a run of this length.
+        `where` names the checkpoint in the message."""
         total = self.after.train.total_steps
         is_end = self.step == total and self.before.train.total_steps <= self.step
         if not self.is_none and self.step >= total and not is_end:
@@ -61,9 +63,12 @@ class LengthChange:
         return line if kind == "constant" else f"{line}; a run with schedule.kind=constant never jumps"
 
     def samples_before(self, name: str, samples: int, of_text: Callable[[int], int]) -> int:
-        """Return how many of the `samples` of a training text the shorter or longer run had: of a hub data set, which is
-        tokenized as far as a run reads it, those of its steps; otherwise all. `of_text` returns how many of a number of
-        sequences are of this text."""
+        """Return the number of samples that the text `name` had in the run that wrote the checkpoint, given the `samples`
+        that it has now.
+
+        A hub data set, which is tokenized as far as a run reads it, had those of that run's steps; any other text had
+        all. `of_text` returns, for a number of sequences that a run reads, how many are of this text.
+        """
         texts = {**self.after.data.texts(), **self.before.data.texts()}
         data, train = texts[name], self.before.train
         if is_fixed(data):

@@ -1,4 +1,5 @@
-"""Texts of a run: one, those of a mixture, or that of this rank's site; their loader, validation and report."""
+"""Texts that a rank reads (the run's only text, those of a mixture, or that of the rank's site), with their loader, validation
+and report."""
 
 from __future__ import annotations
 
@@ -36,11 +37,10 @@ from llmtrain.train.validation import Batches, ValidationSet, joined
 def prepare_texts(
     recipe: Recipe, replicas: Iterable[int] | None, show_progress: bool, to_begin: bool = False
 ) -> dict[str, TokenDataset]:
-    """Return the token shards of each text by name, preparing those that are missing. Of `data.per_replica`, only the
-    texts of the given replicas are read; of all, if None. With `to_begin`, a single text that can be tokenized in training
-    is prepared for the first step alone.
+    """Prepare the token shards of each text as far as they are missing, and return them by the text's name.
 
-    A mixture's tokenizer is trained on its first text.
+    Of `data.per_replica`, only the texts of the given `replicas` are prepared; None means all. With `to_begin`, a text that can
+    be tokenized during training is prepared for the first step only. A mixture's tokenizer is trained on its first text.
     """
     data, train = recipe.data, recipe.train
     texts, sequences = texts_of(data, replicas), train.total_steps * train.global_batch
@@ -48,7 +48,7 @@ def prepare_texts(
     shares = shares_of([entry.weight for entry in data.sources]) if data.sources else [BLOCK] * len(texts)
     prepared: dict[str, TokenDataset] = {}
     for (name, section), share in zip(texts.items(), shares, strict=True):
-        # A site's text as for a run on it alone, so that a run with fewer replicas or sites needs no more.
+        # A site's text is prepared for all sequences of the run, so that it suffices if the run continues with fewer sites.
         read = most_of(share, sequences) if data.sources else sequences
         tokens = read * train.sequence_length + 1
         own = with_tokenizer_of(prepared.values(), section)
@@ -63,7 +63,7 @@ def prepare_texts(
 
 
 def describe_kept_texts(data: DataSection) -> str:
-    """Return in words what an interrupted preparation has written of each text."""
+    """Return text for the user that says what an interrupted preparation has written of each text."""
     prepared: list[TokenDataset] = []
     kept = []
     for section in data.texts().values():
@@ -98,8 +98,8 @@ class RunTexts:
         sets: Mapping[str, TokenDataset],
         train_text: TrainText | None = None,
     ) -> RunTexts:
-        """Compare the texts with those of other ranks. Raises DataError, on every rank, if they differ although they should
-        not. A collective of all ranks."""
+        """Return the texts of this rank, after comparing them with those of other ranks. Raises DataError, on every rank, if
+        they differ although they must be equal. A collective of all ranks."""
         there = texts if train_text is None else {name: first_block(text) for name, text in texts.items()}
         check_same_tokens(mesh, {**there, **sets})
         own = cls(recipe, mesh, texts, sets, train_text)
@@ -111,7 +111,7 @@ class RunTexts:
         return {**self.texts, **self.sets}
 
     def scan(self) -> ChecksumScan:
-        """Start reading this rank's share of the shards on its node, to find damage."""
+        """Start checking this rank's share of its node's token shards for damage, in the background."""
         world = self.mesh.world
         if self.sites is None:
             return ChecksumScan(self.all.values(), world.local_rank, world.local_size)
@@ -143,7 +143,7 @@ class RunTexts:
         return {name: identity.state_dict() for name, identity in self._identities().items()}
 
     def reshard_rule(self) -> FromAllRanks:
-        """Return the rule by which `state_dict` is resharded: a rank knows all texts of all ranks."""
+        """Return the rule by which `state_dict` is resharded. It gives every rank the identities of all ranks' texts."""
         return FromAllRanks(lambda change, states: {name: own for state in states for name, own in state.items()})
 
     def check_continued(self, stored: Mapping[str, Mapping[str, Any]]) -> None:
@@ -165,7 +165,7 @@ class RunTexts:
         return [own, *map(self._everywhere, self.sets)]
 
     def samples(self, loader: Loader) -> dict[str, int] | None:
-        """Return the number of samples of each text of the run, by name; None while it is not known."""
+        """Return the number of samples of each text of the run, by name; None while the text grows."""
         if self.sites is not None:
             return {name: site.samples for name, site in self.sites.texts.items()}
         if isinstance(loader, MixtureLoader):
@@ -193,8 +193,9 @@ class RunTexts:
         return [f"{kind}: {' · '.join(parts)}"]
 
     def report(self, loader: Loader, state: dict[str, Any], losses: Mapping[str, float]) -> dict[str, dict[str, Any]]:
-        """Return what was read of each text, and its last validation loss, by name: `sequences`, `epochs`, `eval_loss`. Empty
-        for a run without a list of texts. `state` is the loader's. A collective of all ranks."""
+        """Return, by a text's name, what the run has read of it (`sequences`, `epochs`) and its last validation loss
+        (`eval_loss`, from `losses`). Empty for a run without a list of texts. `state` is the loader's. A collective of
+        all ranks."""
         if not self.recipe.data.is_list:
             return {}
         every = (
@@ -212,8 +213,8 @@ class RunTexts:
         }
 
     def _identities(self) -> dict[str, TextIdentity]:
-        """Return the identity of each text that this rank reads. Of a text that grows, it is that of the part that every host has
-        before the first step."""
+        """Return the identity of each text that this rank reads. A text that grows has the identity of its first block,
+        which every host has before the first step."""
         sections, is_growing = self.recipe.data.texts(), self.train_text is not None
         return {
             name: TextIdentity.of(
@@ -226,7 +227,7 @@ class RunTexts:
         return [entry.name for entry in self.recipe.data.per_replica[: self.mesh.replicas]]
 
     def _site_text(self) -> SiteText | DataError:
-        """Return what other sites need to know of this rank's text, or why this rank can't read it."""
+        """Return what other sites need to know of this rank's text, or the error for which this rank can't read it."""
         ((name, text),) = self.texts.items()
         train = self.recipe.train
         try:
@@ -251,8 +252,8 @@ class RunTexts:
         return self._validation_set(name, self.all[name], world.rank, world.size)
 
     def _at_site(self, site: SiteText, batches: int) -> ValidationSet:
-        """Return the text of a site, of which ranks elsewhere have no batches. All replicas have equally many forward passes,
-        for engines whose passes wait for all ranks."""
+        """Return the text of a site, of which ranks at other sites have no batches. The site's own ranks have `batches`
+        batches, the same number at every site, for engines whose forward passes wait for all ranks."""
         if site.name not in self.texts:
             return ValidationSet(site.name, tuple, site.bytes_per_token, share=site.validated)
         replicas, shards, replica = self._site_of_replica(), self.mesh.shard_comms, self.mesh.replica_comms.rank

@@ -11,7 +11,7 @@ from llmtrain.errors import ModelError, one_line
 from llmtrain.pretrained import CONFIG, KEY, weight_files
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types that can be trained, by their names in safetensors."""
+"""Dtypes of weights that can be trained, by their names in safetensors."""
 
 
 class SafetensorsReader:
@@ -38,7 +38,7 @@ class SafetensorsReader:
 
     @property
     def files(self) -> list[str]:
-        """Return the names of the files that determine the model."""
+        """Return the names of the files that determine the model: its config and its weights."""
         return [CONFIG, *self.weight_files]
 
     def read(self, name: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Text that the model generates during training and at its end, to see it learn."""
+"""Text that the model generates during training and at its end, so that the user can watch it learn."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from llmtrain.seeding import derive_seed
 from llmtrain.train.loggers import Console
 
 CHEAP_READS = 5e9
-"""Parameters times tokens up to which a text is generated at each validation: two to five seconds on a CPU."""
+"""Product of parameters and generated tokens up to which a text is generated at each validation. It takes two to five seconds
+on a CPU."""
 
 
 class Sampler:
-    """Generator of a continuation of `eval.sample_prompt`, on the main rank's CPU, with the weights that the engine has
-    at that moment. It draws the same random numbers each time, and leaves those of training as they are."""
+    """Generator of a text that continues `eval.sample_prompt`, on the main rank's CPU, from the engine's present weights. It
+    draws the same random numbers each time, and does not change the random number generators of training."""
 
     def __init__(self, recipe: Recipe, engine: Engine, mesh: Mesh, prepared: TokenDataset, console: Console, size: int):
         """Prepare for a model of `size` parameters."""
@@ -29,8 +30,8 @@ class Sampler:
         """True if a text is generated at each validation, and not only at the end."""
 
     def generate(self) -> str | None:
-        """Return the text on the main rank, or None if generating it failed, which never ends the run. Other ranks
-        get None, and do not wait. A collective of each shard group."""
+        """Return the text on the main rank, or None if it could not be generated, which never ends the run. Other ranks return
+        None, without waiting for the text. A collective of each shard group."""
         weights = self.engine.full_weights()
         if not self.mesh.is_main:
             return None
@@ -42,8 +43,8 @@ class Sampler:
             return None
 
     def generate_in_step(self) -> str | None:
-        """Return the text, or None, on every rank, which all wait for it, so that its time is no rank's training time.
-        A collective of all ranks."""
+        """Return the text, or None, on every rank. All ranks wait for it, so that no rank counts the time as training time. A
+        collective of all ranks."""
         text = self.generate()
         return self.mesh.broadcast_from_main(lambda: text)
 

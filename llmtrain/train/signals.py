@@ -1,8 +1,8 @@
 """Stop requests from the operating system. The first signal sets a flag of this process. Ranks agree on it at log lines
 (`Metrics.log`), or in rounds of seconds through a flag in the job's store (`run._shared_stop`).
 
-A different signal is not a second request, because Slurm sends SIGUSR1 ahead of SIGTERM, and the checkpoint
-that the first signal started should be completed.
+A second signal of the same kind ends the process at once. A different signal does not, because Slurm sends SIGUSR1 some time
+before SIGTERM, and the checkpoint that the first one started should be completed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class StopRequest:
         self._asked_at = dict.fromkeys(REQUESTS, math.inf)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal without collectives and without taking a lock."""
+        """Set the flag, or end the process if it is a second request. Uses no collective and no lock, because a signal
+        can arrive at any moment."""
         if time.monotonic() - self._asked_at[number] > SAME_REQUEST_SECONDS:
             name = signal.Signals(number).name
             os.write(2, f"a second {name}: stopped at once; the last complete checkpoint stays\n".encode())
@@ -43,8 +44,8 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Install handlers for stop requests, and restore the previous handlers on exit. Only the main thread can; in another one,
-    nobody makes requests."""
+    """Install handlers for stop requests, and restore the previous handlers on exit. Do nothing unless this is the main
+    thread, because Python allows handlers only there. Without handlers, a stop is never requested."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request

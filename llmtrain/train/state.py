@@ -21,10 +21,11 @@ class TrainState:
     previous_global_step: int = 0
     """Global step at the previous agreement."""
     gradients: float = resharded(0, by=mean)
-    """Steps of this replica that took an inner step: neither pulls nor steps skipped for a non-finite gradient."""
+    """Inner optimizer steps of this replica. Pulls, and steps skipped for a non-finite gradient, do not count."""
     skipped: float = resharded(0, by=mean_over_replicas)
     """Steps of this replica skipped because the gradient was not finite (`optim.nonfinite`)."""
     skipped_in_a_row: int = 0
+    """Steps of this replica skipped since its last gradient that was finite."""
     predicted_tokens: int = resharded(0, by=split_evenly)
     """Tokens that this rank has trained on."""
     last_evaluated: int = resharded(-1, by=first)
@@ -39,19 +40,20 @@ class TrainState:
 
     @property
     def is_first_step(self) -> bool:
-        """Return whether the first step has just been agreed on."""
+        """Return whether the last agreement on a global step was the run's first."""
         return self.previous_global_step == 0
 
     def advance(self, global_step: int | None) -> bool:
-        """Record the global step after a step of this replica; None if the ranks do not agree on it. Return whether
-        they do: only then may they issue other collectives."""
+        """Record the global step after a step of this replica; None if the ranks do not agree on one now. Return whether they
+        do. Only then may a rank issue collectives for logging, validation or checkpoints."""
         if global_step is None:
             return False
         self.previous_global_step, self.global_step = self.global_step, global_step
         return True
 
     def is_due(self, every: int | None) -> bool:
-        """Return whether the last agreement reached or passed a multiple of `every`; False for None."""
+        """Return whether the global step has reached or passed a multiple of `every` since the previous agreement. False for
+        None."""
         return every is not None and self.global_step // every > self.previous_global_step // every
 
     def count_gradient(self, tokens: int, skipped: bool) -> None:

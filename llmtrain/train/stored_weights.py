@@ -1,5 +1,5 @@
-"""Full weights of a checkpoint, read one tensor at a time by a process that need not be a rank: for exports, and for runs that
-start from them."""
+"""Full weights of a checkpoint, read one tensor at a time by a process that need not be a rank. Exports read them, and
+runs that start from another run's weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from llmtrain.model import PREFIX
 from llmtrain.train.checkpoint import ANCHOR, CheckpointReader
 
 PART = 1 << 22
-"""Elements added per operation. Limits memory, because torch makes an fp64 copy of the elements that it adds."""
+"""Number of elements that are added per operation. It limits memory, because torch makes an fp64 copy of what it adds."""
 
 
 class FullTensorReader(CheckpointReader):
     """Reader of a checkpoint's full tensors by name, for a process that is not a rank."""
 
     def __init__(self, path: Path, remedy: str, other: str):
-        """Open a checkpoint. Raises CheckpointError if its metadata is damaged. `remedy` is advice for a damaged one, and
-        `other` says how to choose another."""
+        """Open a checkpoint. `remedy` and `other` end error messages: advice for a damaged checkpoint, and how to choose
+        another one. Raises CheckpointError if the metadata is damaged."""
         self.remedy, self.other = remedy, other
         super().__init__(path)
         metadata = self._reader.read_metadata()
@@ -40,7 +40,7 @@ class FullTensorReader(CheckpointReader):
         }
 
     def read_full_tensor(self, name: str) -> torch.Tensor:
-        """Return one tensor on the CPU. Raises CheckpointError if it cannot be read or has non-finite values."""
+        """Return one full tensor on the CPU. Raises CheckpointError if it can't be read or has values that are not finite."""
         entry = self._entries[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         self.read({name: tensor})
@@ -50,8 +50,8 @@ class FullTensorReader(CheckpointReader):
 
 
 class StoredWeights:
-    """Weights of a checkpoint by transformers' names, read one at a time in fp32: the mean of what is stored under each of
-    `prefixes`."""
+    """Weights of a checkpoint by transformers' names, read one at a time in fp32. A weight is the mean of the tensors that are
+    stored for it under each of `prefixes`, such as those of the replicas."""
 
     def __init__(self, stored: FullTensorReader, prefixes: Sequence[str]):
         self.stored, self.prefixes = stored, prefixes
@@ -80,8 +80,8 @@ def validates_anchor(state: dict[str, Any]) -> bool:
 
 
 def validated_weights(state: dict[str, Any]) -> list[str]:
-    """Return the prefixes of the weights that the run has validated, given the checkpoint's state.json: those of the replicas, of
-    which the mean counts, or of the anchor."""
+    """Return the prefixes for `StoredWeights` of the weights that the run has validated, given the checkpoint's
+    state.json: those of all replicas, whose mean it validates, or that of the anchor."""
     return ["anchor."] if validates_anchor(state) else weights_of_replicas(range(state["mesh"][0]))
 
 

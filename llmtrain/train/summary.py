@@ -1,4 +1,4 @@
-"""Output of a finished run: summary.json, a plot of its losses and costs, its last text, and a three-line report."""
+"""Output at the end of a run: summary.json, a plot of its losses and costs, its last generated text, and a short report."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.train.trainer import Trainer
 
 MAX_WARNINGS = 20
-"""Warnings in summary.json, the newest ones."""
+"""Maximum number of warnings in summary.json, the newest ones."""
 
 
 def summary_of(
     trainer: Trainer, stopped: str, mirrored: int | None, texts: Mapping[str, dict[str, Any]] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Return the content of summary.json. Sums over ranks are those of the last log line. `mirrored` is the step of the
-    mirror's newest checkpoint, `texts` what was read of each text of a list."""
+    """Return the content of summary.json. Sums over ranks are those of the last log line. `stopped` is how the run ended:
+    "done", "signal" or "error". `mirrored` is the step of the mirror's newest checkpoint. `texts` is the result of
+    `RunTexts.report`."""
     metrics, report = trainer.metrics, trainer.method.report()
     last, losses = metrics.last_line, read_losses(metrics.directory.checkpoints)
     best = best_step(losses)
@@ -92,7 +93,7 @@ def print_report(trainer: Trainer) -> None:
     mesh, directory, console = metrics.mesh, metrics.directory, metrics.console
     if sampler.is_wanted:
         sampled_at, text = metrics.last_sample or (None, None)  # the same on all ranks
-        if sampled_at != step:  # a large model, whose first sample this is, or a run that was resumed at its end
+        if sampled_at != step:  # the model is too large for samples during training, or the run was resumed at its end
             text = sampler.generate()
             if text is not None:
                 with suppress(OSError):  # the text is printed anyway
@@ -106,7 +107,7 @@ def print_report(trainer: Trainer) -> None:
 
 
 def read_lines_of(summary: Mapping[str, Any]) -> list[str]:
-    """Return the line about the texts of a mixture or of sites, if the run had any."""
+    """Return the line about what was read of the texts of a mixture or of sites; no line if the run had one text."""
     parts = []
     for name, text in summary.get("texts", {}).items():
         epochs = "" if text["epochs"] is None else f", {text['epochs']:.2f} epochs"
@@ -118,11 +119,11 @@ def read_lines_of(summary: Mapping[str, Any]) -> list[str]:
 
 
 COMPARE_WITH = ("diloco", "edit")
-"""Methods that a finished run suggests next. Their rounds are counted in steps, so they fit a run of any length."""
+"""Methods that the report suggests to compare with. Their rounds are counted in steps, so they fit a run of any length."""
 
 
 def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> list[str]:
-    """Return the lines at the end: the result, the traffic, the best checkpoint if it is not the last, and a suggestion for
+    """Return the lines of the report: the result, the traffic, the best checkpoint if it is not the last, and a suggestion for
     the next run."""
     recipe, metrics = trainer.recipe, trainer.metrics
     minutes, seconds = divmod(round(summary["train_seconds"]), 60)

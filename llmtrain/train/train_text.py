@@ -1,4 +1,4 @@
-"""The training text of a run that tokenizes while it trains."""
+"""Training text of a run that may tokenize it while it trains."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ class TrainText:
 
     tokens: GrowingTokens
     problem: Callable[[], str | None]
-    """Returns the error line of this host's tokenizing process that ends the run, or None."""
+    """Function that returns the error, in one line, with which this host's tokenizing process has failed, or None."""
 
 
 def tokens_read(recipe: Recipe) -> int:
-    """Return the number of training tokens that a run reads."""
+    """Return the number of training tokens that a run reads, including the last label."""
     return recipe.train.total_steps * recipe.train.tokens_per_step + 1
 
 
 @contextmanager
 def open_train_text(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> Iterator[TrainText | None]:
-    """Provide the training tokens if the first epoch is shuffled in blocks, else None. The first rank of each host starts the
-    process that tokenizes what is missing, and ends it on exit. A collective of all ranks."""
+    """Provide the training tokens if the run reads its first epoch in shuffled blocks, which may be tokenized while it trains;
+    None otherwise. The first rank of each host starts the process that tokenizes what is missing, and ends it on exit. A
+    collective of all ranks."""
     if not shuffles_in_blocks(recipe.data):
         yield None
         return

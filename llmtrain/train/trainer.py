@@ -20,7 +20,8 @@ from llmtrain.train.validation import Validator
 
 
 class Trainer:
-    """One run on one rank. Its engine runs a replica, a method synchronizes replicas. All ranks make the same calls."""
+    """One run on one rank. The engine runs this rank's replica, and the method synchronizes replicas. All ranks make the same
+    calls."""
 
     def __init__(
         self,
@@ -36,7 +37,8 @@ class Trainer:
         self.recipe, self.engine, self.method, self.loader = recipe, engine, method, loader
         self.metrics, self.validator, self.checkpointer, self.texts = metrics, validator, checkpointer, texts
         self.lr, self.state = LRSchedule.of(recipe), TrainState(recipe.train.total_steps)
-        self.after_step: list[Callable[[int], None]] = []  # called after each step with its number
+        self.after_step: list[Callable[[int], None]] = []
+        """Functions called after each step, with the number of this replica's step."""
 
     def fit(self, resume_from: Path | None = None) -> str:
         """Train to the end ("done") or to a requested stop ("signal"), save a checkpoint, and return which it was."""
@@ -85,10 +87,10 @@ class Trainer:
             call(state.step)
 
     def validate(self) -> None:
-        """Validate the replicas' mean, or what the method keeps in its place, and log its loss and, after the first step, a text
-        that it generates. Each replica's own parameters are left as they were."""
+        """Validate the replicas' mean, or the anchor if the method validates that, and log the loss and a text that the model
+        generates. The validation before the first step generates none. Each replica's own parameters stay as they were."""
         if self.state.global_step != self.state.last_evaluated:
-            self.metrics.wait()  # validation brings all ranks together anyway
+            self.metrics.wait()  # costs nothing here, because all ranks wait for each other in validation anyway
             with_sample, given = self.state.global_step > 0, self.method.validated_blocks()
             found, text = self.validator.run(self.method.is_synchronized, with_sample, given)
             self.metrics.log_validation(self.state, found)
@@ -104,7 +106,8 @@ class Trainer:
         self.validate()
 
     def save(self) -> None:
-        """Start writing a checkpoint. Waits for the pending log line first, so no state known to be bad is kept."""
+        """Start writing a checkpoint of the global step, unless it has one. Waits for the pending log line first, which
+        ends the run if the state is bad, so that no bad state is kept."""
         if self.state.global_step != self.state.last_saved:
             self.metrics.wait()
             self.metrics.wait_for_checkpoint()
@@ -112,7 +115,7 @@ class Trainer:
             self.state.last_saved = self.state.global_step
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint, whatever mesh wrote it."""
+        """Continue from the checkpoint in `path`, whatever mesh wrote it. A collective of all ranks."""
         loaded = self.checkpointer.load(path, self.reshard_rules(), self.recipe.run.seed)
         self.texts.check_continued(loaded.progress.get("texts", {}))
         self.state.load_state_dict(loaded.progress, loaded.step)

@@ -1,4 +1,4 @@
-"""Validation loss of the replicas' mean, on a fixed token set. Validation never changes the run."""
+"""Validation loss of the replicas' mean, or of the anchor, on fixed texts. Validation never changes the run."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class ValidationSet:
 
     name: str
     batches: Callable[[], Batches]
-    """Function that returns this rank's part, starting over at each call."""
+    """Function that returns an iterable of this rank's batches, from the first on at each call."""
     bytes_per_token: float
     """UTF-8 bytes of the text divided by its tokens."""
     parts: Sequence[ValidationSet] = ()
-    """Texts that this one consists of: those of a mixture, or of the sites. It then has no batches of its own."""
+    """Texts of which this one consists, those of a mixture or of the sites. A text with parts has no batches of its own."""
     share: float = 1.0
-    """Weight of this text's loss in that of the text of which it is a part."""
+    """If this text is a part, the weight of its loss in the loss of the text to which it belongs."""
 
     def tags(self, found: Validation) -> dict[str, float]:
         """Return the tags to log: loss, perplexity and bits per byte under `eval/`, or under `eval/<name>/`."""
@@ -57,7 +57,7 @@ class ValidationSet:
 
 
 def in_all(parts: Sequence[ValidationSet], found: Sequence[Validation]) -> Validation:
-    """Return the mean loss of parts by their shares."""
+    """Return the mean of the losses `found` for the parts, weighted by the parts' shares."""
     loss = sum(part.share * one.loss for part, one in zip(parts, found, strict=True))
     losses = {part.name: one.loss for part, one in zip(parts, found, strict=True)}
     return Validation(loss / sum(part.share for part in parts), sum(one.tokens for one in found), losses)
@@ -71,11 +71,11 @@ def joined(parts: Sequence[ValidationSet]) -> ValidationSet:
 
 @contextmanager
 def validated_parameters(engine: Engine, mesh: Mesh, given: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
-    """Set the engine's parameters to `given`, a flat tensor by block, or to the mean over replicas within this context. On exit,
-    this replica's own parameters are restored bit for bit."""
-    # Validation is not the method's traffic. Its bytes count with those of metrics.
+    """Set the engine's parameters, within this context, to `given`, a flat tensor for each block, or else to the mean over
+    replicas. On exit, this replica's own parameters are restored bit for bit. A collective of all ranks."""
+    # The bytes of validation are not the method's traffic. They count with those of metrics.
     replica = mesh.replica_comms.with_own_traffic()
-    # From and to a GPU, these copies are in pinned memory and in the order of its stream, so that the host need not wait.
+    # Copies from and to a GPU use pinned memory and run in the order of its stream, so that the host need not wait for them.
     own = [flatten(block).to("cpu", non_blocking=True) for block in engine.blocks]
     for index, block in enumerate(engine.blocks):
         if given is None:
@@ -103,17 +103,17 @@ def validate(
 def validate_each(
     engine: Engine, mesh: Mesh, texts: Sequence[Callable[[], Batches]], advance: Callable[[], None]
 ) -> list[Validation]:
-    """Return the mean loss over all ranks' batches of each text. A rank may have no batches of a text. Replicas meet once,
-    after their last batch, so that a replica never waits within a text that others do not read. Otherwise like `validate`.
+    """Return, for each text, the mean loss over all ranks' batches. A rank may have no batches of a text. Losses are
+    summed over ranks once, after the last batch, so that a replica never waits within a text that others do not read.
+    Otherwise like `validate`.
     """
     summed = torch.zeros(len(texts), dtype=torch.float64, device=mesh.device)
     counted = torch.zeros(len(texts), dtype=torch.float64)
     with engine.eval_mode() as summed_loss:
         for number, batches in enumerate(texts):
             for input_ids, labels in batches():
-                summed[number] += summed_loss(
-                    input_ids, labels
-                )  # stays on the device, so that the host runs ahead of it
+                # The sum stays on the device, so that the host can run ahead of it.
+                summed[number] += summed_loss(input_ids, labels)
                 counted[number] += int((labels != IGNORE_INDEX).sum())
                 advance()
     totals = torch.stack([summed.cpu(), counted], dim=1)
@@ -122,7 +122,7 @@ def validate_each(
 
 
 class Validator:
-    """Validation of the replicas' mean on the run's own text and those of `eval.sets`."""
+    """Validation of a run on its own text and those of `eval.sets`, with a generated sample."""
 
     def __init__(self, engine: Engine, mesh: Mesh, sets: Sequence[ValidationSet], sampler: Sampler, console: Console):
         self.engine, self.mesh, self.sets, self.sampler, self.console = engine, mesh, sets, sampler, console
@@ -131,9 +131,12 @@ class Validator:
     def run(
         self, is_synchronized: bool, with_sample: bool, given: Sequence[torch.Tensor] | None = None
     ) -> tuple[list[tuple[ValidationSet, Validation]], str | None]:
-        """Return the loss on each text, and a sample of the model's own text if asked for and cheap. A collective of all ranks.
-        The parameters are `given`, a flat tensor by block, or else the replicas' mean, which is not computed if they are equal
-        anyway (`is_synchronized`)."""
+        """Return the loss on each text, and a text that the model generates if that is asked for (`with_sample`) and
+        cheap, else None. A collective of all ranks.
+
+        The validated parameters are `given`, a flat tensor for each block, or else the replicas' mean, which is not computed if
+        replicas are equal (`is_synchronized`).
+        """
         stay = given is None and (is_synchronized or self.mesh.replicas == 1)
         done = 0
         with nullcontext() if stay else validated_parameters(self.engine, self.mesh, given):
@@ -152,7 +155,8 @@ class Validator:
     def losses_of(
         self, text: ValidationSet, advance: Callable[[], None] = lambda: None
     ) -> list[tuple[ValidationSet, Validation]]:
-        """Return the loss of a text with the engine's current parameters, and then of its parts. A collective of all ranks."""
+        """Return a text and its parts, each with its loss, computed with the engine's present parameters. A collective of all
+        ranks."""
         if not text.parts:
             return [(text, validate(self.engine, self.mesh, text.batches, advance))]
         found = validate_each(self.engine, self.mesh, [part.batches for part in text.parts], advance)

@@ -65,8 +65,8 @@ MUTANTS = [
     Mutant(
         "wire: rounded sums travel in a ring over gloo, too",
         "llmtrain/parallel/comms.py",
-        "if self.is_gloo:  # whose all-gather is a ring",
-        "if False:  # whose all-gather is a ring",
+        "if self.is_gloo:  # its all-gather is a ring",
+        "if False:  # its all-gather is a ring",
         ("tests/distributed/test_comms_wire.py",),
     ),
     Mutant(

@@ -1,8 +1,8 @@
-"""Published methods by name. The docstring of each module defines the method, its PRESET holds the
-choices, and its CHOOSE_WHEN says what it is for.
+"""Published methods by name. The docstring of each module defines the method, PRESET holds its choices, and CHOOSE_WHEN says
+when to use it.
 
-A recipe's `sync` section overrides the preset of its method, and its `optim` section the OPTIM of a method that has one. No
-other part of the package branches on the name of a method.
+A recipe's `sync` section overrides the PRESET of its method. Its `optim` section overrides the method's OPTIM, if the
+method has one. No other part of the package branches on the name of a method.
 """
 
 from __future__ import annotations

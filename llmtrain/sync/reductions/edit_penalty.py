@@ -19,17 +19,18 @@ from llmtrain.sync.sync_stats import RoundStats
 
 EPSILON = 1e-6
 WARN_EXCLUSIONS = 5
-"""Rounds in a row in which a block of a replica is excluded before a warning names it."""
+"""Number of consecutive rounds in which a block of a replica is excluded before a warning names it."""
 CLIP_MARGIN = 0.99
-"""Share of the clip that the average norm must exceed: so wide a margin covers the errors of norms and sums in fp32."""
+"""Share of the clip. If the weighted mean of the replicas' norms is below it, the norm of their mean is below the clip, and is
+not computed. The margin of 1 % covers the errors of norms and sums in fp32."""
 MOMENTS = ("count", "mean", "variance")
 
 
 class RunningMoments:
-    """Exponentially weighted mean and variance of every entry of a matrix, each with its own count.
+    """Exponentially weighted mean and variance of every entry of a matrix, each with its own count k of values.
 
     The weights of the values x_1..x_k are ema (1 - ema)^(k - i), normalized to sum to 1. This normalization is the
-    bias correction. The incremental update has a = ema / (1 - (1 - ema)^k):
+    bias correction. The update with value x = x_k has a = ema / (1 - (1 - ema)^k):
     mean += a (x - mean); var = (1 - a) (var + a (x - mean_before)^2).
     """
 
@@ -55,11 +56,12 @@ class RunningMoments:
         self.count = torch.where(include, count, self.count)
 
     def merge(self, rows: int) -> RunningMoments:
-        """Return `rows` equal rows of moments: those of all values in a column, each with its present weight.
+        """Return moments with `rows` equal rows. A column has the moments of all values in that column here, with their
+        present weights.
 
         With w_i = 1 - (1 - ema)^count_i:
         mean = sum w_i mean_i / sum w_i; variance = sum w_i (variance_i + (mean_i - mean)^2) / sum w_i.
-        The count, which determines the weights of later values, is the mean of the counts, rounded.
+        The count is the mean of the counts, rounded. It determines the weights of later values.
         """
         weight = 1 - (1 - self.ema) ** self.count.double()
         weight = weight / weight.sum(0).clamp(min=1e-300)  # without values, the moments stay zero
@@ -87,13 +89,14 @@ class EditPenalty(Reduction):
     """Anomaly elimination, softmax weights and clip factor for all blocks of all replicas."""
 
     def __init__(self, section: EditPenaltySection, replicas: int, blocks: int, is_rounded: bool = False):
-        """Start without statistics. `is_rounded`: messages are rounded, so that a mean may be longer than pseudo-gradients."""
+        """Start without statistics. `is_rounded` says that messages are rounded. A mean may then be longer than the
+        pseudo-gradients from which it was made."""
         self.section, self.is_rounded = section, is_rounded
         self.norms = RunningMoments((replicas, blocks), section.ema)
         self.steps = RunningMoments((replicas, blocks), section.ema)
-        """Of the numbers of steps in the rounds that `norms` are of."""
+        """Moments of the number of local steps, over the same rounds as `norms`."""
         self.excluded = torch.zeros((replicas, blocks), dtype=torch.int64)
-        """Rounds in a row in which a block of a replica has been excluded, up to the last round."""
+        """Number of consecutive rounds, up to the last one, in which a block of a replica was excluded: [replicas, blocks]."""
 
     def weigh(self, norms: torch.Tensor, steps: torch.Tensor, lr_sums: torch.Tensor) -> ReplicaWeights:
         """Return the weights for these norms [replicas, blocks] (float64), and update the statistics. `steps` and
@@ -105,14 +108,15 @@ class EditPenalty(Reduction):
         self.excluded = torch.where(anomalous, self.excluded + 1, 0)
         self._update(scaled_norms, steps, anomalous)
         weights = self._weights(norms, anomalous)
-        if self.section.step_weight > 0 and steps.any():  # none since the last turn of a fragment that is only mixed
+        # At the end of a run that only undoes the mixing of fragments, no replica has taken a step.
+        if self.section.step_weight > 0 and steps.any():
             share = steps[:, None].expand_as(norms).masked_fill(anomalous, 0.0)
             share = share / share.sum(0).clamp(min=1)
             weights = (1 - self.section.step_weight) * weights + self.section.step_weight * share
         return ReplicaWeights(weights, anomalous, self._lengths(norms, weights, anomalous))
 
     def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
-        """Return the weights in these blocks alone, and update only their statistics."""
+        """Return the weights in these blocks, and update the statistics of these blocks only."""
         part = EditPenalty(self.section, len(norms), len(blocks), self.is_rounded)
         for whole, columns in zip(self._statistics(), part._statistics(), strict=True):
             columns.copy_(whole[:, list(blocks)])
@@ -130,8 +134,8 @@ class EditPenalty(Reduction):
         return *self.norms.tensors(), *self.steps.tensors(), self.excluded
 
     def check_exclusions(self, names: Sequence[str], blocks: Sequence[int]) -> list[str]:
-        """Return a warning per replica of which some of these blocks have been excluded WARN_EXCLUSIONS rounds in a row,
-        given all blocks' names. Raises TrainingError if one has been excluded `max_exclusions` rounds in a row."""
+        """Return a warning for each replica whose longest exclusion in these blocks has just reached WARN_EXCLUSIONS rounds in
+        a row. `names` has the names of all blocks. Raises TrainingError once it reaches `max_exclusions` rounds in a row."""
         warnings, limit = [], self.section.max_exclusions
         for replica, counts in enumerate(self.excluded.tolist()):
             longest = max(counts[index] for index in blocks)
@@ -162,9 +166,12 @@ class EditPenalty(Reduction):
         return tested & (self.norms.z_scores(scaled_norms) > self.section.z)
 
     def _update(self, scaled_norms: torch.Tensor, steps: torch.Tensor, anomalous: torch.Tensor) -> None:
-        """Add the round's norms and steps to the statistics. `paper` does not add an excluded norm. `adaptive` clamps a finite
-        excluded norm to mean + z std 2^(k - 1), where k counts the rounds in a row, and adds it. It does not add norms
-        of 0: a frozen block says nothing about the norms that it will have when it moves."""
+        """Add the round\'s norms and steps to the statistics.
+
+        `statistics: paper` does not add an excluded norm. `adaptive` clamps a finite excluded norm to mean + z std 2^(k - 1),
+        where k counts the rounds in a row, and adds it. It does not add norms of 0, because a frozen block says nothing about
+        the norms that it will have when it moves.
+        """
         include = ~anomalous
         if self.section.statistics == "adaptive" and self.section.z is not None:
             reach = self.section.z * self.norms.variance.sqrt() * torch.exp2((self.excluded - 1).double())
@@ -181,8 +188,9 @@ class EditPenalty(Reduction):
         return logits.softmax(0).masked_fill(anomalous.all(0), 0.0)
 
     def _lengths(self, norms: torch.Tensor, weights: torch.Tensor, anomalous: torch.Tensor) -> torch.Tensor:
-        """Return, given the norms [replicas, blocks], the clip for each block whose mean may be longer, and infinity for the others.
-        An unrounded mean is at most as long as the replicas' pseudo-gradients are on average: mostly this saves its norm."""
+        """Return the clip for each block whose mean may be longer than it, and infinity for the other blocks, whose means need
+        no norm. An unrounded mean is at most as long as the weighted mean of the replicas' norms [replicas, blocks]. In most
+        rounds, this saves computing its norm, a collective."""
         longest, clip = (weights * norms.masked_fill(anomalous, 0.0)).sum(0), self.section.clip
         if clip is None:
             return torch.full_like(longest, math.inf)
@@ -190,7 +198,7 @@ class EditPenalty(Reduction):
         return torch.full_like(longest, clip).masked_fill(~may_clip, math.inf)
 
     def factor(self, squared_norm: torch.Tensor, length: float) -> torch.Tensor:
-        """Return min(clip / (||D|| + 1e-6), 1)."""
+        """Return min(length / (||D|| + 1e-6), 1), where `length` is the clip."""
         return (length / (squared_norm.sqrt() + EPSILON)).clamp(max=1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -203,8 +211,8 @@ class EditPenalty(Reduction):
         self.excluded = torch.tensor(state["excluded"])
 
     def resharded(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the statistics for a run that resumes with a different number of replicas. Each replica starts with
-        the merged statistics of all old replicas, and none counts as excluded before."""
+        """Return the statistics for a run that resumes with a different number of replicas. Each new replica starts with the
+        merged statistics of all old replicas, and with no earlier exclusions."""
         replicas, blocks = self.norms.count.shape
         before = EditPenalty(self.section, len(state["excluded"]), blocks)
         before.load_state_dict(state)

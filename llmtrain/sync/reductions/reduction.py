@@ -23,10 +23,10 @@ class ReplicaWeights:
     """Weights, anomalies and lengths computed from one round."""
 
     weights: torch.Tensor
-    """[replicas, blocks], float64: the factors of the pseudo-gradients, whose sum is the mean. All are 0 in a block without a
-    mean, whose replicas are all anomalous."""
+    """[replicas, blocks], float64: the factor of each pseudo-gradient in the sum that is a block's mean. All are 0 in a block
+    in which all replicas are anomalous, which has no mean."""
     anomalous: torch.Tensor
-    """[replicas, blocks], bool: replicas that do not count."""
+    """[replicas, blocks], bool: True for replicas that are excluded from a block's mean."""
     lengths: torch.Tensor
     """[blocks], float64: the norm that a mean must have, or must not exceed; infinite if the mean is used as it arrives."""
 
@@ -37,20 +37,21 @@ class Reduction(ABC):
     uses_norms = True
     """True if the weights depend on the norms of the pseudo-gradients."""
     longest_exclusion = 0
-    """Rounds in a row, up to the last one, in which a block of a replica was excluded; the largest number."""
+    """Largest number, over replicas and blocks, of consecutive rounds up to the last one in which a block was excluded."""
 
     @abstractmethod
     def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
-        """Return the weights in these blocks, given each replica's norms in them, [replicas, len(blocks)] (float64; [replicas, 0]
-        without `uses_norms`), and local steps."""
+        """Return the weights in these blocks, and update the statistics. `norms` [replicas, len(blocks)] are the norms of the
+        replicas' pseudo-gradients, float64; [replicas, 0] without `uses_norms`. `rounds` are the replicas' local steps."""
 
     def factor(self, squared_norm: torch.Tensor, length: float) -> torch.Tensor:
-        """Return the factor of a block's mean, given its ||D||^2 over all shards (float64) and its `lengths`."""
+        """Return the factor by which a block's mean D is multiplied, a float64 scalar. `squared_norm` is ||D||^2 over all
+        shards, and `length` the block's entry of `ReplicaWeights.lengths`."""
         return torch.ones_like(squared_norm)
 
     def check_exclusions(self, names: Sequence[str], blocks: Sequence[int]) -> list[str]:
-        """Return warnings about replicas excluded from these blocks, given all blocks' names. Raises TrainingError if one has been
-        excluded for too long."""
+        """Return warnings about replicas that are excluded from these blocks. `names` has the names of all blocks. Raises
+        TrainingError if a replica has been excluded for too long."""
         return []
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -67,6 +68,6 @@ class Reduction(ABC):
 
 @singledispatch
 def build_reduction(section: ReductionSection, replicas: int, blocks: int, is_rounded: bool) -> Reduction | None:
-    """Return the reduction that a recipe's `sync.reduction` describes; None for the plain mean, for which nothing needs to be
-    agreed. `is_rounded` says whether messages are rounded, so that a mean may be longer than what it was made from."""
+    """Return the reduction that a recipe's `sync.reduction` describes; None for the plain mean, which needs no agreement.
+    `is_rounded` says that messages are rounded. A mean may then be longer than the pseudo-gradients from which it was made."""
     raise NotImplementedError(f"no reduction is registered for {type(section).__name__}")

@@ -1,4 +1,5 @@
-"""Means without a memory of earlier rounds: weighted by tokens, of directions, and of pseudo-gradients of equal norm."""
+"""Reductions without statistics of earlier rounds: means weighted by tokens, means of directions, and means of pseudo-gradients
+that are rescaled to equal norms."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from llmtrain.sync.sync_stats import RoundStats
 
 
 class TokenWeighted(Reduction):
-    """Mean weighted by tokens x tokens per step (Decoupled DiLoCo, arXiv 2604.21428): replicas that did more in the round, with
-    larger batches, count more. Equal tokens and steps give the plain mean, bit for bit."""
+    """Mean weighted by tokens x tokens per step (Decoupled DiLoCo, arXiv 2604.21428). Replicas that trained on more tokens, or
+    with larger batches, count more. Equal tokens and steps give the plain mean, bit for bit."""
 
     uses_norms = False
 
     def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
         work = torch.tensor([done.tokens**2 / max(done.steps, 1) for done in rounds], dtype=torch.float64)
-        if not work.any():  # nobody has trained since the last turn of a fragment that is only mixed
+        if not work.any():  # at the end of a run that only undoes the mixing of fragments
             work = torch.ones_like(work)
         relative = work / work.max()  # 1, exactly, for equal work
         weights = (relative / relative.sum())[:, None].repeat(1, len(blocks))
@@ -28,12 +29,12 @@ class TokenWeighted(Reduction):
 
 
 class Radial(Reduction):
-    """Mean direction times mean norm of a block's pseudo-gradients (Decoupled DiLoCo). Replicas whose norm is not finite do not
-    count. Those that have not moved count in the mean norm alone.
+    """Mean direction times mean norm of a block's pseudo-gradients (Decoupled DiLoCo, arXiv 2604.21428). Replicas whose norm is
+    not finite are excluded. Replicas that have not moved count in the mean norm only.
 
-    A mean is lengthened by a factor of at most N, the number of replicas (orthogonal directions need its root): where directions
-    cancel each other, rounding errors are all that is left of their mean. The paper was not at hand: that the mean direction is
-    made a unit vector, and that norms are taken block by block and not over a whole fragment, is inferred.
+    The mean of N directions is lengthened by a factor of at most N. N orthogonal directions need a factor of sqrt(N). If
+    directions cancel each other, their mean consists of rounding errors, which a larger factor would amplify. The paper was not
+    at hand. It is inferred that the mean direction becomes a unit vector, and that norms are of blocks and not of fragments.
     """
 
     def __init__(self, replicas: int):
@@ -42,7 +43,8 @@ class Radial(Reduction):
     def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
         counted, lengths = norms.isfinite(), _mean_of_finite(norms)
         moved = counted & (norms > 0)
-        # Directions of length `lengths`: messages are as large as pseudo-gradients, which the formats of messages are made for.
+        # Send directions scaled to the mean norm and not unit vectors, because wire formats are made for values of the size of
+        # pseudo-gradients.
         weights = torch.where(moved, lengths / torch.where(moved, norms, 1.0) / moved.sum(0).clamp(min=1), 0.0)
         return ReplicaWeights(weights, ~counted, torch.where(moved.any(0), lengths, torch.inf))
 
@@ -53,10 +55,10 @@ class Radial(Reduction):
 
 class MedianNorm(Reduction):
     """Mean of pseudo-gradients that are rescaled to the median of their norms, block by block (Covenant-72B, arXiv 2603.08163).
-    Replicas whose norm is not finite do not count.
+    Replicas whose norm is not finite are excluded.
 
-    The paper rescales what is left after sparsification; here the norms are those of whole pseudo-gradients, which replicas
-    exchange before they send. That its unit is a block is a choice of ours.
+    The paper rescales what sparsification leaves. Here the norms are of complete pseudo-gradients, because replicas exchange
+    them before they send. Rescaling each block by itself is our choice.
     """
 
     def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
@@ -80,7 +82,7 @@ def _mean_of_finite(norms: torch.Tensor) -> torch.Tensor:
 
 @build_reduction.register
 def build_mean(section: MeanSection, replicas: int, blocks: int, is_rounded: bool) -> None:
-    """Return None: all replicas count alike."""
+    """Return None, because all replicas have the same weight."""
     return
 
 

@@ -23,27 +23,31 @@ BlockTensors = list[torch.Tensor | None]
 
 
 class Schedule(ABC):
-    """Order in which a synchronization is carried out. `begin_step` and `end_step` are called in local steps
-    only; the period's decision is passed in."""
+    """Order in which a synchronization is carried out, relative to training.
+
+    The method calls `begin_step` and `end_step` in local steps only. It passes in the period's decision when a round ends.
+    """
 
     staleness = 0
-    """Steps between sending a message and applying its result."""
+    """Age in steps of the last message that was used, for the log: from taking its payload to applying its result."""
 
     def __init__(self, block_sync: BlockSync):
         self.block_sync = block_sync
 
     def begin_step(self) -> None:
-        """Prepare a local step."""
+        """Prepare a local step, before its forward."""
 
     def before_block(self, index: int) -> None:
-        """Carry out the work that is due before block `index` is gathered. Called in every training forward."""
+        """Carry out the work that is due before block `index` is gathered. Called in every training forward, also in
+        synchronous steps."""
 
     @abstractmethod
     def end_step(self, step: int, lr: float, ends_round: bool, tokens: int = 0) -> None:
-        """Complete local step `step`, whose learning rate was `lr`, on `tokens` tokens of this rank."""
+        """Complete local step `step`, whose learning rate was `lr` and whose gradient had `tokens` tokens of this rank. Start,
+        advance or complete synchronizations that are due. `ends_round` says that the round ends with this step."""
 
     def forget_tokens(self) -> None:
-        """Count the tokens of the round anew, because its steps have been taken back."""
+        """Count the tokens of the round from 0 again, because a rollback has undone its steps."""
 
     def flush(self) -> None:
         """Carry out the work left to the next forward. Called before the parameters change without a forward."""
@@ -53,7 +57,7 @@ class Schedule(ABC):
         """Complete what is in flight and synchronize the rest. Afterwards all replicas are equal."""
 
     def close(self) -> None:
-        """Free resources other than memory. Also called after a failure."""
+        """Stop threads, without waiting for them. Also called after a failure."""
 
     @property
     @abstractmethod
@@ -61,11 +65,11 @@ class Schedule(ABC):
         """Return whether all replicas hold the same parameters and nothing is in flight."""
 
     def shared_state(self) -> dict[str, BlockTensors]:
-        """Return state that is equal on all replicas, other than anchor and momentum."""
+        """Return state that is equal on all replicas, by block, other than anchor and momentum."""
         return {}
 
     def per_replica_state(self) -> dict[str, BlockTensors]:
-        """Return state that differs between replicas."""
+        """Return state that differs between replicas, by block."""
         return {}
 
     @abstractmethod
@@ -77,8 +81,8 @@ class Schedule(ABC):
         """Load what `state_dict` returned. `tensors` holds the shared and per-replica state by name."""
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return each replica's plain values for a run that resumes with a different number of replicas. `states` has
-        one state per old replica."""
+        """Return the plain values with which every replica resumes if their number has changed. `states` has one state per
+        old replica."""
         return require_equal(states)
 
 
@@ -89,7 +93,7 @@ class ScheduleParts:
     block_sync: BlockSync
     period: Period
     reduction: Reduction | None
-    """None: the plain mean."""
+    """Reduction that weighs replicas, or None for the plain mean."""
     total_steps: int
     store: dist.Store | None
     """The job's key-value store."""
@@ -99,6 +103,6 @@ class ScheduleParts:
 
 @singledispatch
 def build_schedule(section: SyncScheduleSection, parts: ScheduleParts) -> Schedule:
-    """Return the schedule that a recipe's `sync.schedule` describes. Each is registered for its section.
-    A collective of all ranks."""
+    """Return the schedule that a recipe's `sync.schedule` describes. Each schedule registers a function for its type of
+    section. A collective of all ranks."""
     raise NotImplementedError(f"no schedule is registered for {type(section).__name__}")

@@ -20,14 +20,14 @@ from llmtrain.turns import own_time
 
 class BlockingSchedule(Schedule):
     """Blocking synchronization at the end of a round. Replicas agree on their weights once per round, then each
-    block is reduced and takes its outer step. While one block is finished, the reductions of the next `prefetch`
+    block is reduced and takes its outer step. While a block takes its outer step, the reductions of the next `prefetch`
     blocks are in flight.
 
     A synchronization is *armed* from the end of a round until its last block is done. Blocks are synchronized in order.
     """
 
     computes_while_armed = False
-    """True if training continues between blocks, so that the end of a synchronization need not wait for the device."""
+    """True if training continues between the blocks of a synchronization. Its end then need not wait for the device."""
 
     def __init__(self, block_sync: BlockSync, reduction: Reduction | None, prefetch: int = PREFETCH):
         super().__init__(block_sync)
@@ -62,7 +62,7 @@ class BlockingSchedule(Schedule):
         """Carry out the part of the armed synchronization that is due before block `index` is used again."""
         assert index == self._next_block, f"block {index} was reached before block {self._next_block}"
         if index == 0:
-            self.block_sync.wait_for_device()  # for the local steps: `_open` would count them as exposed
+            self.block_sync.wait_for_device()  # for the local steps, whose time `_open` would count as exposed
         with self.block_sync.report.time_exposed():
             if index == 0:
                 self._open()
@@ -96,8 +96,8 @@ class BlockingSchedule(Schedule):
             self.reduction.load_state_dict(state["penalty"])
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return a state with the old replicas' mean round, as in a synchronization, because rounds of seconds
-        differ between replicas."""
+        """Return one state for all new replicas. Its round is the mean of the old replicas' rounds, which differ with rounds of
+        seconds. A synchronization uses the same mean."""
         statistics = require_equal([state["penalty"] for state in states])
         return {
             "round": average_stats([RoundStats(**state["round"]) for state in states]).state(),
@@ -106,7 +106,8 @@ class BlockingSchedule(Schedule):
         }
 
     def _open(self) -> None:
-        """Wait for the other replicas. With a reduction that weighs, weigh each replica in each block."""
+        """Wait for the other replicas and exchange step counts. With a reduction, also agree on every replica's weight in every
+        block."""
         block_sync = self.block_sync
         self._opened_at = own_time()
         computed = self._opened_at - self._closed_at
@@ -116,8 +117,8 @@ class BlockingSchedule(Schedule):
         self._spread_squared = self._mean_squared = 0.0
 
     def _sync_block(self, index: int) -> None:
-        """Finish block `index`. Afterwards its parameters are the next anchor (without anchors, the mean) on every
-        replica."""
+        """Start the reductions that are due, and finish block `index`. Afterwards all replicas hold the same parameters in it:
+        those from which the outer optimizer continues or, without anchors, the mean."""
         block_sync, agreed = self.block_sync, self._agreement
         for ahead in block_sync.blocks[index : index + self.prefetch + 1]:
             if ahead not in self._pending and ahead not in agreed.rolled_back:
@@ -136,12 +137,13 @@ class BlockingSchedule(Schedule):
         if index in agreed.lengths:
             factor = self._weighing.factor(squared_norm(mean), agreed.lengths[index]).to(mean.dtype)
         spread, of_mean = block_sync.outer_step(index, mean, agreed.since, factor, measure=True)
-        if agreed.weights[index] > 0:  # else its own pseudo-gradient may contain NaN
+        if agreed.weights[index] > 0:  # an excluded replica's own pseudo-gradient may contain NaN
             self._spread_squared = self._spread_squared + spread
         self._mean_squared = self._mean_squared + of_mean
 
     def _prefetch_anchors(self, index: int) -> None:
-        """Prefetch offloaded anchors one block before they are sent, and momentum one block before it is used."""
+        """Prefetch offloaded anchors one block before their pseudo-gradients are sent, and momenta one block before they are
+        used."""
         anchors = self.block_sync.anchors
         if anchors is not None:
             for near in self.block_sync.blocks[index : index + self.prefetch + 2]:
@@ -163,7 +165,8 @@ class BlockingSchedule(Schedule):
         self._next_block, self._round = None, RoundStats()
 
     def _squared_norms(self) -> list[torch.Tensor]:
-        """Return the squared norm of this rank's part of every block's pseudo-gradient; nothing if they are not needed."""
+        """Return the squared norm of this rank's part of every block's pseudo-gradient; an empty list if the reduction needs
+        none."""
         if not self._weighing.uses_norms:
             return []
         visited = self.block_sync.anchors.iter_prefetched(self.block_sync.blocks)

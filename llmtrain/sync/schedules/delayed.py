@@ -13,12 +13,13 @@ from llmtrain.sync.weighing import Weighing
 
 
 class DelayedSchedule(FragmentSchedule):
-    """Delayed synchronization. At its turn (with one fragment, at a round's end), a replica sends the fragment's
-    pseudo-gradient and takes the outer step with the mean of the round before. It continues from the new anchor.
+    """Delayed synchronization of fragments. At a fragment's turn (with one fragment, at the end of a round), every replica
+    sends the fragment's pseudo-gradient, takes the outer step with the mean of those sent one turn earlier, and continues
+    from the new anchor.
 
-    If the reduction weighs replicas, they agree on their weights at the turn and send one step later, weighed. In rounds of
-    seconds they wait for each other at the turn anyway: they agree there, and send at once. A mean without any replica,
-    because all were excluded, leaves the anchor as it is."""
+    If the reduction weighs replicas, they start to agree on their weights at the turn, and send one step later. In rounds of
+    seconds, replicas wait for each other at the turn anyway, so they agree there and send at once. If all replicas were
+    excluded from a block, its anchor stays as it is."""
 
     def __init__(self, block_sync: BlockSync, period: Period, section: DelayedSection, weighing: Weighing | None):
         super().__init__(block_sync, period, section.blocks_of_fragments(len(block_sync.blocks)), weighing)
@@ -34,13 +35,13 @@ class DelayedSchedule(FragmentSchedule):
                 self._messages[fragment] = None
 
     def _advance(self, fragment: int, message: Message, step: int) -> None:
-        if not self.period.is_timed:  # otherwise it has been sent, and replicas are at different steps
+        if not self.period.is_timed:  # else `_take_turn` has sent it already, and replicas are at different steps
             message.advance(int(self._local_stats[fragment].steps), self.period.round_length(step))
 
     def _take_turn(self, fragment: int) -> None:
         arrived = self._messages[fragment]
         if arrived is not None:
-            arrived.complete()  # before the next message, which includes the rounding errors of this one
+            arrived.complete()  # before the next message is taken, which includes the rounding errors of this one
         self.staleness = int(self._local_stats[fragment].steps)
         taken = self._messages[fragment] = self._take_message(fragment)
         if self.period.is_timed:
@@ -48,11 +49,11 @@ class DelayedSchedule(FragmentSchedule):
         if arrived is not None:
             self._apply(fragment, arrived, self._staleness_penalty(arrived.since, taken.since))
         else:
-            self.block_sync.reset_to_anchor(self.fragments[fragment])  # no mean has arrived yet
+            self.block_sync.reset_to_anchor(self.fragments[fragment])  # at the first turn, no earlier mean exists
 
     def _staleness_penalty(self, sent: RoundStats, now: RoundStats) -> float:
-        """Return the divisor of a late mean: its round's summed learning rates over those of the current round, at
-        least 1. Without the gap penalty it is 1."""
+        """Return the divisor of a late mean: the sum of learning rates in its round, `sent`, over that in the current round,
+        `now`, and at least 1. Without the gap penalty it is 1."""
         return max(1.0, sent.lr_sum / now.lr_sum) if self.section.gap_penalty and now.lr_sum > 0 else 1.0
 
     def _apply(self, fragment: int, message: Message, gap: float) -> None:
@@ -62,7 +63,8 @@ class DelayedSchedule(FragmentSchedule):
 
 @build_schedule.register
 def build_delayed(section: DelayedSection, parts: ScheduleParts) -> DelayedSchedule:
-    """Return a delayed schedule. Replicas exchange rows only if they are weighed or take different numbers of steps."""
+    """Return a delayed schedule. Its messages have an exchange of weights only if the reduction weighs replicas or if replicas
+    take different numbers of steps."""
     exchanges = parts.reduction is not None or parts.period.is_timed
     weighing = Weighing(parts.block_sync, parts.reduction) if exchanges else None
     return DelayedSchedule(parts.block_sync, parts.period, section, weighing)

@@ -1,4 +1,4 @@
-"""Fragments: parts of a model that send in turn, and whose means are applied some steps later."""
+"""Base of the schedules that synchronize fragments: the fragments send in turn, and use their means some steps later."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from llmtrain.sync.weighing import Weighing
 
 
 class FragmentSchedule(Schedule):
-    """Synchronization of P fragments, each a list of blocks. Fragment p has its turn after ceil((p + 1) H / P) steps of
-    every round of H. `weighing` is None if all replicas have the same weight and take the same steps."""
+    """Synchronization of P fragments, each a list of blocks. A fragment's *turn* is the step at whose end its pseudo-gradient
+    is taken. Fragment p has its turn after ceil((p + 1) H / P) steps of every round of H, p from 0. `weighing` is None if all
+    replicas have the same weight and take the same steps."""
 
     def __init__(self, block_sync: BlockSync, period: Period, fragments: list[list[int]], weighing: Weighing | None):
         super().__init__(block_sync)
@@ -42,11 +43,11 @@ class FragmentSchedule(Schedule):
 
     @abstractmethod
     def _advance(self, fragment: int, message: Message, step: int) -> None:
-        """Carry out the work of the end of step `step` for a fragment's message in flight."""
+        """Carry out what is due at the end of step `step` for a fragment's message in flight."""
 
     @abstractmethod
     def _take_turn(self, fragment: int) -> None:
-        """Carry out a fragment's turn."""
+        """Take and send a fragment's pseudo-gradient, and do what the schedule does with an earlier mean at the same time."""
 
     @property
     def is_synchronized(self) -> bool:
@@ -59,7 +60,8 @@ class FragmentSchedule(Schedule):
         return {"arriving": self._by_block([message.means() for message in self._in_flight])}
 
     def per_replica_state(self) -> dict[str, BlockTensors]:
-        """Return the pseudo-gradients that wait for their weights. A resumed run exchanges their norms again."""
+        """Return the pseudo-gradients that are not sent yet, because their weights are not known. A resumed run starts their
+        exchange again."""
         return {"unsent": self._by_block([message.unsent() for message in self._in_flight])} if self.weighing else {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,12 +71,12 @@ class FragmentSchedule(Schedule):
             reduction = self.weighing.reduction
             state["penalty"] = reduction.state_dict() if reduction is not None else None
             state["restarts"] = sorted(index for message in self._in_flight for index in message.restarts)
-            # Pairs, because the keys of JSON objects are text.
+            # As pairs, because JSON would turn the integer keys of a mapping into text.
             state["lengths"] = sorted(list(pair) for message in self._in_flight for pair in message.lengths.items())
         return state
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
-        """Load what `state_dict` returned. A collective of all ranks if weights are being exchanged."""
+        """Load what `state_dict` returned. A collective of all ranks if a message still waits for its weights."""
         self._local_stats = [RoundStats(**since) for since in state["since"]]
         if self.weighing is not None and self.weighing.reduction is not None:
             self.weighing.reduction.load_state_dict(state["penalty"])
@@ -95,8 +97,9 @@ class FragmentSchedule(Schedule):
                 message.load(tensors["arriving"], tensors.get("unsent", nothing), restarts, lengths)
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return a state with the old replicas' mean rounds, because their steps and tokens may differ. Every replica restarts
-        the blocks from which any old replica was excluded, whose parameters are in the mean that all start from."""
+        """Return one state for all new replicas. Its rounds are the means of the old replicas' rounds, whose steps and tokens
+        may differ. If an old replica was excluded from a block, every new replica restarts that block, because all start from
+        a mean of parameters that includes the excluded ones."""
         if self.weighing is None:
             return require_equal(states)
         shared = require_equal([state | {"since": None, "sent": None, "restarts": None} for state in states])
@@ -129,8 +132,8 @@ class FragmentSchedule(Schedule):
         return WeighedMessage(self.block_sync, self.fragments[fragment], since, self.weighing)
 
     def _take_message(self, fragment: int, since: RoundStats | None = None) -> Message:
-        """Return a message with a fragment's present pseudo-gradients, of the local steps `since` (default: those since its
-        last turn, which are then counted anew)."""
+        """Return a message with a fragment's present pseudo-gradients, which the local steps `since` led to. By default, these
+        are the steps since the fragment's last turn, whose count restarts from 0."""
         if since is None:
             since, self._local_stats[fragment] = self._local_stats[fragment], RoundStats()
         message = self._new_message(fragment, since)

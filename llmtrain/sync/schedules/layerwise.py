@@ -8,8 +8,8 @@ from llmtrain.sync.schedules.blocking import BlockingSchedule
 
 
 class LayerwiseSchedule(BlockingSchedule):
-    """Layer-wise synchronization, which stays armed at the end of a round. The engine's hook carries it out in the
-    next training forward, so the reductions of later blocks are in flight while earlier blocks compute."""
+    """Layer-wise synchronization. The end of a round only arms it. The engine's block hook then carries it out in the next
+    training forward, so the reductions of later blocks are in flight while earlier blocks compute."""
 
     computes_while_armed = True
 

@@ -15,16 +15,16 @@ from llmtrain.sync.weighing import Weighing
 
 
 class OverlappedSchedule(FragmentSchedule):
-    """Overlapped synchronization of fragments. At its turn a replica sends the fragment's pseudo-gradient. `steps` local
-    steps later it takes the outer step and mixes its parameters with the new anchor.
+    """Overlapped synchronization of fragments. At a fragment's turn, every replica sends the fragment's pseudo-gradient.
+    `section.steps` local steps later, it takes the outer step and mixes its parameters with the new anchor.
 
-    If the reduction weighs replicas, they agree on their weights at the turn and send one step later, weighed. A replica that
+    If the reduction weighs replicas, they start to agree on their weights at the turn, and send one step later. A replica that
     is excluded from a block sets it to the new anchor, as if alpha were 0: its own parameters may be NaN, or far away."""
 
     def __init__(self, block_sync: BlockSync, period: Period, section: OverlappedSection, weighing: Weighing | None):
         super().__init__(block_sync, period, section.blocks_of_fragments(len(block_sync.blocks)), weighing)
         self.section, self.staleness = section, section.steps
-        self._is_mixed = False
+        self._is_mixed = False  # True if parameters may differ between replicas because they were mixed with an anchor
 
     def finish(self) -> None:
         with self.block_sync.report.time_exposed():
@@ -34,9 +34,8 @@ class OverlappedSchedule(FragmentSchedule):
             if not self.is_synchronized:
                 longest = max(self._local_stats, key=lambda since: since.steps)
                 if self.weighing is None:
-                    self.block_sync.sync_all_blocks(
-                        longest
-                    )  # few blocks at once, which takes less memory than a fragment
+                    # Few blocks are in flight at once, which takes less memory than a fragment.
+                    self.block_sync.sync_all_blocks(longest)
                 else:
                     for fragment in range(len(self.fragments)):
                         self._take_message(fragment, longest).apply()
@@ -62,7 +61,7 @@ class OverlappedSchedule(FragmentSchedule):
             self._apply(fragment)
 
     def _take_turn(self, fragment: int) -> None:
-        if self._messages[fragment] is not None:  # in a short last round: its mean has not been used yet
+        if self._messages[fragment] is not None:  # in a short last round, the mean of its last turn is still in flight
             self._apply(fragment)
         self._messages[fragment] = self._take_message(fragment)
         if self.section.steps == 0:
@@ -77,6 +76,6 @@ class OverlappedSchedule(FragmentSchedule):
 
 @build_schedule.register
 def build_overlapped(section: OverlappedSection, parts: ScheduleParts) -> OverlappedSchedule:
-    """Return an overlapped schedule, in which the period sets the fragments' turns."""
+    """Return an overlapped schedule. The period determines the fragments' turns."""
     weighing = Weighing(parts.block_sync, parts.reduction) if parts.reduction is not None else None
     return OverlappedSchedule(parts.block_sync, parts.period, section, weighing)

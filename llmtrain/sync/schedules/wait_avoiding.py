@@ -25,19 +25,20 @@ class WaitAvoidingSchedule(Schedule):
     """
 
     def __init__(self, block_sync: BlockSync, worker: GroupAverager | None, size: int):
-        """Create the schedule. `worker` is None for a single replica. Iterations count from 0 at the first local step.
-        `size` is S."""
+        """Create the schedule. `worker` is None for a single replica. `size` is S, the number of replicas in a group."""
         super().__init__(block_sync)
         self.worker, self.size = worker, size
         self._round = RoundStats()
-        self._iteration = 0
+        self._iteration = 0  # local steps so far, which number the group averages
         self._resumed: tuple[int, Message] | None = None
         self._counted_bytes = 0.0
 
     def begin_step(self) -> None:
-        """Start the thread before the first local step, so that other replicas need not wait for the end of this
-        replica's step. Until then, its newest message is the one from a checkpoint or its current pseudo-gradient.
-        The latter is zero, except in a round begun with a single replica, which has no thread."""
+        """Start the thread before the first local step, so that other replicas need not wait until this step ends.
+
+        The thread starts with the newest message of the checkpoint or, without one, with the current pseudo-gradient. That is
+        zero, unless a single replica began the round, which has no thread and stores no message.
+        """
         if self.worker is not None and not self.worker.is_running:
             newest, message = self._resumed or (self._iteration - 1, self._message())
             self.worker.start(self._iteration, newest, message)
@@ -69,7 +70,7 @@ class WaitAvoidingSchedule(Schedule):
         return self._round.steps == 0
 
     def per_replica_state(self) -> dict[str, BlockTensors]:
-        """Return the newest message, because a late replica contributes it again."""
+        """Return the newest message, which the thread of a late replica contributes again."""
         newest = self._newest()
         device = self.block_sync.replica.blocks[0].shards[0].device
         return {"posted": [part.to(device) for part in newest[1]] if newest is not None else []}
@@ -107,7 +108,7 @@ class WaitAvoidingSchedule(Schedule):
         self._round = RoundStats()
 
     def _restart(self) -> None:
-        """Publish the anchor as the newest message, so that no message older than the new average is contributed."""
+        """Publish zeros, the pseudo-gradient at the new anchor, so that no message relative to an older one is contributed."""
         if self.worker is None:
             return
         self.worker.publish(self._iteration, self._at_anchor())
@@ -151,11 +152,12 @@ def build_wait_avoiding(section: WaitAvoidingSection, parts: ScheduleParts) -> W
     beyond = parts.period.round_length(parts.total_steps + 1)
 
     def is_global(iteration: int) -> bool:
-        # A loop of one's own may go on beyond the end. Rounds of one step do not, so a search for the next group average ends.
+        # A user's own loop may continue beyond `total_steps`. With rounds of one step, all iterations would be global, and
+        # `GroupAverager.finish` would search forever for one that is not, so none is global beyond `total_steps`.
         step = parts.period.warmup + 1 + iteration
         return (step <= parts.total_steps or beyond > 1) and parts.period.ends_round(step)
 
-    for iteration in range(replica.size.bit_length()):  # covers all groups, because they repeat
+    for iteration in range(replica.size.bit_length()):  # covers all groups, which repeat after log2 P iterations
         groups = butterfly.groups_at(iteration, size, replica.size)
         if str(groups) not in comms:
             comms[str(groups)] = make_replica_groups(replica, shard, groups, timeout)
