@@ -3,7 +3,8 @@
     python benchmarks/penalty.py          # a few seconds; no training
 
 Norms of one block are made up: lognormal noise of 3 % around a level that jumps, drifts, has single spikes, follows the
-growing rounds of QSR, or belongs to an A-EDiT replica that becomes twice as fast. The penalty weighs them round by round with
+growing rounds of QSR, or belongs to an A-EDiT replica that becomes twice as fast, or to one whose rounds become three times as
+short while its steps cancel each other. The penalty weighs them round by round with
 its defaults (z = 3, ema = 0.02, min_rounds = 10). The picture shows norms, the threshold mean + z std at that time, and the
 rounds that are left out. With `--write` table and picture go to benchmarks/results/penalty/.
 """
@@ -28,10 +29,11 @@ COLUMNS = ("norms", "rounds", "left out: paper", "adaptive", "longest in a row: 
 
 @dataclass(frozen=True)
 class Case:
-    """Levels of the norms and the summed learning rates, by round."""
+    """Levels of the norms, summed learning rates and numbers of steps, by round."""
 
     level: np.ndarray
     lr_sums: np.ndarray
+    steps: np.ndarray
 
     @property
     def norms(self) -> np.ndarray:
@@ -56,18 +58,20 @@ def cases() -> dict[str, Case]:
     after, ones = np.arange(ROUNDS) >= CHANGE, np.ones(ROUNDS)
     drift = 1.01 ** np.maximum(0, np.arange(ROUNDS) - CHANGE)
     spikes = np.where(after & (np.arange(ROUNDS) % 20 == 0), 10.0, 1.0)
-    faster = np.where(after, 2.0, 1.0)
+    faster, shorter = np.where(after, 2.0, 1.0), np.where(after, 1 / 3, 1.0)
+    qsr_steps, qsr_sums = qsr_rounds()
     return {
-        "jump to 8 times": Case(np.where(after, 8.0, 1.0), ones),
-        "drift of 1 % per round": Case(drift, ones),
-        "single spikes of 10 times": Case(spikes, ones),
-        "growing rounds of QSR": Case(qsr_lr_sums(), qsr_lr_sums()),
-        "A-EDiT replica twice as fast": Case(faster, faster),
+        "jump to 8 times": Case(np.where(after, 8.0, 1.0), ones, ones),
+        "drift of 1 % per round": Case(drift, ones, ones),
+        "single spikes of 10 times": Case(spikes, ones, ones),
+        "growing rounds of QSR": Case(qsr_sums, qsr_sums, qsr_steps),
+        "A-EDiT replica twice as fast": Case(faster, faster, faster),
+        "rounds three times as short": Case(np.sqrt(shorter), shorter, shorter),
     }
 
 
-def qsr_lr_sums() -> np.ndarray:
-    """Return the summed learning rates of QSR's rounds: cosine to 10 % in 10,000 steps, rounds from 9 to 900 steps."""
+def qsr_rounds() -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps and the summed learning rates of QSR's rounds: cosine to 10 % in 10,000 steps, rounds from 9 to 900 steps."""
     from llmtrain.config import LRScheduleSection, QsrSection
     from llmtrain.lr import LRSchedule
     from llmtrain.sync.period import build_period
@@ -76,10 +80,10 @@ def qsr_lr_sums() -> np.ndarray:
     period = build_period(QsrSection(base=9, alpha=3.0), 0, rates)
     ends = [step for step in range(1, rates.total_steps + 1) if period.ends_round(step)]
     lrs = np.cumsum([0.0] + [rates.at(step) for step in range(1, rates.total_steps + 1)])
-    return np.diff(lrs[[0, *ends]])
+    return np.diff([0, *ends]).astype(float), np.diff(lrs[[0, *ends]])
 
 
-def weigh(norms: np.ndarray, lr_sums: np.ndarray, statistics: str) -> Outcome:
+def weigh(norms: np.ndarray, lr_sums: np.ndarray, steps: np.ndarray, statistics: str) -> Outcome:
     """Let the penalty weigh one replica's norms, round by round."""
     import torch
 
@@ -89,12 +93,13 @@ def weigh(norms: np.ndarray, lr_sums: np.ndarray, statistics: str) -> Outcome:
     section = EditPenaltySection(statistics=statistics)
     penalty = EditPenalty(section, 1, 1)
     left_out, threshold = [], []
-    for norm, lr_sum in zip(norms, lr_sums, strict=True):
-        unit = lr_sum if statistics == "adaptive" else 1.0
+    for norm, lr_sum, count in zip(norms, lr_sums, steps, strict=True):
+        usual = float(penalty.steps.mean) or count
+        unit = lr_sum * max(1.0, usual / count) ** 0.5 if statistics == "adaptive" else 1.0
         known = int(penalty.norms.count) >= section.min_rounds
         bound = float(penalty.norms.mean + section.z * penalty.norms.variance.sqrt()) * unit
         threshold.append(bound if known else np.nan)
-        verdict = penalty.weigh(torch.tensor([[norm]]), torch.ones(1), torch.tensor([lr_sum]))
+        verdict = penalty.weigh(torch.tensor([[norm]]), torch.tensor([count]), torch.tensor([lr_sum]))
         left_out.append(bool(verdict.anomalous))
     return Outcome(np.array(left_out), np.array(threshold))
 
@@ -102,14 +107,14 @@ def weigh(norms: np.ndarray, lr_sums: np.ndarray, statistics: str) -> Outcome:
 def false_alarms(statistics: str, trials: int) -> float:
     """Return the share of rounds that are excluded in runs of 30 rounds whose norms have only noise: lognormal(0.1)."""
     norms = np.exp(0.1 * np.random.default_rng(1).standard_normal((trials, 30)))
-    return float(np.mean([weigh(row, np.ones(30), statistics).left_out[10:] for row in norms]))
+    return float(np.mean([weigh(row, np.ones(30), np.ones(30), statistics).left_out[10:] for row in norms]))
 
 
 def draw(outcomes: dict[str, dict[str, Outcome]]) -> Figure:
     """Draw a row per case and a column per rule."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.0, 10.0), layout="constrained")
+    figure = Figure(figsize=(9.0, 12.0), layout="constrained")
     axes = figure.subplots(len(outcomes), 2, sharex=True)
     for row, (name, by_rule) in zip(axes, outcomes.items(), strict=True):
         norms = cases()[name].norms
@@ -133,7 +138,10 @@ def main() -> None:
     options.add_argument("--trials", type=int, default=TRIALS, help="runs for the rate of false alarms")
     chosen = options.parse_args()
     rules = ("paper", "adaptive")
-    outcomes = {name: {rule: weigh(case.norms, case.lr_sums, rule) for rule in rules} for name, case in cases().items()}
+    outcomes = {
+        name: {rule: weigh(case.norms, case.lr_sums, case.steps, rule) for rule in rules}
+        for name, case in cases().items()
+    }
     rows: list[Row] = []
     for name, found in outcomes.items():
         counts = [str(found[rule].left_out.sum()) for rule in rules] + [str(found[rule].longest) for rule in rules]
