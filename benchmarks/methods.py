@@ -156,7 +156,7 @@ def write(rows: Sequence[Row], runs: Mapping[str, Path]) -> None:
     folder = RESULTS / "methods"
     table = markdown(COLUMNS, lowest_in_bold(rows, LOSS))
     picture = f"![Validation loss over tokens of every method]({PLOT})"
-    write_page(folder, "Every method on TinyStories", [table, NOTES, picture])
+    write_page(folder, "Methods on TinyStories", [table, NOTES, picture])
     draw(runs, folder / PLOT)
     keep_runs(runs, folder)
 

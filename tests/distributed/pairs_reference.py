@@ -30,6 +30,8 @@ class Reference:
     """[replica][step]: of the gradient before it was clipped."""
     weights: dict[str, torch.Tensor]
     """At the end, by parameter."""
+    moved: dict[str, float]
+    """Norm of the difference between the weights at the end and the initial ones, by parameter."""
     rounds: int
 
 
@@ -85,10 +87,14 @@ class Replicas:
             self.oracle = kinds.get(sync.schedule.kind, Oracle)(*common)
         self.oracle.run()
         assert all((block == block[0]).all() for block in self.oracle.theta), "the oracle's replicas end equal"
-        self._load([block[0] for block in self.oracle.theta])
-        weights = {f"causal_lm.{name}": parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        weights = []
+        for values in (self.start, [block[0] for block in self.oracle.theta]):
+            self._load(values)
+            weights.append({f"causal_lm.{name}": p.detach().clone() for name, p in self.model.named_parameters()})
+        first, last = weights
+        moved = {name: float((last[name] - first[name]).norm()) for name in first}
         losses = [float(np.mean(self.losses[step])) for step in sorted(self.losses)]
-        return Reference(losses, self.norms, weights, self.oracle.count)
+        return Reference(losses, self.norms, last, moved, self.oracle.count)
 
     def direction(self, step: int, replica: int, block: int, parameters: np.ndarray) -> np.ndarray:
         """What an inner step at learning rate 1 adds to a block. The oracle asks for block 0 before it changes anything."""

@@ -13,7 +13,7 @@ from tests.distributed.fake_engine import SHAPES, Scenario, choices, edit, repla
 from tests.distributed.threads import simulate
 from tests.distributed.trace import Trace, assert_same_bits, assert_same_run
 
-MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1")]
+MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1", marks=pytest.mark.deep)]
 FALLING = LRScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
 STREAMING = {"kind": "overlapped", "steps": 2, "fragments": 3, "alpha": 0.5}
 MOMENTUM = {"kind": "momentum", "lr": 0.8, "momentum": 0.6}

@@ -17,7 +17,7 @@ from tests.distributed.fake_engine import SHAPES, FakeEngine, Scenario, choices,
 from tests.distributed.threads import simulate
 from tests.distributed.trace import Trace, assert_close, assert_same_bits, assert_same_run
 
-MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1")]
+MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1", marks=pytest.mark.deep)]
 SPIKES = {(9, 1, 1): 50.0, (11, 0, 2): float("nan"), **{(13, replica, 3): 50.0 for replica in range(4)}}
 """An anomalous replica, a broken one, and a block in which everybody is anomalous."""
 
@@ -33,7 +33,7 @@ def scheduled(method: str, replicas: int, shard: int, prefetch: int | None) -> T
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
-@pytest.mark.parametrize("prefetch", [0, 1, 2, len(SHAPES) + 1])
+@pytest.mark.parametrize("prefetch", [0, 2, *(pytest.param(n, marks=pytest.mark.deep) for n in (1, len(SHAPES) + 1))])
 @pytest.mark.parametrize("method", ["local_sgd", "diloco", "edit"])
 def test_layerwise_is_blocking(method: str, prefetch: int, replicas: int, shard: int) -> None:
     """Every forward computes with the same bits, however many blocks' reductions are under way."""
@@ -160,7 +160,7 @@ def test_first_nesterov_displacement(method: str, lr: float, momentum: float) ->
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("replicas", "shard"), [*MESHES, pytest.param(1, 4, id="1x4")])
+@pytest.mark.parametrize(("replicas", "shard"), [(2, 2), (4, 1), (1, 4)], ids=["2x2", "4x1", "1x4"])
 def test_every_element_of_every_parameter_is_averaged(seed: int, replicas: int, shard: int) -> None:
     """Whatever the sizes: some shards are empty on some ranks, and single elements are not skipped."""
     draw = np.random.default_rng(seed)

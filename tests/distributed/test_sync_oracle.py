@@ -37,7 +37,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize(("replicas", "shard"), MESHES)
+@pytest.mark.parametrize(("replicas", "shard"), [MESHES[0], pytest.param(4, 1, id="4x1", marks=pytest.mark.deep)])
 @pytest.mark.parametrize("sync", PLAIN.values(), ids=PLAIN.keys())
 def test_methods(sync: Any, replicas: int, shard: int) -> None:
     scenario = Scenario(sync, replicas, shard, steps=8)
