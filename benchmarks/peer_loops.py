@@ -78,10 +78,21 @@ class PlainLoop:
 class DdpLoop(PlainLoop):
     """DistributedDataParallel: gradients are averaged in every step, while backward computes others."""
 
+    bucket_mb: float | None = None
+    """Size of the messages in MB; None: 25, DistributedDataParallel's default."""
+
     def __init__(self, job: Job):
         super().__init__(job)
         # The only buffers are the constant frequencies of rotary positions. By default each forward would wait for rank 0's.
-        self.forward = nn.parallel.DistributedDataParallel(job.model, broadcast_buffers=False)
+        self.forward = nn.parallel.DistributedDataParallel(
+            job.model, broadcast_buffers=False, bucket_cap_mb=self.bucket_mb
+        )
+
+
+class SmallBucketsLoop(DdpLoop):
+    """DistributedDataParallel with buckets of 1 MB instead of 25, which is more than the model has."""
+
+    bucket_mb = 1.0
 
 
 class PostLocalSgdLoop(DdpLoop):
@@ -185,6 +196,7 @@ def torchft_diloco(job: Job) -> PlainLoop:
 LOOPS: dict[str, Callable[[Job], PlainLoop]] = {
     "alone": PlainLoop,
     "ddp": DdpLoop,
+    "ddp_small": SmallBucketsLoop,
     "post_local_sgd": PostLocalSgdLoop,
     "torchft_diloco": torchft_diloco,
     "torchft_streaming": TorchftDilocoLoop,

@@ -39,6 +39,7 @@ from wires import theory
 ALONE = "alone"
 PEERS = {
     "ddp": "torch DDP",
+    "ddp_small": "torch DDP, buckets of 1 MB",
     "post_local_sgd": "torch post-local SGD",
     "torchft_diloco": "torchft DiLoCo",
     "torchft_streaming": "torchft Streaming DiLoCo",
@@ -67,7 +68,8 @@ network card, with all headers, acknowledgments and, for torchft, the heartbeats
 ring all-reduce of the model's parameters sends, 2 (N-1)/N x parameters x 4 bytes (or 1/2 + 4/128 in int4), once per round,
 or in every step where gradients are averaged.
 
-`torch DDP` is DistributedDataParallel with its defaults, but for `broadcast_buffers=False`; `torch post-local SGD` its hook
+`torch DDP` is DistributedDataParallel with its defaults, but for `broadcast_buffers=False`, and in the next row for
+buckets of 1 MB instead of 25, which are larger than the model; `torch post-local SGD` its hook
 with PeriodicModelAverager, which averages once per round. torchft's DiLoCo has a lighthouse on the first host and
 one Manager per host, with the defaults that its classes have: one all-reduce per parameter, and a quorum per
 synchronization. Streaming DiLoCo has 4 fragments everywhere, and applies a mean as many local steps later as torchft
@@ -87,7 +89,7 @@ def minimum_bytes(task: Mapping[str, Any], parameters: int) -> float | None:
     average within groups."""
     replicas = task["replicas"]
     if task["overrides"] is None:
-        return theory(parameters, replicas, "fp32") * (task["every"] if task["loop"] == "ddp" else 1)
+        return theory(parameters, replicas, "fp32") * (task["every"] if task["loop"] in ("ddp", "ddp_small") else 1)
     sync = recipe_of(task).sync
     if sync.period.averages_gradients:
         return theory(parameters, replicas, sync.wire.kind if sync.wire.gradients else "fp32") * task["every"]

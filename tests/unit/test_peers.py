@@ -107,7 +107,7 @@ def by_hand(averages_gradients: bool, averaged_after: set[int]) -> list[list[lis
 
 @pytest.mark.parametrize(
     ("loop", "averages_gradients", "averaged_after"),
-    [("alone", False, set()), ("ddp", True, set()), ("post_local_sgd", False, {1, 4, 7})],
+    [("alone", False, set()), ("ddp", True, set()), ("ddp_small", True, set()), ("post_local_sgd", False, {1, 4, 7})],
 )
 def test_loops_of_torch_take_the_steps_of_their_methods(
     loop: str, averages_gradients: bool, averaged_after: set[int], ranks: RankPool
@@ -251,6 +251,7 @@ def test_minimum_bytes() -> None:
         return peers.minimum_bytes(TASK | {"loop": loop, "overrides": keys}, parameters=1000)
 
     once = 2 * 3 / 4 * 1000 * 4
+    assert minimum("ddp_small") == minimum("ddp")
     assert (minimum("ddp"), minimum("post_local_sgd"), minimum("torchft_streaming")) == (20 * once, once, once)
     assert minimum("synchronous", peer_measure.OURS["synchronous"][1]) == 20 * once
     assert minimum("streaming_int4", peer_measure.OURS["streaming_int4"][1]) == once / 4 * (1 / 2 + 4 / 128)
