@@ -21,6 +21,7 @@ import llmtrain
 from llmtrain.doctor.finding import Finding, ok, problem, warning
 from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, is_loopback
 from llmtrain.parallel.world import World
+from llmtrain.process_limits import usable_cores
 from llmtrain.train.devices import memory_bytes
 
 GIB = 2**30
@@ -56,9 +57,8 @@ def gpus(world: World) -> list[Finding]:
 
 
 def cores_and_memory() -> Finding:
-    """Return a finding on the CPU cores this process may use, and the machine's memory."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return ok(f"{cores} CPU cores, {memory_bytes(torch.device('cpu')) / GIB:.1f} GiB of memory")
+    """Return a finding on the CPU cores this process may use, and on its memory."""
+    return ok(f"{usable_cores()} CPU cores, {memory_bytes(torch.device('cpu')) / GIB:.1f} GiB of memory")
 
 
 def shared_memory(folder: Path, gpu_count: int) -> list[Finding]:
