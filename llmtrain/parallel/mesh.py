@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from llmtrain.parallel.rendezvous import Rendezvous, check_connectivity, rendezv
 from llmtrain.parallel.world import SHARE_GPU, World, may_share_gpu
 
 T = TypeVar("T")
+BOUND_TO_ONE_GPU = re.compile(r"\b(single|per_task):1\b")
+"""Slurm's ways of binding one task to each GPU (`srun --gpu-bind`)."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,13 @@ def _backend_between(world: World, shard: int, replica_backend: str) -> str:
 
 
 def _is_a_task_with_a_gpu(world: World) -> bool:
-    """Return whether Slurm started each rank and shows it only its own GPU (`srun --gpus-per-task=1`)."""
-    by_task = "SLURM_GPUS_PER_TASK" in os.environ or "gres/gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
-    return by_task and os.environ.get("SLURM_PROCID") == str(world.rank)
+    """Return whether Slurm started each rank and shows it only its own GPU (`srun --gpus-per-task=1`, `--ntasks-per-gpu=1` or
+    `--gpu-bind=single:1`)."""
+    env = os.environ
+    by_task = "SLURM_GPUS_PER_TASK" in env or "gres/gpu" in env.get("SLURM_TRES_PER_TASK", "")
+    by_gpu = env.get("SLURM_NTASKS_PER_GPU") == "1"
+    bound = any(BOUND_TO_ONE_GPU.search(env.get(name, "")) for name in ("SLURM_GPU_BIND", "SLURM_TRES_BIND"))
+    return (by_task or by_gpu or bound) and os.environ.get("SLURM_PROCID") == str(world.rank)
 
 
 @contextmanager

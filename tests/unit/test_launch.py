@@ -87,9 +87,9 @@ def nodes_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], Node
         ({"NNODES": "1", **JOB}, Nodes()),
         ({"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "alpha"}, Nodes(3, 2, "alpha", 29400)),
         ({"NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "alpha", "MASTER_PORT": "5"}, Nodes(3, 0, "alpha", 5)),
-        ({**STEP, **JOB}, Nodes(2, 1, "alpha", 16007)),
+        ({**STEP, **JOB}, Nodes(2, 1, "alpha", 22007)),
         ({**STEP, **JOB, "MASTER_ADDR": "gamma", "MASTER_PORT": "5"}, Nodes(2, 1, "gamma", 5)),
-        ({**STEP, **JOB, **SECOND}, Nodes(2, 1, "beta", 17016, "1")),
+        ({**STEP, **JOB, **SECOND}, Nodes(2, 1, "beta", 23016, "1")),
         ({**STEP, **JOB, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}, Nodes()),
     ],
     ids=[
