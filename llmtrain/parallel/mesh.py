@@ -56,15 +56,16 @@ class Mesh:
         return self.world.rank == 0
 
     def broadcast_from_main(self, ask: Callable[[], T]) -> T:
-        """Return the main rank's `ask()` on every rank. A UserError that it raises is raised on every rank."""
-        answer: T | UserError | None = None
+        """Return the main rank's `ask()` on every rank. A UserError or TrainingError that it raises is raised on every
+        rank."""
+        answer: T | UserError | TrainingError | None = None
         if self.is_main:
             try:
                 answer = ask()
-            except UserError as error:
+            except (UserError, TrainingError) as error:
                 answer = error
         answer = self.all_ranks.broadcast_object(answer, "hearing from rank 0")
-        if isinstance(answer, UserError):
+        if isinstance(answer, UserError | TrainingError):
             raise answer
         return answer
 
