@@ -179,7 +179,9 @@ def test_the_user_of_the_image_owns_the_folders_of_the_volume(job, container, tm
 
 def test_pods_run_on_tainted_nodes_with_gpus(job, container):
     (gpu,) = (name for name in container["resources"]["limits"] if name.endswith("/gpu"))
-    assert job["spec"]["template"]["spec"]["tolerations"] == [{"key": gpu, "operator": "Exists", "effect": "NoSchedule"}]
+    assert job["spec"]["template"]["spec"]["tolerations"] == [
+        {"key": gpu, "operator": "Exists", "effect": "NoSchedule"}
+    ]
 
 
 def test_lost_nodes_do_not_use_up_the_failures_of_a_job(job):
@@ -191,7 +193,10 @@ def test_the_log_is_that_of_pod_0(job):
     text = (ROOT / "launch/kubernetes.yaml").read_text(encoding="utf-8")
     (command,) = re.findall(r"kubectl logs .*?(?=   )", text)
     labels = dict(one.split("=") for one in command.split(" -l ")[1].split()[0].split(","))
-    expected = {"batch.kubernetes.io/job-name": job["metadata"]["name"], "batch.kubernetes.io/job-completion-index": "0"}
+    expected = {
+        "batch.kubernetes.io/job-name": job["metadata"]["name"],
+        "batch.kubernetes.io/job-completion-index": "0",
+    }
     assert labels == expected and {"-f", "--tail=-1"} <= set(command.split())
 
 
@@ -231,7 +236,7 @@ def test_skypilot_runs_train_sh_on_each_node(task, run_shell, tmp_path, rank, gp
         SKYPILOT_NODE_IPS="10.0.0.5\n10.0.0.6",
         SKYPILOT_NUM_NODES="2",
         SKYPILOT_NUM_GPUS_PER_NODE=str(gpus),
-        VIRTUAL_ENV="/home/sky/sky-user-env",
+        VIRTUAL_ENV="/opt/sky-user-env",
     )
     assert lines == [
         "argument: recipes/edit_1b.yaml",
@@ -289,6 +294,13 @@ def test_lines_to_edit_are_marked(name):
     assert 3 <= len(listed) <= 5
     for number in listed:
         assert f" # {number}" in body or f"# {number};" in body, f"line {number} is not marked"
+
+
+def test_docker_leaves_a_run_as_much_time_to_stop_as_kubernetes(job):
+    seconds = job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    for text in (README, (ROOT / "Dockerfile").read_text(encoding="utf-8")):
+        commands = [line for line in text.splitlines() if "docker run --rm" in line]
+        assert len(commands) == 2 and all(f" --stop-timeout {seconds} " in command for command in commands)
 
 
 def test_messages_in_the_readme_are_those_of_the_program():
