@@ -22,8 +22,8 @@ MUTANTS = [
     Mutant(
         "world: each node has the tasks of the first",
         "llmtrain/parallel/world.py",
-        "        node -= nodes\n",
-        "        node = 0\n",
+        "        if node < nodes:\n",
+        "        if True:\n",
         ("tests/unit/test_world.py",),
     ),
     Mutant(
