@@ -8,9 +8,11 @@
 # other hosts reach a host, if it is not HOST. With an empty address (user@HOST=), the other hosts do not try to reach the host
 # and wait for its packets, as they must if it is behind NAT. Private keys are made on the hosts and never leave them. The
 # network stays until `down` or a reboot.
+# Variables: TUNNEL_NET (10.98.0), TUNNEL_PORT (51820), TUNNEL_WAIT (20 seconds for the hosts to hear from each other) and
+# TUNNEL_MTU (1380 bytes per packet; by itself WireGuard would take the host's own, up to 8921, which the internet drops).
 set -euo pipefail
 
-net=${TUNNEL_NET:-10.98.0} port=${TUNNEL_PORT:-51820} wait_seconds=${TUNNEL_WAIT:-20}
+net=${TUNNEL_NET:-10.98.0} port=${TUNNEL_PORT:-51820} mtu=${TUNNEL_MTU:-1380} wait_seconds=${TUNNEL_WAIT:-20}
 card=wg-llmtrain # the run does not warn of missing encryption on interfaces whose names begin with wg
 
 action=${1:-} && shift || true
@@ -22,15 +24,19 @@ fi
 
 hosts=("$@")
 
+# Quote a text for any shell: printf %q may write $'...', which dash and fish do not read.
+quote() { printf "'%s'" "$(sed "s/'/'\\\\''/g" <<< "$1")"; }
+
 # Run the bash script $2 on the host $1 as root. Further words are the script's arguments, from its $1 on, and it reads this
 # function's standard input.
 on() {
   local host=${1%%=*} program=$2
   shift 2
   local words
-  words=$(printf ' %q' "$program" tunnel "$@")
+  words=$(quote "$program") && words+=$(printf ' %q' tunnel "$@")
+  words="if [ \"\$(id -u)\" = 0 ]; then exec bash -c $words; else exec sudo -n bash -c $words; fi"
   # shellcheck disable=SC2029
-  ssh -o BatchMode=yes "$host" "if [ \"\$(id -u)\" = 0 ]; then exec bash -c $words; else exec sudo -n bash -c $words; fi" ||
+  ssh -o BatchMode=yes "$host" "bash -c $(quote "$words")" ||
     { echo "error: $host: ${FUNCNAME[1]//_/ } failed, see the line above" >&2 && exit 1; }
 }
 
@@ -85,7 +91,7 @@ done
 
 for mine in "${!hosts[@]}"; do
   {
-    printf '[Interface]\nAddress = %s.%d/24\nListenPort = %s\n' "$net" $((mine + 1)) "$port"
+    printf '[Interface]\nAddress = %s.%d/24\nListenPort = %s\nMTU = %s\n' "$net" $((mine + 1)) "$port" "$mtu"
     printf 'PostUp = wg set %%i private-key /etc/wireguard/%s.key\n' "$card"
     for other in "${!hosts[@]}"; do
       [ "$other" != "$mine" ] || continue

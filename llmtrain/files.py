@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,21 +86,40 @@ def atomic_write(path: Path, text: str) -> None:
 
 
 LOCK_HOLDER = ".lock.holder"
-"""File in a locked folder that names the last process that locked it. `.lock` can't hold the name, because opening it empties
-it."""
+"""File in a locked folder that names the last process that locked it and, in a second line, this start of its host's kernel. `.lock`
+can't hold the name, because opening it empties it."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Linux's name for this start of the kernel. It tells hosts of one name apart, as pods of a Kubernetes Job that replace each other."""
 
 
 def write_lock_holder(folder: Path) -> None:
     """Record that this process works in a folder that it has locked."""
-    (folder / LOCK_HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    (folder / LOCK_HOLDER).write_text(f"process {os.getpid()} {_this_host()}")
 
 
 def lock_holder(folder: Path) -> str:
     """Return which process works in a locked folder, for an error message."""
+    return _holder_text(folder).partition("\n")[0][:100] or "another process"
+
+
+def is_held_elsewhere(folder: Path) -> bool:
+    """Return whether the process that locked a folder last did so on another host, or before this host started again."""
+    text = _holder_text(folder)
+    return text != "" and not text.endswith(_this_host())
+
+
+def _holder_text(folder: Path) -> str:
     try:
-        return (folder / LOCK_HOLDER).read_text().strip()[:100] or "another process"
+        return (folder / LOCK_HOLDER).read_text().strip()
     except (OSError, ValueError):
-        return "another process"
+        return ""
+
+
+def _this_host() -> str:
+    boot = ""
+    with suppress(OSError):  # not Linux
+        boot = BOOT_ID.read_text().strip()
+    return f"on {socket.gethostname()}\n{boot}".strip()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

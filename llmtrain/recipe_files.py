@@ -14,8 +14,15 @@ from llmtrain.files import check_path
 
 T = TypeVar("T", str, Path | None, list[str], list[Path])
 
-PACKAGED = Path(__file__).parent / "recipes"
-"""Folder of the recipes. In a checkout it is a link to the top level's recipes/; a wheel has the files."""
+
+def recipes_of(package: Path) -> Path:
+    """Return the folder of the package's recipes. In a checkout it is a link to the top level's recipes/, which a copy without
+    links (SkyPilot's uploads) has alone; a wheel has the files."""
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parent / "recipes"
+
+
+PACKAGED = recipes_of(Path(__file__).parent)
 COMPARISONS, SCHEMA = "compare", "schema.json"
 
 

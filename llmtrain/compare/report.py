@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-import os
 import platform
 import re
 from collections import Counter
@@ -24,6 +23,7 @@ from llmtrain.compare.benchmarks import benchmark_tables
 from llmtrain.compare.measures import Outcome, Results, find_sweeps
 from llmtrain.compare.results import AS_RUN, TrialState
 from llmtrain.files import atomic_write
+from llmtrain.process_limits import usable_cores
 
 REPOSITORY = Path(llmtrain.__file__).resolve().parents[1]
 DPI = 150
@@ -57,7 +57,7 @@ def write_report(results: Results, folder: Path, command: str | None = None) -> 
         command=command,
         has_file=(folder / "comparison.yaml").exists(),
         program=f"llmtrain {llmtrain.__version__} with Python {platform.python_version()}",
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        cores=usable_cores(),
         system=f"{platform.system()} {platform.machine()}",
     )
     text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

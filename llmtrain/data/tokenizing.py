@@ -25,6 +25,7 @@ import numpy as np
 
 from llmtrain.data.sources import Split
 from llmtrain.errors import DataError, panics_as_errors, reason
+from llmtrain.process_limits import usable_cores
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -107,7 +108,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> Sequence[En
 
 def processes_of(num_proc: int | None) -> int:
     """Return the number of processes that tokenize on this machine for a value of `data.num_proc`."""
-    return num_proc or max(1, _cores() // CORES_PER_PROCESS)
+    return num_proc or max(1, usable_cores() // CORES_PER_PROCESS)
 
 
 class BatchTokenizer:
@@ -154,7 +155,7 @@ class BatchTokenizer:
                 self._processes,
                 multiprocessing.get_context("spawn"),
                 _begin,
-                (self._tokenizer, self._eos_id, max(1, _cores() // self._processes)),
+                (self._tokenizer, self._eos_id, max(1, usable_cores() // self._processes)),
             )
         try:
             return self._pool.submit(_tokenize_here, batch)
@@ -173,10 +174,6 @@ class BatchTokenizer:
             f"data.num_proc={self._processes}: a process that tokenizes was killed, or could not start; start the same command "
             "again, with a smaller data.num_proc if memory is short"
         )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _here: tuple[PreTrainedTokenizerBase, int]

@@ -21,6 +21,7 @@ import llmtrain
 from llmtrain.doctor.finding import Finding, ok, problem, warning
 from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, is_loopback
 from llmtrain.parallel.world import World
+from llmtrain.process_limits import usable_cores
 from llmtrain.train.devices import memory_bytes
 
 GIB = 2**30
@@ -56,9 +57,8 @@ def gpus(world: World) -> list[Finding]:
 
 
 def cores_and_memory() -> Finding:
-    """Return a finding on the CPU cores this process may use, and the machine's memory."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return ok(f"{cores} CPU cores, {memory_bytes(torch.device('cpu')) / GIB:.1f} GiB of memory")
+    """Return a finding on the CPU cores this process may use, and on its memory."""
+    return ok(f"{usable_cores()} CPU cores, {memory_bytes(torch.device('cpu')) / GIB:.1f} GiB of memory")
 
 
 def shared_memory(folder: Path, gpu_count: int) -> list[Finding]:
@@ -223,6 +223,10 @@ class Card:
     """Speed in Mbit/s; 0 if the kernel does not report it, as for virtual cards."""
 
 
+UNKNOWN = "?"
+"""In place of an interface's name."""
+
+
 def network_cards() -> list[Card]:
     """Return all network interfaces of this host, including loopback."""
     return [Card(name, address_of(name), one.isup, one.speed) for name, one in psutil.net_if_stats().items()]
@@ -275,13 +279,13 @@ def axis_interfaces(networks: Networks) -> list[Finding]:
 def replica_interface(networks: Networks, towards_rank_0: str | None) -> tuple[str, str]:
     """Return (interface, address) for traffic between replicas.
 
-    If no interface with an address is known, they are "?" and the address toward rank 0 (or 127.0.0.1).
+    If no interface with an address is known, they are UNKNOWN and the address toward rank 0 (or 127.0.0.1).
     """
     name = networks.replica or _from_environment()
     address = name and address_of(name)
     if name and address:
         return name, address
-    return "?", towards_rank_0 or "127.0.0.1"
+    return UNKNOWN, towards_rank_0 or "127.0.0.1"
 
 
 def _from_environment() -> str | None:

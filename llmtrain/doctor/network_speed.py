@@ -257,6 +257,14 @@ def links_between(hosts: Sequence[str], links: Sequence[Link]) -> list[Finding]:
     return [*findings, *_clocks(hosts, working)]
 
 
+def not_measurable(hosts: Sequence[str]) -> Finding:
+    """Return the finding on links between hosts of which some, `hosts`, have no known IPv4 address."""
+    return warning(
+        f"not measured, because no IPv4 address is known of {', '.join(hosts)}",
+        "give the hosts IPv4 addresses, and MASTER_ADDR one of them; training over IPv6 alone is not checked",
+    )
+
+
 def round_trip_ms(links: Sequence[Link]) -> float:
     """Return the longest round-trip time of working links in milliseconds; 0 without any."""
     return max((link.milliseconds for link in links if not link.error), default=0.0)

@@ -16,6 +16,7 @@ from llmtrain.config import ParallelSection, Recipe
 from llmtrain.doctor.finding import Finding, Level, console, has_problem, ok, problem, show, warning
 from llmtrain.doctor.machine import (
     GIB,
+    UNKNOWN,
     axis_interfaces,
     disk,
     environment,
@@ -32,6 +33,7 @@ from llmtrain.doctor.network_speed import (
     bench_collectives,
     links_between,
     measure_all,
+    not_measurable,
     round_trip_ms,
 )
 from llmtrain.doctor.network_use import network_use
@@ -237,8 +239,11 @@ class ClusterCheck:
         sections["ranks"] = [*who_is_where(hosts), *agreement(ranks)]
         sections["links"], links = [ok("all ranks are on one host")], []
         if several:
-            links = self._links(hosts)
-            sections["links"] = links_between([str(host) for host in hosts], links)
+            if unknown := [host.leader.host for host in hosts if self._has_no_address(host)]:
+                sections["links"] = [not_measurable(unknown)]
+            else:
+                links = self._links(hosts)
+                sections["links"] = links_between([str(host) for host in hosts], links)
             sections["links"] += encryption(hosts, self.recipe.parallel if self.recipe else ParallelSection())
         if all(self._gather("readiness", not has_problem(sections))):
             sections["collectives"] = self._collectives(plan, round_trip_ms(links))
@@ -264,6 +269,10 @@ class ClusterCheck:
             for fields in {entry["what"]: entry for rank in host.ranks for entry in told[rank.rank]}.values()
             if fields["what"] not in known
         ]
+
+    def _has_no_address(self, host: NodeRanks) -> bool:
+        """Return whether no IPv4 address at which other hosts reach a host is known."""
+        return host.leader.interface == UNKNOWN and self.peers.ranks[host.leader.rank].address is None
 
     def _links(self, hosts: Sequence[NodeRanks]) -> list[Link]:
         leaders = [host.leader.rank for host in hosts]

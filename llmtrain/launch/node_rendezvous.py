@@ -276,9 +276,9 @@ class NodeRendezvous:
 def rendezvous_nodes(nodes: Nodes, timeout_seconds: float) -> Iterator[NodeRendezvous]:
     """Meet the launchers of the other nodes. The store lives until the end of the `with` block.
 
-    Raises RecipeError if node 0 cannot listen, or if node numbers or counts contradict each other. Raises
-    TrainingError if node 0 cannot be reached or a node does not arrive within `timeout_seconds`. A failure on one
-    node ends the waits of the others.
+    Raises RecipeError if node 0's port is taken, or if node numbers or counts contradict each other. Raises
+    TrainingError if node 0 can't listen for another reason, if it can't be reached, or if a node does not arrive within
+    `timeout_seconds`. A failure on one node ends the waits of the others.
     """
     if nodes.count == 1:
         yield NodeRendezvous(nodes, None)
@@ -315,7 +315,8 @@ def _open_store(nodes: Nodes, timeout_seconds: float) -> Store:
         )
     except DistError as error:
         reason = str(error).splitlines()[0]
-        raise RecipeError(
+        is_taken = nodes.rank == 0 and "EADDRINUSE" in reason
+        raise (RecipeError if is_taken else TrainingError)(
             f"node {nodes.rank} can't use MASTER_ADDR={nodes.address} MASTER_PORT={nodes.port} as the meeting point: "
             f"{reason}; give node 0's address and a port that is free there"
         ) from error

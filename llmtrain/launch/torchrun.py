@@ -29,6 +29,7 @@ from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
 from llmtrain.launch.rank_server import rank_server
 from llmtrain.launch.watchdog import kill_hung_ranks, stop_on_interrupt
 from llmtrain.parallel.network import check_localhost
+from llmtrain.process_limits import usable_cores
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.startup import import_transformers, imports_without_gc, note_command_start, single_threaded_imports
@@ -201,7 +202,7 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
 
     use_expandable_segments()
     command = parse_args([*arguments])
-    cores = (os.cpu_count() or 1) // int(command.nproc_per_node)
+    cores = usable_cores() // int(command.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
     # By default, torchrun kills ranks 30 s after it has passed a signal on, and a step and a checkpoint can take longer. This
     # does not apply to ranks that it stops because another one has failed: they always have 30 s.

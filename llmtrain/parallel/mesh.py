@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from llmtrain.parallel.rendezvous import Rendezvous, check_connectivity, rendezv
 from llmtrain.parallel.world import SHARE_GPU, World, may_share_gpu
 
 T = TypeVar("T")
+BOUND_TO_ONE_GPU = re.compile(r"\b(single|per_task):1\b")
+"""Slurm's ways of binding one task to each GPU (`srun --gpu-bind`)."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,16 @@ class Mesh:
         return self.world.rank == 0
 
     def broadcast_from_main(self, ask: Callable[[], T]) -> T:
-        """Call `ask` on the main rank and return its result on every rank. A UserError that it raises is raised on every
-        rank. A collective of all ranks."""
-        answer: T | UserError | None = None
+        """Call `ask` on the main rank and return its result on every rank. A UserError or TrainingError that it raises is raised
+        on every rank. A collective of all ranks."""
+        answer: T | UserError | TrainingError | None = None
         if self.is_main:
             try:
                 answer = ask()
-            except UserError as error:
+            except (UserError, TrainingError) as error:
                 answer = error
         answer = self.all_ranks.broadcast_object(answer, "hearing from rank 0")
-        if isinstance(answer, UserError):
+        if isinstance(answer, UserError | TrainingError):
             raise answer
         return answer
 
@@ -112,9 +115,13 @@ def _backend_between(world: World, shard: int, replica_backend: str) -> str:
 
 
 def _is_a_task_with_a_gpu(world: World) -> bool:
-    """Return whether Slurm has started each rank with access to its own GPU only (`srun --gpus-per-task=1`)."""
-    by_task = "SLURM_GPUS_PER_TASK" in os.environ or "gres/gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
-    return by_task and os.environ.get("SLURM_PROCID") == str(world.rank)
+    """Return whether Slurm has started each rank with access to its own GPU only (`srun --gpus-per-task=1`,
+    `--ntasks-per-gpu=1` or `--gpu-bind=single:1`)."""
+    env = os.environ
+    by_task = "SLURM_GPUS_PER_TASK" in env or "gres/gpu" in env.get("SLURM_TRES_PER_TASK", "")
+    by_gpu = env.get("SLURM_NTASKS_PER_GPU") == "1"
+    bound = any(BOUND_TO_ONE_GPU.search(env.get(name, "")) for name in ("SLURM_GPU_BIND", "SLURM_TRES_BIND"))
+    return (by_task or by_gpu or bound) and os.environ.get("SLURM_PROCID") == str(world.rank)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ the only rank.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from llmtrain.waiting import announced
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 MAX_PORT = 65_535
+STEP_PORTS = range(15_000, 32_000)
+"""Ports on which the ranks of a Slurm step meet, below the ephemeral ports of Linux (32768 to 60999 by default)."""
 PORTS_BETWEEN_STEPS = 1009
 """Distance between the ports of consecutive steps of a Slurm job. It is large, because the jobs with the next numbers take the
 ports next to this job's."""
@@ -45,8 +48,8 @@ class World:
         if "RANK" in env or "WORLD_SIZE" in env:
             names, defaults = TORCH, {"LOCAL_RANK": env.get("RANK"), "LOCAL_WORLD_SIZE": env.get("WORLD_SIZE")}
         elif env.get("SLURM_PROCID") and env.get("SLURM_NTASKS", "1") != "1":
-            per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0]  # "4(x2)"
-            names, defaults = SLURM, {"SLURM_NTASKS_PER_NODE": per_node}
+            per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1")
+            names, defaults = SLURM, {"SLURM_NTASKS_PER_NODE": _entry_of_node(per_node)}
         else:
             return cls(0, 1, 0, 1)
         given = {name: env.get(name) or defaults.get(name) or "nothing" for name in names}
@@ -86,7 +89,8 @@ def master_endpoint() -> tuple[str, str]:
     if address is None and nodes is not None:
         address = _first_host(nodes)
         step = environment_number("SLURM_STEP_ID", 0)
-        port = port or str(15000 + (environment_number("SLURM_JOB_ID", 0) + PORTS_BETWEEN_STEPS * step) % 20000)
+        number = environment_number("SLURM_JOB_ID", 0) + PORTS_BETWEEN_STEPS * step
+        port = port or str(STEP_PORTS[number % len(STEP_PORTS)])
     if address is None or port is None:
         raise RecipeError(
             f"environment: MASTER_ADDR={address}, MASTER_PORT={port}; give both (rank 0's host and a free port on it), "
@@ -111,6 +115,21 @@ def environment_number(name: str, default: int | str, minimum: int = 0, maximum:
         allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         raise RecipeError(f"{name}={text!r} in the environment is not a whole number {allowed}")
     return number
+
+
+def _entry_of_node(counts: str) -> str:
+    """Return this node's entry (SLURM_NODEID) of Slurm's list with a number for each node, such as "4(x2),3" for 4, 4 and 3.
+    Return the list itself if it has no such entry."""
+    node = environment_number("SLURM_NODEID", 0)
+    for entry in counts.split(","):
+        found = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", entry)
+        if found is None:
+            break
+        nodes = int(found[2] or 1)
+        if node < nodes:
+            return found[1]
+        node -= nodes
+    return counts
 
 
 def _first_host(nodes: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from llmtrain.parallel.wrapping import COMPUTE
 from llmtrain.plan.memory import BYTES, moment_values
 from llmtrain.plan.model_size import ModelSize
 from llmtrain.plan.network_time import FORWARD_SHARE, NetworkLink, gradient_time, round_time
+from llmtrain.process_limits import usable_cores
 from llmtrain.sync.period import build_period, warmup_of
 
 TRAINING_EFFICIENCY = 0.5
@@ -241,5 +241,5 @@ def rate_here(recipe: Recipe, local_ranks: int | None = None) -> float:
     if device == "cpu":  # if ranks have fewer threads than there are cores, several can compute without sharing cores
         ranks = math.prod(recipe.parallel.given_on_cpu) if local_ranks is None else local_ranks
         processes = ranks / recipe.parallel.ranks_per_process
-        sharing = max(1.0, processes * torch.get_num_threads() / (os.cpu_count() or 1))
+        sharing = max(1.0, processes * torch.get_num_threads() / usable_cores())
     return TRAINING_EFFICIENCY * 2 * size**3 / statistics.median(seconds[1:]) / sharing

@@ -20,6 +20,7 @@ from llmtrain.errors import TrainingError
 from llmtrain.parallel.mesh import local_device, ranks_per_device
 from llmtrain.parallel.world import World
 from llmtrain.plan.cards import card_of
+from llmtrain.process_limits import usable_memory
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Parameters of glibc's mallopt (malloc.h)."""
@@ -39,14 +40,14 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the total memory in bytes: the GPU's, or the machine's for a CPU."""
+    """Return the total memory in bytes: the GPU's, or for a CPU what this process may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return usable_memory()
 
 
 def memory_of_rank(world: World) -> float:
-    """Return the bytes of memory that this rank may use: its share of its GPU's, or of the machine's. Raises
+    """Return the bytes of memory that this rank may use: its share of its GPU's, or of the host's. Raises
     RecipeError if there are fewer GPUs than ranks, unless they may share."""
     return memory_bytes(local_device(world)) / ranks_per_device(world)
 

@@ -16,8 +16,8 @@ from filelock import FileLock, Timeout
 from llmtrain.config import Recipe
 from llmtrain.data.dataset import TOKENIZER
 from llmtrain.data.stream import shuffles_in_blocks
-from llmtrain.errors import CheckpointError, RecipeError
-from llmtrain.files import atomic_write, check_path, lock_holder, write_lock_holder
+from llmtrain.errors import CheckpointError, RecipeError, TrainingError
+from llmtrain.files import atomic_write, check_path, is_held_elsewhere, lock_holder, write_lock_holder
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml, stored_recipe
 from llmtrain.train.checkpoint_files import list_checkpoints, read_state
 from llmtrain.train.run_length import LengthChange, length_key
@@ -150,14 +150,14 @@ class RunDirectory:
     def reserve(self) -> None:
         """Create and lock the directory, and delete partial checkpoints. The directory is not a run before `open` writes
         the recipe. Main rank only. Raises RecipeError if the directory can't be written or another process trains in
-        it."""
+        it, TrainingError if that process is on another host."""
         with self._os_errors_as_recipe_errors():
             self._lock = self._lock or lock_folder(self.path, "choose another run.name")
         for half_written in self.checkpoints.glob("*.tmp"):  # first, because they may be filling the disk
             shutil.rmtree(half_written, ignore_errors=True)
 
     def open(self) -> None:
-        """Reserve the directory, write the resolved recipe and delete an earlier summary. Main rank only. Raises RecipeError as
+        """Reserve the directory, write the resolved recipe and delete an earlier summary. Main rank only. Raises errors as
         `reserve` does."""
         self.reserve()
         with self._os_errors_as_recipe_errors():
@@ -245,15 +245,17 @@ def _other_sites(there: Recipe, recipe: Recipe) -> list[str]:
     return sorted(lines)
 
 
-PATIENCE_SECONDS = 10.0
-"""Seconds to wait for a process that still holds the lock, in case it is about to end."""
+PATIENCE_SECONDS, PATIENCE_WITH_OTHER_HOSTS = 10.0, 120.0
+"""Seconds to wait for a process that is about to end: on this host, or on another one. If that host was lost, the server of a
+network file system keeps its lock for a while (NFSv4: for a lease, 90 s on Linux)."""
 
 
 def lock_folder(folder: Path, otherwise: str) -> FileLock:
     """Lock a folder until the returned lock is deleted or the process ends, however it ends.
 
-    Raises RecipeError, which suggests `otherwise`, if another process holds the lock. Raises OSError if the
-    folder can't be written. File systems without locks offer no such protection.
+    Raises an error, which suggests `otherwise`, if another process holds the lock: RecipeError on this host, and TrainingError on
+    another host, because that may have been lost and a later start may succeed. Raises OSError if the folder can't be written.
+    File systems without locks offer no such protection.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
@@ -262,8 +264,22 @@ def lock_folder(folder: Path, otherwise: str) -> FileLock:
             with announced(f"the process that works in {folder} to end", PATIENCE_SECONDS):
                 lock.acquire(timeout=PATIENCE_SECONDS)
         except Timeout:
-            raise RecipeError(
-                f"{lock_holder(folder)} works in {folder}; wait until it has ended, or {otherwise}"
-            ) from None
+            if not is_held_elsewhere(folder):
+                raise RecipeError(
+                    f"{lock_holder(folder)} works in {folder}; wait until it has ended, or {otherwise}"
+                ) from None
+            _await_other_host(lock, folder, otherwise)
     write_lock_holder(folder)
     return lock
+
+
+def _await_other_host(lock: FileLock, folder: Path, otherwise: str) -> None:
+    holder, longer = lock_holder(folder), PATIENCE_WITH_OTHER_HOSTS - PATIENCE_SECONDS
+    try:
+        with announced(f"{holder}, which works in {folder} or was lost", longer):
+            lock.acquire(timeout=longer)
+    except Timeout:
+        raise TrainingError(
+            f"{holder} works in {folder}, or its host was lost; start again when it has ended, {otherwise}, or if that host is "
+            f"gone for good, delete {folder / '.lock'}"
+        ) from None

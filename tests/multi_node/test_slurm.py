@@ -87,8 +87,9 @@ def test_srun_with_one_task_a_rank_trains_the_same(slurm: Slurm, jobs: Jobs, run
 
 STAND_INS = {
     "srun": 'echo "srun $*" >> "$CALLS"; exit "$CODE"',
-    "scontrol": 'echo "scontrol $*" >> "$CALLS"',
-    "squeue": 'echo "$STATE"',
+    "scontrol": 'echo "scontrol $*" >> "$CALLS"; [ "$(grep -c scontrol "$CALLS")" -gt "${REFUSALS:-0}" ]',
+    "squeue": 'echo squeue >> "$CALLS.squeue"; [ "$(wc -l < "$CALLS.squeue")" -gt "${SILENT:-0}" ] && echo "$STATE"',
+    "sleep": "exit 0",
 }
 
 
@@ -102,6 +103,7 @@ def batch(tmp_path: Path):
     def run(arguments: list[str], code: int, **variables: str) -> tuple[int, list[str], str]:
         calls = tmp_path / "calls"
         calls.write_text("")
+        Path(f"{calls}.squeue").unlink(missing_ok=True)
         given = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "77", "CALLS": str(calls), "CODE": str(code)}
         given["STATE"] = "RUNNING"
         copied = tmp_path / "slurm_script"  # Slurm runs a copy from its spool folder
@@ -133,6 +135,22 @@ def test_exit_code_3_requeues_the_job(batch):
 
 def test_a_job_that_no_longer_runs_is_not_requeued(batch):
     assert batch([RECIPE], 3, STATE="COMPLETING")[:2] == (3, [f"{SRUN} {RECIPE}"])
+
+
+def test_a_busy_controller_is_asked_again(batch, tmp_path: Path):
+    code, calls, output = batch([RECIPE], 3, SILENT="4", REFUSALS="1")
+    assert (code, calls) == (3, [f"{SRUN} {RECIPE}", *["scontrol requeue 77"] * 2]) and "error: " not in output
+    code, calls, output = batch([RECIPE], 3, SILENT="99")
+    assert (code, calls) == (3, [f"{SRUN} {RECIPE}"])
+    assert (tmp_path / "calls.squeue").read_text().count("squeue") == 5
+    assert (
+        output.splitlines()[-1] == "error: job 77 did not go back to the queue, because squeue failed; submit it again"
+    )
+    code, calls, output = batch([RECIPE], 3, REFUSALS="99")
+    assert (code, calls) == (3, [f"{SRUN} {RECIPE}", *["scontrol requeue 77"] * 2])
+    assert output.splitlines()[-1] == (
+        "error: job 77 did not go back to the queue, because scontrol requeue failed; submit it again"
+    )
 
 
 def test_sbatch_sees_all_options_since_no_command_stands_above_them():

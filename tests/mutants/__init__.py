@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants import (
+    clusters,
     command_line,
     data,
     documents,
@@ -52,6 +53,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *stream.MUTANTS,
     *launch.MUTANTS,
     *networks.MUTANTS,
+    *clusters.MUTANTS,
     *turns.MUTANTS,
     *sparse.MUTANTS,
     *exports.MUTANTS,

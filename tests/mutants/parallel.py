@@ -204,8 +204,8 @@ MUTANTS = [
     Mutant(
         "mesh: only the main rank raises a UserError",
         "llmtrain/parallel/mesh.py",
-        "if isinstance(answer, UserError):",
-        "if self.is_main and isinstance(answer, UserError):",
+        "if isinstance(answer, UserError | TrainingError):",
+        "if self.is_main and isinstance(answer, UserError | TrainingError):",
         (
             "tests/unit/test_mirror.py",
             "tests/distributed/test_mirror.py",

@@ -149,6 +149,6 @@ def test_a_tokenizer_that_panics_is_one_line(data: DataSection, monkeypatch: pyt
 
 def test_the_default_leaves_a_small_machine_to_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, expected in ((2, 1), (7, 1), (8, 2), (64, 16)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        monkeypatch.setattr(tokenizing, "usable_cores", lambda cores=cores: cores)
         assert processes_of(None) == expected
     assert processes_of(3) == 3

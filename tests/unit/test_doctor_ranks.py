@@ -107,9 +107,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
     return found
 
 
-def examined(recipe: Recipe | None, nodes: list[str], **complaints: Finding) -> list[Sections]:
+def examined(
+    recipe: Recipe | None, nodes: list[str], address: str | None = "127.0.0.1", **complaints: Finding
+) -> list[Sections]:
     """The sections of each rank, one a name of a node, that has found its node's `complaints` by itself."""
-    places = [RankInfo(node, node, "127.0.0.1", GIB) for node in nodes]
+    places = [RankInfo(node, node, address, GIB) for node in nodes]
     meeting = Rendezvous(dist.HashStore(), places, Networks())
 
     def one(world: World) -> Sections:
@@ -170,6 +172,14 @@ def test_what_a_rank_of_another_host_complains_of_is_told_once(opened: Opened) -
     for sections in (first, second, third):
         assert sections["collectives"] == [warning("not measured, because of the problems found", "solve them first")]
     assert not opened
+
+
+def test_links_between_hosts_without_ipv4_addresses_are_not_measured(opened: Opened) -> None:
+    """Each host's loopback address would have answered for the others."""
+    for sections in examined(None, ["a", "b"], address=None):
+        advice = "give the hosts IPv4 addresses, and MASTER_ADDR one of them; training over IPv6 alone is not checked"
+        assert sections["links"] == [warning("not measured, because no IPv4 address is known of a, b", advice)]
+        assert sections["collectives"] == [ok("measured")]
 
 
 def test_a_host_that_closes_in_the_middle_is_an_error() -> None:

@@ -33,6 +33,7 @@ LAYERS = [
         "attention",
         "packing",
         "pieces",
+        "process_limits",
         "reshard",
         "waiting",
     },

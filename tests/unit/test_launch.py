@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import DistNetworkError
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import DataError, RecipeError, TrainingError
@@ -87,9 +88,9 @@ def nodes_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], Node
         ({"NNODES": "1", **JOB}, Nodes()),
         ({"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "alpha"}, Nodes(3, 2, "alpha", 29400)),
         ({"NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "alpha", "MASTER_PORT": "5"}, Nodes(3, 0, "alpha", 5)),
-        ({**STEP, **JOB}, Nodes(2, 1, "alpha", 16007)),
+        ({**STEP, **JOB}, Nodes(2, 1, "alpha", 22007)),
         ({**STEP, **JOB, "MASTER_ADDR": "gamma", "MASTER_PORT": "5"}, Nodes(2, 1, "gamma", 5)),
-        ({**STEP, **JOB, **SECOND}, Nodes(2, 1, "beta", 17016, "1")),
+        ({**STEP, **JOB, **SECOND}, Nodes(2, 1, "beta", 23016, "1")),
         ({**STEP, **JOB, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}, Nodes()),
     ],
     ids=[
@@ -275,6 +276,27 @@ def test_a_port_that_is_taken_is_refused():
             rendezvous_nodes(nodes, 5),
         ):
             pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_network_that_fails_at_the_start_may_work_later(monkeypatch: pytest.MonkeyPatch, rank: int):
+    """Schedulers start again what ends with code 1, and nothing that ends with 2: a name may not be known yet."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise DistNetworkError(
+            "The client socket has timed out after 3000ms while trying to connect to (alpha, 1).\nMore"
+        )
+
+    monkeypatch.setattr(node_rendezvous, "TCPStore", refuse)
+    monkeypatch.setattr(node_rendezvous, "_wait_for_listener", lambda *_: None)
+    with (
+        pytest.raises(
+            TrainingError,
+            match=rf"^node {rank} can't use MASTER_ADDR=alpha MASTER_PORT=1 .* timed out .*\(alpha, 1\)\.; ",
+        ),
+        rendezvous_nodes(Nodes(2, rank, "alpha", 1), 5),
+    ):
+        pass
 
 
 def test_a_stop_before_training_ends_with_3_in_one_line():

@@ -271,6 +271,20 @@ def test_a_signal_before_the_ranks_have_met_ends_like_one_before_training(
         assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(code, by_signal=True)
 
 
+def test_ranks_share_the_cores_that_the_launcher_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    monkeypatch.setattr(torchrun, "usable_cores", lambda: 12)
+    found: list[str] = []
+    monkeypatch.setattr("torch.distributed.run.run", lambda command: found.append(os.environ["OMP_NUM_THREADS"]))
+    for ranks in (4, 24):
+        monkeypatch.setenv("OMP_NUM_THREADS", "")  # so that what is set here is undone
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        arguments = torchrun.torchrun_arguments(directory.recipe, Attempt(0, THREE), ranks)
+        assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(DONE)
+    assert found == ["3", "1"]
+
+
 def test_ranks_on_gpus_are_started_with_segments_that_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
     for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PYTORCH_ALLOC_CONF"):

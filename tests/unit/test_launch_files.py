@@ -23,7 +23,7 @@ README = (ROOT / "launch" / "README.md").read_text(encoding="utf-8")
 HEADINGS = re.findall(r"^#+ (.+)$", README, flags=re.MULTILINE)
 STUB = """#!/bin/bash
 printf 'argument: %s\\n' "$@"
-for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT NPROC_PER_NODE; do echo "$name=${!name-unset}"; done
+for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT NPROC_PER_NODE VIRTUAL_ENV; do echo "$name=${!name-unset}"; done
 kill -TERM $$
 """
 """In place of launch/train.sh: says what it was given, and asks whether a signal to its process ends the whole."""
@@ -158,6 +158,54 @@ def test_pods_keep_runs_and_data_and_have_shared_memory(job, container):
         assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
 
 
+def test_the_user_of_the_image_owns_the_folders_of_the_volume(job, container, tmp_path):
+    """The kubelet makes a subPath's folder as root, and fsGroup does nothing on many network file systems."""
+    pod = job["spec"]["template"]["spec"]
+    user = int(re.findall(r"^USER (\d+)$", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)[-1])
+    security = pod["securityContext"]
+    assert (security["runAsUser"], security["runAsGroup"], security["fsGroup"]) == (user, user, user)
+    assert security["fsGroupChangePolicy"] == "OnRootMismatch", "else each start walks through all checkpoints"
+    (owner,) = pod["initContainers"]
+    assert owner["image"] == container["image"] and owner["securityContext"] == {"runAsUser": 0, "runAsGroup": 0}
+    mounted = {mount["subPath"]: mount["mountPath"] for mount in owner["volumeMounts"]}
+    assert mounted == {m["subPath"]: f"/state/{m['subPath']}" for m in container["volumeMounts"] if "subPath" in m}
+    (tmp_path / "chown").write_text('#!/bin/sh\necho "$*"\necho "not permitted" >&2\nexit 1\n')
+    (tmp_path / "chown").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    command = [*owner["command"], *owner["args"]]
+    done = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"{user}:{user} /state/runs /state/data\n"), "not recursively"
+
+
+def test_pods_run_on_tainted_nodes_with_gpus(job, container):
+    (gpu,) = (name for name in container["resources"]["limits"] if name.endswith("/gpu"))
+    assert job["spec"]["template"]["spec"]["tolerations"] == [
+        {"key": gpu, "operator": "Exists", "effect": "NoSchedule"}
+    ]
+
+
+def test_lost_nodes_do_not_use_up_the_failures_of_a_job(job):
+    """Each costs a failure of all other pods."""
+    assert job["spec"]["backoffLimit"] >= 100 * job["spec"]["completions"]
+
+
+def test_the_log_is_that_of_pod_0(job):
+    text = (ROOT / "launch/kubernetes.yaml").read_text(encoding="utf-8")
+    (command,) = re.findall(r"kubectl logs .*?(?=   )", text)
+    labels = dict(one.split("=") for one in command.split(" -l ")[1].split()[0].split(","))
+    expected = {
+        "batch.kubernetes.io/job-name": job["metadata"]["name"],
+        "batch.kubernetes.io/job-completion-index": "0",
+    }
+    assert labels == expected and {"-f", "--tail=-1"} <= set(command.split())
+
+
+def test_the_file_warns_that_deleting_it_deletes_the_checkpoints():
+    kinds = {document["kind"] for document in read("kubernetes.yaml")}
+    head = (ROOT / "launch/kubernetes.yaml").read_text(encoding="utf-8").partition("apiVersion")[0]
+    assert "PersistentVolumeClaim" not in kinds or re.search(r"kubectl delete -f .*checkpoints", head)
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_pod_runs_train_sh_as_its_number(container, run_shell, index):
     environment = {entry["name"]: entry["value"] for entry in container["env"]}
@@ -172,6 +220,7 @@ def test_a_pod_runs_train_sh_as_its_number(container, run_shell, index):
         "MASTER_ADDR=llmtrain-0.llmtrain",
         "MASTER_PORT=29400",
         "NPROC_PER_NODE=unset",
+        "VIRTUAL_ENV=unset",
     ]
     assert code == -15, "a shell in between would have caught the signal and given 143"
 
@@ -187,6 +236,7 @@ def test_skypilot_runs_train_sh_on_each_node(task, run_shell, tmp_path, rank, gp
         SKYPILOT_NODE_IPS="10.0.0.5\n10.0.0.6",
         SKYPILOT_NUM_NODES="2",
         SKYPILOT_NUM_GPUS_PER_NODE=str(gpus),
+        VIRTUAL_ENV="/opt/sky-user-env",
     )
     assert lines == [
         "argument: recipes/edit_1b.yaml",
@@ -197,6 +247,7 @@ def test_skypilot_runs_train_sh_on_each_node(task, run_shell, tmp_path, rank, gp
         "MASTER_ADDR=10.0.0.5",
         "MASTER_PORT=29400",
         f"NPROC_PER_NODE={gpus}",
+        "VIRTUAL_ENV=unset",  # train.sh would take its python3 instead of .venv
     ]
     assert code == -15
     assert task["envs"]["STATE"] in task["volumes"]
@@ -209,19 +260,30 @@ def test_skypilot_starts_again_what_stopped_with_a_checkpoint(task):
 
 
 def test_skypilot_sets_up_the_tested_versions(task, tmp_path):
-    (tmp_path / "python3").write_text('#!/bin/bash\nmkdir -p "$3/bin"; cp "$PWD/pip" "$3/bin/pip"; echo "python3 $*"\n')
+    oldest = re.search(r'requires-python = ">=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    uv = tmp_path / ".local/bin/uv"
+    uv.parent.mkdir(parents=True)
+    uv.write_text('#!/bin/bash\nmkdir -p "${@: -1}/bin"; cp "$PWD/pip" "${@: -1}/bin/pip"; echo "uv $*"\n')
     (tmp_path / "pip").write_text('#!/bin/bash\necho "pip $*"\n')
-    for name in ("python3", "pip"):
-        (tmp_path / name).chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
+    for program in (uv, tmp_path / "pip"):
+        program.chmod(0o755)
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     done = subprocess.run(
-        ["bash", "-c", task["setup"]], cwd=tmp_path, env={"PATH": path}, capture_output=True, text=True, timeout=60
+        ["bash", "-c", task["setup"]], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "python3 -m venv .venv",
+        f"uv venv --seed --allow-existing --python {oldest} .venv",
         "pip install --quiet -r requirements.txt -c constraints.txt",
     ]
+
+
+def test_skypilot_asks_for_no_spot_instances_where_its_volume_is(task):
+    """Volumes for several nodes are on Kubernetes, where only GKE has spot instances."""
+    assert task["num_nodes"] > 1 and task["volumes"] and not task["resources"]["use_spot"]
+    text = (ROOT / "launch/skypilot.yaml").read_text(encoding="utf-8")
+    volume = yaml.safe_load("\n".join(re.findall(r"^#       (.*)$", text, flags=re.MULTILINE)))
+    assert volume["name"] in task["volumes"].values() and volume["config"]["access_mode"] == "ReadWriteMany"
 
 
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "skypilot.yaml"])
@@ -232,6 +294,13 @@ def test_lines_to_edit_are_marked(name):
     assert 3 <= len(listed) <= 5
     for number in listed:
         assert f" # {number}" in body or f"# {number};" in body, f"line {number} is not marked"
+
+
+def test_docker_leaves_a_run_as_much_time_to_stop_as_kubernetes(job):
+    seconds = job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    for text in (README, (ROOT / "Dockerfile").read_text(encoding="utf-8")):
+        commands = [line for line in text.splitlines() if "docker run --rm" in line]
+        assert len(commands) == 2 and all(f" --stop-timeout {seconds} " in command for command in commands)
 
 
 def test_messages_in_the_readme_are_those_of_the_program():

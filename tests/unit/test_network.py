@@ -2,6 +2,7 @@
 
 import os
 import socket
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -158,6 +159,22 @@ def test_a_gpu_for_each_task_is_the_first_that_it_sees(monkeypatch):
     monkeypatch.delenv("SLURM_TRES_PER_TASK")
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
     assert local_device(World(3, 8, 3, 8)) == torch.device("cuda", 0)
+    monkeypatch.delenv("SLURM_GPUS_PER_TASK")
+    for name, value, is_alone in (
+        ("SLURM_NTASKS_PER_GPU", "1", True),
+        ("SLURM_NTASKS_PER_GPU", "2", False),
+        ("SLURM_GPU_BIND", "verbose,single:1", True),
+        ("SLURM_GPU_BIND", "closest", False),
+        ("SLURM_TRES_BIND", "gres/gpu:single:1", True),
+        ("SLURM_TRES_BIND", "gres/gpu:per_task:1", True),
+        ("SLURM_TRES_BIND", "gres/gpu:single:16", False),
+    ):
+        monkeypatch.setenv(name, value)
+        alone = nullcontext() if is_alone else pytest.raises(RecipeError, match="8 processes on a machine with 1 GPUs")
+        with alone:
+            assert local_device(World(3, 8, 3, 8)) == torch.device("cuda", 0), (name, value)
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
     monkeypatch.setenv("SLURM_PROCID", "0")  # one task that has started eight processes itself
     with pytest.raises(RecipeError, match="8 processes on a machine with 1 GPUs"):
         local_device(World(3, 8, 3, 8))

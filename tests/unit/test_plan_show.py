@@ -335,7 +335,7 @@ def test_a_rate_is_found_here() -> None:
 def test_ranks_of_other_nodes_do_not_share_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_estimate.time, "perf_counter", itertools.count().__next__)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(time_estimate.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(time_estimate, "usable_cores", lambda: 4)
     monkeypatch.setitem(time_estimate.MATMUL_SIZE, "cpu", 8)
     recipe = load_recipe(STDLIB, ["parallel.replicas=2", "parallel.shards=2"])
     alone = rate_here(recipe, 1)

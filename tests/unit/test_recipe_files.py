@@ -8,7 +8,7 @@ import pytest
 
 from llmtrain.cli import main
 from llmtrain.errors import RecipeError
-from llmtrain.recipe_files import PACKAGED, copy_recipe, find_recipe, recipe_names
+from llmtrain.recipe_files import PACKAGED, copy_recipe, find_recipe, recipe_names, recipes_of
 from llmtrain.recipe_loader import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +31,14 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 def test_a_checkouts_recipes_are_those_of_the_package() -> None:
     files = {path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*") if path.is_file()}
     assert files and all((PACKAGED / file).read_bytes() == (ROOT / "recipes" / file).read_bytes() for file in files)
+
+
+def test_a_checkout_that_was_copied_without_links_has_its_recipes(tmp_path: Path) -> None:
+    for folder in ("llmtrain", "recipes"):
+        (tmp_path / folder).mkdir()
+    assert recipes_of(tmp_path / "llmtrain") == tmp_path / "recipes"
+    (tmp_path / "llmtrain/recipes").symlink_to("../recipes")
+    assert recipes_of(tmp_path / "llmtrain") == tmp_path / "llmtrain/recipes"
 
 
 def test_a_name_is_a_recipe_of_the_package_unless_it_is_a_file_here(elsewhere: Path) -> None:

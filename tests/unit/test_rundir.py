@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from llmtrain.errors import RecipeError
+from llmtrain import files, waiting
+from llmtrain.errors import RecipeError, TrainingError
+from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.train import run_dir
-from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.run_dir import RunDirectory, lock_folder
 
+HERE = socket.gethostname()
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -54,6 +59,44 @@ def test_two_processes_never_train_in_one_directory(tmp_path: Path, monkeypatch:
     del first  # as when its process ends
     RunDirectory(recipe).open()
     assert not (tmp_path / "a/checkpoints/step-00000003.tmp").exists()
+
+
+@pytest.mark.parametrize("other", ["host", "kernel"])
+def test_a_lock_of_another_host_is_waited_for_longer_and_may_be_free_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], other: str
+):
+    """The server of a network file system frees a lost host's lock with a delay. Kubernetes gives the pod on the next host the
+    lost one's name."""
+    monkeypatch.setattr(run_dir, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(run_dir, "PATIENCE_WITH_OTHER_HOSTS", 0.2)
+    monkeypatch.setattr(waiting, "QUIET_SECONDS", 0.01)
+    held = lock_folder(tmp_path, "")
+    if other == "host":
+        monkeypatch.setattr("socket.gethostname", lambda: "survivor")
+    else:
+        (tmp_path / "boot_id").write_text("5678\n")
+        monkeypatch.setattr(files, "BOOT_ID", tmp_path / "boot_id")
+    with pytest.raises(
+        TrainingError,
+        match=rf"^process {os.getpid()} on \S+ works in {tmp_path}, or its host was lost; start .* delete \S+/.lock$",
+    ):
+        lock_folder(tmp_path, "choose another")
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == f"waiting for process {os.getpid()} on {HERE}, which works in {tmp_path} or was lost (at most 0.2 s)"
+    held.release()
+    lock_folder(tmp_path, "")
+
+
+def test_every_rank_hears_that_the_directory_is_locked_by_another_host():
+    def fail() -> None:
+        raise TrainingError("process 7 on lost works here")
+
+    ranks = SimpleNamespace(broadcast_object=lambda answer, what: answer)
+    with pytest.raises(TrainingError, match="process 7 on lost"):
+        Mesh.broadcast_from_main(SimpleNamespace(is_main=True, all_ranks=ranks), fail)
+    ranks.broadcast_object = lambda answer, what: TrainingError("process 7 on lost works here")
+    with pytest.raises(TrainingError, match="process 7 on lost"):
+        Mesh.broadcast_from_main(SimpleNamespace(is_main=False, all_ranks=ranks), fail)
 
 
 def test_a_run_that_is_killed_has_no_summary_of_the_time_before(tmp_path: Path):

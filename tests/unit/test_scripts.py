@@ -61,6 +61,34 @@ def test_a_host_that_fails_does_not_keep_the_tunnel_on_the_others(tmp_path: Path
         assert done.stderr == ("error: root@b: stop network failed, see the line above\n" if code else "")
 
 
+def test_the_tunnels_remote_commands_suit_any_login_shell_and_its_packets_any_path(tmp_path: Path) -> None:
+    """ssh gives the command to the login shell, which may know no $'...' of bash. WireGuard's packets must fit into those of the
+    narrowest network between two sites."""
+    if (bash := shutil.which("bash")) is None:
+        pytest.skip("bash is not installed")
+    write_program(tmp_path / "ssh", f'#!/bin/sh\nprintf \'%s\\n\' "$4" >> {tmp_path}/calls\nexec sh -c "$4"\n')
+    # In place of bash on the host: runs the outer script, and notes the inner one and its standard input.
+    inner = f'[ "$3" = tunnel ] || exec {bash} "$@"\nprintf %s "$2" > {tmp_path}/program\ncat >> {tmp_path}/stdin\n'
+    write_program(tmp_path / "bash", f'#!/bin/sh\n{inner}case "$2" in *genkey*) echo "$4 key" ;; esac\n')
+    write_program(tmp_path / "sudo", '#!/bin/sh\nshift\nexec "$@"\n')
+    for variables, mtu in (({}, 1380), ({"TUNNEL_MTU": "1280"}, 1280)):
+        (tmp_path / "stdin").unlink(missing_ok=True)
+        done = subprocess.run(
+            [bash, str(ROOT / "launch/tunnel.sh"), "up", "root@a", "root@b"],
+            env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        sections = (tmp_path / "stdin").read_text().split("[Interface]\n")[1:]
+        assert [f"MTU = {mtu}" in section.partition("[Peer]")[0].splitlines() for section in sections] == [True, True]
+        assert "PublicKey = wg-llmtrain key" in sections[0] and done.returncode == 0, done.stderr
+    program = (ROOT / "launch/tunnel.sh").read_text().partition('unheard() {\n  on "$1" \'')[2].partition("'")[0]
+    assert program and (tmp_path / "program").read_text() == program
+    commands = (tmp_path / "calls").read_text()
+    assert "$'" not in commands and commands.count("bash -c 'if [") == 12
+
+
 def test_train_sh_finds_its_repository_whatever_cdpath_is(tmp_path: Path) -> None:
     write_program(tmp_path / "bin/python3", '#!/bin/sh\necho "$PYTHONPATH"\n')
     write_program(tmp_path / "mine/launch/train.sh", (ROOT / "launch/train.sh").read_text())

@@ -41,8 +41,30 @@ SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_S
         (SRUN, World(5, 8, 1, 4)),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **SRUN}, World(0, 2, 0, 1)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, World(0, 1, 0, 1)),
+        (
+            {
+                **SRUN,
+                "SLURM_STEP_TASKS_PER_NODE": "2,6",
+                "SLURM_PROCID": "7",
+                "SLURM_LOCALID": "5",
+                "SLURM_NODEID": "1",
+            },
+            World(7, 8, 5, 6),
+        ),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_NODEID": "2"}, World(5, 8, 1, 2)),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_NODEID": "1"}, World(5, 8, 1, 3)),
     ],
-    ids=["nothing", "torchrun", "no local size", "srun", "torchrun inside Slurm", "a job of one task"],
+    ids=[
+        "nothing",
+        "torchrun",
+        "no local size",
+        "srun",
+        "torchrun inside Slurm",
+        "a job of one task",
+        "a second node with more tasks",
+        "a last node with fewer tasks",
+        "a node in between",
+    ],
 )
 def test_ranks_come_from_the_launcher(environment, variables, expected):
     environment(**variables)
@@ -56,6 +78,8 @@ def test_ranks_come_from_the_launcher(environment, variables, expected):
         ({"RANK": "x", "WORLD_SIZE": "8"}, "RANK=x, WORLD_SIZE=8"),
         ({"WORLD_SIZE": "2"}, "RANK=nothing, WORLD_SIZE=2"),
         ({"RANK": "0"}, "RANK=0, WORLD_SIZE=nothing"),
+        ({**SRUN, "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(y2)"}, "SLURM_NTASKS_PER_NODE=4(y2)"),
+        ({**SRUN, "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}, "SLURM_NTASKS_PER_NODE=4(x2)"),
     ],
 )
 def test_impossible_ranks_are_refused_in_one_line(environment, capsys, variables, named):
@@ -76,6 +100,9 @@ def test_the_meeting_point_is_given_or_made_from_the_slurm_job(environment):
     assert master_endpoint() == ("a", str(15000 + 12345))
     environment(SLURM_JOB_NODELIST="a,b,c", SLURM_JOB_ID="12345", SLURM_STEP_NODELIST="b,c", SLURM_STEP_ID="1")
     assert master_endpoint() == ("b", str(15000 + 12345 + 1009)), "a step without the job's first node"
+    for job, port in (("16999", 31999), ("17000", 15000), ("39999", 20999)):  # 32768 is the first ephemeral port
+        environment(SLURM_JOB_NODELIST="a,b", SLURM_JOB_ID=job)
+        assert master_endpoint() == ("a", str(port))
     environment(MASTER_ADDR="10.0.0.1")
     with pytest.raises(RecipeError, match="MASTER_PORT=None"):
         master_endpoint()
