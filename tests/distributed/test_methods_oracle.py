@@ -383,24 +383,3 @@ def test_weights_by_steps() -> None:
     scenario = Scenario(sync, 3, 1, steps=100, step_seconds=(1.0, 2.0, 4.0))
     (got,) = matches_the_oracle(scenario)
     assert [replica[0] for replica in got.agreed] == [(4, 2), (2, 2), (1, 2)]
-
-
-WARMUPS = {
-    "falls-at-once": (DROPS, {"warmup_until_lr": 0.5}, 6),
-    "later-drop": (DROPS, {"warmup_until_lr": 0.2}, 14),
-    "smooth": (FALLING, {"warmup_until_lr": 0.5}, 11),
-    "longer-by-steps": (DROPS, {"warmup_until_lr": 0.5, "warmup_steps": 9}, 9),
-    "longer-by-lr": (DROPS, {"warmup_until_lr": 0.5, "warmup_steps": 3}, 6),
-    "never-falls": (CONSTANT, {"warmup_until_lr": 0.5}, 20),
-}
-
-
-@pytest.mark.parametrize(("replicas", "shard"), SHARDED)
-@pytest.mark.parametrize(("schedule", "changes", "last"), WARMUPS.values(), ids=WARMUPS.keys())
-def test_synchronous_until_the_learning_rate_falls(
-    schedule: LRScheduleSection, changes: dict, last: int, replicas: int, shard: int
-) -> None:
-    """A low learning rate in its own warm-up does not count."""
-    syncs = [choices("post_local_sgd", every=3, **changes), choices("co2", every=3, **changes)]
-    for got in matches_the_oracle(*(Scenario(sync, replicas, shard, steps=20, schedule=schedule) for sync in syncs)):
-        assert got.synchronous_steps == list(range(1, last + 1))
