@@ -210,6 +210,17 @@ class Comms:
         other.traffic = Traffic(self.training_device)
         return other
 
+    def connect(self) -> None:
+        """Let NCCL allocate its buffers now. It would otherwise do so at the first collective of each kind, when torch has
+        reserved nearly all memory. Not counted as traffic. A collective of the ranks of this axis."""
+        if self.size == 1 or self.device.type != "cuda":
+            return
+        uncounted, zeros = self.with_own_traffic(), torch.zeros(self.size, device=self.device)
+        uncounted.all_reduce(zeros[:1], "connecting").wait()
+        uncounted.gather(zeros[:1], "connecting").wait()
+        uncounted.exchange(zeros.split(1), [1] * self.size, "connecting").wait()
+        torch.cuda.synchronize(self.device)
+
     def all_reduce(
         self, tensor: torch.Tensor, what: str = "all-reduce", wire: AnyFormat | None = None
     ) -> PendingCollective:

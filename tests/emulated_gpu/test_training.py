@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmtrain.config import CheckpointSection, ParallelSection, SyncSection
 from llmtrain.parallel.build_engine import replica_backend
+from llmtrain.parallel.comms import ALL_GATHER, Comms
 from llmtrain.train.checkpoint import Checkpointer
 from tests.distributed.fake_engine import choices, edit
 from tests.distributed.pool import RankFailure, RankPool
@@ -142,6 +143,28 @@ def test_no_stream_overtakes_another(gpu_ranks: RankPool) -> None:
 def test_a_wait_left_out_is_seen(gpu_ranks: RankPool, careless: str) -> None:
     with pytest.raises(RankFailure, match="possible data race"):
         gpu_ranks.run(train_carelessly, [OFFLOADED], careless)
+
+
+# ---- NCCL
+
+
+def collectives_of_a_mesh() -> tuple[list[tuple[str, str]], float]:
+    """Return axis and name of each collective that begins while a mesh is built, and the bytes counted for them."""
+    begun, begin = [], Comms.begin
+
+    def noted(self: Comms, what: str, sent: float, collective: Any, *tensors: Any) -> Any:
+        begun.append((self.axis, collective.__name__))
+        return begin(self, what, sent, collective, *tensors)
+
+    with mock.patch.object(Comms, "begin", noted):
+        mesh = mesh_of(2, 2, "cuda", "nccl")
+    return begun, sum(comms.traffic.bytes for comms in (mesh.shard_comms, mesh.replica_comms, mesh.all_ranks))
+
+
+def test_nccl_connects_before_training_and_counts_nothing(gpu_ranks: RankPool) -> None:
+    kinds = ("all_reduce", ALL_GATHER.__name__, "all_to_all_single")
+    for begun, counted in gpu_ranks.run(collectives_of_a_mesh):
+        assert begun == [(axis, kind) for axis in ("shard", "replica") for kind in kinds] and counted == 0
 
 
 # ---- the host
