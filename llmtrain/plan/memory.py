@@ -65,7 +65,7 @@ class Memory:
     host_rounding: int
     """Bytes by which torch rounds up the pinned memory of offloaded anchors. Without GPUs, memory is not pinned."""
     host_models: int
-    """Bytes of models kept in CPU memory, which is not pinned, for messages."""
+    """Bytes of models kept in CPU memory for messages. On GPUs most of it is pinned, and torch takes up to twice as many."""
     host_checkpoint: int
     """Bytes of the copy from which a checkpoint is written in the background. On GPUs it is pinned, and torch, which rounds the
     bytes of each tensor up to a power of two, takes up to twice as many."""

@@ -27,6 +27,7 @@ from tests.gpu.on_gpu import CHANGES, PENALTY
 
 pytestmark = pytest.mark.deep
 OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "alpha": 0.5}
+WAIT_AVOIDING = {"kind": "wait_avoiding", "group_size": 2}
 SPARSE = {"kind": "topk", "keep": 1024, "error_feedback": True}
 ZERO_3 = {"precision": "fp32", "engine": "zero", "zero_stage": 3}
 
@@ -207,6 +208,12 @@ def test_the_host_waits_for_the_gpu_only_where_replicas_wait_for_each_other(
     replicas = 1 if sync.method == "gpa" else 2
     for reads in gpu_ranks.run(reads_by_step, gpu(sync, replicas), world_size=2 * replicas):
         assert {step for step, count in enumerate(reads, start=1) if count and step != 2} == reading
+
+
+def test_the_host_waits_once_for_a_message_of_wagma(gpu_ranks: RankPool) -> None:
+    """In steps with a group average: for all blocks together. Step 4 ends a round; step 1 takes the anchor and a first message."""
+    for reads in gpu_ranks.run(reads_by_step, gpu(choices("wagma", 4, schedule=WAIT_AVOIDING), 2, 1), world_size=2):
+        assert [reads[step - 1] for step in (2, 3, 5, 6, 7)] == [1] * 5
 
 
 def host_reads_of(kinds: dict[str, bool]) -> dict[str, int]:
