@@ -213,7 +213,9 @@ def _cpu_memory(needed: Memory, ranks: int, there: float) -> Finding:
     ]
     taken, changes = zip(*((text, change) for size, text, change in uses if size), strict=True)
     total = ranks * needed.host_total
-    what = f"CPU memory: about {total / GIB:.1f} GiB a node are {' or '.join(taken)}, this one has {there / GIB:.1f} GiB"
+    what = (
+        f"CPU memory: about {total / GIB:.1f} GiB a node are {' or '.join(taken)}, this one has {there / GIB:.1f} GiB"
+    )
     return _if_it_fits(total, there, what, f"{', '.join(changes)}, or use a larger parallel.shards")
 
 

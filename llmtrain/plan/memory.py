@@ -202,7 +202,9 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
         host=in_turns * (own.host + (anchors if sync.offload else 0)),
         host_rounding=in_turns * _rounding(recipe, size, shard, anchors) if sync.offload else 0,
         host_models=sync.schedule.models_in_cpu_memory * shard_of_all if replicas > 1 else 0,
-        host_checkpoint=in_turns * (shard_of_all + moments_of_all + anchors) + stay if recipe.checkpoint.background else 0,
+        host_checkpoint=in_turns * (shard_of_all + moments_of_all + anchors) + stay
+        if recipe.checkpoint.background
+        else 0,
     )
 
 

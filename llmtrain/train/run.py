@@ -147,7 +147,8 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
                 raise
             raise TrainingError(
                 f"rank {world.rank} (replica {mesh.replica_comms.rank}, shard {mesh.shard_comms.rank}) lost a peer in step "
-                f"{trainer.state.step}: {one_line(error, MESSAGE_LENGTH)}; start the same command again to continue from the last checkpoint"
+                f"{trainer.state.step}: {one_line(error, MESSAGE_LENGTH)}; start the same command again to continue from the last "
+                "checkpoint"
             ) from error
         if ended != "done":
             console.print(f"stopped at step {trainer.state.step}; start the same command again to continue")
