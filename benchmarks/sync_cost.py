@@ -106,8 +106,8 @@ carry them. *MB*: sent by one rank. *Bytes alone*: an all-reduce in fp32 by whic
 in it.
 
 With one replica nothing is sent: what is left are arithmetic and, with offload, copies. *State copied*: every value that the
-method keeps (parameters, anchor, momentum) copied once from memory to memory. A round of DiLoCo reads 8 values and writes 4 for
-each parameter, which are 2 copies of its state; EDiT reads 2 more for its norms.
+method keeps (parameters, anchor, momentum) copied once from memory to memory; blank with offload. A round of DiLoCo reads 8
+values and writes 4 for each parameter, which are 2 copies of its state; EDiT reads 2 more for its norms.
 
 A round has one step where all of it happens at its end; a longer one ends no differently. `co2`, `streaming_diloco` and
 `wagma` have rounds of {LATE_ROUND}; WAGMA averages in every one of these steps.
@@ -196,7 +196,9 @@ def sync_turn(trainer: Trainer, every: int, rounds: int, mesh: Mesh) -> Turn:
     # A method whose thread sends its messages waits for the thread; the others count that waiting among the messages.
     messages = taken + (waited if trainer.recipe.sync.schedule.kind == "wait_avoiding" else 0.0)
     sent = mesh.broadcast_from_main(lambda: sent)
-    return Turn(seconds / rounds, exposed, messages, sent, _alone(mesh, sent), _copied(trainer))
+    # What is offloaded would be copied by the CPU, which no method does.
+    copied = 0.0 if trainer.recipe.sync.offload else _copied(trainer)
+    return Turn(seconds / rounds, exposed, messages, sent, _alone(mesh, sent), copied)
 
 
 def _counters(trainer: Trainer) -> tuple[float, ...]:
@@ -258,8 +260,8 @@ def rows_of(name: str, every: int, turns: Mapping[str, Sequence[Mapping[str, flo
                 f"{middle['bytes'] / 1e6:.2f}",
                 f"{1000 * middle['alone']:.1f}",
                 f"{added / middle['alone']:.2f}" if middle["alone"] else "",
-                f"{1000 * middle['copied']:.1f}",
-                f"{added / middle['copied']:.2f}",
+                f"{1000 * middle['copied']:.1f}" if middle["copied"] else "",
+                f"{added / middle['copied']:.2f}" if middle["copied"] else "",
             )
         )
     return rows

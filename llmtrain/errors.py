@@ -56,9 +56,9 @@ class TrainingError(RuntimeError):
     """Training that can't continue (non-finite loss, a lost peer); the command ends with exit code 1."""
 
 
-def one_line(error: BaseException) -> str:
-    """Return an exception's message in one line, or its class name if the message is empty."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+def one_line(error: BaseException, length: int = 200) -> str:
+    """Return an exception's message in one line of at most `length` characters, or its class name if the message is empty."""
+    return " ".join(str(error).split())[:length] or type(error).__name__
 
 
 def kind_of(value: object) -> str:

@@ -14,6 +14,9 @@ from llmtrain.errors import ModelError
 
 IGNORE_INDEX = -100
 """Label of a position that is excluded from the loss."""
+ROW_MULTIPLE = 64
+"""Number of values at whose multiples rows of logits begin on a GPU. Of matrices in bf16 with a pitch that is not a multiple of 8
+values, such as GPT-2's 50,257, GPUs have only slow products."""
 SummedLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """(hidden [..., d], weight [V, d], bias [V] or None, labels [...]) -> summed loss, a scalar."""
 
@@ -40,8 +43,30 @@ def _loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor, wide: torch.d
     loss = (log_total - wider.gather(1, target)[:, 0]).masked_fill(~counts, 0).sum()
     if needs_grad:
         softmax.scatter_add_(1, target, torch.full_like(target, -1, dtype=wide))
-        torch.mul(softmax, counts.to(wide)[:, None], out=logits)
+        if torch.compiler.is_compiling():  # which breaks the graph at an `out` with gaps between its rows
+            logits.copy_(softmax.mul_(counts.to(wide)[:, None]))
+        else:
+            torch.mul(softmax, counts.to(wide)[:, None], out=logits)
     return loss
+
+
+def _room_for_logits(hidden: torch.Tensor, vocabulary: int, chunk: int) -> torch.Tensor | None:
+    """Return memory for a chunk's logits in which rows begin at multiples of ROW_MULTIPLE values, or None on a CPU."""
+    if not hidden.is_cuda:
+        return None
+    return hidden.new_empty(min(chunk, len(hidden)), -(-vocabulary // ROW_MULTIPLE) * ROW_MULTIPLE)
+
+
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, room: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the logits [P, V] of hidden [P, d], in `room` if it is given."""
+    if room is None:
+        return F.linear(hidden, weight, bias)
+    logits = room[: len(hidden), : len(weight)]
+    if bias is None:
+        return torch.mm(hidden, weight.T, out=logits)
+    return torch.addmm(bias, hidden, weight.T, out=logits)
 
 
 @cache
@@ -66,9 +91,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_grad and bias is not None else None
         # Without gradients, as in validation, the gain is not worth another compilation.
         loss_and_gradient = _compiled(dynamic) if compiled and needs_grad else _loss_and_gradient
+        room = _room_for_logits(hidden, len(weight), chunk)
         for start in range(0, hidden.shape[0], chunk):
             h, y = hidden[start : start + chunk], labels[start : start + chunk]
-            logits = F.linear(h, weight, bias)
+            logits = _logits(h, weight, bias, room)
             loss += loss_and_gradient(logits, y, wide, needs_grad)
             if needs_grad:
                 gradient = logits
@@ -81,6 +107,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     grad_bias += gradient.sum(0)
                 del gradient
             del logits  # before the next chunk's, which are as large
+        del room
         if needs_grad:
             ctx.save_for_backward(
                 grad_hidden, grad_weight.to(weight.dtype), None if bias is None else grad_bias.to(bias.dtype)

@@ -47,14 +47,14 @@ class Recording:
         return self.first <= self.step <= self.last
 
     def add(self, start: Mark, end: Mark, line: dict[str, Any]) -> None:
-        """Record a span from `start` to `end`. `line` has its other entries. Any thread may call this."""
+        """Record a span from `start` to `end`. `line` has its other entries. Any thread may call this, because it asks no device
+        for a time."""
         with self._lock:
             if not self._file.closed:
                 self._unwritten.append((start, end, line))
-        self.write_known()
 
     def write_known(self) -> None:
-        """Write the spans whose times are known by now."""
+        """Write the spans whose times are known by now. Called on the thread that trains, whose device is that of the marks."""
         with self._lock:
             unwritten, self._unwritten = self._unwritten, []
             for start, end, line in unwritten:

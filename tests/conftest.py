@@ -17,6 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # torch.compile does not try what this CPU's compiler can do, for 9 CPU s
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at a process's first product
 os.environ["KINETO_LOG_LEVEL"] = "99"  # torch's profiler says aloud when it starts and stops
 
 

@@ -128,8 +128,9 @@ SLOW = {
     "NCCL_DEBUG": ("TRACE",),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
     "CUDA_LAUNCH_BLOCKING": ("1",),
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("1",),  # all streams share a queue, so messages and computation hardly overlap
 }
-"""Debugging values that slow training down."""
+"""Values, most of them for debugging, that slow training down."""
 
 
 def environment() -> list[Finding]:

@@ -200,12 +200,25 @@ def _memory(needed: float, there: float) -> Finding:
 
 def _cpu_memory(needed: Memory, ranks: int, there: float) -> Finding:
     """Return a finding on the CPU memory of a node with `ranks` ranks on GPUs, of which `there` bytes exist."""
-    pinned = "pinned for what is offloaded" if needed.pinned_total else None
-    newest = "taken by newest models, for group averages" if needed.host_models else None
-    total, taken = ranks * needed.host_total, " or ".join(use for use in (pinned, newest) if use)
-    what = f"CPU memory: about {total / GIB:.1f} GiB a node are {taken}, this one has {there / GIB:.1f} GiB"
-    change = "set sync.offload=false (or parallel.zero_offload=false)" if pinned else "use another sync.schedule"
-    return _if_it_fits(total, there, what, f"{change}, or use a larger parallel.shards")
+    uses = [
+        (
+            needed.host_checkpoint,
+            "copied for a checkpoint (pinned, which can take up to twice as much)",
+            "set checkpoint.background=false",
+        ),
+        (
+            needed.pinned_total,
+            "pinned for what is offloaded",
+            "set sync.offload=false (or parallel.zero_offload=false)",
+        ),
+        (needed.host_models, "taken by newest models, for group averages", "use another sync.schedule"),
+    ]
+    taken, changes = zip(*((text, change) for size, text, change in uses if size), strict=True)
+    total = ranks * needed.host_total
+    what = (
+        f"CPU memory: about {total / GIB:.1f} GiB a node are {' or '.join(taken)}, this one has {there / GIB:.1f} GiB"
+    )
+    return _if_it_fits(total, there, what, f"{', '.join(changes)}, or use a larger parallel.shards")
 
 
 def _if_it_fits(needed: float, there: float, what: str, advice: str) -> Finding:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from llmtrain import trace
-from llmtrain.errors import TrainingError
+from llmtrain.errors import TrainingError, one_line
 from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.network import using_interface
 from llmtrain.parallel.sparse_format import SparseFormat
@@ -37,9 +37,21 @@ AnyFormat = WireFormat | SparseFormat
 """Formats that encode a message before it is sent."""
 
 
+MESSAGE_LENGTH = 400
+"""Characters of a backend's message that are shown. NCCL's reason is within them, and most of the stack of C++ is not."""
+OWN_FAULTS = ("out of memory", "invalid usage")
+"""Parts of NCCL's messages about failures of this rank alone."""
+
+
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Return whether a collective failed because a peer died or was too late, rather than because of a bug."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    """Return whether a collective failed because a peer died or was too late, rather than because of a bug or of this rank's
+    memory."""
+    return (isinstance(error, dist.DistError) or "gloo" in str(error)) and not is_own_fault(error)
+
+
+def is_own_fault(error: Exception) -> bool:
+    """Return whether a backend reports a failure of this rank alone."""
+    return any(fault in str(error) for fault in OWN_FAULTS)
 
 
 TRAFFIC_RULES: Rules = {"bytes": split_evenly, "seconds": mean}
@@ -213,6 +225,17 @@ class Comms:
         other.traffic = Traffic(self.training_device)
         return other
 
+    def connect(self) -> None:
+        """Let NCCL allocate its buffers now. It would otherwise do so at the first collective of each kind, when torch has
+        reserved nearly all memory. Not counted as traffic. A collective of the ranks of this axis."""
+        if self.size == 1 or self.device.type != "cuda":
+            return
+        uncounted, zeros = self.with_own_traffic(), torch.zeros(self.size, device=self.device)
+        uncounted.all_reduce(zeros[:1], "connecting").wait()
+        uncounted.gather(zeros[:1], "connecting").wait()
+        uncounted.exchange(zeros.split(1), [1] * self.size, "connecting").wait()
+        torch.cuda.synchronize(self.device)
+
     def all_reduce(
         self, tensor: torch.Tensor, what: str = "all-reduce", wire: AnyFormat | None = None
     ) -> PendingCollective:
@@ -313,12 +336,12 @@ class Comms:
         return Comms(mine, axis=axis)
 
     def failure(self, what: str, error: Exception) -> TrainingError:
-        """Return a TrainingError in one line that names the collective, this rank, and the backend's reason."""
-        reason = " ".join(str(error).split("\n")[0].split())
+        """Return a TrainingError in one line that names the collective, this rank, and the backend's reason. NCCL's is in the
+        last lines of its message."""
+        reason = one_line(error, MESSAGE_LENGTH)
         me = f"rank {dist.get_rank()} ({self.axis} {self.rank} of {self.size}) on {socket.gethostname()}"
-        return TrainingError(
-            f"{what} over the {self.axis} axis failed on {me}: {reason}; a peer died or took longer than run.timeout_seconds"
-        )
+        of_peer = "" if is_own_fault(error) else "; a peer died or took longer than run.timeout_seconds"
+        return TrainingError(f"{what} over the {self.axis} axis failed on {me}: {reason}{of_peer}")
 
 
 def make_replica_groups(

@@ -146,7 +146,12 @@ def open_mesh(
     unencrypted = check_connectivity(peers, world, replicas, shard, timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        peers.recipe_networks.set_nccl_interface(replicas > 1 and replica_backend != "gloo")
+        replicas_use_nccl = replicas > 1 and replica_backend != "gloo"
+        peers.recipe_networks.set_nccl_interface(replicas_use_nccl)
+        if replicas_use_nccl and shard > 1:
+            # Kernels of two NCCL communicators deadlock if two GPUs run them in different orders (NCCL's guide, "Using
+            # multiple NCCL communicators concurrently"). All hosts launch them in the same order, which NCCL then keeps.
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     with using_interface(peers.networks.replica):  # also for the groups that libraries create
         _join(world, peers, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
         try:
@@ -185,7 +190,7 @@ def build_mesh(
         all_ranks, checkpoint_group = (
             dist.new_group(backend="gloo", timeout=timeout) if world.size > 1 else None for _ in range(2)
         )
-    return Mesh(
+    mesh = Mesh(
         world=world,
         device=device,
         devices=DeviceMesh.from_group(shards, device.type, mesh_dim_names=("shard",)),
@@ -196,6 +201,9 @@ def build_mesh(
         store=store,
         unencrypted=unencrypted,
     )
+    for comms in (mesh.shard_comms, mesh.replica_comms):
+        comms.connect()
+    return mesh
 
 
 def _my_group(world: World, groups: list[list[int]], backend: str | None, timeout: timedelta) -> dist.ProcessGroup:

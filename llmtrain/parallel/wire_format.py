@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ LOW, HIGH, THRESHOLD = 0.4528 / 0.79788, 1.5104 / 0.79788, 0.9816 / 0.79788
 """Smaller and larger level of 2bit, and the magnitude that separates them. They are the optimal ones for a normal distribution
 (Max 1960), in units of its mean magnitude, sqrt(2 / pi) = 0.79788 standard deviations."""
 
+Compilable = TypeVar("Compilable", bound=Callable)
 Encoder = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """groups -> (codes, scales); see `_encode_int8` for the shapes."""
 Decoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -54,8 +56,8 @@ class WireFormat:
         self._bits, self._encode_groups, self._decode_groups = CODES[kind]
         if compiled:  # one pass over all values needs no pieces
             self._pieces = lambda *tensors: [tensors]
-            self._encode_groups = torch.compile(self._encode_groups, dynamic=True)  # messages have many sizes
-            self._decode_groups = torch.compile(self._decode_groups, dynamic=True)
+            self._encode_groups = _compiled_groups(self._encode_groups)
+            self._decode_groups = _compiled_groups(self._decode_groups)
 
     def size(self, values: int) -> int:
         """Return the number of bytes that `values` values take when encoded. `values` must be a multiple of
@@ -201,6 +203,15 @@ def _table(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
     if key not in _TABLES:
         _TABLES[key] = torch.tensor(values, dtype=like.dtype, device=like.device)
     return _TABLES[key]
+
+
+def _compiled_groups(function: Compilable) -> Compilable:
+    """Compile an encoder or decoder for messages of all sizes. It divides as torch itself does, so that its codes have the same
+    bits. Triton's own division is approximate."""
+    try:
+        return torch.compile(function, dynamic=True, options={"eager_numerics.division_rounding": True})
+    except RuntimeError:  # not all versions of torch have this option
+        return torch.compile(function, dynamic=True)
 
 
 CODES: dict[str, tuple[int, Encoder, Decoder]] = {

@@ -67,7 +67,10 @@ class Memory:
     host_rounding: int
     """Bytes by which torch rounds up the pinned memory of offloaded anchors. Without GPUs, memory is not pinned."""
     host_models: int
-    """Bytes of models kept in CPU memory, which is not pinned, for messages."""
+    """Bytes of models kept in CPU memory for messages. On GPUs most of it is pinned, and torch takes up to twice as many."""
+    host_checkpoint: int
+    """Bytes of the copy from which a checkpoint is written in the background. On GPUs it is pinned, and torch, which rounds the
+    bytes of each tensor up to a power of two, takes up to twice as many."""
 
     @property
     def device_total(self) -> int:
@@ -76,16 +79,17 @@ class Memory:
 
     @property
     def pinned_total(self) -> int:
-        """Return the bytes of pinned CPU memory that a rank with a GPU takes."""
+        """Return the bytes of pinned CPU memory that a rank with a GPU takes at all times."""
         return self.host + self.host_rounding
 
     @property
     def host_total(self) -> int:
         """Return the bytes of CPU memory that a rank with a GPU takes."""
-        return self.pinned_total + self.host_models
+        return self.pinned_total + self.host_models + self.host_checkpoint
 
     def total(self, on_gpu: bool) -> int:
-        """Return the peak bytes on the GPU or, without GPUs, of all parts, which are then in the same memory."""
+        """Return the peak bytes on the GPU or, without GPUs, of all parts but a checkpoint's copy, which are then in the same
+        memory."""
         return self.device_total + (0 if on_gpu else self.host + self.host_models)
 
 
@@ -124,6 +128,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
                  fragment or of all blocks) and rounding errors for error feedback add w / M per value, and stay.
     host_models  w P / M for each model that a schedule keeps in CPU memory if there are several replicas: two with
                  `wait_avoiding`, the newest one and a copy whose sum over a group is in flight.
+    host_checkpoint  With `checkpoint.background`, masters, optimizer state, anchors and the messages that stay.
 
     These parts do not all peak at the same time. In addition to the parts that stay (weights, optimizer, anchors, means
     in flight and rounding errors), memory holds at most
@@ -184,6 +189,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
         of_others + own.late_gradients + last + own.gathered + own.reduced,
         own.early_gradients + in_flight + in_sync,
     )
+    moments_of_all = master * moment_values(recipe, size, shard)
     gradients, activations = own.gradients + gradients_of_others, backward + forward_of_others
     gathered = own.gathered + own.reduced
     sum_of_these = gradients + activations + gathered + loss + in_flight
@@ -200,6 +206,9 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
         host=in_turns * (own.host + (anchors if sync.offload else 0)),
         host_rounding=in_turns * _rounding(recipe, size, shard, anchors) if sync.offload else 0,
         host_models=sync.schedule.models_in_cpu_memory * shard_of_all if replicas > 1 else 0,
+        host_checkpoint=in_turns * (shard_of_all + moments_of_all + anchors) + stay
+        if recipe.checkpoint.background
+        else 0,
     )
 
 

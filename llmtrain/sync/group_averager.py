@@ -58,6 +58,11 @@ def _wake_key(iteration: int) -> str:
     return f"llmtrain/activation/{iteration}"
 
 
+def _copy_of(part: torch.Tensor) -> torch.Tensor:
+    """Return a copy that is in pinned memory if `part` is."""
+    return torch.empty_like(part, pin_memory=part.is_pinned()).copy_(part)
+
+
 class GroupAverager:
     """Background thread that sums messages over the group `group_of(iteration)`.
 
@@ -180,7 +185,7 @@ class GroupAverager:
             self._wait(lambda: version in self._posted, f"this rank's model of iteration {version}")
             if self._closing:
                 return
-            message = [part.clone() for part in self._posted[version]]
+            message = [_copy_of(part) for part in self._posted[version]]
             self._posted = {i: posted for i, posted in self._posted.items() if i >= version}
         group = self.group_of(iteration)
         in_flight = [group.all_reduce(part, f"group average of iteration {iteration}", self.wire) for part in message]

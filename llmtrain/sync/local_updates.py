@@ -215,7 +215,8 @@ class LocalUpdates:
 def _check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica) -> None:
     """Raise RecipeError, on every rank, if replicas hold different parameters. A collective of all ranks."""
     sums = replicas.all_gather(replica.fingerprint().to(replicas.device), "comparing the replicas' parameters")
-    differs = shards.all_gather((sums != sums[0]).any(0).long(), "comparing the shards' parameters").any(0)
+    differs_here = (sums != sums[0]).any(0).long().to(shards.device)
+    differs = shards.all_gather(differs_here, "comparing the shards' parameters").any(0)
     if differ := differs.nonzero().flatten().tolist():
         raise RecipeError(
             f"replicas differ in {replica.blocks[differ[0]].name} before the first step; give them the same seed, or load the same "

@@ -56,7 +56,7 @@ class MomentAverages:
             for order in (1, 2)
         ]
         of_all = self.replica_comms.all_gather(torch.tensor(values, device=device), "comparing the replicas' moments")
-        found = torch.stack(((of_all != 0).any(0), (of_all != of_all[0]).any(0))).long()
+        found = torch.stack(((of_all != 0).any(0), (of_all != of_all[0]).any(0))).long().to(self.shard_comms.device)
         exist, differ = self.shard_comms.all_gather(found, "comparing the shards' moments").any(0).tolist()
         for order, every in enumerate((self.section.first, self.section.second)):
             name = ("first", "second")[order]

@@ -16,12 +16,12 @@ from llmtrain.data.loader import PrefetchLoader
 from llmtrain.data.prepare import prepare
 from llmtrain.data.ready_made import check_separators
 from llmtrain.data.text_list import sets_of
-from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError, first_line
+from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError, one_line
 from llmtrain.lr import LRSchedule
 from llmtrain.machine_check import check_machine
 from llmtrain.model import build, count_parameters, flops_per_token, model_config
 from llmtrain.parallel.build_engine import build_engine, replica_backend
-from llmtrain.parallel.comms import is_lost_peer
+from llmtrain.parallel.comms import MESSAGE_LENGTH, is_lost_peer
 from llmtrain.parallel.device_time import clock_of
 from llmtrain.parallel.in_process import InProcess
 from llmtrain.parallel.mesh import Mesh, open_mesh
@@ -148,7 +148,8 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
                 raise
             raise TrainingError(
                 f"rank {world.rank} (replica {mesh.replica_comms.rank}, shard {mesh.shard_comms.rank}) lost a peer in step "
-                f"{trainer.state.step}: {first_line(error)}; start the same command again to continue from the last checkpoint"
+                f"{trainer.state.step}: {one_line(error, MESSAGE_LENGTH)}; start the same command again to continue from the last "
+                "checkpoint"
             ) from error
         if ended != "done":
             console.print(f"stopped at step {trainer.state.step}; start the same command again to continue")

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmtrain.config import CheckpointSection, ParallelSection, SyncSection
 from llmtrain.parallel.build_engine import replica_backend
+from llmtrain.parallel.comms import ALL_GATHER, Comms
 from llmtrain.train.checkpoint import Checkpointer
 from tests.distributed.fake_engine import choices, edit
 from tests.distributed.pool import RankFailure, RankPool
@@ -26,6 +27,7 @@ from tests.gpu.on_gpu import CHANGES, PENALTY
 
 pytestmark = pytest.mark.deep
 OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "alpha": 0.5}
+WAIT_AVOIDING = {"kind": "wait_avoiding", "group_size": 2}
 SPARSE = {"kind": "topk", "keep": 1024, "error_feedback": True}
 ZERO_3 = {"precision": "fp32", "engine": "zero", "zero_stage": 3}
 
@@ -140,8 +142,30 @@ def test_no_stream_overtakes_another(gpu_ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("careless", [name for name in CHANGES if name.startswith("without")])
 def test_a_wait_left_out_is_seen(gpu_ranks: RankPool, careless: str) -> None:
-    with pytest.raises(RankFailure, match="possible data race"):
+    with pytest.raises(RankFailure, match="CUDASanitizerErrors"):
         gpu_ranks.run(train_carelessly, [OFFLOADED], careless)
+
+
+# ---- NCCL
+
+
+def collectives_of_a_mesh() -> tuple[list[tuple[str, str]], float]:
+    """Return axis and name of each collective that begins while a mesh is built, and the bytes counted for them."""
+    begun, begin = [], Comms.begin
+
+    def noted(self: Comms, what: str, sent: float, collective: Any, *tensors: Any) -> Any:
+        begun.append((self.axis, collective.__name__))
+        return begin(self, what, sent, collective, *tensors)
+
+    with mock.patch.object(Comms, "begin", noted):
+        mesh = mesh_of(2, 2, "cuda", "nccl")
+    return begun, sum(comms.traffic.bytes for comms in (mesh.shard_comms, mesh.replica_comms, mesh.all_ranks))
+
+
+def test_nccl_connects_before_training_and_counts_nothing(gpu_ranks: RankPool) -> None:
+    kinds = ("all_reduce", ALL_GATHER.__name__, "all_to_all_single")
+    for begun, counted in gpu_ranks.run(collectives_of_a_mesh):
+        assert begun == [(axis, kind) for axis in ("shard", "replica") for kind in kinds] and counted == 0
 
 
 # ---- the host
@@ -184,6 +208,12 @@ def test_the_host_waits_for_the_gpu_only_where_replicas_wait_for_each_other(
     replicas = 1 if sync.method == "gpa" else 2
     for reads in gpu_ranks.run(reads_by_step, gpu(sync, replicas), world_size=2 * replicas):
         assert {step for step, count in enumerate(reads, start=1) if count and step != 2} == reading
+
+
+def test_the_host_waits_once_for_a_message_of_wagma(gpu_ranks: RankPool) -> None:
+    """In steps with a group average: for all blocks together. Step 4 ends a round; step 1 takes the anchor and a first message."""
+    for reads in gpu_ranks.run(reads_by_step, gpu(choices("wagma", 4, schedule=WAIT_AVOIDING), 2, 1), world_size=2):
+        assert [reads[step - 1] for step in (2, 3, 5, 6, 7)] == [1] * 5
 
 
 def host_reads_of(kinds: dict[str, bool]) -> dict[str, int]:

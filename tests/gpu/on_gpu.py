@@ -158,7 +158,6 @@ class Bits:
 def train_to_bits(case: Case, changes: tuple[str, ...] = ()) -> Bits:
     """Train with deterministic kernels; the host reads nothing from the GPU before the end. `changes` are names of CHANGES,
     the later ones around the earlier."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # training does not fill it either
     losses = []

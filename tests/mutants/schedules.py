@@ -186,8 +186,8 @@ MUTANTS = [
     Mutant(
         "wagma: a late replica's mean has the wrong divisor",
         "llmtrain/sync/schedules/wait_avoiding.py",
-        "(total + mine) / (self.size + 1)",
-        "(total + mine) / self.size",
+        "total.add_(mine).div_(self.size + 1)",
+        "total.add_(mine).div_(self.size)",
         (
             "tests/distributed/test_wagma.py",
             "tests/distributed/test_wagma_freely.py",
@@ -206,7 +206,7 @@ MUTANTS = [
     Mutant(
         "wagma: sums into the message that it keeps",
         "llmtrain/sync/group_averager.py",
-        "message = [part.clone() for part in self._posted[version]]",
+        "message = [_copy_of(part) for part in self._posted[version]]",
         "message = list(self._posted[version])",
         (
             "tests/distributed/test_wagma.py",

@@ -122,6 +122,9 @@ def test_a_synchronizations_rows() -> None:
     (row,) = sync_cost.rows_of("co2", 2, {sync_cost.LOCAL: local, "int8": turns})
     assert row == ("co2", "int8", "2", "50.0", "40.0 to 60.0", "40.0", "30.0", "2.00", "20.0", "2.50", "25.0", "2.00")
     assert len(row) == len(sync_cost.COLUMNS)
+    offloaded = [{**turn, "copied": 0.0} for turn in turns]
+    (without,) = sync_cost.rows_of("co2, offloaded", 2, {sync_cost.LOCAL: local, "int8": offloaded})
+    assert without == ("co2, offloaded", *row[1:10], "", "")
 
 
 def test_a_throughputs_row() -> None:

@@ -278,7 +278,7 @@ def test_a_message_of_gloo_ends_when_it_has_arrived(clock: HostClock, tmp_path: 
     with open_trace(path, first=1, last=1, clock=clock_of(GPU)), step_span(1):
         compute(8.0)
         send(comms, lambda: GlooWork(clock, 3.0)).wait()
-        assert spans(path, "message") == [(0.0, 3.0)]
+    assert spans(path, "message") == [(0.0, 3.0)]
 
 
 def test_what_the_device_has_not_done_by_the_end_is_not_written(clock: HostClock, tmp_path: Path) -> None:

@@ -126,6 +126,9 @@ def test_variables_that_steer_are_listed_and_slow_ones_warned_of(monkeypatch):
     found = environment()
     assert found[0].what == "environment: MASTER_ADDR=10.0.0.1 NCCL_DEBUG=trace"
     assert levels(found) == ["ok", "warning"] and found[1].advice == "unset NCCL_DEBUG"
+    for connections, level in (("1", ["ok", "warning"]), ("8", ["ok"])):
+        monkeypatch.setattr(os, "environ", {"CUDA_DEVICE_MAX_CONNECTIONS": connections})
+        assert levels(environment()) == level
 
 
 # ---- network cards

@@ -217,7 +217,8 @@ def test_what_is_pinned_on_a_node_is_compared_with_its_memory(
 ) -> None:
     """Two nodes of two ranks, with an anchor and a momentum each."""
     nodes = ["a", "a", "b", "b"]
-    given = recipe("sync.offload=true", "parallel.precision=fp32", "model.config.hidden_size=1000")
+    large = ["parallel.precision=fp32", "model.config.hidden_size=1000"]
+    given = recipe("sync.offload=true", "checkpoint.background=false", *large)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     pinned = 2 * estimate(given, size_of(given), 2, 2).pinned_total
     monkeypatch.setattr(checks, "memory_bytes", lambda device: pinned / share)
@@ -228,13 +229,19 @@ def test_what_is_pinned_on_a_node_is_compared_with_its_memory(
         f"about {pinned / GIB:.1f} GiB a node" in one.what
         and f"this one has {pinned / share / GIB:.1f} GiB" in one.what
     )
-    wagma = recipe("sync.method=wagma", "parallel.precision=fp32", "model.config.hidden_size=1000")
+    wagma = recipe("sync.method=wagma", "checkpoint.background=false", *large)
     newest = 2 * estimate(wagma, size_of(wagma), 2, 2).host_models
     monkeypatch.setattr(checks, "memory_bytes", lambda device: newest / share)
     found, _ = fit(wagma, nodes, [4 * GIB] * 4)
     [one] = [finding for finding in found if finding.what.startswith("CPU memory")]
     assert one.level == level and f"about {newest / GIB:.1f} GiB a node are taken by newest models" in one.what
-    found, _ = fit(recipe("sync.offload=false", "parallel.precision=fp32"), nodes, [4 * GIB] * 4)
+    copied = recipe("sync.offload=false", *large)
+    state = 2 * estimate(copied, size_of(copied), 2, 2).host_checkpoint
+    monkeypatch.setattr(checks, "memory_bytes", lambda device: state / share)
+    found, _ = fit(copied, nodes, [4 * GIB] * 4)
+    [one] = [finding for finding in found if finding.what.startswith("CPU memory")]
+    assert one.level == level and f"about {state / GIB:.1f} GiB a node are copied for a checkpoint" in one.what
+    found, _ = fit(recipe("sync.offload=false", "checkpoint.background=false", *large), nodes, [4 * GIB] * 4)
     assert not [finding for finding in found if finding.what.startswith("CPU memory")]
 
 

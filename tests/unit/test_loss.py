@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from llmtrain import loss
 from llmtrain.errors import ModelError
-from llmtrain.loss import IGNORE_INDEX, summed_cross_entropy, summed_loss
+from llmtrain.loss import IGNORE_INDEX, ROW_MULTIPLE, summed_cross_entropy, summed_loss
+from tests.inside_torch import compilations, forget_compilations
 
 POSITIONS, WIDTH, VOCABULARY = (3, 4), 8, 11
 
@@ -75,6 +76,32 @@ def test_a_loss_that_is_traced_for_compilation_is_the_same(monkeypatch):
     ours = found(summed_cross_entropy(*inputs, labels, 6, compiled=True), inputs)
     for mine, theirs in zip(ours, expected(*inputs, labels), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def with_gaps(hidden: torch.Tensor, vocabulary: int, chunk: int) -> torch.Tensor:
+    """Room for logits as on a GPU."""
+    return hidden.new_full((min(chunk, len(hidden)), -(-vocabulary // ROW_MULTIPLE) * ROW_MULTIPLE), torch.nan)
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_gaps_between_rows_of_logits_change_nothing(monkeypatch, chunk, with_bias, is_traced):
+    pitches, computed = set(), loss._loss_and_gradient
+
+    def seen(logits, *rest):
+        pitches.add(logits.stride(0))
+        return traced(logits, *rest)
+
+    forget_compilations()
+    traced = torch.compile(computed, dynamic=False, backend="eager") if is_traced else computed
+    monkeypatch.setattr(loss, "_loss_and_gradient", seen)
+    monkeypatch.setattr(loss, "_room_for_logits", with_gaps)
+    *inputs, labels = drawn(torch.float64, with_bias)
+    ours = found(summed_cross_entropy(*inputs, labels, chunk), inputs)
+    for mine, theirs in zip(ours, expected(*inputs, labels), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    assert pitches == {ROW_MULTIPLE} and not compilations().breaks
 
 
 def test_a_loss_without_gradients_is_the_same():

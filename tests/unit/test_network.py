@@ -209,6 +209,36 @@ def test_ranks_share_a_gpu_if_the_user_says_so(monkeypatch):
         assert backend == "auto"
 
 
+@pytest.mark.parametrize(
+    ("replicas", "shard", "backend", "given", "order"),
+    [
+        (2, 2, "auto", None, "1"),
+        (2, 2, "nccl", "0", "0"),
+        (2, 2, "gloo", None, None),
+        (4, 1, "auto", None, None),
+        (1, 4, "auto", None, None),
+    ],
+)
+def test_two_communicators_of_nccl_on_a_gpu_keep_the_order_of_the_host(
+    monkeypatch, replicas: int, shard: int, backend: str, given: str | None, order: str | None
+):
+    variable = "NCCL_LAUNCH_ORDER_IMPLICIT"
+    monkeypatch.setenv(variable, "")  # so that what is set here is undone
+    monkeypatch.delenv(variable)
+    if given is not None:
+        monkeypatch.setenv(variable, given)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr("llmtrain.parallel.mesh.build_mesh", lambda *_: None)
+    seen = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(variable)))
+    meeting = Rendezvous(None, [RankInfo("a", "alpha", None, 1.0)] * 4, Networks())
+    with open_mesh(World(1, 4, 1, 4), replicas, shard, backend, 5.0, meeting):
+        assert seen == [order]
+
+
 def test_a_host_without_a_way_to_the_others_has_no_address_towards_them():
     assert address_towards("no address") is None
 

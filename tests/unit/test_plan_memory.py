@@ -295,13 +295,23 @@ def test_torch_pins_the_next_power_of_two(tmp_path) -> None:
 
 def test_wagma_keeps_its_newest_model_and_a_sum_in_flight_in_cpu_memory(tmp_path) -> None:
     for precision, master in (("bf16", 4), ("fp64", 8)):
-        wagma = ["sync.method=wagma", f"parallel.precision={precision}"]
+        wagma = ["sync.method=wagma", f"parallel.precision={precision}", "checkpoint.background=false"]
         alone, two = (planned(tmp_path, *wagma, f"train.global_batch={8 * n}", replicas=n, shard=2) for n in (1, 2))
         assert (alone.host_models, two.host_models) == (0, 2 * master * 3864 / 2)
         assert two.pinned_total == 0 and two.host_total == two.host_models
         assert two.device_total == alone.device_total, "a GPU holds neither"
         assert two.total(on_gpu=False) == two.device_total + two.host_models
     assert planned(tmp_path, "sync.method=local_sgd", replicas=2).host_models == 0
+
+
+@pytest.mark.parametrize("offload", ["false", "true"])
+def test_a_checkpoint_in_the_background_is_a_copy_in_cpu_memory(tmp_path, offload: str) -> None:
+    """AdamW and DiLoCo: master values, two moments, an anchor and its momentum, whether they rest on the GPU or not."""
+    keys = ["sync.method=diloco", f"sync.offload={offload}", "checkpoint.background="]
+    copied, at_once = (planned(tmp_path, *keys[:2], keys[2] + value, shard=2) for value in ("true", "false"))
+    assert (copied.host_checkpoint, at_once.host_checkpoint) == (5 * 4 * 3864 / 2, 0)
+    assert copied.host_total - at_once.host_total == copied.host_checkpoint
+    assert copied.device_total == at_once.device_total
 
 
 @pytest.mark.parametrize(("model", "masks"), [(LLAMA, [1, 1, 1]), (GPT_NEO, [2, 1, 1])], ids=["llama", "gpt_neo"])

@@ -186,12 +186,13 @@ def test_traffic_without_rounds_or_replicas() -> None:
 
 
 def test_offloaded_anchors_have_a_row() -> None:
-    assert "in CPU memory" not in shown(STDLIB, hardware=GPUS)
-    assert "in CPU memory" in shown(STDLIB, "sync.offload=true", hardware=GPUS)
+    at_once = "checkpoint.background=false"
+    assert "in CPU memory" not in shown(STDLIB, at_once, hardware=GPUS)
+    assert "in CPU memory" in shown(STDLIB, at_once, "sync.offload=true", hardware=GPUS)
 
 
 def test_models_in_cpu_memory_have_a_row() -> None:
-    wagma = ["sync.method=wagma", "parallel.replicas=2", "parallel.shards=1"]
+    wagma = ["sync.method=wagma", "parallel.replicas=2", "parallel.shards=1", "checkpoint.background=false"]
     newest = 2 * 4 * int(row(shown(STDLIB), "parameters")[0].strip(",").replace(",", "")) / 2**20
     on_cpu, on_gpus = (shown(STDLIB, *wagma, hardware=hardware) for hardware in (CPU, GPUS))
     assert float(row(on_cpu, "newest models")[0]) == float(row(on_gpus, "in CPU memory")[0]) == round(newest, 2)

@@ -6,7 +6,7 @@ import json
 import threading
 from pathlib import Path
 
-from llmtrain.trace import message, open_trace, span, step_span
+from llmtrain.trace import Mark, message, open_trace, span, step_span
 
 
 def spans(path: Path) -> list[dict]:
@@ -40,6 +40,26 @@ def test_a_message_ends_on_another_thread_and_in_a_later_step(tmp_path: Path) ->
             thread.join()
     sent = next(line for line in spans(path) if line["kind"] == "message")
     assert (sent["name"], sent["bytes"], sent["step"]) == ("synchronizing layer 0", 96.0, 1)
+
+
+def test_only_the_thread_that_trains_asks_the_device(tmp_path: Path) -> None:
+    """gloo's threads, on which messages end, have another current device."""
+    asked: list[threading.Thread] = []
+
+    def clock() -> Mark:
+        def mark() -> float | None:
+            asked.append(threading.current_thread())
+            return None  # the device is far behind
+
+        return mark
+
+    with open_trace(tmp_path / "rank.jsonl", first=1, last=1, clock=clock), step_span(1):
+        with span("gradient"):
+            pass
+        thread = threading.Thread(target=message("synchronizing layer 0", 96.0))
+        thread.start()
+        thread.join()
+    assert set(asked) == {threading.current_thread()}
 
 
 def test_what_arrives_after_the_end_is_not_written(tmp_path: Path) -> None:

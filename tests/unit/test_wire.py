@@ -302,6 +302,22 @@ def test_chunks_are_whole_blocks_that_cover_the_message_and_no_more(kind):
         assert (chunk - BLOCK) * ranks < numel <= chunk * ranks, (numel, ranks)
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_compiled_code_is_asked_to_divide_as_torch_does(monkeypatch, is_known):
+    """Only a GPU can show what that changes, in tests/gpu/test_kernels.py. Not all versions of torch can be asked."""
+    asked, compile_function = [], torch.compile
+
+    def compiled(function, options=None, **rest):
+        if options and not is_known:
+            raise RuntimeError("Unexpected optimization option")
+        asked.append(options)
+        return compile_function(function, options=options, **rest)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    WireFormat("int8", compiled=True)
+    assert asked == 2 * [{"eager_numerics.division_rounding": True} if is_known else None]
+
+
 @pytest.mark.deep
 def test_compiled_rounds_to_the_same_bits():
     """Compiling takes ten seconds. Messages of several sizes need no compiling of their own."""

@@ -96,9 +96,10 @@ class WaitAvoidingSchedule(Schedule):
         self.staleness = iteration - version
         for index in block_sync.anchors.iter_prefetched(block_sync.blocks):
             total, mine = sums[index], own[index]
-            mean = (total + mine) / (self.size + 1) if is_late else total / self.size
+            # In place, in pinned memory if there is a GPU, so that the host need not wait for the copy.
+            mean = total.add_(mine).div_(self.size + 1) if is_late else total.div_(self.size)
             anchor = block_sync.anchors.load_anchor(index)
-            block_sync.write_parameters(index, anchor - mean.to(anchor.device))
+            block_sync.write_parameters(index, anchor - mean.to(anchor.device, non_blocking=True))
         self._count_bytes()
 
     def _average_all(self) -> None:
@@ -123,8 +124,12 @@ class WaitAvoidingSchedule(Schedule):
         return self.worker.latest() if running else self._resumed
 
     def _message(self) -> Message:
+        """Return the pseudo-gradients. From a GPU they are copied to pinned memory, which torch uses again when no thread holds
+        the message any longer and no copy from it is in flight. The host waits once for all blocks."""
         visited = self.block_sync.anchors.iter_prefetched(self.block_sync.blocks)
-        return [self.block_sync.payload(index).cpu() for index in visited]
+        message = [self.block_sync.payload(index).to("cpu", non_blocking=True) for index in visited]
+        self.block_sync.wait_for_device()
+        return message
 
     def _at_anchor(self) -> Message:
         return [torch.zeros_like(synchronized, device="cpu") for synchronized in self.block_sync.anchors.anchor]
