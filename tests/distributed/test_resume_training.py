@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmtrain.config import Recipe
-from llmtrain.errors import DONE, DataError, RecipeError
+from llmtrain.errors import DONE, DataError, RecipeError, TrainingError
 from llmtrain.parallel.world import World
 from llmtrain.train.checkpoint_files import list_checkpoints
 from llmtrain.train.run import run_training
@@ -165,8 +165,21 @@ def test_a_run_is_not_continued_on_another_text(tmp_path: Path) -> None:
     keys = ("parallel.replicas=1", "parallel.shards=1", "checkpoint.every=4")
     first, longer = (recipe_of(tmp_path, "changed", *keys, f"train.steps={steps}") for steps in (4, 8))
     assert run_training(first, World(0, 1, 0, 1)) == DONE
+    run = tmp_path / "runs/changed"
+    before = {file: (run / file).read_text() for file in ("summary.json", "recipe.yaml", "metrics.jsonl")}
     (tmp_path / "train" / "zzz.txt").write_text("another file\n" * 200)
     with pytest.raises(DataError, match="the training text is another one than when the run's checkpoint was written"):
         run_training(longer, World(0, 1, 0, 1))
+    assert {file: (run / file).read_text() for file in before} == before, "a refused start changes nothing"
     (tmp_path / "train" / "zzz.txt").unlink()
+
+    def break_loading(trainer: Trainer) -> None:
+        def load(path: Path) -> None:
+            raise RuntimeError("gloo: connection closed by peer")  # of a rank that is lost
+
+        trainer.load = load
+
+    with pytest.raises(TrainingError, match="lost a peer in step 0"):
+        run_training(longer, World(0, 1, 0, 1), break_loading)
+    assert {file: (run / file).read_text() for file in before} == before, "of no steps, as far as it knew"
     assert run_training(longer, World(0, 1, 0, 1)) == DONE
