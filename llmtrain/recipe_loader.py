@@ -52,13 +52,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = Path(path)
     layers = [*_read_with_bases(path, ()), Overlay(COMMAND_LINE, parse_overrides(overrides))]
-    layers = [Overlay(str(path), {"run": {"name": path.stem}}), *_on_preset(layers)]
+    whose = f"{path} (whose name the run has, because run.name is not given)"
+    layers = [Overlay(whose, {"run": {"name": path.stem}}), *_on_preset(layers)]
     data: dict[str, Any] = {}
     for layer in layers:
         data = _merge(_without_other_texts(data, layer.data), layer.data)
-    run = data["run"]
-    if isinstance(run, dict) and type(run["name"]) in (int, float):  # a run may be called 2024
-        run["name"] = str(run["name"])
     try:
         # Through JSON, because strict validation of JSON accepts lists for tuples, but still no text for numbers.
         recipe = Recipe.model_validate_json(json.dumps(data), strict=True)
@@ -104,6 +102,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             raise RecipeError(
                 f"{COMMAND_LINE}: the value of {argument!r} is not YAML; put it in quotes within quotes: key='\"...\"'"
             ) from None
+        key, _, text = item.partition("=")
+        _keep_name(data, f"run:\n  name: {text}" if key == "run.name" else f"{key}: {text}", COMMAND_LINE)
         merged = _merge(merged, _normalize(data, COMMAND_LINE))
     return merged
 
@@ -170,7 +170,21 @@ def _read(path: Path, named_by: Path | None) -> dict[str, Any]:
         raise RecipeError(f"{path}: can't be read as a recipe: {reason(error)}") from None
     if not isinstance(loaded, DictConfig):
         raise RecipeError(f"{path}: holds a list, expected sections such as `train:` with keys below them")
-    return _normalize(OmegaConf.to_container(loaded), str(path))
+    data = OmegaConf.to_container(loaded)
+    _keep_name(data, path.read_text(encoding="utf-8"), str(path))
+    return _normalize(data, str(path))
+
+
+def _keep_name(data: dict[Any, Any], written: str, label: str) -> None:
+    """Replace a run.name that YAML reads as a number by its text in `written`, which is YAML: a run may be called 010 or 1.10.
+    Raises RecipeError if the text is not found."""
+    run = data.get("run")
+    if not isinstance(run, dict) or type(run.get("name")) not in (int, float):
+        return
+    try:
+        run["name"] = yaml.load(written, Loader=yaml.BaseLoader)["run"]["name"]  # which reads text only
+    except LookupError:  # a merge key has it
+        raise RecipeError(f"{label}: run.name is {run['name']}, a number; put the name in quotes") from None
 
 
 def _of_the_package(path: Path) -> str:
