@@ -142,9 +142,15 @@ class RunDirectory:
 
     def length_change(self) -> LengthChange | None:
         """Return the change of length since the newest checkpoint; None if there is no such checkpoint that can be read."""
-        with suppress(IndexError, CheckpointError, KeyError):
-            state = read_state(list_checkpoints(self.checkpoints)[-1][1])
-            return LengthChange(stored_recipe(state["recipe"], str(self.path)), self.recipe, state["step"])
+        state = self.newest_state()
+        if state is None or "recipe" not in state:
+            return None
+        return LengthChange(stored_recipe(state["recipe"], str(self.path)), self.recipe, state["step"])
+
+    def newest_state(self) -> dict[str, Any] | None:
+        """Return the state.json of the newest checkpoint; None if there is no checkpoint, or this one can't be read."""
+        with suppress(IndexError, CheckpointError):
+            return read_state(list_checkpoints(self.checkpoints)[-1][1])
         return None
 
     def reserve(self) -> None:

@@ -12,6 +12,8 @@ import torch
 
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, DataError, RecipeError, TrainingError
+from llmtrain.launch.nodes import Nodes
+from llmtrain.launch.preflight import check_here
 from llmtrain.parallel.world import World
 from llmtrain.train.checkpoint_files import list_checkpoints
 from llmtrain.train.run import run_training
@@ -170,8 +172,11 @@ def test_a_run_is_not_continued_on_another_text(tmp_path: Path) -> None:
     (tmp_path / "train" / "zzz.txt").write_text("another file\n" * 200)
     with pytest.raises(DataError, match="the training text is another one than when the run's checkpoint was written"):
         run_training(longer, World(0, 1, 0, 1))
+    with pytest.raises(DataError, match="the training text is another one than when the run's checkpoint was written"):
+        check_here(longer, Nodes(1), per_node=1)
     assert {file: (run / file).read_text() for file in before} == before, "a refused start changes nothing"
     (tmp_path / "train" / "zzz.txt").unlink()
+    assert check_here(longer, Nodes(1), per_node=1).texts.keys() == {""}
 
     def break_loading(trainer: Trainer) -> None:
         def load(path: Path) -> None:
