@@ -26,6 +26,7 @@ from llmtrain.export.export import export
 from llmtrain.export.folder import (
     copy_tokenizer,
     write_configs,
+    write_manifest,
     write_weights,
 )
 from llmtrain.export.parity import Parity
@@ -193,6 +194,26 @@ def test_a_card_shows_the_results_of_its_own_step(source: Source) -> None:
     }
 
 
+def test_a_card_has_each_score_once(source: Source) -> None:
+    """Of the newest evaluation: SUITE-step-N.json and SUITE.json may be of the same step."""
+    folder = source.run / "eval"
+    folder.mkdir()
+
+    def write(file: str, day: int, n: int, **scores: float) -> None:
+        content = {"suite": "small", "checkpoint_step": 1000, "date": f"2026-01-{day:02}T00:00:00+00:00"}
+        (folder / file).write_text(json.dumps(content | {"results": {"piqa": {**scores, "n": n}}}))
+
+    write("small-step-00001000.json", 9, 200, **{"acc,none": 0.5, "acc,other": 0.1})
+    write("small.json", 3, 200, **{"acc,none": 0.5, "f1,none": 0.3})
+    assert [(s.metric, str(s)) for s in read_scores(folder, 1000)] == [
+        ("acc", "0.5000"),
+        ("acc", "0.1000"),
+        ("f1", "0.3000"),
+    ]
+    write("small.json", 12, 1838, **{"acc,none": 0.6})
+    assert [str(s) for s in read_scores(folder, 1000)] == ["0.6000 (n = 1838)", "0.1000"]
+
+
 def test_a_run_that_diverged_has_a_card(source: Source) -> None:
     source.state["ranks"][0]["last_eval"]["loss"] = 1289.25
     assert "1289.2500 nats per token (perplexity over e^100)" in card.model_card(source, MANIFEST)
@@ -208,6 +229,20 @@ def test_a_model_is_exported_to_the_current_folder_but_not_to_the_root(
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["README.md"]
     with pytest.raises(UserError, match=r"^/ can't be replaced by an export; choose another folder: export RUN --out"):
         export(source, Request(), Path("/"))
+
+
+def test_another_export_to_the_same_folder_keeps_the_results(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmtrain.export.export._write", lambda *given: write_manifest(given[2], MANIFEST) or MANIFEST)
+    source.checkpoint.mkdir(parents=True)
+    (source.checkpoint / "state.json").write_text("{}")  # its digest is none that the manifest has
+    results = tmp_path / "out/eval/small.json"
+    export(source, Request(), tmp_path / "out")
+    results.parent.mkdir()
+    results.write_text("scores")
+    export(source, Request(), tmp_path / "out")
+    assert results.read_text() == "scores"
 
 
 def test_models_whose_logits_are_all_0_do_not_differ() -> None:

@@ -15,6 +15,7 @@ from llmtrain.errors import UserError
 from llmtrain.export import folder
 from llmtrain.export.folder import (
     Manifest,
+    keep_others,
     locked,
     read_manifest,
     replacing,
@@ -88,6 +89,30 @@ def test_a_disk_that_takes_no_more_leaves_what_was_there(tmp_path: Path, monkeyp
         make(made, "others")
     assert (final / "model.safetensors").read_text() == "weights"
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_what_an_export_has_not_written_is_kept(tmp_path: Path, is_readable: bool) -> None:
+    final = tmp_path / "x"
+    with replacing(final) as made:
+        (made / "model-00001-of-00002.safetensors").write_text("old shard")
+        make(made)
+        keep_others(final, made)
+    (final / "eval").mkdir()
+    (final / "eval/small.json").write_text("scores")
+    (final / "eval/newest").symlink_to("small.json")
+    (final / "README.md").write_text("a card")
+    if is_readable:
+        (final / "notes.txt").write_text("mine")
+    else:
+        (final / "export.json").write_text("{")
+    with replacing(final) as made:
+        make(made, "others")
+        keep_others(final, made)
+    others = {"eval", "notes.txt"} if is_readable else {"eval"}
+    assert {path.name for path in final.iterdir()} == {"model.safetensors", "export.json", *others}
+    assert (final / "eval/newest").read_text() == "scores" and (final / "eval/newest").is_symlink()
+    assert (final / "model.safetensors").read_text() == "others"
 
 
 def test_other_folders_are_left_alone(tmp_path: Path) -> None:
