@@ -199,11 +199,16 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json when the run ends. Numbers that are not finite become null. Main rank only."""
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in summary.items()
-        }
-        atomic_write(self.path / "summary.json", json.dumps(finite, indent=2, allow_nan=False) + "\n")
+        atomic_write(self.path / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """Return `value` with None for each number that is not finite, also in mappings and lists."""
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _have_same_files(one: Path, other: Path) -> bool:

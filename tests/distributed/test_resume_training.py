@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmtrain.config import Recipe
-from llmtrain.errors import DONE, DataError, RecipeError, TrainingError
+from llmtrain.errors import DONE, STOPPED_EARLY, DataError, RecipeError, TrainingError
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.preflight import check_here
 from llmtrain.parallel.world import World
@@ -136,6 +136,20 @@ def test_a_run_that_goes_on_has_no_summary_until_it_ends_again(folder: Path) -> 
     assert directory.summary() is not None
     directory.open()
     assert directory.summary() is None
+
+
+def test_a_stopped_run_counts_its_tokens_up_to_the_stop(tmp_path: Path) -> None:
+    """It learns of the request in step 6, for the checkpoint, after the line of step 4."""
+    write_texts(tmp_path)
+    keys = ("parallel.replicas=1", "parallel.shards=1", "train.steps=9", "log.every=4", "checkpoint.every=3")
+    recipe = recipe_of(tmp_path, "counted", *keys)
+
+    def ask_in_step_4(trainer: Trainer) -> None:
+        trainer.after_step.append(lambda step: setattr(trainer.metrics.stop, "requested", step >= 4))
+
+    assert run_training(recipe, World(0, 1, 0, 1), ask_in_step_4) == STOPPED_EARLY
+    summary = json.loads((tmp_path / "runs/counted/summary.json").read_text())
+    assert (summary["steps"], summary["tokens"]) == (6, 6 * recipe.train.tokens_per_step)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,14 @@ def test_a_run_that_is_killed_has_no_summary_of_the_time_before(tmp_path: Path):
     directory.open()
     directory.write_summary({"stopped": "signal", "final_eval_loss": float("nan"), "warnings": []})
     assert directory.summary() == {"stopped": "signal", "final_eval_loss": None, "warnings": []}
+    directory.write_summary(
+        {"stopped": "error", "texts": {"a": {"eval_loss": float("inf"), "epochs": 1.5}}, "list": (1, [float("nan")])}
+    )
+    assert directory.summary() == {
+        "stopped": "error",
+        "texts": {"a": {"eval_loss": None, "epochs": 1.5}},
+        "list": [1, [None]],
+    }
     directory.open()  # started again, and killed
     assert directory.summary() is None and not (tmp_path / "a/summary.json").exists()
 
