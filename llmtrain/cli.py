@@ -64,9 +64,10 @@ def train(
     with imports_without_gc():
         import_transformers()
         from llmtrain.parallel.world import World
-        from llmtrain.recipe_loader import load_recipe
+        from llmtrain.recipe_loader import check_folder, load_recipe
         from llmtrain.train.run import run_training
 
+    check_folder(recipe, overrides or ())
     if is_dry:
         world = World.from_environment()
         _print_dry_run(recipe, overrides or (), nodes=world.size // world.local_size, per_node=world.local_size)
@@ -81,12 +82,14 @@ def launch(recipe: RecipeFile, overrides: Overrides = None, is_dry: DryRun = Fal
     Starts one process per GPU, or on a CPU as many as the recipe's mesh needs. NPROC_PER_NODE, NNODES, NODE_RANK,
     MASTER_ADDR and MASTER_PORT are used if they are set, or derived from Slurm if srun starts this once per node.
     """
+    with single_threaded_imports():  # numpy's
+        from llmtrain.launch import launch_torchrun
+        from llmtrain.recipe_loader import check_folder
+
+    check_folder(recipe, overrides or ())
     if is_dry:
         _print_dry_run(recipe, overrides or ())
         return
-    with single_threaded_imports():  # numpy's
-        from llmtrain.launch import launch_torchrun
-
     raise typer.Exit(launch_torchrun(recipe, overrides or []))
 
 

@@ -69,6 +69,20 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return with_architecture(recipe, Path(recipe.run.out_dir) / recipe.run.name)
 
 
+def check_folder(path: Path, overrides: Sequence[str]) -> None:
+    """Raise RecipeError if `path` is the recipe.yaml of a run whose folder has got another name, and no override names the run:
+    a start would leave its checkpoints where they are, and begin another run."""
+    folder = path.absolute().parent
+    if path.name != "recipe.yaml" or not (folder / "checkpoints").is_dir():
+        return
+    named = load_recipe(path, overrides).run.name
+    if named != folder.name and "name" not in parse_overrides(overrides).get("run", {}):
+        raise RecipeError(
+            f"{path} is of the run {named}, but its folder is {folder.name}; give run.name={folder.name} to continue what is in it, "
+            f"or run.name={named} to start a run of that name"
+        )
+
+
 def stored_recipe(data: dict[str, Any], where: str) -> Recipe:
     """Return the recipe that training stored in `where`. Raises RecipeError if it is not one of this version."""
     try:

@@ -6,7 +6,7 @@ import filecmp
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from llmtrain.train.run_length import LengthChange, length_key
 from llmtrain.waiting import announced
 
 RESUMABLE_KEYS = (
+    "run.name",
     "run.out_dir",
     "run.timeout_seconds",
     "run.restarts",
@@ -217,9 +218,9 @@ def _have_same_files(one: Path, other: Path) -> bool:
     return len(equal) == len(names)
 
 
-def check_same_recipe(there: Recipe, recipe: Recipe, where: str, ignored: Sequence[str] = ()) -> None:
+def check_same_recipe(there: Recipe, recipe: Recipe, where: str) -> None:
     """Raise RecipeError if `recipe` can't continue `there`, the recipe found in `where`."""
-    changed = recipe_changes(there, recipe, ignored)
+    changed = recipe_changes(there, recipe)
     if changed:
         raise RecipeError(
             f"{where} holds a run of another recipe ({'; '.join(changed)}); choose another run.name, or delete that folder"
@@ -236,10 +237,10 @@ def check_order(there: Mapping[str, Any], recipe: Recipe, where: str) -> None:
         )
 
 
-def recipe_changes(there: Recipe, recipe: Recipe, ignored: Sequence[str] = ()) -> list[str]:
+def recipe_changes(there: Recipe, recipe: Recipe) -> list[str]:
     """Return a line for each key that keeps `recipe` from continuing `there`."""
     with_length = () if there.train.total_steps == recipe.train.total_steps else KEYS_WITH_LENGTH
-    return differences(there, recipe, ignore=(*RESUMABLE_KEYS, *with_length, *ignored)) + _other_sites(there, recipe)
+    return differences(there, recipe, ignore=(*RESUMABLE_KEYS, *with_length)) + _other_sites(there, recipe)
 
 
 def _other_sites(there: Recipe, recipe: Recipe) -> list[str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.cli import main
 from llmtrain.errors import RecipeError
-from llmtrain.recipe_loader import load_recipe
+from llmtrain.recipe_loader import check_folder, load_recipe
 from llmtrain.train import run_dir
 from llmtrain.train.run_dir import RunDirectory
 
@@ -54,6 +55,29 @@ def test_two_processes_never_train_in_one_directory(tmp_path: Path, monkeypatch:
     del first  # as when its process ends
     RunDirectory(recipe).open()
     assert not (tmp_path / "a/checkpoints/step-00000003.tmp").exists()
+
+
+def test_a_renamed_folder_is_continued_under_its_new_name_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    keys = [f"run.out_dir={tmp_path}", "data.source=/no/text"]
+    directory = RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [*keys, "run.name=a"]))
+    directory.open()
+    directory.close()
+    (tmp_path / "a/checkpoints").mkdir()
+    (tmp_path / "a").rename(tmp_path / "b")
+    stored = tmp_path / "b/recipe.yaml"
+    for command in (["train"], ["train", "--dry-run"], ["launch"], ["recipe", "check"]):
+        with pytest.raises(SystemExit):
+            main([*command, str(stored)])
+        assert capsys.readouterr().err == (
+            f"error: {stored} is of the run a, but its folder is b; give run.name=b to continue what is in it, or run.name=a to "
+            "start a run of that name\n"
+        )
+    check_folder(stored, ["run.name=a"])
+    RunDirectory(load_recipe(stored, ["run.name=b"])).check_recipe()
+    with pytest.raises(RecipeError, match=r"another recipe \(optim\.lr: 0\.0\d+ there, 0\.5 here\)"):
+        RunDirectory(load_recipe(stored, ["run.name=b", "optim.lr=0.5"])).check_recipe()
+    (tmp_path / "b").rename(tmp_path / "a")
+    check_folder(tmp_path / "a/recipe.yaml", [])
 
 
 def test_a_run_that_is_killed_has_no_summary_of_the_time_before(tmp_path: Path):
