@@ -194,26 +194,6 @@ def test_a_card_shows_the_results_of_its_own_step(source: Source) -> None:
     }
 
 
-def test_a_card_has_each_score_once(source: Source) -> None:
-    """Of the newest evaluation: SUITE-step-N.json and SUITE.json may be of the same step."""
-    folder = source.run / "eval"
-    folder.mkdir()
-
-    def write(file: str, day: int, n: int, **scores: float) -> None:
-        content = {"suite": "small", "checkpoint_step": 1000, "date": f"2026-01-{day:02}T00:00:00+00:00"}
-        (folder / file).write_text(json.dumps(content | {"results": {"piqa": {**scores, "n": n}}}))
-
-    write("small-step-00001000.json", 9, 200, **{"acc,none": 0.5, "acc,other": 0.1})
-    write("small.json", 3, 200, **{"acc,none": 0.5, "f1,none": 0.3})
-    assert [(s.metric, str(s)) for s in read_scores(folder, 1000)] == [
-        ("acc", "0.5000"),
-        ("acc", "0.1000"),
-        ("f1", "0.3000"),
-    ]
-    write("small.json", 12, 1838, **{"acc,none": 0.6})
-    assert [str(s) for s in read_scores(folder, 1000)] == ["0.6000 (n = 1838)", "0.1000"]
-
-
 def test_a_run_that_diverged_has_a_card(source: Source) -> None:
     source.state["ranks"][0]["last_eval"]["loss"] = 1289.25
     assert "1289.2500 nats per token (perplexity over e^100)" in card.model_card(source, MANIFEST)
