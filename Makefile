@@ -9,7 +9,7 @@
 # make peers        benchmarks/peers.py: our methods next to torch's and torchft's, in an environment with torchft (.venv-peers)
 # make study        the next runs of the study of all methods (benchmarks/study/PROTOCOL.md); ARGS="--hours 2"
 # make lint         ruff and hadolint, as CI does
-# make clean        removes what the above made here (not runs/)
+# make clean        removes what the above made here, but not runs/ and data/, which have hours of work and your own text
 
 PYTHON ?= python3
 VENV   := .venv
@@ -102,5 +102,5 @@ $(PEERS)/.ready: Makefile requirements.txt constraints.txt
 	@touch $(PEERS)/.ready
 
 clean:
-	rm -rf $(VENV) $(PEERS) data *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(PEERS)/*' -prune -exec rm -rf {} +

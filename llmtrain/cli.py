@@ -64,9 +64,10 @@ def train(
     with imports_without_gc():
         import_transformers()
         from llmtrain.parallel.world import World
-        from llmtrain.recipe_loader import load_recipe
+        from llmtrain.recipe_loader import check_folder, load_recipe
         from llmtrain.train.run import run_training
 
+    check_folder(recipe, overrides or ())
     if is_dry:
         world = World.from_environment()
         _print_dry_run(recipe, overrides or (), nodes=world.size // world.local_size, per_node=world.local_size)
@@ -81,12 +82,14 @@ def launch(recipe: RecipeFile, overrides: Overrides = None, is_dry: DryRun = Fal
     Starts one process per GPU, or on a CPU as many as the recipe's mesh needs. NPROC_PER_NODE, NNODES, NODE_RANK,
     MASTER_ADDR and MASTER_PORT are used if they are set, or derived from Slurm if srun starts this once per node.
     """
+    with single_threaded_imports():  # numpy's
+        from llmtrain.launch import launch_torchrun
+        from llmtrain.recipe_loader import check_folder
+
+    check_folder(recipe, overrides or ())
     if is_dry:
         _print_dry_run(recipe, overrides or ())
         return
-    with single_threaded_imports():  # numpy's
-        from llmtrain.launch import launch_torchrun
-
     raise typer.Exit(launch_torchrun(recipe, overrides or []))
 
 
@@ -193,7 +196,9 @@ def compare(
     ] = False,
     baseline: Annotated[str | None, typer.Option(help="With --report-only: run that others are set against.")] = None,
     target: Annotated[float | None, typer.Option(help="With --report-only: validation loss to reach.")] = None,
-    out: Annotated[Path, path_option(help="Folder of the report or picture on given runs.")] = Path("runs/report"),
+    out: Annotated[
+        Path | None, path_option(help="Folder of the report or picture on given runs; runs/report by default.")
+    ] = None,
 ) -> None:
     """Train several recipes under the same conditions, one after another, and report which reaches a loss first.
 
@@ -201,6 +206,11 @@ def compare(
     namespaces, with the bandwidths, slow hosts and faults that the file lists). Run again, it continues where it stopped.
     llmtrain compare runs/a runs/b shows the losses of given runs in a table and a picture.
     """
+    from llmtrain.compare_runs import REPORT, are_runs, compare_runs
+
+    is_of_runs = report_only or are_runs(arguments)
+    if is_of_runs and (retry or not shaping):
+        raise UserError("--retry and --no-shaping are for the trials of a comparison file; give one, or leave them out")
     if report_only:
         with imports_without_gc():
             from llmtrain.compare.measures import gather
@@ -210,18 +220,18 @@ def compare(
         results = gather(load_trials([Path(directory) for directory in arguments]), baseline, target)
         note = f"\nwarning: {results.unit.note}" if results.unit.note else ""
         try:
-            report = write_report(results, out)
+            report = write_report(results, out or REPORT)
         except OSError as error:
-            raise ResultsError(f"{out} can't be written ({reason(error)}); choose another --out") from None
+            raise ResultsError(f"{out or REPORT} can't be written ({reason(error)}); choose another --out") from None
         typer.echo(f"{report}{note}")
         return
     if baseline is not None or target is not None:
         raise UserError("--baseline and --target are for reports on given runs; add --report-only, or leave them out")
-    from llmtrain.compare_runs import are_runs, compare_runs
-
-    if are_runs(arguments):
-        compare_runs(list(map(Path, arguments)), out)
+    if is_of_runs:
+        compare_runs(list(map(Path, arguments)), out or REPORT)
         return
+    if out is not None:
+        raise UserError("--out is for reports on given runs; a comparison file has the key out_dir: leave --out out")
     from llmtrain.compare.runner import run_comparison
 
     file, *overrides = arguments

@@ -20,6 +20,8 @@ from llmtrain.run_plots import draw_runs
 from llmtrain.validated_text import LossUnit, common_unit, read_validated_text
 
 PICTURE = "losses.png"
+REPORT = Path("runs/report")
+"""Default folder of the report or picture on given runs."""
 NOTHING = "-"
 
 

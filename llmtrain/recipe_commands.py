@@ -69,8 +69,9 @@ def recipe_check(
     """
     with imports_without_gc():
         from llmtrain.launch.preflight import check_elsewhere, check_here, describe, describe_elsewhere
-        from llmtrain.recipe_loader import load_recipe
+        from llmtrain.recipe_loader import check_folder, load_recipe
 
+    check_folder(recipe, overrides or ())
     loaded = load_recipe(recipe, overrides or ())
     if processes is None:
         lines = describe(recipe, loaded, check_here(loaded))

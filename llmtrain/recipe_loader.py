@@ -52,13 +52,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = Path(path)
     layers = [*_read_with_bases(path, ()), Overlay(COMMAND_LINE, parse_overrides(overrides))]
-    layers = [Overlay(str(path), {"run": {"name": path.stem}}), *_on_preset(layers)]
+    whose = f"{path} (whose name the run has, because run.name is not given)"
+    layers = [Overlay(whose, {"run": {"name": path.stem}}), *_on_preset(layers)]
     data: dict[str, Any] = {}
     for layer in layers:
         data = _merge(_without_other_texts(data, layer.data), layer.data)
-    run = data["run"]
-    if isinstance(run, dict) and type(run["name"]) in (int, float):  # a run may be called 2024
-        run["name"] = str(run["name"])
     try:
         # Through JSON, because strict validation of JSON accepts lists for tuples, but still no text for numbers.
         recipe = Recipe.model_validate_json(json.dumps(data), strict=True)
@@ -69,6 +67,20 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     from llmtrain.pretrained import with_architecture  # imports more than most commands need
 
     return with_architecture(recipe, Path(recipe.run.out_dir) / recipe.run.name)
+
+
+def check_folder(path: Path, overrides: Sequence[str]) -> None:
+    """Raise RecipeError if `path` is the recipe.yaml of a run whose folder has got another name, and no override names the run:
+    a start would leave its checkpoints where they are, and begin another run."""
+    folder = path.absolute().parent
+    if path.name != "recipe.yaml" or not (folder / "checkpoints").is_dir():
+        return
+    named = load_recipe(path, overrides).run.name
+    if named != folder.name and "name" not in parse_overrides(overrides).get("run", {}):
+        raise RecipeError(
+            f"{path} is of the run {named}, but its folder is {folder.name}; give run.name={folder.name} to continue what is in it, "
+            f"or run.name={named} to start a run of that name"
+        )
 
 
 def stored_recipe(data: dict[str, Any], where: str) -> Recipe:
@@ -104,6 +116,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             raise RecipeError(
                 f"{COMMAND_LINE}: the value of {argument!r} is not YAML; put it in quotes within quotes: key='\"...\"'"
             ) from None
+        key, _, text = item.partition("=")
+        _keep_name(data, f"run:\n  name: {text}" if key == "run.name" else f"{key}: {text}", COMMAND_LINE)
         merged = _merge(merged, _normalize(data, COMMAND_LINE))
     return merged
 
@@ -170,7 +184,21 @@ def _read(path: Path, named_by: Path | None) -> dict[str, Any]:
         raise RecipeError(f"{path}: can't be read as a recipe: {reason(error)}") from None
     if not isinstance(loaded, DictConfig):
         raise RecipeError(f"{path}: holds a list, expected sections such as `train:` with keys below them")
-    return _normalize(OmegaConf.to_container(loaded), str(path))
+    data = OmegaConf.to_container(loaded)
+    _keep_name(data, path.read_text(encoding="utf-8"), str(path))
+    return _normalize(data, str(path))
+
+
+def _keep_name(data: dict[Any, Any], written: str, label: str) -> None:
+    """Replace a run.name that YAML reads as a number by its text in `written`, which is YAML: a run may be called 010 or 1.10.
+    Raises RecipeError if the text is not found."""
+    run = data.get("run")
+    if not isinstance(run, dict) or type(run.get("name")) not in (int, float):
+        return
+    try:
+        run["name"] = yaml.load(written, Loader=yaml.BaseLoader)["run"]["name"]  # which reads text only
+    except LookupError:  # a merge key has it
+        raise RecipeError(f"{label}: run.name is {run['name']}, a number; put the name in quotes") from None
 
 
 def _of_the_package(path: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import KeyValidationError, OmegaConfBaseException
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, ValidationError
 
 from llmtrain.compare.cluster import HostLimits
 from llmtrain.config import Section, TraceSection
@@ -34,8 +34,8 @@ class Stage:
 class HostsSection(Section):
     """Virtual hosts, each of which trains one replica."""
 
-    count: PositiveInt = 4
-    processes: PositiveInt = 1
+    count: Count = 4
+    processes: Count = 1
     """Ranks per host: the replica's shards."""
     cpus: PositiveFloat | None = None
     """CPU time of each host in cores, so that its speed does not depend on the other hosts; `null`: no limit."""
@@ -68,8 +68,8 @@ class GarbageSection(Section):
     """Random tokens as a host's data in steps `first` to `last`."""
 
     host: NonNegativeInt
-    first: PositiveInt
-    last: PositiveInt
+    first: Count
+    last: Count
 
 
 class ConditionSection(Section):
@@ -98,9 +98,9 @@ class ConditionSection(Section):
 class RestartSection(Section):
     """Stop with a checkpoint, from which the run continues on a different number of hosts."""
 
-    after_step: PositiveInt
+    after_step: Count
     """Logged step after which the run is asked to stop. It stops one or two log intervals later."""
-    replicas: PositiveInt
+    replicas: Count
     """Replicas after the restart, one per host."""
 
 
@@ -111,7 +111,7 @@ class ComparedRunSection(Section):
     """Recipe file, relative to the comparison file; `null`: the comparison's recipe."""
     overrides: list[str] = Field(default_factory=list)
     """`key=value` strings, laid over the recipe and the comparison's own overrides."""
-    replicas: PositiveInt | None = None
+    replicas: Count | None = None
     """Replicas at the start, on the first hosts; `null`: one on every host."""
     restarts: list[RestartSection] = Field(default_factory=list)
 

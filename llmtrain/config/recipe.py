@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat
 
 from llmtrain.best_checkpoint import CheckpointLoss, best_step
 from llmtrain.config.data import DataSection
-from llmtrain.config.section import Count, DecayRate, FileName, Fraction, PathText, Section, name
+from llmtrain.config.section import Count, CountOrZero, DecayRate, FileName, Fraction, PathText, Section, name
 from llmtrain.config.sync import SyncSection
 
 
@@ -25,7 +25,7 @@ class RunSection(Section):
     timeout_seconds: PositiveFloat = 600
     """Maximum wait of a collective for its peers, after which the run fails. It must exceed the lead of the fastest replica over
     the slowest at the end of a round."""
-    restarts: NonNegativeInt = 2
+    restarts: CountOrZero = 2
     """Maximum number of restarts by `launch/train.sh` after a rank fails: of all ranks on all nodes, from the last checkpoint."""
     on_replica_loss: Literal["stop", "continue"] = "stop"
     """Reaction to the loss of a node: `stop` ends the run on the other nodes; `continue` restarts it on them with fewer replicas,
@@ -59,18 +59,18 @@ class TrainSection(Section):
     """Number of optimizer steps. Exactly one of `steps` and `tokens` is given."""
     tokens: Count | None = None
     """Training tokens of all replicas, rounded down to whole steps."""
-    sequence_length: PositiveInt = 512
+    sequence_length: Count = 512
     """Tokens that a sequence predicts."""
-    global_batch: PositiveInt = 32
+    global_batch: Count = 32
     """Sequences per step, over all replicas."""
-    micro_batch: PositiveInt = 8
+    micro_batch: Count = 8
     """Sequences per forward pass of a rank."""
     document_mask: bool = False
     """Restrict attention to the token's own document, and restart positions in every document; `false`: a token attends to all
     before it in its sequence. With an attention of transformers, each sequence needs a mask of sequence_length squared."""
     deterministic: bool = False
     """Use only deterministic kernels, which are slower on GPUs. On CPUs all kernels are deterministic."""
-    gc_every: PositiveInt | None = 50
+    gc_every: Count | None = 50
     """Steps between garbage collections, which run on all ranks at the same step, so that ranks do not wait for each other in
     turn; `null`: Python decides."""
 
@@ -88,7 +88,7 @@ class MuonSection(Section):
 
     momentum: DecayRate = 0.95
     """Decay rate of the momentum (Nesterov's)."""
-    iterations: PositiveInt = 5
+    iterations: Count = 5
     """Newton-Schulz iterations per step."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Factor of the learning rate for a matrix: `match_rms_adamw`, 0.2 sqrt(larger dimension), makes updates as large as AdamW's,
@@ -129,7 +129,7 @@ class LRScheduleSection(Section):
 
     kind: Literal["cosine", "linear", "constant", "step"] = "cosine"
     """Shape after the warm-up. With `step`, the peak is multiplied by `decay_factor` once for each passed point of `decay_at`."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: CountOrZero = 0
     """Steps of linear warm-up from 0."""
     final_ratio: Fraction = 0.1
     """Final learning rate, as a fraction of the peak (cosine and linear)."""
@@ -142,9 +142,9 @@ class LRScheduleSection(Section):
 class CpuMeshSection(Section):
     """Mesh on machines without a GPU, where the number of devices cannot set the number of ranks."""
 
-    replicas: PositiveInt
+    replicas: Count
     """Number of replicas."""
-    shards: PositiveInt
+    shards: Count
     """Number of ranks per replica."""
 
 
@@ -161,9 +161,9 @@ class ParallelSection(Section):
     """Keep ZeRO's master parameters and optimizer state in CPU memory, and run the optimizer there."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """DeepSpeed configuration, merged over the generated one, for options that no other key sets."""
-    replicas: PositiveInt | Literal["auto"] = "auto"
+    replicas: Count | Literal["auto"] = "auto"
     """Copies of the model, with the slow network between them. `auto`: one per node; on a single node, as many as fit in memory."""
-    shards: PositiveInt | Literal["auto"] = "auto"
+    shards: Count | Literal["auto"] = "auto"
     """Ranks per replica, with the fast network between them. `auto`: all ranks of a node."""
     in_process: bool = False
     """Train all replicas in one process, on one device, in turns; needs `replicas`. For comparing methods on a laptop or a single
@@ -183,7 +183,7 @@ class ParallelSection(Section):
     """With `fsdp2` and several shards, free each block's gathered parameters after its forward pass, and gather them again in
     backward. `false` saves that, and needs memory for all parameters in the precision of the forward pass. `auto`: `false` where
     they take at most a tenth of the estimated memory."""
-    loss_chunk: PositiveInt = 1024
+    loss_chunk: Count = 1024
     """Positions per chunk of the loss. Limits the memory of logits to loss_chunk x vocabulary."""
     loss_kernel: Literal["torch", "liger"] = "torch"
     """Kernel of head and loss: `torch`, or on GPUs `liger`, if liger-kernel is installed. `liger` chooses its own chunks."""
@@ -218,12 +218,12 @@ class ParallelSection(Section):
 class CheckpointSection(Section):
     """Checkpoints of the complete state: their interval and retention."""
 
-    every: PositiveInt | None = 1000
+    every: Count | None = 1000
     """Steps between checkpoints; `null`: only after the last step. With rounds of seconds, checkpoints are written at the end of
     a round."""
-    keep: PositiveInt = 3
+    keep: Count = 3
     """Number of the newest checkpoints to keep."""
-    keep_every: PositiveInt | None = None
+    keep_every: Count | None = None
     """Interval of checkpoints that are kept for good, in steps; `null`: only the newest are kept."""
     keep_best: bool = True
     """Also keep the checkpoint with the lowest validation loss, of those whose step was validated."""
@@ -243,9 +243,9 @@ class CheckpointSection(Section):
 class TraceSection(Section):
     """Steps whose timeline every rank records (trace/rank-*.jsonl), for the reports of `compare`."""
 
-    first: PositiveInt = 1
+    first: Count = 1
     """First recorded step."""
-    steps: PositiveInt = 50
+    steps: Count = 50
     """Number of recorded steps."""
 
 
@@ -254,7 +254,7 @@ class ProfileSection(Section):
 
     first: Annotated[int, Field(ge=3)] = 10
     """First recorded step. The step before it warms up the profiler."""
-    steps: PositiveInt = 3
+    steps: Count = 3
     """Number of recorded steps. A trace takes several megabytes per step."""
     ranks: tuple[NonNegativeInt, ...] = (0,)
     """Ranks that record."""
@@ -279,7 +279,7 @@ class WandbSection(Section):
 class LogSection(Section):
     """Metrics, traces and profiles of a run."""
 
-    every: PositiveInt = 10
+    every: Count = 10
     """Steps between lines of metrics."""
     tensorboard: bool = True
     """Write the metrics as TensorBoard events, in addition to metrics.jsonl."""
@@ -297,7 +297,7 @@ class SuiteSection(Section):
 
     name: str
     """A suite of the package (`small`, `offline`, `edit_paper`, `tinystories`) or a YAML file."""
-    every: PositiveInt = 1
+    every: Count = 1
     """Checkpoints between evaluations. The last checkpoint is always evaluated."""
     limit: Count | None = 200
     """Maximum number of documents per task; `null`: the limit of the suite."""
@@ -305,7 +305,7 @@ class SuiteSection(Section):
     """Folder of local data, for suites like `offline` that read it."""
     device: str = "cpu"
     """Device of the evaluation. On a GPU it shares memory with training."""
-    threads: PositiveInt = 4
+    threads: Count = 4
     """Number of CPU threads, at the lowest priority."""
     wait_seconds: PositiveFloat = 1800
     """Maximum wait for the last evaluation at the end of the run, after which it is stopped."""
@@ -314,7 +314,7 @@ class SuiteSection(Section):
 class EvalSection(Section):
     """Validation of the mean of the replicas. It works on a copy and never changes the run."""
 
-    every: PositiveInt | None = 1000
+    every: Count | None = 1000
     """Steps between validations; `null`: only after the last step."""
     tokens: Count = 1_000_000
     """Number of validation tokens, at most those of the source. Every validation uses the same ones."""
@@ -325,7 +325,7 @@ class EvalSection(Section):
     sample_prompt: str | None = None
     """Prompt that the model continues at each validation after the first step, or, if that takes over a few seconds (5e9
     parameters x tokens), only at the end (`samples.txt`); `""`: an empty prompt; `null`: no sample."""
-    sample_tokens: PositiveInt = 120
+    sample_tokens: Count = 120
     """Length of the sample, in tokens."""
 
 

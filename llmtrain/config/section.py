@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from llmtrain.files import LONGEST_NAME, LONGEST_PATH, is_too_long
@@ -20,6 +20,7 @@ def _count(value: Any) -> Any:
 
 
 Count = Annotated[PositiveInt, BeforeValidator(_count)]
+CountOrZero = Annotated[NonNegativeInt, BeforeValidator(_count)]
 
 
 def _expanded(path: str) -> str:
@@ -42,6 +43,7 @@ def kind(value: Any) -> Any:
 
 def steps_or_kind(value: Any) -> Any:
     """Expand the short form 10 to `{kind: steps, every: 10}`, and that of `kind`."""
+    value = _count(value)
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return {"kind": "steps", "every": value} if is_number else kind(value)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveFloat
 
-from llmtrain.config.section import DecayRate, Fraction, Section, kind, steps_or_kind
+from llmtrain.config.section import Count, CountOrZero, DecayRate, Fraction, Section, kind, steps_or_kind
 from llmtrain.config.sync_reductions import (
     EditPenaltySection,
     MeanSection,
@@ -55,7 +55,7 @@ class EveryStepsSection(PeriodSection):
 
     kind: Literal["steps"] = "steps"
     """`steps`: a round has a fixed number of local steps."""
-    every: PositiveInt = 128
+    every: Count = 128
     """Local steps H per round."""
     shortest_round: ClassVar[str | None] = "every"
 
@@ -65,7 +65,7 @@ class QsrSection(PeriodSection):
 
     kind: Literal["qsr"] = "qsr"
     """`qsr`: the learning rate at the start of a round sets its length."""
-    base: PositiveInt = 4
+    base: Count = 4
     """Minimum local steps per round. All rounds have this length until the learning rate falls below alpha / base^(1 / power)."""
     alpha: PositiveFloat
     """Growth rate, in units of the learning rate. With `optim.lr` x base^(1/power), rounds grow as soon as the rate decays."""
@@ -82,7 +82,7 @@ class EverySecondsSection(PeriodSection):
     """`seconds`: a round lasts a fixed time; replicas take different numbers of local steps."""
     every: PositiveFloat = 600
     """Seconds from one exchange of step counts to the next. The last spans are shortened so that the run ends on its tokens."""
-    min_steps: NonNegativeInt = 100
+    min_steps: CountOrZero = 100
     """Minimum local steps per round, summed over replicas. While a round has fewer, an exchange does not end it."""
     is_timed: ClassVar[bool] = True
 
@@ -107,9 +107,9 @@ class OuterSection(Section):
 class OuterLrSection(Section):
     """Outer learning rate over the rounds of a run."""
 
-    lr_warmup: NonNegativeInt = 0
+    lr_warmup: CountOrZero = 0
     """Rounds before the first one with the whole learning rate: round r of n has r / (n + 1) of it."""
-    lr_decay: NonNegativeInt = 0
+    lr_decay: CountOrZero = 0
     """Rounds after the warm-up over which the learning rate falls to `lr_final`, linearly; 0: it does not."""
     lr_final: Fraction = 0.0
     """Learning rate after `lr_decay`, as a fraction of `lr`."""
@@ -119,7 +119,7 @@ class OuterRoundsSection(OuterLrSection):
     """Outer learning rate and momentum over the rounds of a run. Momentum that is there from the start overshoots in short runs:
     the first rounds move the parameters in much the same direction."""
 
-    momentum_warmup: NonNegativeInt = 0
+    momentum_warmup: CountOrZero = 0
     """Rounds before the first one with the whole momentum: round r of n has r / (n + 1) of it."""
 
 
@@ -207,9 +207,9 @@ class MomentsSection(Section):
     """DES-LOC's averages of the inner optimizer's moments over the replicas, at the end of some rounds. They are sent in master
     precision, while training waits."""
 
-    first: PositiveInt | None = 3
+    first: Count | None = 3
     """Rounds from one average of the first moments (or Muon's momenta) to the next; `null`: never."""
-    second: PositiveInt | None = 6
+    second: Count | None = 6
     """Rounds from one average of the second moments to the next; `null`: never."""
 
 
@@ -251,7 +251,7 @@ class SyncSection(Section):
 
     method: str = "edit"
     """Published method whose choices are the defaults of the keys below."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: CountOrZero = 0
     """Synchronous steps, which average gradients over replicas, before local training begins."""
     warmup_until_lr: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Fraction of the peak to which the learning rate must have fallen, in addition to `warmup_steps`, before local training
@@ -278,7 +278,7 @@ class SyncSection(Section):
     offload: bool = False
     """Keep anchor and outer momentum in CPU memory between synchronizations. On GPUs the memory is pinned, for which torch
     rounds the bytes of a block up to a power of two."""
-    verify_every: PositiveInt | None = 10
+    verify_every: Count | None = 10
     """Synchronizations after which the next log line compares the replicas' anchors by a sum of their bits; `null`: never."""
 
     @property

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 
-from llmtrain.config.section import Fraction, Section
+from llmtrain.config.section import Count, Fraction, Section
 
 
 class ReductionSection(Section):
@@ -74,7 +74,7 @@ class EditPenaltySection(WeighedSection):
     by as much as steps in random directions explain. An excluded norm enters the mean and variance at up to
     z standard deviations above the mean, twice as far with every further round in a row, so a lasting rise to up to 100 times is
     followed within ten rounds. `paper`: norms as they are, and excluded ones never enter."""
-    max_exclusions: PositiveInt | None = 20
+    max_exclusions: Count | None = 20
     """Rounds in a row after which a block of a replica that is always excluded ends the run with an error; `null`: never."""
     temperature: PositiveFloat | None = 1.0
     """Weighted averaging: the weights are softmax(-norm / temperature); `null`: equal weights."""

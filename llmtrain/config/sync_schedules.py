@@ -6,9 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
-
-from llmtrain.config.section import Fraction, Section
+from llmtrain.config.section import Count, CountOrZero, Fraction, Section
 from llmtrain.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -61,7 +59,7 @@ class LayerwiseSection(SyncScheduleSection):
 
     kind: Literal["layerwise"] = "layerwise"
     """`layerwise`: blocks synchronize one by one inside the next forward pass."""
-    prefetch: NonNegativeInt = 2
+    prefetch: CountOrZero = 2
     """Number of following blocks whose reductions are in flight while one block computes."""
     needs_anchor: ClassVar[bool] = False
     syncs_in_forward: ClassVar[bool] = True
@@ -76,7 +74,7 @@ class FragmentsSection(SyncScheduleSection):
 
     kind: str
     """Name of the schedule. It comes before the other keys."""
-    fragments: PositiveInt = 1
+    fragments: Count = 1
     """Number of fragments. A round synchronizes each of them once, at even intervals; 1: the whole model at the round's end."""
     fragment_layout: Literal["strided", "sequential"] = "strided"
     """`strided`: block i belongs to fragment i mod fragments; `sequential`: a fragment is a run of adjacent blocks."""
@@ -101,9 +99,9 @@ class OverlappedSection(FragmentsSection):
 
     kind: Literal["overlapped"] = "overlapped"
     """`overlapped`: the reduction of a fragment overlaps with `steps` local steps."""
-    steps: NonNegativeInt = 5
+    steps: CountOrZero = 5
     """Local steps between sending a fragment and applying its mean, at most a whole round."""
-    fragments: PositiveInt = 4
+    fragments: Count = 4
     """Number of fragments. A round synchronizes each of them once, at even intervals."""
     alpha: Fraction = 0.5
     """alpha: a replica continues from alpha x its own parameters + (1 - alpha) x the next anchor."""
@@ -171,7 +169,7 @@ class WaitAvoidingSection(SyncScheduleSection):
     """`wait_avoiding`: a thread takes part in group averages for a replica that is late."""
     needs_threads: ClassVar[bool] = True
     models_in_cpu_memory: ClassVar[int] = 2  # the newest one, and the one whose sum over a group is in flight
-    group_size: PositiveInt | Literal["auto"] = "auto"
+    group_size: Count | Literal["auto"] = "auto"
     """Replicas per group, a power of two; `auto`: the square root of the number of replicas, rounded up to a power of two."""
 
     def resolve_group_size(self, replicas: int) -> int:

@@ -12,7 +12,7 @@ from rich.console import Console
 import llmtrain
 from llmtrain.doctor.machine import installed_version
 from llmtrain.eval.arguments import check_arguments
-from llmtrain.eval.evaluated_checkpoint import Checkpoint, find_checkpoints, is_main_process, labels
+from llmtrain.eval.evaluated_checkpoint import Checkpoint, find_checkpoints, has_step, is_main_process, labels
 from llmtrain.eval.scores import Cache, write_json
 from llmtrain.eval.table import Evaluated, comparison, draw_curves, rows_of, scores_on_one_line, table_of
 from llmtrain.eval.texts import check_device
@@ -59,7 +59,9 @@ def evaluate(
     units = units_of(options)
     everything = [*paths] if baseline is None or _same(baseline, paths) is not None else [*paths, baseline]
     found = [
-        find_checkpoints(path, label, None if path not in paths else step, over_time and path in paths)
+        find_checkpoints(path, label, step, over_time)
+        if path in paths
+        else [_find_baseline(path, label, step, console)]
         for path, label in zip(everything, labels(everything), strict=True)
     ]
     evaluated = [[_evaluate_one(each, units, options, name, out, console) for each in of_path] for of_path in found]
@@ -80,6 +82,15 @@ def evaluate(
     if over_time:
         _draw(name, [each for of_path in evaluated for each in of_path], results, show, out, console)
     return results
+
+
+def _find_baseline(path: Path, label: str, step: Step | None, console: Console) -> Checkpoint:
+    """Return the checkpoint of `step` of a baseline that is not among the evaluated paths, or its newest one if there is none."""
+    is_there = step is not None and has_step(path, step)
+    (checkpoint,) = find_checkpoints(path, label, step if is_there else None, over_time=False)
+    if step is not None and not is_there and checkpoint.step is not None:
+        console.print(f"--step {step}: {label} has none, so the baseline is its step {checkpoint.step}", markup=False)
+    return checkpoint
 
 
 def _evaluate_one(

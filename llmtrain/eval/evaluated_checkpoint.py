@@ -91,6 +91,16 @@ def check_path(path: Path, step: Step | None) -> None:
         choose_step(path, step)  # raises the error that lists the available steps
 
 
+def has_step(path: Path, step: Step) -> bool:
+    """Return whether `path` is a run that can be evaluated after `step`."""
+    if not _is_run(path):
+        return False
+    try:
+        return (choose_step(path, BEST) if step == BEST else step) in _steps(path)
+    except UserError:  # no checkpoint has a validation loss
+        return False
+
+
 def _is_run(path: Path) -> bool:
     return (path / "recipe.yaml").is_file()
 

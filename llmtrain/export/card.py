@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,38 +156,49 @@ class Score:
     metric: str
     value: float
     stderr: float | None
+    n: float | None
+    """Number of documents, if it is known."""
+    shows_n: bool = False
 
     def __str__(self) -> str:
-        return f"{self.value:.4f}" if self.stderr is None else f"{self.value:.4f} ± {self.stderr:.4f}"
+        error = "" if self.stderr is None else f" ± {self.stderr:.4f}"
+        return f"{self.value:.4f}{error}" + (f" (n = {self.n:g})" if self.shows_n and self.n is not None else "")
 
 
 def read_scores(folder: Path, step: int) -> list[Score]:
-    """Return the scores of the checkpoint after `step` from the JSON files in `folder`, ordered by file name.
+    """Return the scores of the checkpoint after `step` from the JSON files in `folder`, ordered by file name. Of several
+    evaluations, the newest score is returned; it shows its number of documents if another one had fewer or more.
 
     Files and values of any other form are skipped, because a model card does not need results.
     """
-    scores = []
+    found: dict[tuple[str, str, str], list[tuple[str, Score]]] = {}
     for file in sorted(folder.glob("*.json")):
         try:
             content = json.loads(file.read_text())
         except (OSError, ValueError):
             continue
         if isinstance(content, dict) and content.get("checkpoint_step") == step:
-            scores += _scores_of(str(content.get("suite", file.stem)), content.get("results"))
-    return scores
+            suite, date = str(content.get("suite", file.stem)), str(content.get("date", ""))
+            for key, score in _scores_of(suite, content.get("results")):
+                found.setdefault((suite, score.task, key), []).append((date, score))
+    return [_newest(scores) for scores in found.values()]
 
 
-def _scores_of(suite: str, results: Any) -> list[Score]:
-    scores = []
+def _newest(scores: list[tuple[str, Score]]) -> Score:
+    _, newest = max(reversed(scores), key=lambda dated: dated[0])
+    return replace(newest, shows_n=any(score.n != newest.n for _, score in scores))
+
+
+def _scores_of(suite: str, results: Any) -> Iterator[tuple[str, Score]]:
+    """Yield the key of each score in a file's results, and the score."""
     for task, metrics in results.items() if isinstance(results, dict) else ():
         numbers = {
             key: float(value)
             for key, value in (metrics.items() if isinstance(metrics, dict) else ())
-            if isinstance(value, int | float) and not isinstance(value, bool) and key not in COUNTS
+            if isinstance(value, int | float) and not isinstance(value, bool)
         }
         for key, value in numbers.items():
             metric, comma, variant = key.partition(",")  # lm-eval's "acc,none"
-            if not metric.endswith("_stderr"):
+            if not metric.endswith("_stderr") and key not in COUNTS:
                 stderr = numbers.get(f"{metric}_stderr{comma}{variant}", numbers.get(f"{metric}_stderr"))
-                scores.append(Score(suite, task, metric, value, stderr))
-    return scores
+                yield key, Score(suite, task, metric, value, stderr, numbers.get("n"))

@@ -13,6 +13,7 @@ from llmtrain.export.folder import (
     can_write,
     copy_tokenizer,
     destination,
+    keep_others,
     locked,
     note,
     read_manifest,
@@ -58,6 +59,7 @@ def export(source: Source, request: Request, out: Path | None = None) -> tuple[P
                 note(f"exporting {source.checkpoint}")
                 manifest = _write(source, request, folder)
                 (folder / CARD).write_text(model_card(source, manifest))
+                keep_others(final, folder)
         else:
             (final / CARD).write_text(model_card(source, manifest))
     return final, manifest

@@ -167,6 +167,22 @@ def replacing(
         shutil.rmtree(retired, ignore_errors=True)
 
 
+def keep_others(final: Path, folder: Path) -> None:
+    """Copy what the export `final`, if it exists, has not written to `folder`, which will replace it: the results in eval/, for
+    example. If its manifest can't be read, only folders are copied, because an export has none."""
+    try:
+        written = {*json.loads((final / MANIFEST).read_text())["files"], MANIFEST, CARD}
+    except (OSError, ValueError, LookupError, TypeError):
+        written = None
+    for path in final.iterdir() if final.is_dir() else ():
+        is_other = path.is_dir() if written is None else path.name not in written
+        if is_other and not (folder / path.name).exists():
+            if path.is_dir() and not path.is_symlink():
+                shutil.copytree(path, folder / path.name, symlinks=True)
+            else:
+                shutil.copy2(path, folder / path.name, follow_symlinks=False)
+
+
 TORCH_DTYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16), strict=True))
 """torch's dtypes by the names in a request."""
 

@@ -58,7 +58,7 @@ class Source:
     def check_recipe(self) -> None:
         """Raise CheckpointError if a run of another recipe wrote the checkpoint, although its model may be the same."""
         there = stored_recipe(self.state["recipe"], str(self.checkpoint))
-        if changed := recipe_changes(there, self.recipe, ["run.name"]):
+        if changed := recipe_changes(there, self.recipe):
             raise CheckpointError(
                 f"{self.checkpoint} is of another recipe than {self.run}/recipe.yaml ({'; '.join(changed)}); put back the "
                 "recipe.yaml that it was trained with"

@@ -7,7 +7,6 @@ tokens.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +42,7 @@ from llmtrain.train.devices import memory_of_rank
 from llmtrain.train.initial_weights import InitialWeights, check_initial_weights
 from llmtrain.train.mirror import RemoteRun
 from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.run_texts import check_texts, is_complete
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,7 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
     _check_folder("run.out_dir", directory.path)
     _check_mirror(recipe.checkpoint.mirror)
     texts = check_data(recipe, start.replicas, start.shards, start.replicas_of(nodes))
+    check_texts(directory, texts)
     prepared = next(iter(texts.values()), None)
     if prepared is not None:  # again, now with the vocabulary of the tokens
         check_initial_weights(recipe, prepared)
@@ -243,7 +244,7 @@ def _find_prepared(recipe: Recipe, section: DataSection) -> TokenDataset | None:
 
 def _check_token_count(recipe: Recipe, name: str, prepared: TokenDataset, replicas: int, shards: int) -> None:
     train, splits, data = recipe.train, prepared.index.splits, recipe.data.texts()[name]
-    if splits["train"].exhausted or splits["train"].tokens >= (data.max_tokens or math.inf):
+    if is_complete(prepared, data):
         # the folder has all training tokens of the run; otherwise `prepare` adds the missing ones
         if recipe.data.per_replica:
             sites = [entry.name for entry in recipe.data.per_replica[:replicas]]

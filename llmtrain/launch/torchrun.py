@@ -108,12 +108,15 @@ def _launch_ranks(
     from llmtrain.train.initial_weights import check_initial_weights
     from llmtrain.train.run import prepare_for
     from llmtrain.train.run_dir import RunDirectory
+    from llmtrain.train.run_texts import check_texts, prepare_texts
 
     directory = RunDirectory(recipe)
 
     def prepare_node() -> None:
         """Prepare the data that the first step needs, and download weights of the hub."""
-        prepared = prepare_for(recipe, show_progress=True, to_begin=True, replicas=start.replicas_of(nodes))
+        here = start.replicas_of(nodes)
+        prepared = prepare_for(recipe, show_progress=True, to_begin=True, replicas=here)
+        check_texts(directory, prepare_texts(recipe, here, show_progress=False, to_begin=True))
         check_vocabulary(recipe, prepared.vocab_size)
         check_initial_weights(recipe, prepared, download=True)
 

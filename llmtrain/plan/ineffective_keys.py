@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from llmtrain.config import PrimalAverageSection, Recipe, Section
+from llmtrain.config import LRScheduleSection, OptimSection, PrimalAverageSection, Recipe, Section
 from llmtrain.data.dataset import TokenDataset
 from llmtrain.lr import LRSchedule
 from llmtrain.plan.duration import format_duration
@@ -32,6 +32,7 @@ def ineffective_keys(recipe: Recipe, texts: Mapping[str, TokenDataset], step_sec
         *_checkpoints(recipe),
         *_recordings(recipe),
         *_unused(recipe),
+        *_unused_rates(recipe),
     ]
 
 
@@ -112,6 +113,10 @@ def _unused(recipe: Recipe) -> Iterator[str]:
     sync, parallel = recipe.sync, recipe.parallel
     if sync.period.averages_gradients and sync.warmup_steps:
         yield f"sync.warmup_steps is {sync.warmup_steps:,}, but sync.method={sync.method} averages gradients in every step"
+    if sync.period.averages_gradients and sync.warmup_until_lr is not None:
+        yield (
+            f"sync.warmup_until_lr is {sync.warmup_until_lr:g}, but sync.method={sync.method} averages gradients in every step"
+        )
     if sync.offload and (sync.period.averages_gradients or not sync.needs_anchor):
         yield f"sync.offload is true, but sync.method={sync.method} keeps no anchor that could be offloaded"
     if sync.moments is not None and sync.moments.first is None and sync.moments.second is None:
@@ -129,6 +134,28 @@ def _unused(recipe: Recipe) -> Iterator[str]:
         yield f"optim.muon is given, but optim.kind is {recipe.optim.kind}"
     if not parallel.reshard_after_forward and (parallel.engine == "zero" or parallel.shards == 1):
         yield "parallel.reshard_after_forward is false, which has an effect on fsdp2 with several shards only"
+
+
+def _unused_rates(recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each key of the inner optimizer and its learning rate that their kinds make unused."""
+    schedule, optim = recipe.schedule, recipe.optim
+    if schedule.kind != "step":
+        for key in _chosen(schedule, "decay_at", "decay_factor"):
+            yield f"{key}, but schedule.kind is {schedule.kind}, and only step has points at which the rate drops"
+    if schedule.kind in ("constant", "step"):
+        for key in _chosen(schedule, "final_ratio"):
+            yield f"{key}, but schedule.kind is {schedule.kind}, and only cosine and linear have a final rate"
+    if optim.kind == "sgd":
+        for key in _chosen(optim, "betas", "eps"):
+            yield f"{key}, but optim.kind is sgd, which has no moments"
+
+
+def _chosen(section: LRScheduleSection | OptimSection, *keys: str) -> Iterator[str]:
+    """Yield `section.key is value` for those of the keys that have another value than the default."""
+    label = "optim" if isinstance(section, OptimSection) else "schedule"
+    for key in keys:
+        if (value := getattr(section, key)) != type(section).model_fields[key].default:
+            yield f"{label}.{key} is {list(value) if isinstance(value, tuple) else f'{value:g}'}"
 
 
 def _is_given(section: Section, key: str) -> bool:

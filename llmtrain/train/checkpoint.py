@@ -168,8 +168,7 @@ class Checkpointer:
         if self.recipe is not None and "recipe" in state:
             check_order(state["recipe"], self.recipe, str(path))
             there = stored_recipe(state["recipe"], str(path))
-            # The checkpoint may have been copied into the folder of a run with another name.
-            check_same_recipe(there, self.recipe, str(path), ignored=["run.name"])
+            check_same_recipe(there, self.recipe, str(path))
             length = LengthChange(there, self.recipe, state["step"])
             length.check(str(path))
         place = self.mesh.replica_comms.rank, self.mesh.shard_comms.rank

@@ -108,7 +108,12 @@ class Metrics:
             self._loggers = (
                 self._write(
                     lambda: open_loggers(
-                        self.recipe, self.directory, state.global_step, self.tokens, self.console.print
+                        self.recipe,
+                        self.directory,
+                        state.global_step,
+                        self.tokens,
+                        self.interval.steps,
+                        self.console.print,
                     )
                 )
                 or ()

@@ -122,26 +122,31 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
         with console.progress("building the model"):
             trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop, end_early, weights, text)
         del weights  # closes its files
-        mesh.broadcast_from_main(directory.open)  # not earlier: damaged weights must not leave a run behind
-        mirror.claim(mesh)
         trainer.checkpointer.on_saved += [suites.after_checkpoint, mirror.upload_async]
         trainer.checkpointer.pinned_by += [suites.worker.pending_steps, mirror.pinned_steps]
+        is_loaded = resume_from is None
         try:
-            with (
-                _traced(recipe.log.trace, directory.trace_of(world.rank), mesh.device),
-                profile_steps(recipe.log.profile, world.rank, directory.profile, console.print) as profile,
-                collect_garbage_every(recipe.train.gc_every) as collect_garbage,
-                explain_out_of_memory(world.rank, mesh.device, directory.out_of_memory),
-            ):
-                trainer.after_step += [profile, collect_garbage]
+            with explain_out_of_memory(world.rank, mesh.device, directory.out_of_memory):
                 alter(trainer)
+                if resume_from is not None:
+                    trainer.load(resume_from)
+                    is_loaded = True
+                # Only now, because weights may be damaged, and a checkpoint or the text refused: a refused start changes nothing.
+                mesh.broadcast_from_main(directory.open)
+                mirror.claim(mesh)
                 mirror.upload_if_newer(resume_from)
-                ended = trainer.fit(resume_from)
+                with (
+                    _traced(recipe.log.trace, directory.trace_of(world.rank), mesh.device),
+                    profile_steps(recipe.log.profile, world.rank, directory.profile, console.print) as profile,
+                    collect_garbage_every(recipe.train.gc_every) as collect_garbage,
+                ):
+                    trainer.after_step += [profile, collect_garbage]
+                    ended = trainer.fit()
             _finish_mirror(mirror, mesh, console, ended)
             write_summary(trainer, ended, mirror.newest)
         except (RuntimeError, DataError) as error:
             trainer.method.close()
-            if mesh.is_main:
+            if mesh.is_main and is_loaded:
                 with suppress(OSError):  # the disk may have ended the run, because it is full
                     directory.write_summary(summary_of(trainer, "error", mirror.newest))
             if isinstance(error, TrainingError | DataError) or not is_lost_peer(error):

@@ -6,7 +6,7 @@ import filecmp
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from llmtrain.train.run_length import LengthChange, length_key
 from llmtrain.waiting import announced
 
 RESUMABLE_KEYS = (
+    "run.name",
     "run.out_dir",
     "run.timeout_seconds",
     "run.restarts",
@@ -142,9 +143,15 @@ class RunDirectory:
 
     def length_change(self) -> LengthChange | None:
         """Return the change of length since the newest checkpoint; None if there is no checkpoint or it can't be read."""
-        with suppress(IndexError, CheckpointError, KeyError):
-            state = read_state(list_checkpoints(self.checkpoints)[-1][1])
-            return LengthChange(stored_recipe(state["recipe"], str(self.path)), self.recipe, state["step"])
+        state = self.newest_state()
+        if state is None or "recipe" not in state:
+            return None
+        return LengthChange(stored_recipe(state["recipe"], str(self.path)), self.recipe, state["step"])
+
+    def newest_state(self) -> dict[str, Any] | None:
+        """Return the state.json of the newest checkpoint; None if there is no checkpoint, or this one can't be read."""
+        with suppress(IndexError, CheckpointError):
+            return read_state(list_checkpoints(self.checkpoints)[-1][1])
         return None
 
     def reserve(self) -> None:
@@ -195,11 +202,16 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json when the run ends. Numbers that are not finite become null. Main rank only."""
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in summary.items()
-        }
-        atomic_write(self.path / "summary.json", json.dumps(finite, indent=2, allow_nan=False) + "\n")
+        atomic_write(self.path / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """Return `value` with None for each number that is not finite, also in mappings and lists."""
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _have_same_files(one: Path, other: Path) -> bool:
@@ -208,10 +220,9 @@ def _have_same_files(one: Path, other: Path) -> bool:
     return len(equal) == len(names)
 
 
-def check_same_recipe(there: Recipe, recipe: Recipe, where: str, ignored: Sequence[str] = ()) -> None:
-    """Raise RecipeError if `recipe` can't continue the run of recipe `there`, which was found in `where`. The keys
-    `ignored` may differ."""
-    changed = recipe_changes(there, recipe, ignored)
+def check_same_recipe(there: Recipe, recipe: Recipe, where: str) -> None:
+    """Raise RecipeError if `recipe` can't continue the run of recipe `there`, which was found in `where`."""
+    changed = recipe_changes(there, recipe)
     if changed:
         raise RecipeError(
             f"{where} holds a run of another recipe ({'; '.join(changed)}); choose another run.name, or delete that folder"
@@ -228,10 +239,10 @@ def check_order(there: Mapping[str, Any], recipe: Recipe, where: str) -> None:
         )
 
 
-def recipe_changes(there: Recipe, recipe: Recipe, ignored: Sequence[str] = ()) -> list[str]:
+def recipe_changes(there: Recipe, recipe: Recipe) -> list[str]:
     """Return a line for each key that keeps `recipe` from continuing `there`."""
     with_length = () if there.train.total_steps == recipe.train.total_steps else KEYS_WITH_LENGTH
-    return differences(there, recipe, ignore=(*RESUMABLE_KEYS, *with_length, *ignored)) + _other_sites(there, recipe)
+    return differences(there, recipe, ignore=(*RESUMABLE_KEYS, *with_length)) + _other_sites(there, recipe)
 
 
 def _other_sites(there: Recipe, recipe: Recipe) -> list[str]:

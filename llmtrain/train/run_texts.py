@@ -3,6 +3,7 @@ and report."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from llmtrain.parallel.mesh import Mesh
 from llmtrain.reshard import FromAllRanks
 from llmtrain.train.loggers import format_si
 from llmtrain.train.rank_errors import raise_on_all
+from llmtrain.train.run_dir import RunDirectory, check_order
 from llmtrain.train.run_length import is_fixed
 from llmtrain.train.train_text import TrainText
 from llmtrain.train.validation import Batches, ValidationSet, joined
@@ -72,6 +74,38 @@ def describe_kept_texts(data: DataSection) -> str:
         with suppress(DataError):
             prepared.append(open_dataset(cache_path(own)))
     return "; ".join(kept)
+
+
+def identities_of(recipe: Recipe, texts: Mapping[str, TokenDataset], is_growing: bool) -> dict[str, TextIdentity]:
+    """Return the identity of each text by name. Of a text that grows, it is that of the part that every host has before the
+    first step."""
+    sections = recipe.data.texts()
+    return {
+        name: TextIdentity.of(first_block(text) if is_growing else text, not is_growing and is_fixed(sections[name]))
+        for name, text in texts.items()
+    }
+
+
+def check_texts(directory: RunDirectory, texts: Mapping[str, TokenDataset]) -> None:
+    """Raise DataError if one of the prepared `texts` is not the one that the run's newest checkpoint has stored, and RecipeError
+    if it was read in another order: before ranks are started, which refuse both. Of a text that is not tokenized to its end,
+    nothing is known yet."""
+    recipe, state = directory.recipe, directory.newest_state()
+    if state is None or "recipe" not in state:
+        return
+    check_order(state["recipe"], recipe, str(directory.path))
+    sections = recipe.data.texts()
+    known = {
+        name: text for name, text in texts.items() if not is_fixed(sections[name]) or is_complete(text, sections[name])
+    }
+    stored = {name: identity for rank in state["ranks"] for name, identity in rank.get("texts", {}).items()}
+    check_continued(identities_of(recipe, known, is_growing=shuffles_in_blocks(recipe.data)), stored)
+
+
+def is_complete(text: TokenDataset, data: DataSection) -> bool:
+    """Return whether all training tokens are prepared that a run of any length can read."""
+    train = text.index.splits["train"]
+    return train.exhausted or train.tokens >= (data.max_tokens or math.inf)
 
 
 @dataclass(frozen=True)
@@ -213,15 +247,7 @@ class RunTexts:
         }
 
     def _identities(self) -> dict[str, TextIdentity]:
-        """Return the identity of each text that this rank reads. A text that grows has the identity of its first block,
-        which every host has before the first step."""
-        sections, is_growing = self.recipe.data.texts(), self.train_text is not None
-        return {
-            name: TextIdentity.of(
-                first_block(text) if is_growing else text, not is_growing and is_fixed(sections[name])
-            )
-            for name, text in self.texts.items()
-        }
+        return identities_of(self.recipe, self.texts, is_growing=self.train_text is not None)
 
     def _site_of_replica(self) -> list[str]:
         return [entry.name for entry in self.recipe.data.per_replica[: self.mesh.replicas]]

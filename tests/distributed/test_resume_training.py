@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from llmtrain.config import Recipe
-from llmtrain.errors import DONE, DataError, RecipeError
+from llmtrain.errors import DONE, STOPPED_EARLY, DataError, RecipeError, TrainingError
+from llmtrain.launch.nodes import Nodes
+from llmtrain.launch.preflight import check_here
 from llmtrain.parallel.world import World
 from llmtrain.train.checkpoint_files import list_checkpoints
 from llmtrain.train.run import run_training
@@ -136,6 +138,20 @@ def test_a_run_that_goes_on_has_no_summary_until_it_ends_again(folder: Path) -> 
     assert directory.summary() is None
 
 
+def test_a_stopped_run_counts_its_tokens_up_to_the_stop(tmp_path: Path) -> None:
+    """It learns of the request in step 6, for the checkpoint, after the line of step 4."""
+    write_texts(tmp_path)
+    keys = ("parallel.replicas=1", "parallel.shards=1", "train.steps=9", "log.every=4", "checkpoint.every=3")
+    recipe = recipe_of(tmp_path, "counted", *keys)
+
+    def ask_in_step_4(trainer: Trainer) -> None:
+        trainer.after_step.append(lambda step: setattr(trainer.metrics.stop, "requested", step >= 4))
+
+    assert run_training(recipe, World(0, 1, 0, 1), ask_in_step_4) == STOPPED_EARLY
+    summary = json.loads((tmp_path / "runs/counted/summary.json").read_text())
+    assert (summary["steps"], summary["tokens"]) == (6, 6 * recipe.train.tokens_per_step)
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -165,8 +181,24 @@ def test_a_run_is_not_continued_on_another_text(tmp_path: Path) -> None:
     keys = ("parallel.replicas=1", "parallel.shards=1", "checkpoint.every=4")
     first, longer = (recipe_of(tmp_path, "changed", *keys, f"train.steps={steps}") for steps in (4, 8))
     assert run_training(first, World(0, 1, 0, 1)) == DONE
+    run = tmp_path / "runs/changed"
+    before = {file: (run / file).read_text() for file in ("summary.json", "recipe.yaml", "metrics.jsonl")}
     (tmp_path / "train" / "zzz.txt").write_text("another file\n" * 200)
     with pytest.raises(DataError, match="the training text is another one than when the run's checkpoint was written"):
         run_training(longer, World(0, 1, 0, 1))
+    with pytest.raises(DataError, match="the training text is another one than when the run's checkpoint was written"):
+        check_here(longer, Nodes(1), per_node=1)
+    assert {file: (run / file).read_text() for file in before} == before, "a refused start changes nothing"
     (tmp_path / "train" / "zzz.txt").unlink()
+    assert check_here(longer, Nodes(1), per_node=1).texts.keys() == {""}
+
+    def break_loading(trainer: Trainer) -> None:
+        def load(path: Path) -> None:
+            raise RuntimeError("gloo: connection closed by peer")  # of a rank that is lost
+
+        trainer.load = load
+
+    with pytest.raises(TrainingError, match="lost a peer in step 0"):
+        run_training(longer, World(0, 1, 0, 1), break_loading)
+    assert {file: (run / file).read_text() for file in before} == before, "of no steps, as far as it knew"
     assert run_training(longer, World(0, 1, 0, 1)) == DONE

@@ -127,4 +127,32 @@ MUTANTS = [
         "run_comparison(Path(file),",
         RECIPES,
     ),
+    Mutant(
+        "recipe: a name is the number that YAML reads",
+        "llmtrain/recipe_loader.py",
+        '["run"]["name"]  # which reads text only',
+        '["run"]["name"] and str(run["name"])',
+        ("tests/unit/test_recipe.py",),
+    ),
+    Mutant(
+        "recipe: a period of 1e1 is refused",
+        "llmtrain/config/section.py",
+        "    value = _count(value)\n",
+        "",
+        ("tests/unit/test_recipe.py",),
+    ),
+    Mutant(
+        "compare: --retry is ignored for given runs",
+        "llmtrain/cli.py",
+        "if is_of_runs and (retry or not shaping):",
+        "if is_of_runs and not shaping:",
+        ("tests/unit/test_compare_runs.py",),
+    ),
+    Mutant(
+        "warnings: defaults that have no effect are named",
+        "llmtrain/plan/ineffective_keys.py",
+        "!= type(section).model_fields[key].default:",
+        "is not None:",
+        ("tests/unit/test_preflight.py",),
+    ),
 ]

@@ -280,4 +280,32 @@ MUTANTS = [
         "split_special_tokens=False",
         ("tests/end_to_end/test_training.py::test_a_run_leaves_everything_it_promises",),
     ),
+    Mutant(
+        "card: the oldest of several scores",
+        "llmtrain/export/card.py",
+        "max(reversed(scores),",
+        "min(reversed(scores),",
+        ("tests/unit/test_export_folder.py",),
+    ),
+    Mutant(
+        "export: the results in the folder are deleted",
+        "llmtrain/export/export.py",
+        "                keep_others(final, folder)\n",
+        "",
+        ("tests/unit/test_export.py",),
+    ),
+    Mutant(
+        "export: shards of the old export are kept",
+        "llmtrain/export/folder.py",
+        "path.is_dir() if written is None else path.name not in written",
+        "True",
+        ("tests/unit/test_export_folder.py",),
+    ),
+    Mutant(
+        "eval: a baseline is always its newest checkpoint",
+        "llmtrain/eval/command.py",
+        "step if is_there else None",
+        "None",
+        ("tests/unit/test_eval_arguments.py",),
+    ),
 ]

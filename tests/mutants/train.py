@@ -351,8 +351,8 @@ MUTANTS = [
     Mutant(
         "loggers: lines lost before the checkpoint are not named",
         "llmtrain/train/loggers.py",
-        "resumed_step - jsonl.last_step >= recipe.log.every",
-        "resumed_step - jsonl.last_step > 10 * recipe.log.every",
+        "resumed_step - jsonl.last_step > unlogged_steps",
+        "resumed_step - jsonl.last_step > 10 * unlogged_steps",
         ("tests/unit/test_loggers.py",),
     ),
 ]

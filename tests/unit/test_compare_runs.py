@@ -129,6 +129,25 @@ def test_an_option_of_reports_is_not_ignored(tmp_path: Path, capsys, option: str
     assert code == 2 and not output and "add --report-only" in error
 
 
+@pytest.mark.parametrize("options", [["--retry"], ["--no-shaping"], ["--report-only", "--retry"]])
+def test_an_option_of_trials_is_not_ignored(tmp_path: Path, capsys, options: list[str]) -> None:
+    code, output, error = compared(capsys, write(tmp_path, "a", 4.0), *options)
+    assert code == 2 and not output
+    assert (
+        error
+        == "error: --retry and --no-shaping are for the trials of a comparison file; give one, or leave them out\n"
+    )
+
+
+def test_a_comparison_file_has_its_own_folder(tmp_path: Path, capsys) -> None:
+    (tmp_path / "file.yaml").write_text("a: 1")
+    code, output, error = compared(capsys, tmp_path / "file.yaml", "--out", tmp_path / "x")
+    assert code == 2 and not output
+    assert (
+        error == "error: --out is for reports on given runs; a comparison file has the key out_dir: leave --out out\n"
+    )
+
+
 OTHER = "data.tokenizer=train:999"
 
 

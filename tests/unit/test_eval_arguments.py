@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from llmtrain.config import SuiteSection
 from llmtrain.errors import CheckpointError, ModelError, UserError
+from llmtrain.eval import command
 from llmtrain.eval.arguments import check_arguments
-from llmtrain.eval.evaluated_checkpoint import check_path
+from llmtrain.eval.evaluated_checkpoint import Checkpoint, check_path, has_step
 from llmtrain.eval.texts import check_device, generate
 from llmtrain.suites import check_suite
 from tests.end_to_end.runs import environment
@@ -98,6 +100,23 @@ def test_what_is_there_passes(run: Path, tmp_path: Path) -> None:
     check_path(run / "export/step-00000005", 5)
     with pytest.raises(CheckpointError, match="has no checkpoint of step 7"):
         check_arguments([run], "small", step=7)
+
+
+def test_a_baseline_is_of_the_same_step_if_it_has_one(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def of_run(path: Path, label: str, step: int | None, over_time: bool) -> list[Checkpoint]:
+        return [Checkpoint(label, path, path, 20 if step is None else step)]
+
+    monkeypatch.setattr(command, "find_checkpoints", of_run)
+    console = Console()
+    for step, expected in ((None, 20), (10, 10), (5, 5), (20, 20)):
+        assert command._find_baseline(run, "b", step, console).step == expected
+        assert capsys.readouterr().out == ""
+    for step in (7, "best"):
+        assert command._find_baseline(run, "b", step, console).step == 20
+        assert capsys.readouterr().out == f"--step {step}: b has none, so the baseline is its step 20\n"
+    assert not has_step(write_model(tmp_path / "model"), 10)
 
 
 def test_a_recipe_has_a_device_that_some_machine_has() -> None:

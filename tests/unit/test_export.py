@@ -26,6 +26,7 @@ from llmtrain.export.export import export
 from llmtrain.export.folder import (
     copy_tokenizer,
     write_configs,
+    write_manifest,
     write_weights,
 )
 from llmtrain.export.parity import Parity
@@ -208,6 +209,20 @@ def test_a_model_is_exported_to_the_current_folder_but_not_to_the_root(
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["README.md"]
     with pytest.raises(UserError, match=r"^/ can't be replaced by an export; choose another folder: export RUN --out"):
         export(source, Request(), Path("/"))
+
+
+def test_another_export_to_the_same_folder_keeps_the_results(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmtrain.export.export._write", lambda *given: write_manifest(given[2], MANIFEST) or MANIFEST)
+    source.checkpoint.mkdir(parents=True)
+    (source.checkpoint / "state.json").write_text("{}")  # its digest is none that the manifest has
+    results = tmp_path / "out/eval/small.json"
+    export(source, Request(), tmp_path / "out")
+    results.parent.mkdir()
+    results.write_text("scores")
+    export(source, Request(), tmp_path / "out")
+    assert results.read_text() == "scores"
 
 
 def test_models_whose_logits_are_all_0_do_not_differ() -> None:

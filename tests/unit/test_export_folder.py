@@ -1,8 +1,9 @@
-"""Exported folders: complete or absent, one process at a time, and one line where a disk takes nothing."""
+"""Exported folders: complete or absent, one process at a time, one line where a disk takes nothing, and each score once."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from pathlib import Path
@@ -13,8 +14,10 @@ from safetensors import SafetensorError
 
 from llmtrain.errors import UserError
 from llmtrain.export import folder
+from llmtrain.export.card import read_scores
 from llmtrain.export.folder import (
     Manifest,
+    keep_others,
     locked,
     read_manifest,
     replacing,
@@ -88,6 +91,48 @@ def test_a_disk_that_takes_no_more_leaves_what_was_there(tmp_path: Path, monkeyp
         make(made, "others")
     assert (final / "model.safetensors").read_text() == "weights"
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_what_an_export_has_not_written_is_kept(tmp_path: Path, is_readable: bool) -> None:
+    final = tmp_path / "x"
+    with replacing(final) as made:
+        (made / "model-00001-of-00002.safetensors").write_text("old shard")
+        make(made)
+        keep_others(final, made)
+    (final / "eval").mkdir()
+    (final / "eval/small.json").write_text("scores")
+    (final / "eval/newest").symlink_to("small.json")
+    (final / "README.md").write_text("a card")
+    if is_readable:
+        (final / "notes.txt").write_text("mine")
+    else:
+        (final / "export.json").write_text("{")
+    with replacing(final) as made:
+        make(made, "others")
+        keep_others(final, made)
+    others = {"eval", "notes.txt"} if is_readable else {"eval"}
+    assert {path.name for path in final.iterdir()} == {"model.safetensors", "export.json", *others}
+    assert (final / "eval/newest").read_text() == "scores" and (final / "eval/newest").is_symlink()
+    assert (final / "model.safetensors").read_text() == "others"
+
+
+def test_a_card_has_each_score_once(tmp_path: Path) -> None:
+    """Of the newest evaluation: SUITE-step-N.json and SUITE.json may be of the same step."""
+
+    def write(file: str, day: int, n: int, **scores: float) -> None:
+        content = {"suite": "small", "checkpoint_step": 1000, "date": f"2026-01-{day:02}T00:00:00+00:00"}
+        (tmp_path / file).write_text(json.dumps(content | {"results": {"piqa": {**scores, "n": n}}}))
+
+    write("small-step-00001000.json", 9, 200, **{"acc,none": 0.5, "acc,other": 0.1})
+    write("small.json", 3, 200, **{"acc,none": 0.5, "f1,none": 0.3})
+    assert [(s.metric, str(s)) for s in read_scores(tmp_path, 1000)] == [
+        ("acc", "0.5000"),
+        ("acc", "0.1000"),
+        ("f1", "0.3000"),
+    ]
+    write("small.json", 12, 1838, **{"acc,none": 0.6})
+    assert [str(s) for s in read_scores(tmp_path, 1000)] == ["0.6000 (n = 1838)", "0.1000"]
 
 
 def test_other_folders_are_left_alone(tmp_path: Path) -> None:

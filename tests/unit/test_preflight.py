@@ -274,6 +274,28 @@ def test_a_prepared_text_of_eval_sets_that_is_too_short_is_refused_before_the_mo
             "train.document_mask is true, but with data.packing=none a sequence never has two documents",
         ),
         (["eval.sample_prompt=a", "eval.sample_tokens=32"], "eval.sample_tokens is 32, but a sample"),
+        (
+            ["sync.method=synchronous", "sync.period=every_step", "sync.warmup_steps=0", "sync.warmup_until_lr=0.5"],
+            "sync.warmup_until_lr is 0.5, but sync.method=synchronous averages gradients in every step",
+        ),
+        (
+            ["schedule.decay_at=[0.25]"],
+            "schedule.decay_at is [0.25], but schedule.kind is cosine, and only step has points at which the rate drops",
+        ),
+        (
+            ["schedule.decay_factor=0.5", "schedule.kind=linear"],
+            "schedule.decay_factor is 0.5, but schedule.kind is linear",
+        ),
+        (
+            ["schedule.final_ratio=0.3", "schedule.kind=constant"],
+            "schedule.final_ratio is 0.3, but schedule.kind is constant",
+        ),
+        (["schedule.final_ratio=0.3", "schedule.kind=step"], "schedule.final_ratio is 0.3, but schedule.kind is step"),
+        (
+            ["optim.kind=sgd", "optim.betas=[0.5, 0.9]"],
+            "optim.betas is [0.5, 0.9], but optim.kind is sgd, which has no moments",
+        ),
+        (["optim.kind=sgd", "optim.eps=0.1"], "optim.eps is 0.1, but optim.kind is sgd, which has no moments"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -296,6 +318,19 @@ def test_the_rate_is_shared_by_the_ranks_of_this_node(monkeypatch: pytest.Monkey
     recipe = load_recipe(RECIPE, [*keys, "sync.method=a_edit", "sync.period.every=600", *mesh])
     check_here(recipe, Nodes(count=2), per_node=2)
     assert asked == [2]
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        ["schedule.kind=step", "schedule.decay_at=[0.25]", "schedule.decay_factor=0.5"],
+        ["schedule.final_ratio=0.3"],
+        ["schedule.kind=constant", "schedule.final_ratio=0.1", "optim.betas=[0.9, 0.95]", "optim.kind=sgd"],
+        ["optim.betas=[0.5, 0.9]", "optim.eps=0.1", "sync.warmup_until_lr=0.5"],
+    ],
+)
+def test_a_value_that_has_its_effect_or_is_the_default_is_no_warning(keys: list[str], fine: Sequence[str]) -> None:
+    assert ineffective.ineffective_keys(load_recipe(RECIPE, [*keys, *fine]), {}, None) == []
 
 
 def ineffective_step(seconds: float) -> object:

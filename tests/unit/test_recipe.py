@@ -84,8 +84,18 @@ def test_run_is_named_after_its_file_unless_named(write: Write) -> None:
     path = write("my-run_2.yaml", "run: {seed: 1}")
     assert load_recipe(path).run.name == "my-run_2"
     assert load_recipe(path, ["run.name=other"]).run.name == "other"
-    assert load_recipe(path, ["run.name=2024"]).run.name == "2024"
     assert load_recipe(write("named.yaml", "run: {name: given}")).run.name == "given"
+
+
+@pytest.mark.parametrize("name", ["2024", "010", "1.10", "2024_01_05", "1e-3", "0x10"])
+def test_a_name_is_what_is_written_though_yaml_reads_a_number(write: Write, name: str) -> None:
+    path = write("any.yaml", "train: {steps: 3}")
+    assert load_recipe(path, [f"run.name={name}"]).run.name == name
+    assert load_recipe(path, ["--run.name", name]).run.name == name
+    assert load_recipe(path, [f"run={{name: {name}}}"]).run.name == name
+    assert load_recipe(write("named.yaml", f"run:\n  name: {name}  # a comment")).run.name == name
+    write("base.yaml", f"run: {{name: {name}}}")
+    assert load_recipe(write("above.yaml", "base: base.yaml")).run.name == name
 
 
 def test_a_tilde_is_the_home_folder_in_every_path_but_not_in_a_url(
@@ -110,6 +120,20 @@ def test_numbers_as_people_write_them(write: Write) -> None:
     assert (recipe.train.tokens, recipe.optim.lr, recipe.optim.eps) == (100_000_000_000, 0.0003, 1e-8)
     assert isinstance(recipe.train.tokens, int)
     assert load_recipe(write("s.yaml", ""), ["train.steps=1e3", "optim.lr=1"]).train.steps == 1000
+    counts = [
+        "train.global_batch=1e3",
+        "sync.period=1e1",
+        "checkpoint.every=1e4",
+        "eval.every=2e3",
+        "sync.warmup_steps=0.0",
+    ]
+    recipe = load_recipe(write("t.yaml", "sync: {method: diloco}"), counts)
+    assert (recipe.train.global_batch, recipe.sync.period, recipe.eval.every) == (
+        1000,
+        EveryStepsSection(every=10),
+        2000,
+    )
+    assert (recipe.checkpoint.every, recipe.sync.warmup_steps) == (10_000, 0)
 
 
 def test_length_in_tokens_is_rounded_down_to_steps(write: Write) -> None:

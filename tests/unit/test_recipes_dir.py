@@ -191,6 +191,18 @@ def test_recipes_for_gpus_recompute_no_more_than_their_memory_asks_for(recipes: 
             assert recipe.parallel.activation_checkpointing == choices[0], recipe.run.name
 
 
+@pytest.mark.parametrize("end", ["3b", "7b"])
+def test_a_header_states_the_estimated_memory(recipes: dict[str, Recipe], end: str) -> None:
+    header = " ".join(header_of(ROOT / f"base/llama_{end}_fineweb_edu.yaml"))
+    stated = re.search(
+        r"8 x 8 GPUs needs ([\d.]+) GiB, .*=selective it needs ([\d.]+) GiB, with true ([\d.]+)\.", header
+    )
+    recipe = recipes[f"edit_{end}"]
+    size = size_of(recipe)
+    found = [_needed(recipe, size, 8, choice) / 2**30 for choice in (False, "selective", True)]
+    assert stated is not None and list(stated.groups()) == [f"{gib:.1f}" for gib in found]
+
+
 def _needed(recipe: Recipe, size: ModelSize, shard: int, recomputation: bool | str) -> int:
     """Return the bytes of each GPU of eight replicas."""
     changed = {"activation_checkpointing": recomputation}

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from llmtrain import files, waiting
+from llmtrain.cli import main
 from llmtrain.errors import RecipeError, TrainingError
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.recipe_loader import load_recipe
+from llmtrain.recipe_loader import check_folder, load_recipe
 from llmtrain.train import run_dir
 from llmtrain.train.run_dir import RunDirectory, lock_folder
 
@@ -99,6 +100,29 @@ def test_every_rank_hears_that_the_directory_is_locked_by_another_host():
         Mesh.broadcast_from_main(SimpleNamespace(is_main=False, all_ranks=ranks), fail)
 
 
+def test_a_renamed_folder_is_continued_under_its_new_name_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    keys = [f"run.out_dir={tmp_path}", "data.source=/no/text"]
+    directory = RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [*keys, "run.name=a"]))
+    directory.open()
+    directory.close()
+    (tmp_path / "a/checkpoints").mkdir()
+    (tmp_path / "a").rename(tmp_path / "b")
+    stored = tmp_path / "b/recipe.yaml"
+    for command in (["train"], ["train", "--dry-run"], ["launch"], ["recipe", "check"]):
+        with pytest.raises(SystemExit):
+            main([*command, str(stored)])
+        assert capsys.readouterr().err == (
+            f"error: {stored} is of the run a, but its folder is b; give run.name=b to continue what is in it, or run.name=a to "
+            "start a run of that name\n"
+        )
+    check_folder(stored, ["run.name=a"])
+    RunDirectory(load_recipe(stored, ["run.name=b"])).check_recipe()
+    with pytest.raises(RecipeError, match=r"another recipe \(optim\.lr: 0\.0\d+ there, 0\.5 here\)"):
+        RunDirectory(load_recipe(stored, ["run.name=b", "optim.lr=0.5"])).check_recipe()
+    (tmp_path / "b").rename(tmp_path / "a")
+    check_folder(tmp_path / "a/recipe.yaml", [])
+
+
 def test_a_run_that_is_killed_has_no_summary_of_the_time_before(tmp_path: Path):
     """What reads summary.json takes a run that has one for ended."""
     directory = RunDirectory(
@@ -107,6 +131,14 @@ def test_a_run_that_is_killed_has_no_summary_of_the_time_before(tmp_path: Path):
     directory.open()
     directory.write_summary({"stopped": "signal", "final_eval_loss": float("nan"), "warnings": []})
     assert directory.summary() == {"stopped": "signal", "final_eval_loss": None, "warnings": []}
+    directory.write_summary(
+        {"stopped": "error", "texts": {"a": {"eval_loss": float("inf"), "epochs": 1.5}}, "list": (1, [float("nan")])}
+    )
+    assert directory.summary() == {
+        "stopped": "error",
+        "texts": {"a": {"eval_loss": None, "epochs": 1.5}},
+        "list": [1, [None]],
+    }
     directory.open()  # started again, and killed
     assert directory.summary() is None and not (tmp_path / "a/summary.json").exists()
 

@@ -90,6 +90,7 @@ def test_a_fast_replica_of_a_timed_run_continues_its_files_after_the_step_of_all
     quiet = SimpleNamespace(print=print, start=lambda *given: opened.append(given), stop=lambda: None)
     fake = SimpleNamespace(
         mesh=SimpleNamespace(is_main=True), _write=lambda work: work(), recipe=None, directory=None, tokens=700,
+        interval=SimpleNamespace(steps=3),
         console=quiet, io_errors=SimpleNamespace(check=lambda: None), method=SimpleNamespace(period=period),
     )  # fmt: skip
     with Metrics.open(fake, TrainState(total_steps=20, step=9, global_step=6)):

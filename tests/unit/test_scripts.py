@@ -45,6 +45,18 @@ def test_an_environment_that_was_left_without_pip_is_made_again(tmp_path: Path, 
     assert [call for call in calls if " -m " in call] == [f"python -m venv --clear {venv}"], "a complete one is kept"
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_clean_keeps_runs_tokens_and_texts(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for kept in ("runs/a", "data/tokens"):
+        (tmp_path / kept).mkdir(parents=True)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    subprocess.run(["make", "clean"], cwd=tmp_path, env=environ, capture_output=True, check=True, timeout=60)
+    assert {path.name for path in tmp_path.iterdir()} == {"Makefile", "runs", "data"}
+    assert (tmp_path / "data/tokens").is_dir()
+
+
 def test_a_host_that_fails_does_not_keep_the_tunnel_on_the_others(tmp_path: Path) -> None:
     write_program(tmp_path / "ssh", f'#!/bin/sh\necho "$3" >> {tmp_path}/calls\n[ "$3" != root@b ]\n')
     for hosts, code in ((["root@a", "root@b", "root@c=1.2.3.4"], 1), (["root@a"], 0)):
