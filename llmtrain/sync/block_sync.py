@@ -133,14 +133,14 @@ class BlockSync:
         self,
         index: int,
         mean: torch.Tensor,
-        since: RoundStats,
+        local_steps: RoundStats,
         factor: torch.Tensor | float | None = None,
         alpha: float = 0.0,
         measure: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Take a block's outer step with `mean` x `factor`, and set the block's parameters from its result.
 
-        `mean`, the reduced pseudo-gradient of the local steps `since`, is overwritten. The parameters become alpha x their
+        `mean`, the reduced pseudo-gradient of these local steps, is overwritten. The parameters become alpha x their
         own values + (1 - alpha) x the point from which the outer optimizer continues, which is the next anchor unless
         `Outer.start` says otherwise.
 
@@ -159,7 +159,7 @@ class BlockSync:
                 squares.append(_dot(part))
             if factor is not None:
                 part.mul_(factor)
-            outer.step(anchored, part, moment[0] if moment else None, since)
+            outer.step(anchored, part, moment[0] if moment else None, local_steps)
             start = outer.start(anchored, moment[0] if moment else None)
             parameters.copy_(torch.lerp(start, parameters.to(start.dtype), alpha) if alpha else start)
         self.anchors.write_back(index, anchor, momentum)
@@ -189,7 +189,7 @@ class BlockSync:
             self.anchors.write_back(index, anchor, momentum.zero_())
             self.write_parameters(index, anchor)
 
-    def sync_all_blocks(self, since: RoundStats) -> None:
+    def sync_all_blocks(self, local_steps: RoundStats) -> None:
         """Synchronize all blocks at once, with equal weights. Afterwards all replicas are equal. Requires anchors.
 
         Schedules use it where their own order does not apply: at the end of a run, and for the wait-avoiding schedule's
@@ -202,7 +202,7 @@ class BlockSync:
                 in_flight[index + 1].start_second_phase()
             if len(in_flight) < len(self.blocks):
                 in_flight.append(self.start_reduce(len(in_flight)))
-            self.outer_step(index, mean, since)
+            self.outer_step(index, mean, local_steps)
             in_flight[index] = None  # frees the message
 
 

@@ -25,9 +25,9 @@ class Message:
     SENT_AFTER = 0
     """Steps between `take` and sending."""
 
-    def __init__(self, block_sync: BlockSync, blocks: Sequence[int], since: RoundStats):
+    def __init__(self, block_sync: BlockSync, blocks: Sequence[int], local_steps: RoundStats):
         self.block_sync, self.blocks = block_sync, blocks
-        self.since = since
+        self.local_steps = local_steps
         """Local steps that led to the pseudo-gradients."""
         self.restarts: frozenset[int] = frozenset()
         """Blocks that this replica sets to the next anchor without mixing in its own parameters, because it was excluded."""
@@ -67,7 +67,7 @@ class Message:
             mean = self._pending.pop(index).wait()
             squares.append(squared_norm(mean))
             kept = 0.0 if index in self.restarts else alpha
-            block_sync.outer_step(index, mean, self.since, self._factor(index, mean, squares[-1], gap), kept)
+            block_sync.outer_step(index, mean, self.local_steps, self._factor(index, mean, squares[-1], gap), kept)
         block_sync.report.mean_squared = torch.stack(squares).sum() if squares else 0.0
         self._report_weights()
 
@@ -111,8 +111,8 @@ class WeighedMessage(Message):
 
     SENT_AFTER = 1
 
-    def __init__(self, block_sync: BlockSync, blocks: Sequence[int], since: RoundStats, weighing: Weighing):
-        super().__init__(block_sync, blocks, since)
+    def __init__(self, block_sync: BlockSync, blocks: Sequence[int], local_steps: RoundStats, weighing: Weighing):
+        super().__init__(block_sync, blocks, local_steps)
         self.weighing = weighing
         self._unsent: dict[int, torch.Tensor] = {}
         self._gathering: PendingCollective | None = None
@@ -134,7 +134,7 @@ class WeighedMessage(Message):
         if self._gathering is None:
             return
         agreed = self.weighing.agree(self.blocks, self._gathering)
-        self._gathering, self.since, self.restarts = None, agreed.since, agreed.excluded
+        self._gathering, self.local_steps, self.restarts = None, agreed.local_steps, agreed.excluded
         self.lengths = agreed.lengths
         for index in self.blocks:
             payload = self._unsent.pop(index)
@@ -163,7 +163,7 @@ class WeighedMessage(Message):
     def _start_exchange(self) -> None:
         measured = self._unsent.items() if self.weighing.uses_norms else ()
         squares = [self.block_sync.squared_norm(index, payload) for index, payload in measured]
-        self._gathering = self.weighing.start(self.since, squares)
+        self._gathering = self.weighing.start(self.local_steps, squares)
 
     def _factor(self, index: int, mean: torch.Tensor, squared: torch.Tensor, gap: float) -> torch.Tensor | float | None:
         if index not in self.lengths:

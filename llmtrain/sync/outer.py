@@ -48,8 +48,10 @@ class Outer(ABC):
         return now
 
     @abstractmethod
-    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
-        """Update `anchor` (and `momentum`) in place. `mean` is D; `since` describes the local steps that led to it. The
+    def step(
+        self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, local_steps: RoundStats
+    ) -> None:
+        """Update `anchor` (and `momentum`) in place. `mean` is D; `local_steps` describes the local steps that led to it. The
         tensors may be any part of a block, because the step is elementwise."""
 
     def start(self, anchor: torch.Tensor, momentum: torch.Tensor | None) -> torch.Tensor:
@@ -63,7 +65,9 @@ class Sgd(Outer):
     def __init__(self, lr: float, rounds: OuterLrSection | None = None):
         self.lr, self.rounds = lr, rounds
 
-    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
+    def step(
+        self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, local_steps: RoundStats
+    ) -> None:
         anchor.add_(mean, alpha=-self.lr)
 
 
@@ -75,10 +79,14 @@ class Nesterov(Outer):
     def __init__(self, lr: float, momentum: float, normalize: str = "none", rounds: OuterRoundsSection | None = None):
         self.lr, self.momentum, self.normalize, self.rounds = lr, momentum, normalize, rounds
 
-    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
+    def step(
+        self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, local_steps: RoundStats
+    ) -> None:
         assert momentum is not None
         anchor.add_(mean, alpha=-self.lr)
-        if (unit := since.scale(self.normalize)) == 0:  # all local steps had learning rate 0, so b has nothing to add
+        if (
+            unit := local_steps.scale(self.normalize)
+        ) == 0:  # all local steps had learning rate 0, so b has nothing to add
             return
         _accumulate(momentum, mean, self.momentum, unit)
         anchor.add_(momentum, alpha=-self.lr * self.momentum * unit)
@@ -98,9 +106,11 @@ class Momentum(Outer):
     ):
         self.lr, self.momentum, self.clip, self.normalize, self.rounds = lr, momentum, clip, normalize, rounds
 
-    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
+    def step(
+        self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, local_steps: RoundStats
+    ) -> None:
         assert momentum is not None
-        if (unit := since.scale(self.normalize)) == 0:
+        if (unit := local_steps.scale(self.normalize)) == 0:
             # All local steps had learning rate 0. Of the step lr (mu g b + D), lr D is left.
             anchor.add_(mean, alpha=-self.lr)
             return
@@ -123,7 +133,9 @@ class PrimalAverage(Outer):
     def __init__(self, decay: float, share: float):
         self.decay, self.share = decay, share
 
-    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
+    def step(
+        self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, local_steps: RoundStats
+    ) -> None:
         assert momentum is not None
         momentum.mul_(self.share).sub_(mean)
         anchor.add_(momentum, alpha=1 - self.decay)

@@ -25,7 +25,7 @@ ROUND_VALUES = len(fields(RoundStats))
 class Agreement:
     """Result of an exchange. It is the same on all replicas, except for `weights` and `excluded`."""
 
-    since: RoundStats
+    local_steps: RoundStats
     """Mean of all replicas' local steps."""
     slowest: int
     """Replica that took longest to compute. Meaningful only if `start` was given the seconds."""
@@ -80,11 +80,11 @@ class Weighing:
             [1, ROUND_VALUES, gathered.shape[1] - 1 - ROUND_VALUES], dim=1
         )
         rounds = [RoundStats(*row) for row in of_rounds.tolist()]
-        since, slowest = average_stats(rounds), int(computed_seconds.argmax())
+        local_steps, slowest = average_stats(rounds), int(computed_seconds.argmax())
         if self.reduction is None:
             report.weights_max = 1 / replica_comms.size
             weights = dict.fromkeys(blocks, 1 / replica_comms.size)
-            return Agreement(since, slowest, weights, frozenset(), frozenset())
+            return Agreement(local_steps, slowest, weights, frozenset(), frozenset())
         found = self.reduction.weigh_blocks(blocks, norms, rounds)
         report.anomalies += int(found.anomalous.sum())
         report.rollbacks += int(found.anomalous.all(0).sum())
@@ -94,7 +94,7 @@ class Weighing:
         self.block_sync.warnings += self.reduction.check_exclusions(names, blocks)
         lengths = dict(zip(blocks, found.lengths.tolist(), strict=True))
         return Agreement(
-            since,
+            local_steps,
             slowest,
             weights=dict(zip(blocks, found.weights[replica_comms.rank].tolist(), strict=True)),
             excluded=_where(blocks, found.anomalous[replica_comms.rank]),

@@ -40,7 +40,9 @@ class Sign(Outer):
     def __init__(self, lr: float):
         self.lr = lr
 
-    def step(self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, since: RoundStats) -> None:
+    def step(
+        self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, local_steps: RoundStats
+    ) -> None:
         anchor.add_(mean.sign(), alpha=-self.lr)
 
 

@@ -164,7 +164,7 @@ def _pop_tokens(schedule: dict[str, Any]) -> list[float]:
     mean nothing any longer."""
     for sent in schedule["sent"]:
         (sent or {}).pop("tokens", None)
-    return [since.pop("tokens") for since in schedule["since"]]
+    return [since.pop("tokens") for since in schedule["local_steps"]]
 
 
 @pytest.mark.parametrize(

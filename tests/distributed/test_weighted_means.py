@@ -102,7 +102,9 @@ def test_steps_that_were_taken_back_count_no_tokens(schedule: str) -> None:
             method.roll_back()
         method.end_step(step, 5)
         state = method.state_dict()["schedule"]
-        seen.append([since["tokens"] for since in ([state["round"]] if schedule == "blocking" else state["since"])])
+        seen.append(
+            [since["tokens"] for since in ([state["round"]] if schedule == "blocking" else state["local_steps"])]
+        )
     parts = len(seen[0])
     assert seen == [[tokens] * parts for tokens in (0, 0, 5, 5)], (
         "two synchronous steps, one local, and one after the way back"

@@ -29,8 +29,8 @@ MUTANTS = [
     Mutant(
         "blocking: steps of the round are replica 0's",
         "llmtrain/sync/weighing.py",
-        "since, slowest = average_stats(rounds), int",
-        "since, slowest = rounds[0], int",
+        "local_steps, slowest = average_stats(rounds), int",
+        "local_steps, slowest = rounds[0], int",
         SCENARIOS,
     ),
     Mutant(
@@ -64,8 +64,8 @@ MUTANTS = [
     Mutant(
         "overlapped: outer step of the present round, not of the one sent",
         "llmtrain/sync/schedules/fragments.py",
-        "message = self._new_message(fragment, since)",
-        "message = self._new_message(fragment, self._local_stats[fragment])",
+        "message = self._new_message(fragment, local_steps)",
+        "message = self._new_message(fragment, self._local_steps[fragment])",
         SCENARIOS,
     ),
     Mutant(
@@ -78,8 +78,8 @@ MUTANTS = [
     Mutant(
         "overlapped: rounds since the last turn not restored",
         "llmtrain/sync/schedules/fragments.py",
-        'self._local_stats = [RoundStats(**since) for since in state["since"]]',
-        "self._local_stats = [RoundStats()] * len(self.fragments)",
+        'self._local_steps = [RoundStats(**local_steps) for local_steps in state["local_steps"]]',
+        "self._local_steps = [RoundStats()] * len(self.fragments)",
         RESUMED,
     ),
     Mutant(
@@ -92,8 +92,8 @@ MUTANTS = [
     Mutant(
         "overlapped: ends with the shortest round",
         "llmtrain/sync/schedules/overlapped.py",
-        "longest = max(self._local_stats",
-        "longest = min(self._local_stats",
+        "longest = max(self._local_steps",
+        "longest = min(self._local_steps",
         SCENARIOS,
     ),
     Mutant(
@@ -179,7 +179,7 @@ MUTANTS = [
     Mutant(
         "delayed: ends without the steps since a fragment's last turn",
         "llmtrain/sync/schedules/delayed.py",
-        "                if since.steps > 0:",
+        "                if local_steps.steps > 0:",
         "                if False:",
         SCENARIOS,
     ),

@@ -196,7 +196,7 @@ def test_other_replicas_restart_what_any_was_excluded_from() -> None:
     rounds = [RoundStats(2, 0.1, 0.3), RoundStats(4, 0.3, 0.9), RoundStats(6, 0.2, 0.6)]
     states = [
         {
-            "since": [done.state(), RoundStats().state()],
+            "local_steps": [done.state(), RoundStats().state()],
             "sent": [None, RoundStats(2).state()],
             "penalty": None,
             "restarts": blocks,
@@ -204,9 +204,9 @@ def test_other_replicas_restart_what_any_was_excluded_from() -> None:
         for done, blocks in zip(rounds, ([], [3, 1], [1, 0]), strict=True)
     ]
     got = FragmentSchedule.resharded(schedule, states)
-    assert got | {"since": None} == states[0] | {"since": None, "restarts": [0, 1, 3]}
-    assert got["since"][1] == RoundStats().state()
-    assert got["since"][0] == pytest.approx(RoundStats(4, 0.2, 0.6).state())
+    assert got | {"local_steps": None} == states[0] | {"local_steps": None, "restarts": [0, 1, 3]}
+    assert got["local_steps"][1] == RoundStats().state()
+    assert got["local_steps"][0] == pytest.approx(RoundStats(4, 0.2, 0.6).state())
 
 
 def test_a_mean_round() -> None:

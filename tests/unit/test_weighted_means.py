@@ -78,5 +78,5 @@ def test_a_median_of_nothing_weighs_nobody() -> None:
 
 
 def test_tokens_of_a_replica_are_shared_by_its_new_ranks() -> None:
-    states = [{"since": [RoundStats(3, 0.1, 0.3, tokens).state()], "sent": [None]} for tokens in (40, 20)]
-    assert merge_tokens(states, 4) == {"since": [RoundStats(3, 0.1, 0.3, 15.0).state()], "sent": [None]}
+    states = [{"local_steps": [RoundStats(3, 0.1, 0.3, tokens).state()], "sent": [None]} for tokens in (40, 20)]
+    assert merge_tokens(states, 4) == {"local_steps": [RoundStats(3, 0.1, 0.3, 15.0).state()], "sent": [None]}

@@ -136,7 +136,7 @@ class BlockingSchedule(Schedule):
         factor = None
         if index in agreed.lengths:
             factor = self._weighing.factor(squared_norm(mean), agreed.lengths[index]).to(mean.dtype)
-        spread, of_mean = block_sync.outer_step(index, mean, agreed.since, factor, measure=True)
+        spread, of_mean = block_sync.outer_step(index, mean, agreed.local_steps, factor, measure=True)
         if agreed.weights[index] > 0:  # an excluded replica's own pseudo-gradient may contain NaN
             self._spread_squared = self._spread_squared + spread
         self._mean_squared = self._mean_squared + of_mean

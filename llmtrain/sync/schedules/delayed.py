@@ -27,8 +27,8 @@ class DelayedSchedule(FragmentSchedule):
 
     def finish(self) -> None:
         with self.block_sync.report.time_exposed():
-            for fragment, since in enumerate(self._local_stats):
-                if since.steps > 0:
+            for fragment, local_steps in enumerate(self._local_steps):
+                if local_steps.steps > 0:
                     self._take_turn(fragment)
                 if (last := self._messages[fragment]) is not None:
                     self._apply(fragment, last, gap=1.0)
@@ -36,18 +36,18 @@ class DelayedSchedule(FragmentSchedule):
 
     def _advance(self, fragment: int, message: Message, step: int) -> None:
         if not self.period.is_timed:  # else `_take_turn` has sent it already, and replicas are at different steps
-            message.advance(int(self._local_stats[fragment].steps), self.period.round_length(step))
+            message.advance(int(self._local_steps[fragment].steps), self.period.round_length(step))
 
     def _take_turn(self, fragment: int) -> None:
         arrived = self._messages[fragment]
         if arrived is not None:
             arrived.complete()  # before the next message is taken, which includes the rounding errors of this one
-        self.staleness = int(self._local_stats[fragment].steps)
+        self.staleness = int(self._local_steps[fragment].steps)
         taken = self._messages[fragment] = self._take_message(fragment)
         if self.period.is_timed:
             taken.send()
         if arrived is not None:
-            self._apply(fragment, arrived, self._staleness_penalty(arrived.since, taken.since))
+            self._apply(fragment, arrived, self._staleness_penalty(arrived.local_steps, taken.local_steps))
         else:
             self.block_sync.reset_to_anchor(self.fragments[fragment])  # at the first turn, no earlier mean exists
 

@@ -26,12 +26,12 @@ class FragmentSchedule(Schedule):
     def __init__(self, block_sync: BlockSync, period: Period, fragments: list[list[int]], weighing: Weighing | None):
         super().__init__(block_sync)
         self.period, self.fragments, self.weighing = period, fragments, weighing
-        self._local_stats = [RoundStats()] * len(fragments)  # local steps since each fragment's last turn
+        self._local_steps = [RoundStats()] * len(fragments)  # local steps since each fragment's last turn
         self._messages: list[Message | None] = [None] * len(fragments)
 
     def end_step(self, step: int, lr: float, ends_round: bool, tokens: int = 0) -> None:
         with self.block_sync.report.time_exposed():
-            self._local_stats = [since.add_step(lr, tokens) for since in self._local_stats]
+            self._local_steps = [local_steps.add_step(lr, tokens) for local_steps in self._local_steps]
             for fragment, message in enumerate(self._messages):
                 if message is not None:
                     self._advance(fragment, message, step)
@@ -39,7 +39,7 @@ class FragmentSchedule(Schedule):
                 self._take_turn(fragment)
 
     def forget_tokens(self) -> None:
-        self._local_stats = [replace(since, tokens=0) for since in self._local_stats]
+        self._local_steps = [replace(local_steps, tokens=0) for local_steps in self._local_steps]
 
     @abstractmethod
     def _advance(self, fragment: int, message: Message, step: int) -> None:
@@ -53,7 +53,7 @@ class FragmentSchedule(Schedule):
     def is_synchronized(self) -> bool:
         """Return whether nothing is in flight and no replica has taken a step since any fragment's last turn."""
         idle = all(message is None for message in self._messages)
-        return idle and not any(since.steps for since in self._local_stats)
+        return idle and not any(local_steps.steps for local_steps in self._local_steps)
 
     def shared_state(self) -> dict[str, BlockTensors]:
         """Return the means in flight, which a resumed run uses as an uninterrupted run would."""
@@ -65,8 +65,11 @@ class FragmentSchedule(Schedule):
         return {"unsent": self._by_block([message.unsent() for message in self._in_flight])} if self.weighing else {}
 
     def state_dict(self) -> dict[str, Any]:
-        sent = [message.since.state() if message is not None else None for message in self._messages]
-        state: dict[str, Any] = {"since": [since.state() for since in self._local_stats], "sent": sent}
+        sent = [message.local_steps.state() if message is not None else None for message in self._messages]
+        state: dict[str, Any] = {
+            "local_steps": [local_steps.state() for local_steps in self._local_steps],
+            "sent": sent,
+        }
         if self.weighing is not None:
             reduction = self.weighing.reduction
             state["penalty"] = reduction.state_dict() if reduction is not None else None
@@ -77,7 +80,7 @@ class FragmentSchedule(Schedule):
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
         """Load what `state_dict` returned. A collective of all ranks if a message still waits for its weights."""
-        self._local_stats = [RoundStats(**since) for since in state["since"]]
+        self._local_steps = [RoundStats(**local_steps) for local_steps in state["local_steps"]]
         if self.weighing is not None and self.weighing.reduction is not None:
             self.weighing.reduction.load_state_dict(state["penalty"])
             if "lengths" not in state and any(tensor is not None for tensor in tensors["arriving"]):
@@ -102,11 +105,11 @@ class FragmentSchedule(Schedule):
         a mean of parameters that includes the excluded ones."""
         if self.weighing is None:
             return require_equal(states)
-        shared = require_equal([state | {"since": None, "sent": None, "restarts": None} for state in states])
+        shared = require_equal([state | {"local_steps": None, "sent": None, "restarts": None} for state in states])
         reduction = self.weighing.reduction
-        since, sent = (zip(*(state[name] for state in states), strict=True) for name in ("since", "sent"))
+        local_steps, sent = (zip(*(state[name] for state in states), strict=True) for name in ("local_steps", "sent"))
         return shared | {
-            "since": [_mean_round(of_all) for of_all in since],
+            "local_steps": [_mean_round(of_all) for of_all in local_steps],
             "sent": [_mean_round(of_all) if None not in of_all else None for of_all in sent],
             "restarts": sorted({index for state in states for index in state["restarts"]}),
             "penalty": reduction.resharded(shared["penalty"]) if reduction is not None else None,
@@ -126,17 +129,17 @@ class FragmentSchedule(Schedule):
         within = [p for p in range(parts - 1) if place == math.ceil((p + 1) * length / parts)]
         return [*within, parts - 1] if ends_round else within
 
-    def _new_message(self, fragment: int, since: RoundStats) -> Message:
+    def _new_message(self, fragment: int, local_steps: RoundStats) -> Message:
         if self.weighing is None:
-            return Message(self.block_sync, self.fragments[fragment], since)
-        return WeighedMessage(self.block_sync, self.fragments[fragment], since, self.weighing)
+            return Message(self.block_sync, self.fragments[fragment], local_steps)
+        return WeighedMessage(self.block_sync, self.fragments[fragment], local_steps, self.weighing)
 
-    def _take_message(self, fragment: int, since: RoundStats | None = None) -> Message:
-        """Return a message with a fragment's present pseudo-gradients, which the local steps `since` led to. By default, these
+    def _take_message(self, fragment: int, local_steps: RoundStats | None = None) -> Message:
+        """Return a message with a fragment's present pseudo-gradients, which `local_steps` led to. By default, these
         are the steps since the fragment's last turn, whose count restarts from 0."""
-        if since is None:
-            since, self._local_stats[fragment] = self._local_stats[fragment], RoundStats()
-        message = self._new_message(fragment, since)
+        if local_steps is None:
+            local_steps, self._local_steps[fragment] = self._local_steps[fragment], RoundStats()
+        message = self._new_message(fragment, local_steps)
         message.take()
         return message
 

@@ -32,7 +32,7 @@ class OverlappedSchedule(FragmentSchedule):
                 if message is not None:
                     self._apply(fragment)
             if not self.is_synchronized:
-                longest = max(self._local_stats, key=lambda since: since.steps)
+                longest = max(self._local_steps, key=lambda local_steps: local_steps.steps)
                 if self.weighing is None:
                     # Few blocks are in flight at once, which takes less memory than a fragment.
                     self.block_sync.sync_all_blocks(longest)
@@ -40,7 +40,7 @@ class OverlappedSchedule(FragmentSchedule):
                     for fragment in range(len(self.fragments)):
                         self._take_message(fragment, longest).apply()
                 self.block_sync.report.count += 1
-        self._local_stats = [RoundStats()] * len(self.fragments)
+        self._local_steps = [RoundStats()] * len(self.fragments)
         self._is_mixed = False
 
     @property
@@ -55,7 +55,7 @@ class OverlappedSchedule(FragmentSchedule):
         self._is_mixed = state["mixed"]
 
     def _advance(self, fragment: int, message: Message, step: int) -> None:
-        age = int(self._local_stats[fragment].steps)
+        age = int(self._local_steps[fragment].steps)
         message.advance(age, self.section.steps)
         if age == self.section.steps:
             self._apply(fragment)
