@@ -15,7 +15,7 @@ from tests.distributed.real_engine import GPT_NEO, LENGTH, LLAMA, TIED, Case
 from tests.distributed.test_offload import late
 
 TESTED_ELSEWHERE = ("muloco", "sparseloco", "des_loc", "snoo", "gpa")
-"""Methods with tests of their own on every engine; SNOO is DiLoCo."""
+"""Methods with tests of their own, under ZeRO in test_zero; SNOO is DiLoCo, and Muon, MuLoCo's, is refused under ZeRO."""
 FACTORS: dict[str, tuple[str, ...]] = {
     "method": tuple(method for method in METHODS if method not in TESTED_ELSEWHERE),
     "mesh": ("2x2", "4x1", "1x3", "3x1"),

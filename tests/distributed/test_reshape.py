@@ -149,10 +149,12 @@ def test_other_replicas_start_by_the_rules(ranks: RankPool, folder: Path, kind: 
     pooled = [schedule.pop("penalty", None) for schedule in kept]
     assert all(schedule == kept[0] for schedule in kept), "the round goes on where it was"
     if pooled[0] is not None:
-        means = np.array(pooled[0]["mean"])
-        assert (pooled[0]["count"], pooled[1]["count"]) == ([[1] * 3] * 2, [[1] * 3] * 3)
-        np.testing.assert_allclose(pooled[1]["mean"], [means.mean(0)] * 3, rtol=1e-13)
-        np.testing.assert_allclose(pooled[1]["variance"], [means.var(0)] * 3, rtol=1e-9)
+        before, after = (penalty["norms"] for penalty in pooled[:2])
+        means = np.array(before["mean"])
+        assert (before["count"], after["count"]) == ([[1] * 3] * 2, [[1] * 3] * 3)
+        np.testing.assert_allclose(after["mean"], [means.mean(0)] * 3, rtol=1e-13)
+        np.testing.assert_allclose(after["variance"], [means.var(0)] * 3, rtol=1e-9)
+        assert pooled[1]["steps"]["mean"] == [pooled[0]["steps"]["mean"][0]] * 3
     if kind == "streaming-weighed":
         assert any(name.startswith("sync.unsent.") for name in of_replicas(got)[0])
     if kind in SHARED:

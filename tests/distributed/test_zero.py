@@ -111,6 +111,16 @@ def test_gradients_in_small_buckets_are_the_same_gradients(zero_ranks: RankPool,
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize(
+    "sync",
+    [choices("gpa", outer={"kind": "gpa", "decay": 0.8}), choices("sparseloco", 2)],
+    ids=lambda sync: sync.method,
+)
+def test_methods_that_the_pairs_leave_out(zero_ranks: RankPool, sync: SyncSection) -> None:
+    compare(zero_ranks, Case(sync, 2, 2, steps=5))
+
+
+@pytest.mark.deep
 def test_averaged_moments_are_the_same_moments(zero_ranks: RankPool) -> None:
     sync = choices("des_loc", every=1, moments={"first": 1, "second": 2})
     compare(zero_ranks, Case(sync, 2, 2, steps=4))

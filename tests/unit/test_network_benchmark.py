@@ -185,7 +185,7 @@ def test_rounds_are_measured_over_the_stand_in(overrides: tuple[str, ...], ranks
     averages = "sync.method=synchronous" in overrides
     for found in ranks.run(_measure, overrides, timeout=60):
         assert found["steps"] == ([1] * 3 if averages else [5] * 2)
-        assert found["alone"] == pytest.approx(0.006, rel=0.5)
+        assert found["alone"] >= 0.0059  # longer on a busy machine
         assert all(seconds > 0.004 * steps for seconds, steps in zip(found["seconds"], found["steps"], strict=True))
         assert len(found["seconds"]) == len(found["sent"]) == len(found["waited"])
 
