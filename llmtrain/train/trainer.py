@@ -40,11 +40,10 @@ class Trainer:
         self.after_step: list[Callable[[int], None]] = []
         """Functions called after each step, with the number of this replica's step."""
 
-    def fit(self, resume_from: Path | None = None) -> str:
-        """Train to the end ("done") or to a requested stop ("signal"), save a checkpoint, and return which it was."""
+    def fit(self) -> str:
+        """Train to the end ("done") or to a requested stop ("signal"), save a checkpoint, and return which it was. To continue a
+        run, call `load` first."""
         state, recipe = self.state, self.recipe
-        if resume_from is not None:
-            self.load(resume_from)
         with self.metrics.open(state):  # metrics.jsonl, TensorBoard, progress bar
             if state.global_step == 0:
                 self.validate()

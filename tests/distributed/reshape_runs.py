@@ -152,7 +152,9 @@ def newest_of(trainer: Trainer) -> Path | None:
 
 def fit(trainer: Trainer) -> str:
     """Train from the run's newest checkpoint on. Returns how it ended."""
-    return trainer.fit(newest_of(trainer))
+    if (newest := newest_of(trainer)) is not None:
+        trainer.load(newest)
+    return trainer.fit()
 
 
 def run_part(part: Part) -> Seen:

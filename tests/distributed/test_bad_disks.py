@@ -203,10 +203,10 @@ class Refusing(JsonlLogger):
 def refuse_lines(trainer: Trainer, recipe: Recipe) -> None:
     fit = trainer.fit
 
-    def fitted(resume_from: Path | None) -> str:
+    def fitted() -> str:
         loggers.JsonlLogger = Refusing
         try:
-            return fit(resume_from)
+            return fit()
         finally:
             loggers.JsonlLogger = JsonlLogger
 

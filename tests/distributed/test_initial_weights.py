@@ -108,7 +108,9 @@ def train(recipe: Recipe) -> str:
     weights = open_initial_weights(recipe, mesh, prepared) if newest is None else None
     stop = StopRequest()
     trainer = build_trainer(recipe, mesh, prepared, directory, silent, "of a test", stop, weights=weights)
-    trainer.fit(newest)
+    if newest is not None:
+        trainer.load(newest)
+    trainer.fit()
     return trainer.checkpointer.from_weights["path"]
 
 
