@@ -24,6 +24,8 @@ pytestmark = [
 ]
 STAGES = (1, 2, 3)
 THREADS_PER_GROUP = 3
+ALL_VALUES = {"kind": "topk", "keep": 4096, "values": "fp32", "error_feedback": True, "feedback_decay": 0.9}
+"""Of fewer values, which are sent depends on the chunks, and these on how an engine divides a block among ranks."""
 PENALTY = {"z": 1.0, "temperature": 0.3, "clip": 0.5}
 
 
@@ -113,7 +115,7 @@ def test_gradients_in_small_buckets_are_the_same_gradients(zero_ranks: RankPool,
 @pytest.mark.deep
 @pytest.mark.parametrize(
     "sync",
-    [choices("gpa", outer={"kind": "gpa", "decay": 0.8}), choices("sparseloco", 2)],
+    [choices("gpa", outer={"kind": "gpa", "decay": 0.8}), choices("sparseloco", 2, wire=ALL_VALUES)],
     ids=lambda sync: sync.method,
 )
 def test_methods_that_the_pairs_leave_out(zero_ranks: RankPool, sync: SyncSection) -> None:
