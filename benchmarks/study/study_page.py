@@ -81,7 +81,7 @@ diverged, there is no mean."""
 SPEEDS_TEXT = """\
 How many times as fast as synchronous training a method reaches the loss that it ends with, if a message of the whole model in
 fp32 takes so many steps' time. Losses are measured (`worth`). Times are predicted as by `llmtrain recipe show`, whose error was
-at most 3 points of utilization in [measurements](../network_100mbit). Above 1, the method pays."""
+at most 3 points of utilization in [measurements](../network_100mbit) with a model of 2.5 M parameters. Above 1, the method pays."""
 FIRST_TEXT = """\
 These runs were made first, as the protocol said then. Warm-up is 10 steps in trials and 39 in final runs. Later probes showed
 that this is far too short, and that trials chose learning rates by how well they stand it
@@ -147,18 +147,22 @@ def synchronous_beside(cell: Cell) -> Cell:
 
 def worth(loss: float, cell: Cell, done: Records) -> float | None:
     """Return the share of the tokens with which synchronous training reaches `loss`: interpolated in the logarithm of the share,
-    at least the smallest measured one and at most 1. None without shorter synchronous runs beside the cell."""
+    at most 1, and 0 if it is below the smallest measured share. None unless all shorter synchronous runs beside the cell are
+    done and finite."""
     beside = synchronous_beside(cell)
     losses: dict[float, list[float]] = {}
     for run in runs_of(beside, done):
         if run.kind != "trial" and run.id in done:
             losses.setdefault(run.share, []).append(loss_of(done[run.id]))
-    if len(losses) < 1 + len(SHORTENED.get(beside, ())) or len(losses) < 2:
+    found = [loss for of_share in losses.values() for loss in of_share]
+    if beside not in SHORTENED or len(found) < len(FINAL_SEEDS) * (1 + len(SHORTENED[beside])) or math.inf in found:
         return None
     points = sorted((statistics.mean(of_share), math.log(share)) for share, of_share in losses.items())
     lowest, highest = points[0], points[-1]
-    if not lowest[0] < loss < highest[0]:
-        return math.exp((lowest if loss <= lowest[0] else highest)[1])
+    if loss <= lowest[0]:
+        return math.exp(lowest[1])
+    if loss > highest[0]:
+        return 0.0
     for (less, longer), (more, shorter) in pairwise(points):
         if less <= loss <= more:
             return math.exp(longer + (shorter - longer) * (loss - less) / (more - less))
@@ -171,6 +175,8 @@ def worth_text(cell: Cell, done: Records) -> str:
     found = [worth(loss, cell, done) for loss in (statistics.mean(losses), max(losses), min(losses))]
     if cell == synchronous_beside(cell) or None in found:
         return ""
+    if min(found) == 0:
+        return f"below {100 * min(SHORTENED[synchronous_beside(cell)]):.0f} %"
     middle, low, high = (f"{100 * share:.0f}" for share in found)
     return f"{middle} % ({low} to {high})"
 
@@ -181,7 +187,7 @@ def speed_rows(done: Records) -> list[Row]:
     rows = []
     for cell in STAGES["main"]:
         loss = mean_loss(cell, done)
-        if loss is None or cell.method == "synchronous" or (share := worth(loss, cell, done)) is None:
+        if loss is None or cell.method == "synchronous" or not (share := worth(loss, cell, done)):
             continue
         times = [(time_of(synchronous_beside(cell), done, steps), time_of(cell, done, steps)) for steps in MESSAGES]
         rows.append((cell.label, *(f"{share * beside.run / own.run:.2f}" for beside, own in times)))

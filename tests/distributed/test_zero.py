@@ -25,7 +25,7 @@ pytestmark = [
 STAGES = (1, 2, 3)
 THREADS_PER_GROUP = 3
 ALL_VALUES = {"kind": "topk", "keep": 4096, "values": "fp32", "error_feedback": True, "feedback_decay": 0.9}
-"""Of fewer values, which are sent depends on the chunks, and these on how an engine divides a block among ranks."""
+"""Wire that sends every value. Which ones a sparser wire sends depends on how an engine divides a block among ranks."""
 PENALTY = {"z": 1.0, "temperature": 0.3, "clip": 0.5}
 
 

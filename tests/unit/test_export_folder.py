@@ -118,7 +118,7 @@ def test_what_an_export_has_not_written_is_kept(tmp_path: Path, is_readable: boo
 
 
 def test_a_card_has_each_score_once(tmp_path: Path) -> None:
-    """Of the newest evaluation: SUITE-step-N.json and SUITE.json may be of the same step."""
+    """Take it from the newest evaluation, because SUITE-step-N.json and SUITE.json may be of the same step."""
 
     def write(file: str, day: int, n: int, **scores: float) -> None:
         content = {"suite": "small", "checkpoint_step": 1000, "date": f"2026-01-{day:02}T00:00:00+00:00"}

@@ -140,7 +140,7 @@ def test_a_run_that_failed_is_the_worst() -> None:
 
 
 def test_a_record_of_another_setting_is_refused() -> None:
-    """As after a change of the plan."""
+    """Refuse what a change of the plan leaves behind."""
     first = plan.pending(["main"], {})[:3]
     done = {run.id: record(run, 4.0) for run in first}
     done[first[1].id]["keys"] = ["optim.lr=0.5"]
@@ -295,12 +295,17 @@ def test_a_loss_is_worth_the_tokens_of_synchronous_training() -> None:
     lowest = page.mean_loss(MAIN[0], done)
     for share in (0.9, 0.5, 0.3):
         assert page.worth(lowest - math.log(share), MAIN[1], done) == pytest.approx(share)
-    assert page.worth(lowest - 1, MAIN[1], done) == 1 and page.worth(lowest + 9, MAIN[1], done) == 0.25
+    assert page.worth(lowest - 1, MAIN[1], done) == 1 and page.worth(lowest + 9, MAIN[1], done) == 0
     assert page.worth(3.0, plan.Cell("diloco", 8, 30, 96), done) is None
     done |= finished(MAIN[1], lambda run: lowest + 0.7 + 0.1 * (run.number - 12))[1]
     assert page.row_of(MAIN[1], done)[5] == "50 % (45 to 55)" and page.row_of(MAIN[0], done)[5] == ""
-    del done["synchronous-m4-b64-shorter50-12"]
-    assert page.row_of(MAIN[1], done)[5] == "50 % (45 to 55)", "two seeds are there"
+    worse = done | finished(MAIN[1], lambda run: lowest + 2)[1]
+    assert page.row_of(MAIN[1], worse)[5] == "below 25 %" and page.speed_rows(worse) == []
+    for change in (None, float("inf")):
+        one = "synchronous-m4-b64-shorter50-12"
+        done = {name: value for name, value in done.items() if name != one}
+        done |= {} if change is None else {one: {"loss": None, "keys": []}}
+        assert page.row_of(MAIN[1], done)[5] == "", "a seed is missing, or diverged"
 
 
 def test_a_method_pays_where_messages_are_long() -> None:
