@@ -44,7 +44,7 @@ PAYLOAD = 1448 / 1514
 """Payload's share of an Ethernet frame. The rest are its own header and those of IP and TCP."""
 PORT = 29400
 SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
-PASSED = ("rounds", "gradient_rounds", "alone_steps", "jitter", "keep_window")
+PASSED = ("connections", "rounds", "gradient_rounds", "alone_steps", "jitter", "keep_window")
 """Options that are passed to the ranks unchanged."""
 START_SECONDS = 20
 """Seconds that the processes of a cluster take to start on two cores."""
@@ -95,10 +95,14 @@ def clusters_of(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 def link_of(cell: Cell, options: Namespace) -> NetworkLink:
     """Return a rank's share of the network, in which the ranks of a host share its card."""
+    from llmtrain.parallel.connections import connections_for
     from llmtrain.plan.network_time import NetworkLink
 
     mbit = min(cell.mbit, options.downlink or cell.mbit)
-    return NetworkLink(PAYLOAD * mbit / options.shards, cell.latency_ms / 1000, slow_start=not options.keep_window)
+    connections = options.connections or connections_for(2 * cell.latency_ms / 1000)
+    return NetworkLink(
+        PAYLOAD * mbit / options.shards, cell.latency_ms / 1000, not options.keep_window, connections=connections
+    )
 
 
 def prediction(cell: Cell, options: Namespace) -> RoundTime:
@@ -271,6 +275,7 @@ def add_options(to: ArgumentParser) -> None:
     run.add_argument("--shards", type=int, default=1, help="processes of a replica, all in its host")
     run.add_argument("--parameters", type=float, help=f"of the model, in {BLOCKS} equal blocks (2.5 million)")
     run.add_argument("--step-ms", type=float, help="what a step takes (600)")
+    run.add_argument("--connections", type=int, metavar="N", help="between two ranks; without it, by latency")
     run.add_argument("--rounds", type=int, help="measured, after a first one (5)")
     run.add_argument("--gradient-rounds", type=int, default=6, help="the same where every step averages gradients")
     run.add_argument("--alone-steps", type=int, default=10, help="with no method, before each cell")

@@ -75,7 +75,8 @@ def measure(task: dict[str, Any]) -> list[dict[str, Any]] | None:
 
     torch.set_num_threads(1)
     answers = []
-    with open_mesh(World.from_environment(), task["replicas"], task["shards"], "auto", TIMEOUT_SECONDS) as mesh:
+    size, connections = (task["replicas"], task["shards"]), task["connections"] or "auto"
+    with open_mesh(World.from_environment(), *size, "auto", TIMEOUT_SECONDS, connections=connections) as mesh:
         for number, cell in enumerate(task["cells"]):
             sync = Cell(**cell | {"keys": tuple(cell["keys"])}).sync()
             own = measure_cell(sync, mesh, number, task)

@@ -312,7 +312,8 @@ class ClusterCheck:
             if plan.size is not None and replicas > 1:
                 bytes_a_round = round_bytes(self.recipe, plan.size, replicas, shard)
         backend = replica_backend(parallel)
-        with open_mesh(self.world, replicas, shard, backend, self.timeout_seconds, self.peers) as mesh:
+        ways = parallel.connections
+        with open_mesh(self.world, replicas, shard, backend, self.timeout_seconds, self.peers, ways) as mesh:
             findings, rate = bench_collectives(mesh, bytes_a_round)
             if bytes_a_round is not None and rate is not None:
                 # One rank computes alone, because on a CPU the rate already takes into account how many share it.

@@ -198,7 +198,8 @@ class Comms:
     The argument `device` is the device that trains, kept as `training_device`; it stands still while this rank waits for
     collectives. The attribute `device` is where tensors that are sent should be: the CPU with gloo, which gathers on the CPU
     only, else the device that trains. `axis` is the axis's name in error messages ("replica", "shard"). `interface` is the
-    network interface for groups along this axis, or None to leave the choice to the backend.
+    network interface for groups along this axis, or None to leave the choice to the backend. Collectives of tensors take
+    turns on `groups`: `group`, and those that `add_groups` adds.
     """
 
     shares_memory = False
@@ -212,6 +213,7 @@ class Comms:
         interface: str | None = None,
     ):
         self.group, self.axis, self.interface = group, axis, interface
+        self.groups, self._turn = [group], 0
         self.is_gloo = group is not None and dist.get_backend(group) == dist.Backend.GLOO
         self.training_device = device or torch.device("cpu")
         self.device = torch.device("cpu") if self.is_gloo else self.training_device
@@ -224,6 +226,11 @@ class Comms:
         other = copy.copy(self)
         other.traffic = Traffic(self.training_device)
         return other
+
+    def add_groups(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Use more process groups of the same ranks, with connections of their own. Every rank begins the collectives in the
+        same order, so each of them is in the same group on all ranks."""
+        self.groups += groups
 
     def connect(self) -> None:
         """Let NCCL allocate its buffers now. It would otherwise do so at the first collective of each kind, when torch has
@@ -305,8 +312,9 @@ class Comms:
         self.traffic.bytes += sent
         in_stream = self.device.type == "cuda"
         arrived = trace.message(what, sent, in_stream) if self.axis == "replica" else None
+        group, self._turn = self.groups[self._turn % len(self.groups)], self._turn + 1
         try:
-            work = collective(*tensors, group=self.group, async_op=True)
+            work = collective(*tensors, group=group, async_op=True)
         except RuntimeError as error:
             raise self.failure(what, error) from error
         if arrived is not None:

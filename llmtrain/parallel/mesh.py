@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError, TrainingError, UserError
 from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.connections import connections_for, longest_round_trip
 from llmtrain.parallel.network import Networks, using_interface
 from llmtrain.parallel.rendezvous import Rendezvous, check_connectivity, rendezvous
 from llmtrain.parallel.world import SHARE_GPU, World, may_share_gpu
@@ -132,12 +133,13 @@ def open_mesh(
     replica_backend: str,
     timeout_seconds: float,
     peers: Rendezvous | None = None,
+    connections: int | Literal["auto"] = "auto",
 ) -> Iterator[Mesh]:
     """Build a mesh of `replicas` x `shard` ranks for the enclosed code, and destroy its process groups on exit, except after an
     error on GPUs. A collective of all ranks.
 
-    `peers` is the result of `rendezvous`; without it, this function calls `rendezvous`. Every collective
-    fails after `timeout_seconds`. Raises TrainingError if the ranks do not reach one another.
+    `peers` is the result of `rendezvous`; without it, this function calls `rendezvous`. `connections` is the recipe's key. Every
+    collective fails after `timeout_seconds`. Raises TrainingError if the ranks do not reach one another.
     """
     timeout = timedelta(seconds=timeout_seconds)
     peers = peers or rendezvous(world, ParallelSection(), lambda: 0.0, timeout_seconds)
@@ -155,9 +157,17 @@ def open_mesh(
     with using_interface(peers.networks.replica):  # also for the groups that libraries create
         _join(world, peers, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
         try:
-            networks = peers.networks
             yield build_mesh(
-                world, device, replicas, shard, replica_backend, timeout, peers.store, networks, unencrypted
+                world,
+                device,
+                replicas,
+                shard,
+                replica_backend,
+                timeout,
+                peers.store,
+                peers.networks,
+                unencrypted,
+                connections,
             )
         except BaseException:
             if device.type != "cuda":  # NCCL would wait here for collectives that the other ranks never join
@@ -176,6 +186,7 @@ def build_mesh(
     store: dist.Store | None = None,
     networks: Networks | None = None,
     unencrypted: str | None = None,
+    connections: int | Literal["auto"] = 1,
 ) -> Mesh:
     """Build a mesh of `replicas` x `shard` ranks over the process group that already exists. A collective of all ranks."""
     assert replicas * shard == world.size, (replicas, shard, world.size)
@@ -203,6 +214,12 @@ def build_mesh(
     )
     for comms in (mesh.shard_comms, mesh.replica_comms):
         comms.connect()
+    if mesh.replica_comms.is_gloo:
+        if connections == "auto":
+            connections = connections_for(longest_round_trip(mesh.replica_comms, mesh.all_ranks))
+        with using_interface(networks.replica):
+            more = [_my_group(world, across, backend, timeout) for _ in range(connections - 1)]
+        mesh.replica_comms.add_groups(more)
     return mesh
 
 

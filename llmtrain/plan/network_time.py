@@ -29,9 +29,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmtrain.config import (
+    PREFETCH,
     BlockingSection,
     DelayedSection,
     LayerwiseSection,
@@ -49,7 +50,10 @@ VALUE_BYTES = 4
 HOP_BYTES = 2 << 20
 """Maximum bytes of a hop: gloo has two segments in flight, of at most 1 MiB each."""
 STREAMS = 2
-"""Number of messages that gloo sends at once. Further messages wait until one of its two threads is free."""
+"""Number of messages that gloo sends at once on one connection. Further messages wait until one of its two threads is free."""
+BLOCK_SHARE = 2 / 3
+"""Length of a block's turn in a blocking schedule, in exchanges, if the network had room for all: in three turns a block's two
+exchanges take place."""
 INITIAL_WINDOW = 14_480
 """Bytes that TCP sends in the first round trip after a long pause: ten segments."""
 TIMEOUT_SECONDS = 0.2
@@ -66,6 +70,13 @@ class NetworkLink:
     """One-way latency."""
     slow_start: bool = True
     """True if TCP's window is halved per retransmission timeout of a pause, as Linux does by default."""
+    connections: int = 1
+    """Connections to each peer, on which messages take turns."""
+
+    @property
+    def streams(self) -> int:
+        """Return the number of messages that are sent at once."""
+        return STREAMS * self.connections
 
     @property
     def round_trip(self) -> float:
@@ -82,7 +93,7 @@ class NetworkLink:
         that size. The window doubles at most as many times as the pause has halved it."""
         if not (self.slow_start and self.latency_seconds and in_flight):
             return 0.0
-        window = min(in_flight, self.mbit * 1e6 / 8 * self.round_trip)
+        window = min(in_flight, self.mbit * 1e6 / 8 * self.round_trip / self.connections)
         doublings = max(0.0, math.log2(1 + window / INITIAL_WINDOW) - 1)
         return self.round_trip * min(doublings, pause // (self.round_trip + TIMEOUT_SECONDS))
 
@@ -139,10 +150,10 @@ def block_message(values: int, replicas: int, wire: WireSection, rounded: bool =
     return BlockMessage(to_all, to_all)
 
 
-def concurrent_seconds(exchanges: Sequence[Exchange], link: NetworkLink) -> float:
-    """Return the seconds that exchanges take if they are started at once. STREAMS of them run at a time, and all of them
-    together take at least the time of their bytes."""
-    streams = [0.0] * STREAMS
+def concurrent_seconds(exchanges: Sequence[Exchange], link: NetworkLink, started: int | None = None) -> float:
+    """Return the seconds that exchanges take if `started` of them, by default all, are started at once, and each of the others
+    when one is done. `link.streams` of them run at a time, and all of them together take at least the time of their bytes."""
+    streams = [0.0] * min(link.streams, started or link.streams)
     for exchange in exchanges:
         heapq.heappush(streams, heapq.heappop(streams) + exchange.seconds(link))
     return max(link.transfer_seconds(sum(exchange.sent for exchange in exchanges)), *streams)
@@ -150,17 +161,18 @@ def concurrent_seconds(exchanges: Sequence[Exchange], link: NetworkLink) -> floa
 
 def slow_start_seconds(exchanges: Sequence[Exchange], link: NetworkLink, pause: float) -> float:
     """Return the seconds that TCP's slow start adds to exchanges that are started at once after a pause in seconds."""
-    at_once = exchanges[:STREAMS]
+    at_once = exchanges[:STREAMS]  # on each connection
     return link.restart_seconds(sum(exchange.in_flight for exchange in at_once), pause) if at_once else 0.0
 
 
-def sequence_seconds(messages: Sequence[BlockMessage], link: NetworkLink) -> float:
-    """Return the seconds of messages whose blocks are finished one after another, while those of later blocks are in flight."""
+def sequence_seconds(messages: Sequence[BlockMessage], link: NetworkLink, in_flight: int = PREFETCH + 1) -> float:
+    """Return the seconds of messages whose blocks are finished one after another, while `in_flight` of them are on their way."""
     second = _second(messages)
     if not second:
-        return concurrent_seconds(_first(messages), link)
-    # The second exchange of a block starts when the block before it is done.
-    chain = messages[0].first.seconds(link) + sum(exchange.seconds(link) for exchange in second)
+        return concurrent_seconds(_first(messages), link, in_flight)
+    # Each stream carries one of a block's two exchanges.
+    turn = max(2 / link.streams, BLOCK_SHARE)
+    chain = messages[0].first.seconds(link) + turn * sum(exchange.seconds(link) for exchange in second)
     return max(link.transfer_seconds(sum(message.sent for message in messages)), chain)
 
 
@@ -222,8 +234,10 @@ def round_time(
             exposed = started + sequence_seconds(messages, link)
         case LayerwiseSection():
             forward = forward_share * step_seconds / len(messages)
-            # A block shares the network with the next block, which gloo's other thread sends at the same time.
-            arrivals = [sequence_seconds(messages[: r + STREAMS - 1], link) for r in range(1, len(messages) + 1)]
+            # A block shares the network with the next ones, which are sent at the same time.
+            in_flight = sync.schedule.blocks_in_flight
+            shared = min(link.streams, in_flight) - 1
+            arrivals = [sequence_seconds(messages[: r + shared], link, in_flight) for r in range(1, len(messages) + 1)]
             exposed = started + max(arrival - r * forward for r, arrival in enumerate(arrivals))
         case OverlappedSection() | DelayedSection() as late:
             fragments = [[messages[b] for b in blocks] for blocks in late.blocks_of_fragments(len(messages))]
@@ -232,8 +246,11 @@ def round_time(
             exposed = max(exposed, sequence_seconds(messages, link) - compute)
         case WaitAvoidingSection() as avoiding:
             members = avoiding.resolve_group_size(replicas) or replicas
-            group = [block_message(values, members, sync.wire) for values in block_values]
-            in_group = sequence_seconds(group, link) + slow_start_seconds(_first(group), link, step_seconds)
+            group, alone = (
+                [block_message(values, members, sync.wire) for values in block_values],
+                replace(link, connections=1),
+            )
+            in_group = sequence_seconds(group, alone) + slow_start_seconds(_first(group), alone, step_seconds)
             exposed = (
                 (every - 1) * in_group
                 + sequence_seconds(messages, link)

@@ -12,6 +12,7 @@ from rich.filesize import decimal
 
 from llmtrain.config import Recipe, WireSection
 from llmtrain.lr import LRSchedule
+from llmtrain.parallel.connections import connections_for
 from llmtrain.parallel.muon import orthogonalization_flops
 from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
@@ -190,7 +191,10 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
     def seconds(sent: float) -> float:
         return 8 * sent / (rates.mbit * 1e6)
 
-    link = NetworkLink(rates.mbit / shard, rates.latency_ms / 1000)
+    latency, connections = rates.latency_ms / 1000, recipe.parallel.connections
+    if connections == "auto":
+        connections = connections_for(2 * latency)
+    link = NetworkLink(rates.mbit / shard, latency, connections=connections)
     values = [-(-parameters // shard) for parameters in size.block_parameters]
     is_zero = recipe.parallel.engine == "zero"
     backward_share = 0.0 if is_zero else 1 - FORWARD_SHARE

@@ -329,9 +329,11 @@ def format_si(number: float) -> str:
     return f"{number:.3g}T"
 
 
-def mesh_line(replicas: int, shards: int, device_type: str, reason: str) -> str:
-    """Return the console's line about the mesh. `reason` is the one that `plan_mesh` gives for its shape."""
-    return f"mesh: {replicas} replicas x {shards} shards on {device_type} ({reason})"
+def mesh_line(replicas: int, shards: int, device_type: str, reason: str, connections: int = 1) -> str:
+    """Return the console's line about the mesh. `reason` is the one that `plan_mesh` gives for its shape; `connections` are those
+    of a rank to each peer in another replica."""
+    several = f" · {connections} connections to each replica" if connections > 1 else ""
+    return f"mesh: {replicas} replicas x {shards} shards on {device_type} ({reason}){several}"
 
 
 def model_line(recipe: Recipe, parameters: int, blocks: int, sequences: int | None) -> str:

@@ -108,7 +108,9 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
         BackgroundEval(recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop) as suites,
         process.open_mesh(world)
         if process
-        else open_mesh(world, replicas, shard, replica_backend(recipe.parallel), timeout, peers) as mesh,
+        else open_mesh(
+            world, replicas, shard, replica_backend(recipe.parallel), timeout, peers, recipe.parallel.connections
+        ) as mesh,
         _shared_stop(recipe, mesh, stop) as end_early,
         open_train_text(recipe, mesh, prepared) as text,
     ):
@@ -317,7 +319,8 @@ def build_trainer(
         end_early=end_early,
     )
     peak = peak_flops(mesh.device)
-    console.print(mesh_line(mesh.replicas, mesh.shard_comms.size, mesh.device.type, mesh_reason))
+    size, connections = (mesh.replicas, mesh.shard_comms.size), len(mesh.replica_comms.groups)
+    console.print(mesh_line(*size, mesh.device.type, mesh_reason, connections))
     samples = texts.samples(loader)
     console.print(
         model_line(recipe, parameters, len(engine.blocks), None if samples is None else sum(samples.values()))

@@ -45,6 +45,7 @@ RESUMABLE_KEYS = (
     "parallel.on_cpu",
     "parallel.in_process",
     "parallel.replica_backend",
+    "parallel.connections",
     "parallel.replica_network",
     "parallel.shard_network",
     "parallel.allow_unencrypted",

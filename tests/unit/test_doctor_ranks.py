@@ -81,7 +81,14 @@ class Opened(list):
 
     @contextmanager
     def open_mesh(
-        self, world: World, replicas: int, shard: int, backend: str, seconds: float, meeting: Rendezvous
+        self,
+        world: World,
+        replicas: int,
+        shard: int,
+        backend: str,
+        seconds: float,
+        meeting: Rendezvous,
+        ways: int | str,
     ) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(replicas=replicas, shards=shard, broadcast_from_main=lambda ask: ask())
 
@@ -250,6 +257,7 @@ class Axis:
 
     def __init__(self, name: str, size: int, calls: list[str], seconds: tuple[float, ...] = ()):
         self.axis, self.size, self.device, self._calls, self._seconds = name, size, "cpu", calls, seconds
+        self.groups = [name]
 
     def all_reduce(self, tensor: Any, what: str) -> SimpleNamespace:
         return SimpleNamespace(wait=lambda: self._calls.append(f"{self.axis}: {what}"))
@@ -284,12 +292,16 @@ def test_a_round_takes_as_long_as_the_slowest_rank_between_replicas() -> None:
 def test_a_gpus_all_reduce_is_over_when_the_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh, calls = mesh_of(2, 1, seconds=(1.0,))
     there = SimpleNamespace(is_cuda=True, device="cuda:1")
+    there.chunk = lambda parts: [there] * parts
+    mesh.replica_comms.groups *= 2
     fake = SimpleNamespace(zeros=lambda *_, **__: there, tensor=torch.tensor, float64=torch.float64)
     fake.cuda = SimpleNamespace(synchronize=lambda device: calls.append(f"synchronize {device}"))
     monkeypatch.setattr(network_speed, "torch", fake)
-    bench_collectives(mesh, None)
-    assert calls[:4] == [
+    findings, _ = bench_collectives(mesh, None)
+    assert " in 1.000 s on 2 connections to each peer, " in findings[0].what
+    assert calls[:5] == [
         "all: meeting before a measurement",
+        "replica: measuring",
         "replica: measuring",
         "synchronize cuda:1",
         "all: comparing times",

@@ -1,0 +1,39 @@
+"""Number of connections between two replicas: several where a round trip takes long.
+
+gloo sends a message in parts of at most 2 MiB, each after a round trip in which the receiver says that it is ready, and TCP starts
+slowly after a pause. One connection therefore leaves a long link mostly idle. On several connections, messages of
+different blocks wait for their round trips at the same time.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from llmtrain.parallel.comms import Comms
+
+FAR_SECONDS = 0.01
+"""Round trip from which replicas are far apart. Below it, several connections are no faster. Blocks then arrive together
+instead of one after another, which a layer-wise schedule would have to wait for."""
+SEVERAL = 4
+"""Connections between replicas that are far apart. Blocking schedules have three messages in flight; others have more."""
+TRIES = 3
+
+
+def connections_for(round_trip: float) -> int:
+    """Return the number of connections between replicas whose round trip takes that many seconds."""
+    return SEVERAL if round_trip >= FAR_SECONDS else 1
+
+
+def longest_round_trip(replica: Comms, all_ranks: Comms) -> float:
+    """Return the seconds of the longest round trip between replicas, equal on all ranks: of each rank's shortest of a few
+    exchanges, the longest. A collective of all ranks."""
+    uncounted, nothing, seconds = replica.with_own_traffic(), torch.zeros(1, dtype=torch.uint8), []
+    for _ in range(TRIES):
+        all_ranks.all_reduce(torch.zeros(1), "meeting before a measurement").wait()
+        began = time.perf_counter()
+        uncounted.begin_gather("measuring the round trip", nothing)[1].wait()
+        seconds.append(time.perf_counter() - began)
+    shortest = torch.tensor([min(seconds)], dtype=torch.float64)
+    return float(all_ranks.all_gather(shortest, "comparing round trips").max())

@@ -1,0 +1,100 @@
+"""Several connections between replicas: chosen by the longest round trip, and without a trace in the results."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmtrain.parallel import connections
+from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.connections import FAR_SECONDS, SEVERAL, connections_for, longest_round_trip
+from llmtrain.parallel.mesh import build_mesh
+from llmtrain.parallel.wire_format import WireFormat
+from llmtrain.parallel.world import World
+from tests.distributed.pool import RankPool
+
+FORMATS = {"as they are": None, "int8": WireFormat("int8")}
+
+
+def test_only_replicas_that_are_far_apart_have_several() -> None:
+    assert connections_for(0.0) == connections_for(0.99 * FAR_SECONDS) == 1
+    assert connections_for(FAR_SECONDS) == SEVERAL > 1
+
+
+def _groups_of_meshes(far: float) -> list[int]:
+    """Lengths of `groups` between two replicas of two ranks, for 1, 2 and automatic connections."""
+
+    def groups(asked: int | Literal["auto"]) -> int:
+        world = World(dist.get_rank(), 4, dist.get_rank(), 4)
+        mesh = build_mesh(world, torch.device("cpu"), 2, 2, "gloo", timedelta(seconds=60), connections=asked)
+        assert len(mesh.shard_comms.groups) == len(mesh.all_ranks.groups) == 1
+        assert mesh.replica_comms.traffic.bytes == 0
+        for group in mesh.replica_comms.groups:
+            assert dist.get_process_group_ranks(group) == [world.rank % 2, world.rank % 2 + 2]
+        return len(mesh.replica_comms.groups)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(connections, "FAR_SECONDS", far)
+        return [groups(asked) for asked in (1, 2, "auto")]
+
+
+def test_a_mesh_has_as_many_as_asked_for_or_by_its_round_trips(ranks: RankPool) -> None:
+    assert ranks.run(_groups_of_meshes, 0.0, world_size=4) == [[1, 2, SEVERAL]] * 4
+    assert ranks.run(_groups_of_meshes, 60.0, world_size=4) == [[1, 2, 1]] * 4
+
+
+def _round_trip_with_a_late_rank() -> float:
+    """The longest round trip, where the last rank takes a tenth of a second to begin each exchange."""
+
+    class Late(Comms):
+        def begin_gather(self, *arguments):
+            if self.rank == self.size - 1:
+                time.sleep(0.1)
+            return super().begin_gather(*arguments)
+
+    return longest_round_trip(Late(dist.group.WORLD), Comms(dist.group.WORLD, axis="world"))
+
+
+def test_ranks_agree_on_the_longest_round_trip(ranks: RankPool) -> None:
+    found = ranks.run(_round_trip_with_a_late_rank, world_size=3)
+    assert len(set(found)) == 1 and 0.1 <= found[0] < 10
+
+
+class Watching(Comms):
+    """Communicator that notes in which of its groups each collective is."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.used: list[int] = []
+
+    def begin(self, what, sent, collective, *tensors):
+        def noted(*given, group, **options):
+            self.used.append(self.groups.index(group))
+            return collective(*given, group=group, **options)
+
+        return super().begin(what, sent, noted, *tensors)
+
+
+def _sums(several: bool, wire: str) -> tuple[list[torch.Tensor], float, list[int]]:
+    """Sums of blocks of several sizes, all in flight at once, the bytes sent, and the group of each exchange."""
+    comms = Watching(dist.group.WORLD)
+    comms.add_groups([dist.new_group(backend="gloo") for _ in range(2)] if several else [])
+    generator = torch.Generator().manual_seed(comms.rank)
+    blocks = [torch.randn(size, generator=generator) for size in (5, 1031, 40_000, 7, 2048)]
+    pending = [comms.all_reduce(block, wire=FORMATS[wire]) for block in blocks]
+    for one in pending:
+        one.start_second_phase()
+    return [one.wait() for one in pending], comms.traffic.bytes, comms.used
+
+
+@pytest.mark.parametrize("wire", FORMATS)
+def test_sums_have_the_same_bits_on_several_connections(ranks: RankPool, wire: str) -> None:
+    for one, three in zip(*(ranks.run(_sums, several, wire, world_size=3) for several in (False, True)), strict=True):
+        assert all(map(torch.equal, one[0], three[0])) and one[1] == three[1] > 0
+        exchanges = 5 if FORMATS[wire] is None else 10
+        assert one[2] == [0] * exchanges and three[2] == [number % 3 for number in range(exchanges)]
