@@ -111,6 +111,7 @@ class PendingCollective:
                 self._work.wait()
         except RuntimeError as error:
             raise self._comms.failure(self._what, error) from error
+        self._comms.end(self._work)
         self._work = None
 
 
@@ -198,8 +199,8 @@ class Comms:
     The argument `device` is the device that trains, kept as `training_device`; it stands still while this rank waits for
     collectives. The attribute `device` is where tensors that are sent should be: the CPU with gloo, which gathers on the CPU
     only, else the device that trains. `axis` is the axis's name in error messages ("replica", "shard"). `interface` is the
-    network interface for groups along this axis, or None to leave the choice to the backend. Collectives of tensors take
-    turns on `groups`: `group`, and those that `add_groups` adds.
+    network interface for groups along this axis, or None to leave the choice to the backend. Collectives of tensors that
+    are in flight at once are spread over `groups`: `group`, and those that `add_groups` adds.
     """
 
     shares_memory = False
@@ -213,7 +214,8 @@ class Comms:
         interface: str | None = None,
     ):
         self.group, self.axis, self.interface = group, axis, interface
-        self.groups, self._turn = [group], 0
+        self.groups = [group]
+        self._in_flight: list[list[dist.Work]] = [[]]
         self.is_gloo = group is not None and dist.get_backend(group) == dist.Backend.GLOO
         self.training_device = device or torch.device("cpu")
         self.device = torch.device("cpu") if self.is_gloo else self.training_device
@@ -228,9 +230,10 @@ class Comms:
         return other
 
     def add_groups(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Use more process groups of the same ranks, with connections of their own. Every rank begins the collectives in the
-        same order, so each of them is in the same group on all ranks."""
+        """Use more process groups of the same ranks, with connections of their own. Every rank begins collectives and waits for
+        them in the same order, so each of them is in the same group on all ranks."""
         self.groups += groups
+        self._in_flight += [[] for _ in groups]
 
     def connect(self) -> None:
         """Let NCCL allocate its buffers now. It would otherwise do so at the first collective of each kind, when torch has
@@ -312,15 +315,23 @@ class Comms:
         self.traffic.bytes += sent
         in_stream = self.device.type == "cuda"
         arrived = trace.message(what, sent, in_stream) if self.axis == "replica" else None
-        group, self._turn = self.groups[self._turn % len(self.groups)], self._turn + 1
+        # The first of the groups with the fewest messages: after a pause, TCP would start slowly on another one.
+        number = min(range(len(self.groups)), key=lambda number: len(self._in_flight[number]))
         try:
-            work = collective(*tensors, group=group, async_op=True)
+            work = collective(*tensors, group=self.groups[number], async_op=True)
         except RuntimeError as error:
             raise self.failure(what, error) from error
+        if len(self.groups) > 1:
+            self._in_flight[number].append(work)
         if arrived is not None:
             # NCCL completes a future as soon as its work is enqueued, and calls back in a stream that waits for the work.
             work.get_future().add_done_callback(lambda future: arrived())
         return work
+
+    def end(self, work: dist.Work) -> None:
+        """Note that this rank has waited for a collective."""
+        for works in self._in_flight:
+            works[:] = (other for other in works if other is not work)
 
     def begin_gather(self, what: str, encoded: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
         """Start an all-gather of every rank's `encoded`, flat bytes of equal length. Return (the tensor in which they arrive,

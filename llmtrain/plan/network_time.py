@@ -71,7 +71,7 @@ class NetworkLink:
     slow_start: bool = True
     """True if TCP's window is halved per retransmission timeout of a pause, as Linux does by default."""
     connections: int = 1
-    """Connections to each peer, on which messages take turns."""
+    """Connections to each peer, for messages that are sent at once."""
 
     @property
     def streams(self) -> int:

@@ -84,8 +84,15 @@ MUTANTS = [
     Mutant(
         "connections: all collectives are on the first one",
         "llmtrain/parallel/comms.py",
-        "self.groups[self._turn % len(self.groups)]",
-        "self.group",
+        "group=self.groups[number], async_op=True",
+        "group=self.group, async_op=True",
+        ("tests/distributed/test_connections.py",),
+    ),
+    Mutant(
+        "connections: a message that has arrived counts as one in flight",
+        "llmtrain/parallel/comms.py",
+        "works[:] = (other for other in works if other is not work)",
+        "pass",
         ("tests/distributed/test_connections.py",),
     ),
     Mutant(
