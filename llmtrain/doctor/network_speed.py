@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,6 +24,7 @@ from rich.filesize import decimal
 
 from llmtrain.doctor.finding import Finding, ok, problem, warning
 from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.connections import FAR_SECONDS
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.network import format_port_range
 
@@ -227,6 +229,7 @@ SHOWN = 15
 SLOW = 0.5
 """Fraction of the median rate. A slower link gives a warning, because every synchronization waits for it."""
 SKEW_SECONDS = 1.0
+SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 
 
 def links_between(hosts: Sequence[str], links: Sequence[Link]) -> list[Finding]:
@@ -268,6 +271,19 @@ def not_measurable(hosts: Sequence[str]) -> Finding:
 def round_trip_ms(links: Sequence[Link]) -> float:
     """Return the longest round-trip time of working links in milliseconds; 0 without any."""
     return max((link.milliseconds for link in links if not link.error), default=0.0)
+
+
+def slow_start(links: Sequence[Link]) -> list[Finding]:
+    """Return a warning if hosts are far apart and this one's TCP starts slowly after every pause, as Linux does by default."""
+    longest = round_trip_ms(links)
+    if longest < 1000 * FAR_SECONDS or not SLOW_START.exists() or SLOW_START.read_text().strip() == "0":
+        return []
+    return [
+        warning(
+            f"TCP starts slowly after every pause, so each synchronization begins with round trips of {longest:.0f} ms",
+            "sudo sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on every host",
+        )
+    ]
 
 
 def _clocks(hosts: Sequence[str], links: Sequence[Link]) -> list[Finding]:

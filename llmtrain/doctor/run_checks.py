@@ -35,6 +35,7 @@ from llmtrain.doctor.network_speed import (
     measure_all,
     not_measurable,
     round_trip_ms,
+    slow_start,
 )
 from llmtrain.doctor.network_use import network_use
 from llmtrain.errors import DONE, FAILED, ModelError, TrainingError, UserError
@@ -256,7 +257,7 @@ class ClusterCheck:
                 sections["links"] = [not_measurable(unknown)]
             else:
                 links = self._links(hosts)
-                sections["links"] = links_between([str(host) for host in hosts], links)
+                sections["links"] = [*links_between([str(host) for host in hosts], links), *slow_start(links)]
             sections["links"] += encryption(hosts, self.recipe.parallel if self.recipe else ParallelSection())
         if all(self._gather("readiness", not has_problem(sections))):
             sections["collectives"] = self._collectives(plan, round_trip_ms(links))

@@ -199,8 +199,8 @@ class Comms:
     The argument `device` is the device that trains, kept as `training_device`; it stands still while this rank waits for
     collectives. The attribute `device` is where tensors that are sent should be: the CPU with gloo, which gathers on the CPU
     only, else the device that trains. `axis` is the axis's name in error messages ("replica", "shard"). `interface` is the
-    network interface for groups along this axis, or None to leave the choice to the backend. Collectives of tensors that
-    are in flight at once are spread over `groups`: `group`, and those that `add_groups` adds.
+    network interface for groups along this axis, or None to leave the choice to the backend. All-reduces that are in
+    flight at once are spread over `groups`: `group`, and those that `add_groups` adds.
     """
 
     shares_memory = False
@@ -315,8 +315,9 @@ class Comms:
         self.traffic.bytes += sent
         in_stream = self.device.type == "cuda"
         arrived = trace.message(what, sent, in_stream) if self.axis == "replica" else None
-        # The first of the groups with the fewest messages: after a pause, TCP would start slowly on another one.
-        number = min(range(len(self.groups)), key=lambda number: len(self._in_flight[number]))
+        # Other collectives wait for one round trip only. On connections that each of them uses now and then, TCP would start
+        # slowly every time.
+        number = self._least_used() if collective is dist.all_reduce else 0
         try:
             work = collective(*tensors, group=self.groups[number], async_op=True)
         except RuntimeError as error:
@@ -327,6 +328,10 @@ class Comms:
             # NCCL completes a future as soon as its work is enqueued, and calls back in a stream that waits for the work.
             work.get_future().add_done_callback(lambda future: arrived())
         return work
+
+    def _least_used(self) -> int:
+        """Return the number of the first group among those with the fewest collectives in flight."""
+        return min(range(len(self.groups)), key=lambda number: len(self._in_flight[number]))
 
     def end(self, work: dist.Work) -> None:
         """Note that this rank has waited for a collective."""

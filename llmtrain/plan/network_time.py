@@ -51,9 +51,6 @@ HOP_BYTES = 2 << 20
 """Maximum bytes of a hop: gloo has two segments in flight, of at most 1 MiB each."""
 STREAMS = 2
 """Number of messages that gloo sends at once on one connection. Further messages wait until one of its two threads is free."""
-BLOCK_SHARE = 2 / 3
-"""Length of a block's turn in a blocking schedule, in exchanges, if the network had room for all: in three turns a block's two
-exchanges take place."""
 INITIAL_WINDOW = 14_480
 """Bytes that TCP sends in the first round trip after a long pause: ten segments."""
 TIMEOUT_SECONDS = 0.2
@@ -71,12 +68,7 @@ class NetworkLink:
     slow_start: bool = True
     """True if TCP's window is halved per retransmission timeout of a pause, as Linux does by default."""
     connections: int = 1
-    """Connections to each peer, for messages that are sent at once."""
-
-    @property
-    def streams(self) -> int:
-        """Return the number of messages that are sent at once."""
-        return STREAMS * self.connections
+    """Connections to each peer, for all-reduces at once."""
 
     @property
     def round_trip(self) -> float:
@@ -93,7 +85,7 @@ class NetworkLink:
         that size. The window doubles at most as many times as the pause has halved it."""
         if not (self.slow_start and self.latency_seconds and in_flight):
             return 0.0
-        window = min(in_flight, self.mbit * 1e6 / 8 * self.round_trip / self.connections)
+        window = min(in_flight, self.mbit * 1e6 / 8 * self.round_trip)
         doublings = max(0.0, math.log2(1 + window / INITIAL_WINDOW) - 1)
         return self.round_trip * min(doublings, pause // (self.round_trip + TIMEOUT_SECONDS))
 
@@ -106,18 +98,22 @@ class Exchange:
     hops: float
     peers: int = 1
     """Ranks to which a rank sends at once."""
-    halved: bool = True
-    """True if a hop's second half is sent while the first one is on its way."""
+    is_ring: bool = True
+    """True for gloo's all-reduce, in which a hop's second half is sent while the first one is on its way."""
 
     @property
     def in_flight(self) -> float:
         """Return the bytes that are on their way to one peer at once."""
         return self.sent / max(self.hops, 1) / self.peers
 
+    def streams(self, link: NetworkLink) -> int:
+        """Return the number of such exchanges that run at once."""
+        return STREAMS * (link.connections if self.is_ring else 1)
+
     def seconds(self, link: NetworkLink) -> float:
         """Return the seconds that the exchange takes if nothing else is sent."""
         hop = link.transfer_seconds(self.sent) / max(self.hops, 1)
-        if self.halved:
+        if self.is_ring:
             return self.hops * max(hop, hop / 2 + link.round_trip)
         return self.hops * (hop + link.round_trip)
 
@@ -143,17 +139,17 @@ def block_message(values: int, replicas: int, wire: WireSection, rounded: bool =
         return BlockMessage(Exchange(2 * others * chunk, 2 * others * max(1.0, chunk / HOP_BYTES)))
     if wire.kind == "topk":
         sparse = SparseFormat(wire.keep, wire.values)
-        return BlockMessage(Exchange(others * sparse.size(values), 1, peers=others, halved=False))
+        return BlockMessage(Exchange(others * sparse.size(values), 1, peers=others, is_ring=False))
     encoded = WireFormat(wire.kind)
     sent = others * encoded.size(encoded.padded_chunk(values, replicas))
-    to_all = Exchange(sent, 1, peers=others, halved=False)
+    to_all = Exchange(sent, 1, peers=others, is_ring=False)
     return BlockMessage(to_all, to_all)
 
 
 def concurrent_seconds(exchanges: Sequence[Exchange], link: NetworkLink, started: int | None = None) -> float:
-    """Return the seconds that exchanges take if `started` of them, by default all, are started at once, and each of the others
-    when one is done. `link.streams` of them run at a time, and all of them together take at least the time of their bytes."""
-    streams = [0.0] * min(link.streams, started or link.streams)
+    """Return the seconds that exchanges of one kind take if `started` of them, by default all, are started at once, and each of the
+    others when one is done. All of them together take at least the time of their bytes."""
+    streams = [0.0] * min(started or len(exchanges), exchanges[0].streams(link)) if exchanges else [0.0]
     for exchange in exchanges:
         heapq.heappush(streams, heapq.heappop(streams) + exchange.seconds(link))
     return max(link.transfer_seconds(sum(exchange.sent for exchange in exchanges)), *streams)
@@ -170,9 +166,8 @@ def sequence_seconds(messages: Sequence[BlockMessage], link: NetworkLink, in_fli
     second = _second(messages)
     if not second:
         return concurrent_seconds(_first(messages), link, in_flight)
-    # Each stream carries one of a block's two exchanges.
-    turn = max(2 / link.streams, BLOCK_SHARE)
-    chain = messages[0].first.seconds(link) + turn * sum(exchange.seconds(link) for exchange in second)
+    # The second exchange of a block starts when the block before it is done.
+    chain = messages[0].first.seconds(link) + sum(exchange.seconds(link) for exchange in second)
     return max(link.transfer_seconds(sum(message.sent for message in messages)), chain)
 
 
@@ -236,7 +231,7 @@ def round_time(
             forward = forward_share * step_seconds / len(messages)
             # A block shares the network with the next ones, which are sent at the same time.
             in_flight = sync.schedule.blocks_in_flight
-            shared = min(link.streams, in_flight) - 1
+            shared = min(messages[0].first.streams(link), in_flight) - 1
             arrivals = [sequence_seconds(messages[: r + shared], link, in_flight) for r in range(1, len(messages) + 1)]
             exposed = started + max(arrival - r * forward for r, arrival in enumerate(arrivals))
         case OverlappedSection() | DelayedSection() as late:

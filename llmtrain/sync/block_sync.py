@@ -197,9 +197,9 @@ class BlockSync:
         """
         in_flight = [self.start_reduce(index) for index in self.blocks[: PREFETCH + 1]]
         for index in self.anchors.iter_prefetched(self.blocks, momentum=True):
-            for pending in in_flight[index : index + 2]:
-                pending.start_second_phase()
             mean = in_flight[index].wait()
+            if index + 1 < len(in_flight):
+                in_flight[index + 1].start_second_phase()
             if len(in_flight) < len(self.blocks):
                 in_flight.append(self.start_reduce(len(in_flight)))
             self.outer_step(index, mean, local_steps)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llmtrain.parallel.comms import QuantizedAllReduce
 from llmtrain.sync.message import Message, WeighedMessage
-from tests.distributed.fake_engine import Scenario, choices, edit
+from tests.distributed.fake_engine import Scenario, edit
 from tests.distributed.threads import ThreadComms, simulate
 
 
@@ -52,29 +50,3 @@ def test_replicas_compute_the_norm_of_a_mean_only_if_it_may_be_clipped(
     simulate(Scenario(edit(every=3, penalty={"clip": clip}, wire=wire, **schedule), 2, 2, steps=7))
     assert "weighing pseudo-gradients" in asked
     assert ("norm of a pseudo-gradient" in asked) == measured
-
-
-@pytest.mark.parametrize(("method", "every"), [("diloco", 1), ("streaming_diloco", 9)], ids=["round", "last"])
-def test_the_second_exchange_of_the_next_block_starts_before_a_block_is_waited_for(
-    method: str, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[tuple[str, str]] = []
-    start, wait = QuantizedAllReduce.start_second_phase, QuantizedAllReduce.wait
-
-    def started(self: QuantizedAllReduce) -> None:
-        if self._comms.rank == 0 and self._mine is None:
-            events.append(("second", self._what))
-        start(self)
-
-    def waited(self: QuantizedAllReduce) -> Any:
-        if self._comms.rank == 0:
-            events.append(("wait", self._what))
-        return wait(self)
-
-    monkeypatch.setattr(QuantizedAllReduce, "start_second_phase", started)
-    monkeypatch.setattr(QuantizedAllReduce, "wait", waited)
-    simulate(Scenario(choices(method, every=every, wire="int8", warmup_steps=0), 2, 1, steps=1))
-    blocks = list(dict.fromkeys(what for _, what in events))
-    assert len(blocks) > 2
-    for block, following in pairwise(blocks):
-        assert events.index(("second", following)) < events.index(("wait", block))

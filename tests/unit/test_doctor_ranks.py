@@ -19,7 +19,7 @@ from llmtrain.config import Recipe
 from llmtrain.doctor import network_speed
 from llmtrain.doctor import run_checks as checks
 from llmtrain.doctor.finding import Finding, Level, ok, problem, warning
-from llmtrain.doctor.network_speed import SMALLEST, Link, bench_collectives, links_between, round_trip_ms
+from llmtrain.doctor.network_speed import SMALLEST, Link, bench_collectives, links_between, round_trip_ms, slow_start
 from llmtrain.doctor.network_use import network_use
 from llmtrain.doctor.run_checks import ClusterCheck, Plan, Sections, fit, run_checks
 from llmtrain.errors import FAILED, TrainingError
@@ -166,6 +166,19 @@ def test_the_recipes_waits_are_predicted_from_what_was_measured(
     assert set(asked) == {1}, "ranks on each host, as their `World` says"
     assert round_trip_ms([Link(0, 1, 3.0), Link(0, 2, 80.0, error="timed out"), Link(1, 2, 5.0)]) == 5.0
     assert round_trip_ms([]) == 0.0
+
+
+@pytest.mark.parametrize(("setting", "milliseconds", "warned"), [("1", 80.0, 1), ("0", 80.0, 0), ("1", 9.0, 0)])
+def test_a_slow_start_is_named_where_hosts_are_far_apart(
+    setting: str, milliseconds: float, warned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network_speed, "SLOW_START", tmp_path / "tcp_slow_start_after_idle")
+    links = [Link(0, 1, milliseconds), Link(0, 2, 1.0)]
+    assert slow_start(links) == []  # not on Linux
+    network_speed.SLOW_START.write_text(f"{setting}\n")
+    found = slow_start(links)
+    assert [finding.level for finding in found] == [Level.WARNING] * warned
+    assert all("round trips of 80 ms" in finding.what for finding in found)
 
 
 def test_what_a_rank_of_another_host_complains_of_is_told_once(opened: Opened) -> None:

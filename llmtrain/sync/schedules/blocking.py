@@ -126,11 +126,9 @@ class BlockingSchedule(Schedule):
         if index in agreed.rolled_back:
             block_sync.reset_to_anchor([index])
             return
-        # The first exchange of the next block has had as much time as the second one of this block.
-        for due in (index, index + 1):
-            if due in self._pending:
-                self._pending[due].start_second_phase()
         mean = self._pending.pop(index).wait()
+        if index + 1 in self._pending:
+            self._pending[index + 1].start_second_phase()
         if block_sync.anchors is None:
             self._spread_squared = self._spread_squared + block_sync.squared_spread(index, mean)
             block_sync.write_parameters(index, mean)
