@@ -6,7 +6,8 @@ and the arithmetic of a synchronization takes no time, so the exposed time is on
 
     ring all-reduce     2 (N-1) hops of 1/N of the message. A hop takes bytes / bandwidth + a round trip, because gloo first
                         waits until it has heard that the receiver is ready. gloo sends a hop in two halves, so that the round
-                        trip of one half passes while the other one is sent, and cuts hops at 2 MiB
+                        trip of one half passes while the other one is sent, and cuts hops at 2 MiB. Two messages are sent at
+                        once on each connection, the others after them
     rounded message     one hop to all others, then another one with the rounded sums; with the largest values alone, one hop
     blocking            all messages, and N-1 hops without bytes in which the replicas agree on the round
     layer-wise          as for blocking, minus the forward passes of the blocks before the one that waits
@@ -241,11 +242,9 @@ def round_time(
             exposed = max(exposed, sequence_seconds(messages, link) - compute)
         case WaitAvoidingSection() as avoiding:
             members = avoiding.resolve_group_size(replicas) or replicas
-            group, alone = (
-                [block_message(values, members, sync.wire) for values in block_values],
-                replace(link, connections=1),
-            )
-            in_group = sequence_seconds(group, alone) + slow_start_seconds(_first(group), alone, step_seconds)
+            group = [block_message(values, members, sync.wire) for values in block_values]
+            one = replace(link, connections=1)
+            in_group = sequence_seconds(group, one) + slow_start_seconds(_first(group), one, step_seconds)
             exposed = (
                 (every - 1) * in_group
                 + sequence_seconds(messages, link)
