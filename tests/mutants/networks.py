@@ -124,6 +124,13 @@ MUTANTS = [
         ("tests/unit/test_doctor_ranks.py",),
     ),
     Mutant(
+        "time estimate: far replicas have one connection",
+        "llmtrain/plan/time_estimate.py",
+        "connections = connections_for(2 * latency)",
+        "connections = 1",
+        ("tests/unit/test_plan_show.py",),
+    ),
+    Mutant(
         "network time: several connections carry no more messages at once",
         "llmtrain/plan/network_time.py",
         "return STREAMS * (link.connections if self.is_ring else 1)",
