@@ -83,8 +83,8 @@ MUTANTS = [
     Mutant(
         "prediction: the largest values are summed and sent once more",
         "llmtrain/plan/network_time.py",
-        "return BlockMessage(Exchange(others * sparse.size(values), 1, peers=others, halved=False))",
-        "return BlockMessage(*[Exchange(others * sparse.size(values), 1, peers=others, halved=False)] * 2)",
+        "return BlockMessage(Exchange(others * sparse.size(values), 1, peers=others, is_ring=False))",
+        "return BlockMessage(*[Exchange(others * sparse.size(values), 1, peers=others, is_ring=False)] * 2)",
         ("tests/unit/test_network_time.py",),
     ),
     Mutant(
