@@ -19,7 +19,8 @@ FAR_SECONDS = 0.01
 instead of one after another, which a layer-wise schedule would have to wait for."""
 SEVERAL = 4
 """Connections between replicas that are far apart. Blocking schedules have three messages in flight; others have more."""
-TRIES = 3
+TRIES = 5
+"""Exchanges of which the shortest counts. The first one also waits for ranks that are late."""
 
 
 def connections_for(round_trip: float) -> int:
@@ -28,13 +29,12 @@ def connections_for(round_trip: float) -> int:
 
 
 def longest_round_trip(replica: Comms, all_ranks: Comms) -> float:
-    """Return the seconds of the longest round trip between replicas, equal on all ranks: of each rank's shortest of a few
-    exchanges, the longest. A collective of all ranks."""
-    uncounted, nothing, seconds = replica.with_own_traffic(), torch.zeros(1, dtype=torch.uint8), []
+    """Return the seconds of the longest round trip between replicas, equal on all ranks: the longest of every rank's shortest
+    exchange. A collective of all ranks."""
+    uncounted, nothing, seconds = replica.with_own_traffic(), [torch.zeros(1)] * replica.size, []
     for _ in range(TRIES):
-        all_ranks.all_reduce(torch.zeros(1), "meeting before a measurement").wait()
         began = time.perf_counter()
-        uncounted.begin_gather("measuring the round trip", nothing)[1].wait()
+        uncounted.exchange(nothing, [1] * replica.size, "measuring the round trip").wait()
         seconds.append(time.perf_counter() - began)
     shortest = torch.tensor([min(seconds)], dtype=torch.float64)
     return float(all_ranks.all_gather(shortest, "comparing round trips").max())

@@ -216,7 +216,8 @@ def build_mesh(
         comms.connect()
     if mesh.replica_comms.is_gloo:
         if connections == "auto":
-            connections = connections_for(longest_round_trip(mesh.replica_comms, mesh.all_ranks))
+            is_one_host = world.local_size == world.size
+            connections = 1 if is_one_host else connections_for(longest_round_trip(mesh.replica_comms, mesh.all_ranks))
         with using_interface(networks.replica):
             more = [_my_group(world, across, backend, timeout) for _ in range(connections - 1)]
         mesh.replica_comms.add_groups(more)

@@ -28,10 +28,11 @@ def test_only_replicas_that_are_far_apart_have_several() -> None:
 
 
 def _groups_of_meshes(far: float) -> list[int]:
-    """Lengths of `groups` between two replicas of two ranks, for 1, 2 and automatic connections."""
+    """Lengths of `groups` between two replicas of two ranks, for 1, 2 and automatic connections, and for automatic ones on one
+    host."""
 
-    def groups(asked: int | Literal["auto"]) -> int:
-        world = World(dist.get_rank(), 4, dist.get_rank(), 4)
+    def groups(asked: int | Literal["auto"], hosts: int = 2) -> int:
+        world = World(dist.get_rank(), 4, dist.get_rank() % (4 // hosts), 4 // hosts)
         mesh = build_mesh(world, torch.device("cpu"), 2, 2, "gloo", timedelta(seconds=60), connections=asked)
         assert len(mesh.shard_comms.groups) == len(mesh.all_ranks.groups) == 1
         assert mesh.replica_comms.traffic.bytes == 0
@@ -41,20 +42,20 @@ def _groups_of_meshes(far: float) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(connections, "FAR_SECONDS", far)
-        return [groups(asked) for asked in (1, 2, "auto")]
+        return [*(groups(asked) for asked in (1, 2, "auto")), groups("auto", hosts=1)]
 
 
 def test_a_mesh_has_as_many_as_asked_for_or_by_its_round_trips(ranks: RankPool) -> None:
-    assert ranks.run(_groups_of_meshes, 0.0, world_size=4) == [[1, 2, SEVERAL]] * 4
-    assert ranks.run(_groups_of_meshes, 60.0, world_size=4) == [[1, 2, 1]] * 4
+    assert ranks.run(_groups_of_meshes, 0.0, world_size=4) == [[1, 2, SEVERAL, 1]] * 4
+    assert ranks.run(_groups_of_meshes, 60.0, world_size=4) == [[1, 2, 1, 1]] * 4
 
 
 def _round_trip_with_a_far_rank() -> float:
     """The longest round trip, where the last rank hears of the others a tenth of a second late."""
 
     class Far(Comms):
-        def begin_gather(self, *arguments):
-            begun = super().begin_gather(*arguments)
+        def exchange(self, *arguments):
+            begun = super().exchange(*arguments)
             time.sleep(0.1 * (self.rank == self.size - 1))
             return begun
 
