@@ -116,7 +116,7 @@ class PeerLoop:
         for block in blocks:
             initialize(self.model, block, recipe.run.seed, torch.device("cpu"), torch.float32)
         loader = build_loader(
-            recipe, prepared, replica=member.rank, replicas=member.size, shard_rank=0, shard=1, write=False
+            recipe, prepared, replica=member.rank, replicas=member.size, shard_rank=0, shards=1, write=False
         )
         optim, outer = recipe.optim, recipe_of(task, COUNTERPARTS.get(task["loop"], "diloco")).sync.outer
         job = Job(

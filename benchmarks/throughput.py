@@ -201,7 +201,7 @@ def step_of(
         replica=0,
         replicas=1,
         shard_rank=mesh.shard_comms.rank,
-        shard=mesh.shard_comms.size,
+        shards=mesh.shard_comms.size,
         seed=recipe.run.seed,
     )
     batches = PrefetchLoader(

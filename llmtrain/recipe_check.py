@@ -264,7 +264,7 @@ def _check_batch(train: TrainSection, ranks: int) -> None:
     )
     or_micro = f", or train.micro_batch={micro}" if micro else ""
     raise RecipeError(
-        f"train.global_batch is {train.global_batch}, not a multiple of micro_batch x replicas x shard = "
+        f"train.global_batch is {train.global_batch}, not a multiple of micro_batch x replicas x shards = "
         f"{train.micro_batch} x {ranks} = {at_once}; use train.global_batch={works}{or_micro}"
     )
 

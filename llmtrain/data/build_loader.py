@@ -23,7 +23,7 @@ def build_loader(
     replica: int,
     replicas: int,
     shard_rank: int,
-    shard: int,
+    shards: int,
     tokens: GrowingTokens | None = None,
     write: bool = True,
 ) -> Loader:
@@ -38,7 +38,7 @@ def build_loader(
         "replica": replica,
         "replicas": replicas,
         "shard_rank": shard_rank,
-        "shard": shard,
+        "shards": shards,
         "seed": recipe.run.seed,
     }
     if recipe.data.packing == "none":

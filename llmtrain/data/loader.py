@@ -58,14 +58,14 @@ class Loader:
         replica: int,
         replicas: int,
         shard_rank: int,
-        shard: int,
+        shards: int,
         seed: int,
         in_blocks: bool = False,
     ) -> None:
         """Set the shape of the batches, counted in sequences; `micro_batch` is per rank. With `in_blocks`, the first epoch is
         shuffled in blocks, which are waited for. Raises DataError if the data is smaller than one global batch."""
-        assert global_batch % (micro_batch * replicas * shard) == 0, (global_batch, micro_batch, replicas, shard)
-        assert 0 <= replica < replicas and 0 <= shard_rank < shard, (replica, replicas, shard_rank, shard)
+        assert global_batch % (micro_batch * replicas * shards) == 0, (global_batch, micro_batch, replicas, shards)
+        assert 0 <= replica < replicas and 0 <= shard_rank < shards, (replica, replicas, shard_rank, shards)
         self.tokens, self.sequence_length = tokens, sequence_length
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.num_samples = self._count_samples()
@@ -77,8 +77,8 @@ class Loader:
             raise DataError(f"training data: {self._shortage()}")
         self.replica_tokens = global_batch * sequence_length / replicas
         """Tokens of the last step's global batch, divided by the number of replicas."""
-        self._replicas, self._per_rank = replicas, global_batch // (replicas * shard)
-        self._first = (replica * shard + shard_rank) * self._per_rank
+        self._replicas, self._per_rank = replicas, global_batch // (replicas * shards)
+        self._first = (replica * shards + shard_rank) * self._per_rank
         self._seed, self._in_blocks = seed, in_blocks
         self.order = self._new_order()
 

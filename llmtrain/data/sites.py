@@ -96,7 +96,7 @@ class SiteLoader(Loader):
 def check_site(tokens: TokenShards, sites: Sequence[str], site: str, global_batch: int, sequence_length: int) -> None:
     """Raise DataError if the text of `site` is shorter than one step of that site. `sites` has the name of each replica's
     site."""
-    shape = {"sequence_length": sequence_length, "micro_batch": 1, "shard_rank": 0, "shard": 1, "seed": 0}
+    shape = {"sequence_length": sequence_length, "micro_batch": 1, "shard_rank": 0, "shards": 1, "seed": 0}
     SiteLoader(tokens, sites, sites.index(site), global_batch=global_batch, **shape)
 
 

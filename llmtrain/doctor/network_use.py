@@ -24,9 +24,9 @@ GAIN = 0.01
 """Minimum gain in that fraction for a choice to be named, or for a longer delay to be preferred."""
 
 
-def network_use(recipe: Recipe, size: ModelSize, replicas: int, shard: int, rates: HardwareRates) -> Finding:
+def network_use(recipe: Recipe, size: ModelSize, replicas: int, shards: int, rates: HardwareRates) -> Finding:
     """Return a finding on the fraction of the time that the recipe would spend computing, with choices that would raise it."""
-    now = estimate_time(recipe, size, replicas, shard, rates)
+    now = estimate_time(recipe, size, replicas, shards, rates)
     what = (
         f"predicted for this recipe: a step computes for {format_duration(now.step)} and waits for the network for "
         f"{format_duration(now.waiting)} on average, so {now.computing:.0%} of the time is spent computing"
@@ -36,8 +36,8 @@ def network_use(recipe: Recipe, size: ModelSize, replicas: int, shard: int, rate
     if recipe.sync.period.averages_gradients:
         return warning(what, "use rounds of local steps, such as sync.method=edit (docs/methods.md)")
     found = {
-        keys: estimate_time(changed, size, replicas, shard, rates).computing
-        for keys, changed in changes(recipe, size, replicas, shard, rates)
+        keys: estimate_time(changed, size, replicas, shards, rates).computing
+        for keys, changed in changes(recipe, size, replicas, shards, rates)
     }
     better = sorted((share, keys) for keys, share in found.items() if share >= now.computing + GAIN)
     if not better:
@@ -47,7 +47,7 @@ def network_use(recipe: Recipe, size: ModelSize, replicas: int, shard: int, rate
 
 
 def changes(
-    recipe: Recipe, size: ModelSize, replicas: int, shard: int, rates: HardwareRates
+    recipe: Recipe, size: ModelSize, replicas: int, shards: int, rates: HardwareRates
 ) -> Iterator[tuple[str, Recipe]]:
     """Yield (overrides, changed recipe) for changes with which a recipe with local steps sends less, less often or later.
 
@@ -56,17 +56,17 @@ def changes(
     sync = recipe.sync
     for kind in ("int8", "int4"):
         if sync.wire.kind in ("fp32", "bf16"):
-            yield from _changed(recipe, f"sync.wire={kind}", {"wire": {"kind": kind}}, replicas * shard)
+            yield from _changed(recipe, f"sync.wire={kind}", {"wire": {"kind": kind}}, replicas * shards)
     if sync.period.kind == "steps":
         every = 2 * sync.period.every
-        yield from _changed(recipe, f"sync.period.every={every}", {"period": {"every": every}}, replicas * shard)
+        yield from _changed(recipe, f"sync.period.every={every}", {"period": {"every": every}}, replicas * shards)
     if sync.schedule.kind in ("blocking", "layerwise"):
         delayed: list[tuple[float, str, Recipe]] = []
         for steps in DELAYS:
             schedule = {"schedule": {"kind": "overlapped", "steps": steps}}
             words = f"sync.schedule='{{kind: overlapped, steps: {steps}}}'"
-            for keys, changed in _changed(recipe, words, schedule, replicas * shard, replaces=True):
-                delayed.append((estimate_time(changed, size, replicas, shard, rates).computing, keys, changed))
+            for keys, changed in _changed(recipe, words, schedule, replicas * shards, replaces=True):
+                delayed.append((estimate_time(changed, size, replicas, shards, rates).computing, keys, changed))
         most = max((share for share, _, _ in delayed), default=0.0)
         yield from [(keys, changed) for share, keys, changed in delayed if share > most - GAIN][:1]
 

@@ -150,7 +150,7 @@ class Plan:
     """Mesh and model size of a recipe on the given ranks."""
 
     replicas: int
-    shard: int
+    shards: int
     size: ModelSize | None
     """None if the vocabulary size is unknown until the tokenizer is available."""
 
@@ -165,11 +165,11 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
     try:
         check(recipe, len(nodes))
         check_machine(recipe)
-        replicas, shard, reason = plan_mesh(recipe, nodes, memory, on_gpu)
+        replicas, shards, reason = plan_mesh(recipe, nodes, memory, on_gpu)
         check_group(recipe, replicas)
     except UserError as error:
         return [problem(f"recipe: {error}", "")], None
-    findings = [ok(f"mesh: {replicas} replicas x {shard} shards ({reason})")]
+    findings = [ok(f"mesh: {replicas} replicas x {shards} shards ({reason})")]
     if recipe.parallel.precision == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         findings.append(problem("this GPU does not compute in bf16", "set parallel.precision=fp32"))
     size = written = None
@@ -178,7 +178,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
     except ModelError as error:
         findings.append(warning(f"memory and traffic are not estimated: {error}", ""))
     else:
-        needed = estimate(recipe, size, replicas, shard)
+        needed = estimate(recipe, size, replicas, shards)
         findings.append(_memory(needed.total(on_gpu), min(memory)))
         if on_gpu and needed.host_total:
             ranks = max(Counter(nodes).values())
@@ -190,7 +190,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
         written = (recipe.checkpoint.keep + recipe.checkpoint.keep_best + 1) * checkpoint
     findings.append(disk("run.out_dir", recipe.run.out_dir, written))
     findings.append(disk("data.cache_dir", recipe.data.cache_dir, None))
-    return findings, Plan(replicas, shard, size)
+    return findings, Plan(replicas, shards, size)
 
 
 def _memory(needed: float, there: float) -> Finding:
@@ -307,20 +307,20 @@ class ClusterCheck:
         bytes_a_round = None
         if self.recipe is None or plan is None:
             parallel = ParallelSection()
-            replicas, shard, _ = choose_mesh(parallel, self.peers.nodes, False, lambda shard: True)
+            replicas, shards, _ = choose_mesh(parallel, self.peers.nodes, False, lambda shards: True)
         else:
-            parallel, replicas, shard = self.recipe.parallel, plan.replicas, plan.shard
+            parallel, replicas, shards = self.recipe.parallel, plan.replicas, plan.shards
             if plan.size is not None and replicas > 1:
-                bytes_a_round = round_bytes(self.recipe, plan.size, replicas, shard)
+                bytes_a_round = round_bytes(self.recipe, plan.size, replicas, shards)
         backend = replica_backend(parallel)
         ways = parallel.connections
-        with open_mesh(self.world, replicas, shard, backend, self.timeout_seconds, self.peers, ways) as mesh:
+        with open_mesh(self.world, replicas, shards, backend, self.timeout_seconds, self.peers, ways) as mesh:
             findings, rate = bench_collectives(mesh, bytes_a_round)
             if bytes_a_round is not None and rate is not None:
                 # One rank computes alone, because on a CPU the rate already takes into account how many share it.
                 flops = mesh.broadcast_from_main(lambda: rate_here(self.recipe, self.world.local_size))
-                rates = HardwareRates(flops, 8e-6 * rate * shard, round_trip / 2)
-                findings.append(network_use(self.recipe, plan.size, replicas, shard, rates))
+                rates = HardwareRates(flops, 8e-6 * rate * shards, round_trip / 2)
+                findings.append(network_use(self.recipe, plan.size, replicas, shards, rates))
         return findings
 
     def _gather(self, name: str, value: Any) -> list[Any]:

@@ -252,7 +252,7 @@ def _check_token_count(recipe: Recipe, name: str, prepared: TokenDataset, replic
         elif recipe.data.sources:
             count_samples(name, prepared.tokens("train"), train.sequence_length)
         else:
-            build_loader(recipe, prepared, replica=0, replicas=replicas, shard_rank=0, shard=shards, write=False)
+            build_loader(recipe, prepared, replica=0, replicas=replicas, shard_rank=0, shards=shards, write=False)
     elif data.source.startswith(HUB) and splits["train"].tokens <= train.total_steps * train.tokens_per_step:
         _check_source(data)
     if splits["validation"].exhausted:

@@ -95,16 +95,16 @@ def ranks_per_device(world: World) -> int:
     return -(-world.local_size // torch.cuda.device_count()) if may_share_gpu() else 1
 
 
-def _backend_between(world: World, shard: int, replica_backend: str) -> str:
+def _backend_between(world: World, shards: int, replica_backend: str) -> str:
     """Return the backend between replicas: gloo if they share a GPU, because NCCL allows one rank per GPU.
 
     Raises RecipeError if the recipe asks for NCCL nevertheless, or if the ranks of one replica would share a GPU.
     """
     if not torch.cuda.is_available() or ranks_per_device(world) == 1:
         return replica_backend
-    if shard > 1:
+    if shards > 1:
         raise RecipeError(
-            f"parallel.shards is {shard}, but {SHARE_GPU}=1 puts several ranks on a GPU, and NCCL between the shards allows one; "
+            f"parallel.shards is {shards}, but {SHARE_GPU}=1 puts several ranks on a GPU, and NCCL between the shards allows one; "
             "use parallel.shards=1"
         )
     if replica_backend == "nccl":
@@ -129,13 +129,13 @@ def _is_a_task_with_a_gpu(world: World) -> bool:
 def open_mesh(
     world: World,
     replicas: int,
-    shard: int,
+    shards: int,
     replica_backend: str,
     timeout_seconds: float,
     peers: Rendezvous | None = None,
     connections: int | Literal["auto"] = "auto",
 ) -> Iterator[Mesh]:
-    """Build a mesh of `replicas` x `shard` ranks for the enclosed code, and destroy its process groups on exit, except after an
+    """Build a mesh of `replicas` x `shards` ranks for the enclosed code, and destroy its process groups on exit, except after an
     error on GPUs. A collective of all ranks.
 
     `peers` is the result of `rendezvous`; without it, this function calls `rendezvous`. `connections` is the recipe's key. Every
@@ -144,13 +144,13 @@ def open_mesh(
     timeout = timedelta(seconds=timeout_seconds)
     peers = peers or rendezvous(world, ParallelSection(), lambda: 0.0, timeout_seconds)
     device = local_device(world)
-    replica_backend = _backend_between(world, shard, replica_backend)
-    unencrypted = check_connectivity(peers, world, replicas, shard, timeout_seconds)
+    replica_backend = _backend_between(world, shards, replica_backend)
+    unencrypted = check_connectivity(peers, world, replicas, shards, timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         replicas_use_nccl = replicas > 1 and replica_backend != "gloo"
         peers.recipe_networks.set_nccl_interface(replicas_use_nccl)
-        if replicas_use_nccl and shard > 1:
+        if replicas_use_nccl and shards > 1:
             # Kernels of two NCCL communicators deadlock if two GPUs run them in different orders (NCCL's guide, "Using
             # multiple NCCL communicators concurrently"). All hosts launch them in the same order, which NCCL then keeps.
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
@@ -161,7 +161,7 @@ def open_mesh(
                 world,
                 device,
                 replicas,
-                shard,
+                shards,
                 replica_backend,
                 timeout,
                 peers.store,
@@ -180,7 +180,7 @@ def build_mesh(
     world: World,
     device: torch.device,
     replicas: int,
-    shard: int,
+    shards: int,
     replica_backend: str,
     timeout: timedelta,
     store: dist.Store | None = None,
@@ -188,15 +188,17 @@ def build_mesh(
     unencrypted: str | None = None,
     connections: int | Literal["auto"] = 1,
 ) -> Mesh:
-    """Build a mesh of `replicas` x `shard` ranks over the process group that already exists. A collective of all ranks."""
-    assert replicas * shard == world.size, (replicas, shard, world.size)
+    """Build a mesh of `replicas` x `shards` ranks over the process group that already exists. A collective of all ranks."""
+    assert replicas * shards == world.size, (replicas, shards, world.size)
     networks = networks or Networks()
     backend = replica_backend if replica_backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
     with using_interface(networks.shard):
-        shards = _my_group(world, [[r * shard + s for s in range(shard)] for r in range(replicas)], None, timeout)
+        shard_group = _my_group(
+            world, [[r * shards + s for s in range(shards)] for r in range(replicas)], None, timeout
+        )
     with using_interface(networks.replica):
         # Separate groups, so that traffic between replicas has its own backend and never queues behind FSDP's.
-        across = [[r * shard + s for r in range(replicas)] for s in range(shard)]
+        across = [[r * shards + s for r in range(replicas)] for s in range(shards)]
         replica = _my_group(world, across, backend, timeout) if replicas > 1 else None
         all_ranks, checkpoint_group = (
             dist.new_group(backend="gloo", timeout=timeout) if world.size > 1 else None for _ in range(2)
@@ -204,9 +206,9 @@ def build_mesh(
     mesh = Mesh(
         world=world,
         device=device,
-        devices=DeviceMesh.from_group(shards, device.type, mesh_dim_names=("shard",)),
+        devices=DeviceMesh.from_group(shard_group, device.type, mesh_dim_names=("shard",)),
         replica_comms=Comms(replica, device, "replica", networks.replica),
-        shard_comms=Comms(shards if shard > 1 else None, device, "shard", networks.shard),
+        shard_comms=Comms(shard_group if shards > 1 else None, device, "shard", networks.shard),
         all_ranks=Comms(all_ranks, axis="world", interface=networks.replica),
         checkpoint_group=Comms(checkpoint_group, axis="world", interface=networks.replica),
         store=store,

@@ -255,7 +255,7 @@ Endpoint = tuple[str, str, Sequence[int], str]
 
 
 def check_connectivity(
-    peers: Rendezvous, world: World, replicas: int, shard: int, timeout_seconds: float
+    peers: Rendezvous, world: World, replicas: int, shards: int, timeout_seconds: float
 ) -> str | None:
     """Raise TrainingError on every rank if any rank is gone or does not reach a peer on another node. Otherwise return a
     line that says which messages cross a public network unencrypted, or None.
@@ -264,10 +264,10 @@ def check_connectivity(
     """
     if peers.store is None:
         return None
-    replica, rank_in_shard = divmod(world.rank, shard)
+    replica, rank_in_shard = divmod(world.rank, shards)
     axes = {
-        "replica": [other * shard + rank_in_shard for other in range(replicas)],
-        "shard": [replica * shard + other for other in range(shard)],
+        "replica": [other * shards + rank_in_shard for other in range(replicas)],
+        "shard": [replica * shards + other for other in range(shards)],
     }
     with ExitStack() as stack:
         cards = {axis: _listen(card, len(axes[axis]), stack) for axis, card in _endpoints(peers.networks).items()}

@@ -93,11 +93,11 @@ class Memory:
         return self.device_total + (0 if on_gpu else self.host + self.host_models)
 
 
-def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memory:
-    """Estimate the bytes that each process of a `replicas` x `shard` mesh of GPUs needs, for its one rank, or for all replicas
+def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Memory:
+    """Estimate the bytes that each process of a `replicas` x `shards` mesh of GPUs needs, for its one rank, or for all replicas
     if these take turns in one process.
 
-    M is `shard`, and P the number of parameters. A master value takes w bytes (4; 8 in fp64), and a value in compute
+    M is `shards`, and P the number of parameters. A master value takes w bytes (4; 8 in fp64), and a value in compute
     precision c bytes (2, 4 or 8). A forward pass has t = micro_batch x sequence_length tokens.
 
     weights      w P / M. Without sharding (M = 1), a copy in c is added if c < w: c P. ZeRO adds a copy in c: c P / M
@@ -155,15 +155,15 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     master, compute = BYTES[recipe.parallel.precision]
     train, sync = recipe.train, recipe.sync
     tokens = train.micro_batch * train.sequence_length
-    shard_of_all = master * -(-size.parameters // shard)
+    shard_of_all = master * -(-size.parameters // shards)
 
     anchors = 0
     if sync.needs_anchor:
         anchors = shard_of_all * (2 if sync.outer.has_momentum else 1)
     in_turns = recipe.parallel.ranks_per_process
-    in_flight, stay = (in_turns * part for part in _messages(recipe, size, shard, has_anchors=anchors > 0))
-    of_torch = partial(_fsdp2, reshards=reshards(recipe, size, replicas, shard)) if shard > 1 else _single_device
-    own = (_zero if recipe.parallel.engine == "zero" else of_torch)(recipe, size, replicas, shard)
+    in_flight, stay = (in_turns * part for part in _messages(recipe, size, shards, has_anchors=anchors > 0))
+    of_torch = partial(_fsdp2, reshards=reshards(recipe, size, replicas, shards)) if shards > 1 else _single_device
+    own = (_zero if recipe.parallel.engine == "zero" else of_torch)(recipe, size, replicas, shards)
 
     layer, mask = _kept_by_layer(recipe, size), _mask(recipe, size)
     in_backward = int(IN_BACKWARD * layer) + mask
@@ -189,7 +189,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
         of_others + own.late_gradients + last + own.gathered + own.reduced,
         own.early_gradients + in_flight + in_sync,
     )
-    moments_of_all = master * moment_values(recipe, size, shard)
+    moments_of_all = master * moment_values(recipe, size, shards)
     gradients, activations = own.gradients + gradients_of_others, backward + forward_of_others
     gathered = own.gathered + own.reduced
     sum_of_these = gradients + activations + gathered + loss + in_flight
@@ -204,7 +204,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
         messages=in_flight + stay,
         non_coincident=max(moments) - sum_of_these,
         host=in_turns * (own.host + (anchors if sync.offload else 0)),
-        host_rounding=in_turns * _rounding(recipe, size, shard, anchors) if sync.offload else 0,
+        host_rounding=in_turns * _rounding(recipe, size, shards, anchors) if sync.offload else 0,
         host_models=sync.schedule.models_in_cpu_memory * shard_of_all if replicas > 1 else 0,
         host_checkpoint=in_turns * (shard_of_all + moments_of_all + anchors) + stay
         if recipe.checkpoint.background
@@ -212,7 +212,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> Memo
     )
 
 
-def reshards(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> bool:
+def reshards(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> bool:
     """Return whether FSDP2 frees gathered parameters between forward and backward (`parallel.reshard_after_forward`). For
     `auto`, it does if they would otherwise take more than KEPT_SHARE of the estimate. The result is the same on all ranks,
     because it depends only on the recipe and the mesh."""
@@ -221,20 +221,20 @@ def reshards(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> bool
         return given
     _, compute = BYTES[recipe.parallel.precision]
     freeing = recipe.parallel.model_copy(update={"reshard_after_forward": True})
-    lowest = estimate(recipe.model_copy(update={"parallel": freeing}), size, replicas, shard)
+    lowest = estimate(recipe.model_copy(update={"parallel": freeing}), size, replicas, shards)
     return compute * size.parameters > KEPT_SHARE * lowest.device_total
 
 
-def _rounding(recipe: Recipe, size: ModelSize, shard: int, anchors: int) -> int:
+def _rounding(recipe: Recipe, size: ModelSize, shards: int, anchors: int) -> int:
     """Return the bytes by which the pinned memory of anchors is larger than the anchors. torch pins each block in memory whose
     size is a power of two."""
     master, _ = BYTES[recipe.parallel.precision]
-    blocks = [master * -(-parameters // shard) for parameters in size.block_parameters]
+    blocks = [master * -(-parameters // shards) for parameters in size.block_parameters]
     copies = round(anchors / sum(blocks))
     return copies * sum((1 << (block - 1).bit_length()) - block for block in blocks)
 
 
-def _messages(recipe: Recipe, size: ModelSize, shard: int, has_anchors: bool) -> tuple[int, int]:
+def _messages(recipe: Recipe, size: ModelSize, shards: int, has_anchors: bool) -> tuple[int, int]:
     """Return the bytes of messages as (only during a synchronization, also between synchronizations)."""
     master, _ = BYTES[recipe.parallel.precision]
     sync, largest = recipe.sync, max(size.block_parameters)
@@ -244,9 +244,9 @@ def _messages(recipe: Recipe, size: ModelSize, shard: int, has_anchors: bool) ->
     blocks = min(in_flight, len(size.block_parameters)) + 2
     if sync.offload and has_anchors:
         blocks += min(in_flight + 1, len(size.block_parameters)) + 2
-    stay = master * -(-sync.schedule.parameters_in_flight(size.block_parameters, sync.period) // shard)
-    errors = master * -(-size.parameters // shard) if sync.wire.error_feedback else 0
-    return blocks * master * -(-largest // shard), stay + errors
+    stay = master * -(-sync.schedule.parameters_in_flight(size.block_parameters, sync.period) // shards)
+    errors = master * -(-size.parameters // shards) if sync.wire.error_feedback else 0
+    return blocks * master * -(-largest // shards), stay + errors
 
 
 def _kept_by_layer(recipe: Recipe, size: ModelSize) -> int:
@@ -296,39 +296,39 @@ class _EngineMemory:
     host: int = 0
 
 
-def _accumulates(recipe: Recipe, replicas: int, shard: int) -> bool:
-    return recipe.train.global_batch > recipe.train.micro_batch * replicas * shard
+def _accumulates(recipe: Recipe, replicas: int, shards: int) -> bool:
+    return recipe.train.global_batch > recipe.train.micro_batch * replicas * shards
 
 
-def moment_values(recipe: Recipe, size: ModelSize, shard: int = 1) -> int:
+def moment_values(recipe: Recipe, size: ModelSize, shards: int = 1) -> int:
     """Return the number of values that the inner optimizer keeps on each rank."""
-    part = -(-size.parameters // shard)
+    part = -(-size.parameters // shards)
     of_muon = size.layers * sum(rows * columns for rows, columns in size.layer_matrices)
-    return {"adamw": 2 * part, "muon": 2 * part - of_muon // shard, "sgd": 0}[recipe.optim.kind]
+    return {"adamw": 2 * part, "muon": 2 * part - of_muon // shards, "sgd": 0}[recipe.optim.kind]
 
 
-def _fsdp2(recipe: Recipe, size: ModelSize, replicas: int, shard: int, reshards: bool) -> _EngineMemory:
+def _fsdp2(recipe: Recipe, size: ModelSize, replicas: int, shards: int, reshards: bool) -> _EngineMemory:
     master, compute = BYTES[recipe.parallel.precision]
-    sharded = master * -(-size.parameters // shard)
+    sharded = master * -(-size.parameters // shards)
     largest, second, *_ = sorted(size.block_parameters, reverse=True)
     gathered = largest + second if reshards else size.parameters
-    accumulates = _accumulates(recipe, replicas, shard)
+    accumulates = _accumulates(recipe, replicas, shards)
     return _EngineMemory(
         weights=sharded,
         gradients=sharded,
         early_gradients=sharded if accumulates else 0,
-        late_gradients=sharded if accumulates else sharded - master * -(-largest // shard),
-        optimizer=moment_values(recipe, size, shard) * master,
+        late_gradients=sharded if accumulates else sharded - master * -(-largest // shards),
+        optimizer=moment_values(recipe, size, shards) * master,
         gathered=compute * (gathered + largest) + master * largest,
         gathered_in_forward=compute * gathered,
     )
 
 
-def _single_device(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _EngineMemory:
+def _single_device(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> _EngineMemory:
     master, compute = BYTES[recipe.parallel.precision]
     all_of_it, largest = master * size.parameters, max(size.block_parameters)
     rounded = 0 if compute == master else compute
-    accumulates = _accumulates(recipe, replicas, shard)
+    accumulates = _accumulates(recipe, replicas, shards)
     return _EngineMemory(
         weights=all_of_it + rounded * size.parameters,
         gradients=all_of_it,
@@ -341,20 +341,20 @@ def _single_device(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -
     )
 
 
-def _zero(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> _EngineMemory:
+def _zero(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> _EngineMemory:
     master, compute = BYTES[recipe.parallel.precision]
     parallel = recipe.parallel
-    sharded = master * -(-size.parameters // shard)
+    sharded = master * -(-size.parameters // shards)
     largest, second, *_ = sorted(size.block_parameters, reverse=True)
     whole = compute * size.parameters
     gathers = parallel.zero_stage == 3
-    optimizer = moment_values(recipe, size, shard) * master
+    optimizer = moment_values(recipe, size, shards) * master
     offloaded = 2 * sharded + optimizer if parallel.zero_offload else 0  # masters and gradients
-    accumulates = _accumulates(recipe, replicas, shard)
+    accumulates = _accumulates(recipe, replicas, shards)
     gradients = sharded + (whole if parallel.zero_stage == 1 and accumulates else 0)
     in_forward = compute * (largest + second) + max(4, compute) * BUCKET if gathers else 0
     return _EngineMemory(
-        weights=(0 if offloaded else sharded) + (-(-whole // shard) if gathers else whole),
+        weights=(0 if offloaded else sharded) + (-(-whole // shards) if gathers else whole),
         gradients=gradients,
         early_gradients=gradients if gathers or accumulates else 0,
         late_gradients=gradients,

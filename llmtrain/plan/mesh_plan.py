@@ -17,34 +17,34 @@ from llmtrain.recipe_messages import one_of
 def choose_mesh(
     parallel: ParallelSection, nodes: Sequence[str], on_gpu: bool, fits: Callable[[int], bool]
 ) -> tuple[int, int, str]:
-    """Return (replicas, shard, reason in a few words) for ranks on these `nodes`, one node name per rank.
+    """Return (replicas, shards, reason in a few words) for ranks on these `nodes`, one node name per rank.
 
     Numbers given in the recipe take precedence. Without GPUs, so does `parallel.on_cpu` if its product is the number of
     ranks. Otherwise a node is a shard group, because the network inside a node is the fast one. With
     `parallel.shard_across_nodes`, a shard group spans as many nodes as a replica needs to fit in memory. A single node
-    is split into as many replicas as fit in memory. `fits(shard)` returns whether a replica sharded over `shard` ranks
+    is split into as many replicas as fit in memory. `fits(shards)` returns whether a replica sharded over `shards` ranks
     fits. `check_mesh` has already verified that given numbers divide the number of ranks.
 
     Raises RecipeError if a replica would span nodes without `parallel.shard_across_nodes`, or if the choice is open
     and the nodes have different numbers of ranks.
     """
-    shard, reason = given_shard(parallel, len(nodes), on_gpu) or _by_nodes(parallel, nodes, fits)
+    shards, reason = given_shards(parallel, len(nodes), on_gpu) or _by_nodes(parallel, nodes, fits)
     if not parallel.shard_across_nodes:
-        _check_nodes(shard, nodes)
-    return len(nodes) // shard, shard, reason
+        _check_nodes(shards, nodes)
+    return len(nodes) // shards, shards, reason
 
 
-def given_shard(parallel: ParallelSection, world: int, on_gpu: bool) -> tuple[int, str] | None:
-    """Return (shard, reason) if the recipe determines the mesh of `world` ranks, or None if it leaves it open."""
+def given_shards(parallel: ParallelSection, world: int, on_gpu: bool) -> tuple[int, str] | None:
+    """Return (shards, reason) if the recipe determines the mesh of `world` ranks, or None if it leaves it open."""
     if parallel.in_process:
         return 1, "in one process, in turns"
-    replicas, shard, on_cpu = parallel.replicas, parallel.shards, parallel.given_on_cpu
-    if "auto" not in (replicas, shard):
-        return shard, "as the recipe says"
+    replicas, shards, on_cpu = parallel.replicas, parallel.shards, parallel.given_on_cpu
+    if "auto" not in (replicas, shards):
+        return shards, "as the recipe says"
     if not on_gpu and len(on_cpu) == 2 and math.prod(on_cpu) == world:
         return on_cpu[1], "no GPU: parallel.on_cpu"
-    if shard != "auto":
-        return shard, f"{world} processes, parallel.shards={shard}"
+    if shards != "auto":
+        return shards, f"{world} processes, parallel.shards={shards}"
     if replicas != "auto":
         return world // replicas, f"{world} processes, parallel.replicas={replicas}"
     return None
@@ -62,9 +62,9 @@ def _by_nodes(parallel: ParallelSection, nodes: Sequence[str], fits: Callable[[i
     per_node = sizes.pop()
     count = world // per_node
     if count == 1:
-        for shard in _divisors(world):
-            if fits(shard):
-                return shard, f"one node of {world}: as many replicas as fit in memory"
+        for shards in _divisors(world):
+            if fits(shards):
+                return shards, f"one node of {world}: as many replicas as fit in memory"
         return world, f"one node of {world}: one replica over all of it, a tight fit in memory"
     if parallel.shard_across_nodes:
         for together in _divisors(count):
@@ -78,10 +78,10 @@ def _by_nodes(parallel: ParallelSection, nodes: Sequence[str], fits: Callable[[i
     return per_node, f"{count} nodes of {per_node}: a node is a shard group"
 
 
-def _check_nodes(shard: int, nodes: Sequence[str]) -> None:
-    """Raise RecipeError unless each replica, `shard` consecutive ranks, is on one node."""
-    for first in range(0, len(nodes), shard):
-        spanned = len(set(nodes[first : first + shard]))
+def _check_nodes(shards: int, nodes: Sequence[str]) -> None:
+    """Raise RecipeError unless each replica, `shards` consecutive ranks, is on one node."""
+    for first in range(0, len(nodes), shards):
+        spanned = len(set(nodes[first : first + shards]))
         if spanned == 1:
             continue
         node_by_node = len(list(groupby(nodes))) == len(set(nodes))
@@ -91,8 +91,8 @@ def _check_nodes(shard: int, nodes: Sequence[str]) -> None:
             else "number the ranks node by node (srun --distribution=block)"
         )
         raise RecipeError(
-            f"parallel.shards is {shard}, but there are {_listed(nodes)} ranks (nodes x ranks): the replica of ranks {first} to "
-            f"{first + shard - 1} would be sharded over {spanned} nodes and the slow network between them; {change}, or "
+            f"parallel.shards is {shards}, but there are {_listed(nodes)} ranks (nodes x ranks): the replica of ranks {first} to "
+            f"{first + shards - 1} would be sharded over {spanned} nodes and the slow network between them; {change}, or "
             f"parallel.shard_across_nodes=true to allow it"
         )
 
@@ -115,7 +115,7 @@ refused because its memory is overestimated."""
 
 
 def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_gpu: bool) -> tuple[int, int, str]:
-    """Return (replicas, shard, reason in a few words) for processes on these `nodes`.
+    """Return (replicas, shards, reason in a few words) for processes on these `nodes`.
 
     `memory` lists the bytes that each process may use for all of its ranks. Raises RecipeError for a mesh that `choose_mesh`
     refuses, or that needs more memory than the process with the least memory has. A mesh given in the recipe is refused only
@@ -124,13 +124,13 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
     size, least = size_or_assumed(recipe), min(memory)
     nodes = [node for node in nodes for _ in range(recipe.parallel.ranks_per_process)]
 
-    def needs(shard: int) -> Memory:
-        return estimate(recipe, size, len(nodes) // shard, shard)
+    def needs(shards: int) -> Memory:
+        return estimate(recipe, size, len(nodes) // shards, shards)
 
-    replicas, shard, reason = choose_mesh(
-        recipe.parallel, nodes, on_gpu, lambda shard: needs(shard).total(on_gpu) <= MEMORY_HEADROOM * least
+    replicas, shards, reason = choose_mesh(
+        recipe.parallel, nodes, on_gpu, lambda shards: needs(shards).total(on_gpu) <= MEMORY_HEADROOM * least
     )
-    ours, needed = given_shard(recipe.parallel, len(nodes), on_gpu) is None, needs(shard)
+    ours, needed = given_shards(recipe.parallel, len(nodes), on_gpu) is None, needs(shards)
     total = needed.total(on_gpu) if ours else _state_of(needed, on_gpu)
     if total > least:
         what = "about" if ours else "for weights, gradients, optimizer and anchors alone"
@@ -139,20 +139,20 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
         if recipe.parallel.in_process:
             each, there = "for all replicas in one process", "the process has"
         raise RecipeError(
-            f"{recipe.run.name} has {size.parameters:,} parameters; as {replicas} replicas x {shard} shards it needs "
+            f"{recipe.run.name} has {size.parameters:,} parameters; as {replicas} replicas x {shards} shards it needs "
             f"{what} {total / 2**30:.1f} GiB {each}, and {there} {least / 2**30:.1f} GiB; "
             f"give {one_of(_remedies(recipe, ours, len(set(nodes)) > 1))}"
         )
-    return replicas, shard, reason
+    return replicas, shards, reason
 
 
-def with_resharding_decided(recipe: Recipe, vocab_size: int, replicas: int, shard: int) -> ParallelSection:
+def with_resharding_decided(recipe: Recipe, vocab_size: int, replicas: int, shards: int) -> ParallelSection:
     """Return the recipe's `parallel` section. If `reshard_after_forward` is `auto` and has an effect, it is replaced by the
     decision, true or false."""
     parallel = recipe.parallel
-    if parallel.engine != "fsdp2" or shard == 1 or parallel.reshard_after_forward != "auto":
+    if parallel.engine != "fsdp2" or shards == 1 or parallel.reshard_after_forward != "auto":
         return parallel
-    decided = reshards(recipe, size_of(recipe, vocab_size), replicas, shard)
+    decided = reshards(recipe, size_of(recipe, vocab_size), replicas, shards)
     return parallel.model_copy(update={"reshard_after_forward": decided})
 
 

@@ -23,7 +23,7 @@ from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import resolved_yaml
 
 MESHES = ((1, 1), (1, 8), (8, 8))
-"""(replicas, shard) of the meshes shown for a recipe that leaves its mesh open."""
+"""(replicas, shards) of the meshes shown for a recipe that leaves its mesh open."""
 
 
 def show(recipe: Recipe, console: Console, hardware: Hardware) -> None:
@@ -97,10 +97,10 @@ def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], 
         table.add_row("in CPU memory", *(f"{memory.host_total / scale:,.2f}" for memory in estimates))
     if hardware.card is not None:
         table.add_row(f"fits in {hardware.card.gigabytes} GB", *(_fits(total, hardware.card) for total in totals))
-    if recipe.parallel.engine == "fsdp2" and any(shard > 1 for _, shard in meshes):
+    if recipe.parallel.engine == "fsdp2" and any(shards > 1 for _, shards in meshes):
         table.add_row("stay gathered", *(_stay_gathered(recipe, size, *mesh) for mesh in meshes))
-    table.add_row("micro-batches a step", *(_accumulation(recipe, replicas * shard) for replicas, shard in meshes))
-    return _titled(f"Estimated {unit} on {device}, by replicas x shard", table)
+    table.add_row("micro-batches a step", *(_accumulation(recipe, replicas * shards) for replicas, shards in meshes))
+    return _titled(f"Estimated {unit} on {device}, by replicas x shards", table)
 
 
 def _fits(needed: float, card: GpuCard) -> str:
@@ -108,9 +108,9 @@ def _fits(needed: float, card: GpuCard) -> str:
     return "yes" if share <= MEMORY_HEADROOM else "tight" if share <= 1 else "no"
 
 
-def _stay_gathered(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> str:
+def _stay_gathered(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> str:
     """Return whether parameters stay gathered between forward and backward."""
-    return "" if shard == 1 else "no" if reshards(recipe, size, replicas, shard) else "yes"
+    return "" if shards == 1 else "no" if reshards(recipe, size, replicas, shards) else "yes"
 
 
 def _pace(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], hardware: Hardware) -> Group:
@@ -124,7 +124,7 @@ def _pace(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], ha
     advice = " on this machine; give --gpu or --tflops" if is_too_long else ""
     table.add_row("run", *(f"{format_duration(one.run)}{advice}" for one in paces), style="bold")
     table.add_row("of it computing", *(f"{one.computing:.1%}" for one in paces))
-    return _titled(f"Estimated time with {hardware.device}, by replicas x shard", table)
+    return _titled(f"Estimated time with {hardware.device}, by replicas x shards", table)
 
 
 def _meshes(recipe: Recipe, on_gpu: bool) -> list[tuple[int, int]]:
@@ -143,8 +143,8 @@ def _by_mesh(meshes: Sequence[tuple[int, int]]) -> Table:
     """Return an empty table with one column per mesh."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("")
-    for replicas, shard in meshes:
-        table.add_column(f"{replicas} x {shard}", justify="right")
+    for replicas, shards in meshes:
+        table.add_column(f"{replicas} x {shards}", justify="right")
     return table
 
 

@@ -63,11 +63,11 @@ def gradient_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> float:
     return per_average(recipe, size, replicas, wire if wire.gradients else WireSection())
 
 
-def round_bytes(recipe: Recipe, size: ModelSize, replicas: int, shard: int) -> float:
+def round_bytes(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> float:
     """Return the bytes that each rank sends over the replica axis in one synchronization (or synchronous step)."""
     if recipe.sync.period.averages_gradients:
-        return gradient_bytes(recipe, size, replicas) / shard
-    return (per_average(recipe, size, replicas, recipe.sync.wire) + moment_bytes(recipe, size, replicas)) / shard
+        return gradient_bytes(recipe, size, replicas) / shards
+    return (per_average(recipe, size, replicas, recipe.sync.wire) + moment_bytes(recipe, size, replicas)) / shards
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def traffic(recipe: Recipe, size: ModelSize, replicas: int) -> str:
         return f"{gradients} a step {whose} (gradients in every step)"
     if sync.period.is_timed:
         warmup = warmup_of(sync, LRSchedule.of(recipe))
-        per_round = decimal(int(round_bytes(recipe, size, replicas, shard=1)))
+        per_round = decimal(int(round_bytes(recipe, size, replicas, shards=1)))
         line = f"{per_round} {whose} a round, a round in {sync.period.every:g} s"
     else:
         rounds = rounds_of(recipe, size, replicas)
@@ -168,8 +168,8 @@ class TimeEstimate:
         return self.step / (self.step + self.waiting)
 
 
-def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, rates: HardwareRates) -> TimeEstimate:
-    """Estimate the times on a `replicas` x `shard` mesh.
+def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shards: int, rates: HardwareRates) -> TimeEstimate:
+    """Estimate the times on a `replicas` x `shards` mesh.
 
     A step computes as much as 3 forward passes, which is 6 operations per parameter and token plus attention (see
     `model.flops_per_token`), or as 4 with full activation checkpointing. Muon's iterations are added; the ranks of a replica
@@ -181,9 +181,9 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
     train, sync, steps = recipe.train, recipe.sync, recipe.train.total_steps
     again = 4 / 3 if recipe.parallel.activation_checkpointing is True else 1.0
     in_turns = recipe.parallel.ranks_per_process
-    step = in_turns * again * train.tokens_per_step * size.flops_per_token / (replicas * shard * rates.flops)
+    step = in_turns * again * train.tokens_per_step * size.flops_per_token / (replicas * shards * rates.flops)
     if recipe.optim.kind == "muon":
-        step += in_turns * _muon_flops(recipe, size) / (shard * rates.flops)
+        step += in_turns * _muon_flops(recipe, size) / (shards * rates.flops)
     average_step = step * (1 - pull_share(recipe))
     if recipe.parallel.in_process:
         return TimeEstimate(average_step, 0.0, 0.0, steps * average_step)
@@ -194,8 +194,8 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
     latency, connections = rates.latency_ms / 1000, recipe.parallel.connections
     if connections == "auto":
         connections = connections_for(2 * latency)
-    link = NetworkLink(rates.mbit / shard, latency, connections=connections)
-    values = [-(-parameters // shard) for parameters in size.block_parameters]
+    link = NetworkLink(rates.mbit / shards, latency, connections=connections)
+    values = [-(-parameters // shards) for parameters in size.block_parameters]
     is_zero = recipe.parallel.engine == "zero"
     backward_share = 0.0 if is_zero else 1 - FORWARD_SHARE
     forward_share = 0.0 if is_zero and recipe.parallel.zero_stage < 3 else FORWARD_SHARE
@@ -208,7 +208,7 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shard: int, ra
     local_step = step * (1 - (sync.pull.probability if sync.pull is not None else 0.0))
     if sync.period.is_timed:
         first = warmup_of(sync, LRSchedule.of(recipe))
-        message = seconds(round_bytes(recipe, size, replicas, shard=1))
+        message = seconds(round_bytes(recipe, size, replicas, shards=1))
         every = max(1.0, sync.period.every / local_step)
     else:
         rounds = rounds_of(recipe, size, replicas)

@@ -98,9 +98,9 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
             else rendezvous(world, recipe.parallel, lambda: memory_of_rank(world), timeout)
         )
     memory = [rank_info.memory for rank_info in peers.ranks]
-    replicas, shard, reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
+    replicas, shards, reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
     check_group(recipe, replicas)
-    prepared = _prepare_own(recipe, world, shard)
+    prepared = _prepare_own(recipe, world, shards)
     check_vocabulary(recipe, prepared.vocab_size)
     with (
         closing(directory),
@@ -109,7 +109,7 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
         process.open_mesh(world)
         if process
         else open_mesh(
-            world, replicas, shard, replica_backend(recipe.parallel), timeout, peers, recipe.parallel.connections
+            world, replicas, shards, replica_backend(recipe.parallel), timeout, peers, recipe.parallel.connections
         ) as mesh,
         _shared_stop(recipe, mesh, stop) as end_early,
         open_train_text(recipe, mesh, prepared) as text,

@@ -155,7 +155,7 @@ class RunTexts:
     def loader(self) -> Loader:
         """Return this rank's loader."""
         mesh, data, train = self.mesh, self.recipe.data, self.recipe.train
-        rank = {"shard_rank": mesh.shard_comms.rank, "shard": mesh.shard_comms.size}
+        rank = {"shard_rank": mesh.shard_comms.rank, "shards": mesh.shard_comms.size}
         replica = {"replica": mesh.replica_comms.rank, "replicas": mesh.replicas}
         if not data.is_list:
             growing = None if self.train_text is None else self.train_text.tokens

@@ -34,7 +34,7 @@ def loader_of(case: Case, rank: int = 0, replicas: int = 1, shard: int = 1) -> D
         replica=rank // shard,
         replicas=replicas,
         shard_rank=rank % shard,
-        shard=shard,
+        shards=shard,
         seed=5,
     )
 

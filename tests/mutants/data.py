@@ -11,8 +11,8 @@ MUTANTS = [
     Mutant(
         "loader: all shards of a replica read the same",
         "llmtrain/data/loader.py",
-        "self._first = (replica * shard + shard_rank) * self._per_rank",
-        "self._first = replica * shard * self._per_rank",
+        "self._first = (replica * shards + shard_rank) * self._per_rank",
+        "self._first = replica * shards * self._per_rank",
         ("tests/unit/test_data_loader.py",),
     ),
     Mutant(

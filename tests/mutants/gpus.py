@@ -183,7 +183,7 @@ MUTANTS = [
     Mutant(
         "mesh: two communicators of NCCL on a GPU have no order",
         "llmtrain/parallel/mesh.py",
-        "if replicas_use_nccl and shard > 1:",
+        "if replicas_use_nccl and shards > 1:",
         "if False:",
         ("tests/unit/test_network.py",),
     ),

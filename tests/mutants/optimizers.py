@@ -66,14 +66,14 @@ MUTANTS = [
     Mutant(
         "memory: Muon keeps as much as AdamW",
         "llmtrain/plan/memory.py",
-        '"muon": 2 * part - of_muon // shard',
+        '"muon": 2 * part - of_muon // shards',
         '"muon": 2 * part',
         ("tests/unit/test_plan_memory.py",),
     ),
     Mutant(
         "time: Muon's products take none",
         "llmtrain/plan/time_estimate.py",
-        "step += in_turns * _muon_flops(recipe, size) / (shard * rates.flops)",
+        "step += in_turns * _muon_flops(recipe, size) / (shards * rates.flops)",
         "step += 0 * _muon_flops(recipe, size)",
         ("tests/unit/test_plan_show.py",),
     ),

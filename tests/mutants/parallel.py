@@ -249,7 +249,7 @@ MUTANTS = [
     Mutant(
         "reach: rows and columns of the mesh swapped",
         "llmtrain/parallel/rendezvous.py",
-        "divmod(world.rank, shard)",
+        "divmod(world.rank, shards)",
         "divmod(world.rank, replicas)",
         ("tests/unit/test_gaps_launch.py",),
     ),

@@ -207,14 +207,14 @@ MUTANTS = [
     Mutant(
         "doctor: a round trip is taken for the latency of one way",
         "llmtrain/doctor/run_checks.py",
-        "8e-6 * rate * shard, round_trip / 2)",
-        "8e-6 * rate * shard, round_trip)",
+        "8e-6 * rate * shards, round_trip / 2)",
+        "8e-6 * rate * shards, round_trip)",
         ("tests/unit/test_doctor_ranks.py",),
     ),
     Mutant(
         "doctor: the bandwidth of one rank is taken for that of its replica",
         "llmtrain/doctor/run_checks.py",
-        "8e-6 * rate * shard, round_trip / 2)",
+        "8e-6 * rate * shards, round_trip / 2)",
         "8e-6 * rate, round_trip / 2)",
         ("tests/unit/test_doctor_ranks.py",),
     ),

@@ -56,7 +56,7 @@ class SlowTokens:
 
 def loader(tokens: object, replica: int = 0, replicas: int = 1, shard_rank: int = 0, shard: int = 1, **keys: int):
     keys = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1, "seed": 7, "in_blocks": True} | keys
-    return Loader(tokens, replica=replica, replicas=replicas, shard_rank=shard_rank, shard=shard, **keys)
+    return Loader(tokens, replica=replica, replicas=replicas, shard_rank=shard_rank, shards=shard, **keys)
 
 
 def steps(tokens: list, replicas: int, shard: int, count: int) -> list[list[int]]:

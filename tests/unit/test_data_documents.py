@@ -76,7 +76,7 @@ def test_a_limit_cuts_the_last_document(limit: int) -> None:
 
 def rank(samples: DocumentSamples, r: int = 0, replicas: int = 1, s: int = 0, shard: int = 1, micro_batch: int = 1):
     shape = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": micro_batch, "seed": 7}
-    return DocumentLoader(samples, replica=r, replicas=replicas, shard_rank=s, shard=shard, **shape)
+    return DocumentLoader(samples, replica=r, replicas=replicas, shard_rank=s, shards=shard, **shape)
 
 
 def documents_in(batch: torch.Tensor) -> list[tuple[int, ...]]:

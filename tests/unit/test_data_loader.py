@@ -29,7 +29,7 @@ def sequence(samples: int) -> TokenShards:
 
 def loader(tokens: TokenShards, replica: int = 0, replicas: int = 1, shard_rank: int = 0, shard: int = 1, **keys: int):
     keys = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1, "seed": 7} | keys
-    return Loader(tokens, replica=replica, replicas=replicas, shard_rank=shard_rank, shard=shard, **keys)
+    return Loader(tokens, replica=replica, replicas=replicas, shard_rank=shard_rank, shards=shard, **keys)
 
 
 def steps(tokens: TokenShards, replicas: int, shard: int, count: int, micro_batch: int = 1) -> list[list[int]]:

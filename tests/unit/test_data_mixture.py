@@ -31,7 +31,7 @@ TEXTS = {name: text(samples, 10_000 * number) for number, (name, samples) in enu
 
 
 def loader(replica: int = 0, replicas: int = 1, shard_rank: int = 0, shard: int = 1, **changes) -> MixtureLoader:
-    shape = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1, "seed": 7, "shard": shard}
+    shape = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1, "seed": 7, "shards": shard}
     texts = changes.pop("texts", TEXTS)
     weights = [WEIGHTS[name] for name in texts]
     shape |= {"replica": replica, "replicas": replicas, "shard_rank": shard_rank}
@@ -103,7 +103,7 @@ def test_the_order_is_the_same_on_every_mesh_and_after_a_resume(replicas: int, s
 
 
 def test_a_mixture_of_one_text_is_that_text() -> None:
-    shape = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1, "seed": 7, "shard": 1}
+    shape = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1, "seed": 7, "shards": 1}
     plain = Loader(TEXTS["a"], replica=0, replicas=1, shard_rank=0, **shape)
     assert read(loader(texts={"a": TEXTS["a"]}), 300) == read(plain, 300)
 

@@ -67,7 +67,7 @@ def documents(lengths: list[int]) -> np.ndarray:
 
 def samples(prepared: TokenDataset) -> list[np.ndarray]:
     loader = Loader(
-        prepared.tokens("train"), sequence_length=32, global_batch=4, micro_batch=2, replica=0, replicas=1, shard_rank=0, shard=1, seed=7
+        prepared.tokens("train"), sequence_length=32, global_batch=4, micro_batch=2, replica=0, replicas=1, shard_rank=0, shards=1, seed=7
     )  # fmt: skip
     train = [batch.numpy() for _ in range(20) for batch in loader.next()]
     held_out = eval_batches(

@@ -25,7 +25,10 @@ SHAPE = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1, "se
 def loaders(sites: str, shards: int = 1) -> list[list[SiteLoader]]:
     """The loaders of each replica, which is at the site of its letter."""
     return [
-        [SiteLoader(TEXTS[site], [*sites], replica, shard_rank=shard, shard=shards, **SHAPE) for shard in range(shards)]
+        [
+            SiteLoader(TEXTS[site], [*sites], replica, shard_rank=shard, shards=shards, **SHAPE)
+            for shard in range(shards)
+        ]
         for replica, site in enumerate(sites)
     ]
 
@@ -52,7 +55,7 @@ def continued(replicas: list[list[SiteLoader]], sites: str, shards: int = 1) -> 
 
 
 def test_a_site_alone_is_a_run_on_its_text() -> None:
-    plain = Loader(TEXTS["A"], replica=0, replicas=1, shard_rank=0, shard=1, **SHAPE)
+    plain = Loader(TEXTS["A"], replica=0, replicas=1, shard_rank=0, shards=1, **SHAPE)
     rows = [int(row[0]) // LENGTH for _ in range(5) for batch in plain.next() for row in batch]
     assert read(loaders("A"), [5]) == [("A", row) for row in rows]
 
@@ -119,7 +122,7 @@ def test_each_sample_comes_once_over_many_changes(seed: int) -> None:
 
 def test_a_text_smaller_than_a_step_of_its_site_is_refused_by_its_name() -> None:
     small = TokenShards([np.arange(13)])
-    keys = {"shard_rank": 0, "shard": 1, **SHAPE}
+    keys = {"shard_rank": 0, "shards": 1, **SHAPE}
     with pytest.raises(DataError, match=r"A: training data: 13 tokens there, 49 needed .* \(data.per_replica, "):
         SiteLoader(small, ["A", "B"], 0, **keys)
 

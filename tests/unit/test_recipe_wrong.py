@@ -71,7 +71,7 @@ WRONG_OVERRIDES = [
     ("optim.betas=[0.9,1.0]", ["optim.betas[1] is 1.0", "less than 1"]),
     ("optim.betas=0.9", ["optim.betas is 0.9", "expected a list"]),
     ("train.micro_batch=0", ["train.micro_batch is 0", "greater than 0"]),
-    (f"train.micro_batch={10**30}", ["not a multiple of micro_batch x replicas x shard", "train.micro_batch=8"]),
+    (f"train.micro_batch={10**30}", ["not a multiple of micro_batch x replicas x shards", "train.micro_batch=8"]),
     ("train.micro_batch=2.5", ["train.micro_batch is 2.5", "expected a whole number"]),
     ("train.steps=0", ["train.steps is 0", "greater than 0"]),
     (f"train.steps={10**30}", [f"train.steps is {10**30}", "at most 100,000,000", "shorten the run"]),
