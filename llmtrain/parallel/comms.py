@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from llmtrain import trace
 from llmtrain.errors import TrainingError, one_line
+from llmtrain.parallel.collectives import PendingCollective, QuantizedAllReduce, SparseAllReduce, SplitAllReduce
 from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.network import using_interface
 from llmtrain.parallel.sparse_format import SparseFormat
@@ -36,6 +37,8 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 AnyFormat = WireFormat | SparseFormat
 """Formats that encode a message before it is sent."""
 
+HOP_BYTES = 2 << 20
+"""Maximum bytes that gloo's all-reduce sends between two waits for the receiver: it has two segments of at most 1 MiB in flight."""
 
 MESSAGE_LENGTH = 400
 """Characters of a backend's message that are shown. NCCL's reason is within them, and most of the stack of C++ is not."""
@@ -75,122 +78,6 @@ class Traffic:
         """Continue from the counts of a checkpoint."""
         self.bytes = bytes
         self.waiting.load(seconds)
-
-
-class PendingCollective:
-    """A collective in flight. After `wait`, its result is safe to use on the current stream."""
-
-    def __init__(self, comms: Comms, what: str, work: dist.Work | None, result: torch.Tensor):
-        """Wrap the `work` that fills `result`; None for a result that is complete already."""
-        self._comms, self._what, self._work, self.result = comms, what, work, result
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether the result is available, so that `wait` will not block."""
-        return self._work is None or self._work.is_completed()
-
-    def start_second_phase(self) -> None:
-        """Start the second exchange, if the collective has one. All ranks must call this between the same two collectives."""
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the result and return it. Raises TrainingError, which names the axis and this rank, if a peer died
-        or was too late."""
-        self._finish()
-        return self.result
-
-    def quantization_error(self) -> torch.Tensor | None:
-        """Return what the format left out of this rank's message, as a flat tensor; None if it was sent as it was. Call after
-        `wait`. If this rank adds the error to its next message, the next sum makes up for it."""
-        return None
-
-    def _finish(self) -> None:
-        if self._work is None:
-            return
-        try:
-            with self._comms.traffic.waiting.measure():
-                self._work.wait()
-        except RuntimeError as error:
-            raise self._comms.failure(self._what, error) from error
-        self._comms.end(self._work)
-        self._work = None
-
-
-class QuantizedAllReduce(PendingCollective):
-    """All-reduce (sum) of rounded values in two exchanges. In the first, each rank receives its chunk of every rank's
-    message and sums these chunks. In the second, it sends its sum, rounded again, to all ranks. All ranks end with the
-    same bits, because they decode the same messages."""
-
-    def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: WireFormat):
-        super().__init__(comms, what, None, tensor)
-        self._wire = wire
-        self._chunk = wire.padded_chunk(tensor.numel(), comms.size)
-        self._message = tensor.new_zeros(comms.size, self._chunk)
-        self._message.view(-1)[: tensor.numel()] = tensor.reshape(-1)
-        self._sent = wire.encode(self._message).to(comms.device)
-        self._received = torch.empty_like(self._sent)
-        self._total: torch.Tensor | None = None  # this rank's chunk of the sum
-        self._mine: torch.Tensor | None = None  # the same chunk, encoded as sent
-        self._gathered: torch.Tensor | None = None  # every rank's chunk, encoded
-        sent = (comms.size - 1) * self._sent.shape[1]
-        self._work = comms.begin(what, sent, dist.all_to_all_single, self._received, self._sent)
-
-    @property
-    def is_done(self) -> bool:
-        return self._mine is not None and super().is_done
-
-    def start_second_phase(self) -> None:
-        """Wait for the first exchange, then start the second. Later calls do nothing."""
-        if self._mine is not None:
-            return
-        self._finish()
-        comms = self._comms
-        self._total = self._decoded(self._received).sum(0, keepdim=True)
-        self._mine = self._wire.encode(self._total).to(comms.device)
-        self._gathered, self._work = comms.begin_gather(self._what, self._mine.view(-1))
-
-    def wait(self) -> torch.Tensor:
-        self.start_second_phase()
-        self._finish()
-        if self._gathered is not None:
-            whole = self._decoded(self._gathered)
-            self.result.copy_(whole.view(-1)[: self.result.numel()].view(self.result.shape))
-            self._gathered = None
-        return self.result
-
-    def quantization_error(self) -> torch.Tensor:
-        lost = self._message - self._decoded(self._sent)
-        # The second exchange rounds the sum of this rank's chunk, and only this rank knows what that lost.
-        lost[self._comms.rank] += (self._total - self._decoded(self._mine)).view(-1)
-        return lost.view(-1)[: self.result.numel()]
-
-    def _decoded(self, payload: torch.Tensor) -> torch.Tensor:
-        return self._wire.decode(payload.to(self.result.device), self.result.dtype)
-
-
-class SparseAllReduce(PendingCollective):
-    """All-reduce (sum) in one exchange, in which each rank sends the largest values of its message to all other ranks, and sums
-    what it receives. All ranks end with the same bits, because they sum the same messages in the same order."""
-
-    def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: SparseFormat):
-        super().__init__(comms, what, None, tensor)
-        self._wire = wire
-        encoded = wire.encode(tensor.view(-1))
-        wire.add_decoded(encoded, tensor.neg_().view(-1))
-        self._error = tensor.neg_()  # in the message's memory; the sum has its own
-        self._gathered: torch.Tensor | None
-        self._gathered, self._work = comms.begin_gather(what, encoded.to(comms.device))
-
-    def wait(self) -> torch.Tensor:
-        self._finish()
-        if self._gathered is not None:
-            self.result = torch.zeros_like(self._error)
-            for encoded in self._gathered.to(self.result.device):
-                self._wire.add_decoded(encoded, self.result.view(-1))
-            self._gathered = None
-        return self.result
-
-    def quantization_error(self) -> torch.Tensor:
-        return self._error.view(-1)
 
 
 class Comms:
@@ -257,6 +144,12 @@ class Comms:
             return SparseAllReduce(self, what, tensor, wire)
         if wire is not None:
             return QuantizedAllReduce(self, what, tensor, wire)
+        if len(self.groups) > 1 and tensor.nbytes > self.size * HOP_BYTES:
+            return SplitAllReduce(self, what, tensor)
+        return self.whole_all_reduce(tensor, what)
+
+    def whole_all_reduce(self, tensor: torch.Tensor, what: str) -> PendingCollective:
+        """Start summing `tensor` over the axis, in place, as it is and on one connection."""
         sent = 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()
         return PendingCollective(self, what, self.begin(what, sent, dist.all_reduce, tensor), tensor)
 

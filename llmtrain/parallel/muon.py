@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from llmtrain.config import MuonSection
-from llmtrain.parallel.comms import Comms, PendingCollective
+from llmtrain.parallel.collectives import PendingCollective
+from llmtrain.parallel.comms import Comms
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of the iteration. They raise small singular values fast, and leave most between 0.7 and 1.2."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.loss import inputs_and_labels
 from llmtrain.model import LanguageModel, ModelBlock, ReadWeight, blocks_of, initialize
-from llmtrain.parallel.comms import PendingCollective
+from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh

@@ -42,14 +42,13 @@ from llmtrain.config import (
     WaitAvoidingSection,
     WireSection,
 )
+from llmtrain.parallel.comms import HOP_BYTES
 from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import WireFormat
 
 FORWARD_SHARE = 1 / 3
 """Fraction of a step's time that its forward pass takes, without recomputation."""
 VALUE_BYTES = 4
-HOP_BYTES = 2 << 20
-"""Maximum bytes of a hop: gloo has two segments in flight, of at most 1 MiB each."""
 STREAMS = 2
 """Number of messages that gloo sends at once on one connection. Further messages wait until one of its two threads is free."""
 INITIAL_WINDOW = 14_480
@@ -101,19 +100,21 @@ class Exchange:
     """Ranks to which a rank sends at once."""
     is_ring: bool = True
     """True for gloo's all-reduce, in which a hop's second half is sent while the first one is on its way."""
+    parts: int = 1
+    """Number of equal parts on different connections, each with `hops` hops."""
 
     @property
     def in_flight(self) -> float:
-        """Return the bytes that are on their way to one peer at once."""
-        return self.sent / max(self.hops, 1) / self.peers
+        """Return the bytes that are on their way to one peer at once on each connection."""
+        return self.sent / self.parts / max(self.hops, 1) / self.peers
 
     def streams(self, link: NetworkLink) -> int:
-        """Return the number of such exchanges that run at once."""
+        """Return the number of parts of such exchanges that run at once."""
         return STREAMS * (link.connections if self.is_ring else 1)
 
     def seconds(self, link: NetworkLink) -> float:
-        """Return the seconds that the exchange takes if nothing else is sent."""
-        hop = link.transfer_seconds(self.sent) / max(self.hops, 1)
+        """Return the seconds that each part of the exchange takes if nothing else is sent."""
+        hop = link.transfer_seconds(self.sent / self.parts) / max(self.hops, 1)
         if self.is_ring:
             return self.hops * max(hop, hop / 2 + link.round_trip)
         return self.hops * (hop + link.round_trip)
@@ -132,12 +133,17 @@ class BlockMessage:
         return self.first.sent + (self.second.sent if self.second is not None else 0.0)
 
 
-def block_message(values: int, replicas: int, wire: WireSection, rounded: bool = True) -> BlockMessage:
-    """Return the exchanges for a block of `values` values per rank. They are sent in fp32 if not `rounded`."""
+def block_message(
+    values: int, replicas: int, wire: WireSection, rounded: bool = True, connections: int = 1
+) -> BlockMessage:
+    """Return the exchanges for a block of `values` values per rank. They are sent in fp32 if not `rounded`. `connections` are those
+    of the link."""
     others = replicas - 1
     if wire.kind == "fp32" or not rounded:
         chunk = VALUE_BYTES * values / replicas
-        return BlockMessage(Exchange(2 * others * chunk, 2 * others * max(1.0, chunk / HOP_BYTES)))
+        parts = connections if chunk > HOP_BYTES else 1
+        hops = 2 * others * max(1.0, chunk / parts / HOP_BYTES)
+        return BlockMessage(Exchange(2 * others * chunk, hops, parts=parts))
     if wire.kind == "topk":
         sparse = SparseFormat(wire.keep, wire.values)
         return BlockMessage(Exchange(others * sparse.size(values), 1, peers=others, is_ring=False))
@@ -150,9 +156,13 @@ def block_message(values: int, replicas: int, wire: WireSection, rounded: bool =
 def concurrent_seconds(exchanges: Sequence[Exchange], link: NetworkLink, started: int | None = None) -> float:
     """Return the seconds that exchanges of one kind take if `started` of them, by default all, are started at once, and each of the
     others when one is done. All of them together take at least the time of their bytes."""
-    streams = [0.0] * min(started or len(exchanges), exchanges[0].streams(link)) if exchanges else [0.0]
+    if not exchanges:
+        return 0.0
+    first = exchanges[0]
+    streams = [0.0] * min(first.streams(link), first.parts * (started or len(exchanges)))
     for exchange in exchanges:
-        heapq.heappush(streams, heapq.heappop(streams) + exchange.seconds(link))
+        for _ in range(exchange.parts):
+            heapq.heappush(streams, heapq.heappop(streams) + exchange.seconds(link))
     return max(link.transfer_seconds(sum(exchange.sent for exchange in exchanges)), *streams)
 
 
@@ -197,7 +207,8 @@ def gradient_time(
 ) -> RoundTime:
     """Return the times of a step that averages gradients, as `round_time` does. `backward_share` is the share of a step in
     which gradients are sent, 0 if the engine sends them afterwards."""
-    messages = [block_message(values, replicas, wire, wire.gradients) for values in reversed(block_values)]
+    connections = link.connections
+    messages = [block_message(values, replicas, wire, wire.gradients, connections) for values in reversed(block_values)]
     backward = backward_share * step_seconds / len(messages)
     first = _first(messages)
     exposed = max(concurrent_seconds(first[-r:], link) - (r - 1) * backward for r in range(1, len(messages) + 1))
@@ -222,7 +233,8 @@ def round_time(
         return RoundTime(every * step_seconds, 0.0, 0.0)
     if sync.period.averages_gradients:
         return gradient_time(sync.wire, block_values, replicas, step_seconds, link)
-    messages = [block_message(values, replicas, sync.wire) for values in block_values]
+    connections = link.connections
+    messages = [block_message(values, replicas, sync.wire, connections=connections) for values in block_values]
     compute, sent, exposed = every * step_seconds, sum(message.sent for message in messages), 0.0
     started = (replicas - 1) * link.round_trip + slow_start_seconds(_first(messages), link, compute)
     match sync.schedule:
@@ -255,7 +267,7 @@ def round_time(
             raise NotImplementedError(f"no time is known for {type(other).__name__}")
     for due in (sync.moments.first, sync.moments.second) if sync.moments is not None else ():
         if due is not None:
-            of_moments = [block_message(values, replicas, sync.wire, rounded=False) for values in block_values]
+            of_moments = [block_message(values, replicas, sync.wire, False, connections) for values in block_values]
             exposed += sequence_seconds(of_moments, link) / due
             sent += sum(message.sent for message in of_moments) / due
     return RoundTime(compute, exposed, sent)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from llmtrain.config import PREFETCH
-from llmtrain.parallel.comms import AnyFormat, Comms, PendingCollective
+from llmtrain.parallel.collectives import PendingCollective
+from llmtrain.parallel.comms import AnyFormat, Comms
 from llmtrain.parallel.engine import Replica
 from llmtrain.pieces import exact_norms
 from llmtrain.sync.anchors import Anchors, flat_view, flatten, parameter_parts, parts_of, unflatten_into

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from llmtrain.parallel.comms import PendingCollective
+from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.sync.block_sync import BlockSync, PendingReduction, squared_norm
 from llmtrain.sync.sync_stats import RoundStats
 from llmtrain.sync.weighing import Weighing

@@ -8,7 +8,8 @@ import torch
 
 from llmtrain.config import PREFETCH, MomentsSection
 from llmtrain.errors import RecipeError
-from llmtrain.parallel.comms import Comms, PendingCollective
+from llmtrain.parallel.collectives import PendingCollective
+from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Replica
 from llmtrain.parallel.optimizers import MOMENTS
 from llmtrain.sync.sync_stats import SyncStats

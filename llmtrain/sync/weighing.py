@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from llmtrain.parallel.comms import PendingCollective
+from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.reductions.reduction import Reduction
 from llmtrain.sync.sync_stats import RoundStats, average_stats

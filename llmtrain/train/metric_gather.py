@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 
 from llmtrain.errors import TrainingError
-from llmtrain.parallel.comms import PendingCollective
+from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.sync.reductions.edit_penalty import RunningMoments
 

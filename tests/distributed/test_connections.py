@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llmtrain.parallel import comms as comms_module
 from llmtrain.parallel import connections
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.connections import FAR_SECONDS, SEVERAL, connections_for, longest_round_trip
@@ -99,3 +100,33 @@ def test_sums_have_the_same_bits_on_several_connections(ranks: RankPool, wire: s
         # The last all-reduce finds all messages arrived.
         assert three[2] == ([0, 1, 2, 0, 1] if FORMATS[wire] is None else [0] * 10) + [0]
         assert one[2] == [0] * len(three[2])
+
+
+def _large_sum(several: bool, parts_above: int) -> tuple[torch.Tensor, float, list[int]]:
+    """The sum of one message, the bytes sent, and the values of each part, in the order of the connections that carry them."""
+    comms, sizes = Comms(dist.group.WORLD), []
+    comms.add_groups([dist.new_group(backend="gloo") for _ in range(2)] if several else [])
+    message = torch.randn(1000, generator=torch.Generator().manual_seed(comms.rank))
+    start = dist.all_reduce
+
+    def noted(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work:
+        assert group is comms.groups[len(sizes)]
+        sizes.append(tensor.numel())
+        return start(tensor, group=group, async_op=async_op)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "all_reduce", noted)
+        patched.setattr(comms_module, "HOP_BYTES", parts_above)
+        pending = comms.all_reduce(message)
+        total = pending.wait()
+    assert total is message and pending.is_done
+    return total, comms.traffic.bytes, sizes
+
+
+def test_a_message_of_more_than_a_hop_is_sent_in_parts_on_all_connections(ranks: RankPool) -> None:
+    whole = ranks.run(_large_sum, False, 100, world_size=2)
+    # A hop is what one rank sends to the next one: half of the message of two ranks.
+    for parts_above, sizes in ((1999, [334, 334, 332]), (2000, [1000])):
+        for one, three in zip(whole, ranks.run(_large_sum, True, parts_above, world_size=2), strict=True):
+            assert torch.equal(one[0], three[0]) and one[1] == three[1] == 4000
+            assert one[2] == [1000] and three[2] == sizes

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from llmtrain.parallel.comms import PendingCollective
+from llmtrain.parallel.collectives import PendingCollective
 from tests.distributed.fake_engine import edit
 from tests.distributed.real_engine import Case, Outcome, train
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from llmtrain.config import LRScheduleSection
-from llmtrain.parallel.comms import Comms, PendingCollective
+from llmtrain.parallel.collectives import PendingCollective
+from llmtrain.parallel.comms import Comms
 from llmtrain.sync.build_method import build_method
 from tests.distributed.fake_engine import SHAPES, FakeEngine, Scenario, choices, edit, train
 from tests.distributed.threads import simulate

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import SyncSection
-from llmtrain.parallel.comms import Comms, PendingCollective
+from llmtrain.parallel.collectives import PendingCollective
+from llmtrain.parallel.comms import Comms
 from llmtrain.sync.build_method import build_method
 from llmtrain.sync.group_averager import GroupAverager, Message, WakeSignal
 from llmtrain.sync.method import Method

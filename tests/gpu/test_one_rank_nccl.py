@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmtrain.parallel.comms import Comms, PendingCollective
+from llmtrain.parallel.collectives import PendingCollective
+from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.device_time import clock_of
 from llmtrain.parallel.mesh import open_mesh
 from llmtrain.parallel.world import World

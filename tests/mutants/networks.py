@@ -96,6 +96,20 @@ MUTANTS = [
         ("tests/distributed/test_connections.py",),
     ),
     Mutant(
+        "connections: a large message is on one of them",
+        "llmtrain/parallel/comms.py",
+        "if len(self.groups) > 1 and tensor.nbytes > self.size * HOP_BYTES:",
+        "if False:",
+        ("tests/distributed/test_connections.py",),
+    ),
+    Mutant(
+        "connections: the last part of a large message is not waited for",
+        "llmtrain/parallel/collectives.py",
+        "for part in self._parts:\n            part.wait()",
+        "for part in self._parts[:-1]:\n            part.wait()",
+        ("tests/distributed/test_connections.py",),
+    ),
+    Mutant(
         "connections: a message that has arrived counts as one in flight",
         "llmtrain/parallel/comms.py",
         "works[:] = (other for other in works if other is not work)",

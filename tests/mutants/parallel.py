@@ -7,21 +7,21 @@ from tests.mutants.mutant import SCENARIOS, WIRE, Mutant
 MUTANTS = [
     Mutant(
         "comms: sign of the rounding error",
-        "llmtrain/parallel/comms.py",
+        "llmtrain/parallel/collectives.py",
         "lost = self._message - self._decoded(self._sent)",
         "lost = self._decoded(self._sent) - self._message",
         WIRE,
     ),
     Mutant(
         "comms: the second rounding is not in the error",
-        "llmtrain/parallel/comms.py",
+        "llmtrain/parallel/collectives.py",
         "lost[self._comms.rank] += (self._total - self._decoded(self._mine)).view(-1)",
         "lost[self._comms.rank] += 0.0",
         WIRE,
     ),
     Mutant(
         "comms: bytes of the first exchange count the own part",
-        "llmtrain/parallel/comms.py",
+        "llmtrain/parallel/collectives.py",
         "sent = (comms.size - 1) * self._sent.shape[1]",
         "sent = comms.size * self._sent.shape[1]",
         WIRE,

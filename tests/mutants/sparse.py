@@ -54,7 +54,7 @@ MUTANTS = [
     ),
     Mutant(
         "sparse: nothing is left out",
-        "llmtrain/parallel/comms.py",
+        "llmtrain/parallel/collectives.py",
         "        return self._error.view(-1)",
         "        return torch.zeros_like(self._error).view(-1)",
         SPARSE,

@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 import torch
 
-from llmtrain.parallel.comms import Comms, PendingCollective
+from llmtrain.parallel.collectives import PendingCollective
+from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.device_time import MAX_PENDING, DeviceTimer, clock_of
 from llmtrain.parallel.engine import Engine
 from llmtrain.sync.block_sync import BlockSync

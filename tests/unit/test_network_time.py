@@ -87,6 +87,14 @@ def test_several_connections_have_more_messages_on_their_way() -> None:
     assert exposed("synchronous", far) == pytest.approx(6, rel=1e-3)  # all of them at once
     # A step in groups of two, which have one connection each, and a step with all replicas.
     assert exposed("wagma", far, every=2) == pytest.approx(3 * 2 + 2 * 6, rel=1e-3)
+    large = block_message(
+        2**21, 2, WireSection(), connections=4
+    ).first  # 4 MiB to the other rank in each direction, in 4 parts
+    assert (large.parts, large.hops) == (4, 2) and large.sent == 4 * 2**21
+    assert concurrent_seconds([large], far) == pytest.approx(2 * (large.sent / 16 * 8e-12 + 1.0), rel=1e-3)
+    assert concurrent_seconds([large] * 3, far, started=1) == pytest.approx(3 * 2, rel=1e-3)
+    assert concurrent_seconds([large] * 3, far, started=2) == pytest.approx(2 * 2, rel=1e-3)
+    assert block_message(2**20, 2, WireSection(), connections=4).first.parts == 1
     # The bytes take as long, and a block that shares the network with two others is hidden behind one block less.
     near = NetworkLink(96.0, connections=4)
     assert exposed("diloco", near) == exposed("diloco")

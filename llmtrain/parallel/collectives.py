@@ -1,0 +1,148 @@
+"""Collectives in flight, which `Comms` starts: plain ones, and all-reduces in parts, of rounded values, and of the largest
+values. The latter two say what they left out of a message, for error feedback.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from llmtrain.parallel.sparse_format import SparseFormat
+from llmtrain.parallel.wire_format import WireFormat
+
+if TYPE_CHECKING:
+    from llmtrain.parallel.comms import Comms
+
+
+class PendingCollective:
+    """A collective in flight. After `wait`, its result is safe to use on the current stream."""
+
+    def __init__(self, comms: Comms, what: str, work: dist.Work | None, result: torch.Tensor):
+        """Wrap the `work` that fills `result`; None for a result that is complete already."""
+        self._comms, self._what, self._work, self.result = comms, what, work, result
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether the result is available, so that `wait` will not block."""
+        return self._work is None or self._work.is_completed()
+
+    def start_second_phase(self) -> None:
+        """Start the second exchange, if the collective has one. All ranks must call this between the same two collectives."""
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the result and return it. Raises TrainingError, which names the axis and this rank, if a peer died
+        or was too late."""
+        self._finish()
+        return self.result
+
+    def quantization_error(self) -> torch.Tensor | None:
+        """Return what the format left out of this rank's message, as a flat tensor; None if it was sent as it was. Call after
+        `wait`. If this rank adds the error to its next message, the next sum makes up for it."""
+        return None
+
+    def _finish(self) -> None:
+        if self._work is None:
+            return
+        try:
+            with self._comms.traffic.waiting.measure():
+                self._work.wait()
+        except RuntimeError as error:
+            raise self._comms.failure(self._what, error) from error
+        self._comms.end(self._work)
+        self._work = None
+
+
+class SplitAllReduce(PendingCollective):
+    """All-reduce (sum) of a flat tensor in as many parts as there are connections, each of which waits for its own receiver."""
+
+    def __init__(self, comms: Comms, what: str, tensor: torch.Tensor):
+        super().__init__(comms, what, None, tensor)
+        self._parts = [comms.whole_all_reduce(part, what) for part in tensor.view(-1).chunk(len(comms.groups))]
+
+    @property
+    def is_done(self) -> bool:
+        return all(part.is_done for part in self._parts)
+
+    def _finish(self) -> None:
+        for part in self._parts:
+            part.wait()
+
+
+class QuantizedAllReduce(PendingCollective):
+    """All-reduce (sum) of rounded values in two exchanges. In the first, each rank receives its chunk of every rank's
+    message and sums these chunks. In the second, it sends its sum, rounded again, to all ranks. All ranks end with the
+    same bits, because they decode the same messages."""
+
+    def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: WireFormat):
+        super().__init__(comms, what, None, tensor)
+        self._wire = wire
+        self._chunk = wire.padded_chunk(tensor.numel(), comms.size)
+        self._message = tensor.new_zeros(comms.size, self._chunk)
+        self._message.view(-1)[: tensor.numel()] = tensor.reshape(-1)
+        self._sent = wire.encode(self._message).to(comms.device)
+        self._received = torch.empty_like(self._sent)
+        self._total: torch.Tensor | None = None  # this rank's chunk of the sum
+        self._mine: torch.Tensor | None = None  # the same chunk, encoded as sent
+        self._gathered: torch.Tensor | None = None  # every rank's chunk, encoded
+        sent = (comms.size - 1) * self._sent.shape[1]
+        self._work = comms.begin(what, sent, dist.all_to_all_single, self._received, self._sent)
+
+    @property
+    def is_done(self) -> bool:
+        return self._mine is not None and super().is_done
+
+    def start_second_phase(self) -> None:
+        """Wait for the first exchange, then start the second. Later calls do nothing."""
+        if self._mine is not None:
+            return
+        self._finish()
+        comms = self._comms
+        self._total = self._decoded(self._received).sum(0, keepdim=True)
+        self._mine = self._wire.encode(self._total).to(comms.device)
+        self._gathered, self._work = comms.begin_gather(self._what, self._mine.view(-1))
+
+    def wait(self) -> torch.Tensor:
+        self.start_second_phase()
+        self._finish()
+        if self._gathered is not None:
+            whole = self._decoded(self._gathered)
+            self.result.copy_(whole.view(-1)[: self.result.numel()].view(self.result.shape))
+            self._gathered = None
+        return self.result
+
+    def quantization_error(self) -> torch.Tensor:
+        lost = self._message - self._decoded(self._sent)
+        # The second exchange rounds the sum of this rank's chunk, and only this rank knows what that lost.
+        lost[self._comms.rank] += (self._total - self._decoded(self._mine)).view(-1)
+        return lost.view(-1)[: self.result.numel()]
+
+    def _decoded(self, payload: torch.Tensor) -> torch.Tensor:
+        return self._wire.decode(payload.to(self.result.device), self.result.dtype)
+
+
+class SparseAllReduce(PendingCollective):
+    """All-reduce (sum) in one exchange, in which each rank sends the largest values of its message to all other ranks, and sums
+    what it receives. All ranks end with the same bits, because they sum the same messages in the same order."""
+
+    def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: SparseFormat):
+        super().__init__(comms, what, None, tensor)
+        self._wire = wire
+        encoded = wire.encode(tensor.view(-1))
+        wire.add_decoded(encoded, tensor.neg_().view(-1))
+        self._error = tensor.neg_()  # in the message's memory; the sum has its own
+        self._gathered: torch.Tensor | None
+        self._gathered, self._work = comms.begin_gather(what, encoded.to(comms.device))
+
+    def wait(self) -> torch.Tensor:
+        self._finish()
+        if self._gathered is not None:
+            self.result = torch.zeros_like(self._error)
+            for encoded in self._gathered.to(self.result.device):
+                self._wire.add_decoded(encoded, self.result.view(-1))
+            self._gathered = None
+        return self.result
+
+    def quantization_error(self) -> torch.Tensor:
+        return self._error.view(-1)
