@@ -190,8 +190,9 @@ class ParallelSection(Section):
     replica_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Backend of the messages between replicas; `auto`: nccl on GPUs, gloo on CPUs."""
     connections: Count | Literal["auto"] = "auto"
-    """With gloo, connections from each rank to each of its peers in other replicas, for messages in fp32 of several blocks at
-    once. `auto`: 4 between hosts whose round trip takes 10 ms or more, otherwise 1."""
+    """With gloo, connections from each rank to each of its peers in other replicas, over which messages in fp32 are spread.
+    `auto`: 4 between hosts whose round trip takes 10 ms or more, otherwise 1. Sums over more than two replicas differ by rounding
+    errors from those with another number."""
     replica_network: str | None = None
     """Network interface of the messages between replicas (`eth0`); from a list (`eth0,ens5`) each host takes the first that it
     has. `null`: GLOO_SOCKET_IFNAME, or else the interface that reaches the other hosts; on GPUs, nccl's own choice."""

@@ -87,7 +87,7 @@ class Comms:
     collectives. The attribute `device` is where tensors that are sent should be: the CPU with gloo, which gathers on the CPU
     only, else the device that trains. `axis` is the axis's name in error messages ("replica", "shard"). `interface` is the
     network interface for groups along this axis, or None to leave the choice to the backend. All-reduces that are in
-    flight at once are spread over `groups`: `group`, and those that `add_groups` adds.
+    flight at once, and the parts of large ones, are spread over `groups`: `group`, and those that `add_groups` adds.
     """
 
     shares_memory = False
