@@ -145,15 +145,21 @@ def synchronous_beside(cell: Cell) -> Cell:
     return Cell("synchronous", cell.replicas, 30, cell.batch, inner)
 
 
+def losses_by_share(cell: Cell, done: Records) -> dict[float, list[float]]:
+    """Return the losses of a cell's final and shorter runs so far, by the share of the tokens that they have."""
+    losses: dict[float, list[float]] = {}
+    for run in runs_of(cell, done):
+        if run.kind != "trial" and run.id in done:
+            losses.setdefault(run.share, []).append(loss_of(done[run.id]))
+    return losses
+
+
 def worth(loss: float, cell: Cell, done: Records) -> float | None:
     """Return the share of the tokens with which synchronous training reaches `loss`: interpolated in the logarithm of the share,
     at most 1, and 0 if it is below the smallest measured share. None unless all shorter synchronous runs beside the cell are
     done and finite."""
     beside = synchronous_beside(cell)
-    losses: dict[float, list[float]] = {}
-    for run in runs_of(beside, done):
-        if run.kind != "trial" and run.id in done:
-            losses.setdefault(run.share, []).append(loss_of(done[run.id]))
+    losses = losses_by_share(beside, done)
     found = [loss for of_share in losses.values() for loss in of_share]
     if beside not in SHORTENED or len(found) < len(FINAL_SEEDS) * (1 + len(SHORTENED[beside])) or math.inf in found:
         return None
@@ -250,7 +256,8 @@ def has_figure(done: Records) -> bool:
 
 
 def draw(done: Records, path: Path) -> None:
-    """Draw the losses of the main stage: a point per seed, methods from the best to the worst."""
+    """Draw the losses of the main stage: a point per seed, methods from the best to the worst, and lines at the mean losses of
+    shorter synchronous runs."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -263,7 +270,15 @@ def draw(done: Records, path: Path) -> None:
         losses = [loss_of(record) for record in finals_of(cell, done)]
         axes.plot(losses, [height] * len(losses), "o", color="C0", alpha=0.6)
         axes.plot([statistics.mean(losses)], [height], "|", color="black", markersize=14)
+    for share, losses in losses_by_share(synchronous_beside(cells[0]), done).items() if cells else ():
+        if share < 1 and len(losses) == len(FINAL_SEEDS):
+            axes.axvline(statistics.mean(losses), color="gray", linestyle=":")
+            what = f"synchronous, {100 * share:.0f} % of the tokens "
+            axes.annotate(
+                what, (statistics.mean(losses), len(cells) - 0.4), ha="right", va="bottom", fontsize=8, color="gray"
+            )
     axes.set_yticks(range(len(cells)), [cell.label for cell in cells])
+    axes.set_ylim(-0.6, len(cells) - 0.4)
     axes.set_xlabel("validation loss (nats per token), three seeds and their mean")
     axes.grid(axis="x", alpha=0.3)
     for side in ("top", "right"):
