@@ -59,7 +59,7 @@ class SplitAllReduce(PendingCollective):
 
     def __init__(self, comms: Comms, what: str, tensor: torch.Tensor):
         super().__init__(comms, what, None, tensor)
-        self._parts = [comms.whole_all_reduce(part, what) for part in tensor.view(-1).chunk(len(comms.groups))]
+        self._parts = [comms.start_all_reduce(part, what) for part in tensor.view(-1).chunk(len(comms.groups))]
 
     @property
     def is_done(self) -> bool:

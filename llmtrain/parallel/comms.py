@@ -146,9 +146,9 @@ class Comms:
             return QuantizedAllReduce(self, what, tensor, wire)
         if len(self.groups) > 1 and tensor.nbytes > self.size * HOP_BYTES:
             return SplitAllReduce(self, what, tensor)
-        return self.whole_all_reduce(tensor, what)
+        return self.start_all_reduce(tensor, what)
 
-    def whole_all_reduce(self, tensor: torch.Tensor, what: str) -> PendingCollective:
+    def start_all_reduce(self, tensor: torch.Tensor, what: str) -> PendingCollective:
         """Start summing `tensor` over the axis, in place, as it is and on one connection."""
         sent = 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()
         return PendingCollective(self, what, self.begin(what, sent, dist.all_reduce, tensor), tensor)
