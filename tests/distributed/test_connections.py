@@ -103,14 +103,15 @@ def test_sums_have_the_same_bits_on_several_connections(ranks: RankPool, wire: s
 
 
 def _large_sum(several: bool, parts_above: int) -> tuple[torch.Tensor, float, list[int]]:
-    """The sum of one message, the bytes sent, and the values of each part, in the order of the connections that carry them."""
+    """The sum of one message, the bytes sent, and the number of values of each part. Parts are on one connection after another,
+    and so are three messages afterwards, because none is in flight any more."""
     comms, sizes = Comms(dist.group.WORLD), []
     comms.add_groups([dist.new_group(backend="gloo") for _ in range(2)] if several else [])
     message = torch.randn(1000, generator=torch.Generator().manual_seed(comms.rank))
     start = dist.all_reduce
 
     def noted(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work:
-        assert group is comms.groups[len(sizes)]
+        assert group is comms.groups[len(sizes) % len(comms.groups)]
         sizes.append(tensor.numel())
         return start(tensor, group=group, async_op=async_op)
 
@@ -119,8 +120,12 @@ def _large_sum(several: bool, parts_above: int) -> tuple[torch.Tensor, float, li
         patched.setattr(comms_module, "HOP_BYTES", parts_above)
         pending = comms.all_reduce(message)
         total = pending.wait()
-    assert total is message and pending.is_done
-    return total, comms.traffic.bytes, sizes
+        assert total is message and pending.is_done
+        parts, sent = list(sizes), comms.traffic.bytes
+        sizes.clear()
+        for later in [comms.all_reduce(torch.zeros(1)) for _ in range(3)]:
+            later.wait()
+    return total, sent, parts
 
 
 def test_a_message_of_more_than_a_hop_is_sent_in_parts_on_all_connections(ranks: RankPool) -> None:
