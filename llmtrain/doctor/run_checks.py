@@ -313,8 +313,9 @@ class ClusterCheck:
             if plan.size is not None and replicas > 1:
                 bytes_a_round = round_bytes(self.recipe, plan.size, replicas, shards)
         backend = replica_backend(parallel)
-        ways = parallel.connections
-        with open_mesh(self.world, replicas, shards, backend, self.timeout_seconds, self.peers, ways) as mesh:
+        with open_mesh(
+            self.world, replicas, shards, backend, self.timeout_seconds, self.peers, parallel.connections
+        ) as mesh:
             findings, rate = bench_collectives(mesh, bytes_a_round)
             if bytes_a_round is not None and rate is not None:
                 # One rank computes alone, because on a CPU the rate already takes into account how many share it.

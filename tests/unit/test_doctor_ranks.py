@@ -88,7 +88,7 @@ class Opened(list):
         backend: str,
         seconds: float,
         meeting: Rendezvous,
-        ways: int | str,
+        connections: int | str,
     ) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(replicas=replicas, shards=shard, broadcast_from_main=lambda ask: ask())
 
