@@ -119,9 +119,9 @@ class OptimSection(Section):
     clip_norm: PositiveFloat | None = 1.0
     """Maximum gradient norm, over the whole model of a replica; `null`: no clipping."""
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """Reaction to a non-finite gradient: `stop` ends the run; `skip` skips and counts that step of the replica, at the price of
-    one device synchronization per step; `rollback` also resets the replica to its anchor, the parameters of the last
-    synchronization. `skip` and `rollback` need FSDP2."""
+    """Reaction to a non-finite gradient: `stop` ends the run; `skip` skips and counts that step of the replica; `rollback` also
+    resets the replica to its anchor, the parameters of the last synchronization. `rollback`, and `skip` with Muon or SGD, wait
+    for the device once per step. `skip` and `rollback` need FSDP2."""
 
 
 class LRScheduleSection(Section):

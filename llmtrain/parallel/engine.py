@@ -90,8 +90,9 @@ class Replica(ABC):
 class Engine(Replica):
     """Base class of engines: forward, backward and inner optimizer of one replica, over the ranks of a shard group."""
 
-    skipped: bool = False
-    """True if the last step was skipped because its gradient was not finite. Equal on all ranks of a replica."""
+    skipped: torch.Tensor | float = 0.0
+    """1 if the last step was skipped because its gradient was not finite, otherwise 0. A scalar on the device unless
+    `optim.nonfinite` is stop. Equal on all ranks of a replica."""
     gradient_wait: DeviceTimer
     """Time after backward for which training stands still because gradients are averaged over the replicas."""
 

@@ -107,6 +107,18 @@ def set_lr(optimizer: InnerOptimizer, lr: float) -> None:
         group["lr"] = lr * group.get("lr_ratio", 1.0)
 
 
+def step_unless(skipped: torch.Tensor, optimizer: InnerOptimizer) -> None:
+    """Take the optimizer's step if `skipped`, a scalar on the device, is 0. Otherwise leave parameters and state as they are.
+
+    Fused AdamW decides on the device, in the way in which torch's gradient scalers make it skip a step. For other optimizers the
+    host waits for the device."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        optimizer.found_inf = skipped.float()
+        optimizer.step()
+    elif not skipped:
+        optimizer.step()
+
+
 def start_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Create the state that AdamW itself would create in its first step. Do nothing for other optimizers."""
     if isinstance(optimizer, torch.optim.AdamW):

@@ -23,7 +23,7 @@ from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.parallel.optimizers import TrainedPart, build_sharded_optimizer, moments_of, set_lr
+from llmtrain.parallel.optimizers import TrainedPart, build_sharded_optimizer, moments_of, set_lr, step_unless
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.parallel.wrapping import COMPUTE, wrap_layers
 
@@ -99,11 +99,13 @@ class TorchEngine(Engine):
                     master.grad = gradient
         masters = [m for group in self.optimizer.param_groups for m in group["params"] if m.grad is not None]
         norm = gradient_norm([master.grad for master in masters], self.mesh.shard_comms, exact=averages)
-        self.skipped = self._skips_nonfinite and not bool(norm.isfinite())
-        if not self.skipped:
-            if self._clip_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(masters, self._clip_norm, norm)
-            set_lr(self.optimizer, lr)
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(masters, self._clip_norm, norm)
+        set_lr(self.optimizer, lr)
+        if self._skips_nonfinite:
+            self.skipped = norm.isfinite().logical_not().double()
+            step_unless(self.skipped, self.optimizer)
+        else:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm

@@ -73,13 +73,13 @@ class Method:
             self.block_sync.reset_to_anchor()
             self.schedule.forget_tokens()
 
-    def end_step(self, step: int, tokens: int = 0) -> None:
+    def end_step(self, step: int, tokens: torch.Tensor | float = 0) -> None:
         """Complete step `step` after its optimizer step or pull, and synchronize if the period and the schedule say so.
-        `tokens` is the number of tokens in this rank's gradient."""
+        `tokens` is the number of tokens in this rank's gradient, which may be a scalar on the device."""
         if self._phase == "local":
             # Count tokens only for a reduction that uses them. Otherwise resharding a checkpoint may require equal counts
             # on all replicas, and numbers of tokens may differ.
-            tokens = tokens if self._counts_tokens else 0
+            tokens = float(tokens) if self._counts_tokens else 0
             ends_round = self.period.ends_round(step)
             self.schedule.end_step(step, self._lr, ends_round, tokens)
             if self.moments is not None and ends_round:

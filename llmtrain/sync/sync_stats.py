@@ -98,7 +98,7 @@ class RoundStats:
     """Tokens that this rank has trained on, or, in rows that replicas have exchanged, those of a complete replica. 0 unless the
     reduction depends on tokens."""
 
-    def add_step(self, lr: float, tokens: int = 0) -> RoundStats:
+    def add_step(self, lr: float, tokens: float = 0) -> RoundStats:
         """Return the statistics with one more step."""
         return RoundStats(self.steps + 1, lr or self.last_lr, self.lr_sum + lr, self.tokens + tokens)
 

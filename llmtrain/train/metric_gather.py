@@ -7,7 +7,7 @@ before the next log line. A replica therefore waits in order to log only if anot
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from llmtrain.errors import TrainingError
 from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.sync.reductions.edit_penalty import RunningMoments
+from llmtrain.train.device_numbers import DeviceNumbers
 
 SPIKE_DEVIATIONS = 6.0
 """Number of standard deviations above the running mean beyond which a logged loss counts as a spike (OLMo's
@@ -36,12 +37,14 @@ class RankMetrics:
     """Padded positions, beyond the ends of documents."""
     tokens_total: float
     steps_total: float
+    gradients: float
+    """Inner optimizer steps of the interval."""
     gradients_total: float
     late_total: float
     skipped_total: float
     skipped_in_a_row: float
-    grad_norm: float
-    """Mean over the interval's gradients, for the rank's replica."""
+    grad_norm_sum: float
+    """Sum over the interval's gradients, for the rank's replica."""
     step_seconds: float
     """Sum over the interval's steps."""
     data_seconds: float
@@ -65,6 +68,26 @@ class RankMetrics:
     """Fingerprint of the rank's shard of the anchors; 0 if none was due."""
 
 
+@dataclass
+class OpenLine:
+    """Log line of which a GPU may still compute this rank's numbers."""
+
+    step: int
+    seconds: float
+    """Training time of the run so far."""
+    common: dict[str, float]
+    """Values known to every rank without a gather: learning rate, period, counters."""
+    numbers: DeviceNumbers
+    """Fields of RankMetrics."""
+    more_step_seconds: float = 0.0
+    """Time of the interval's steps after the line was opened."""
+
+    def row(self) -> RankMetrics:
+        """Return this rank's row, once the device has computed its numbers."""
+        row = RankMetrics(**self.numbers.read())
+        return replace(row, step_seconds=row.step_seconds + self.more_step_seconds)
+
+
 @dataclass(frozen=True)
 class GatheredMetrics:
     """Rows of all ranks for one log line."""
@@ -72,7 +95,7 @@ class GatheredMetrics:
     step: int
     seconds: float
     common: dict[str, float]
-    """Values known to every rank without a gather: learning rate, period, counters."""
+    """As in `OpenLine`."""
     rows: torch.Tensor
     """Shape [ranks, fields of RankMetrics], float64."""
 
@@ -101,11 +124,12 @@ class AsyncMetricGather:
         self.mesh = mesh
         self._pending: tuple[int, float, dict[str, float], PendingCollective] | None = None
 
-    def submit(self, step: int, seconds: float, common: dict[str, float], row: RankMetrics) -> None:
+    def submit(self, line: OpenLine) -> None:
         """Start gathering the rows of one line. The previous line must have been collected."""
         assert self._pending is None
-        values = torch.tensor([float(value) for value in asdict(row).values()], dtype=torch.float64)
-        self._pending = (step, seconds, common, self.mesh.all_ranks.gather(values, "gathering metrics"))
+        values = torch.tensor([float(value) for value in asdict(line.row()).values()], dtype=torch.float64)
+        gather = self.mesh.all_ranks.gather(values, "gathering metrics")
+        self._pending = (line.step, line.seconds, line.common, gather)
 
     def wait(self) -> None:
         """Wait for the slowest rank's row, if a line is in flight."""
@@ -147,7 +171,7 @@ class MetricReducer:
             "train/ppl": math.exp(min(loss, 700.0)),
             "train/steps": float(line.column("steps_total").mean()),
             "train/gradient_steps": float(line.column("gradients_total").mean()),
-            "train/grad_norm": float(line.column("grad_norm").mean()),
+            "train/grad_norm": float((line.column("grad_norm_sum") / line.column("gradients").clamp(min=1)).mean()),
             "perf/tokens_per_second": rate,
             "perf/step_seconds": float((line.column("step_seconds") / steps).max()),
             "perf/data_seconds": float((line.column("data_seconds") / steps).max()),
@@ -177,7 +201,7 @@ class MetricReducer:
         """Raise TrainingError, on every rank, if training is no longer meaningful: a loss or gradient
         norm is not finite, a replica has skipped its last `SKIPS_IN_A_ROW` steps, or anchors differ."""
         # Steps that `optim.nonfinite` skips are in neither of the two sums, so they do not end the run here.
-        for what, column in (("loss", "loss_sum"), ("norm of the gradient", "grad_norm")):
+        for what, column in (("loss", "loss_sum"), ("norm of the gradient", "grad_norm_sum")):
             values = line.column(column)
             if not values.isfinite().all():
                 rank = int((~values.isfinite()).nonzero()[0])

@@ -18,9 +18,10 @@ from llmtrain.reshard import Rules, first, largest, mean, resharded, rules_of, s
 from llmtrain.sync.method import Method
 from llmtrain.trace import span
 from llmtrain.train.checkpoint import Checkpointer
+from llmtrain.train.device_numbers import DeviceNumbers, Number, host_numbers
 from llmtrain.train.devices import peak_memory_bytes, reserved_memory_bytes
 from llmtrain.train.loggers import Console, Logger, open_loggers
-from llmtrain.train.metric_gather import AsyncMetricGather, GatheredMetrics, MetricReducer, RankMetrics
+from llmtrain.train.metric_gather import AsyncMetricGather, GatheredMetrics, MetricReducer, OpenLine
 from llmtrain.train.rank_errors import IoErrors
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
@@ -33,16 +34,16 @@ T = TypeVar("T")
 
 @dataclass
 class IntervalMetrics:
-    """This rank's sums since its last log line. `loss` and `grad_norm` stay on the device until then, so that training does not
-    wait for them."""
+    """This rank's sums since its last log line. What depends on the device's results stays there until then, so that training does
+    not wait for it."""
 
-    loss: torch.Tensor | float = resharded(0.0, by=split_evenly)
-    grad_norm: torch.Tensor | float = resharded(0.0, by=mean)
+    loss: Number = resharded(0.0, by=split_evenly)
+    grad_norm: Number = resharded(0.0, by=mean)
     steps: int = resharded(0, by=mean)
-    gradients: int = resharded(0, by=mean)
+    gradients: Number = resharded(0, by=mean)
     """Inner optimizer steps. Pulls, and steps skipped for a non-finite gradient, do not count."""
-    predicted_tokens: int = resharded(0, by=split_evenly)
-    padding: int = resharded(0, by=split_evenly)
+    predicted_tokens: Number = resharded(0, by=split_evenly)
+    padding: Number = resharded(0, by=split_evenly)
     """Padded positions, beyond the ends of documents."""
     step_seconds: float = resharded(0.0, by=largest)
     data_seconds: float = resharded(0.0, by=largest)
@@ -94,6 +95,7 @@ class Metrics:
         """Step and text of the last sample since this start."""
         self._stop_agreed = False
         self._gather = AsyncMetricGather(mesh)
+        self._open_line: OpenLine | None = None
         self._displayed: GatheredMetrics | None = None
         self._verified = 0  # synchronizations at the last comparison of anchors
         self._loggers: Sequence[Logger] = ()
@@ -159,20 +161,22 @@ class Metrics:
         micro_batches: Sequence[torch.Tensor],
         loss: torch.Tensor,
         grad_norm: torch.Tensor,
-        skipped: bool,
-    ) -> int:
+        skipped: Number,
+    ) -> Number:
         """Count one gradient: its tokens on this rank, their summed `loss` and the replica's gradient norm. If the step was
-        skipped, count its tokens only. Return the number of tokens that the optimizer's step has used, 0 if it was skipped."""
+        skipped (`skipped` is 1, otherwise 0), count its tokens only. Return the number of tokens that the optimizer's step has
+        used, 0 if it was skipped."""
         tokens = count_tokens(micro_batches)
         state.count_gradient(tokens, skipped)
-        if skipped:
-            return 0
-        self.interval.loss += loss
-        self.interval.grad_norm += grad_norm
-        self.interval.gradients += 1
-        self.interval.predicted_tokens += tokens
-        self.interval.padding += count_positions(micro_batches) - tokens
-        return tokens
+        if isinstance(skipped, torch.Tensor):
+            loss, grad_norm = (torch.where(skipped.bool(), 0.0, number) for number in (loss, grad_norm))
+        used, interval = 1 - skipped, self.interval
+        interval.loss = interval.loss + loss
+        interval.grad_norm = interval.grad_norm + grad_norm
+        interval.gradients = interval.gradients + used
+        interval.predicted_tokens = interval.predicted_tokens + used * tokens
+        interval.padding = interval.padding + used * (count_positions(micro_batches) - tokens)
+        return used * tokens
 
     def count_step(self, state: TrainState) -> None:
         """Count a step and advance the progress bar."""
@@ -180,12 +184,11 @@ class Metrics:
         self.console.advance(state.step, is_alone=state.step > state.global_step + 1)
 
     def log(self, state: TrainState, lr: float) -> None:
-        """Finish the previous log line, then start gathering the metrics of the interval that ends now. `lr` is the
-        learning rate to log."""
+        """Finish the previous log line, then open that of the interval that ends now. Its numbers are gathered at once on a CPU.
+        On a GPU they are gathered after the next step, which keeps the device busy until they are there. `lr` is the learning
+        rate to log."""
         self.wait()
         report, interval = self.method.report(), self.interval
-        with self.training_time():
-            loss, grad_norm = float(interval.loss), float(interval.grad_norm)  # waits for the device
         common = {
             "train/lr": lr,
             "sync/count": report.count,
@@ -199,37 +202,40 @@ class Metrics:
             "perf/checkpoint_seconds": self.checkpointer.seconds,
             "health/slowest_replica": report.slowest_replica,
         }
-        row = RankMetrics(
-            steps=interval.steps,
-            loss_sum=loss,
-            predicted_tokens=interval.predicted_tokens,
-            padding=interval.padding,
-            tokens_total=state.predicted_tokens,
-            steps_total=state.step,
-            gradients_total=state.gradients,
-            late_total=report.late,
-            skipped_total=state.skipped,
-            skipped_in_a_row=state.skipped_in_a_row,
-            grad_norm=grad_norm / max(1, interval.gradients),
-            step_seconds=interval.step_seconds,
-            data_seconds=interval.data_seconds,
-            peak_memory=peak_memory_bytes(self.mesh.device),
-            reserved_memory=reserved_memory_bytes(self.mesh.device),
-            bytes_total=self.mesh.replica_comms.traffic.bytes,
-            other_bytes_total=self.mesh.all_ranks.traffic.bytes,
-            comm_seconds=self.mesh.replica_comms.traffic.waiting.seconds,
-            exposed_seconds=self.exposed_seconds,
-            wait_seconds=report.wait_seconds,
-            mean_squared=float(report.mean_squared),
-            spread_squared=float(report.spread_squared),
-            stop=self.stop.requested,
-            unwritten=self.checkpointer.failed or self.io_errors.pending,
-            fingerprint=self._fingerprint(report.count),
-        )
-        self._gather.submit(state.global_step, self.train_seconds, common, row)
+        row: dict[str, Number] = {
+            "steps": interval.steps,
+            "loss_sum": interval.loss,
+            "predicted_tokens": interval.predicted_tokens,
+            "padding": interval.padding,
+            "tokens_total": state.predicted_tokens,
+            "steps_total": state.step,
+            "gradients": interval.gradients,
+            "gradients_total": state.gradients,
+            "late_total": report.late,
+            "skipped_total": state.skipped,
+            "skipped_in_a_row": state.skipped_in_a_row,
+            "grad_norm_sum": interval.grad_norm,
+            "step_seconds": interval.step_seconds,
+            "data_seconds": interval.data_seconds,
+            "peak_memory": peak_memory_bytes(self.mesh.device),
+            "reserved_memory": reserved_memory_bytes(self.mesh.device),
+            "bytes_total": self.mesh.replica_comms.traffic.bytes,
+            "other_bytes_total": self.mesh.all_ranks.traffic.bytes,
+            "comm_seconds": self.mesh.replica_comms.traffic.waiting.seconds,
+            "exposed_seconds": self.exposed_seconds,
+            "wait_seconds": report.wait_seconds,
+            "mean_squared": report.mean_squared,
+            "spread_squared": report.spread_squared,
+            "stop": self.stop.requested,
+            "unwritten": self.checkpointer.failed or self.io_errors.pending,
+            "fingerprint": self._fingerprint(report.count),
+        }
+        self._open_line = OpenLine(state.global_step, self.train_seconds, common, DeviceNumbers(row))
         for warning in self.method.take_warnings():
             self._warn(state.global_step, warning)
         self.interval = IntervalMetrics()
+        if self.mesh.device.type == "cpu":
+            self._submit()
 
     def wait(self) -> None:
         """Wait for the pending log line and act on it. All ranks do so at the same step and with the same numbers. No
@@ -238,6 +244,7 @@ class Metrics:
         Raises TrainingError, on every rank, for a loss or gradient that is not finite, too many skipped steps, anchors
         that differ and failed writes, and DataError for damaged data.
         """
+        self._submit()
         with self.training_time(), self.method.report().time_exposed(), self.method.report().time_waiting():
             self._gather.wait()
         line, self._displayed = self._displayed or self._display(self._gather.wait_all()), None
@@ -249,8 +256,9 @@ class Metrics:
                 self.io_errors.check()
 
     def poll(self) -> None:
-        """Print and log the pending line or checkpoint if it is ready, without waiting. Decisions that all ranks must
-        share are left to `wait`."""
+        """After a step, start gathering the line that the previous step opened. Then print and log the pending line or checkpoint
+        if it is ready, without waiting. Decisions that all ranks must share are left to `wait`."""
+        self._submit()
         self.checkpointer.poll()
         if self.mesh.is_main and self._displayed is None:
             self._displayed = self._display(self._gather.wait_all(only_if_done=True))
@@ -309,9 +317,8 @@ class Metrics:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values that a checkpoint stores, by their names in `METRICS_RULES`."""
-        interval = {"loss": float(self.interval.loss), "grad_norm": float(self.interval.grad_norm)}
         return {
-            "interval": {**vars(self.interval), **interval},
+            "interval": host_numbers(vars(self.interval)),
             "train_seconds": self.train_seconds,
             "gradient_wait_seconds": self.engine.gradient_wait.seconds,
             "first_eval": asdict(self.first_eval),
@@ -330,6 +337,19 @@ class Metrics:
         self.first_eval, self.last_eval = Validation(**state["first_eval"]), Validation(**state["last_eval"])
         self.mesh.replica_comms.traffic.load(**state["traffic"])
         self.mesh.all_ranks.traffic.load(**state["other_traffic"])
+
+    def _submit(self) -> None:
+        """Start gathering the open line, if there is one, once the device has computed its numbers. If the device was still busy
+        with the line's steps, their time goes on until now."""
+        line, self._open_line = self._open_line, None
+        if line is None:
+            return
+        if not line.numbers.are_there:
+            with self.training_time():
+                line.numbers.read()
+            line.seconds, line.more_step_seconds = self.train_seconds, self.interval.step_seconds
+            self.interval.step_seconds = 0.0
+        self._gather.submit(line)
 
     def _round_number(self, state: TrainState) -> int:
         """Return the number of the present round, from 1; 0 in a synchronous phase."""

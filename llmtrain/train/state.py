@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmtrain.reshard import first, mean, mean_over_replicas, own_step, resharded, rules_of, split_evenly
+from llmtrain.train.device_numbers import Number, host_numbers
 
 
 @dataclass
@@ -20,11 +21,12 @@ class TrainState:
     """Step of the run that all ranks agree on. Equal to `step`, except in rounds of seconds."""
     previous_global_step: int = 0
     """Global step at the previous agreement."""
-    gradients: float = resharded(0, by=mean)
+    gradients: Number = resharded(0, by=mean)
     """Inner optimizer steps of this replica. Pulls, and steps skipped for a non-finite gradient, do not count."""
-    skipped: float = resharded(0, by=mean_over_replicas)
-    """Steps of this replica skipped because the gradient was not finite (`optim.nonfinite`)."""
-    skipped_in_a_row: int = 0
+    skipped: Number = resharded(0, by=mean_over_replicas)
+    """Steps of this replica skipped because the gradient was not finite (`optim.nonfinite`). If steps can be skipped, this and
+    the other counts that depend on it are scalars on the device, so that training does not wait for them."""
+    skipped_in_a_row: Number = 0
     """Steps of this replica skipped since its last gradient that was finite."""
     predicted_tokens: int = resharded(0, by=split_evenly)
     """Tokens that this rank has trained on."""
@@ -56,19 +58,17 @@ class TrainState:
         None."""
         return every is not None and self.global_step // every > self.previous_global_step // every
 
-    def count_gradient(self, tokens: int, skipped: bool) -> None:
-        """Count a step that computed a gradient from `tokens` tokens of this rank."""
+    def count_gradient(self, tokens: int, skipped: Number) -> None:
+        """Count a step that computed a gradient from `tokens` tokens of this rank. `skipped` is 1 if the gradient was not used,
+        otherwise 0."""
         self.predicted_tokens += tokens
-        if skipped:
-            self.skipped += 1
-            self.skipped_in_a_row += 1
-        else:
-            self.skipped_in_a_row = 0
-            self.gradients += 1
+        self.gradients = self.gradients + (1 - skipped)
+        self.skipped = self.skipped + skipped
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * skipped
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields that checkpoints store."""
-        return {name: getattr(self, name) for name in rules_of(type(self))}
+        return host_numbers({name: getattr(self, name) for name in rules_of(type(self))})
 
     def load_state_dict(self, state: dict[str, Any], global_step: int) -> None:
         """Restore the stored fields from a checkpoint of `global_step`. Other entries of `state` are ignored."""

@@ -13,6 +13,7 @@ from llmtrain.reshard import Rules, rules_of
 from llmtrain.sync.method import Method
 from llmtrain.trace import span, step_span
 from llmtrain.train.checkpoint import Checkpointer
+from llmtrain.train.device_numbers import Number
 from llmtrain.train.metrics import METRICS_RULES, Metrics
 from llmtrain.train.run_texts import RunTexts
 from llmtrain.train.state import TrainState
@@ -72,12 +73,12 @@ class Trainer:
         with metrics.training_time(), step_span(state.step):
             plan = self.method.begin_step(state.step, self.lr.at(state.step))
             micro_batches = metrics.time_data(self.loader.next) if plan.takes_batch else []
-            tokens = 0
+            tokens: Number = 0
             if plan.computes_gradient:
                 with span("gradient"):
                     loss = self.engine.forward_backward(micro_batches, self.loader.replica_tokens)
                     grad_norm = self.engine.step(plan.lr)
-                if self.engine.skipped and self.recipe.optim.nonfinite == "rollback":
+                if self.recipe.optim.nonfinite == "rollback" and self.engine.skipped:
                     self.method.roll_back()
                 tokens = metrics.accumulate(state, micro_batches, loss, grad_norm, skipped=self.engine.skipped)
             self.method.end_step(state.step, tokens)

@@ -48,6 +48,7 @@ class Part:
     until: int
     seconds: tuple[float, ...] = ()
     """How long each replica's steps take, where rounds go by seconds."""
+    device: str = "cpu"
 
 
 @dataclass
@@ -111,7 +112,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
     update = {"checkpoint": checkpoint, "log": part.recipe.log.model_copy(update={"every": log}), "train": train}
     recipe = part.recipe.model_copy(update=update)
     check(recipe, part.replicas * part.shard)
-    mesh = mesh_of(part.replicas, part.shard)
+    mesh = mesh_of(part.replicas, part.shard, part.device)
     if recipe.sync.schedule.kind == "wait_avoiding" and part.replicas > 1:
         mesh = replace(mesh, store=meeting_store())
     directory, stop = RunDirectory(recipe), StopRequest()

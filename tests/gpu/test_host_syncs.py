@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
-from llmtrain.config import SyncSection
+from llmtrain.config import Recipe, SyncSection
+from llmtrain.train.device_numbers import DeviceNumbers
+from llmtrain.train.state import TrainState
 from tests.distributed.fake_engine import choices
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import GPT_NEO, LLAMA, Case, build_case, mesh_of, micro_batches
+from tests.distributed.reshape_runs import Part, Seen, recipe_of, trainer_of, write_texts
 from tests.emulated_gpu import as_cuda
-from tests.gpu.on_gpu import IS_EMULATED, case_of
-from tests.inside_torch import Compilations, compilations, forget_compilations
+from tests.gpu.on_gpu import CYCLES, IS_EMULATED, case_of
+from tests.inside_torch import Compilations, compilations, forget_compilations, occupy_stream
 
 FIRST = 2
 """Steps in which things are made: kernels, moments, an anchor."""
@@ -39,12 +44,13 @@ def train_without_waiting(case: Case) -> tuple[list[float], Compilations, Compil
     """Return the losses, and what was compiled after the first steps and after all."""
     forget_compilations()
     engine, method = build_case(case, mesh_of(1, 1, case.device), clock=lambda: 0.0)
-    losses = []
+    state, losses = TrainState(case.steps), []
 
     def run(step: int) -> None:
         plan = method.begin_step(step, case.optim["lr"])
         losses.append(engine.forward_backward(micro_batches(case, engine.mesh, step)))
         engine.step(plan.lr)
+        state.count_gradient(1, engine.skipped)
         method.end_step(step)
 
     for step in range(1, FIRST + 1):
@@ -68,6 +74,77 @@ def test_the_host_waits_for_nothing_in_a_step(
     assert not after.breaks
     assert after == first, "compiled again after the first steps"
     assert (first.graphs > 0) == compiled
+
+
+def skip_without_waiting(case: Case) -> tuple[dict[str, float], bool, bool]:
+    """Return the counts after three steps, the second one with a bad gradient. Also whether this step left parameters and moments
+    as they were, and whether the next one changed them."""
+    engine, _ = build_case(case, mesh_of(1, 1, case.device), clock=lambda: 0.0)
+    state, kept = TrainState(case.steps), []
+    weight = engine.masters[-1][0]
+    for step, factor in enumerate((1.0, math.nan, 1.0), start=1):
+        engine.forward_backward(micro_batches(case, engine.mesh, step))
+        for master in (master for masters in engine.masters for master in masters if master.grad is not None):
+            master.grad *= factor
+        with host_waits_are_errors():
+            engine.step(1e-2)
+            state.count_gradient(1, engine.skipped)
+        kept.append([weight.clone(), *(value.clone() for value in engine.optimizer.state[weight].values())])
+    same, changed = (
+        [torch.equal(one, other) for one, other in zip(kept[at], kept[at + 1], strict=True)] for at in (0, 1)
+    )
+    counts = {name: float(getattr(state, name)) for name in ("gradients", "skipped", "skipped_in_a_row")}
+    return counts, all(same), not any(changed)
+
+
+def test_a_bad_step_is_skipped_without_waiting(ranks: RankPool) -> None:
+    case = case_of(LOCAL, optim={"lr": 1e-2, "nonfinite": "skip"})
+    [(counts, kept, changed)] = ranks.run(skip_without_waiting, case, world_size=1)
+    assert counts == {"gradients": 2, "skipped": 1, "skipped_in_a_row": 0}
+    assert kept and changed
+
+
+def read_late() -> tuple[bool, bool, dict[str, float]]:
+    """Return whether numbers of a busy GPU were there at once, and after reading, and the numbers."""
+    number = torch.full((), 1.5, device="cuda")
+    occupy_stream(5 * CYCLES)
+    with host_waits_are_errors():
+        numbers = DeviceNumbers({"known": 2.0, "late": number + 1, "exact": number.double() / 3})
+        at_once = numbers.are_there
+    read = numbers.read()
+    return at_once, numbers.are_there, read
+
+
+def test_numbers_come_once_the_gpu_has_them(ranks: RankPool) -> None:
+    [found] = ranks.run(read_late, world_size=1)
+    assert found == (False, True, {"known": 2.0, "late": 2.5, "exact": 0.5})
+
+
+def log_while_busy(recipe: Recipe) -> tuple[float, float, float, float]:
+    """Return the seconds of the interval at `log`, on the line, and in the next interval after its first step, and the loss."""
+    trainer = trainer_of(Part(recipe, 1, 1, recipe.train.total_steps, device="cuda"), Seen())
+    metrics, state = trainer.metrics, trainer.state
+    with metrics.open(state):
+        trainer.train_step()
+        state.advance(1)
+        metrics.poll()
+        so_far = metrics.interval.step_seconds
+        occupy_stream(10 * CYCLES)
+        with host_waits_are_errors():
+            metrics.log(state, 1e-3)
+        trainer.train_step()
+        metrics.poll()
+        following = metrics.interval.step_seconds
+        metrics.wait()
+    return so_far, metrics.last_line["perf/step_seconds"], following, metrics.last_line["train/loss"]
+
+
+def test_a_log_line_keeps_the_gpu_busy_and_has_its_time(ranks: RankPool, tmp_path: Path) -> None:
+    """The GPU works on the line's step until the next one has been enqueued."""
+    write_texts(tmp_path)
+    recipe = recipe_of(tmp_path, "busy", "train.steps=3", "parallel.precision=fp32", "sync.method=local_sgd")
+    [(so_far, on_line, following, loss)] = ranks.run(log_while_busy, recipe, world_size=1)
+    assert 0 < so_far < on_line and following == 0 and 0 < loss < 10
 
 
 def wait_on_purpose() -> None:

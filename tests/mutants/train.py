@@ -32,8 +32,8 @@ MUTANTS = [
     Mutant(
         "trainer: a good step does not end a row of skipped ones",
         "llmtrain/train/state.py",
-        "            self.skipped_in_a_row = 0\n            self.gradients",
-        "            self.gradients",
+        "(self.skipped_in_a_row + 1) * skipped",
+        "self.skipped_in_a_row + skipped",
         ("tests/distributed/test_bad_numbers.py",),
     ),
     Mutant(
@@ -84,8 +84,8 @@ MUTANTS = [
     Mutant(
         "trainer: a line counts its tokens twice",
         "llmtrain/train/metrics.py",
-        "        self.interval.predicted_tokens += tokens\n",
-        "        self.interval.predicted_tokens += 2 * tokens\n",
+        "interval.predicted_tokens = interval.predicted_tokens + used * tokens",
+        "interval.predicted_tokens = interval.predicted_tokens + 2 * used * tokens",
         (
             "tests/distributed/test_bad_disks.py",
             "tests/distributed/test_resume_training.py",

@@ -170,7 +170,7 @@ MUTANTS = [
     Mutant(
         "tokens: counted where no choice depends on them",
         "llmtrain/sync/method.py",
-        "tokens = tokens if self._counts_tokens else 0",
+        "tokens = float(tokens) if self._counts_tokens else 0",
         "pass",
         ("tests/distributed/test_reshape.py", "tests/distributed/test_weighted_means.py"),
     ),

@@ -90,13 +90,14 @@ def line(step: int = 10, **changed: list[float]) -> GatheredMetrics:
         "loss_sum": [100.0, 120.0, 140.0, 160.0],
         "tokens_total": [step * 25.0] * 4,
         "steps_total": [10.0, 10.0, 12.0, 12.0],
+        "gradients": [4.0] * 4,
         "gradients_total": [8.0, 8.0, 9.0, 9.0],
         "late_total": [0.0, 0.0, 3.0, 3.0],
         "skipped_total": [0.0, 0.0, 2.0, 2.0],
         "skipped_in_a_row": [0.0] * 4,
         "predicted_tokens": [50.0] * 4,
         "padding": [0.0] * 4,
-        "grad_norm": [1.0, 1.0, 3.0, 3.0],
+        "grad_norm_sum": [4.0, 4.0, 12.0, 12.0],
         "step_seconds": [2.0, 2.0, 2.0, 2.5],
         "data_seconds": [0.1] * 4,
         "peak_memory": [2.0**30] * 4,
@@ -172,7 +173,7 @@ def test_a_loss_that_is_not_finite_names_rank_and_replica():
 def test_a_gradient_that_is_not_finite_ends_the_run_too():
     """DeepSpeed leaves such a step out without a word."""
     with pytest.raises(TrainingError, match=r"the norm of the gradient is inf on rank 3 \(replica 1\) at step 10"):
-        MetricReducer(MESH, 1e9, None).check(line(grad_norm=[1.0, 1.0, 1.0, math.inf]))
+        MetricReducer(MESH, 1e9, None).check(line(grad_norm_sum=[1.0, 1.0, 1.0, math.inf]))
 
 
 def test_the_peak_is_that_of_this_very_card(monkeypatch):

@@ -42,7 +42,7 @@ class Schedule(ABC):
         synchronous steps."""
 
     @abstractmethod
-    def end_step(self, step: int, lr: float, ends_round: bool, tokens: int = 0) -> None:
+    def end_step(self, step: int, lr: float, ends_round: bool, tokens: float = 0) -> None:
         """Complete local step `step`, whose learning rate was `lr` and whose gradient had `tokens` tokens of this rank. Start,
         advance or complete synchronizations that are due. `ends_round` says that the round ends with this step."""
 

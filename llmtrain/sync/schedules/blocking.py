@@ -41,7 +41,7 @@ class BlockingSchedule(Schedule):
         self._mean_squared: torch.Tensor | float = 0.0
         self._opened_at = self._closed_at = own_time()
 
-    def end_step(self, step: int, lr: float, ends_round: bool, tokens: int = 0) -> None:
+    def end_step(self, step: int, lr: float, ends_round: bool, tokens: float = 0) -> None:
         self._round = self._round.add_step(lr, tokens)
         if ends_round:
             self._arm()

@@ -29,7 +29,7 @@ class FragmentSchedule(Schedule):
         self._local_steps = [RoundStats()] * len(fragments)  # local steps since each fragment's last turn
         self._messages: list[Message | None] = [None] * len(fragments)
 
-    def end_step(self, step: int, lr: float, ends_round: bool, tokens: int = 0) -> None:
+    def end_step(self, step: int, lr: float, ends_round: bool, tokens: float = 0) -> None:
         with self.block_sync.report.time_exposed():
             self._local_steps = [local_steps.add_step(lr, tokens) for local_steps in self._local_steps]
             for fragment, message in enumerate(self._messages):

@@ -44,7 +44,7 @@ class WaitAvoidingSchedule(Schedule):
             self.worker.start(self._iteration, newest, message)
             self._resumed = None
 
-    def end_step(self, step: int, lr: float, ends_round: bool, tokens: int = 0) -> None:
+    def end_step(self, step: int, lr: float, ends_round: bool, tokens: float = 0) -> None:
         self._round = self._round.add_step(lr)
         with self.block_sync.report.time_exposed():
             if ends_round:

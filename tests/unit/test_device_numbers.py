@@ -1,0 +1,58 @@
+"""Numbers that stay on the device until the host needs them, and steps that are skipped without asking the host."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from llmtrain.config import OptimSection
+from llmtrain.parallel.optimizers import OptimizerSet, build_optimizer, start_moments, step_unless
+from llmtrain.train.device_numbers import DeviceNumbers, host_numbers
+from llmtrain.train.metric_gather import OpenLine, RankMetrics
+from llmtrain.train.state import TrainState
+
+
+def test_a_cpus_numbers_are_there_at_once() -> None:
+    numbers = DeviceNumbers({"known": 2, "scalar": torch.tensor(1 / 3, dtype=torch.float64)})
+    assert numbers.are_there and numbers.read() == {"known": 2, "scalar": 1 / 3}
+    assert host_numbers({"count": torch.tensor(3.0)}) == {"count": 3.0}
+
+
+def test_time_after_a_line_was_opened_is_time_of_its_steps() -> None:
+    numbers = dict.fromkeys(RankMetrics.__dataclass_fields__, 1.0)
+    line = OpenLine(step=4, seconds=9.0, common={}, numbers=DeviceNumbers(numbers), more_step_seconds=0.5)
+    assert (line.row().step_seconds, line.row().steps) == (1.5, 1.0)
+
+
+def test_skipped_steps_are_counted_by_number_or_by_scalar() -> None:
+    for kind in (float, torch.tensor):
+        state = TrainState(10)
+        for skipped in (0.0, 1.0, 1.0):
+            state.count_gradient(5, kind(skipped))
+        assert (state.gradients, state.skipped, state.skipped_in_a_row) == (1, 2, 2)
+        state.count_gradient(5, kind(0.0))
+        assert (state.gradients, state.skipped, state.skipped_in_a_row) == (2, 2, 0)
+        assert state.predicted_tokens == 20 and state.state_dict()["gradients"] == 2
+        assert not any(isinstance(value, torch.Tensor) for value in state.state_dict().values())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "set"])
+def test_a_skipped_step_changes_nothing(kind: str) -> None:
+    """And the others change as much as without the choice."""
+    ends = []
+    for skips in (True, False):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 7))
+        optimizer = build_optimizer([{"params": [weight]}], OptimSection(kind="sgd" if kind == "sgd" else "adamw"))
+        start_moments(optimizer, [weight])
+        stepper = OptimizerSet([optimizer]) if kind == "set" else optimizer
+        for factor in (1.0, math.nan, 2.0):
+            weight.grad = torch.ones(7) * factor
+            if skips:
+                step_unless(torch.tensor(float(math.isnan(factor)), dtype=torch.float64), stepper)
+            elif not math.isnan(factor):
+                stepper.step()
+        ends.append([weight.detach(), *(value for value in optimizer.state[weight].values())])
+    assert all(torch.equal(skipping, plain) for skipping, plain in zip(*ends, strict=True))
+    assert ends[0][0].isfinite().all()
