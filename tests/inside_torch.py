@@ -35,3 +35,22 @@ def forget_compilations() -> None:
 
     torch.compiler.reset()
     counters.clear()
+
+
+def fuse_attention() -> None:
+    """Let emulated GPUs use the CPU's fused attention, from here on. torch takes them for devices without any, and would keep
+    the weights of attention for backward, which no GPU does."""
+
+    def fused(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+    torch.nn.functional.scaled_dot_product_attention = fused

@@ -79,6 +79,8 @@ def _padded(flat: torch.Tensor, size: int) -> torch.Tensor:
 BUCKET = 50_000_000
 """Number of gradient values that DeepSpeed reduces together. It allocates buffers for them in advance, and its default is
 ten times larger."""
+PREFETCHED = 50_000_000
+"""Number of parameter values that DeepSpeed's stage 3 gathers ahead of the layer that needs them."""
 
 
 def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dict[str, Any]:
@@ -98,8 +100,7 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dic
         # DeepSpeed's own linear layer adds the bias in place. Selective checkpointing keeps the matrix product, and the
         # recomputation would add the bias to it a second time.
         zero |= {"memory_efficient_linear": False}
-        if changes_in_forward:
-            zero |= {"stage3_prefetch_bucket_size": 0}
+        zero |= {"stage3_prefetch_bucket_size": 0 if changes_in_forward else PREFETCHED}
     # In stage 1 with bf16, fp32 here would make DeepSpeed use another optimizer, which does not shard gradients.
     accumulates_in = "bf16" if (parallel.zero_stage, parallel.precision) == (1, "bf16") else "fp32"
     own = {

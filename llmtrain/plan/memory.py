@@ -8,17 +8,15 @@ guarantee that a run fits.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import partial
 
 from llmtrain.attention import FUSED_FAMILY
 from llmtrain.config import Recipe
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.zero_layout import BUCKET
+from llmtrain.plan.engine_memory import BYTES, engine_memory, moment_values
 from llmtrain.plan.model_size import ModelSize
 from llmtrain.sync.period import warmup_of
 
-BYTES = {"bf16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}
-"""Bytes per master value and per value in compute precision, by precision."""
 SAVED_PER_LINEAR = {
     "fused": {"bf16": 1.2, "fp32": 1.1, "fp64": 1.1},
     FUSED_FAMILY: {"bf16": 1.65, "fp32": 1.65, "fp64": 1.65},
@@ -110,9 +108,10 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
                  block, for which torch takes the next power of two: `host_rounding` is the difference.
     gathered     FSDP2: the two largest blocks in c, or all of them if they stay gathered (`reshards`), and in backward the
                  largest one's gradient in c and, until it is reduced, in w. Without sharding, only these gradients: in w,
-                 and in c if c < w. ZeRO-3: the two largest blocks in c, a bucket of BUCKET gradient values in at least
-                 fp32, in backward the largest block's gradient in c, and while a bucket is reduced a copy of its values in
-                 fp32. ZeRO-1 and 2: no blocks, but in backward two buckets in c.
+                 and in c if c < w. ZeRO-3: the two largest blocks in c, or with several ranks the largest one and
+                 PREFETCHED values; a bucket of BUCKET gradient values in at least fp32, in backward the largest block's
+                 gradient in c, and while a bucket is reduced a copy of its values in fp32. ZeRO-1 and 2: no blocks, but in
+                 backward two buckets in c, and while a bucket is reduced a copy of its values in c and, if c < 4, in fp32.
     activations  A layer saves l = s c t F. F is the sum of its linear layers' inputs and outputs, and s is
                  SAVED_PER_LINEAR, or SAVED_PER_COMPILED_LINEAR with `compile`. Unfused attention adds
                  SAVED_PER_ATTENTION_WEIGHT bytes for each of heads x t x sequence_length weights. The total is
@@ -120,8 +119,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
                  `selective` it is c t (O + 2 hidden) per layer, where O is the outputs of its linear layers, plus
                  5 l / 4. With `document_mask`, masks of c t sequence_length are added: one for each layer that attends
                  to the whole sequence. For Llama or with checkpointing it is a single one.
-    loss         The larger of twice the logits of loss_chunk positions in at least fp32, and the gradients of these
-                 logits and of the head in c. In addition, the head's full gradient in at least fp32 and the gradient
+    loss         The larger of the logits of loss_chunk positions, twice in at least fp32 and in bf16 once more, and the
+                 gradients of these logits and of the head in c. In addition, the head's full gradient in at least fp32 and the gradient
                  of its inputs in c.
     messages     During a synchronization, shards of the largest block in w: prefetch + 1 in flight and 2 in use. With
                  offloaded anchors, also prefetch + 2 anchors and 2 momenta. Means in flight during local steps (of one
@@ -136,6 +135,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
     at the end of forward      activations of all layers, the loss, gathered blocks; gradients of earlier micro-batches
     when backward begins       these activations, gathered blocks, their gradients; gradients of earlier micro-batches
     when backward ends         one layer's activations, gathered blocks, their gradients; all other gradients
+    after backward (ZeRO)      buckets, the copies of the last one, and gradients of earlier micro-batches or buckets
     during a synchronization   messages; if layer by layer in forward, also activations and gathered blocks
 
     `non_coincident` is the largest of these minus the sum of all parts that do not stay. ZeRO-3 keeps its gradient
@@ -162,8 +162,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
         anchors = shard_of_all * (2 if sync.outer.has_momentum else 1)
     in_turns = recipe.parallel.ranks_per_process
     in_flight, stay = (in_turns * part for part in _messages(recipe, size, shards, has_anchors=anchors > 0))
-    of_torch = partial(_fsdp2, reshards=reshards(recipe, size, replicas, shards)) if shards > 1 else _single_device
-    own = (_zero if recipe.parallel.engine == "zero" else of_torch)(recipe, size, replicas, shards)
+    resharding = recipe.parallel.engine == "fsdp2" and shards > 1 and reshards(recipe, size, replicas, shards)
+    own = engine_memory(recipe, size, replicas, shards, resharding)
 
     layer, mask = _kept_by_layer(recipe, size), _mask(recipe, size)
     in_backward = int(IN_BACKWARD * layer) + mask
@@ -183,10 +183,12 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
     of_others = max(gradients_of_others, forward_of_others, last_of_others)
     in_sync = forward + forward_of_others + own.gathered_in_forward if sync.schedule.syncs_in_forward else 0
 
+    gathered_in_backward = own.gathered + (own.reduced if size.parameters > BUCKET else 0)
     moments = (
         of_others + own.early_gradients + forward + own.gathered_in_forward + loss,
-        of_others + own.early_gradients + backward + own.gathered + (own.reduced if size.parameters > BUCKET else 0),
-        of_others + own.late_gradients + last + own.gathered + own.reduced,
+        of_others + own.early_gradients + backward + gathered_in_backward,
+        of_others + own.late_gradients + last + gathered_in_backward,
+        of_others + own.gradients_before_the_last_bucket + own.buckets + own.reduced,
         own.early_gradients + in_flight + in_sync,
     )
     moments_of_all = master * moment_values(recipe, size, shards)
@@ -274,93 +276,6 @@ def _loss(recipe: Recipe, size: ModelSize, tokens: int) -> int:
     _, compute = BYTES[recipe.parallel.precision]
     wide = max(4, compute)
     logits, head = min(recipe.parallel.loss_chunk, tokens) * size.vocabulary, size.vocabulary * size.hidden
-    in_chunk = max(2 * wide * logits, compute * (logits + head))
+    rounded = 0 if compute == wide else compute
+    in_chunk = max((2 * wide + rounded) * logits, compute * (logits + head))
     return in_chunk + wide * head + compute * tokens * size.hidden
-
-
-@dataclass(frozen=True)
-class _EngineMemory:
-    """Estimated bytes of an engine; see `estimate` for the formulas."""
-
-    weights: int
-    gradients: int
-    early_gradients: int
-    """Gradients that exist before the last backward pass."""
-    late_gradients: int
-    """Gradients that exist while that pass computes its last block."""
-    optimizer: int
-    gathered: int
-    gathered_in_forward: int
-    reduced: int = 0
-    """Copy of a bucket of gradients while it is reduced: at the latest when backward ends."""
-    host: int = 0
-
-
-def _accumulates(recipe: Recipe, replicas: int, shards: int) -> bool:
-    return recipe.train.global_batch > recipe.train.micro_batch * replicas * shards
-
-
-def moment_values(recipe: Recipe, size: ModelSize, shards: int = 1) -> int:
-    """Return the number of values that the inner optimizer keeps on each rank."""
-    part = -(-size.parameters // shards)
-    of_muon = size.layers * sum(rows * columns for rows, columns in size.layer_matrices)
-    return {"adamw": 2 * part, "muon": 2 * part - of_muon // shards, "sgd": 0}[recipe.optim.kind]
-
-
-def _fsdp2(recipe: Recipe, size: ModelSize, replicas: int, shards: int, reshards: bool) -> _EngineMemory:
-    master, compute = BYTES[recipe.parallel.precision]
-    sharded = master * -(-size.parameters // shards)
-    largest, second, *_ = sorted(size.block_parameters, reverse=True)
-    gathered = largest + second if reshards else size.parameters
-    accumulates = _accumulates(recipe, replicas, shards)
-    return _EngineMemory(
-        weights=sharded,
-        gradients=sharded,
-        early_gradients=sharded if accumulates else 0,
-        late_gradients=sharded if accumulates else sharded - master * -(-largest // shards),
-        optimizer=moment_values(recipe, size, shards) * master,
-        gathered=compute * (gathered + largest) + master * largest,
-        gathered_in_forward=compute * gathered,
-    )
-
-
-def _single_device(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> _EngineMemory:
-    master, compute = BYTES[recipe.parallel.precision]
-    all_of_it, largest = master * size.parameters, max(size.block_parameters)
-    rounded = 0 if compute == master else compute
-    accumulates = _accumulates(recipe, replicas, shards)
-    return _EngineMemory(
-        weights=all_of_it + rounded * size.parameters,
-        gradients=all_of_it,
-        early_gradients=all_of_it if accumulates else 0,
-        late_gradients=all_of_it if accumulates else all_of_it - master * largest,
-        optimizer=moment_values(recipe, size) * master,
-        # Gradients of earlier micro-batches are in `gradients`. Rounded gradients are added to them without another copy.
-        gathered=(rounded + (0 if rounded and accumulates else master)) * largest,
-        gathered_in_forward=0,
-    )
-
-
-def _zero(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> _EngineMemory:
-    master, compute = BYTES[recipe.parallel.precision]
-    parallel = recipe.parallel
-    sharded = master * -(-size.parameters // shards)
-    largest, second, *_ = sorted(size.block_parameters, reverse=True)
-    whole = compute * size.parameters
-    gathers = parallel.zero_stage == 3
-    optimizer = moment_values(recipe, size, shards) * master
-    offloaded = 2 * sharded + optimizer if parallel.zero_offload else 0  # masters and gradients
-    accumulates = _accumulates(recipe, replicas, shards)
-    gradients = sharded + (whole if parallel.zero_stage == 1 and accumulates else 0)
-    in_forward = compute * (largest + second) + max(4, compute) * BUCKET if gathers else 0
-    return _EngineMemory(
-        weights=(0 if offloaded else sharded) + (-(-whole // shards) if gathers else whole),
-        gradients=gradients,
-        early_gradients=gradients if gathers or accumulates else 0,
-        late_gradients=gradients,
-        optimizer=0 if offloaded else optimizer,
-        gathered=in_forward + compute * largest if gathers else compute * 2 * BUCKET,
-        gathered_in_forward=in_forward,
-        reduced=4 * min(BUCKET, size.parameters) if gathers else 0,
-        host=offloaded,
-    )

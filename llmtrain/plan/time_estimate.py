@@ -17,7 +17,7 @@ from llmtrain.parallel.muon import orthogonalization_flops
 from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
 from llmtrain.parallel.wrapping import COMPUTE
-from llmtrain.plan.memory import BYTES, moment_values
+from llmtrain.plan.engine_memory import BYTES, moment_values
 from llmtrain.plan.model_size import ModelSize
 from llmtrain.plan.network_time import FORWARD_SHARE, NetworkLink, gradient_time, round_time
 from llmtrain.process_limits import usable_cores

@@ -65,7 +65,7 @@ MUTANTS = [
     ),
     Mutant(
         "memory: Muon keeps as much as AdamW",
-        "llmtrain/plan/memory.py",
+        "llmtrain/plan/engine_memory.py",
         '"muon": 2 * part - of_muon // shards',
         '"muon": 2 * part',
         ("tests/unit/test_plan_memory.py",),

@@ -143,7 +143,7 @@ MUTANTS = [
     ),
     Mutant(
         "plan: AdamW keeps one moment",
-        "llmtrain/plan/memory.py",
+        "llmtrain/plan/engine_memory.py",
         '"adamw": 2 * part,',
         '"adamw": part,',
         ("tests/unit/test_plan_memory.py",),
