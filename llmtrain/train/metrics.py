@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
@@ -14,12 +14,13 @@ from llmtrain.config import Recipe
 from llmtrain.parallel.comms import TRAFFIC_RULES
 from llmtrain.parallel.engine import Engine, count_positions, count_tokens
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.reshard import Rules, first, largest, mean, resharded, rules_of, split_evenly
+from llmtrain.reshard import Rules, first, mean, rules_of
 from llmtrain.sync.method import Method
 from llmtrain.trace import span
 from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.device_numbers import DeviceNumbers, Number, host_numbers
 from llmtrain.train.devices import peak_memory_bytes, reserved_memory_bytes
+from llmtrain.train.interval import IntervalMetrics
 from llmtrain.train.loggers import Console, Logger, open_loggers
 from llmtrain.train.metric_gather import AsyncMetricGather, GatheredMetrics, MetricReducer, OpenLine
 from llmtrain.train.rank_errors import IoErrors
@@ -30,23 +31,6 @@ from llmtrain.train.validation import Validation, ValidationSet
 from llmtrain.turns import own_time
 
 T = TypeVar("T")
-
-
-@dataclass
-class IntervalMetrics:
-    """This rank's sums since its last log line. What depends on the device's results stays there until then, so that training does
-    not wait for it."""
-
-    loss: Number = resharded(0.0, by=split_evenly)
-    grad_norm: Number = resharded(0.0, by=mean)
-    steps: int = resharded(0, by=mean)
-    gradients: Number = resharded(0, by=mean)
-    """Inner optimizer steps. Pulls, and steps skipped for a non-finite gradient, do not count."""
-    predicted_tokens: Number = resharded(0, by=split_evenly)
-    padding: Number = resharded(0, by=split_evenly)
-    """Padded positions, beyond the ends of documents."""
-    step_seconds: float = resharded(0.0, by=largest)
-    data_seconds: float = resharded(0.0, by=largest)
 
 
 METRICS_RULES: Rules = {
@@ -168,15 +152,8 @@ class Metrics:
         used, 0 if it was skipped."""
         tokens = count_tokens(micro_batches)
         state.count_gradient(tokens, skipped)
-        if isinstance(skipped, torch.Tensor):
-            loss, grad_norm = (torch.where(skipped.bool(), 0.0, number) for number in (loss, grad_norm))
-        used, interval = 1 - skipped, self.interval
-        interval.loss = interval.loss + loss
-        interval.grad_norm = interval.grad_norm + grad_norm
-        interval.gradients = interval.gradients + used
-        interval.predicted_tokens = interval.predicted_tokens + used * tokens
-        interval.padding = interval.padding + used * (count_positions(micro_batches) - tokens)
-        return used * tokens
+        padding = count_positions(micro_batches) - tokens
+        return self.interval.add_gradient(tokens, padding, loss, grad_norm, skipped)
 
     def count_step(self, state: TrainState) -> None:
         """Count a step and advance the progress bar."""

@@ -168,7 +168,7 @@ MUTANTS = [
     ),
     Mutant(
         "metrics: the loss of a skipped step counts",
-        "llmtrain/train/metrics.py",
+        "llmtrain/train/interval.py",
         "torch.where(skipped.bool(), 0.0, number)",
         "number",
         ("tests/distributed/test_bad_numbers.py",),

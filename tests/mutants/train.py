@@ -83,9 +83,9 @@ MUTANTS = [
     ),
     Mutant(
         "trainer: a line counts its tokens twice",
-        "llmtrain/train/metrics.py",
-        "interval.predicted_tokens = interval.predicted_tokens + used * tokens",
-        "interval.predicted_tokens = interval.predicted_tokens + 2 * used * tokens",
+        "llmtrain/train/interval.py",
+        "self.predicted_tokens = self.predicted_tokens + used * tokens",
+        "self.predicted_tokens = self.predicted_tokens + 2 * used * tokens",
         (
             "tests/distributed/test_bad_disks.py",
             "tests/distributed/test_resume_training.py",
