@@ -65,12 +65,16 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
         on_gpu = mesh.device.type == "cuda"
         if on_gpu:
             fuse_attention()
-        counted = train() if on_gpu else allocator_peak(train)
+        if on_gpu:
+            train()
+            peak = peak_memory_bytes(mesh.device)
+        else:
+            peak = allocator_peak(train)
         if not mesh.is_main:
             return None
         size = size_of(recipe, prepared.vocab_size)
         predicted = estimate(recipe, size, 1, task["shard"]).total(on_gpu)
-        return {"peak": peak_memory_bytes(mesh.device) if on_gpu else counted, "predicted": predicted}
+        return {"peak": peak, "predicted": predicted}
 
 
 def row(task: Mapping[str, Any], found: Mapping[str, Any]) -> Row:

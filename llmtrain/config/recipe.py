@@ -120,8 +120,8 @@ class OptimSection(Section):
     """Maximum gradient norm, over the whole model of a replica; `null`: no clipping."""
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """Reaction to a non-finite gradient: `stop` ends the run; `skip` skips and counts that step of the replica; `rollback` also
-    resets the replica to its anchor, the parameters of the last synchronization. `rollback`, and `skip` with Muon or SGD, wait
-    for the device once per step. `skip` and `rollback` need FSDP2."""
+    resets the replica to its anchor, the parameters of the last synchronization. `rollback`, and `skip` with Muon, SGD or
+    `sync.reduction=token_weighted`, wait for the device once per step. `skip` and `rollback` need FSDP2."""
 
 
 class LRScheduleSection(Section):

@@ -90,7 +90,7 @@ class Replica(ABC):
 class Engine(Replica):
     """Base class of engines: forward, backward and inner optimizer of one replica, over the ranks of a shard group."""
 
-    skipped: torch.Tensor | float = 0.0
+    skipped: torch.Tensor | int = 0
     """1 if the last step was skipped because its gradient was not finite, otherwise 0. A scalar on the device unless
     `optim.nonfinite` is stop. Equal on all ranks of a replica."""
     gradient_wait: DeviceTimer

@@ -103,7 +103,7 @@ class TorchEngine(Engine):
             torch.nn.utils.clip_grads_with_norm_(masters, self._clip_norm, norm)
         set_lr(self.optimizer, lr)
         if self._skips_nonfinite:
-            self.skipped = norm.isfinite().logical_not().double()
+            self.skipped = norm.isfinite().logical_not().long()
             step_unless(self.skipped, self.optimizer)
         else:
             self.optimizer.step()

@@ -29,7 +29,7 @@ class EngineMemory:
     gathered: int
     gathered_in_forward: int
     buckets: int = 0
-    """The part of `gathered` that is allocated for gradients, and stays until they are reduced."""
+    """The part of `gathered` that is allocated for gradients: during backward, with ZeRO-3 at all times."""
     reduced: int = 0
     """Copies of a bucket of gradients while it is reduced: during backward if there is more than one, otherwise after it."""
     gradients_before_the_last_bucket: int = 0

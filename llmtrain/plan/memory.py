@@ -108,10 +108,11 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
                  block, for which torch takes the next power of two: `host_rounding` is the difference.
     gathered     FSDP2: the two largest blocks in c, or all of them if they stay gathered (`reshards`), and in backward the
                  largest one's gradient in c and, until it is reduced, in w. Without sharding, only these gradients: in w,
-                 and in c if c < w. ZeRO-3: the two largest blocks in c, or with several ranks the largest one and
-                 PREFETCHED values; a bucket of BUCKET gradient values in at least fp32, in backward the largest block's
-                 gradient in c, and while a bucket is reduced a copy of its values in fp32. ZeRO-1 and 2: no blocks, but in
-                 backward two buckets in c, and while a bucket is reduced a copy of its values in c and, if c < 4, in fp32.
+                 and in c if c < w. ZeRO-3: the two largest blocks in c, or, if several ranks gather ahead (not if blocks
+                 synchronize in forward), the largest one and PREFETCHED values, at most all; a bucket of BUCKET gradient
+                 values in at least fp32, in backward the largest block's gradient in c, and while a bucket is reduced a copy
+                 of its values in fp32. ZeRO-1 and 2: no blocks, but in backward two buckets in c, and while a bucket is
+                 reduced a copy of its values in c and, if c < 4, in fp32.
     activations  A layer saves l = s c t F. F is the sum of its linear layers' inputs and outputs, and s is
                  SAVED_PER_LINEAR, or SAVED_PER_COMPILED_LINEAR with `compile`. Unfused attention adds
                  SAVED_PER_ATTENTION_WEIGHT bytes for each of heads x t x sequence_length weights. The total is
@@ -135,7 +136,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
     at the end of forward      activations of all layers, the loss, gathered blocks; gradients of earlier micro-batches
     when backward begins       these activations, gathered blocks, their gradients; gradients of earlier micro-batches
     when backward ends         one layer's activations, gathered blocks, their gradients; all other gradients
-    after backward (ZeRO)      buckets, the copies of the last one, and gradients of earlier micro-batches or buckets
+    after backward (ZeRO)      buckets and the copies of the last one; in stages 2 and 3, gradients of earlier micro-batches
+                               and buckets
     during a synchronization   messages; if layer by layer in forward, also activations and gathered blocks
 
     `non_coincident` is the largest of these minus the sum of all parts that do not stay. ZeRO-3 keeps its gradient

@@ -86,15 +86,15 @@ class Anchors:
         self._wait()
         return {"anchor": self.anchor, "momentum": self.momentum}
 
-    def fingerprint(self) -> int:
-        """Return a checksum of the bits of all anchors and momenta, below 2^53, which a float64 holds exactly. It is equal on
-        ranks that hold the same shard of the same values. It detects one changed bit if elements have at most 4 bytes."""
+    def fingerprint(self) -> torch.Tensor:
+        """Return a checksum of the bits of all anchors and momenta: an int64 scalar where they are, below 2^53, which a float64
+        holds exactly. It is equal on ranks that hold the same shard of the same values. It detects one changed bit if elements
+        have at most 4 bytes."""
         self._wait()
-        total = 0
+        total = torch.zeros((), dtype=torch.int64, device=self.anchor[0].device)
         for number, flat in enumerate([*self.anchor, *self.momentum], 1):
-            bits = flat.view(INTEGERS[flat.element_size()])
-            total += number * int(bits.sum(dtype=torch.int64))
-        return total % 2**53
+            total += number * flat.view(INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+        return total.remainder(2**53)  # of sums modulo 2^64, which is the same
 
     def load_state_dict(self, state: dict[str, list[torch.Tensor]]) -> None:
         """Load copies of the tensors that `state_dict` returned."""

@@ -120,7 +120,7 @@ class Method:
         taken, self.block_sync.warnings = self.block_sync.warnings, []
         return taken
 
-    def fingerprint(self) -> int:
+    def fingerprint(self) -> torch.Tensor | int:
         """Return the fingerprint of this rank's anchors and momenta (see `Anchors.fingerprint`), which should be equal
         on all replicas; 0 without anchors."""
         anchors = self.block_sync.anchors

@@ -24,6 +24,7 @@ class DeviceNumbers:
         self._known = host_numbers({name: value for name, value in numbers.items() if name not in on_gpu})
         self._names = list(on_gpu)
         self._event: torch.cuda.Event | None = None
+        self._copied: torch.Tensor | None = None
         if on_gpu:
             values = torch.stack([value.double() for value in on_gpu.values()])
             self._copied = torch.empty_like(values, device="cpu", pin_memory=True)

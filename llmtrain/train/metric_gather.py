@@ -1,12 +1,14 @@
 """Numbers that every rank measures between two log lines, gathered without a barrier and reduced to tags.
 
 Each rank submits a row of numbers. The gather runs in the background and is read once it is complete, at the latest
-before the next log line. A replica therefore waits in order to log only if another one is an entire log line behind.
+before the next log line. A replica therefore waits in order to log only if another one is a log line behind, on GPUs without
+one step.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
 import torch
@@ -78,13 +80,13 @@ class OpenLine:
     common: dict[str, float]
     """Values known to every rank without a gather: learning rate, period, counters."""
     numbers: DeviceNumbers
-    """Fields of RankMetrics."""
+    """Fields of RankMetrics, without the three times of waiting."""
     more_step_seconds: float = 0.0
     """Time of the interval's steps after the line was opened."""
 
-    def row(self) -> RankMetrics:
-        """Return this rank's row, once the device has computed its numbers."""
-        row = RankMetrics(**self.numbers.read())
+    def row(self, waiting: Mapping[str, float]) -> RankMetrics:
+        """Return this rank's row with the times of waiting, once the device has computed its numbers."""
+        row = RankMetrics(**self.numbers.read(), **waiting)
         return replace(row, step_seconds=row.step_seconds + self.more_step_seconds)
 
 
@@ -124,10 +126,11 @@ class AsyncMetricGather:
         self.mesh = mesh
         self._pending: tuple[int, float, dict[str, float], PendingCollective] | None = None
 
-    def submit(self, line: OpenLine) -> None:
-        """Start gathering the rows of one line. The previous line must have been collected."""
+    def submit(self, line: OpenLine, waiting: Mapping[str, float]) -> None:
+        """Start gathering the rows of one line, with this rank's times of `waiting`. The previous line must have been
+        collected."""
         assert self._pending is None
-        values = torch.tensor([float(value) for value in asdict(line.row()).values()], dtype=torch.float64)
+        values = torch.tensor([float(value) for value in asdict(line.row(waiting)).values()], dtype=torch.float64)
         gather = self.mesh.all_ranks.gather(values, "gathering metrics")
         self._pending = (line.step, line.seconds, line.common, gather)
 

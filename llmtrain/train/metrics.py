@@ -47,7 +47,8 @@ METRICS_RULES: Rules = {
 
 
 class Metrics:
-    """Metrics of one rank. All ranks call `log`, `wait` and `log_validation` at the same steps."""
+    """Metrics of one rank. All ranks call `log`, `wait` and `log_validation` at the same steps, and `poll` after each of their
+    steps. A step has no collective of all ranks, so that they gather a line in the same order whichever call starts it."""
 
     def __init__(
         self,
@@ -161,9 +162,9 @@ class Metrics:
         self.console.advance(state.step, is_alone=state.step > state.global_step + 1)
 
     def log(self, state: TrainState, lr: float) -> None:
-        """Finish the previous log line, then open that of the interval that ends now. Its numbers are gathered at once on a CPU.
-        On a GPU they are gathered after the next step, which keeps the device busy until they are there. `lr` is the learning
-        rate to log."""
+        """Finish the previous log line, then open that of the interval that ends now. Its numbers are gathered at once on a CPU,
+        and if each step has a line. Otherwise a GPU's are gathered after the next step, which keeps it busy until they are
+        there. `lr` is the learning rate to log."""
         self.wait()
         report, interval = self.method.report(), self.interval
         common = {
@@ -198,9 +199,6 @@ class Metrics:
             "reserved_memory": reserved_memory_bytes(self.mesh.device),
             "bytes_total": self.mesh.replica_comms.traffic.bytes,
             "other_bytes_total": self.mesh.all_ranks.traffic.bytes,
-            "comm_seconds": self.mesh.replica_comms.traffic.waiting.seconds,
-            "exposed_seconds": self.exposed_seconds,
-            "wait_seconds": report.wait_seconds,
             "mean_squared": report.mean_squared,
             "spread_squared": report.spread_squared,
             "stop": self.stop.requested,
@@ -211,7 +209,7 @@ class Metrics:
         for warning in self.method.take_warnings():
             self._warn(state.global_step, warning)
         self.interval = IntervalMetrics()
-        if self.mesh.device.type == "cpu":
+        if self.mesh.device.type == "cpu" or self.recipe.log.every == 1:
             self._submit()
 
     def wait(self) -> None:
@@ -326,7 +324,12 @@ class Metrics:
                 line.numbers.read()
             line.seconds, line.more_step_seconds = self.train_seconds, self.interval.step_seconds
             self.interval.step_seconds = 0.0
-        self._gather.submit(line)
+        waiting = {
+            "comm_seconds": self.mesh.replica_comms.traffic.waiting.seconds,
+            "exposed_seconds": self.exposed_seconds,
+            "wait_seconds": self.method.report().wait_seconds,
+        }  # read now, because a GPU's times are known only once it is done
+        self._gather.submit(line, waiting)
 
     def _round_number(self, state: TrainState) -> int:
         """Return the number of the present round, from 1; 0 in a synchronous phase."""
@@ -334,7 +337,7 @@ class Metrics:
         # With rounds of seconds, a line is logged just before its round is counted, except at the end of the run.
         return self.method.report().count + (not state.is_done) if number is None else number
 
-    def _fingerprint(self, count: int) -> int:
+    def _fingerprint(self, count: int) -> Number:
         """Return the anchors' fingerprint if `sync.verify_every` asks for their comparison after `count` synchronizations, else
         0."""
         every = self.recipe.sync.verify_every

@@ -56,7 +56,7 @@ def train(recipe: Recipe, steps: Sequence[int]) -> tuple[str, int, bool, float |
         ended = str(error)
         trainer.method.close()
     weights = all(bool(shard.isfinite().all()) for block in trainer.engine.blocks for shard in block.shards)
-    return ended, trainer.state.skipped, weights, trainer.metrics.last_line.get("health/skipped_steps")
+    return ended, int(trainer.state.skipped), weights, trainer.metrics.last_line.get("health/skipped_steps")
 
 
 def at_anchor(trainer: Trainer) -> list[bool]:
@@ -79,7 +79,7 @@ def roll_back(recipe: Recipe) -> tuple[str, int, list[tuple[int, bool, bool]]]:
         seen.append((trainer.state.step, before, all(at_anchor(trainer))))
 
     trainer.method.roll_back = wrapped
-    return fit(trainer), trainer.state.skipped, seen
+    return fit(trainer), int(trainer.state.skipped), seen
 
 
 def change_a_bit(recipe: Recipe) -> str:
