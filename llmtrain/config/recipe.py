@@ -182,7 +182,7 @@ class ParallelSection(Section):
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """With `fsdp2` and several shards, free each block's gathered parameters after its forward pass, and gather them again in
     backward. `false` saves that, and needs memory for all parameters in the precision of the forward pass. `auto`: `false` where
-    they take at most a tenth of the estimated memory."""
+    they take at most 256 MiB or a tenth of the estimated memory."""
     loss_chunk: Count = 1024
     """Positions per chunk of the loss. Limits the memory of logits to loss_chunk x vocabulary."""
     loss_kernel: Literal["torch", "liger"] = "torch"

@@ -39,9 +39,9 @@ SAVED_PER_ATTENTION_WEIGHT = {"bf16": 6, "fp32": 4, "fp64": 8}
 IN_BACKWARD = 1.25
 """Peak activation memory of a layer's backward pass (saved activations plus activation gradients), relative to its
 saved activations."""
-KEPT_SHARE = 0.1
-"""Largest fraction of a rank's estimated memory by which gathered parameters may increase it. Above it, `auto` frees them after
-forward."""
+KEPT_SHARE, KEPT_BYTES = 0.1, 2**28
+"""Largest fraction of a rank's estimated memory, and number of bytes, by which gathered parameters may increase it. Above both,
+`auto` frees them after forward."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,10 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
     mean in w (after another round). So gradients count n times in the first case, and activations in the second. The loss and
     the gathered blocks count once.
 
-    Compared with torch's allocator on a CPU (one rank, Llama with and without checkpointing or accumulation, GPT-Neo, DiLoCo,
-    EDiT, ZeRO 1 to 3, nothing compiled), the estimate was off by -8 to +9 %. Models that save more between their linear layers
-    need more memory than estimated: Qwen3 8 % more, because it normalizes queries and keys, and GPT-2 twice as much, because of
-    its dropout.
+    Compared with the allocators of emulated GPUs and, for compiled layers, of a CPU, the estimate was off by -8 to +8 %
+    (`benchmarks/memory.py`: a Llama of 33 M parameters with every engine, one or two ranks, each way of recomputing, with and
+    without accumulation). Models that save more between their linear layers need more memory than estimated: Qwen3 8 % more,
+    because it normalizes queries and keys, and GPT-2 twice as much, because of its dropout.
     """
     master, compute = BYTES[recipe.parallel.precision]
     train, sync = recipe.train, recipe.sync
@@ -218,7 +218,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
 
 def reshards(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> bool:
     """Return whether FSDP2 frees gathered parameters between forward and backward (`parallel.reshard_after_forward`). For
-    `auto`, it does if they would otherwise take more than KEPT_SHARE of the estimate. The result is the same on all ranks,
+    `auto`, it does if they would otherwise take more than KEPT_BYTES and KEPT_SHARE of the estimate. The result is the same on all ranks,
     because it depends only on the recipe and the mesh."""
     given = recipe.parallel.reshard_after_forward
     if given != "auto":
@@ -226,7 +226,7 @@ def reshards(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> boo
     _, compute = BYTES[recipe.parallel.precision]
     freeing = recipe.parallel.model_copy(update={"reshard_after_forward": True})
     lowest = estimate(recipe.model_copy(update={"parallel": freeing}), size, replicas, shards)
-    return compute * size.parameters > KEPT_SHARE * lowest.device_total
+    return compute * size.parameters > max(KEPT_BYTES, KEPT_SHARE * lowest.device_total)
 
 
 def _rounding(recipe: Recipe, size: ModelSize, shards: int, anchors: int) -> int:

@@ -57,7 +57,7 @@ MUTANTS = [
     Mutant(
         "plan: parameters stay gathered however much they take",
         "llmtrain/plan/memory.py",
-        "return compute * size.parameters > KEPT_SHARE * lowest.device_total",
+        "return compute * size.parameters > max(KEPT_BYTES, KEPT_SHARE * lowest.device_total)",
         "return False",
         ("tests/unit/test_plan_memory.py",),
     ),
@@ -67,6 +67,13 @@ MUTANTS = [
         "with_resharding_decided(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size),",
         "recipe.parallel,",
         ("tests/distributed/test_engine.py",),
+    ),
+    Mutant(
+        "plan: few parameters are freed after forward, too",
+        "llmtrain/plan/memory.py",
+        "max(KEPT_BYTES, KEPT_SHARE * lowest.device_total)",
+        "KEPT_SHARE * lowest.device_total",
+        ("tests/unit/test_plan_memory.py",),
     ),
     Mutant(
         "plan: masks of documents take no memory",

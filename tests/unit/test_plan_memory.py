@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llmtrain.config import EveryStepsSection, OverlappedSection, Recipe
 from llmtrain.errors import ModelError
+from llmtrain.plan import memory
 from llmtrain.plan.memory import KEPT_SHARE, SAVED_PER_COMPILED_LINEAR, SAVED_PER_LINEAR, estimate, reshards
 from llmtrain.plan.mesh_plan import with_resharding_decided
 from llmtrain.plan.model_size import ModelSize, size_of
@@ -200,9 +201,20 @@ def test_parameters_that_stay_gathered_take_memory(tmp_path) -> None:
     assert kept.device_total - freed.device_total <= 2 * (3864 - 808 - 800)
 
 
-def test_parameters_stay_gathered_where_they_add_little(tmp_path) -> None:
+@pytest.mark.parametrize(("allowed", "frees"), [(2 * 3864, False), (2 * 3864 - 1, True)])
+def test_parameters_stay_gathered_where_they_are_few(
+    monkeypatch: pytest.MonkeyPatch, tmp_path, allowed: int, frees: bool
+) -> None:
+    monkeypatch.setattr(memory, "KEPT_BYTES", allowed)
+    recipe = make(tmp_path, "train.micro_batch=1", "train.global_batch=4", "parallel.reshard_after_forward=auto")
+    assert reshards(recipe, size_of(recipe), 1, 4) is frees
+    assert KEPT_SHARE * estimate(recipe, size_of(recipe), 1, 4).device_total < 2 * 3864, "more than their share"
+
+
+def test_parameters_stay_gathered_where_they_add_little(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """All parameters in bf16 take 7,728 bytes: more than a tenth of what one short sequence needs, less than a tenth of what
     many need."""
+    monkeypatch.setattr(memory, "KEPT_BYTES", 0)
     for sequences, stays in ((1, False), (64, True)):
         keys = [f"train.micro_batch={sequences}", "train.global_batch=256", "parallel.reshard_after_forward=auto"]
         freed = planned(tmp_path, *keys, "parallel.reshard_after_forward=true", shard=4)
