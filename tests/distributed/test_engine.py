@@ -17,6 +17,7 @@ from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel import fsdp, torch_engine
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import gradient_norm
+from llmtrain.plan import memory
 from llmtrain.sync.anchors import flatten
 from llmtrain.sync.method import StepPlan
 from llmtrain.train.loggers import Console
@@ -238,9 +239,10 @@ def test_blocks_are_resharded_as_the_recipe_says(ranks):
 
 
 def freed_after_forward(recipe: Recipe) -> list[bool]:
-    """Return whether each unit of a run's engine reshards after forward."""
+    """Return whether each unit of a run's engine reshards after forward. However few its parameters are, their share decides."""
     mesh, silent, stop = mesh_of(1, 2), Console(enabled=False), StopRequest()
-    with mock.patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as wrapped:
+    shares_decide = mock.patch.object(memory, "KEPT_BYTES", 0)
+    with shares_decide, mock.patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as wrapped:
         prepared = prepare_for(recipe, show_progress=False)
         build_trainer(recipe, mesh, prepared, RunDirectory(recipe), silent, "of a test", stop)
     units = [call.kwargs for call in wrapped.call_args_list if "reshard_after_forward" in call.kwargs]
