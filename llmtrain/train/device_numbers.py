@@ -33,7 +33,7 @@ class DeviceNumbers:
             self._event.record()
 
     @property
-    def are_there(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether `read` would return without waiting."""
         return self._event is None or self._event.query()
 

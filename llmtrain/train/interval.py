@@ -1,4 +1,4 @@
-"""What one rank counts between two log lines."""
+"""Sums that one rank keeps between two log lines."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class GatheredMetrics:
     step: int
     seconds: float
     common: dict[str, float]
-    """As in `OpenLine`."""
+    """Values known to every rank without a gather: learning rate, period, counters."""
     rows: torch.Tensor
     """Shape [ranks, fields of RankMetrics], float64."""
 

@@ -319,7 +319,7 @@ class Metrics:
         line, self._open_line = self._open_line, None
         if line is None:
             return
-        if not line.numbers.are_there:
+        if not line.numbers.is_ready:
             with self.training_time():
                 line.numbers.read()
             line.seconds, line.more_step_seconds = self.train_seconds, self.interval.step_seconds

@@ -112,9 +112,9 @@ def read_late() -> tuple[bool, bool, dict[str, float]]:
     occupy_stream(5 * CYCLES)
     with host_waits_are_errors():
         numbers = DeviceNumbers({"known": 2.0, "late": number + 1, "exact": number.double() / 3})
-        at_once = numbers.are_there
+        at_once = numbers.is_ready
     read = numbers.read()
-    return at_once, numbers.are_there, read
+    return at_once, numbers.is_ready, read
 
 
 def test_numbers_come_once_the_gpu_has_them(ranks: RankPool) -> None:

@@ -14,9 +14,9 @@ from llmtrain.train.metric_gather import OpenLine, RankMetrics
 from llmtrain.train.state import TrainState
 
 
-def test_a_cpus_numbers_are_there_at_once() -> None:
+def test_a_cpus_numbers_is_ready_at_once() -> None:
     numbers = DeviceNumbers({"known": 2, "scalar": torch.tensor(1 / 3, dtype=torch.float64)})
-    assert numbers.are_there and numbers.read() == {"known": 2, "scalar": 1 / 3}
+    assert numbers.is_ready and numbers.read() == {"known": 2, "scalar": 1 / 3}
     assert host_numbers({"count": torch.tensor(3.0)}) == {"count": 3.0}
 
 
