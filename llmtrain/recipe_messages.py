@@ -47,14 +47,14 @@ def explain(error: ValidationError, layers: Sequence[Overlay], data: dict[str, A
     if first["type"] == "extra_forbidden":
         return f"{label}: {_unknown_key(path, data)}"
     if first["type"].startswith("union_tag"):
-        return f"{label}: {key}.kind is {format_value(first['input'].get('kind'))}, expected {one_of(_variants(path))}"
+        return f"{label}: {key}.kind is {format_value(first['input'].get('kind'))}, expected {one_of(_variants(path, data))}"
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
         name = first["loc"][-1]
         meaning = _section(path, data).model_fields[name].description
         return f"{label}: {key}.{name} is not given and has no default; {meaning[0].lower()}{meaning[1:]}"
     alternatives = [_expected(p) for p in problems if _key_path(p["loc"], data) == path]
     if "a mapping of keys" in alternatives:
-        alternatives = [*(["a number of steps"] if path == ["sync", "period"] else []), *_variants(path), *alternatives]
+        alternatives = [*(["a number of steps"] if path == ["sync", "period"] else []), *_variants(path, data), *alternatives]
     if _takes_null(path, data):
         alternatives.append("null")
     return f"{label}: {key} is {format_value(first['input'])}, expected {one_of(dict.fromkeys(alternatives))}"
@@ -121,7 +121,7 @@ def _unknown_key(path: list[str], data: dict[str, Any]) -> str:
         elsewhere = [k for k in _all_keys(Recipe) if k.rpartition(".")[2] == name]
         near = closest(name, known) or next(iter(elsewhere), None)
         return f"{key} is not a section; " + (f"did you mean {near}?" if near else f"sections are {', '.join(known)}")
-    for kind, other in _variants(parents).items():
+    for kind, other in _variants(parents, data).items():
         if name in other.model_fields and other is not section:
             chosen = section.model_fields["kind"].default
             return f"{key} belongs to kind {kind}, and {'.'.join(parents)}.kind is {chosen}; change the kind or leave {name} out"
@@ -153,12 +153,10 @@ def _section(path: Sequence[str], data: dict[str, Any]) -> type[Section]:
     return section
 
 
-def _variants(path: Sequence[str]) -> dict[str, type[Section]]:
+def _variants(path: Sequence[str], data: dict[str, Any]) -> dict[str, type[Section]]:
     """Return {kind: class} for a tagged value, or {} for a plain section."""
-    section: type[Section] = Recipe
-    for part in path[:-1]:
-        section = next(_sections_in(section.model_fields[part.partition("[")[0]].annotation))
-    candidates = list(_sections_in(section.model_fields[path[-1].partition("[")[0]].annotation))
+    *parents, name = path
+    candidates = list(_sections_in(_section(parents, data).model_fields[name.partition("[")[0]].annotation))
     return {c.model_fields["kind"].default: c for c in candidates} if len(candidates) > 1 else {}
 
 
