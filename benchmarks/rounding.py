@@ -2,12 +2,14 @@
 
     python benchmarks/rounding.py               # two minutes on two cores; on the GPU if there is one
 
-Each wire format encodes and decodes one message of fp32 values, plain and compiled (`parallel.compile`), in turns; on a CPU
-with one thread, as each of a node's ranks has. With `--write` the table goes to benchmarks/results/rounding/.
+Each wire format encodes and decodes messages of fp32 values, plain and compiled (`parallel.compile`), in turns with copies of
+the values; on a CPU with one thread, as each of a node's ranks has. The messages take turns, too, so that their values come
+from memory and not from a cache. With `--write` the table goes to benchmarks/results/rounding/.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -26,36 +28,40 @@ COLUMNS = (
     "",
     "encode, ms",
     "its quartiles",
-    "of plain",
+    "of a copy",
     "decode, ms",
     "its quartiles",
-    "of plain",
+    "of a copy",
     "to compile, s",
 )
 ROWS = 4
 """Parts of a message: one for each replica."""
+MESSAGES = 8
 
 
-def coded(kind: str, compiled: bool, values: torch.Tensor) -> tuple[dict[str, Callable[[], object]], float]:
-    """Return functions that encode and decode `values`, ready to be timed, and the seconds of their first calls."""
-    import torch
-
+def coded(kind: str, compiled: bool, messages: list[torch.Tensor]) -> tuple[dict[str, Callable[[], object]], float]:
+    """Return functions that encode and decode the next message, ready to be timed, and the seconds of their first calls."""
     from llmtrain.parallel.wire_format import WireFormat
 
     wire = WireFormat(kind, compiled)
-
-    def done(work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        result = work()
-        if on_gpu():
-            torch.cuda.synchronize()
-        return result
-
     began = time.perf_counter()
-    payload = done(lambda: wire.encode(values))
-    done(lambda: wire.decode(payload, values.dtype))
+    payloads = [wire.encode(values) for values in messages]
+    done(wire.decode(payloads[0], messages[0].dtype))
     first = time.perf_counter() - began
-    work = {"encode": lambda: wire.encode(values), "decode": lambda: wire.decode(payload, values.dtype)}
-    return {name: partial(done, one) for name, one in work.items()}, first
+    values, payload = itertools.cycle(messages), itertools.cycle(payloads)
+    return {
+        "encode": lambda: done(wire.encode(next(values))),
+        "decode": lambda: done(wire.decode(next(payload), messages[0].dtype)),
+    }, first
+
+
+def done(result: object) -> object:
+    """Return a result after the device has computed it."""
+    import torch
+
+    if on_gpu():
+        torch.cuda.synchronize()
+    return result
 
 
 def seconds_of(once: Callable[[], object], times: int) -> float:
@@ -74,10 +80,10 @@ def rows_of(kind: str, seconds: dict[str, list[float]], compiling: float) -> lis
     for how in ("plain", "compiled"):
         cells: list[str] = []
         for work in ("encode", "decode"):
-            mine, plain = seconds[f"{how} {work}"], seconds[f"plain {work}"]
+            mine = seconds[f"{how} {work}"]
             low, middle, high = quartiles([1e3 * one for one in mine])
-            ratio = statistics.median(a / b for a, b in zip(mine, plain, strict=True))
-            cells += [f"{middle:.2f}", f"{low:.2f} to {high:.2f}", "" if how == "plain" else f"{ratio:.2f}"]
+            ratio = statistics.median(a / b for a, b in zip(mine, seconds["copy"], strict=True))
+            cells += [f"{middle:.2f}", f"{low:.2f} to {high:.2f}", f"{ratio:.2f}"]
         rows.append((kind, how, *cells, "" if how == "plain" else f"{compiling:.1f}"))
     return rows
 
@@ -86,33 +92,45 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     """Return one format's seconds by turn, as `plain encode` and so on, and the seconds that compiling took."""
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(task["threads"])
     torch.manual_seed(0)
-    values = torch.randn(ROWS, task["values"] // ROWS, device="cuda" if on_gpu() else "cpu")
-    plain, _ = coded(task["kind"], False, values)
-    compiled, first = coded(task["kind"], True, values)
-    both = {f"plain {name}": work for name, work in plain.items()}
-    both |= {f"compiled {name}": work for name, work in compiled.items()}
-    timed = {name: partial(seconds_of, work, task["times"]) for name, work in both.items()}
+    device = "cuda" if on_gpu() else "cpu"
+    messages = [torch.randn(ROWS, task["values"] // ROWS, device=device) for _ in range(MESSAGES)]
+    plain, _ = coded(task["kind"], False, messages)
+    compiled, first = coded(task["kind"], True, messages)
+    values = itertools.cycle(messages)
+    works = {"copy": lambda: done(next(values).clone())}
+    works |= {f"plain {name}": work for name, work in plain.items()}
+    works |= {f"compiled {name}": work for name, work in compiled.items()}
+    timed = {name: partial(seconds_of, work, task["times"]) for name, work in works.items()}
     return {"seconds": take_turns(timed, task["turns"]), "compiling": first}
 
 
 def main() -> None:
     """Measure one format after another, print the table, and write the page if asked to."""
     arguments = parser(__doc__)
-    arguments.add_argument("--values", type=int, default=2**21, help="in a message, a multiple of 512")
-    arguments.add_argument("--turns", type=int, default=9)
+    arguments.add_argument("--values", type=int, default=2**22, help="in a message, a multiple of 512")
+    arguments.add_argument("--threads", type=int, default=1)
+    arguments.add_argument("--turns", type=int, default=20)
     arguments.add_argument("--times", type=int, default=9, help="in a turn")
     options = arguments.parse_args()
     rows: list[Row] = []
     for kind in KINDS:
-        task = {"values": options.values, "turns": options.turns, "times": options.times}
+        task = {name: getattr(options, name) for name in ("values", "threads", "turns", "times")}
         found = measure({"kind": kind, **task})
         rows += rows_of(kind, found["seconds"], found["compiling"])
-    title = f"Rounding {options.values:,} fp32 values, {options.turns} turns of {options.times} times"
+        copies = quartiles([1e3 * one for one in found["seconds"]["copy"]])
+    low, middle, high = copies
+    title = (
+        f"Rounding messages of {options.values:,} fp32 values, {options.turns} turns of {options.times} times. A copy takes "
+        f"{middle:.2f} ms ({low:.2f} to {high:.2f})"
+    )
     show(title, COLUMNS, rows, words=2)
     if options.write:
-        notes = "Medians over the turns. *Of plain*: the median ratio within a turn. The bits are the same (tests/unit/test_wire.py)."
+        notes = (
+            "Medians over the turns. *Of a copy*: the median ratio within a turn to copying the values to a new tensor. Plain and "
+            "compiled codes have the same bits (tests/unit/test_wire.py)."
+        )
         write_page(RESULTS / "rounding", "What rounding costs", [f"{title}.", markdown(COLUMNS, rows, words=2), notes])
 
 

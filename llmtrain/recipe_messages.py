@@ -54,7 +54,11 @@ def explain(error: ValidationError, layers: Sequence[Overlay], data: dict[str, A
         return f"{label}: {key}.{name} is not given and has no default; {meaning[0].lower()}{meaning[1:]}"
     alternatives = [_expected(p) for p in problems if _key_path(p["loc"], data) == path]
     if "a mapping of keys" in alternatives:
-        alternatives = [*(["a number of steps"] if path == ["sync", "period"] else []), *_variants(path, data), *alternatives]
+        alternatives = [
+            *(["a number of steps"] if path == ["sync", "period"] else []),
+            *_variants(path, data),
+            *alternatives,
+        ]
     if _takes_null(path, data):
         alternatives.append("null")
     return f"{label}: {key} is {format_value(first['input'])}, expected {one_of(dict.fromkeys(alternatives))}"

@@ -3,25 +3,29 @@ or 2 bits, a group of values shares a scale."""
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
-from llmtrain.pieces import pieces
+from llmtrain.pieces import PIECE_VALUES, pieces
 
 SCALE_GROUP_SIZE = 128
 """Number of values that share one fp32 scale."""
 SCALE_BYTES = 4
+SMALLEST_SCALE = 2.0**-126
+"""Smallest scale of int8, int4 and fp4: the smallest normal fp32 number, whose inverse is finite."""
 POWERS = (0.0, *(2.0**exponent for exponent in range(-6, 1)))
 """Magnitudes of fp4, in units of the scale."""
-POWERS_BETWEEN = tuple((low + high) / 2 for low, high in itertools.pairwise(POWERS))
-"""Boundaries for rounding to the nearest of these magnitudes."""
 LOW, HIGH, THRESHOLD = 0.4528 / 0.79788, 1.5104 / 0.79788, 0.9816 / 0.79788
 """Smaller and larger level of 2bit, and the magnitude that separates them. They are the optimal ones for a normal distribution
 (Max 1960), in units of its mean magnitude, sqrt(2 / pi) = 0.79788 standard deviations."""
+
+COMPILED_PIECE_VALUES = 2**19
+"""Values in a piece of compiled code, which passes over the values once, and over the codes twice: only these must stay in a
+processor's cache."""
 
 Compilable = TypeVar("Compilable", bound=Callable)
 Encoder = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -36,10 +40,10 @@ class WireFormat:
     bf16 takes 2 bytes per value. The others have a code of 8, 4 or 2 bits per value, and a scale s per group, 4/128 byte per
     value:
 
-    int8, int4   x is sent as round(x / s), where s = max |x| of x's group / 127 or 7. A value is off by at most s / 2
-                 (slightly more if s is subnormal, below 1e-38).
+    int8, int4   x is sent as round(x * (1 / s)), where s = max |x| of x's group / 127 or 7. A value is off by at most s / 2.
     fp4          0 or +-2^-6, ..., +-1 times s = max |x| of the group: a sign and an exponent of three bits, no mantissa. A value
                  above s / 64 is off by at most a third of itself.
+                 These three formats have no scale below SMALLEST_SCALE.
     2bit         +-LOW or +-HIGH times s = mean |x| of the group: the four levels with the least squared error for normally
                  distributed values. 0 has no code, so this format needs error feedback.
 
@@ -48,14 +52,13 @@ class WireFormat:
     """
 
     def __init__(self, kind: str, compiled: bool = False):
-        """Create the format. With `compiled`, torch.compile fuses the many passes over the values into one."""
+        """Create the format. With `compiled`, torch.compile fuses the many passes over the values into few."""
         self.kind = kind
-        self._pieces = pieces
+        self._pieces = functools.partial(pieces, values=COMPILED_PIECE_VALUES if compiled else PIECE_VALUES)
         if kind == "bf16":
             return
         self._bits, self._encode_groups, self._decode_groups = CODES[kind]
-        if compiled:  # one pass over all values needs no pieces
-            self._pieces = lambda *tensors: [tensors]
+        if compiled:
             self._encode_groups = _compiled_groups(self._encode_groups)
             self._decode_groups = _compiled_groups(self._decode_groups)
 
@@ -129,16 +132,19 @@ def _decode_int4(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 
 def _integers(groups: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return integers from -levels to levels [G, SCALE_GROUP_SIZE], int8, and the scales."""
-    scales = (groups.abs().amax(-1, keepdim=True) / levels).to(torch.float32)
+    quotients, scales = _quotients(groups, levels)
     # NaN becomes an arbitrary code, but the group's scale is non-finite too and makes all its values non-finite.
-    return _quotients(groups, scales).round_().clamp_(-levels, levels).to(torch.int8), scales
+    return quotients.round_().to(torch.int8), scales
 
 
 def _encode_fp4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = groups.abs().amax(-1, keepdim=True).to(torch.float32)
-    quotients = _quotients(groups, scales)
-    powers = torch.bucketize(quotients.abs(), _table(POWERS_BETWEEN, groups), out_int32=True).to(torch.int8)
-    return _packed(powers + 8 * _negative(quotients), 4), scales
+    quotients, scales = _quotients(groups, 1)
+    magnitudes = quotients.abs().to(torch.float32)
+    # A power of two is an exponent alone, here as the bits of fp32 have it. Nearly half of a power is added first, so that
+    # what is above 1.5 times a power counts as the next one. Between 0 and 2^-6 the boundary is 2^-7.
+    exponents = (magnitudes.view(torch.int32) + 0x3FFFFF) >> 23
+    powers = torch.maximum(exponents - 120, _ones(magnitudes > 2.0**-7)).clamp_(max=7)  # NaN has a large exponent
+    return _packed(powers + 8 * _ones(quotients < 0), 4), scales
 
 
 def _decode_fp4(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -148,26 +154,34 @@ def _decode_fp4(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor)
 def _encode_2bit(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # The sum is in fp64, so that it hardly depends on the order of summation, in which devices differ.
     scales = groups.abs().mean(-1, keepdim=True, dtype=torch.float64).to(torch.float32)
-    quotients = _quotients(groups, scales)
-    return _packed((quotients.abs() > THRESHOLD).to(torch.int8) + 2 * _negative(quotients), 2), scales
+    is_high = groups.abs() > THRESHOLD * scales.to(groups.dtype)
+    return _packed(_ones(is_high) + 2 * _ones(groups < 0), 2), scales
 
 
 def _decode_2bit(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     _look_up(_unpacked(codes, 2), (LOW, HIGH, -LOW, -HIGH), groups).mul_(scales)
 
 
-def _quotients(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return groups / torch.where(scales > 0, scales, 1.0)
+def _quotients(groups: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values divided by their group's scale, from -levels to levels, and the scales max |x| / levels."""
+    scales = (groups.abs().amax(-1, keepdim=True) / levels).to(torch.float32).clamp_(min=SMALLEST_SCALE)
+    # One division per group: a processor multiplies several times as fast as it divides.
+    return groups * (1.0 / scales.to(groups.dtype)), scales
 
 
-def _negative(values: torch.Tensor) -> torch.Tensor:
-    """Return 1 for negative values, else 0: int8."""
-    return (values < 0).to(torch.int8)
+def _ones(mask: torch.Tensor) -> torch.Tensor:
+    """Return 1 where a mask is true, else 0: int8, and in compiled code int32, which a CPU's vector instructions handle."""
+    return mask.to(torch.int32 if torch.compiler.is_compiling() else torch.int8)
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes [G, n], int8 from 0 to 2^bits - 1, into bytes, uint8 [G, n bits / 8]. Neighbors share a byte, so they can be
-    read as one integer and no strided slices are needed."""
+    """Pack codes [G, n], from 0 to 2^bits - 1, into bytes, uint8 [G, n bits / 8]. Neighbors share a byte, the first one its
+    lowest bits."""
+    codes = codes.to(torch.int8)
+    if bits == 4 and torch.compiler.is_compiling():  # into one loop over a processor's vectors
+        first, second = codes.to(torch.int32).unflatten(1, (-1, 2)).unbind(2)
+        return (first | (second << 4)).to(torch.uint8)
+    # Neighbors are read as one integer, because a strided slice of bytes is slow.
     if bits == 4:
         pairs = codes.view(torch.int16)
         return (pairs | (pairs >> 4)).to(torch.uint8)  # its low byte

@@ -90,11 +90,25 @@ MUTANTS = [
     Mutant(
         "fp4: the border between two powers is their geometric mean",
         WIRE_FORMAT,
-        "tuple((low + high) / 2 for low, high in itertools.pairwise(POWERS))",
-        "tuple((low * high) ** 0.5 or high / 2 for low, high in itertools.pairwise(POWERS))",
+        "0x3FFFFF",
+        "0x4AFB0D",
         TABLES,
     ),
-    Mutant("fp4: no sign", WIRE_FORMAT, "powers + 8 * _negative(quotients)", "powers", TABLES),
+    Mutant(
+        "fp4: a value halfway between two powers becomes the larger one",
+        WIRE_FORMAT,
+        "0x3FFFFF",
+        "0x400000",
+        TABLES,
+    ),
+    Mutant(
+        "fp4: what is below the smallest power becomes 0",
+        WIRE_FORMAT,
+        "_ones(magnitudes > 2.0**-7)",
+        "_ones(magnitudes >= 2.0**-6)",
+        TABLES,
+    ),
+    Mutant("fp4: no sign", WIRE_FORMAT, "8 * _ones(quotients < 0)", "8 * _ones(quotients < -9)", TABLES),
     Mutant(
         "2bit: the scale is the largest magnitude",
         WIRE_FORMAT,

@@ -43,6 +43,18 @@ def test_fp4_keeps_powers_of_two_and_zeros() -> None:
     np.testing.assert_array_equal(sent(values, "fp4"), values)
 
 
+def test_fp4_rounds_halfway_values_down() -> None:
+    """Down to the smaller of two magnitudes, as the comparison "more than halfway" says."""
+    halfway = [(low + high) / 2 for low, high in itertools.pairwise(POWERS)]
+    values = np.pad(np.array([1.0, *halfway, *np.negative(halfway)], np.float32), (0, BLOCK - 1 - 2 * len(halfway)))
+    expected = np.pad(np.array([1.0, *POWERS[:-1], *np.negative(POWERS[:-1])], np.float32), (0, BLOCK - 15))
+    np.testing.assert_array_equal(sent(values[None], "fp4"), expected[None])
+    above = np.nextafter(values, 2 * values)
+    above[0] = 1.0
+    expected = np.pad(np.array([1.0, *POWERS[1:], *np.negative(POWERS[1:])], np.float32), (0, BLOCK - 15))
+    np.testing.assert_array_equal(sent(above[None], "fp4"), expected[None])
+
+
 def test_2bit_keeps_its_four_levels_in_every_place_of_a_byte() -> None:
     """A block that has as many of both magnitudes as its own mean implies."""
     rng = np.random.default_rng(3)
