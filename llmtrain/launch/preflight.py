@@ -33,8 +33,9 @@ from llmtrain.machine_check import check_machine
 from llmtrain.model import blocks_of, build, check_initial_values, model_config
 from llmtrain.parallel.network import Networks
 from llmtrain.parallel.world import World
-from llmtrain.plan.ineffective_keys import ineffective_keys, seconds_of_step
+from llmtrain.plan.ineffective_keys import seconds_of_step
 from llmtrain.plan.mesh_plan import plan_mesh, size_or_assumed
+from llmtrain.plan.recipe_warnings import recipe_warnings
 from llmtrain.recipe_check import check, check_group, check_vocabulary
 from llmtrain.run_list import is_locked
 from llmtrain.suites import check_suite_data
@@ -101,7 +102,7 @@ def check_elsewhere(recipe: Recipe, processes: int) -> list[str]:
     and is not checked."""
     check(recipe, processes)
     check_model(recipe)
-    return ineffective_keys(recipe, {}, None)
+    return recipe_warnings(recipe, {}, None)
 
 
 def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None = None) -> Preflight:
@@ -132,7 +133,7 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
     step_seconds = seconds_of_step(recipe, vocab_size, start.replicas, start.shards, start.ranks_on_each(nodes))
     sets = check_sets(recipe, prepared)
     warnings, change = (
-        ineffective_keys(recipe, {**texts, **sets}, step_seconds),
+        recipe_warnings(recipe, {**texts, **sets}, step_seconds),
         directory.length_change(),
     )
     jump = change.rate_jump() if change is not None and not change.is_none else None

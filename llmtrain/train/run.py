@@ -30,8 +30,9 @@ from llmtrain.parallel.public_network import ADVICE
 from llmtrain.parallel.rendezvous import rendezvous
 from llmtrain.parallel.shared_flag import shared_flag
 from llmtrain.parallel.world import World
-from llmtrain.plan.ineffective_keys import ineffective_keys, seconds_of_step
+from llmtrain.plan.ineffective_keys import seconds_of_step
 from llmtrain.plan.mesh_plan import plan_mesh, with_resharding_decided
+from llmtrain.plan.recipe_warnings import recipe_warnings
 from llmtrain.recipe_check import check, check_group, check_vocabulary
 from llmtrain.seeding import derive_seed
 from llmtrain.suites import check_suite_data
@@ -332,7 +333,7 @@ def build_trainer(
     if mesh.is_main:
         local_ranks = mesh.world.local_size
         step_seconds = seconds_of_step(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size, local_ranks)
-        for line in ineffective_keys(recipe, texts.all, step_seconds):
+        for line in recipe_warnings(recipe, texts.all, step_seconds):
             console.print(f"warning: {line}")
         if mesh.unencrypted and not recipe.parallel.allow_unencrypted:
             console.print(f"warning: {mesh.unencrypted}; {ADVICE}")

@@ -9,6 +9,27 @@ RECIPES = ("tests/unit/test_recipe_files.py",)
 
 MUTANTS = [
     Mutant(
+        "warnings: outer momentum overshoots with a warm-up, too",
+        "llmtrain/plan/harmful_keys.py",
+        " and not outer.rounds.momentum_warmup",
+        "",
+        ("tests/unit/test_preflight.py",),
+    ),
+    Mutant(
+        "warnings: outer momentum overshoots with one replica",
+        "llmtrain/plan/harmful_keys.py",
+        " and recipe.parallel.replicas != 1",
+        "",
+        ("tests/unit/test_preflight.py",),
+    ),
+    Mutant(
+        "warnings: rounds are counted in synchronous steps, too",
+        "llmtrain/plan/harmful_keys.py",
+        "recipe.train.total_steps - warmup_of(sync, LRSchedule.of(recipe))",
+        "recipe.train.total_steps",
+        ("tests/unit/test_preflight.py",),
+    ),
+    Mutant(
         "preflight: a model that can't be initialized is fine",
         "llmtrain/launch/preflight.py",
         "    check_initial_values(model)\n",
