@@ -126,9 +126,10 @@ class BlockSync:
         return PendingReduction(pending, self.errors[index] if self.errors else None)
 
     def completed(self, index: int, mean: torch.Tensor) -> PendingReduction:
-        """Return a complete reduction of a block, whose `wait` returns `mean`. For means loaded from a checkpoint."""
+        """Return a complete reduction of a block, whose `wait` returns a copy of `mean`. For means loaded from a
+        checkpoint, which the outer step overwrites."""
         device = self.replica.blocks[index].shards[0].device
-        return PendingReduction(PendingCollective(self.replica_comms, "", None, mean.to(device)))
+        return PendingReduction(PendingCollective(self.replica_comms, "", None, mean.to(device, copy=True)))
 
     def outer_step(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from llmtrain.config import LRScheduleSection, SyncSection
@@ -50,6 +51,7 @@ class ModuleReplica(Replica):
         ]
         self._modules = [module for _, module, _ in units]
         self._optimizer, self._units = optimizer, [unit for _, _, unit in units]
+        self._module_of = {block.name: module for block, module in zip(self.blocks, self._modules, strict=True)}
 
     def fingerprint(self) -> torch.Tensor:
         """Return a checksum of the bits of this rank's shards for each block: [blocks], int64, on the CPU."""
@@ -69,7 +71,10 @@ class ModuleReplica(Replica):
             module.register_forward_pre_hook(before(index), prepend=True)
 
     def parameters_changed(self, block: Block) -> None:
-        """Do nothing. The shards are the module's own storage, from which FSDP2 gathers again in the next forward."""
+        """Release what FSDP2 has gathered before the change. After a forward without backward, it keeps the root's parameters."""
+        for module in self._module_of[block.name].modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def moments(self, index: int, order: int) -> list[torch.Tensor | None]:
         moments = moments_of(self._optimizer.state, self._units[index], order)

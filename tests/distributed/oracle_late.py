@@ -56,13 +56,15 @@ class DelayedOracle(FragmentOracle):
         """A meeting, in rounds of seconds."""
         self.take_turn(0)
 
-    def take_turn(self, part: int) -> None:
+    def take_turn(self, part: int, is_last: bool = False) -> None:
         lrs = [of_replica[done:] for of_replica, done in zip(self.lrs, self.done[part], strict=True)]
         self.sent[part].append({block: self.sent_from(block, lrs) for block in self.of(part)})
         self.done[part] = [len(of_replica) for of_replica in self.lrs]
         if len(self.sent[part]) > 1:
             then, now = (np.mean([sum(one) for one in self.lrs_of(part, which)]) for which in (-2, -1))
-            has_gap = self.sync.schedule.gap_penalty and now > 0  # there is none to a round without a learning rate
+            has_gap = (
+                not is_last and self.sync.schedule.gap_penalty and now > 0
+            )  # there is none to a round without a learning rate
             self.use(part, -2, max(1.0, then / now) if has_gap else 1.0)
         for block in self.of(part):
             self.restart(block)
@@ -79,7 +81,7 @@ class DelayedOracle(FragmentOracle):
     def finish(self) -> None:
         for part in range(len(self.turns)):
             if any(len(of_replica) > done for of_replica, done in zip(self.lrs, self.done[part], strict=True)):
-                self.take_turn(part)
+                self.take_turn(part, is_last=True)
             if self.sent[part]:
                 self.use(part, -1, 1.0)
                 for block in self.of(part):

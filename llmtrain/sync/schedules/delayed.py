@@ -29,7 +29,7 @@ class DelayedSchedule(FragmentSchedule):
         with self.block_sync.report.time_exposed():
             for fragment, local_steps in enumerate(self._local_steps):
                 if local_steps.steps > 0:
-                    self._take_turn(fragment)
+                    self._take_turn(fragment, is_last=True)
                 if (last := self._messages[fragment]) is not None:
                     self._apply(fragment, last, gap=1.0)
                 self._messages[fragment] = None
@@ -38,7 +38,7 @@ class DelayedSchedule(FragmentSchedule):
         if not self.period.is_timed:  # else `_take_turn` has sent it already, and replicas are at different steps
             message.advance(int(self._local_steps[fragment].steps), self.period.round_length(step))
 
-    def _take_turn(self, fragment: int) -> None:
+    def _take_turn(self, fragment: int, is_last: bool = False) -> None:
         arrived = self._messages[fragment]
         if arrived is not None:
             arrived.complete()  # before the next message is taken, which includes the rounding errors of this one
@@ -47,7 +47,9 @@ class DelayedSchedule(FragmentSchedule):
         if self.period.is_timed:
             taken.send()
         if arrived is not None:
-            self._apply(fragment, arrived, self._staleness_penalty(arrived.local_steps, taken.local_steps))
+            # What is left at the end of a run may be a single step, by whose length a complete round must not be judged.
+            gap = 1.0 if is_last else self._staleness_penalty(arrived.local_steps, taken.local_steps)
+            self._apply(fragment, arrived, gap)
         else:
             self.block_sync.reset_to_anchor(self.fragments[fragment])  # at the first turn, no earlier mean exists
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from llmtrain.config import WaitAvoidingSection
+from llmtrain.errors import RecipeError
 from llmtrain.parallel.comms import Comms, make_replica_groups, shard_group
 from llmtrain.sync import butterfly
 from llmtrain.sync.block_sync import BlockSync
@@ -81,6 +82,10 @@ class WaitAvoidingSchedule(Schedule):
         return {"round": self._round.state(), "iteration": self._iteration, "newest": version}
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
+        if self.worker is not None and self.worker.is_running:
+            raise RecipeError(
+                "a state of wait-avoiding groups can be loaded before the first step only; create LocalUpdates anew"
+            )
         self._round, self._iteration = RoundStats(**state["round"]), state["iteration"]
         if state["newest"] is not None and self.worker is not None:
             self._resumed = state["newest"], [part.cpu().clone() for part in tensors["posted"]]
