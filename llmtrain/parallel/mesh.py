@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +19,7 @@ from llmtrain.errors import RecipeError, TrainingError, UserError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.connections import connections_for, longest_round_trip
 from llmtrain.parallel.network import Networks, using_interface
-from llmtrain.parallel.rendezvous import Rendezvous, check_connectivity, rendezvous
+from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, check_connectivity, rendezvous
 from llmtrain.parallel.world import SHARE_GPU, World, may_share_gpu
 
 T = TypeVar("T")
@@ -87,20 +87,12 @@ def local_device(world: World) -> torch.device:
     return torch.device("cuda", world.local_rank % gpus)
 
 
-def ranks_per_device(world: World) -> int:
-    """Return the number of ranks that compute on this rank's device: all ranks of the node on a CPU; one on a GPU, unless ranks
-    share GPUs."""
-    if not torch.cuda.is_available():
-        return world.local_size
-    return -(-world.local_size // torch.cuda.device_count()) if may_share_gpu() else 1
-
-
-def _backend_between(world: World, shards: int, replica_backend: str) -> str:
-    """Return the backend between replicas: gloo if they share a GPU, because NCCL allows one rank per GPU.
+def _backend_between(ranks: Sequence[RankInfo], shards: int, replica_backend: str) -> str:
+    """Return the backend between replicas: gloo if some of them share a GPU, because NCCL allows one rank per GPU.
 
     Raises RecipeError if the recipe asks for NCCL nevertheless, or if the ranks of one replica would share a GPU.
     """
-    if not torch.cuda.is_available() or ranks_per_device(world) == 1:
+    if max(rank_info.ranks_per_gpu for rank_info in ranks) == 1:
         return replica_backend
     if shards > 1:
         raise RecipeError(
@@ -144,7 +136,7 @@ def open_mesh(
     timeout = timedelta(seconds=timeout_seconds)
     peers = peers or rendezvous(world, ParallelSection(), lambda: 0.0, timeout_seconds)
     device = local_device(world)
-    replica_backend = _backend_between(world, shards, replica_backend)
+    replica_backend = _backend_between(peers.ranks, shards, replica_backend)
     unencrypted = check_connectivity(peers, world, replicas, shards, timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -33,7 +33,7 @@ from llmtrain.parallel.network import (
     network_stack,
 )
 from llmtrain.parallel.public_network import NodeAddress, find_unencrypted
-from llmtrain.parallel.world import World, master_endpoint, node_name, slurm_step
+from llmtrain.parallel.world import World, master_endpoint, node_name, ranks_per_device, slurm_step
 from llmtrain.waiting import announced
 
 GRACE_SECONDS = 3.0
@@ -57,6 +57,8 @@ class RankInfo:
     on_gpu: bool = False
     network: str = ""
     """Identifier of its network interfaces; see `network.network_stack`."""
+    ranks_per_gpu: int = 1
+    """Number of ranks that compute on its GPU. It may be larger on one host than on another, and all must know."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ def rendezvous(
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # for libraries; Slurm may not have set them
     store = _open_store(world, address, port, timeout_seconds)
     on_gpu, network = torch.cuda.is_available(), network_stack()
-    mine = RankInfo(node_name(), host, address_towards(address), available, refusal, on_gpu, network)
+    sharing = ranks_per_device(world) if on_gpu else 1
+    mine = RankInfo(node_name(), host, address_towards(address), available, refusal, on_gpu, network, sharing)
     told = gather_over_store(store, world, "at the start", asdict(mine), deadline - time.monotonic())
     ranks = [RankInfo(**rank_info) for rank_info in told]
     for rank, rank_info in enumerate(ranks):

@@ -77,6 +77,16 @@ def may_share_gpu() -> bool:
     return environment_number(SHARE_GPU, 0, 0, 1) == 1
 
 
+def ranks_per_device(world: World) -> int:
+    """Return the number of ranks that compute on this rank's device: all ranks of the node on a CPU; one on a GPU, unless ranks
+    share GPUs."""
+    import torch  # here, because launchers read ranks without it
+
+    if not torch.cuda.is_available():
+        return world.local_size
+    return -(-world.local_size // torch.cuda.device_count()) if may_share_gpu() else 1
+
+
 def node_name() -> str:
     """Return a name that is equal on all ranks that one launcher started on this machine, and different on other nodes.
 

@@ -17,8 +17,8 @@ from torch.profiler import profile, schedule
 
 from llmtrain.config import ProfileSection
 from llmtrain.errors import TrainingError
-from llmtrain.parallel.mesh import local_device, ranks_per_device
-from llmtrain.parallel.world import World
+from llmtrain.parallel.mesh import local_device
+from llmtrain.parallel.world import World, ranks_per_device
 from llmtrain.plan.cards import card_of
 from llmtrain.process_limits import usable_memory
 

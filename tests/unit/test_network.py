@@ -17,7 +17,7 @@ from llmtrain.errors import RecipeError, TrainingError
 from llmtrain.launch import torchrun
 from llmtrain.launch.nodes import Nodes
 from llmtrain.machine_check import check_machine
-from llmtrain.parallel.mesh import local_device, open_mesh, ranks_per_device
+from llmtrain.parallel.mesh import local_device, open_mesh
 from llmtrain.parallel.network import (
     GLOO,
     NCCL,
@@ -29,7 +29,7 @@ from llmtrain.parallel.network import (
     using_interface,
 )
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, format_ranks, rendezvous
-from llmtrain.parallel.world import SHARE_GPU, World
+from llmtrain.parallel.world import SHARE_GPU, World, ranks_per_device
 from llmtrain.recipe_loader import load_recipe
 
 
@@ -191,7 +191,10 @@ def test_ranks_share_a_gpu_if_the_user_says_so(monkeypatch):
     assert [local_device(World(rank, 4, rank, 4)).index for rank in range(4)] == [0, 1, 0, 1]
     assert (ranks_per_device(world), ranks_per_device(World(1, 2, 1, 2))) == (2, 1)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("the mesh was built"))
-    meeting = Rendezvous(None, [RankInfo("a", "alpha", None, 1.0)] * 4, Networks())
+    alone, sharing = RankInfo("a", "alpha", None, 1.0), RankInfo("b", "beta", None, 1.0, ranks_per_gpu=2)
+    meeting = Rendezvous(None, [alone, alone, sharing, sharing], Networks())
+    monkeypatch.delenv(SHARE_GPU)  # this host's ranks don't share; another's do
+    world = World(1, 4, 1, 2)
     for shard, backend, reason in (
         (2, "auto", "parallel.shards is 2, but .*; use parallel.shards=1"),
         (1, "nccl", "parallel.replica_backend is nccl, but .*; use auto or gloo"),
@@ -204,8 +207,7 @@ def test_ranks_share_a_gpu_if_the_user_says_so(monkeypatch):
     monkeypatch.setattr("llmtrain.parallel.mesh.build_mesh", lambda *given: given[4])
     with open_mesh(world, 4, 1, "auto", 5.0, meeting) as backend:
         assert backend == "gloo"
-    monkeypatch.delenv(SHARE_GPU)
-    with open_mesh(World(1, 2, 1, 2), 2, 1, "auto", 5.0, meeting) as backend:
+    with open_mesh(World(1, 2, 1, 2), 2, 1, "auto", 5.0, Rendezvous(None, [alone] * 2, Networks())) as backend:
         assert backend == "auto"
 
 

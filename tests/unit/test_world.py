@@ -21,6 +21,7 @@ def environment(monkeypatch: pytest.MonkeyPatch):
                 "WORLD_SIZE",
                 "LOCAL_RANK",
                 "LOCAL_WORLD_SIZE",
+                "LOCAL_SIZE",
             ):
                 monkeypatch.delenv(name)
         for name, value in variables.items():
@@ -38,6 +39,7 @@ SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_S
         ({}, World(0, 1, 0, 1)),
         ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, World(3, 8, 1, 2)),
         ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}, World(3, 8, 3, 8)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1"}, World(5, 8, 1, 4)),
         (SRUN, World(5, 8, 1, 4)),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **SRUN}, World(0, 2, 0, 1)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, World(0, 1, 0, 1)),
@@ -58,6 +60,7 @@ SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_S
         "nothing",
         "torchrun",
         "no local size",
+        "DeepSpeed's launcher",
         "srun",
         "torchrun inside Slurm",
         "a job of one task",
