@@ -139,8 +139,8 @@ class DelayedSection(FragmentsSection):
     kind: Literal["delayed"] = "delayed"
     """`delayed`: the mean of a round is applied one round later."""
     gap_penalty: bool = True
-    """Divide a delayed mean by the staleness gap: the sum of the learning rates of its round, divided by that of the round
-    that has just ended, at least 1."""
+    """Divide a delayed mean by the staleness gap: the mean learning rate of its round, divided by that of the round that has
+    just ended, at least 1."""
 
     def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
         return sum(block_parameters)

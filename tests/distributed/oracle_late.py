@@ -39,6 +39,11 @@ class FragmentOracle(Oracle):
         return [block for block in self.blocks if self.fragment_of[block] == part]
 
 
+def mean_rate(lrs: list[list[float]]) -> float:
+    """The mean learning rate of a round's steps of all replicas; 0 if there were none."""
+    return sum(map(sum, lrs)) / max(1, sum(map(len, lrs)))
+
+
 class DelayedOracle(FragmentOracle):
     """CO2: at a part's turn what was sent at its turn before is used."""
 
@@ -56,15 +61,13 @@ class DelayedOracle(FragmentOracle):
         """A meeting, in rounds of seconds."""
         self.take_turn(0)
 
-    def take_turn(self, part: int, is_last: bool = False) -> None:
+    def take_turn(self, part: int) -> None:
         lrs = [of_replica[done:] for of_replica, done in zip(self.lrs, self.done[part], strict=True)]
         self.sent[part].append({block: self.sent_from(block, lrs) for block in self.of(part)})
         self.done[part] = [len(of_replica) for of_replica in self.lrs]
         if len(self.sent[part]) > 1:
-            then, now = (np.mean([sum(one) for one in self.lrs_of(part, which)]) for which in (-2, -1))
-            has_gap = (
-                not is_last and self.sync.schedule.gap_penalty and now > 0
-            )  # there is none to a round without a learning rate
+            then, now = (mean_rate(self.lrs_of(part, which)) for which in (-2, -1))
+            has_gap = self.sync.schedule.gap_penalty and now > 0  # there is none to a round without a learning rate
             self.use(part, -2, max(1.0, then / now) if has_gap else 1.0)
         for block in self.of(part):
             self.restart(block)
@@ -81,7 +84,7 @@ class DelayedOracle(FragmentOracle):
     def finish(self) -> None:
         for part in range(len(self.turns)):
             if any(len(of_replica) > done for of_replica, done in zip(self.lrs, self.done[part], strict=True)):
-                self.take_turn(part, is_last=True)
+                self.take_turn(part)
             if self.sent[part]:
                 self.use(part, -1, 1.0)
                 for block in self.of(part):

@@ -36,8 +36,8 @@ MUTANTS = [
     Mutant(
         "co2: what is left at the end of a run judges the last complete round",
         "llmtrain/sync/schedules/delayed.py",
-        "gap = 1.0 if is_last else",
-        "gap =",
+        "(sent.lr_sum / sent.steps) / (now.lr_sum / now.steps)",
+        "sent.lr_sum / now.lr_sum",
         ("tests/distributed/test_methods_equivalences.py",),
     ),
     Mutant(

@@ -141,8 +141,8 @@ MUTANTS = [
     Mutant(
         "delayed: a shrinking learning rate may scale up",
         "llmtrain/sync/schedules/delayed.py",
-        "return max(1.0, sent.lr_sum / now.lr_sum)",
-        "return (sent.lr_sum / now.lr_sum)",
+        "return max(1.0, (sent.lr_sum / sent.steps) / (now.lr_sum / now.steps))",
+        "return (sent.lr_sum / sent.steps) / (now.lr_sum / now.steps)",
         SCENARIOS,
     ),
     Mutant(

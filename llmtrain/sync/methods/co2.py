@@ -2,7 +2,7 @@
 
 Rule      at the end of round k, replica n sends D_k,n = anchor_k - theta_n and receives the mean D_(k-1) of the round
           before: m <- beta m + D_(k-1) / L, with every element of m limited to [-phi, phi]; anchor_(k+1) <- anchor_k - lr m;
-          theta_n <- anchor_(k+1). L >= 1 is the staleness gap: the sum of the learning rates of round k-1
+          theta_n <- anchor_(k+1). L >= 1 is the staleness gap: the mean learning rate of round k-1
           over that of round k. The last mean is applied at the end of the run. With several fragments
           (`sync.schedule.fragments`), each has such rounds for itself, which end in turn at even intervals.
 Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica, hidden behind the next round.

@@ -29,7 +29,7 @@ class DelayedSchedule(FragmentSchedule):
         with self.block_sync.report.time_exposed():
             for fragment, local_steps in enumerate(self._local_steps):
                 if local_steps.steps > 0:
-                    self._take_turn(fragment, is_last=True)
+                    self._take_turn(fragment)
                 if (last := self._messages[fragment]) is not None:
                     self._apply(fragment, last, gap=1.0)
                 self._messages[fragment] = None
@@ -38,7 +38,7 @@ class DelayedSchedule(FragmentSchedule):
         if not self.period.is_timed:  # else `_take_turn` has sent it already, and replicas are at different steps
             message.advance(int(self._local_steps[fragment].steps), self.period.round_length(step))
 
-    def _take_turn(self, fragment: int, is_last: bool = False) -> None:
+    def _take_turn(self, fragment: int) -> None:
         arrived = self._messages[fragment]
         if arrived is not None:
             arrived.complete()  # before the next message is taken, which includes the rounding errors of this one
@@ -47,16 +47,17 @@ class DelayedSchedule(FragmentSchedule):
         if self.period.is_timed:
             taken.send()
         if arrived is not None:
-            # What is left at the end of a run may be a single step, by whose length a complete round must not be judged.
-            gap = 1.0 if is_last else self._staleness_penalty(arrived.local_steps, taken.local_steps)
-            self._apply(fragment, arrived, gap)
+            self._apply(fragment, arrived, self._staleness_penalty(arrived.local_steps, taken.local_steps))
         else:
             self.block_sync.reset_to_anchor(self.fragments[fragment])  # at the first turn, no earlier mean exists
 
     def _staleness_penalty(self, sent: RoundStats, now: RoundStats) -> float:
-        """Return the divisor of a late mean: the sum of learning rates in its round, `sent`, over that in the current round,
-        `now`, and at least 1. Without the gap penalty it is 1."""
-        return max(1.0, sent.lr_sum / now.lr_sum) if self.section.gap_penalty and now.lr_sum > 0 else 1.0
+        """Return the divisor of a late mean: the mean learning rate of its round, `sent`, over that of the current round, `now`,
+        and at least 1. Without the gap penalty it is 1. The sums of the rates would say the same of rounds of equal length, but
+        divide the last complete round's mean by its length if a single step follows it at the end of a run."""
+        if not self.section.gap_penalty or now.lr_sum == 0 or sent.steps == 0:
+            return 1.0
+        return max(1.0, (sent.lr_sum / sent.steps) / (now.lr_sum / now.steps))
 
     def _apply(self, fragment: int, message: Message, gap: float) -> None:
         message.apply(gap=gap)
