@@ -102,7 +102,10 @@ def _key_path(loc: Sequence[str | int], data: Any) -> list[str]:
 
 
 def _inside(data: Any, part: str) -> Any:
-    """Return the value of a part of a key path in the mapping above it: that of `key`, or an entry of it, `key[0]`."""
+    """Return the value of a part of a key path in the mapping above it: that of `key`, or an entry of it, `key[0]`, unless the
+    user wrote just that as a key."""
+    if part in data:
+        return data[part]
     name, _, index = part.partition("[")
     value = data[name]
     return value[int(index.removesuffix("]"))] if index else value
@@ -110,9 +113,15 @@ def _inside(data: Any, part: str) -> Any:
 
 def _contains(data: Any, path: Sequence[str]) -> bool:
     for part in path:
-        if not isinstance(data, dict) or part.partition("[")[0] not in data:
+        try:
+            data = _inside(data, part)
+        except (
+            KeyError,
+            IndexError,
+            TypeError,
+            ValueError,
+        ):  # no such key or entry, nothing to look into, or no number
             return False
-        data = _inside(data, part)
     return True
 
 

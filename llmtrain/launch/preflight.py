@@ -178,7 +178,7 @@ def _length(recipe: Recipe) -> str:
 
 def check_model(recipe: Recipe) -> None:
     """Raise ModelError if the recipe's model can't be built, split into blocks or initialized. Allocates no weights."""
-    model = build(model_config(recipe.model), recipe.parallel.loss_chunk)
+    model = build(model_config(recipe.model, size_or_assumed(recipe).vocabulary), recipe.parallel.loss_chunk)
     blocks_of(model)
     check_initial_values(model)
 
@@ -290,6 +290,6 @@ def _check_mirror(url: str | None) -> None:
         return
     try:
         RemoteRun(url)
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # some file systems connect at once, with errors of their own
         reason = " ".join(str(error).split())
         raise RecipeError(f"checkpoint.mirror: {url}: {reason}; expected a folder or URL that fsspec opens") from None

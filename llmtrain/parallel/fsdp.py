@@ -137,3 +137,11 @@ def _like(parameter: DTensor, part: torch.Tensor) -> DTensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def release_gathered(module: torch.nn.Module) -> None:
+    """Release the parameters that FSDP2 keeps gathered in a module, so that the next forward gathers them anew. Without FSDP2
+    there are none."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()

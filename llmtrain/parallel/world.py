@@ -46,14 +46,8 @@ class World:
         """Read the launcher's variables. Raises RecipeError if they contradict one another."""
         env = os.environ
         if "RANK" in env or "WORLD_SIZE" in env:
-            names, defaults = (
-                TORCH,
-                {
-                    "LOCAL_RANK": env.get("RANK"),
-                    "LOCAL_WORLD_SIZE": env.get("LOCAL_SIZE")
-                    or env.get("WORLD_SIZE"),  # DeepSpeed's launcher has its own name
-                },
-            )
+            of_node = env.get("LOCAL_SIZE") or env.get("WORLD_SIZE")  # the first is what DeepSpeed's launcher calls it
+            names, defaults = TORCH, {"LOCAL_RANK": env.get("RANK"), "LOCAL_WORLD_SIZE": of_node}
         elif env.get("SLURM_PROCID") and env.get("SLURM_NTASKS", "1") != "1":
             per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1")
             names, defaults = SLURM, {"SLURM_NTASKS_PER_NODE": _entry_of_node(per_node)}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from llmtrain.config import LRScheduleSection, SyncSection
@@ -18,6 +17,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Block, Replica
+from llmtrain.parallel.fsdp import release_gathered
 from llmtrain.parallel.optimizers import moments_of
 from llmtrain.sync.anchors import INTEGERS
 from llmtrain.sync.build_method import build_method, build_wire
@@ -72,9 +72,7 @@ class ModuleReplica(Replica):
 
     def parameters_changed(self, block: Block) -> None:
         """Release what FSDP2 has gathered before the change. After a forward without backward, it keeps the root's parameters."""
-        for module in self._module_of[block.name].modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        release_gathered(self._module_of[block.name])
 
     def moments(self, index: int, order: int) -> list[torch.Tensor | None]:
         moments = moments_of(self._optimizer.state, self._units[index], order)

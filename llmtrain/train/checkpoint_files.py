@@ -20,6 +20,7 @@ import time
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -284,9 +285,11 @@ class CheckpointWriter:
             self.error = one_line(next(iter(error.failures.values()))[0])
         except Exception as error:
             self.error = one_line(error)
-        if self.error is not None and (free := shutil.disk_usage(self.final.parent).free) < self._size:
-            # If the disk is full, torch's writer may report only a position in its archive.
-            self.error = f"no space left: {free / 1e6:.0f} MB are free ({self.error})"
+        if self.error is not None:
+            with suppress(OSError):  # the folder may be missing, because it could not be created
+                free = shutil.disk_usage(self.final.parent).free
+                if free < self._size:  # torch's writer may report only a position in its archive
+                    self.error = f"no space left: {free / 1e6:.0f} MB are free ({self.error})"
         if self.error is not None and self._comms.rank == 0:
             shutil.rmtree(self.temporary, ignore_errors=True)  # frees space if the disk is full
         self.seconds = time.monotonic() - began

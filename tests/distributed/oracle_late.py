@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
-
 from tests.distributed.oracle import Oracle, Sent
 from tests.distributed.oracle_timed import TimedOracle
 

@@ -154,6 +154,12 @@ def test_a_checkpoint_that_can_not_get_its_name_is_none(tmp_path: Path) -> None:
     assert newest(tmp_path)[0] == tmp_path / "step-00000010" and not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    with pytest.raises(TrainingError, match=r"step-00000010 could not be written: .*; older checkpoints are as"):
+        write(tmp_path / "checkpoints" / "of this run", 10)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk_loses_nothing_and_is_given_back(tmp_path: Path) -> None:
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)], capture_output=True)

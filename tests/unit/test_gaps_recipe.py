@@ -46,6 +46,23 @@ def test_the_last_place_that_gave_a_wrong_value_is_named(tmp_path: Path) -> None
         load_recipe(written(tmp_path, "base: below.yaml\noptim: {lr: fast}"))
 
 
+@pytest.mark.parametrize(
+    ("child", "message"),
+    [
+        ("data: {'sources[2]': {weight: 3}}", "data.sources[2] is not a key"),
+        ("data: {'sources[x]': {weight: 3}}", "data.sources[x] is not a key"),
+        ("train: {steps: 5, 'steps[0]': 6}", "train.steps[0] is not a key"),
+    ],
+)
+def test_a_key_that_looks_like_an_entry_is_blamed_on_the_file_that_has_it(
+    tmp_path: Path, child: str, message: str
+) -> None:
+    (tmp_path / "below.yaml").write_text("data: {sources: [{source: a}, {source: b}]}\ntrain: {steps: 5}")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(written(tmp_path, f"base: below.yaml\n{child}"))
+    assert message in str(caught.value) and "recipe.yaml: " in str(caught.value)
+
+
 def test_deepspeeds_own_keys_are_passed_on_unless_one_of_ours_says_the_same(tmp_path: Path) -> None:
     path, zero = written(tmp_path, RECIPE), ["parallel.engine=zero", "sync.warmup_steps=0"]
     check(load_recipe(path, [*zero, "parallel.deepspeed={zero_optimization: {overlap_comm: true}}"]), None)

@@ -170,12 +170,23 @@ def with_a_strange_norm(config):
         (with_a_strange_norm, LlamaConfig(**LLAMA, vocab_size=97), "no initial weight makes TripledRMSNorm keep"),
         (lambda config: build(config, 64), T5Config(), "transformers can't build 't5': Unrecognized configuration"),
         (
+            lambda config: build(config, 64),
+            LlamaConfig(**LLAMA, vocab_size=97, pad_token_id=97),
+            "can't build 'llama': Padding",
+        ),
+        (
             lambda config: blocks_of(build(config, 64)),
             OPTConfig(hidden_size=32, ffn_dim=64, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=32),
             "OPTModel has no list of 3 layers; choose a decoder-only model",
         ),
     ],
-    ids=["no linear head", "a strange norm", "an encoder-decoder", "layers deep inside"],
+    ids=[
+        "no linear head",
+        "a strange norm",
+        "an encoder-decoder",
+        "padding beyond the vocabulary",
+        "layers deep inside",
+    ],
 )
 def test_a_model_of_another_shape_is_refused_in_one_line(do, config, message):
     with pytest.raises(ModelError, match=message) as caught:

@@ -77,6 +77,19 @@ def test_what_a_start_here_would_refuse_is_refused(
     assert fragment in err and len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
 
 
+def test_a_mirror_that_cannot_be_reached_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], keys: list[str]
+) -> None:
+    """Some of fsspec's file systems connect when they are opened."""
+
+    def unreachable(url: str) -> None:
+        raise OSError(f"no route to {url}")
+
+    monkeypatch.setattr(preflight, "RemoteRun", unreachable)
+    code, _, err = outcome(capsys, *keys, "checkpoint.mirror=ftp://a/b")
+    assert code and "checkpoint.mirror: ftp://a/b: no route to ftp://a/b; expected a folder or URL" in err
+
+
 def test_a_folder_that_holds_another_recipe_is_refused(tmp_path: Path, keys: list[str]) -> None:
     from llmtrain.train.run_dir import RunDirectory
 
