@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from llmtrain.config import Recipe
 from llmtrain.data.loader import PrefetchLoader
@@ -38,6 +39,8 @@ class Trainer:
         self.recipe, self.engine, self.method, self.loader = recipe, engine, method, loader
         self.metrics, self.validator, self.checkpointer, self.texts = metrics, validator, checkpointer, texts
         self.lr, self.state = LRSchedule.of(recipe), TrainState(recipe.train.total_steps)
+        self.known_texts: Mapping[str, Any] = {}
+        """Identities of texts that the loaded checkpoint has stored, also of those that nobody reads now but later again."""
         self.after_step: list[Callable[[int], None]] = []
         """Functions called after each step, with the number of this replica's step."""
 
@@ -117,7 +120,8 @@ class Trainer:
     def load(self, path: Path) -> None:
         """Continue from the checkpoint in `path`, whatever mesh wrote it. A collective of all ranks."""
         loaded = self.checkpointer.load(path, self.reshard_rules(), self.recipe.run.seed)
-        self.texts.check_continued(loaded.progress.get("texts", {}))
+        self.known_texts = loaded.progress.get("texts", {})
+        self.texts.check_continued(self.known_texts)
         self.state.load_state_dict(loaded.progress, loaded.step)
         self.metrics.load_state_dict(loaded.progress, self.state)
         of_loader, length, note = loaded.progress["loader"], loaded.length, self.metrics.console.print
@@ -131,7 +135,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, object]:
         """Return this rank's plain values for a checkpoint."""
-        of_data = {"loader": self.loader.state_dict(), "texts": self.texts.state_dict()}
+        of_data = {"loader": self.loader.state_dict(), "texts": {**self.known_texts, **self.texts.state_dict()}}
         return {**self.state.state_dict(), **self.metrics.state_dict(), **of_data}
 
     def reshard_rules(self) -> Rules:

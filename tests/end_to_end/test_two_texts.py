@@ -85,10 +85,20 @@ def test_a_node_needs_the_text_of_its_own_site_alone(folder: Path) -> None:
     state = json.loads((folder / "runs/sites/checkpoints/step-00000008/state.json").read_text())
     (rank,) = state["ranks"]
     assert rank["loader"] == {"position": 40, "site": "b", "absent": {"a": {"position": 24}}}
+    assert set(rank["texts"]) == {"a", "b"}
     code, output = run(folder, "export", str(folder / "runs/sites"))
     assert code == 0, output
     card = (folder / "runs/sites/export/step-00000008/README.md").read_text()
     assert "| data | `b.txt`, `a.txt`, tokenizer " in card
+
+    # The node of a comes back, but its text has changed since.
+    text = folder / "a" / "a.txt"
+    before = text.read_text()
+    text.write_text(f"new\n<|endoftext|>\n{before}")
+    keys = overrides(folder, "sites", ENTRIES, "parallel.replicas=1", "train.steps=10", "train.global_batch=8")
+    code, output = run(folder / "a", "launch", *keys)
+    text.write_text(before)
+    assert code and "the training text a is another one than when the run's checkpoint was written" in output, output
 
 
 @pytest.mark.deep
