@@ -40,7 +40,7 @@ def explain(error: ValidationError, layers: Sequence[Overlay], data: dict[str, A
     """
     problems = error.errors(include_url=False)
     # An unknown key explains more than the wrong value that it may have caused.
-    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), _as_given(problems, data))
     path = _key_path(first["loc"], data)
     key = ".".join(path)
     label = next((layer.label for layer in reversed(layers) if _contains(layer.data, path)), layers[-1].label)
@@ -86,6 +86,14 @@ def explain_in(root: type[Section], error: ValidationError) -> str:
     return f"{path} is not a key; " + (
         f"did you mean {near}?" if near else f"keys are {', '.join(section.model_fields)}"
     )
+
+
+def _as_given(problems: list[dict[str, Any]], data: dict[str, Any]) -> dict[str, Any]:
+    """Return the first problem or, if it is that of a value which entries of a list have taken over from a key above them, the
+    problem of that key."""
+    first = problems[0]
+    alike = [problem for problem in problems if (problem["type"], problem["input"]) == (first["type"], first["input"])]
+    return next((problem for problem in alike if _key_path(problem["loc"], data)[-1:] == [*problem["loc"]][-1:]), first)
 
 
 def _key_path(loc: Sequence[str | int], data: Any) -> list[str]:

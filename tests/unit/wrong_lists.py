@@ -9,6 +9,10 @@ WRONG_LISTS = [
     ("data.sources=[{source: a, weight: -1}]", ["data.sources[0].weight is -1", "a number greater than 0"]),
     ("data.sources=[{source: a, weight: .nan}]", ["data.sources[0].weight is NaN", "expected a finite number"]),
     ("data.sources=[{source: a, weight: much}]", ['data.sources[0].weight is "much"', "expected a number"]),
+    (
+        "data={sources: [{source: a}, {source: b}], validation_fraction: 1.5}",
+        ["command line: data.validation_fraction is 1.5", "expected a number less than 1"],
+    ),
     ("data.sources=[a]", ['data.sources[0] is "a"', "expected a mapping of keys"]),
     ("data.sources=a", ['data.sources is "a"', "expected a list"]),
     ("data.sources.0.weight=2", ['data.sources is {"0": {"weight": 2}}', "expected a list"]),
