@@ -70,9 +70,11 @@ class LatestStepWorker:
         return self._thread is None or not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (step := self._running) is not None:
+        step = self._running
+        while step is not None:
             try:
                 self._work(step)
             finally:
-                with self._lock:
-                    self._running, self._waiting = self._waiting, None
+                with self._lock:  # once it is released with no step running, `submit` starts another thread
+                    step = self._running = self._waiting
+                    self._waiting = None

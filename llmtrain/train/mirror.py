@@ -233,6 +233,7 @@ class Mirror:
                 return self.directory.checkpoints / folder_name(step)
             problem = f"{where} is damaged: {found}"
             self.note(f"{problem}; going back to the one before")
+            self.newest = max((older for older in there if older < step), default=None)
             if self.is_main:
                 shutil.rmtree(self._temporary, ignore_errors=True)
         if problem and newer_than < 0:

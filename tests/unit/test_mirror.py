@@ -50,12 +50,12 @@ class Machine:
         self.directory, self.said = RunDirectory(self.recipe), []
         self.mirror = Mirror(self.recipe, self.directory, self.said.append, is_main=True)
 
-    def start(self) -> Path | None:
-        """Up to the first step, without a local checkpoint."""
+    def start(self, newer_than: int = -1) -> Path | None:
+        """Up to the first step, by default without a local checkpoint."""
         self.mirror.open(ALONE)
         self.directory.open()
         self.mirror.claim(ALONE)
-        there = self.mirror.fetch(ALONE, newer_than=-1)
+        there = self.mirror.fetch(ALONE, newer_than)
         self.directory.metrics.touch()
         return there
 
@@ -160,6 +160,21 @@ def test_damage_in_the_mirror_is_named_and_the_one_before_is_taken(
     assert fetched.endswith("step-00000010")
     second.save(20)  # trained again, it takes the damaged one's place
     assert Machine(tmp_path / "third", url).start().name == "step-00000020"
+
+
+def test_a_local_checkpoint_older_than_a_damaged_one_of_the_mirror_is_copied(tmp_path: Path, url: str) -> None:
+    first = Machine(tmp_path / "first", url)
+    first.start()
+    for step in (10, 20):
+        first.save(step)
+    flip_at(url, 20, "__0_0.distcp")
+    second = Machine(tmp_path / "second", url)
+    assert second.start(newer_than=15) is None
+    second.directory.checkpoints.mkdir(exist_ok=True)
+    write(second.directory.checkpoints, 15)
+    second.mirror.upload_if_newer(second.directory.checkpoints / "step-00000015")
+    assert second.mirror.finish(ALONE) is None, second.said
+    assert Machine(tmp_path / "third", url).start().name == "step-00000015"
 
 
 def test_where_all_in_the_mirror_are_damaged_nothing_is_trained_anew(tmp_path: Path, url: str) -> None:
