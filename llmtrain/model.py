@@ -149,12 +149,8 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
     try:
         with init_empty_weights(include_buffers=False):
             causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention)
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AssertionError,
-    ) as error:  # torch asserts that pad_token_id is in the vocabulary
+    except (ValueError, TypeError, KeyError, AssertionError) as error:
+        # An assertion of torch says that pad_token_id is in the vocabulary.
         raise ModelError(
             f"model: transformers can't build {config.model_type!r}: {str(error).splitlines()[0]}"
         ) from error

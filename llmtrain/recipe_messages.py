@@ -123,13 +123,8 @@ def _contains(data: Any, path: Sequence[str]) -> bool:
     for part in path:
         try:
             data = _inside(data, part)
-        except (
-            KeyError,
-            IndexError,
-            TypeError,
-            ValueError,
-        ):  # no such key or entry, nothing to look into, or no number
-            return False
+        except (KeyError, IndexError, TypeError, ValueError):
+            return False  # no such key or entry, nothing to look into, or no number
     return True
 
 

@@ -24,8 +24,8 @@ LOW, HIGH, THRESHOLD = 0.4528 / 0.79788, 1.5104 / 0.79788, 0.9816 / 0.79788
 (Max 1960), in units of its mean magnitude, sqrt(2 / pi) = 0.79788 standard deviations."""
 
 COMPILED_PIECE_VALUES = 2**19
-"""Values in a piece of compiled code, which passes over the values once, and over the codes twice: only these must stay in a
-processor's cache."""
+"""Values in a piece of compiled code. It passes over them only twice, for the scales and for the codes, so that a call costs more
+than a value that has left the cache."""
 
 Compilable = TypeVar("Compilable", bound=Callable)
 Encoder = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

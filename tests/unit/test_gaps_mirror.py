@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.train.mirror import RemoteRun
+from tests.unit.test_checkpoint_files import write
 from tests.unit.test_mirror import ALONE, Machine, flip_at, steps_at
 
 
@@ -34,13 +35,30 @@ def test_the_last_copy_is_missed_though_there_is_an_older_one(tmp_path: Path, mo
     assert steps_at(url) == [10]
 
 
+def damaged_at_20(disk: Path, url: str) -> None:
+    """Fill the mirror with a checkpoint of step 10 and a damaged one of step 20."""
+    machine = Machine(disk, url)
+    machine.start()
+    for step in (10, 20):
+        machine.save(step)
+    flip_at(url, 20, "__0_0.distcp")
+
+
+def test_a_local_checkpoint_older_than_a_damaged_one_of_the_mirror_is_copied(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/there"
+    damaged_at_20(tmp_path / "first", url)
+    second = Machine(tmp_path / "second", url)
+    assert second.start(newer_than=15) is None
+    second.directory.checkpoints.mkdir(exist_ok=True)
+    write(second.directory.checkpoints, 15)
+    second.mirror.upload_if_newer(second.directory.checkpoints / "step-00000015")
+    assert second.mirror.finish(ALONE) is None, second.said
+    assert Machine(tmp_path / "third", url).start().name == "step-00000015"
+
+
 def test_only_the_main_rank_removes_what_it_fetched_in_vain(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/there"
-    first = Machine(tmp_path / "first", url)
-    first.start()
-    for step in (10, 20):
-        first.save(step)
-    flip_at(url, 20, "__0_0.distcp")
+    damaged_at_20(tmp_path / "first", url)
     second = Machine(tmp_path / "second", url)
     second.mirror.open(ALONE)
     second.directory.open()

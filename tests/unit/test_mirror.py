@@ -162,21 +162,6 @@ def test_damage_in_the_mirror_is_named_and_the_one_before_is_taken(
     assert Machine(tmp_path / "third", url).start().name == "step-00000020"
 
 
-def test_a_local_checkpoint_older_than_a_damaged_one_of_the_mirror_is_copied(tmp_path: Path, url: str) -> None:
-    first = Machine(tmp_path / "first", url)
-    first.start()
-    for step in (10, 20):
-        first.save(step)
-    flip_at(url, 20, "__0_0.distcp")
-    second = Machine(tmp_path / "second", url)
-    assert second.start(newer_than=15) is None
-    second.directory.checkpoints.mkdir(exist_ok=True)
-    write(second.directory.checkpoints, 15)
-    second.mirror.upload_if_newer(second.directory.checkpoints / "step-00000015")
-    assert second.mirror.finish(ALONE) is None, second.said
-    assert Machine(tmp_path / "third", url).start().name == "step-00000015"
-
-
 def test_where_all_in_the_mirror_are_damaged_nothing_is_trained_anew(tmp_path: Path, url: str) -> None:
     first = Machine(tmp_path / "first", url)
     first.start()
