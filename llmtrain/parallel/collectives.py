@@ -79,15 +79,17 @@ class QuantizedAllReduce(PendingCollective):
         super().__init__(comms, what, None, tensor)
         self._wire = wire
         self._chunk = wire.padded_chunk(tensor.numel(), comms.size)
+        shape = comms.size, wire.size(self._chunk)
+        self._received = torch.empty(shape, dtype=torch.uint8, device=comms.device)
+        self._gathered: torch.Tensor | None = torch.empty_like(self._received)  # every rank's sum, encoded
+        first = comms.open_exchange(what, self._received)
+        self._second = comms.open_exchange(what, self._gathered)
         self._message = tensor.new_zeros(comms.size, self._chunk)
         self._message.view(-1)[: tensor.numel()] = tensor.reshape(-1)
         self._sent = wire.encode(self._message).to(comms.device)
-        self._received = torch.empty_like(self._sent)
         self._total: torch.Tensor | None = None  # this rank's chunk of the sum
         self._mine: torch.Tensor | None = None  # the same chunk, encoded as sent
-        self._gathered: torch.Tensor | None = None  # every rank's chunk, encoded
-        sent = (comms.size - 1) * self._sent.shape[1]
-        self._work = comms.begin(what, sent, dist.all_to_all_single, self._received, self._sent)
+        self._work = first.send_parts(self._sent)
 
     @property
     def is_done(self) -> bool:
@@ -101,7 +103,7 @@ class QuantizedAllReduce(PendingCollective):
         comms = self._comms
         self._total = self._decoded(self._received).sum(0, keepdim=True)
         self._mine = self._wire.encode(self._total).to(comms.device)
-        self._gathered, self._work = comms.begin_gather(self._what, self._mine.view(-1))
+        self._work = self._second.send_to_all(self._mine.view(-1))
 
     def wait(self) -> torch.Tensor:
         self.start_second_phase()
@@ -129,11 +131,13 @@ class SparseAllReduce(PendingCollective):
     def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: SparseFormat):
         super().__init__(comms, what, None, tensor)
         self._wire = wire
+        shape = comms.size, wire.size(tensor.numel(), tensor.element_size())
+        self._gathered: torch.Tensor | None = torch.empty(shape, dtype=torch.uint8, device=comms.device)
+        exchange = comms.open_exchange(what, self._gathered)
         encoded = wire.encode(tensor.view(-1))
         wire.add_decoded(encoded, tensor.neg_().view(-1))
         self._error = tensor.neg_()  # in the message's memory; the sum has its own
-        self._gathered: torch.Tensor | None
-        self._gathered, self._work = comms.begin_gather(what, encoded.to(comms.device))
+        self._work = exchange.send_to_all(encoded.to(comms.device))
 
     def wait(self) -> torch.Tensor:
         self._finish()

@@ -12,6 +12,7 @@ The argument `what` of each collective is its label in errors and traces.
 from __future__ import annotations
 
 import copy
+import itertools
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,15 +26,13 @@ from llmtrain import trace
 from llmtrain.errors import TrainingError, one_line
 from llmtrain.parallel.collectives import PendingCollective, QuantizedAllReduce, SparseAllReduce, SplitAllReduce
 from llmtrain.parallel.device_time import DeviceTimer
+from llmtrain.parallel.exchanges import ALL_GATHER, CollectiveExchange, PeerExchange
 from llmtrain.parallel.network import using_interface
 from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.reshard import Rules, mean, split_evenly
 
 T = TypeVar("T")
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""All-gather into one tensor. torch 2.13 has renamed it, and its old name warns."""
-
 AnyFormat = WireFormat | SparseFormat
 """Formats that encode a message before it is sent."""
 
@@ -103,6 +102,8 @@ class Comms:
         self.group, self.axis, self.interface = group, axis, interface
         self.groups = [group]
         self._in_flight: list[list[dist.Work]] = [[]]
+        self.exchanges = itertools.count()
+        """Numbers of this group's exchanges over gloo; copies of this communicator continue them."""
         self.is_gloo = group is not None and dist.get_backend(group) == dist.Backend.GLOO
         self.training_device = device or torch.device("cpu")
         self.device = torch.device("cpu") if self.is_gloo else self.training_device
@@ -205,9 +206,7 @@ class Comms:
     def begin(self, what: str, sent: float, collective: Callable[..., dist.Work], *tensors: Any) -> dist.Work:
         """Start a torch.distributed collective over this axis, with `tensors` as its arguments, and count the `sent` bytes that
         this rank sends."""
-        self.traffic.bytes += sent
-        in_stream = self.device.type == "cuda"
-        arrived = trace.message(what, sent, in_stream) if self.axis == "replica" else None
+        arrived = self.note_message(what, sent)
         # Other collectives wait for one round trip only. On connections that each of them uses now and then, TCP would start
         # slowly every time.
         number = self._least_used() if collective is dist.all_reduce else 0
@@ -222,6 +221,16 @@ class Comms:
             work.get_future().add_done_callback(lambda future: arrived())
         return work
 
+    def note_message(self, what: str, sent: float) -> Callable[[], None] | None:
+        """Count `sent` bytes, and return a function to call when the message has arrived; None if no trace is recorded."""
+        self.traffic.bytes += sent
+        return trace.message(what, sent, self.device.type == "cuda") if self.axis == "replica" else None
+
+    def open_exchange(self, what: str, received: torch.Tensor) -> CollectiveExchange | PeerExchange:
+        """Return an exchange whose parts arrive in `received`, [ranks, bytes] on `device`. Over gloo it is ready to receive at
+        once, so open it before the work on what is sent."""
+        return PeerExchange(self, what, received) if self.is_gloo else CollectiveExchange(self, what, received)
+
     def _least_used(self) -> int:
         """Return the number of the first group among those with the fewest collectives in flight."""
         return min(range(len(self.groups)), key=lambda number: len(self._in_flight[number]))
@@ -230,16 +239,6 @@ class Comms:
         """Note that this rank has waited for a collective."""
         for works in self._in_flight:
             works[:] = (other for other in works if other is not work)
-
-    def begin_gather(self, what: str, encoded: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-        """Start an all-gather of every rank's `encoded`, flat bytes of equal length. Return (the tensor in which they arrive,
-        [size, length]; the work)."""
-        gathered = encoded.new_empty(self.size, len(encoded))
-        sent = (self.size - 1) * len(encoded)
-        if self.is_gloo:  # its all-gather is a ring, which takes a round trip per rank; an all-to-all takes one
-            copies = encoded.expand(self.size, -1).contiguous()
-            return gathered, self.begin(what, sent, dist.all_to_all_single, gathered, copies)
-        return gathered, self.begin(what, sent, ALL_GATHER, gathered.view(-1), encoded)
 
     def among(self, lists: Sequence[Sequence[int]], rank: int, axis: str, timeout_seconds: float) -> Comms:
         """Create a gloo group over CPU tensors for each list of ranks, and return the communicator of the one that contains

@@ -1,4 +1,4 @@
-"""Time per round for which replicas stand still because of the network, by a method's choices and the link between replicas.
+"""Time per round for which replicas wait for the network, by a method's choices and the link between replicas.
 
 A local step takes `step_seconds` regardless of the network, and a round has `every` local steps. All replicas are equally fast,
 and the arithmetic of a synchronization takes no time, so the exposed time is only the network's. Utilization is compute /
@@ -8,13 +8,15 @@ and the arithmetic of a synchronization takes no time, so the exposed time is on
                         waits until it has heard that the receiver is ready. gloo sends a hop in two halves, so that the round
                         trip of one half passes while the other one is sent, and cuts hops at 2 MiB. Two messages are sent at
                         once on each connection, the others after them
-    rounded message     one hop to all others, then another one with the rounded sums; with the largest values alone, one hop
+    rounded message     its bytes to all others and the latency, then the rounded sums in the same way; with the largest values
+                        alone, once. Receivers are ready beforehand, and any number of messages is sent at once
     blocking            all messages, and N-1 hops without bytes in which the replicas agree on the round
     layer-wise          as for blocking, minus the forward passes of the blocks before the one that waits
     every step          all messages, minus the backward passes of the blocks that come after the one that waits
     overlapped          per fragment: its messages, minus d steps; or per round: all messages, minus the round, if that is more
     delayed             as for overlapped, with the steps of a round as d
-    wait-avoiding       a group's messages in every step except the last of a round, which has the messages of all replicas
+    wait-avoiding       in every step, the round trips that wake the group's threads, and the group's messages; in the last step of
+                        a round, the messages of all replicas
     averaged moments    all messages of the moments that are due, in fp32, at the end of a round; Muon's matrices count as if
                         they had second moments
 
@@ -50,9 +52,12 @@ FORWARD_SHARE = 1 / 3
 """Fraction of a step's time that its forward pass takes, without recomputation."""
 VALUE_BYTES = 4
 STREAMS = 2
-"""Number of messages that gloo sends at once on one connection. Further messages wait until one of its two threads is free."""
+"""Number of all-reduces that gloo carries out at once on one connection. Others wait until one of its two threads is free."""
 INITIAL_WINDOW = 14_480
 """Bytes that TCP sends in the first round trip after a long pause: ten segments."""
+WAKE_ROUND_TRIPS = 1.5
+"""Round trips until the threads of a wait-avoiding group begin: half of one until a waiting thread hears of the key that wakes it,
+and one in which it reads the key."""
 TIMEOUT_SECONDS = 0.2
 """Minimum difference between TCP's retransmission timeout and a steady round trip (Linux)."""
 
@@ -99,7 +104,8 @@ class Exchange:
     peers: int = 1
     """Ranks to which a rank sends at once."""
     is_ring: bool = True
-    """True for gloo's all-reduce, in which a hop's second half is sent while the first one is on its way."""
+    """True for gloo's all-reduce, in which a hop's second half is sent while the first one is on its way. False for messages to all
+    others at once, whose receivers are ready."""
     parts: int = 1
     """Number of equal parts on different connections, each with `hops` hops."""
 
@@ -108,16 +114,16 @@ class Exchange:
         """Return the bytes that are on their way to one peer at once on each connection."""
         return self.sent / self.parts / max(self.hops, 1) / self.peers
 
-    def streams(self, link: NetworkLink) -> int:
+    def streams(self, link: NetworkLink) -> float:
         """Return the number of parts of such exchanges that run at once."""
-        return STREAMS * (link.connections if self.is_ring else 1)
+        return STREAMS * link.connections if self.is_ring else math.inf
 
     def seconds(self, link: NetworkLink) -> float:
         """Return the seconds that each part of the exchange takes if nothing else is sent."""
         hop = link.transfer_seconds(self.sent / self.parts) / max(self.hops, 1)
         if self.is_ring:
             return self.hops * max(hop, hop / 2 + link.round_trip)
-        return self.hops * (hop + link.round_trip)
+        return self.hops * (hop + link.latency_seconds)
 
 
 @dataclass(frozen=True)
@@ -159,16 +165,22 @@ def concurrent_seconds(exchanges: Sequence[Exchange], link: NetworkLink, started
     if not exchanges:
         return 0.0
     first = exchanges[0]
-    streams = [0.0] * min(first.streams(link), first.parts * (started or len(exchanges)))
+    streams = [0.0] * int(min(first.streams(link), first.parts * (started or len(exchanges))))
     for exchange in exchanges:
         for _ in range(exchange.parts):
             heapq.heappush(streams, heapq.heappop(streams) + exchange.seconds(link))
-    return max(link.transfer_seconds(sum(exchange.sent for exchange in exchanges)), *streams)
+    return max(_least_seconds(sum(exchange.sent for exchange in exchanges), first.is_ring, link), *streams)
+
+
+def _least_seconds(sent: float, is_ring: bool, link: NetworkLink) -> float:
+    """Return the seconds until the last of `sent` bytes has arrived if a rank sends all the time. In a ring, only a part of them
+    is sent after the others' have arrived."""
+    return link.transfer_seconds(sent) + (0.0 if is_ring else link.latency_seconds)
 
 
 def slow_start_seconds(exchanges: Sequence[Exchange], link: NetworkLink, pause: float) -> float:
     """Return the seconds that TCP's slow start adds to exchanges that are started at once after a pause in seconds."""
-    at_once = exchanges[:STREAMS]  # on each connection
+    at_once = exchanges[: STREAMS if exchanges and exchanges[0].is_ring else PREFETCH + 1]  # on each connection
     return link.restart_seconds(sum(exchange.in_flight for exchange in at_once), pause) if at_once else 0.0
 
 
@@ -177,9 +189,15 @@ def sequence_seconds(messages: Sequence[BlockMessage], link: NetworkLink, in_fli
     second = _second(messages)
     if not second:
         return concurrent_seconds(_first(messages), link, in_flight)
-    # The second exchange of a block starts when the block before it is done.
-    chain = messages[0].first.seconds(link) + sum(exchange.seconds(link) for exchange in second)
-    return max(link.transfer_seconds(sum(message.sent for message in messages)), chain)
+    arrived: list[float] = []  # times at which the blocks' first exchanges arrive
+    sent: list[float] = []  # times at which their second exchanges start
+    done = 0.0
+    for index, message in enumerate(messages):
+        arrived += [done + ahead.first.seconds(link) for ahead in messages[len(arrived) : index + in_flight]]
+        for near in range(len(sent), min(index + 2, len(arrived))):  # of this block and, at the same time, the next one
+            sent.append(max([done, arrived[near], *sent[-1:]]))
+        done = max(done, sent[index] + message.second.seconds(link))
+    return max(_least_seconds(sum(message.sent for message in messages), False, link), done)
 
 
 @dataclass(frozen=True)
@@ -255,10 +273,8 @@ def round_time(
         case WaitAvoidingSection() as avoiding:
             members = avoiding.resolve_group_size(replicas) or replicas
             group = [block_message(values, members, sync.wire) for values in block_values]
-            one = replace(link, connections=1)
-            in_group = sequence_seconds(group, one) + slow_start_seconds(_first(group), one, step_seconds)
             exposed = (
-                (every - 1) * in_group
+                (every - 1) * _group_exposed(group, members, replicas, step_seconds, link)
                 + sequence_seconds(messages, link)
                 + slow_start_seconds(_first(messages), link, step_seconds)
             )
@@ -279,6 +295,19 @@ def _first(messages: Sequence[BlockMessage]) -> list[Exchange]:
 
 def _second(messages: Sequence[BlockMessage]) -> list[Exchange]:
     return [message.second for message in messages if message.second is not None]
+
+
+def _group_exposed(
+    messages: Sequence[BlockMessage], members: int, replicas: int, step_seconds: float, link: NetworkLink
+) -> float:
+    """Return the exposed seconds of a wait-avoiding average within a group. Groups change from step to step and have a connection
+    each, which is idle until its turn comes again."""
+    one = replace(link, connections=1)
+    first, second = _first(messages), _second(messages)
+    exposed = WAKE_ROUND_TRIPS * link.round_trip + concurrent_seconds(first, one) + concurrent_seconds(second, one)
+    bits = replicas.bit_length() - 1
+    turns = bits // math.gcd(bits, members.bit_length() - 1)
+    return exposed + slow_start_seconds(first, one, turns * step_seconds + (turns - 1) * exposed)
 
 
 def _fragment_exposed(

@@ -68,7 +68,7 @@ class BlockSync:
         return range(len(self.replica.blocks))
 
     def ensure_anchor(self) -> None:
-        """Take the first anchor and allocate the error-feedback buffers, as far as the method keeps them, unless they exist.
+        """Take the first anchor and allocate the error-feedback buffers, if the method keeps them and they do not exist yet.
         Replicas must be equal at the first call."""
         if self.anchors is not None and not self.anchors.is_set:
             self.anchors.snapshot()
@@ -199,9 +199,11 @@ class BlockSync:
         """
         in_flight = [self.start_reduce(index) for index in self.blocks[: PREFETCH + 1]]
         for index in self.anchors.iter_prefetched(self.blocks, momentum=True):
+            for near in in_flight[
+                index : index + 2
+            ]:  # the next block's first exchange arrives before this one's second
+                near.start_second_phase()
             mean = in_flight[index].wait()
-            if index + 1 < len(in_flight):
-                in_flight[index + 1].start_second_phase()
             if len(in_flight) < len(self.blocks):
                 in_flight.append(self.start_reduce(len(in_flight)))
             self.outer_step(index, mean, local_steps)

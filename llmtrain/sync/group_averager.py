@@ -34,6 +34,7 @@ class WakeSignal:
 
     def __init__(self, store: dist.Store):
         self._announcing, self._waiting = store, store.clone()
+        self._waiting.set_timeout(WAKE_TIMEOUT)
 
     def announce(self, iteration: int) -> None:
         """Start iteration `iteration` on all replicas, if it has not started."""
@@ -41,8 +42,9 @@ class WakeSignal:
 
     def wait(self, iteration: int) -> bool:
         """Wait until iteration `iteration` has started and return True, or return False once `end` rules it out."""
-        self._waiting.wait([_wake_key(iteration)], WAKE_TIMEOUT)
-        return self._waiting.get(_wake_key(iteration)) == b"go"
+        return (
+            self._waiting.get(_wake_key(iteration)) == b"go"
+        )  # waits for the key, without a round trip for that alone
 
     def end(self, iteration: int) -> None:
         """Announce that iteration `iteration` will never start, so that threads waiting for it return."""

@@ -142,7 +142,7 @@ class Method:
         """Adapt the state just loaded, of global step `step`, to a number of total steps that differs from the checkpoint's.
 
         A synchronous warm-up is never shorter than `step`. Once local steps have begun, the run does not return to a
-        synchronous warm-up: equal gradients would not make replicas equal again whose moments differ.
+        synchronous warm-up: equal gradients cannot make replicas equal again once their moments differ.
         """
         if self._phase != "local":
             self.period.set_warmup(max(self.period.warmup, step))

@@ -47,7 +47,7 @@ class SyncStats:
 
     @property
     def exposed_seconds(self) -> float:
-        """Return the time in which training has stood still for synchronization: waiting, messages and arithmetic."""
+        """Return the time for which training has waited for synchronization: waiting, messages and arithmetic."""
         return self._exposed.seconds
 
     @property
@@ -57,7 +57,7 @@ class SyncStats:
 
     @contextmanager
     def time_exposed(self) -> Iterator[None]:
-        """Count the enclosed code as time in which training stands still for synchronization."""
+        """Count the enclosed code as time for which training waits for synchronization."""
         with span("exposed"), self._exposed.measure():
             yield
 

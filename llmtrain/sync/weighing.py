@@ -71,8 +71,8 @@ class Weighing:
         return replica_comms.gather(row.to(replica_comms.device), "meeting for a synchronization")
 
     def agree(self, blocks: Sequence[int], gathering: PendingCollective) -> Agreement:
-        """Wait for all replicas' rows and return what follows from them for `blocks`, those of which `start` was given the
-        squares. Report the weights and anomalies."""
+        """Wait for all replicas' rows and return the agreement on `blocks`, the blocks whose squared norms `start`
+        received. Report the weights and anomalies."""
         replica_comms, report = self.block_sync.replica_comms, self.block_sync.report
         with report.time_waiting():
             gathered = gathering.wait().cpu()

@@ -102,7 +102,7 @@ def without_peer(comms: Comms, exchanges: int) -> tuple[str, bool]:
     if comms.rank == 1:
         if exchanges:
             sent = WireFormat("int8").encode(torch.ones(2, 256))
-            comms.begin("the message", 0, dist.all_to_all_single, torch.empty_like(sent), sent).wait()
+            comms.open_exchange("the message", torch.empty_like(sent)).send_parts(sent).wait()
         return "", False
     try:
         comms.all_reduce(torch.ones(300), "the message", WireFormat("int8")).wait()

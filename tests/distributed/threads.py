@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.comms import ALL_GATHER, Comms
+from llmtrain.parallel.exchanges import CollectiveExchange
 from tests.distributed import fake_engine
 from tests.distributed.fake_engine import Scenario
 from tests.distributed.trace import Trace
@@ -228,6 +229,9 @@ class ThreadComms(Comms):
         for output in outputs:
             output.fill_(torch.nan if output.is_floating_point() else torch.iinfo(output.dtype).max)
         return Work(call, self.rank, receive)
+
+    def open_exchange(self, what: str, received: torch.Tensor) -> CollectiveExchange:
+        return CollectiveExchange(self, what, received)
 
     def among(self, lists: Sequence[Sequence[int]], rank: int, axis: str, timeout_seconds: float) -> Comms:
         self._made += 1

@@ -377,4 +377,18 @@ MUTANTS = [
         '"llmtrain launch"',
         ("tests/unit/test_launch.py",),
     ),
+    Mutant(
+        "meeting: a fast rank takes the answers of an earlier start",
+        "llmtrain/parallel/roll_call.py",
+        "        if has_mine and store.get(START) == name:",
+        "        if world.rank in answers:",
+        ("tests/unit/test_gaps_launch.py",),
+    ),
+    Mutant(
+        "meeting: ranks that wait for rank 0 in vain do not name each other",
+        "llmtrain/parallel/roll_call.py",
+        "    _set(store, waiting, None)\n",
+        "",
+        ("tests/unit/test_gaps_launch.py",),
+    ),
 ]

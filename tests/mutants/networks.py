@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "prediction: bytes of messages at once take no time beyond the longest one's",
         "llmtrain/plan/network_time.py",
-        "return max(link.transfer_seconds(sum(exchange.sent for exchange in exchanges)), *streams)",
+        "return max(_least_seconds(sum(exchange.sent for exchange in exchanges), first.is_ring, link), *streams)",
         "return max(streams)",
         FORMULA,
     ),
@@ -182,8 +182,15 @@ MUTANTS = [
     Mutant(
         "network time: several connections carry no more messages at once",
         "llmtrain/plan/network_time.py",
-        "return STREAMS * (link.connections if self.is_ring else 1)",
-        "return STREAMS",
+        "return STREAMS * link.connections if self.is_ring else math.inf",
+        "return STREAMS if self.is_ring else math.inf",
+        ("tests/unit/test_network_time.py",),
+    ),
+    Mutant(
+        "network time: a group's connection is idle for one step only",
+        "llmtrain/plan/network_time.py",
+        "turns * step_seconds + (turns - 1) * exposed",
+        "step_seconds",
         ("tests/unit/test_network_time.py",),
     ),
 ]

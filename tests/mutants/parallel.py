@@ -21,9 +21,9 @@ MUTANTS = [
     ),
     Mutant(
         "comms: bytes of the first exchange count the own part",
-        "llmtrain/parallel/collectives.py",
-        "sent = (comms.size - 1) * self._sent.shape[1]",
-        "sent = comms.size * self._sent.shape[1]",
+        "llmtrain/parallel/exchanges.py",
+        "sent = (self._comms.size - 1) * parts.shape[1]",
+        "sent = self._comms.size * parts.shape[1]",
         WIRE,
     ),
     Mutant(
@@ -69,11 +69,25 @@ MUTANTS = [
         WIRE,
     ),
     Mutant(
-        "wire: rounded sums travel in a ring over gloo, too",
+        "wire: over gloo rounded sums are collectives, too",
         "llmtrain/parallel/comms.py",
-        "if self.is_gloo:  # its all-gather is a ring",
-        "if False:  # its all-gather is a ring",
-        ("tests/distributed/test_comms_wire.py",),
+        "return PeerExchange(self, what, received) if self.is_gloo else",
+        "return",
+        ("tests/distributed/test_exchanges.py",),
+    ),
+    Mutant(
+        "wire: a rank is ready for the second exchange only when it begins",
+        "llmtrain/parallel/collectives.py",
+        "        self._work = self._second.send_to_all(",
+        "        self._work = comms.open_exchange(self._what, self._gathered).send_to_all(",
+        ("tests/distributed/test_exchanges.py",),
+    ),
+    Mutant(
+        "wire: a traced message arrives when it is sent",
+        "llmtrain/parallel/exchanges.py",
+        "            self._wait_for_all()\n            on_arrival()\n",
+        "            self._wait_for_all()\n",
+        ("tests/distributed/test_exchanges.py",),
     ),
     Mutant(
         "wire: int8 has 128 levels",

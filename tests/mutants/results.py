@@ -291,4 +291,18 @@ MUTANTS = [
         "    import torch  # noqa: F401",
         ("tests/unit/test_launch.py",),
     ),
+    Mutant(
+        "comparison: each part of a trial has the whole limit",
+        "llmtrain/compare/trial.py",
+        "(self.comparison.stop_after_minutes or math.inf) - trained",
+        "(self.comparison.stop_after_minutes or math.inf)",
+        ("tests/unit/test_gaps_compare.py",),
+    ),
+    Mutant(
+        "checkpoints: the one from which the run continues is set aside, too",
+        "llmtrain/train/checkpoint_files.py",
+        "        if step_of(path) <= step:",
+        "        if step_of(path) < step:",
+        ("tests/unit/test_best_checkpoint.py",),
+    ),
 ]

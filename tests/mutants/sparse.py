@@ -68,9 +68,9 @@ MUTANTS = [
     ),
     Mutant(
         "gather: bytes count one receiver",
-        "llmtrain/parallel/comms.py",
-        "sent = (self.size - 1) * len(encoded)",
-        "sent = len(encoded)",
+        "llmtrain/parallel/exchanges.py",
+        "sent = (self._comms.size - 1) * len(part)",
+        "sent = len(part)",
         SPARSE,
     ),
     Mutant(

@@ -67,15 +67,15 @@ MUTANTS = [
     Mutant(
         "times: a message of NCCL ends when it is enqueued",
         "llmtrain/parallel/comms.py",
-        "arrived = trace.message(what, sent, in_stream)",
-        "arrived = trace.message(what, sent)",
+        'return trace.message(what, sent, self.device.type == "cuda")',
+        "return trace.message(what, sent)",
         DEVICE_TIME,
     ),
     Mutant(
         "times: a message of gloo begins when the stream has done its work",
         "llmtrain/parallel/comms.py",
-        'in_stream = self.device.type == "cuda"',
-        'in_stream = self.training_device.type == "cuda"',
+        'return trace.message(what, sent, self.device.type == "cuda")',
+        'return trace.message(what, sent, self.training_device.type == "cuda")',
         DEVICE_TIME,
     ),
     Mutant(

@@ -11,8 +11,8 @@ MUTANTS = [
     Mutant(
         "num_proc: batches are taken as they are completed",
         "llmtrain/data/tokenizing.py",
-        "yield self._result(waiting.popleft())\n        except",
-        "yield self._result(waiting.pop())\n        except",
+        "        found = self._result(waiting[0])\n        waiting.popleft()\n",
+        "        found = self._result(waiting[-1])\n        waiting.pop()\n",
         TESTS,
     ),
     Mutant(
@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant(
         "shuffle: an old checkpoint goes on in another order",
         "llmtrain/train/checkpoint.py",
-        '            check_order(state["recipe"], self.recipe, str(path))\n',
+        '        check_order(state["recipe"], self.recipe, str(path))\n',
         "",
         ("tests/distributed/test_train_text.py",),
     ),
@@ -70,5 +70,12 @@ MUTANTS = [
         'if together and [*missing] == ["validation"]:',
         "if False:",
         PROGRESS,
+    ),
+    Mutant(
+        "tokenizing: batches after one that failed are kept",
+        "llmtrain/data/tokenizing.py",
+        "        found = self._result(waiting[0])\n        waiting.popleft()\n",
+        "        found = self._result(waiting.popleft())\n",
+        ("tests/unit/test_gaps_data.py",),
     ),
 ]

@@ -1,4 +1,4 @@
-"""The analytic time for which replicas stand still, by hand."""
+"""The analytic time for which replicas wait for the network, by hand."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_hop_is_halved_so_that_latency_passes_while_the_other_half_is_sent() -
     link = NetworkLink(mbit=8.0, latency_seconds=0.05)  # 1 MB/s, round trips of 0.1 s
     assert Exchange(6e6, 6).seconds(link) == pytest.approx(6 * 1.0)
     assert Exchange(6e5, 6).seconds(link) == pytest.approx(6 * 0.15)
-    assert Exchange(6e5, 1, is_ring=False).seconds(link) == pytest.approx(0.7)
+    assert Exchange(6e5, 1, is_ring=False).seconds(link) == pytest.approx(0.65), "the receiver is ready"
     assert Exchange(0.0, 3).seconds(link) == pytest.approx(0.3)
 
 
@@ -63,8 +63,20 @@ def test_two_messages_at_once_hide_latency_but_no_bytes() -> None:
     assert concurrent_seconds([short], link) == pytest.approx(0.6) == concurrent_seconds([short] * 2, link)
     assert concurrent_seconds([short] * 3, link) == pytest.approx(1.2)
     assert concurrent_seconds([Exchange(WIRE, 6)] * 6, FAST) == pytest.approx(6 * BLOCK)
+
+
+def test_second_exchanges_of_two_blocks_are_sent_at_once() -> None:
+    """A hop takes 0.05 s. The first exchanges of three blocks arrive together, and so do the second ones of two of them."""
+    link = NetworkLink(mbit=1e6, latency_seconds=0.05)
     rounded = block_message(128_000, 4, WireSection(kind="int8"))
-    assert sequence_seconds([rounded] * 6, link) == pytest.approx(0.1 + 6 * 0.1, rel=1e-3)
+    assert concurrent_seconds([rounded.first] * 6, link) == pytest.approx(0.05, rel=1e-3)
+    for blocks, hops in enumerate([2, 2, 3, 4, 4, 5], 1):
+        assert sequence_seconds([rounded] * blocks, link) == pytest.approx(hops * 0.05, rel=1e-3)
+    assert sequence_seconds([rounded] * 6, link, in_flight=6) == pytest.approx(4 * 0.05, rel=1e-3)
+    assert sequence_seconds([rounded] * 6, link, in_flight=1) == pytest.approx(12 * 0.05, rel=1e-3)
+    slow = NetworkLink(mbit=1.0, latency_seconds=0.05)
+    assert sequence_seconds([rounded] * 6, slow) == pytest.approx(8e-6 * 6 * rounded.sent + 0.05)
+    assert concurrent_seconds([rounded.first] * 6, slow) == pytest.approx(8e-6 * 6 * rounded.first.sent + 0.05)
 
 
 def test_blocking_waits_for_all_bytes_and_for_the_agreement() -> None:
@@ -79,14 +91,13 @@ def test_several_connections_have_more_messages_on_their_way() -> None:
     short, link = Exchange(100.0, 6), NetworkLink(mbit=1e6, latency_seconds=0.05, slow_start=False, connections=2)
     assert concurrent_seconds([short] * 4, link) == pytest.approx(0.6)
     assert concurrent_seconds([short] * 4, link, started=3) == pytest.approx(1.2)
-    rounded = block_message(128_000, 4, WireSection(kind="int8"))  # on one connection
-    assert sequence_seconds([rounded] * 6, link) == pytest.approx(0.1 + 6 * 0.1, rel=1e-3)
-    assert concurrent_seconds([rounded.first] * 4, link) == pytest.approx(0.2, rel=1e-3)
+    rounded = block_message(128_000, 4, WireSection(kind="int8"))  # on one connection, which carries any number
+    assert concurrent_seconds([rounded.first] * 4, link) == pytest.approx(0.05, rel=1e-3)
     far = NetworkLink(1e6, 0.5, slow_start=False, connections=4)  # 6 blocks, 3 of them at once, 6 hops each
     assert exposed("local_sgd", far) == pytest.approx(3 + 2 * 6, rel=1e-3)
     assert exposed("synchronous", far) == pytest.approx(6, rel=1e-3)  # all of them at once
     # A step in groups of two, which have one connection each, and a step with all replicas.
-    assert exposed("wagma", far, every=2) == pytest.approx(3 * 2 + 2 * 6, rel=1e-3)
+    assert exposed("wagma", far, every=2) == pytest.approx(1.5 + 3 * 2 + 2 * 6, rel=1e-3)
     large = block_message(
         2**21, 2, WireSection(), connections=4
     ).first  # 4 MiB to the other rank in each direction, in 4 parts
@@ -176,7 +187,7 @@ def test_the_largest_values_go_to_all_in_one_exchange() -> None:
     message = block_message(4096 * 250, 4, WireSection(kind="topk", error_feedback=True))
     assert message.second is None and message.sent == 3 * 250 * 120
     link = NetworkLink(mbit=1.0, latency_seconds=0.05, slow_start=False)
-    assert message.first.seconds(link) == pytest.approx(8 * message.sent / 1e6 + 0.1)
+    assert message.first.seconds(link) == pytest.approx(8 * message.sent / 1e6 + 0.05)
 
 
 def test_a_penalty_takes_the_first_step_of_a_messages_way() -> None:
@@ -201,6 +212,24 @@ def test_a_group_is_waited_for_in_every_step_but_the_last() -> None:
     group = 6 * BLOCK * (1 / 2) / (3 / 4)
     assert found.exposed == pytest.approx(9 * group + 6 * BLOCK)
     assert found.sent == pytest.approx((9 * (1 / 2) / (3 / 4) + 1) * 6 * WIRE)
+
+
+def test_a_group_starts_slowly_when_its_turn_comes_again() -> None:
+    """Two pairs take turns among 4 replicas, so a pair's connection pauses for two steps and the other pair's average."""
+    link = NetworkLink(1e6, 0.05)
+    before = 1.5 * 0.1 + 3 * 2 * 0.1  # waking, and 6 blocks in 2 hops on 2 threads
+    window = 2 * 1_024_000 * 4 / 2
+    doublings = math.log2(1 + window / INITIAL_WINDOW) - 1
+    pause = 2 * 0.6 + before
+    assert pause // (0.1 + 0.2) < doublings
+    of_all = 3 * 6 * 0.1 + 0.1 * (0.6 // (0.1 + 0.2))
+    expected = before + 0.1 * (pause // 0.3) + of_all
+    assert exposed("wagma", link, every=2) == pytest.approx(expected, rel=1e-2)
+    # Of 8 replicas in groups of 2, three take turns; in groups of 8 there is one.
+    sync = sync_of("wagma", schedule={"kind": "wait_avoiding", "group_size": 2})
+    pause = 3 * 0.6 + 2 * before
+    found = round_time(sync, BLOCKS, 8, 0.6, 2, link).exposed - round_time(sync, BLOCKS, 8, 0.6, 1, link).exposed
+    assert found == pytest.approx(before + 0.1 * min(doublings, pause // 0.3), rel=1e-2)
 
 
 def test_one_replica_waits_for_nobody() -> None:

@@ -1,4 +1,4 @@
-"""PALSGD (Naganuma et al., arXiv 2504.18454, TMLR 2025): DiLoCo with random steps that pull towards the anchor and compute no gradient.
+"""PALSGD (Naganuma et al., arXiv 2504.18454, TMLR 2025): DiLoCo with random steps that pull toward the anchor and compute no gradient.
 
 Rule      in every local step each replica draws independently: with probability p it computes no gradient, but
           theta_n <- theta_n - (lr eta / p)(theta_n - anchor); otherwise it takes an inner step at learning rate lr / (1 - p).

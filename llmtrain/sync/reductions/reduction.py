@@ -32,7 +32,7 @@ class ReplicaWeights:
 
 
 class Reduction(ABC):
-    """Reduction that weighs replicas. Subclasses may keep statistics of earlier rounds."""
+    """Reduction that weights replicas. Subclasses may keep statistics of earlier rounds."""
 
     uses_norms = True
     """True if the weights depend on the norms of the pseudo-gradients."""

@@ -93,7 +93,7 @@ class ScheduleParts:
     block_sync: BlockSync
     period: Period
     reduction: Reduction | None
-    """Reduction that weighs replicas, or None for the plain mean."""
+    """Reduction that weights replicas, or None for the plain mean."""
     total_steps: int
     store: dist.Store | None
     """The job's key-value store."""

@@ -126,9 +126,10 @@ class BlockingSchedule(Schedule):
         if index in agreed.rolled_back:
             block_sync.reset_to_anchor([index])
             return
+        for near in (index, index + 1):  # the next block's first exchange arrives before this one's second
+            if near in self._pending:
+                self._pending[near].start_second_phase()
         mean = self._pending.pop(index).wait()
-        if index + 1 in self._pending:
-            self._pending[index + 1].start_second_phase()
         if block_sync.anchors is None:
             self._spread_squared = self._spread_squared + block_sync.squared_spread(index, mean)
             block_sync.write_parameters(index, mean)

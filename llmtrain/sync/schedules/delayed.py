@@ -17,7 +17,7 @@ class DelayedSchedule(FragmentSchedule):
     sends the fragment's pseudo-gradient, takes the outer step with the mean of those sent one turn earlier, and continues
     from the new anchor.
 
-    If the reduction weighs replicas, they start to agree on their weights at the turn, and send one step later. In rounds of
+    If the reduction weights replicas, they start to agree on their weights at the turn, and send one step later. In rounds of
     seconds, replicas wait for each other at the turn anyway, so they agree there and send at once. If all replicas were
     excluded from a block, its anchor stays as it is."""
 
@@ -66,7 +66,7 @@ class DelayedSchedule(FragmentSchedule):
 
 @build_schedule.register
 def build_delayed(section: DelayedSection, parts: ScheduleParts) -> DelayedSchedule:
-    """Return a delayed schedule. Its messages have an exchange of weights only if the reduction weighs replicas or if replicas
+    """Return a delayed schedule. Its messages have an exchange of weights only if the reduction weights replicas or if replicas
     take different numbers of steps."""
     exchanges = parts.reduction is not None or parts.period.is_timed
     weighing = Weighing(parts.block_sync, parts.reduction) if exchanges else None

@@ -85,7 +85,7 @@ class FragmentSchedule(Schedule):
             self.weighing.reduction.load_state_dict(state["penalty"])
             if "lengths" not in state and any(tensor is not None for tensor in tensors["arriving"]):
                 raise CheckpointError(
-                    "the checkpoint is of an earlier version and has a weighed mean in flight, without the length that it is to have; "
+                    "the checkpoint is of an earlier version and has a weighted mean in flight, without its target norm; "
                     "continue it with that version, or from another checkpoint"
                 )
         nothing: BlockTensors = [None] * len(self.block_sync.blocks)

@@ -18,7 +18,7 @@ class OverlappedSchedule(FragmentSchedule):
     """Overlapped synchronization of fragments. At a fragment's turn, every replica sends the fragment's pseudo-gradient.
     `section.steps` local steps later, it takes the outer step and mixes its parameters with the new anchor.
 
-    If the reduction weighs replicas, they start to agree on their weights at the turn, and send one step later. A replica that
+    If the reduction weights replicas, they start to agree on their weights at the turn, and send one step later. A replica that
     is excluded from a block sets it to the new anchor, as if alpha were 0: its own parameters may be NaN, or far away."""
 
     def __init__(self, block_sync: BlockSync, period: Period, section: OverlappedSection, weighing: Weighing | None):

@@ -1,0 +1,120 @@
+"""Exchanges of rounded and sparse messages, in which every rank sends a part to every other rank.
+
+gloo sends a message once it has heard that its receiver is ready. In gloo's own all-to-all, a rank says so after it has handed over
+what it sends itself, so this word waits in the queue behind those bytes. On a slow network it comes so late that the link
+is idle for a fifth of the time, and on a long one every exchange takes a round trip. Over gloo an exchange therefore
+consists of messages between two ranks, and all of its receives are posted before anything is computed or sent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from llmtrain.parallel.comms import Comms
+
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""All-gather into one tensor. torch 2.13 has renamed it, and its old name warns."""
+
+TAGS = range(1 << 29, 1 << 30)
+"""Tags of messages between two ranks. Those of users' own messages on the same group are hardly that large."""
+
+
+class CollectiveExchange:
+    """Exchange by a collective of the backend. Its parts arrive in `received`, [ranks, bytes], by the rank that sends them."""
+
+    def __init__(self, comms: Comms, what: str, received: torch.Tensor):
+        """Prepare to receive. `what` is the label in errors and traces. All ranks create their exchanges in the same order."""
+        self._comms, self._what, self._received = comms, what, received
+
+    def send_parts(self, parts: torch.Tensor) -> dist.Work:
+        """Send row r of `parts`, [ranks, bytes], to each rank r. Return the work that fills `received`."""
+        sent = (self._comms.size - 1) * parts.shape[1]
+        return self._comms.begin(self._what, sent, dist.all_to_all_single, self._received, parts)
+
+    def send_to_all(self, part: torch.Tensor) -> dist.Work:
+        """Send the flat bytes `part` to all ranks. Return the work that fills `received`."""
+        sent = (self._comms.size - 1) * len(part)
+        return self._comms.begin(self._what, sent, ALL_GATHER, self._received.view(-1), part)
+
+
+class PeerExchange:
+    """Exchange over gloo by messages between two ranks. Creating it posts the receives."""
+
+    def __init__(self, comms: Comms, what: str, received: torch.Tensor):
+        """Take the arguments of CollectiveExchange."""
+        self._comms, self._what, self._received = comms, what, received
+        self._tag = TAGS[next(comms.exchanges) % len(TAGS)]
+        peers = [(comms.rank - distance) % comms.size for distance in range(1, comms.size)]
+        self._receiving = self._started(
+            lambda: [dist.irecv(received[peer], group=comms.group, group_src=peer, tag=self._tag) for peer in peers]
+        )
+
+    def send_parts(self, parts: torch.Tensor) -> PeerWork:
+        """Do what CollectiveExchange does."""
+        return self._send(list(parts))
+
+    def send_to_all(self, part: torch.Tensor) -> PeerWork:
+        """Do what CollectiveExchange does."""
+        return self._send([part] * self._comms.size)
+
+    def _send(self, parts: Sequence[torch.Tensor]) -> PeerWork:
+        comms = self._comms
+        on_arrival = comms.note_message(self._what, sum(map(len, parts)) - len(parts[comms.rank]))
+        self._received[comms.rank].copy_(parts[comms.rank])
+        peers = [(comms.rank + distance) % comms.size for distance in range(1, comms.size)]
+        sending = self._started(
+            lambda: [dist.isend(parts[peer], group=comms.group, group_dst=peer, tag=self._tag) for peer in peers]
+        )
+        return PeerWork([*self._receiving, *sending], parts, on_arrival)
+
+    def _started(self, start: Callable[[], list[dist.Work]]) -> list[dist.Work]:
+        try:
+            return start()
+        except RuntimeError as error:
+            raise self._comms.failure(self._what, error) from error
+
+
+class PeerWork:
+    """Messages of an exchange with every other rank, in flight."""
+
+    def __init__(
+        self, works: Sequence[dist.Work], parts: Sequence[torch.Tensor], on_arrival: Callable[[], None] | None
+    ):
+        """Keep `parts` alive until they are sent. `on_arrival`, if given, is called once all messages have arrived."""
+        self._works, self._parts = works, parts
+        self._is_complete = False
+        self._watched: Future[None] | None = None
+        if on_arrival is not None:  # gloo tells only those who wait
+            self._watched = Future()
+            threading.Thread(target=self._watch, args=(on_arrival,), name="message", daemon=True).start()
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` has returned. gloo does not say earlier whether the messages have arrived."""
+        return self._is_complete
+
+    def wait(self) -> None:
+        """Wait for all messages. Raises RuntimeError, as other work of gloo does, if a peer died or was too late."""
+        if self._watched is not None:
+            self._watched.result()
+        else:
+            self._wait_for_all()
+        self._is_complete = True
+
+    def _wait_for_all(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def _watch(self, on_arrival: Callable[[], None]) -> None:
+        try:
+            self._wait_for_all()
+            on_arrival()
+            self._watched.set_result(None)
+        except BaseException as error:  # the training thread raises it in `wait`
+            self._watched.set_exception(error)
