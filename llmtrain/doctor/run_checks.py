@@ -45,7 +45,8 @@ from llmtrain.parallel.build_engine import replica_backend
 from llmtrain.parallel.mesh import local_device, open_mesh
 from llmtrain.parallel.network import Networks, check_localhost
 from llmtrain.parallel.public_network import ADVICE, NodeAddress, find_unencrypted
-from llmtrain.parallel.rendezvous import Rendezvous, format_ranks, gather_over_store, rendezvous
+from llmtrain.parallel.rendezvous import Rendezvous, rendezvous
+from llmtrain.parallel.roll_call import format_ranks, gather_over_store
 from llmtrain.parallel.world import World, node_name
 from llmtrain.plan.memory import Memory, estimate
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM, choose_mesh, plan_mesh
@@ -310,7 +311,8 @@ class ClusterCheck:
             replicas, shards, _ = choose_mesh(parallel, self.peers.nodes, False, lambda shards: True)
         else:
             parallel, replicas, shards = self.recipe.parallel, plan.replicas, plan.shards
-            if plan.size is not None and replicas > 1:
+            # A rank may not find the recipe's tokenizer or model on its host.
+            if all(self._gather("size", plan.size is not None)) and replicas > 1:
                 bytes_a_round = round_bytes(self.recipe, plan.size, replicas, shards)
         backend = replica_backend(parallel)
         with open_mesh(

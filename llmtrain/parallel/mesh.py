@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from llmtrain.config import ParallelSection
-from llmtrain.errors import RecipeError, TrainingError, UserError
+from llmtrain.errors import RecipeError, TrainingError, UserError, one_line
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.connections import connections_for, longest_round_trip
 from llmtrain.parallel.network import Networks, using_interface
@@ -58,13 +59,15 @@ class Mesh:
 
     def broadcast_from_main(self, ask: Callable[[], T]) -> T:
         """Call `ask` on the main rank and return its result on every rank. A UserError or TrainingError that it raises is raised
-        on every rank. A collective of all ranks."""
+        on every rank, and an OSError as a TrainingError. A collective of all ranks."""
         answer: T | UserError | TrainingError | None = None
         if self.is_main:
             try:
                 answer = ask()
             except (UserError, TrainingError) as error:
                 answer = error
+            except OSError as error:
+                answer = TrainingError(f"rank 0 on {socket.gethostname()}: {one_line(error)}")
         answer = self.all_ranks.broadcast_object(answer, "hearing from rank 0")
         if isinstance(answer, UserError | TrainingError):
             raise answer

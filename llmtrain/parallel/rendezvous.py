@@ -1,21 +1,18 @@
 """Rendezvous of ranks: a store that all ranks reach, a roll call that names the missing ranks, and a check that ranks
 can connect to each other.
 
-Every wait ends within `run.timeout_seconds` plus GRACE_SECONDS, and every present rank reports the same missing
-ranks.
+Every wait ends within `run.timeout_seconds` plus the roll call's GRACE_SECONDS.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,12 +30,9 @@ from llmtrain.parallel.network import (
     network_stack,
 )
 from llmtrain.parallel.public_network import NodeAddress, find_unencrypted
+from llmtrain.parallel.roll_call import format_ranks, gather_over_store, open_roll_call
 from llmtrain.parallel.world import World, master_endpoint, node_name, ranks_per_device, slurm_step
 from llmtrain.waiting import announced
-
-GRACE_SECONDS = 3.0
-"""Seconds that all ranks but rank 0 wait beyond the timeout, until rank 0 names the missing ranks. Rank 0 then stays for up to
-the same time, so that they can read its answer."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +99,7 @@ def rendezvous(
     on_gpu, network = torch.cuda.is_available(), network_stack()
     sharing = ranks_per_device(world) if on_gpu else 1
     mine = RankInfo(node_name(), host, address_towards(address), available, refusal, on_gpu, network, sharing)
-    told = gather_over_store(store, world, "at the start", asdict(mine), deadline - time.monotonic())
+    store, told = open_roll_call(store, world, asdict(mine), deadline - time.monotonic())
     ranks = [RankInfo(**rank_info) for rank_info in told]
     for rank, rank_info in enumerate(ranks):
         if rank_info.refusal:
@@ -116,66 +110,6 @@ def rendezvous(
         reachable = (other for other in elsewhere if other is not None and not is_loopback(other))
         networks = given.with_default_route(*reachable, address)  # rank 0's address last, in case no other is known
     return Rendezvous(store, ranks, networks, given)
-
-
-def gather_over_store(store: dist.Store, world: World, when: str, mine: Any, timeout_seconds: float) -> list[Any]:
-    """Return every rank's `mine`, a JSON value, by rank. A collective of all ranks, through the store.
-
-    `when` names this roll call in the store and in messages. Raises a TrainingError that names the missing ranks, on every
-    present rank, or one on this rank if it loses the store.
-    """
-    started = time.monotonic()
-    key, where = f"llmtrain/{when}", ":".join(master_endpoint())
-    keys = [f"{key}/{rank}" for rank in range(world.size)]
-    try:
-        store.set(keys[world.rank], json.dumps([socket.gethostname(), mine]))
-        if world.rank == 0:
-            with announced(f"the other {world.size - 1} ranks {when}", timeout_seconds, RANKS_QUIET_SECONDS):
-                _wait(store, keys, timeout_seconds)
-            store.set(f"{key}/told", json.dumps(_present(store, keys)))
-            came = {int(rank) for rank in json.loads(store.get(f"{key}/told"))}
-            _wait(store, [f"{key}/heard/{rank}" for rank in came - {0}], GRACE_SECONDS)
-        else:
-            _wait(store, [f"{key}/told"], timeout_seconds + GRACE_SECONDS)
-        told = store.get(f"{key}/told") if store.check([f"{key}/told"]) else json.dumps(_present(store, keys))
-        if world.rank != 0:
-            store.set(f"{key}/heard/{world.rank}", "")
-    except dist.DistError as error:
-        raise TrainingError(
-            f"rank {world.rank} on {socket.gethostname()} lost the store at {where} in the roll call {when}: "
-            f"{first_line(error)}; rank 0, or the launcher on its host, has ended"
-        ) from error
-    answers = {int(rank): answer for rank, answer in json.loads(told).items()}
-    if missing := sorted(set(range(world.size)) - answers.keys()):
-        hosts = {rank: host for rank, (host, _) in answers.items()}
-        waited = time.monotonic() - started
-        raise TrainingError(missing_ranks_message(missing, hosts, world, when, waited))
-    return [answers[rank][1] for rank in range(world.size)]
-
-
-def missing_ranks_message(missing: Sequence[int], hosts: dict[int, str], world: World, when: str, waited: float) -> str:
-    """Return one line that names the `missing` ranks and, by host, the ranks in `hosts`, after `waited` seconds."""
-    present: dict[str, list[int]] = {}
-    for rank, host in sorted(hosts.items()):
-        present.setdefault(host, []).append(rank)
-    there = ", ".join(f"{format_ranks(ranks)} on {host}" for host, ranks in present.items())
-    where = ":".join(master_endpoint())
-    return (
-        f"{format_ranks(missing)} of {world.size} did not answer the roll call {when} at {where} within {waited:.0f} s "
-        f"(run.timeout_seconds), only {there}; see the output of those who are missing: not started, ended, or no way to {where}"
-    )
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as text, such as `rank 3` or `ranks 1, 4-7`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {', '.join(parts)}"
 
 
 def _check_devices(ranks: Sequence[RankInfo]) -> None:
@@ -193,16 +127,13 @@ def _check_devices(ranks: Sequence[RankInfo]) -> None:
         )
 
 
-def _attempt(world: World) -> str:
-    """Return a prefix of the store's keys that separates this start of the ranks from earlier ones.
+def job_prefix(world: World) -> str:
+    """Return a prefix of the store's keys that separates this job from others that use the same store.
 
-    A launcher that restarts its ranks may keep the store. torchrun counts restarts after a failure. It does not count
-    those after a node has left or joined, but these change the number of ranks. The Slurm step is in the prefix only if
-    Slurm numbers the ranks, because only then are all of them in one step.
+    The Slurm step is in it only if Slurm numbers the ranks, because only then are all of them in one step.
     """
-    run, restarts = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
     step = "" if "RANK" in os.environ else slurm_step()
-    return f"{run}/{restarts}/{step}/{world.size}"
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{step}/{world.size}"
 
 
 def _open_store(world: World, address: str, port: str, timeout_seconds: float) -> dist.Store:
@@ -221,7 +152,7 @@ def _open_store(world: World, address: str, port: str, timeout_seconds: float) -
                 wait_for_workers=False,
                 multi_tenant=True,
             )
-        return dist.PrefixStore(_attempt(world), store)
+        return dist.PrefixStore(job_prefix(world), store)
     except (dist.DistError, ValueError) as error:
         who = f"rank {world.rank} of {world.size} on {socket.gethostname()}"
         if leads:
@@ -233,22 +164,6 @@ def _open_store(world: World, address: str, port: str, timeout_seconds: float) -
             f"{who} could not reach rank 0, where ranks meet, at {address}:{port} within {timeout_seconds:.0f} s: "
             f"{first_line(error)}; check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and what lies between the hosts"
         ) from error
-
-
-RANKS_QUIET_SECONDS = 10.0
-"""Seconds that rank 0 waits silently, because ranks that a launcher starts together do not take equally long to import."""
-
-
-def _wait(store: dist.Store, keys: list[str], seconds: float) -> None:
-    """Wait until the keys exist or `seconds` have passed. The caller checks which of them exist."""
-    try:
-        store.wait(keys, timedelta(seconds=max(seconds, 1e-3)))
-    except dist.DistStoreError:
-        return
-
-
-def _present(store: dist.Store, keys: list[str]) -> dict[int, list]:
-    return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
 
 
 PATIENCE_SECONDS = 10.0
@@ -337,6 +252,6 @@ def _failure(
                 break
     return reason and (
         f"rank {rank} on {me.host} ({mine[0]}, {mine[1]}) does not reach rank {peer} on {other.host} ({theirs[0]}, "
-        f"{theirs[1]}): {reason}; give parallel.{axis}_network a card that reaches all hosts, open TCP "
+        f"{theirs[1]}): {reason}; give parallel.{axis}_network an interface that reaches all hosts, open TCP "
         f"ports {theirs[3]} of {other.host}, or join the hosts by a VPN (launch/two_sites.md)"
     )

@@ -73,7 +73,9 @@ def test_an_interface_that_leads_nowhere(three):
         assert line.startswith(
             "error: rank 0 on host0 (lo, 127.0.0.1) does not reach rank 1 on host1 (lo, 127.0.0.1): "
         )
-        assert "loopback leads to no other host; give parallel.replica_network a card that reaches all hosts" in line
+        assert (
+            "loopback leads to no other host; give parallel.replica_network an interface that reaches all hosts" in line
+        )
 
 
 def test_an_interface_whose_cable_is_out(three):

@@ -186,7 +186,7 @@ def test_a_recipe_that_fits(tmp_path):
     found, plan = fit(loaded, ["a"] * 4, [4 * GIB] * 4)
     assert levels(found) == ["ok"] * 5
     assert found[0].what == "mesh: 2 replicas x 2 shards (no GPU: parallel.on_cpu)"
-    assert found[2].what.startswith("traffic between replicas: 7.6 MB from each of 2 replicas a round")
+    assert found[2].what.startswith("traffic between replicas: 7.6 MB from each of 2 replicas per round")
     assert (plan.replicas, plan.shards) == (2, 2)
     # A round's ring all-reduce sends 2 (N-1)/N of 4 bytes a parameter, split over the ranks of a replica.
     assert round_bytes(loaded, plan.size, 2, 2) == 2 * (1 / 2) * 4 * plan.size.parameters / 2

@@ -6,9 +6,9 @@ import importlib
 import os
 import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 
 import pytest
 import torch.distributed as dist
@@ -20,9 +20,11 @@ from llmtrain.errors import DONE, FAILED, DataError, RecipeError, TrainingError,
 from llmtrain.launch import node_rendezvous
 from llmtrain.launch.attempts import NodeExit
 from llmtrain.launch.node_rendezvous import NodeRendezvous
+from llmtrain.parallel import roll_call
 from llmtrain.parallel.comms import Comms, is_lost_peer
 from llmtrain.parallel.network import Networks, unused_port
-from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, check_connectivity, gather_over_store, rendezvous
+from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, check_connectivity, job_prefix, rendezvous
+from llmtrain.parallel.roll_call import gather_over_store
 from llmtrain.parallel.world import World
 from tests.unit.test_launch import Meeting as Launchers
 
@@ -67,50 +69,88 @@ def test_a_single_process_hears_at_once_why_it_can_not_train(monkeypatch: pytest
         rendezvous(World(0, 1, 0, 1), ParallelSection(), no_gpu, 20)
 
 
-@pytest.mark.usefixtures("meeting_point")
+@pytest.fixture
+def agents_store(meeting_point: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.TCPStore]:
+    """The store of a torchrun agent, which outlives its ranks."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    yield dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+
+
+def come(world: World, timeout_seconds: float = 20) -> Rendezvous:
+    return rendezvous(world, ParallelSection(), lambda: float(world.rank), timeout_seconds)
+
+
+@pytest.mark.usefixtures("agents_store")
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_torchrun_starts_again_meet_anew_in_the_same_store(
-    monkeypatch: pytest.MonkeyPatch, ranks: int
+def test_ranks_that_are_started_again_do_not_meet_those_of_an_earlier_start(ranks: int) -> None:
+    assert errors_of(2, come) == [None] * 2
+    with pytest.raises(TrainingError, match=r"^ranks? 1"):
+        come(World(0, ranks, 0, 1), 0.2)
+
+
+@pytest.mark.parametrize("earlier", ["complete", "without rank 1", "begun"])
+def test_a_rank_that_is_faster_than_rank_0_leaves_an_earlier_start(
+    monkeypatch: pytest.MonkeyPatch, agents_store: dist.TCPStore, earlier: str
 ) -> None:
-    """With as many ranks it counts the restart, with more or fewer it does not."""
+    if earlier == "complete":
+        assert errors_of(2, come) == [None] * 2
+    elif earlier == "without rank 1":
+        with pytest.raises(TrainingError, match=r"^rank 1 of 2"):
+            come(World(0, 2, 0, 1), 0.01)
+    else:  # rank 0 has ended before it told anything
+        dist.PrefixStore(job_prefix(World(0, 2, 0, 1)), agents_store).set(roll_call.START, "earlier")
+    has_looked = threading.Event()
+
+    def watched(look: Callable) -> Callable:
+        def looking(store: dist.Store, *arguments: object) -> object:
+            if arguments[0] != [roll_call.START]:  # the first wait, before a name is known
+                has_looked.set()
+            return look(store, *arguments)
+
+        return looking
+
+    for name in ("_read_answers", "_wait"):
+        monkeypatch.setattr(roll_call, name, watched(getattr(roll_call, name)))
 
     def meet(world: World) -> Rendezvous:
-        return rendezvous(world, ParallelSection(), lambda: 1.0, 0.2 if again else 20)
+        assert world.rank or has_looked.wait(20)
+        return come(world)
 
-    again = False
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
     assert errors_of(2, meet) == [None] * 2
-    again = True
-    if ranks == 2:
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(TrainingError, match=r"^ranks? 1"):
-        meet(World(0, ranks, 0, 1))
-    del store
 
 
-@pytest.mark.usefixtures("meeting_point")
+@pytest.mark.usefixtures("agents_store")
+def test_ranks_that_wait_for_rank_0_in_vain_name_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "GRACE_SECONDS", 0.1)
+    with ThreadPoolExecutor(2) as pool:
+        coming = [pool.submit(come, World(rank, 4, 0, 1), 0.3) for rank in (1, 3)]
+    for one in coming:
+        assert str(one.exception()).startswith("ranks 0, 2 of 4 did not answer the roll call at the start")
+        assert f"only ranks 1, 3 on {socket.gethostname()}" in str(one.exception())
+
+
+@pytest.mark.usefixtures("agents_store")
 @pytest.mark.parametrize("numbered_by", ["Slurm", "hand"])
 def test_ranks_of_two_slurm_steps_are_not_of_one_run_unless_they_are_numbered_by_hand(
     monkeypatch: pytest.MonkeyPatch, numbered_by: str
 ) -> None:
-    def come(rank: int, step: str) -> Rendezvous:
-        monkeypatch.setenv("SLURM_STEP_ID", step)
-        if numbered_by == "hand":
-            monkeypatch.setenv("RANK", str(rank))
-        return rendezvous(World(rank, 2, 0, 1), ParallelSection(), lambda: 1.0, 0.1)
+    step = threading.local()
+
+    def come_in_a_step(world: World) -> Rendezvous:
+        step.of_rank = str(world.rank)
+        return come(world, 20 if numbered_by == "hand" else 0.2)
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("llmtrain.parallel.rendezvous.GRACE_SECONDS", 0.1)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
-    with pytest.raises(TrainingError, match=r"^rank 0 of 2 did not answer"):
-        come(1, "1")
-    with nullcontext() if numbered_by == "hand" else pytest.raises(TrainingError, match=r"^rank 1 of 2 did not answer"):
-        come(0, "0")
-    del store
+    if numbered_by == "hand":
+        monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("llmtrain.parallel.rendezvous.slurm_step", lambda: step.of_rank)
+    monkeypatch.setattr(roll_call, "GRACE_SECONDS", 0.1)
+    errors = errors_of(2, come_in_a_step)
+    if numbered_by == "hand":
+        assert errors == [None] * 2
+    else:
+        for rank, error in enumerate(errors):
+            assert str(error).startswith(f"rank {1 - rank} of 2 did not answer")
 
 
 @pytest.mark.usefixtures("meeting_point")

@@ -28,7 +28,8 @@ from llmtrain.parallel.network import (
     interface_of,
     using_interface,
 )
-from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, format_ranks, rendezvous
+from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, rendezvous
+from llmtrain.parallel.roll_call import format_ranks
 from llmtrain.parallel.world import SHARE_GPU, World, ranks_per_device
 from llmtrain.recipe_loader import load_recipe
 
@@ -123,7 +124,7 @@ def told(monkeypatch: pytest.MonkeyPatch, *places: RankInfo) -> None:
     monkeypatch.setenv("MASTER_PORT", "4711")
     monkeypatch.setattr("llmtrain.parallel.rendezvous._open_store", lambda *_: None)
     monkeypatch.setattr(
-        "llmtrain.parallel.rendezvous.gather_over_store", lambda *_: [asdict(place) for place in places]
+        "llmtrain.parallel.rendezvous.open_roll_call", lambda *_: (None, [asdict(place) for place in places])
     )
     monkeypatch.setattr("llmtrain.parallel.rendezvous.node_name", lambda: "a")
     monkeypatch.setattr("llmtrain.parallel.network.interface_of", lambda address: "ens5")
