@@ -111,6 +111,7 @@ def load_suite(name: str, key: str = "--suite") -> tuple[str, Suite, list[Path]]
     if not (suite.tasks or suite.texts or suite.samples):
         raise SuiteError(f"{path}: has nothing to evaluate; give it tasks, texts or samples")
     names = [task.task for task in suite.tasks] + [text.name for text in suite.texts]
+    names += ["samples"] if suite.samples else []
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise SuiteError(f"{path}: {twice} is there twice; leave one out, or put it into another suite")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -74,6 +75,8 @@ class LatestStepWorker:
         while step is not None:
             try:
                 self._work(step)
+            except Exception:  # a later step may succeed
+                traceback.print_exc()
             finally:
                 with self._lock:  # once it is released with no step running, `submit` starts another thread
                     step = self._running = self._waiting

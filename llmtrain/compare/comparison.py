@@ -125,7 +125,8 @@ class TargetSection(Section):
     """Validation loss that the runs race to."""
 
     loss: PositiveFloat | None = None
-    """Nats per token; `null`: the baseline's final loss under the same condition."""
+    """Nats per token, or bits per byte if the runs' tokenizers differ; `null`: the baseline's final loss under the same
+    condition."""
 
 
 class BenchmarkSection(Section):

@@ -22,7 +22,7 @@ from llmtrain.compare.report import seconds, write_report
 from llmtrain.compare.results import TrialRecord, TrialState, load_trials
 from llmtrain.compare.trial import TrialRun
 from llmtrain.config import Recipe
-from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, UserError
+from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, UserError, one_line
 from llmtrain.files import read_mapping
 from llmtrain.launch.nodes import DEFAULT_PORT
 from llmtrain.machine_check import check_machine
@@ -49,10 +49,12 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     planned = trials(comparison, file)
     recipes = [_checked(one, comparison) for one in planned]
     folder = Path(comparison.out_dir) / comparison.name
-    lock = lock_folder(folder, "give the other comparison another `name:`")
+    with _writing(folder):
+        lock = lock_folder(folder, "give the other comparison another `name:`")
     repeated = (None, TrialState.FAILED) if retry else (None,)
     missing = [pair for pair in zip(planned, recipes, strict=True) if _state(pair[0]) in repeated]
-    _open(folder, comparison)
+    with _writing(folder):
+        _open(folder, comparison)
     for one, recipe in zip(planned, recipes, strict=True):
         if _state(one) not in repeated and (changed := _differences(one, recipe, comparison, shaping)):
             raise _of_another_version(folder, f"{one.condition} · {one.run} · seed {one.seed}: {changed[0]}")
@@ -95,6 +97,15 @@ def _checked(planned: TrialSpec, comparison: Comparison) -> Recipe:
         return load_recipe(planned.recipe, planned.overrides)
     except UserError as error:
         raise type(error)(f"runs.{planned.run}: {error}") from None
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn an OSError into a RecipeError that names the key of the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise RecipeError(f"out_dir: {folder} can't be written ({one_line(error)}); give another folder") from error
 
 
 def _open(folder: Path, comparison: Comparison) -> None:

@@ -49,9 +49,10 @@ class TrialRun:
         shutil.rmtree(planned.directory, ignore_errors=True)  # of an interrupted trial, whose times can't be continued
         planned.directory.mkdir(parents=True)
         before = [(host.sent(), host.received()) for host in self.hosts]
-        started = time.monotonic()
+        started, trained = time.monotonic(), 0.0
         for stage in planned.stages:
-            state, exit_codes, last_lines = self._run_stage(stage)
+            state, exit_codes, last_lines, seconds = self._run_stage(stage, trained)
+            trained += seconds
             if state is not None:
                 break
         record = TrialRecord(
@@ -71,8 +72,9 @@ class TrialRun:
         atomic_write(planned.directory / "trial.json", record.model_dump_json(indent=2) + "\n")
         return record
 
-    def _run_stage(self, stage: Stage) -> tuple[TrialState | None, list[int | None], list[str]]:
-        """Train on the first hosts, and kill those that hang. Return (state, exit codes, last lines).
+    def _run_stage(self, stage: Stage, trained: float) -> tuple[TrialState | None, list[int | None], list[str], float]:
+        """Train on the first hosts, and kill those that hang. `trained` has the seconds of the stages before. Return (state, exit
+        codes, last lines, seconds of training).
 
         The state is None if the next stage continues the run, which is never the case after the last one. Hosts have
         `patience` seconds to log a first line, and to end after the first failure or the request to stop.
@@ -83,7 +85,7 @@ class TrialRun:
         faults = Faults(seed=self.planned.seed, hosts=len(hosts), delays=condition.delays, garbage=condition.garbage)
         events = host_events(condition, self.hosts)
         patience = self.recipe.run.timeout_seconds + START_SECONDS
-        time_limit, last_step = 60 * (self.comparison.stop_after_minutes or math.inf), stage.until or math.inf
+        time_limit, last_step = 60 * (self.comparison.stop_after_minutes or math.inf) - trained, stage.until or math.inf
         earlier = step_of(metrics)
         processes = [self._start(host, number, stage, faults) for number, host in enumerate(hosts)]
         must_end_at = time.monotonic() + patience
@@ -110,14 +112,15 @@ class TrialRun:
         for pause in condition.pauses:
             self.hosts[pause.host].resume()
         codes = [process.returncode for process in processes]
+        seconds = 0.0 if began is None else time.monotonic() - began
         if any(code != DONE for code in codes):
             if stopped_at is not None and read_mapping(directory / "summary.json").get("stopped") == "signal":
-                return None if stopped_at >= last_step else TrialState.STOPPED, codes, []
-            return TrialState.FAILED, codes, _last_lines(directory / f"{hosts[first_failed or 0].name}.log")
+                return None if stopped_at >= last_step else TrialState.STOPPED, codes, [], seconds
+            return TrialState.FAILED, codes, _last_lines(directory / f"{hosts[first_failed or 0].name}.log"), seconds
         if stage.until is not None:
             reason = f"the run ended before it was stopped for its restart after step {stage.until}; train more steps"
-            return TrialState.FAILED, codes, [reason]
-        return TrialState.DONE, codes, []
+            return TrialState.FAILED, codes, [reason], seconds
+        return TrialState.DONE, codes, [], seconds
 
     def _start(self, host: Host, number: int, stage: Stage, faults: Faults) -> subprocess.Popen:
         """Start torchrun on a host: one CPU thread per rank, and no GPU, because hosts would all share the same one."""

@@ -24,7 +24,7 @@ from llmtrain.config import DataSection
 from llmtrain.data.dataset import read_index
 from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.data.stream import STATUS, write_status
-from llmtrain.errors import STOPPED_EARLY, DataError, exit_with_status
+from llmtrain.errors import STOPPED_EARLY, DataError, exit_with_status, one_line
 from llmtrain.waiting import announced
 
 COMMAND = (sys.executable, "-m", "llmtrain.data.background")
@@ -112,15 +112,22 @@ class BackgroundTokenizer:
             attempts, before = (attempts + 1 if tokens == before else 1), tokens
             error = self._explain(code, list(lines))
             if attempts >= ATTEMPTS:
-                self.problem = f"{error} (attempt {attempts} without new text)"
-                with suppress(OSError):  # the disk may be full; waiting ranks then time out, because no text is added
-                    write_status(self.directory, error=self.problem)
+                self._give_up(f"{error} (attempt {attempts} without new text)")
                 return
             print(f"{error}; the tokenizer is started again", file=sys.stderr, flush=True)
             with self._lock:
                 if self._is_over:
                     return
-                self._start()
+                try:
+                    self._start()
+                except OSError as no_process:
+                    self._give_up(f"{error}; it can't be started again ({one_line(no_process)})")
+                    return
+
+    def _give_up(self, problem: str) -> None:
+        self.problem = problem
+        with suppress(OSError):  # the disk may be full; waiting ranks then time out, because no text is added
+            write_status(self.directory, error=problem)
 
     def _tokens(self) -> int:
         with suppress(DataError):

@@ -279,17 +279,19 @@ def read_index(directory: Path) -> Index:
 
 
 def check_shard(directory: Path, index: Index, shard: Shard) -> None:
-    """Raise DataError if the file of a shard is missing, of another size, or has another header."""
+    """Raise DataError if the file of a shard is missing, can't be read, is of another size, or has another header."""
     path, remedy = directory / shard.name, f"delete {directory} and prepare again"
     if not os.path.isfile(path):  # False also for a name that is too long
         raise DataError(f"{path}: no such file; expected {shard.bytes} bytes; {remedy}")
-    if (size := path.stat().st_size) != shard.bytes:
-        raise DataError(f"{path}: {size} bytes found, {shard.bytes} expected; {remedy}")
-    if shard.offset is not None:  # its header was read when this index was written
-        return
     try:
+        if (size := path.stat().st_size) != shard.bytes:
+            raise DataError(f"{path}: {size} bytes found, {shard.bytes} expected; {remedy}")
+        if shard.offset is not None:  # its header was read when this index was written
+            return
         array = np.load(path, mmap_mode="r")
         found = f"{array.dtype.str} {array.shape}"
+    except OSError as error:
+        raise DataError(f"{path}: can't be read ({one_line(error)})") from None
     except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # NumPy parses the header as Python
         found = one_line(error)
     if found != (expected := f"{index.dtype} {(shard.tokens,)}"):

@@ -93,7 +93,7 @@ def _post(store: dist.Store, key: str, tokens: GrowingTokens, closed: threading.
             if tokens.is_complete and start >= len(tokens):
                 return
             closed.wait(POLL_SECONDS)
-    except DataError as error:
+    except (DataError, OSError, ValueError) as error:
         store.set(key, json.dumps({"error": f"{socket.gethostname()}: {error}"}))
     except dist.DistError:  # the store is gone; this rank's next collective says why
         return

@@ -31,6 +31,14 @@ class MixedShards:
         """Return the largest number of tokens that the sequence can ever have: here its length, because it does not grow."""
         return len(self)
 
+    def wait_for(self, tokens: int) -> int:
+        """Return the number of tokens at once, because all of them exist."""
+        return len(self)
+
+    def is_waiting(self, seconds: float) -> bool:
+        """Return False, because no reader ever waits for text to be tokenized."""
+        return False
+
     def window(self, start: int, length: int) -> np.ndarray:
         """Return the sample of `length` tokens at `start`, which must be the start of a sample."""
         text = int(np.searchsorted(self._starts, start, side="right")) - 1

@@ -152,8 +152,9 @@ def _downloaded(name: str) -> PreTrainedTokenizerBase | None:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError):
+        with panics_as_errors():
+            return AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except Exception:  # not there, or damaged; the hub may have it
         return None
 
 
@@ -164,7 +165,9 @@ def _load_hub(name: str) -> PreTrainedTokenizerBase:
         return tokenizer
     require(name, "model", key="data.tokenizer", instead=INSTEAD_OF_HUB)
     try:
-        with announced(f"the Hugging Face hub to send the tokenizer {name}"):
+        with announced(f"the Hugging Face hub to send the tokenizer {name}"), panics_as_errors():
             return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise DataError(f"data.tokenizer: {name}: {first_line(error)}") from None
+    except Exception as error:
+        raise DataError(f"data.tokenizer: {name}: can't be loaded ({reason(error)})") from None

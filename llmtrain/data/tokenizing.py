@@ -130,19 +130,27 @@ class BatchTokenizer:
 
     def in_order(self, batches: Iterable[tuple[Batch, Place]]) -> Iterator[tuple[dict[Split, Part], Place]]:
         """Yield (tokens, place) of each (batch, place), in order. If the iteration over `batches` raises a DataError, the
-        tokens of earlier batches are yielded before it is raised. Also raises DataError if a process ends early."""
+        tokens of earlier batches are yielded before it is raised. Also raises DataError if a process ends early or fails, and
+        then yields nothing of that batch and the later ones."""
         waiting: deque[tuple[Future[dict[Split, Part]], Place]] = deque()
         try:
             for batch, place in batches:
                 waiting.append((self._submit(batch), place))
                 while waiting and (len(waiting) >= QUEUED * self._processes or waiting[0][0].done()):
-                    yield self._result(waiting.popleft())
+                    yield self._next(waiting)
         except DataError:  # of the source; text that was read before it is not lost
             while waiting:
-                yield self._result(waiting.popleft())
+                yield self._next(waiting)
             raise
         while waiting:
-            yield self._result(waiting.popleft())
+            yield self._next(waiting)
+
+    def _next(self, waiting: deque[tuple[Future[dict[Split, Part]], Place]]) -> tuple[dict[Split, Part], Place]:
+        """Return the first pending batch and remove it. A batch that failed stays the first one, so that no later
+        one is returned."""
+        found = self._result(waiting[0])
+        waiting.popleft()
+        return found
 
     def _submit(self, batch: Batch) -> Future[dict[Split, Part]]:
         self._batches += 1

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from llmtrain.best_checkpoint import BEST
 from llmtrain.errors import ModelError, UserError
 from llmtrain.export.request import Step, choose_step, complete_checkpoints
+from llmtrain.files import read_lines
 from llmtrain.parallel.world import environment_number
 
 NAME = re.compile(r"step-(\d{8})")
@@ -192,8 +193,7 @@ def _exports(run: Path) -> dict[int, Path]:
 def _tokens(run: Path, step: int) -> int | None:
     """Return the number of training tokens up to `step` from the run's metrics, or None if it is not recorded."""
     try:
-        lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    except (OSError, ValueError):
+        lines = read_lines(run / "metrics.jsonl")
+    except OSError:
         return None
-    found = (line for line in lines if isinstance(line, dict) and line.get("step") == step and "tokens" in line)
-    return next((line["tokens"] for line in found), None)
+    return next((line["tokens"] for line in lines if line["step"] == step and "tokens" in line), None)

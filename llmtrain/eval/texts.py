@@ -171,10 +171,17 @@ def losses(texts: Sequence[str], loaded: Loaded, window: int, batch_size: int) -
 
 
 def write_samples(section: SamplesSection, loaded: Loaded) -> Entry:
-    """Generate a continuation of each prompt."""
+    """Generate a continuation of each prompt. Raises ModelError if a prompt has more tokens than the model has learned
+    positions."""
     written = []
     for prompt in section.prompts:
         ids = [loaded.first_token, *loaded.tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+        positions = learned_positions(loaded.model)
+        if positions is not None and len(ids) >= positions:
+            raise ModelError(
+                f"samples: a prompt has {len(ids)} tokens, but {loaded.model.name_or_path} has {positions} positions and has to write "
+                "one more; shorten it in the suite"
+            )
         room = getattr(loaded.model.config, "max_position_embeddings", LONGEST_WINDOW) - len(ids)
         new = _continuation(
             loaded.model,

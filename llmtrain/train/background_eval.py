@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -72,7 +73,7 @@ class BackgroundEval:
         self.section, self.run, self.console, self.stop = section, directory.path, console, stop
         self.total_steps, self.checkpoint_every = recipe.train.total_steps, recipe.checkpoint.every
         self.newest = max((step for step, _ in list_checkpoints(directory.checkpoints)), default=0)
-        """Step of the newest checkpoint."""
+        """Step of the newest checkpoint. A run that goes back to an earlier one, because this one is damaged, sets it."""
         self.start = start_in_background
         self.worker = LatestStepWorker(self._evaluate, "evaluates checkpoints")
         self._lock = threading.Lock()
@@ -164,7 +165,8 @@ class BackgroundEval:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
             if process is not None and process.poll() is None:
-                os.killpg(process.pid, number)
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(process.pid, number)
             self.worker.join(GRACE_SECONDS)
         self._say(step, f"the evaluation was ended; to finish it: {shlex.join(self._command('--over-time'))}")
 

@@ -87,7 +87,7 @@ class Checkpointer:
         self.from_weights: dict[str, Any] | None = None
         """Path, step and digest of the weights that the run started from; None for random ones. Stored in each checkpoint."""
         self.seconds = 0.0
-        """Seconds for which training has stood still for checkpoints."""
+        """Seconds for which checkpoints have blocked training."""
         self.on_saved: list[Callable[[int], None]] = []
         """Functions called with the step of each completed checkpoint."""
         self.pinned_by: list[Callable[[], Collection[int]]] = []
@@ -164,13 +164,9 @@ class Checkpointer:
         checkpoint is damaged or can't be continued on this mesh. Raises RecipeError if it belongs to another recipe, or
         has more steps.
         """
-        state, length = read_state(path), None
-        if self.recipe is not None and "recipe" in state:
-            check_order(state["recipe"], self.recipe, str(path))
-            there = stored_recipe(state["recipe"], str(path))
-            check_same_recipe(there, self.recipe, str(path))
-            length = LengthChange(there, self.recipe, state["step"])
-            length.check(str(path))
+        found: list[tuple[dict[str, Any], LengthChange | None]] = []
+        raise_on_all(self.mesh, lambda: found.append(self._open(path)))
+        state, length = found.pop()
         place = self.mesh.replica_comms.rank, self.mesh.shard_comms.rank
         here = self.mesh.replicas, self.mesh.shard_comms.size, *place
         change = MeshChange(*state["mesh"], *here, global_step=state["step"])
@@ -191,6 +187,18 @@ class Checkpointer:
         self.from_weights = state.get("from_weights")
         changed = length if length is not None and not length.is_none else None
         return LoadedCheckpoint(state["step"], progress, change.describe(), changed)
+
+    def _open(self, path: Path) -> tuple[dict[str, Any], LengthChange | None]:
+        """Return the state of `path`, and how the run's length differs from the recipe's. Raises as `load` does."""
+        state = read_state(path)
+        if self.recipe is None or "recipe" not in state:
+            return state, None
+        check_order(state["recipe"], self.recipe, str(path))
+        there = stored_recipe(state["recipe"], str(path))
+        check_same_recipe(there, self.recipe, str(path))
+        length = LengthChange(there, self.recipe, state["step"])
+        length.check(str(path))
+        return state, length
 
     def _read_engine(self, path: Path, change: MeshChange, generators: dict[str, torch.Tensor]) -> None:
         """Load weights, optimizer moments and generator states. The buffers for reading are freed on return. With ZeRO,

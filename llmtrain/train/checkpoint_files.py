@@ -42,6 +42,8 @@ FORMAT = 9
 """Version of the layout. A checkpoint of another version is not read."""
 METADATA_FILE, CHECKSUM_KEY = ".metadata", "sha256"
 NAME = re.compile(r"step-(\d{8})")
+DAMAGED = ".damaged"
+"""Ending of the folder of a damaged checkpoint after which a run has continued from an older one."""
 Digest = tuple[int, str]
 """Size in bytes and 128-bit XXH3 in hex."""
 
@@ -150,6 +152,21 @@ def latest_valid(directory: Path, mesh: Mesh, note: Callable[[str], None]) -> Pa
             f"{problem}; no older checkpoint is valid either, of {len(paths)}; restore one, or delete them to train from the start"
         )
     return None
+
+
+def set_aside_newer(directory: Path, step: int, note: Callable[[str], None]) -> None:
+    """Rename the checkpoints after `step`, the one from which a run continues because those are damaged. They then count neither
+    among the newest nor as the best. `note` receives a line for each. Called on the main rank."""
+    for path in checkpoint_folders(directory):
+        if step_of(path) <= step:
+            continue
+        aside = path.with_name(path.name + DAMAGED)
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            note(f"{path.name}, which is damaged, is now {aside.name}")
+        except OSError as error:
+            note(f"{path}, which is damaged, can't be renamed ({error.strerror})")
 
 
 def find_corruption_on_any_rank(directory: Path, files: Mapping[str, Digest], mesh: Mesh) -> str | None:

@@ -16,7 +16,7 @@ def host_numbers(numbers: Mapping[str, Number]) -> dict[str, float]:
 
 
 class DeviceNumbers:
-    """Numbers of one moment, on their way to the host. On a GPU the host goes on while they are computed and copied."""
+    """Numbers of one moment, on their way to the host. On a GPU the host continues while they are computed and copied."""
 
     def __init__(self, numbers: Mapping[str, Number]):
         """Start copying the scalars among `numbers` that are on a GPU."""

@@ -1,8 +1,8 @@
 """Numbers that every rank measures between two log lines, gathered without a barrier and reduced to tags.
 
 Each rank submits a row of numbers. The gather runs in the background and is read once it is complete, at the latest
-before the next log line. A replica therefore waits in order to log only if another one is a log line behind, on GPUs without
-one step.
+before the next log line. A replica therefore waits at a log line only if another one is a log interval behind (on GPUs, one
+step less).
 """
 
 from __future__ import annotations

@@ -162,9 +162,9 @@ class Metrics:
         self.console.advance(state.step, is_alone=state.step > state.global_step + 1)
 
     def log(self, state: TrainState, lr: float) -> None:
-        """Finish the previous log line, then open that of the interval that ends now. Its numbers are gathered at once on a CPU,
-        and if each step has a line. Otherwise a GPU's are gathered after the next step, which keeps it busy until they are
-        there. `lr` is the learning rate to log."""
+        """Finish the previous log line, then open that of the interval that ends now. On a CPU, or if every step has a line,
+        its numbers are gathered at once. Otherwise they are gathered after the next step, which keeps the GPU busy until
+        then. `lr` is the learning rate to log."""
         self.wait()
         report, interval = self.method.report(), self.interval
         common = {
@@ -286,7 +286,7 @@ class Metrics:
 
     @property
     def exposed_seconds(self) -> float:
-        """Return the seconds that training has stood still for traffic between replicas: synchronizations and averaged
+        """Return the seconds for which training has waited for traffic between replicas: synchronizations and averaged
         gradients."""
         return self.method.report().exposed_seconds + self.engine.gradient_wait.seconds
 
@@ -315,7 +315,7 @@ class Metrics:
 
     def _submit(self) -> None:
         """Start gathering the open line, if there is one, once the device has computed its numbers. If the device was still busy
-        with the line's steps, their time goes on until now."""
+        with the line's steps, their time ends now."""
         line, self._open_line = self._open_line, None
         if line is None:
             return

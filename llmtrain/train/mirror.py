@@ -350,7 +350,10 @@ class Mirror:
         atomic_write(final.parent / "latest", final.name + "\n")
 
     def _bytes_fetched(self) -> int:
-        return sum(path.stat().st_size for path in self._temporary.glob("*"))
+        try:
+            return sum(path.stat().st_size for path in self._temporary.glob("*"))
+        except OSError:  # another thread is just moving the folder
+            return -1
 
     @property
     def _temporary(self) -> Path:

@@ -40,7 +40,7 @@ from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.trace import open_trace
 from llmtrain.train.background_eval import BackgroundEval
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.checkpoint_files import latest_valid, step_of
+from llmtrain.train.checkpoint_files import latest_valid, set_aside_newer, step_of
 from llmtrain.train.devices import (
     collect_garbage_every,
     enable_determinism,
@@ -125,6 +125,7 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
         with console.progress("building the model"):
             trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop, end_early, weights, text)
         del weights  # closes its files
+        suites.newest = 0 if resume_from is None else step_of(resume_from)
         trainer.checkpointer.on_saved += [suites.after_checkpoint, mirror.upload_async]
         trainer.checkpointer.pinned_by += [suites.worker.pending_steps, mirror.pinned_steps]
         is_loaded = resume_from is None
@@ -136,6 +137,8 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
                     is_loaded = True
                 # Only now, because weights may be damaged, and a checkpoint or the text refused: a refused start changes nothing.
                 mesh.broadcast_from_main(directory.open)
+                if resume_from is not None and mesh.is_main:
+                    set_aside_newer(directory.checkpoints, step_of(resume_from), console.print)
                 mirror.claim(mesh)
                 mirror.upload_if_newer(resume_from)
                 with (

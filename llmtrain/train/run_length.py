@@ -66,7 +66,7 @@ class LengthChange:
         """Return the number of samples that the text `name` had in the run that wrote the checkpoint, given the `samples`
         that it has now.
 
-        A hub data set, which is tokenized as far as a run reads it, had those of that run's steps; any other text had
+        A hub dataset, which is tokenized as far as a run reads it, had those of that run's steps; any other text had
         all. `of_text` returns, for a number of sequences that a run reads, how many are of this text.
         """
         texts = {**self.after.data.texts(), **self.before.data.texts()}
@@ -77,7 +77,7 @@ class LengthChange:
 
 
 def is_fixed(data: DataSection) -> bool:
-    """Return whether a text has the same tokens in a run of any length. A hub data set is tokenized as far as a run reads it."""
+    """Return whether a text has the same tokens in a run of any length. A hub dataset is tokenized as far as a run reads it."""
     return not data.source.startswith(HUB) or data.max_tokens is not None
 
 

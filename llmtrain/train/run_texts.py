@@ -103,7 +103,7 @@ def check_texts(directory: RunDirectory, texts: Mapping[str, TokenDataset]) -> N
 
 
 def is_complete(text: TokenDataset, data: DataSection) -> bool:
-    """Return whether all training tokens are prepared that a run of any length can read."""
+    """Return whether the prepared training tokens suffice for a run of any length."""
     train = text.index.splits["train"]
     return train.exhausted or train.tokens >= (data.max_tokens or math.inf)
 
@@ -204,8 +204,12 @@ class RunTexts:
             return {name: site.samples for name, site in self.sites.texts.items()}
         if isinstance(loader, MixtureLoader):
             return loader.samples
-        is_growing = self.train_text is not None and not self.train_text.tokens.is_complete
-        return None if is_growing else {"": loader.num_samples}
+        if self.train_text is None:
+            return {"": loader.num_samples}
+        # The loader counts what a growing text may have at most, even when it is complete. It refuses a text without samples.
+        tokens = self.train_text.tokens
+        samples = (len(tokens) - 1) // loader.sequence_length if tokens.is_complete else 0
+        return {"": samples} if samples > 0 else None
 
     def describe(self, loader: Loader) -> list[str]:
         """Return the console's lines about the texts of a mixture or of sites."""

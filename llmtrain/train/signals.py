@@ -1,5 +1,5 @@
 """Stop requests from the operating system. The first signal sets a flag of this process. Ranks agree on it at log lines
-(`Metrics.log`), or in rounds of seconds through a flag in the job's store (`run._shared_stop`).
+(`Metrics.wait`), or in rounds of seconds through a flag in the job's store (`run._shared_stop`).
 
 A second signal of the same kind ends the process at once. A different signal does not, because Slurm sends SIGUSR1 some time
 before SIGTERM, and the checkpoint that the first one started should be completed.

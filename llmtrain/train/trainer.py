@@ -40,7 +40,7 @@ class Trainer:
         self.metrics, self.validator, self.checkpointer, self.texts = metrics, validator, checkpointer, texts
         self.lr, self.state = LRSchedule.of(recipe), TrainState(recipe.train.total_steps)
         self.known_texts: Mapping[str, Any] = {}
-        """Identities of texts that the loaded checkpoint has stored, also of those that nobody reads now but later again."""
+        """Identities of texts that the loaded checkpoint has stored, including texts that no rank reads now but a later start may."""
         self.after_step: list[Callable[[int], None]] = []
         """Functions called after each step, with the number of this replica's step."""
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from llmtrain.data.dataset import TokenShards
-from llmtrain.data.loader import Loader
+from llmtrain.data.loader import Loader, PrefetchLoader
 from llmtrain.data.mixture import BLOCK, MixtureOrder, most_of, shares_of
 from llmtrain.data.mixture_loader import MixedShards, MixtureLoader
 from llmtrain.data.order import SampleOrder, merge_cursors
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, TrainingError
 
 LENGTH, BATCH = 4, 8
 WEIGHTS = {"a": 7.0, "b": 2.5, "c": 0.5}
@@ -177,3 +177,8 @@ def test_a_mixture_has_no_state_of_its_own() -> None:
     far = MixtureOrder([SampleOrder(number, 7) for number in SAMPLES.values()], list(WEIGHTS.values()), 7)
     near = loader().order
     assert [far.sample(entry) for entry in (10**9, 10**9 + 1)] == [near.sample(entry) for entry in (10**9, 10**9 + 1)]
+
+
+def test_a_disk_that_does_not_answer_is_told() -> None:
+    with pytest.raises(TrainingError, match="does not answer"):
+        PrefetchLoader(loader(), timeout_seconds=0.01)._receive()  # without a request, so never a batch

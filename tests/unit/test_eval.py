@@ -66,6 +66,10 @@ def test_the_briefs_suites_are_there() -> None:
         ("tasks: [{task: piqa, limit: 0}]", "tasks.0.limit is 0; input should be greater than 0"),
         ("about: nothing", "has nothing to evaluate; give it tasks, texts or samples"),
         ("tasks: [{task: piqa}, {task: piqa}]", "piqa is there twice; leave one out, or put it into another suite"),
+        (
+            "{texts: [{name: samples, file: a.txt}], samples: {prompts: [Once]}}",
+            "samples is there twice; leave one out, or put it into another suite",
+        ),
         ("[1]", "is not a mapping; a suite has about, batch_size, task_folders, tasks, texts, samples"),
     ],
 )

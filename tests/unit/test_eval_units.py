@@ -111,9 +111,10 @@ def test_results_that_can_not_be_written_are_one_line(tmp_path: Path) -> None:
         ('{"step": 10, "tokens": 9000}\n', 9000),
         ('{"step": 20, "tokens": 9000}\n{"step": 10}\n', None),
         ('{"step": 10, "tok', None),
+        ('{"step": 10, "tokens": 9000}\n{"step": 20, "tok', 9000),
         (None, None),
     ],
-    ids=["there", "another step", "torn", "no file"],
+    ids=["there", "another step", "torn", "torn afterwards", "no file"],
 )
 def test_the_tokens_of_an_export_are_those_in_the_metrics(
     tmp_path: Path, metrics: str | None, tokens: int | None

@@ -18,11 +18,14 @@ import torch
 from llmtrain.compare import trial
 from llmtrain.compare.comparison import ConditionSection, load_comparison, trials
 from llmtrain.compare.faults import Faults
-from llmtrain.compare.runner import ComparisonProgress
+from llmtrain.compare.runner import ComparisonProgress, run_comparison
 from llmtrain.config import EditPenaltySection
 from llmtrain.data.extend import ProgressBar
+from llmtrain.errors import RecipeError
 from llmtrain.sync.reductions.edit_penalty import EditPenalty
 from llmtrain.train.loggers import Console
+
+QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart.yaml"
 
 
 class RecordingHost:
@@ -123,10 +126,14 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., trial
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def make(
-        run: str, *hosts: ScriptedHost, look: Callable[[Path], None] = lambda folder: None, faults: str = ""
+        run: str,
+        *hosts: ScriptedHost,
+        look: Callable[[Path], None] = lambda folder: None,
+        faults: str = "",
+        keys: str = "",
     ) -> trial.TrialRecord:
         runs = {"plain": "", "elastic": elastic}
-        file.write_text(f"{text}runs: {{{run}: {runs[run]}}}\nconditions: {{only: {{{faults}}}}}")
+        file.write_text(f"{text}{keys}runs: {{{run}: {runs[run]}}}\nconditions: {{only: {{{faults}}}}}")
         comparison = load_comparison(file)
         (planned,) = [one for one in trials(comparison, file) if one.run == run]
         now = [0.0]
@@ -187,6 +194,34 @@ def test_a_run_is_stopped_at_a_step_and_goes_on_with_more_hosts(made: Callable[.
     assert (record.state, record.exit_codes, record.last_lines) == ("done", [0, 0], [])
     starts = [[word for word in command if word.startswith("parallel.replicas=")][-1] for command in hosts[0].commands]
     assert starts == ["parallel.replicas=1", "parallel.replicas=2"] and len(hosts[1].commands) == 1
+
+
+def test_the_limit_of_a_trial_holds_for_all_its_parts_together(made: Callable[..., trial.TrialRecord]) -> None:
+    first, second, folders = Torchrun(math.inf), Torchrun(math.inf), []
+
+    def look(folder: Path) -> None:
+        folders.append(folder)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": len(folders)}) + "\n")
+
+    def stop() -> int:
+        (folders[0] / "summary.json").write_text('{"stopped": "signal"}')
+        return 3
+
+    first.on_signal = second.on_signal = stop
+    hosts = ScriptedHost(0, first, second), ScriptedHost(1, Torchrun(math.inf))
+    hosts[1].torchruns[0].on_signal = stop
+    record = made("elastic", *hosts, look=look, keys="stop_after_minutes: 0.3\n")
+    assert record.state == "stopped"
+    assert record.wall_seconds == pytest.approx(18, abs=1), "60 steps took 12 s, which leaves 6 s after the restart"
+
+
+def test_a_folder_that_can_not_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    file = tmp_path / "small.yaml"
+    file.write_text(f"recipe: {QUICKSTART}\nout_dir: {tmp_path}/taken\nhosts: {{count: 2}}\nruns: {{plain: }}")
+    with pytest.raises(RecipeError, match=r"^out_dir: .*taken/small can't be written \(.*\); give another folder$"):
+        run_comparison(file, shaping=False)
 
 
 def test_hosts_stop_and_die_so_many_seconds_after_training_began(

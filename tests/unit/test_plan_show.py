@@ -148,9 +148,9 @@ def test_traffic_by_hand() -> None:
     text = shown(STDLIB, *mesh, "sync.warmup_steps=0")
     parameters = int(row(text, "parameters")[0].strip(",").replace(",", ""))
     per_round = 2 * 3 / 4 * 4 * parameters
-    assert f"{per_round / 1e6:.1f} MB from each of 4 replicas a round, 150 rounds of about 2 steps" in text
-    assert f": {per_round / 2 / 1e6:.1f} MB a step" in text
-    assert f"{per_round / 1e6:.1f} MB a step when synchronous" in text
+    assert f"{per_round / 1e6:.1f} MB from each of 4 replicas per round, 150 rounds of about 2 steps" in text
+    assert f": {per_round / 2 / 1e6:.1f} MB per step" in text
+    assert f"{per_round / 1e6:.1f} MB per step when synchronous" in text
     assert "as in the first" not in text
     assert "as in the first 40 steps" in shown(STDLIB, *mesh, "sync.warmup_steps=40")
 
@@ -159,14 +159,14 @@ def test_traffic_of_wires_groups_and_seconds_by_hand() -> None:
     mesh = ["parallel.replicas=4", "parallel.shards=1", "sync.warmup_steps=0", "train.steps=300"]
     parameters = int(row(shown(STDLIB), "parameters")[0].strip(",").replace(",", ""))
     int4 = 2 * 3 / 4 * (0.5 + 4 / 128) * parameters
-    assert f"{int4 / 1e6:.1f} MB from each of 4 replicas a round" in shown(STDLIB, *mesh, "sync.wire=int4")
+    assert f"{int4 / 1e6:.1f} MB from each of 4 replicas per round" in shown(STDLIB, *mesh, "sync.wire=int4")
     largest = decimal(3 * SparseFormat(64, "2bit").size(parameters))
-    assert f"{largest} from each of 4 replicas a round" in shown(STDLIB, *mesh, "sync.method=sparseloco")
+    assert f"{largest} from each of 4 replicas per round" in shown(STDLIB, *mesh, "sync.method=sparseloco")
     text = shown(STDLIB, *mesh, "sync.method=wagma", "sync.period.every=10")
     in_group, of_all = (2 * (n - 1) / n * 4 * parameters for n in (2, 4))
-    assert f"{in_group / 1e6:.1f} MB of it in a step among 2" in text
-    assert f": {(9 * in_group + of_all) / 10 / 1e6:.1f} MB a step" in text
-    assert "a round in 600 s" in shown(STDLIB, *mesh, "sync.method=a_edit")
+    assert f"{in_group / 1e6:.1f} MB of it per step among 2" in text
+    assert f": {(9 * in_group + of_all) / 10 / 1e6:.1f} MB per step" in text
+    assert "a round every 600 s" in shown(STDLIB, *mesh, "sync.method=a_edit")
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -177,7 +177,7 @@ def test_traffic_of_averaged_moments_by_hand(kind: str) -> None:
     second = size.parameters - (matrices if kind == "muon" else 0)
     values = size.parameters + size.parameters / 3 + second / 6
     text = shown(STDLIB, *keys, "sync.method=des_loc")
-    assert f"{decimal(int(2 * 3 / 4 * 4 * values))} from each of 4 replicas a round" in text
+    assert f"{decimal(int(2 * 3 / 4 * 4 * values))} from each of 4 replicas per round" in text
 
 
 def test_traffic_without_rounds_or_replicas() -> None:
@@ -202,8 +202,8 @@ def test_models_in_cpu_memory_have_a_row() -> None:
 
 def test_micro_batches_of_each_mesh() -> None:
     keys = ["train.global_batch=128", "train.micro_batch=8"]
-    assert row(shown(STDLIB, *keys), "micro-batches a step") == ["4"]
-    assert row(shown(STDLIB, *keys, hardware=GPUS), "micro-batches a step") == ["16", "2", "uneven"]
+    assert row(shown(STDLIB, *keys), "micro-batches per step") == ["4"]
+    assert row(shown(STDLIB, *keys, hardware=GPUS), "micro-batches per step") == ["16", "2", "uneven"]
 
 
 def test_a_model_from_a_folder_needs_no_download(tmp_path: Path) -> None:

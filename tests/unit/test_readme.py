@@ -124,6 +124,7 @@ COVERED = {
     "make quickstart": "tests/unit/test_wheel.py::test_the_quickstart_runs_from_an_empty_folder",
     "bash launch/train.sh": "tests/end_to_end/test_training.py::test_a_run_leaves_everything_it_promises",
     "llmtrain recipe check": "tests/unit/test_recipe_files.py::test_every_command_takes_a_name",
+    "llmtrain recipe list": "tests/unit/test_recipe_files.py::test_all_recipes_are_listed_with_what_they_do",
     "llmtrain recipe show": "tests/unit/test_plan_show.py::test_every_recipe_shows_within_100_columns",
     "llmtrain runs": "tests/unit/test_run_list.py::test_a_pipe_gets_plain_columns_and_json_all_values",
     "llmtrain compare runs/": "tests/unit/test_compare_runs.py::test_runs_are_listed_by_their_validation_loss_and_drawn",

@@ -248,3 +248,18 @@ def a_busy_group(top: Path, monkeypatch: pytest.MonkeyPatch, free_after: float) 
 
     monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     return now
+
+
+def test_a_host_that_can_not_be_killed_leaves_no_cluster_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Stuck:
+        def kill(self) -> None:
+            done.append("kill")
+            raise TimeoutError("does not end")
+
+    monkeypatch.setattr(cluster, "remove_leftovers", lambda: None)
+    monkeypatch.setattr(cluster, "remove_cluster", lambda name: done.append("remove"))
+    with pytest.raises(TimeoutError), cluster._new_cluster() as (_, hosts):
+        hosts += [Stuck(), Stuck()]
+    assert done == ["kill", "kill", "remove"]

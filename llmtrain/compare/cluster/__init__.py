@@ -259,9 +259,10 @@ def _new_cluster() -> Iterator[tuple[str, list[Host]]]:
     try:
         yield cluster, hosts
     finally:
-        for host in hosts:
-            host.kill()
-        remove_cluster(cluster)
+        with ExitStack() as stack:  # a host that can't be killed keeps no other from being removed
+            stack.callback(remove_cluster, cluster)
+            for host in hosts:
+                stack.callback(host.kill)
 
 
 def _virtual_host(cluster: str, switch: str, number: int, limits: Sequence[HostLimits], networks: int) -> VirtualHost:
